@@ -29,8 +29,8 @@ from run import commit
 from timing import RIGHT, error_of, time_interleaved
 
 import weft
-from weft.compute.gemm import SETTLED, Tile, column_halves, grouped_tile, matmul
-from weft.lang.intrinsics import settle
+from weft.compute.gemm import FLUSHED, Tile, column_halves, grouped_tile, matmul
+from weft.lang.intrinsics import flush_stores
 from weft.lang.jit import constants
 from weft.ops.matmul import ALONE
 from weft.ops.matmul import matmul as shared
@@ -71,7 +71,7 @@ class Form:
         (m, k), n = x.shape, w.shape[0]
         a, b = descriptor(x, m, k, (self.bm, 64)), descriptor(w, n, k, (self.bn, 64))
         c = descriptor(y, m, n, (self.bm, self.bn // 2))
-        tile = constants(Tile, BM=self.bm, BN=self.bn, BK=64, GROUP_M=self.group, TURNED=False)
+        tile = constants(Tile, BM=self.bm, BN=self.bn, BK=64, GROUP_M=self.group, TRANS_B=False)
         options = dict(num_warps=self.warps, num_stages=self.stages)
         grid = (min((sms - self.left) * self.per_sm, -(-m // self.bm) * -(-n // self.bn)),)
         if self.loop == "flat":
@@ -88,7 +88,7 @@ def told(a_desc, b_desc, out_desc, counts, M, N, K, tile):
     BK: tl.constexpr = tile.BK
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
-    late = min(SETTLED, steps - 1)
+    late = min(FLUSHED, steps - 1)
     t = tl.program_id(0) - tl.num_programs(0)
     step, row, col, stored = steps - 1, 0, 0, -1
     acc = tl.zeros((BM, BN), tl.float32)
@@ -100,7 +100,7 @@ def told(a_desc, b_desc, out_desc, counts, M, N, K, tile):
             row, col = tm * BM, tn * BN
         acc = tl.dot(a_desc.load([row, step * BK]), b_desc.load([col, step * BK]).T, acc)
         if (step == late) & (stored >= 0):
-            settle(True)
+            flush_stores(True)
             tl.atomic_add(counts, 1, sem="release", scope="gpu")
             stored = -1
         if step == steps - 1:
@@ -110,7 +110,7 @@ def told(a_desc, b_desc, out_desc, counts, M, N, K, tile):
             stored = t
             acc = tl.zeros((BM, BN), tl.float32)
     if stored >= 0:
-        settle(True)
+        flush_stores(True)
         tl.atomic_add(counts, 1, sem="release", scope="gpu")
 
 

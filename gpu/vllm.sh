@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The plugin in vLLM 0.26 (torch 2.11) on a GPU machine that cannot install it, in parts small enough to carry, each at most 64 MiB:
-#   gpu/vllm.sh pack VLLM_WHEEL   where there is a network: .venv-vllm-parts/{1,2,3}/, of the wheel what it needs there, and the
-#                                 wheels of its dependencies that the GPU machine lacks (LACKS, which `missing` there says)
-#   gpu/vllm.sh carry N           on the GPU machine, once a part, one call after the other: unpacks part N into $AT
+#   gpu/vllm.sh pack VLLM_WHEEL   where there is a network: .venv-vllm-parts/{0,1,..}/, of the wheel what it needs there, and
+#                                 the dependencies that the GPU machine lacks (LACKS, as pip takes them; `missing` there says)
+#   gpu/vllm.sh carry N [last]    on the GPU machine, once a part, one call after the other: keeps part N, and unpacks all
+#                                 parts into $AT behind the last
 #   gpu/vllm.sh missing           there: which modules vLLM still lacks
 #   gpu/vllm.sh run               there: one rank with and without the plugin, then two that share the GPU
 # FlashAttention 2's library is left out; FlashAttention 3 serves Hopper.
@@ -18,27 +19,30 @@ pack() {
   local wheel=$1 there
   there=$(mktemp -d)
   trap 'rm -rf "$there"' RETURN
-  rm -rf "$parts" && mkdir -p "$parts"/{1,2,3}
+  rm -rf "$parts" && mkdir -p "$parts"
   python3 -m zipfile -e "$wheel" "$there"
-  (cd "$there" && tar c vllm/_C_stable_libtorch.abi3.so) | xz -6 -T0 > "$parts/1/vllm.tar.xz"
-  (cd "$there" && tar c vllm/_moe_C_stable_libtorch.abi3.so) | xz -6 -T0 > "$parts/2/vllm.tar.xz"
-  (cd "$there" && find vllm vllm-*.dist-info -type f ! -path 'vllm/third_party/deep_gemm/*' ! -name '_C_stable*' ! -name '_moe_C*' \
-    ! -name '_vllm_fa2_C*' ! -path '*/fused_moe/configs/*' ! -name 'vllm-rs*' ! -name '_flashmla*' ! -name '_qutlass*' \
-    ! -name '_deep_gemm*' ! -name '*.pyc' -print0 | tar c --null -T -) | xz -6 -T0 > "$parts/3/vllm.tar.xz"
+  rm -rf "$there"/vllm/third_party/deep_gemm "$there"/vllm/vllm-rs*
+  find "$there" \( -name '_vllm_fa2_C*' -o -name '_flashmla*' -o -name '_qutlass*' -o -name '_deep_gemm*' \) -delete
   if [ -n "${LACKS:-}" ]; then
-    python3 -m pip -qq download --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-      --platform manylinux2014_x86_64 --platform any -d "$parts/3" $LACKS
+    local platforms=(any manylinux1_x86_64 manylinux2010_x86_64 manylinux2014_x86_64) minor
+    for minor in 5 12 17 24 26 27 28 31 34 35 39; do platforms+=("manylinux_2_${minor}_x86_64"); done
+    python3 -m pip -qq download --no-deps --only-binary :all: --python-version 3.12 "${platforms[@]/#/--platform=}" \
+      -d "$there/wheels" $LACKS
+    for each in "$there"/wheels/*.whl; do python3 -m zipfile -e "$each" "$there"; done
+    rm -r "$there/wheels"
   fi
+  (cd "$there" && tar c .) | xz -6 -T0 | split -b 50M -d -a 1 - "$parts/part"
+  for each in "$parts"/part?; do mkdir "$parts/${each#"$parts/part"}" && mv "$each" "$parts/${each#"$parts/part"}/part"; done
   du -sm "$parts"/*
 }
 
-carry() {
+carry() { # keeps part N; the last one, with a word behind its number, also unpacks them all
   mkdir -p "$at"
-  xz -dc "$parts/$1/vllm.tar.xz" | tar x -C "$at"
-  for wheel in "$parts/$1"/*.whl; do
-    [ -e "$wheel" ] && python3 -m zipfile -e "$wheel" "$at"
-  done
-  du -sm "$at"
+  mv "$parts/$1/part" "$at.part$1"
+  if [ "${2:-}" ]; then
+    cat "$at".part? | xz -dc | tar x -C "$at"
+    du -sm "$at"
+  fi
 }
 
 missing() { # names, one a line, as far as an import of the engine says them; what is named is stood in for to find the next

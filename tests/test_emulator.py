@@ -28,7 +28,7 @@ from weft.backends.emulated import EmulatedBackend, spmd
 from weft.check.offline import compile_kernel
 from weft.errors import SignalError
 from weft.lang.host import beyond
-from weft.lang.intrinsics import bulk_fence, post, release_fence, settle, wait_until
+from weft.lang.intrinsics import bulk_fence, flush_stores, post, release_fence, wait_until
 from weft.lang.jit import jit
 
 SEEDS = range(6)
@@ -50,7 +50,7 @@ class Job(NamedTuple):
 @jit
 def notify(flags, rank, index, SEM: tl.constexpr, SCOPE: tl.constexpr, SETTLE: tl.constexpr, BULK: tl.constexpr):
     if SETTLE:
-        settle(BULK)
+        flush_stores(BULK)
     words = tl.load(flags.peers + rank).to(tl.pointer_type(tl.int32))
     tl.atomic_add(words + index, 1, sem=SEM, scope=SCOPE)
 
@@ -68,7 +68,7 @@ def push(job, x, gathered, ROWS: tl.constexpr, COLS: tl.constexpr, BUG: tl.const
         notify(job.flags, to, job.rank, "relaxed", "sys", True, False)
     elif BUG == "gpu scope":
         notify(job.flags, to, job.rank, "release", "gpu", True, False)
-    elif BUG == "no settle":
+    elif BUG == "no flush_stores":
         notify(job.flags, to, job.rank, "release", "sys", False, False)
     elif BUG == "lost":
         if to != 1 or job.rank != 0:
@@ -124,15 +124,15 @@ def test_good_kernel_passes(seed: int, consumer: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("bug", ["early", "relaxed", "no settle", "gpu scope"])
+@pytest.mark.parametrize("bug", ["early", "relaxed", "no flush_stores", "gpu scope"])
 def test_bad_notify_is_a_race(bug: str, seed: int) -> None:
     with pytest.raises(Race, match=r"race on .*" + ("flags" if bug == "gpu scope" else "(gathered|full)")) as caught:
         spmd(gather(bug), 2, seed=seed)
     text = str(caught.value)
     assert re.search(r"by rank \d push\[\d\] at .*test_emulator\.py:\d+ \(push\)", text), text
     assert re.search(r"by rank \d take\[\d\] at .*test_emulator\.py:\d+ \(take\)", text), text
-    if bug == "no settle":
-        assert "no settle" in text or "write after read" in text
+    if bug == "no flush_stores":
+        assert "no flush_stores" in text or "write after read" in text
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -264,7 +264,7 @@ def many_threads(box, flag, out, guard, N: tl.constexpr, POST: tl.constexpr, SET
         else:
             tl.atomic_add(box + 4 * at, at, sem="relaxed", scope="gpu")
         if SETTLE:
-            settle(False)
+            flush_stores(False)
         tl.atomic_add(flag, 1, sem="release", scope="gpu")
     else:
         wait_until(flag, 1, guard, -1, -1, "gpu")
@@ -312,7 +312,7 @@ def fenced_counts(x, flags, out, guard, N: tl.constexpr, MANY: tl.constexpr):
     """Program 0 stores, and counts N flags up behind one fence; program 1 waits for the first MANY."""
     if tl.program_id(0) == 0:
         tl.store(x, 7)
-        settle(False)
+        flush_stores(False)
         release_fence("gpu")
         tl.atomic_add(flags + tl.arange(0, N), 1, sem="relaxed", scope="gpu")
     else:
@@ -350,7 +350,7 @@ def bulk(desc, out, plain, flag, guard, BLOCK: tl.constexpr, BUG: tl.constexpr):
             tl.debug_barrier()
         else:
             desc.store([0, 0], value)
-            settle(BUG != "no bulk")
+            flush_stores(BUG != "no bulk")
         tl.atomic_add(flag, 1, sem="release", scope="gpu")
     else:
         if BUG == "no fence":
@@ -380,7 +380,7 @@ def test_bulk_accesses_pass(bug: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("bug, says", [("no bulk", "settle"), ("no fence", "proxy fence")])
+@pytest.mark.parametrize("bug, says", [("no bulk", "flush_stores"), ("no fence", "proxy fence")])
 def test_bulk_access_without_its_fence_is_a_race(bug: str, says: str, seed: int) -> None:
     with pytest.raises(Race, match="bulk") as caught:
         spmd(bulk_case(bug), 1, seed=seed)
@@ -394,7 +394,7 @@ def own_bulk(desc, plain, BLOCK: tl.constexpr, FENCE: tl.constexpr):
     if FENCE:
         bulk_fence()
     desc.store([0, 0], desc.load([0, 0]) + 1.0)
-    settle()
+    flush_stores()
     tl.store(plain + at, tl.load(plain + at) + 1.0)
 
 
@@ -634,7 +634,7 @@ def test_ranks_keep_their_own_gradient_mode_and_backward(seed: int) -> None:
 
 @jit
 def grid_barrier(counter, guard, PROGRAMS: tl.constexpr):
-    settle(False)
+    flush_stores(False)
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
     wait_until(counter, PROGRAMS, guard, -1, -1, "gpu")
 
@@ -1219,8 +1219,8 @@ def hand_over(x, out, guard, HOW: tl.constexpr, BETWEEN: tl.constexpr):
         tl.store(x + r * 16 + c, r + c)
     if BETWEEN == "barrier":
         tl.debug_barrier()
-    elif BETWEEN == "settle":
-        settle(False)
+    elif BETWEEN == "flush_stores":
+        flush_stores(False)
     elif BETWEEN == "wait":
         wait_until(x, 0, guard, -1, -1, "gpu")
     elif BETWEEN == "acquire":
@@ -1260,7 +1260,7 @@ def test_a_load_of_what_another_thread_has_stored_is_a_race(how: str) -> None:
     assert len(set(re.findall(r"hand_over\[0\] at .*test_emulator\.py:(\d+) \(hand_over\)", str(caught.value)))) == 2
 
 
-@pytest.mark.parametrize("how, between", [(m, b) for m in MOVES for b in ("barrier", "settle")] + [
+@pytest.mark.parametrize("how, between", [(m, b) for m in MOVES for b in ("barrier", "flush_stores")] + [
     ("transposed", "wait"), ("transposed", "acquire"), ("same", ""),
 ])  # fmt: skip
 def test_a_load_of_what_the_same_thread_or_one_before_a_barrier_stored_is_none(how: str, between: str) -> None:
@@ -1436,7 +1436,7 @@ def test_memory_used_again_while_a_peer_reads_it_is_told_as_that(bug: str, seed:
         weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
     reader, read, read_call, writer, write, write_call = map(int, re.search(EARLY, str(caught.value)).groups())
     assert reader != writer and read == read_call < write == write_call
-    assert "settle" not in str(caught.value)
+    assert "flush_stores" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -1447,7 +1447,7 @@ def test_a_call_that_is_not_counted_is_told_as_that(bug: str, why: str) -> None:
         with pytest.raises(Race) as caught:
             weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
         assert re.search(rf"rank \d exchanged, launch [23], but the call number is still 1: {why}", str(caught.value))
-        assert "settle" not in str(caught.value)
+        assert "flush_stores" not in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,4 +1,4 @@
-"""Memory that calls to come rely on: made where no CUDA graph's replay writes (`Backend.lasting`)."""
+"""Memory that calls to come rely on: made where no CUDA graph's replay writes (`Backend.persistent_allocation`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def watched(world: weft.World) -> list[str]:
     depth = 0
 
     @contextmanager
-    def lasting() -> Iterator[None]:
+    def persistent_allocation() -> Iterator[None]:
         nonlocal depth
         depth += 1
         yield
@@ -41,10 +41,10 @@ def watched(world: weft.World) -> list[str]:
         return made
 
     def views(*args: Any, make: Any = backend.table) -> Any:
-        with lasting():
+        with persistent_allocation():
             return make(*args)
 
-    backend.lasting, backend.table = lasting, views
+    backend.persistent_allocation, backend.table = persistent_allocation, views
     for name in ("zeros", "tensor", "symmetric", "empty"):
         setattr(backend, name, watch(name, getattr(backend, name)))
     return outside
@@ -89,7 +89,7 @@ def test_a_rank_that_rehearses_a_capture_alone_is_a_mismatch(monkeypatch: pytest
     def main(world: weft.World) -> None:
         x = torch.ones(4, 32, dtype=torch.bfloat16)
         weft.all_reduce(x, world=world, plan="sequential")
-        world.backend.aside = lambda: world.rank == 0  # type: ignore[method-assign]
+        world.backend.on_side_stream = lambda: world.rank == 0  # type: ignore[method-assign]
         with pytest.raises(weft.Mismatch, match="rehearsal=True"):
             weft.all_reduce(2 * x, world=world)
             weft.all_reduce(x[:2], world=world, plan="sequential")
@@ -112,20 +112,20 @@ def test_what_lasts_lies_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
     for name, as_if in dict(
         current_stream=lambda: current[0],
         side_stream=lambda name, urgent: name,
-        aside=lambda: current[0] != "default",
+        on_side_stream=lambda: current[0] != "default",
         record=lambda stream: f"all of {stream}",
         wait_event=lambda stream, event: said.append(f"{stream} waits for {event}"),
         on=on,
     ).items():
         monkeypatch.setattr(backend, name, as_if, raising=False)
-    with backend.lasting():
+    with backend.persistent_allocation():
         said.append(f"on {current[0]}")
-        with backend.lasting():
+        with backend.persistent_allocation():
             said.append(f"on {current[0]}")
     waits = ["lasting waits for all of caller", "caller waits for all of lasting"]
     assert said == [waits[0], "on lasting", "on lasting", waits[1]]
     said.clear()
     current[0] = "default"
-    with backend.lasting():
+    with backend.persistent_allocation():
         said.append(f"on {current[0]}")
     assert said == ["on default"]

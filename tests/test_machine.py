@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import Deadlock, MemoryFault, Mismatch, Race
 from weft.backends.emulated import EmulatedBackend, spmd
-from weft.lang.intrinsics import look_again, now, peek, post, release_fence, settle, wait_until, window_sum
+from weft.lang.intrinsics import flush_stores, look_again, now, peek, post, release_fence, wait_until, window_sum
 from weft.lang.jit import jit
 
 SEEDS = range(8)  # two of each way to schedule
@@ -52,7 +52,7 @@ def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexp
     if tl.program_id(0) == 0:
         for part in tl.static_range(2):
             tl.store(data + part * N + at, tl.full((N,), 1.0, tl.float32))
-            settle(False)
+            flush_stores(False)
             tl.atomic_add(flag, 1, sem="release", scope="gpu")
         tl.atomic_add(gate, 1, sem="relaxed", scope="gpu")
     else:
@@ -139,7 +139,7 @@ def test_an_exchange_orders_what_each_rank_did_before_and_does_after() -> None:
 @jit
 def release(data, flag, gate, N: tl.constexpr):
     tl.store(data + tl.arange(0, N), tl.full((N,), 1.0, tl.float32))
-    settle(False)
+    flush_stores(False)
     tl.atomic_add(flag, 1, sem="release", scope="sys")
     tl.atomic_add(gate, 1, sem="relaxed", scope="sys")
 
@@ -173,7 +173,7 @@ def handed_over(data, flag, guard, out, N: tl.constexpr):
     at = tl.arange(0, N)
     if tl.program_id(0) == 0:
         tl.store(data + at, tl.full((N,), 1.0, tl.float32))
-        settle(False)
+        flush_stores(False)
         tl.atomic_add(flag, 1, sem="release", scope="gpu")
     else:
         wait_until(flag, 1, guard, -1, -1, "gpu")
@@ -203,13 +203,13 @@ def test_a_counter_that_an_ordinary_store_resets_begins_anew() -> None:
 
 
 @jit
-def fenced(data, flag, N: tl.constexpr, FENCE: tl.constexpr, SCOPE: tl.constexpr, SETTLED: tl.constexpr):
+def fenced(data, flag, N: tl.constexpr, FENCE: tl.constexpr, SCOPE: tl.constexpr, FLUSHED: tl.constexpr):
     tl.store(data + tl.arange(0, N), tl.full((N,), 1.0, tl.float32))
-    if SETTLED == "before":
-        settle(False)
+    if FLUSHED == "before":
+        flush_stores(False)
     release_fence(FENCE)
-    if SETTLED == "after":
-        settle(False)
+    if FLUSHED == "after":
+        flush_stores(False)
     tl.atomic_add(flag, 1, sem="relaxed", scope=SCOPE)
 
 
@@ -223,7 +223,7 @@ def test_a_fence_releases_in_its_own_scope_what_was_settled_before_it(fence: str
     def fn(b: EmulatedBackend, fence: str, scope: str, settled: str) -> None:
         box, flag, to = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), words(b, "flag"), (b.rank + 1) % b.size
         out, main = b.empty((N,), torch.float32), b.current_stream()
-        args = dict(data=box.peers[to], flag=flag.peers[to], N=N, FENCE=fence, SCOPE=scope, SETTLED=settled)
+        args = dict(data=box.peers[to], flag=flag.peers[to], N=N, FENCE=fence, SCOPE=scope, FLUSHED=settled)
         b.launch(fenced, 1, args, {}, b.side_stream("comm"))
         b.wait(flag.local, b.tensor([1], torch.int32), main)
         b.copy(out, box.local, main)

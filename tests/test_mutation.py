@@ -696,8 +696,8 @@ LAYERS = tuple(
 EQUIVALENT = [
     Equivalent(
         (*FUSED, *EXAMPLES, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
-        "make settle(...) not wait for bulk stores",
-        "settle(True)",
+        "make flush_stores(...) not wait for bulk stores",
+        "flush_stores(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
         "the words of `state`, which ordinary loads read",
@@ -710,7 +710,7 @@ EQUIVALENT = [
         "these kernels draw no tickets, so the word is 0 already",
     ),
     Equivalent(
-        SHARED, "make settle(...) not wait for bulk stores", "settle(True)",
+        SHARED, "make flush_stores(...) not wait for bulk stores", "flush_stores(True)",
         "a part is stored by ordinary stores; the bulk ones are of whole tiles, which nobody here reads",
         "matmul",
     ),
@@ -730,7 +730,7 @@ EQUIVALENT = [
         "nobody reads `turn`: these need no second half of anything",
     ),
     Equivalent(
-        POSTING, "remove settle(...)", "settle(False)",
+        POSTING, "remove flush_stores(...)", "flush_stores(False)",
         "it orders the threads of one program, of which there is one here: each has read the program's turn before one of "
         "them counts it",
         "end_turn",
@@ -770,7 +770,7 @@ EQUIVALENT = [
         "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
     ),
     Equivalent(
-        (f"{RS} fused",), "remove settle(...)", "settle(BULK)",
+        (f"{RS} fused",), "remove flush_stores(...)", "flush_stores(BULK)",
         "only forwarders broadcast here: they store nothing, and the wait before it ends with a block barrier",
         "channel_broadcast",
     ),

@@ -12,7 +12,7 @@ import triton.language as tl
 from weft.backends.emulated import EmulatedBackend, spmd
 from weft.check.schedules import explore, kill_rate
 from weft.emulator import Mutation, sites
-from weft.lang.intrinsics import settle, wait_until
+from weft.lang.intrinsics import flush_stores, wait_until
 from weft.lang.jit import jit
 
 N = 64
@@ -20,7 +20,7 @@ N = 64
 
 @jit
 def notify(flag, BULK: tl.constexpr):
-    settle(BULK)
+    flush_stores(BULK)
     tl.atomic_add(flag, 1, sem="release", scope="sys")
 
 
@@ -80,7 +80,7 @@ def test_sites(mutations: list[Mutation]) -> None:
     found = {(m.line, m.what) for m in mutations}
     add, wait = line(notify, "atomic_add"), line(receive, "wait_until")
     assert found == {
-        (line(notify, "settle"), "remove settle(...)"),
+        (line(notify, "flush_stores"), "remove flush_stores(...)"),
         (add, "remove tl.atomic_add(...)"),
         (add, "double tl.atomic_add(...)"),
         (add, "make tl.atomic_add(...) relaxed instead of release"),
@@ -105,7 +105,7 @@ def test_every_mutation_is_caught_on_every_seed(mutations: list[Mutation]) -> No
             assert caught is not None, f"{mutation} survived seed {seed}"
     by = {m.what: c.partition(":")[0] for m, c in kill_rate(exchange, 2, mutations, [0]) if c}
     assert by["remove tl.atomic_add(...)"] == "Deadlock"
-    assert by["remove settle(...)"] == by["drop meet"] == by["drop wait_event"] == "Race"
+    assert by["remove flush_stores(...)"] == by["drop meet"] == by["drop wait_event"] == "Race"
 
 
 def test_what_breaks_nothing_survives(mutations: list[Mutation]) -> None:

@@ -20,7 +20,7 @@ from test_world import of_gpus
 
 import weft
 from weft import Unsupported
-from weft.backends import board
+from weft.backends import shm_exchange
 from weft.backends.cuda import CudaBackend
 from weft.backends.nodes import host_name, numbered, spread
 from weft.op import REGISTRY
@@ -137,7 +137,7 @@ def worlds_inside(world: weft.World, heard: Lines) -> None:
 
 def gpus_of_nodes(rank: int, store: Path) -> None:
     """As processes of GPUs: memory that hosts share, and symmetric memory, are of one node alone."""
-    board.FOLDER = store.parent / f"shm{NODES[rank]}"
+    shm_exchange.FOLDER = store.parent / f"shm{NODES[rank]}"
     with of_gpus(rank - 4 * NODES[rank]):
         whole = CudaBackend()
         assert whole.nodes == NODES and whole._board is None and not whole.shares_gpu

@@ -231,14 +231,14 @@ def test_two_streams(kind: str, seed: int) -> None:
 
 # -- a weight as a gradient has it --------------------------------------------------------------------------------------
 
-TURNED = {
+TRANSPOSES = {
     "all_gather_matmul": ["sequential", "decomposed", "fused", SMALL_COPIED, "one_shot", "awaiting"],
     "matmul_reduce_scatter": ["sequential", "decomposed", "fused", "one_shot", "signaled"],
     "matmul_all_reduce": ["sequential", "decomposed", "fused", TwoShotLowLatency(warps=4), "signaled"],
 }
 
 
-@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op, plans in TURNED.items() for plan in plans], ids=str)
+@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op, plans in TRANSPOSES.items() for plan in plans], ids=str)
 def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> None:
     """In turns with a dense one of the same size, so that neither runs what was kept of the other; and it is not copied
     where the plan takes it."""
@@ -358,7 +358,7 @@ def test_decomposed_needs_no_alignment(op: str) -> None:
 
 
 def test_tensors_at_odd_addresses() -> None:
-    """A view that starts off a 16-byte boundary, on one rank alone: the ranks still agree, and the result is right."""
+    """A view that starts off a 16-byte boundary, on one rank alone: the ranks still check_same_on_all_ranks, and the result is right."""
 
     def main(world: weft.World) -> bool:
         flat = draw(world.rank, 1 + 8 * 16).flatten()

@@ -1034,7 +1034,7 @@ class Stub:
         if message not in self.said:
             self.said.append(message)
 
-    def agree(self, what: str) -> None:
+    def check_same_on_all_ranks(self, what: str) -> None:
         assert what == 'the first call with plan="auto"'
 
 

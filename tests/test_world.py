@@ -896,10 +896,10 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     large = Kernel(made(180))
     with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 a SM"):
         launcher.load(large, 133, {}, {})
-    launcher.load(Kernel(made(46)), 132, {}, dict(beside=True))
+    launcher.load(Kernel(made(46)), 132, {}, dict(co_resident=True))
     assert len(small) == 1
     launcher.load(large, 132, {}, {})  # 46 and 180 KiB share an SM
-    launcher.load(Kernel(made(48)), 132, {}, dict(beside=True))
+    launcher.load(Kernel(made(48)), 132, {}, dict(co_resident=True))
     with pytest.raises(Unsupported, match="the pulling programs do not fit on an SM beside the computing ones"):
         launcher.load(large, 132, {}, {})
     for alone in (large, Kernel(made(220))):

@@ -192,17 +192,17 @@ def _copy(dst, src, n, BLOCK: tl.constexpr):
 
 
 def _rate(nbytes: int, fn: Callable[[], object], gpus: int, repeat: int = 10) -> str:
-    def settle() -> None:
+    def flush_stores() -> None:
         for i in range(gpus):
             torch.cuda.synchronize(i)
 
     for _ in range(2):
         fn()
-    settle()
+    flush_stores()
     start = time.perf_counter()
     for _ in range(repeat):
         fn()
-    settle()
+    flush_stores()
     return f"{nbytes * repeat / (time.perf_counter() - start) / 1e9:.0f} GB/s"
 
 

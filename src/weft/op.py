@@ -333,7 +333,7 @@ class Op(ABC, Generic[C]):
         decisions = self.decisions(world, options)
         if asked == "auto" and world.capturing():
             plan, settled = self._rehearsed(world, call, plan, operands, out, decisions)
-        number = self.agree(world, call, plan)
+        number = self.check_same_on_all_ranks(world, call, plan)
         if not isinstance(plan, Sequential):
             world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
         if asked == "auto" and not world.capturing():
@@ -352,7 +352,7 @@ class Op(ABC, Generic[C]):
         """Where what was decided is kept."""
         return world.decided
 
-    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> int | None:
+    def check_same_on_all_ranks(self, world: World, call: C, plan: Plan, **more: Hashable) -> int | None:
         """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`; its
         number, for `World.begin`, or None where that is left to `execute`.
 
@@ -362,7 +362,9 @@ class Op(ABC, Generic[C]):
         plan waits here for all."""
         if self.public:
             more["op"] = self.name
-        return (world.tell if plan.bounded else world.agree)(self.title, **call.agreed(), plan=plan, **more)
+        return (world.tell if plan.bounded else world.check_same_on_all_ranks)(
+            self.title, **call.agreed(), plan=plan, **more
+        )
 
     def _ready_for_capture(
         self,
@@ -378,7 +380,7 @@ class Op(ABC, Generic[C]):
         not even the search for that plan, or at the first on a stream of its own, where people warm up. Return False at
         a first call that does not: it is not remembered, so that the ranks come here together again."""
         key = self._rehearsal(world, call, operands, out)
-        if key not in decisions and not world.aside():
+        if key not in decisions and not world.on_side_stream():
             decisions[key] = ONCE
             return False
         other, ready = self.choose(world, call, "auto", True), decisions.get(key)
@@ -386,8 +388,8 @@ class Op(ABC, Generic[C]):
         if other not in (plan, ready):
             # Which stream is current is each rank's own. One that rehearses alone waits here, for a Mismatch, and not
             # for good in a collective that the others do not enter.
-            self.agree(world, call, other, rehearsal=True)
-            self.agree(world, call, other)  # what the capture will say, which can ask no one
+            self.check_same_on_all_ranks(world, call, other, rehearsal=True)
+            self.check_same_on_all_ranks(world, call, other)  # what the capture will say, which can ask no one
             self.rehearse(world, call, other, operands, out)
         return True
 
@@ -503,7 +505,7 @@ class Local(Op[C]):
     def auto(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()
 
-    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> int | None:
+    def check_same_on_all_ranks(self, world: World, call: C, plan: Plan, **more: Hashable) -> int | None:
         return None
 
 

@@ -220,7 +220,7 @@ class World:
         return made
 
     # -- agreement ---------------------------------------------------------------------------------------------------
-    def agree(self, what: str, /, **fields: Hashable) -> int:
+    def check_same_on_all_ranks(self, what: str, /, **fields: Hashable) -> int:
         """Return the number of this call, the same on every rank. Raise Mismatch on every rank unless all ranks are at
         the same call with the same fields.
 
@@ -232,10 +232,10 @@ class World:
         return number
 
     def tell(self, what: str, /, **fields: Hashable) -> int:
-        """Return the number of this call as `agree` does, but wait no longer than PATIENCE for ranks that are late:
-        what they say is then compared at the next call of an op, exchange or `synchronize`, which raises Mismatch, on
-        every rank. Until then the results of ranks that disagree are undefined. It serves work whose waits are all
-        bounded (`Op.agree`)."""
+        """Return the number of this call as `check_same_on_all_ranks` does, but wait no longer than PATIENCE for ranks
+        that are late: what they say is then compared at the next call of an op, exchange or `synchronize`, which
+        raises Mismatch, on every rank. Until then the results of ranks that disagree are undefined. It serves work
+        whose waits are all bounded (`Op.check_same_on_all_ranks`)."""
         key = (what, tuple(fields.items()))
         known = self._numbers.get(key)
         if known is not None:
@@ -254,7 +254,8 @@ class World:
         return number
 
     def begin(self, number: int | None) -> None:
-        """This rank now makes the call of that number (`agree`); None: one on which ranks agree on nothing.
+        """This rank now makes the call of that number (`check_same_on_all_ranks`); None: one on which ranks agree on
+        nothing.
 
         From now on the number goes with what ranks tell each other in memory (`lang.intrinsics.same_call`). Raise
         Mismatch where the backend compares every call on the host, and another rank makes another one."""
@@ -368,7 +369,7 @@ class World:
         """Return what an op prepared for a key (workspace, descriptors), made on first use."""
         if key not in self._cache:
             self._no_capture(str(key))
-            with self.backend.lasting():
+            with self.backend.persistent_allocation():
                 self._cache[key] = make()
         return self._cache[key]
 
@@ -381,7 +382,7 @@ class World:
         """
         shape = check_memory(shape, dtype)
         self._compare((f"symmetric {name!r}", (("shape", shape), ("dtype", dtype))))
-        with self.backend.lasting():
+        with self.backend.persistent_allocation():
             memory = self.backend.symmetric(max(math.prod(shape), 1) * dtype.itemsize, name)
         self._name_range(memory.local, name)
         bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
@@ -442,7 +443,7 @@ class World:
             each = _check_channel(name, counters, mapping, arrivals)
             self._compare((f"channel {name!r}", (("counters", counters),)))
             self._arrivals[key] = arrivals if isinstance(arrivals, int) else each
-            with self.backend.lasting():
+            with self.backend.persistent_allocation():
                 if self._block is None or self._used + counters > _COUNTERS:
                     self._block, self._used = self.backend.symmetric(_COUNTERS * 4, "channels"), 0
                 part = self._block.view(self._used * 4, (counters,), torch.int32)
@@ -463,7 +464,7 @@ class World:
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
         """A new BlockChannel that no other rank sees: one counter for each of `arrivals`, its notifies in every
         call."""
-        with self.backend.lasting():
+        with self.backend.persistent_allocation():
             counters = self.backend.zeros((len(arrivals),), torch.int32)
             state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             nowhere = self.backend.zeros((self.size,), torch.int64)
@@ -492,7 +493,7 @@ class World:
             slack = max(row, 1 << 17 if half > 1 << 16 else 1 << 12)
             memory = self.symmetric((2 * half + slack,), torch.uint8, "arena")
             self.prepared.clear()
-            with self.backend.lasting():
+            with self.backend.persistent_allocation():
                 self._arenas.append(Arena(memory, half, slack, self.zeros((1,), torch.int32)))
         return self._arenas[-1]
 
@@ -543,7 +544,7 @@ class World:
             free = {p.name for p in kernel.params if p.do_not_specialize}
             numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
             try:
-                self.begin(self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers))
+                self.begin(self.check_same_on_all_ranks(f"launch of {kernel.__name__} by {grid} programs", **numbers))
             except Mismatch as e:
                 raise Mismatch(
                     f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "
@@ -616,8 +617,8 @@ class World:
     record = _passed_on(Backend.record)
     wait_event = _passed_on(Backend.wait_event)
     capturing = _passed_on(Backend.capturing)
-    aside = _passed_on(Backend.aside)
-    lasting = _passed_on(Backend.lasting)
+    on_side_stream = _passed_on(Backend.on_side_stream)
+    persistent_allocation = _passed_on(Backend.persistent_allocation)
     run_launch = _passed_on(Backend.run_launch)
     load = _passed_on(Backend.load)
     copy = _passed_on(Backend.copy)

@@ -297,7 +297,7 @@ class Backend(ABC):
     def wait_event(self, stream: Stream, event: Event) -> None:
         """Order what `stream` gets from now on after everything that `event` stands for."""
 
-    def lasting(self) -> AbstractContextManager[object]:
+    def persistent_allocation(self) -> AbstractContextManager[object]:
         """A context manager for allocations that stay for calls to come, for which no CUDA graph's own memory may be
         given. Work inside is ordered as if it were on the current stream. It is not for captures."""
         return nullcontext()
@@ -310,7 +310,7 @@ class Backend(ABC):
         """Whether `stream` is being captured in a CUDA graph."""
         return False
 
-    def aside(self) -> bool:
+    def on_side_stream(self) -> bool:
         """Whether the current stream is another than the device's default, as it is for captures and in what warms up
         for one."""
         return False
@@ -329,7 +329,7 @@ class Backend(ABC):
         stream: Stream,
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel. `args` by name: tensors, ints, constexpr values, NamedTuples of
-        them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
+        them, TensorDescriptors. `options`: num_warps, num_stages; co_resident, for
         programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an
         SM, for the emulator, which holds one; local, for programs that wait for nobody and that ranks
         need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill."""

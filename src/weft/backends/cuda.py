@@ -32,9 +32,9 @@ from ..errors import Mismatch, Timeout, Unsupported
 from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
 from . import nodes, shared_gpu
 from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor, timeout_seconds
-from .board import BYTES, Board
 from .launcher import Launcher
 from .shared_gpu import RankDevice
+from .shm_exchange import BYTES, SharedMemoryExchange
 
 if TYPE_CHECKING:
     from ..launches import Launch
@@ -172,7 +172,7 @@ class GpuBackend(Backend):
         with torch.cuda.stream(stream):
             return torch.cuda.is_current_stream_capturing()
 
-    def aside(self) -> bool:
+    def on_side_stream(self) -> bool:
         return self.current_stream() != torch.cuda.default_stream(self.device)
 
     def finish(self, stream: torch.cuda.Stream) -> None:
@@ -386,7 +386,7 @@ class CudaBackend(GpuBackend):
                     "nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4)
                 )
         self.group = group if group is not None else _get_default_group()
-        self._board: Board | None = None
+        self._board: SharedMemoryExchange | None = None
         self.compares = check
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -443,7 +443,7 @@ class CudaBackend(GpuBackend):
         except RuntimeError as e:
             raise self._lost(e) from e
         by_messages: Callable[[object], list[object]] = lambda said: self._messages(pickle.dumps(said))  # noqa: E731
-        self._board = Board.shared(self.rank, self.size, timeout_seconds(), by_messages)
+        self._board = SharedMemoryExchange.shared(self.rank, self.size, timeout_seconds(), by_messages)
 
     def _lost(self, e: RuntimeError) -> Timeout:
         late = "timed out" in str(e).lower() or "timeout" in str(e).lower()
@@ -496,13 +496,13 @@ class CudaBackend(GpuBackend):
 
         return heard
 
-    def lasting(self) -> AbstractContextManager[object]:
+    def persistent_allocation(self) -> AbstractContextManager[object]:
         """Allocate on a side stream that nothing is captured on. After a capture the graph's pool can hand out the
         memory of the graph's intermediate results again, by stream. A warm-up of the next graph in the same pool
         (torch.cuda.use_mem_pool) would get that memory for what stays, and the first graph's next replay would write
         over it."""
         stream, own = self.current_stream(), self.side_stream("lasting", urgent=False)
-        return self._instead(stream, own) if self.aside() and stream != own else nullcontext()
+        return self._instead(stream, own) if self.on_side_stream() and stream != own else nullcontext()
 
     @contextmanager
     def _instead(self, stream: torch.cuda.Stream, own: torch.cuda.Stream) -> Iterator[None]:

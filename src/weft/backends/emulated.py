@@ -251,7 +251,7 @@ class EmulatedBackend(Backend):
     def capturing(self) -> bool:
         return False
 
-    def aside(self) -> bool:
+    def on_side_stream(self) -> bool:
         return self.machine.streams.current[self.here] is not None
 
     def finish(self, stream: Stream) -> None:
@@ -272,7 +272,7 @@ class EmulatedBackend(Backend):
             return  # an edge between ranks that happens to be made by a kernel
         self.machine.report.ran.launched(kernel, args, options)
         self.machine.streams.launch(
-            kernel, (grid, 1, 1), args, stream, bool(options.get("beside")), options.get("per_sm", 1)
+            kernel, (grid, 1, 1), args, stream, bool(options.get("co_resident")), options.get("per_sm", 1)
         )
 
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class Launcher:
         _triton.require()
         self.backend = backend
         self._checked: set[Hashable] = set()
-        self._beside: CompiledKernel | None = None  # the kernel last loaded to run beside another
+        self._co_resident_with: CompiledKernel | None = None  # the kernel last loaded to run beside another
 
     def launch(
         self, kernel: JITFunction, grid: int, values: Arguments, options: Options, stream: torch.cuda.Stream
@@ -120,8 +120,8 @@ class Launcher:
         # Triton compiles for addresses of whole 16-byte words, and without.
         aligned = (v.data_ptr() % 16 == 0 for v in parts if isinstance(v, torch.Tensor))
         variant = (kernel, grid, *options.values(), *map(_kind, parts), *aligned)
-        beside, self._beside = self._beside, None  # for the load that follows it alone
-        if variant in self._checked and beside is None:
+        co_resident, self._co_resident_with = self._co_resident_with, None  # for the load that follows it alone
+        if variant in self._checked and co_resident is None:
             return
         try:
             arguments = for_gpu(values, self.backend.capability)
@@ -129,10 +129,10 @@ class Launcher:
             compiled._init_handles()
         except OutOfResources as e:  # Triton's own is no RuntimeError
             raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e
-        if options.get("beside"):
-            self._beside = compiled
+        if options.get("co_resident"):
+            self._co_resident_with = compiled
             _triton.share_all_memory(compiled)
-        elif beside is not None and not self.fits(compiled, beside):
+        elif co_resident is not None and not self.fits(compiled, co_resident):
             raise Unsupported(
                 f"{kernel.fn.__name__}: the pulling programs do not fit on an SM beside the computing ones"
             )

@@ -15,10 +15,10 @@ import triton.language as tl
 
 from ..lang.channel import calls_of, end_call
 from ..lang.descriptors import tiles_of
-from ..lang.intrinsics import load_pairs, settle, store_pairs, wait_until
+from ..lang.intrinsics import flush_stores, load_pairs, store_pairs, wait_until
 from ..lang.jit import jit
 
-SETTLED = tl.constexpr(2)  # K steps by when a tile's stores have usually ended; `settle` waits in any case
+FLUSHED = tl.constexpr(2)  # K steps by when a tile's stores have usually ended; `flush_stores` waits in any case
 
 
 class Tile(NamedTuple):
@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     BN: tl.constexpr
     BK: tl.constexpr
     GROUP_M: tl.constexpr
-    TURNED: tl.constexpr
+    TRANS_B: tl.constexpr
 
 
 @jit
@@ -43,9 +43,9 @@ def grouped_tile(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @jit
-def second_operand(b_desc, col, k, TURNED: tl.constexpr):
+def second_operand(b_desc, col, k, TRANS_B: tl.constexpr):
     """[BK, BN] of b^T at (k, col): b_desc has blocks [BN, BK] of b [N, K], or, TURNED, [BK, BN] of b^T [K, N]."""
-    if TURNED:
+    if TRANS_B:
         block = b_desc.load([k, col])
     else:
         block = b_desc.load([col, k]).T
@@ -54,12 +54,12 @@ def second_operand(b_desc, col, k, TURNED: tl.constexpr):
 
 @jit
 def gemm_tile(
-    a_desc, b_desc, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr = False
+    a_desc, b_desc, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANS_B: tl.constexpr = False
 ):
     """fp32 [BM, BN] tile at (row, col): rows of `a`, rows of `b` (columns of the product)."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
-        acc = tl.dot(a_desc.load([row, k]), second_operand(b_desc, col, k, TURNED), acc)
+        acc = tl.dot(a_desc.load([row, k]), second_operand(b_desc, col, k, TRANS_B), acc)
     return acc
 
 
@@ -188,7 +188,7 @@ def matmul(
                     acc = part_of_tile(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
                     slot = part * shared + last
                     store_pairs(sums + slot.to(tl.int64) * (BM * BN) + place_in_slot(BM, BN, BN), acc)
-                    settle(True)
+                    flush_stores(True)
                     tl.atomic_add(ch.counters + slot, 1, sem="release", scope="gpu")
         last = pid - helpers
         if (last >= 0) & (last < shared) & (first > 0):

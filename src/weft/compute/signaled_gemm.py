@@ -25,9 +25,9 @@ import triton.language as tl
 
 from ..lang.channel import place_of, rank_of
 from ..lang.descriptors import tiles_of
-from ..lang.intrinsics import settle
+from ..lang.intrinsics import flush_stores
 from ..lang.jit import jit
-from .gemm import SETTLED, column_halves, gemm_tile, grouped_tile
+from .gemm import FLUSHED, column_halves, gemm_tile, grouped_tile
 
 
 class Order(NamedTuple):
@@ -111,7 +111,7 @@ def signaled_gemm(x_desc, w_desc, out, bias, ch, turns, offsets, rows, tiles, ti
         N = N // 8 * 8
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
-    late = min(SETTLED, steps - 1)
+    late = min(FLUSHED, steps - 1)
     firsts = (0,)
     for i in tl.static_range(1, OWNERS):
         firsts = firsts + (tl.load(offsets + i),)
@@ -135,7 +135,7 @@ def signaled_gemm(x_desc, w_desc, out, bias, ch, turns, offsets, rows, tiles, ti
                     place = places_of(rows, row, M, BM)
             acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
             if (step == late) & (stored >= 0):
-                settle(BULK)
+                flush_stores(BULK)
                 tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
                 stored = -1
                 turns += 4 * tl.num_programs(0)
@@ -145,7 +145,7 @@ def signaled_gemm(x_desc, w_desc, out, bias, ch, turns, offsets, rows, tiles, ti
                 stored = tl.where(t == last, group, -1)
                 acc = tl.zeros((BM, BN), tl.float32)
         if stored >= 0:
-            settle(BULK)
+            flush_stores(BULK)
             tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
     else:
         for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -154,7 +154,7 @@ def signaled_gemm(x_desc, w_desc, out, bias, ch, turns, offsets, rows, tiles, ti
             place = places_of(rows, row, M, BM) if rows is not None else 0
             store_signaled(out, acc, bias, ch, rows, place, t, first, each, row, col, M, N, tile, order)
             if t == last:
-                settle(BULK)
+                flush_stores(BULK)
                 tl.atomic_add(ch.counters + group, 1, sem="release", scope="gpu")
                 turns += 4 * tl.num_programs(0)
                 last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)

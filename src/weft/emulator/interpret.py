@@ -358,7 +358,7 @@ class Builder(stock.InterpreterBuilder):
         return TensorHandle(np.array([hooks.current.grid[axis]], np.int32), tl.int32)
 
     def create_barrier(self) -> None:
-        hooks.settle(bulk=False)
+        hooks.flush_stores(bulk=False)
 
     def create_print(self, prefix: str, hex: bool, values: list[TensorHandle], _: object) -> None:
         for value in values:

@@ -57,8 +57,8 @@ def count_lost(guard: tl.tensor, rows: tl.tensor) -> None:
         tl.atomic_add(guard + 3, rows.to(tl.int64), sem="relaxed", scope="gpu")
 
 
-def settle(BULK: Constant = True) -> None:
-    interpret.hooks.settle(bool(plain(BULK)))
+def flush_stores(BULK: Constant = True) -> None:
+    interpret.hooks.flush_stores(bool(plain(BULK)))
 
 
 def bulk_fence() -> None:
@@ -134,7 +134,9 @@ def _elements(start: int, width: int) -> np.ndarray:
     return np.uint64(start) + np.arange(width, dtype=np.uint64) * np.uint64(2)
 
 
-Intrinsic.emulated.update(wait_until=wait_until, settle=settle, bulk_fence=bulk_fence, release_fence=release_fence)
+Intrinsic.emulated.update(
+    wait_until=wait_until, flush_stores=flush_stores, bulk_fence=bulk_fence, release_fence=release_fence
+)
 Intrinsic.emulated.update(
     post=post, peek=peek, store_pairs=store_pairs, load_pairs=load_pairs, look_again=look_again, now=now
 )

@@ -13,8 +13,9 @@ What orders two tasks:
 
 Inside a program the GPU is weaker than program order, and so is this model:
     - a release by one thread covers ordinary accesses, and atomics of a block, which many threads make, only up to the
-      last `settle` or `tl.debug_barrier` (`settled`);
-    - bulk (TMA) stores are made by an agent of their own (`bulk_slot`), which joins the program at `settle(BULK=True)`;
+      last `flush_stores` or `tl.debug_barrier` (`settled`);
+    - bulk (TMA) stores are made by an agent of their own (`bulk_slot`), which joins the program at
+      `flush_stores(BULK=True)`;
     - bulk loads and stores know only what the program knew at its last proxy fence (`bulk_view`).
 """
 
@@ -508,7 +509,7 @@ class Machine:
         region = self.memory.find(lo, hi)
         if region is None:
             near = self.memory.find(lo, lo + 1) or self.memory.find(hi - 1, hi)
-            hint = self.memory.beside(lo)
+            hint = self.memory.co_resident(lo)
             if near:
                 hint = f"; the access begins or ends in {near.label(max(lo, near.base))}"
             raise MemoryFault(f"{verb(kind)} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
@@ -569,7 +570,7 @@ class Machine:
         reason = "no release and acquire, stream or event orders the first before the second"
         task = self.current
         if task.kind == "program" and slot in (task.slot, task.bulk_slot, task.atom_slot):
-            reason = "the program's own bulk and ordinary accesses are not ordered without settle or bulk_fence"
+            reason = "the program's own bulk and ordinary accesses are not ordered without flush_stores or bulk_fence"
         elif found.kind in (BULK_READ, BULK_WRITE) and task.clock[slot] >= clock:
             reason = "acquired, but no proxy fence (wait_until, bulk_fence) stands before this bulk access"
         elif (kind | found.kind) & NEAR:
@@ -578,8 +579,8 @@ class Machine:
             reason = early
         elif self._unsettled(task, slot, clock):
             reason = (
-                "the acquired release does not cover it: it comes after the release, or no settle (or "
-                "tl.debug_barrier; settle(BULK=True) for bulk stores) stands between them"
+                "the acquired release does not cover it: it comes after the release, or no flush_stores (or "
+                "tl.debug_barrier; flush_stores(BULK=True) for bulk stores) stands between them"
             )
         at = f" at {place(self.sites[site])}" if site else ""
         raise Race(
@@ -595,7 +596,7 @@ class Machine:
             f"race on {self.label(address)}: read after write by another thread of the program\n"
             f"    first:  write by {task.told} at {place(self.sites[site])}\n    second: read by{self.me()[3:]}\n"
             "    it has another place in the second block, so another thread may load it than stored it, and no "
-            "tl.debug_barrier, settle or wait, at which the threads wait for one another, stands between them"
+            "tl.debug_barrier, flush_stores or wait, at which the threads wait for one another, stands between them"
         )
 
     def _early(self, first: Owner, kind: int, second: Owner, other: int) -> str:

@@ -169,7 +169,7 @@ class Memory:
         self.last = self.regions[i]
         return self.last
 
-    def beside(self, address: int) -> str:
+    def co_resident(self, address: int) -> str:
         """What ends or begins within `MARGIN` of an address in no region."""
         i = bisect.bisect_right(self.bases, address)
         if i and address - self.regions[i - 1].end < MARGIN:

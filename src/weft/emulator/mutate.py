@@ -24,10 +24,10 @@ Value = str | int | None  # of a constant
 
 _ATOMICS = tuple(f"atomic_{op}" for op in ("add", "max", "min", "or", "and", "xor", "xchg", "cas"))
 _POSTS = ("post",)  # what a reader looks for itself
-_BARRIERS = ("debug_barrier", "settle", "bulk_fence", "release_fence")
+_BARRIERS = ("debug_barrier", "flush_stores", "bulk_fence", "release_fence")
 _BOUND = {
     "wait_until": ("ptr", "target", "guard", "tile", "peer", "SCOPE", "MANY"),
-    "settle": ("BULK",),
+    "flush_stores": ("BULK",),
     "release_fence": ("SCOPE",),
 }
 
@@ -210,14 +210,14 @@ def _weaker(call: ast.Call, made: Callable[..., Mutation], report: Report, file:
             low_level = name in (*_ATOMICS, "wait_until", "release_fence")
             if here in report.sys_lines if low_level else constant == "sys":
                 yield made(call, f'narrow {_text(call)} to scope "gpu"', "set", key, "gpu")
-        elif name == "settle" and parameter == "BULK" and here in report.bulk_lines:
-            yield made(call, "make settle(...) not wait for bulk stores", "set", key, False)
+        elif name == "flush_stores" and parameter == "BULK" and here in report.bulk_lines:
+            yield made(call, "make flush_stores(...) not wait for bulk stores", "set", key, False)
         elif name == "wait_until" and parameter == "target":
             yield made(call, "let wait_until(...) pass one arrival early", "lower", key)
         elif name == "wait_until" and parameter == "MANY":
             yield made(call, "let wait_until(...) not wait for the last of its words", "lower", key)
-    if name == "settle" and not arguments and here in report.bulk_lines:
-        yield made(call, "make settle() not wait for bulk stores", "set", "BULK", False)
+    if name == "flush_stores" and not arguments and here in report.bulk_lines:
+        yield made(call, "make flush_stores() not wait for bulk stores", "set", "BULK", False)
 
 
 def sites(
@@ -226,7 +226,7 @@ def sites(
     """Every mutation that a recorded run (`record=True`; its report, or a function that makes it) reached.
 
     kernels: restrict the kernel sites to these and what they call; None: all that ran. names: further functions whose
-    calls are removed (those of weft.lang that wait, notify or settle always are).
+    calls are removed (those of weft.lang that wait, notify or flush_stores always are).
     """
     report = trace_run if isinstance(trace_run, Report) else trace_run()
     functions = [f for f in report.ran.functions.values() if not f.__module__.startswith("triton.")]

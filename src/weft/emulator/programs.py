@@ -383,7 +383,7 @@ class Programs:
         machine.block(Poll(None, interpret.where()))
         task.polled = ()
 
-    def settle(self, bulk: bool) -> None:
+    def flush_stores(self, bulk: bool) -> None:
         self.machine.pause()
         task = self.machine.current
         task.settled = task.own

@@ -163,7 +163,7 @@ class Streams:
         grid: tuple[int, int, int],
         args: Mapping[str, object],
         stream: Stream,
-        beside: bool = False,
+        co_resident: bool = False,
         per_sm: int = 1,
     ) -> None:
         rank = stream.rank
@@ -178,15 +178,17 @@ class Streams:
         body = self.machine.programs.interpreted(kernel)
         given, earlier = self.given[rank], self.launches[rank, kernel.fn]
         earlier.append(given)
-        number, fits = len(earlier), beside or count <= self.machine.sm_count * per_sm
+        number, fits = len(earlier), co_resident or count <= self.machine.sm_count * per_sm
 
         def do() -> None:
             if count == 0:
                 return
             now = stream.task.time
-            run = KernelRun(kernel, body, bound, grid, stream, count, now, now, number, given, beside, per_sm, fits)
+            run = KernelRun(
+                kernel, body, bound, grid, stream, count, now, now, number, given, co_resident, per_sm, fits
+            )
             self._number(run, states)
-            if beside:
+            if co_resident:
                 for at in range(count):
                     run.started += 1
                     self._start_program(run, at, now, [1])
@@ -305,7 +307,7 @@ class Streams:
             self.machine.span(task, kernel, "compute", task.begun)
             self.resident[rank].remove(task)
             sharing[0] -= 1
-            if not run.beside and not sharing[0]:
+            if not run.co_resident and not sharing[0]:
                 self.free[rank].append(task.time)
             if run.left == 0:
                 self.machine.wake(stream.task)

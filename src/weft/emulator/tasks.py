@@ -45,7 +45,9 @@ class Task:
     clock: np.ndarray
     own: int = 0
     settled: int = 0
-    atom_slot: int = -1  # atomics of one element: made by one thread, so its next release covers them without a settle
+    atom_slot: int = (
+        -1
+    )  # atomics of one element: made by one thread, so its next release covers them without a flush_stores
     atom_clock: int = 0
     bulk_slot: int = -1
     bulk_clock: int = 0
@@ -152,7 +154,7 @@ class KernelRun:
     ended: float
     number: int  # of the launches of this kernel by this rank
     given: int  # its place among the operations that the rank's host code gave to streams
-    beside: bool = False  # small enough to be resident beside other kernels' programs
+    co_resident: bool = False  # small enough to be resident beside other kernels' programs
     per_sm: int = 1  # programs that share a slot
     fits: bool = True  # all its programs can be resident at once
     call: int = 0  # its number as its first channel had it when the launch began; 0: no channel

@@ -5,12 +5,12 @@ from .descriptors import tiles_of
 from .host import beyond, rank_copy_data, rank_notify, rank_wait
 from .intrinsics import (
     bulk_fence,
+    flush_stores,
     look_again,
     now,
     peek,
     post,
     release_fence,
-    settle,
     wait_until,
     window_fence,
     window_store,
@@ -43,7 +43,7 @@ __all__ = [
     "BlockChannel", "Kernel", "StaticMapping", "TableMapping", "balanced_rows", "beyond", "bulk_fence", "calls_of",
     "channel_arrivals", "channel_broadcast", "channel_notify", "channel_wait", "consumer_tile_wait", "end_call",
     "jit", "look_again", "now", "peek", "peer_tile_notify", "peer_tile_wait", "post", "producer_tile_notify",
-    "rank_copy_data", "rank_notify", "rank_of", "rank_wait", "release_fence", "settle", "shard_tables",
+    "rank_copy_data", "rank_notify", "rank_of", "rank_wait", "release_fence", "flush_stores", "shard_tables",
     "take_ticket", "tile_channels", "tile_pull_data", "tile_push_data", "tile_rank", "tile_rows", "tiles_of",
     "wait_until", "window_fence", "window_store", "window_sum",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from .intrinsics import settle
+from .intrinsics import flush_stores
 from .jit import jit
 
 RANK = tl.constexpr(0)  # this rank
@@ -77,7 +77,7 @@ def end_call(ch, turn, programs):
     The acquire-release count orders every program's use of this call's numbers before the next call's: a kernel later
     on the stream starts after this one ended.
     """
-    settle(True)
+    flush_stores(True)
     if tl.atomic_add(ch.state + DONE, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.store(ch.state + DONE, 0)
         tl.store(ch.state + TICKET, 0)

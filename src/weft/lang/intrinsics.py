@@ -183,7 +183,7 @@ def count_lost(guard, rows):
 
 
 @intrinsic
-def settle(BULK: tl.constexpr = True):
+def flush_stores(BULK: tl.constexpr = True):
     """Every thread's earlier stores are done, so that a release by one thread (the next atomic) covers all of them.
 
     BULK: also wait for this program's bulk (TMA) stores to be complete, not only read out of shared memory, and order

@@ -22,7 +22,7 @@ class Kernel(JITFunction):
     """A kernel or device function of weft. Launched through `World.launch` only, which checks it first."""
 
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "beside", "local", "per_sm", "few_registers")  # see `Backend.launch`
+OPTIONS = "num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers"  # `Backend.launch`
 
 
 def check_launch(kernel: object, grid: object, options: object) -> None:

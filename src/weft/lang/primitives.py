@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .channel import calls_of, counters_of
-from .intrinsics import release_fence, settle, wait_until
+from .intrinsics import flush_stores, release_fence, wait_until
 from .jit import jit
 from .mapping import channel_arrivals, tile_channels, tile_rank
 
@@ -17,14 +17,14 @@ from .mapping import channel_arrivals, tile_channels, tile_rank
 @jit
 def channel_notify(ch, channel, rank, BULK: tl.constexpr = True, SCOPE: tl.constexpr = tl.constexpr("sys")):
     """Release: one arrival at `channel` of `rank`. BULK: the program has bulk (TMA) stores to cover."""
-    settle(BULK)
+    flush_stores(BULK)
     tl.atomic_add(counters_of(ch, rank) + channel, 1, sem="release", scope=SCOPE)
 
 
 @jit
 def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
     """Release: one arrival at `channel` of every rank, all at once."""
-    settle(BULK)
+    flush_stores(BULK)
     release_fence("sys")
     r = tl.arange(0, triton.next_power_of_2(ch.world))
     counters = tl.load(ch.peers + r, mask=r < ch.world, other=0).to(tl.pointer_type(tl.int32))

@@ -299,7 +299,7 @@ class Llama(nn.Module):
             raise ValueError(f"{list(ids.shape)} token ids for a layout of {layout.tokens} tokens")
         self._check(layout.cache)
         world.check()
-        world.cached(("decoder", layout.tokens, plan, c), lambda: self._agree(ids, layout))
+        world.cached(("decoder", layout.tokens, plan, c), lambda: self._check_same_on_all_ranks(ids, layout))
         stream = world.current_stream()
         world.order(lock(world, "decoder"), stream)
         embedding = self.model.embed_tokens.weight
@@ -345,14 +345,14 @@ class Llama(nn.Module):
             stages.append(_stage(mlp, layer.mlp, at, layout, room))
         return run(world, ys, stages, join)
 
-    def _agree(self, ids: Tensor, layout: Layout) -> None:
+    def _check_same_on_all_ranks(self, ids: Tensor, layout: Layout) -> None:
         """Collective. Each rank computes its part of what its own ids ask for, and of different ids the sum is of
         nothing."""
         world = self.world
         world.finish(world.current_stream())
         slots = torch.cat([part.slots for part in layout.parts])
         batch = [number for part in layout.parts for piece in part.pieces for number in piece]
-        world.agree(
+        world.check_same_on_all_ranks(
             "decoder",
             tokens=layout.tokens,
             plan=layout.plan,

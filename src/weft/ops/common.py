@@ -185,7 +185,7 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
 
 def tile_of(tile: TileShape, group_m: int, trans_b: bool = False) -> Tile:
     """trans_b: the weight [N, K] is laid out as [K, N]."""
-    return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TURNED=trans_b)
+    return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)
 
 
 def transposed(weight: torch.Tensor) -> bool:

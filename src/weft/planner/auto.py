@@ -114,7 +114,9 @@ def _planner(world: World) -> Planner | str | None:
     """Collective. What decides on this World's machine; None without a profile, UNUSABLE where the file is no use."""
     if world.backend.name != "cuda" or world.size == 1:
         return None
-    world.agree('the first call with plan="auto"')  # a rank whose shape is measured, or empty, is elsewhere
+    world.check_same_on_all_ranks(
+        'the first call with plan="auto"'
+    )  # a rank whose shape is measured, or empty, is elsewhere
     profile, said = None, None
     shares, machine = world.backend.shares_gpu, this_machine(world.device, world.size)
     try:

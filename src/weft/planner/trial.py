@@ -79,7 +79,7 @@ def _made(op: Op, world: World, call: Call, operands: Operands, plans: list[Plan
     once: dict[Plan, Took] = {}
     for plan in (*usual.values(), *plans):
         if plan not in once:
-            op.agree(world, call, plan)
+            op.check_same_on_all_ranks(world, call, plan)
             op.execute(world, call, plan, operands, None)
             once[plan] = _slowest(world, [_time(op, world, call, plan, operands, 1, LAUNCH)])[0]
     found: dict[Plan, list[Took]] = {plan: [] for plan in once}

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 
 from ..lang.channel import address_of, rank_of
-from ..lang.intrinsics import look_again, now, peek, post, same_call, settle
+from ..lang.intrinsics import flush_stores, look_again, now, peek, post, same_call
 from ..lang.jit import jit
 
 EMPTY = tl.constexpr(-0x7FFF8000)  # 0x80008000: two negative zeros of 16 bits, or next to nothing of 32
@@ -112,7 +112,7 @@ def compare_calls(calls, number, pid, PROGRAMS: tl.constexpr):
 @jit
 def end_turn(turns, pid, turn, filled, PROGRAMS: tl.constexpr, TURNS: tl.constexpr):
     """Whose turn it is next, and how many vectors this call filled, for all programs that a later call may have."""
-    settle(False)  # every thread has read the program's turn
+    flush_stores(False)  # every thread has read the program's turn
     p = tl.arange(0, TURNS)
     tl.store(turns + 2 * p, (turn + 1) % 3, mask=p % PROGRAMS == pid)
     tl.store(turns + 2 * p + 1, filled, mask=p % PROGRAMS == pid)

@@ -76,7 +76,7 @@ class RowAllReduce(Op[RowCall]):
         """Numbers of tokens up to the same power of two."""
         return replace(call, m=1 << (call.m - 1).bit_length())
 
-    def agree(self, world: World, call: RowCall, plan: Plan, **more: Hashable) -> None:
+    def check_same_on_all_ranks(self, world: World, call: RowCall, plan: Plan, **more: Hashable) -> None:
         """The operators that it is made of do."""
 
     def execute(

@@ -296,7 +296,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
             return "two parts take a residual that is held by rows of each"
         return None
 
-    def agree(self, world: World, call: RowNormColumnCall, plan: Plan, **more: Hashable) -> None:
+    def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **more: Hashable) -> None:
         """Check nothing: the operators that this one is made of check that all ranks make the same call."""
 
     def execute(

@@ -29,7 +29,7 @@ import triton.language as tl
 from ...compute.gemm import Tile, gemm_tile, grouped_tile, store_tile
 from ...lang.channel import address_of, calls_of, counters_of, end_call, rank_of
 from ...lang.descriptors import tiles_of
-from ...lang.intrinsics import release_fence, settle, wait_until
+from ...lang.intrinsics import flush_stores, release_fence, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import consumer_tile_wait
 
@@ -94,7 +94,7 @@ def copy_own_chunks(
         dst = mine + (rows_lo + chunk * CHUNK).to(tl.int64) * K
         for at in tl.range((part % PARTS) * BLOCK, size, PARTS * BLOCK, num_stages=3):
             tl.store(dst + at + o, tl.load(src + at + o, mask=at + o < size), mask=at + o < size)
-        settle(False)
+        flush_stores(False)
         release_fence("sys")
         tl.atomic_add(ready, 1, sem="relaxed", scope="sys")
         tl.atomic_add(ch.counters + first_channel + chunk, 1, sem="relaxed", scope="gpu")
@@ -136,7 +136,7 @@ def pull_chunks(flat_desc, arena, base, mine, ch, shards, K, pid, pull, CHUNK: t
                 block = tl.load(src + at + e + o, mask=e + o < size)
             tl.store(mine + at + e + o, block, mask=e + o < size)
             if q % iters == iters - 1:
-                settle(False)
+                flush_stores(False)
                 tl.atomic_add(ch.counters + first + chunk, PARTS // SPLIT, sem="release", scope="gpu")
 
 
@@ -152,19 +152,19 @@ def gated_tiles(x_desc, a_desc, w_desc, out_desc, bias, ch, worker, own, row, fi
     WORKERS: tl.constexpr = product.WORKERS
     GATED: tl.constexpr = product.GATED
     FLATTEN: tl.constexpr = product.FLATTEN
-    TURNED: tl.constexpr = product.tile.TURNED
+    TRANS_B: tl.constexpr = product.tile.TRANS_B
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     for t in tl.range(worker, own * tiles_n, WORKERS, flatten=FLATTEN):
         tm, tn = grouped_tile(t, own, tiles_n, GROUP_M)
-        acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK, TURNED)
+        acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK, TRANS_B)
         store_tile(out_desc, acc, bias, row + tm * BM, tn * BN, N, BM, BN, GATED)
     turns = tl.cdiv(max(own * tiles_n - worker, 0), WORKERS)
     for t in tl.range(worker + turns * WORKERS - own * tiles_n, (tiles_m - own) * tiles_n, WORKERS, flatten=FLATTEN):
         tm, tn = grouped_tile(t, tiles_m - own, tiles_n, GROUP_M)
         tm = (tm + row // BM + own) % tiles_m
         consumer_tile_wait(ch, tm, "gpu")
-        acc = gemm_tile(a_desc, w_desc, first_row + tm * BM, tn * BN, K, BM, BN, BK, TURNED)
+        acc = gemm_tile(a_desc, w_desc, first_row + tm * BM, tn * BN, K, BM, BN, BK, TRANS_B)
         store_tile(out_desc, acc, bias, tm * BM, tn * BN, N, BM, BN, GATED)
 
 

@@ -147,7 +147,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         if not fit or (key not in world.decided and world.capturing()):
             return ()
         if key not in world.decided:
-            world.agree(f'{self.name}: the first call with plan="auto" in {call.dtype}')
+            world.check_same_on_all_ranks(f'{self.name}: the first call with plan="auto" in {call.dtype}')
             world.decided[key] = usable(world, self.tries, call.dtype)
         return [plan for plan in fit if plan in world.decided[key] and self.fits(world, call, plan, "auto") is None]
 

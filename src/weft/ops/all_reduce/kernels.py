@@ -28,7 +28,7 @@ import torch
 import triton.language as tl
 
 from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of
-from ...lang.intrinsics import release_fence, settle, wait_until, window_fence, window_store, window_sum
+from ...lang.intrinsics import flush_stores, release_fence, wait_until, window_fence, window_store, window_sum
 from ...lang.jit import jit
 from ...lang.mapping import first_row
 from ...lang.primitives import channel_broadcast
@@ -178,7 +178,7 @@ def push_rows(x, stage_desc, stages, boxes, me, pid, M, most, norm, shots, W: tl
         else:
             tl.store(pointer(stage, norm.DTYPE) + (me * most + i).to(tl.int64) * H + cols, part, mask=ok)
         if q % (R * D) == R * D - 1:
-            settle(shots.BULK)
+            flush_stores(shots.BULK)
             release_fence("sys")
             for k in tl.static_range(D):
                 box = pointer(place_of(boxes, unit % GROUPS * D + k, W - 1), tl.int32)

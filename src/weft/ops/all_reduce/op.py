@@ -93,7 +93,7 @@ class Reduce(Op[SumCall]):
         )  # in whole words
         source = world.shared(x) if _pulls(plan) else None
         world.check()
-        world.begin(self.agree(world, call, plan, out=place and place[1], x=source and source[1]))
+        world.begin(self.check_same_on_all_ranks(world, call, plan, out=place and place[1], x=source and source[1]))
         (shape, dtype), *more = self.outputs(world, call)
         result = output(self.name, world, out, shape, dtype)
         kept = world.empty(*more[0]) if more else None
@@ -109,8 +109,10 @@ class Reduce(Op[SumCall]):
         world.finish(stream)
         return result, kept
 
-    def agree(self, world: World, call: SumCall, plan: Plan, **places: Hashable) -> int | None:
-        return super().agree(world, call, plan, **places) if places else None  # as `execute` knows them
+    def check_same_on_all_ranks(self, world: World, call: SumCall, plan: Plan, **places: Hashable) -> int | None:
+        return (
+            super().check_same_on_all_ranks(world, call, plan, **places) if places else None
+        )  # as `execute` knows them
 
     def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """Return where x and `out` lie in symmetric memory, None for one that does not: there plans read and write
@@ -146,7 +148,7 @@ class AllReduceRmsNorm(Reduce):
         others."""
         if not posts(plan) or call.out_dtype != call.dtype:
             return None
-        number = Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
+        number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # as `execute` has it
         prepared_for = posting(world, call, plan)
         (shape, dtype), *more = self.outputs(world, call)
         check, current, finish = world.check, world.current_stream, world.finish
@@ -204,7 +206,7 @@ class AllReduce(Reduce):
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
         if not isinstance(plan, Sequential) and not posts(plan):
             return None
-        number = Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
+        number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # as `execute` has it
         check, current, finish = world.check, world.current_stream, world.finish
         if not posts(plan):
             copied, all_reduce = world.results, world.all_reduce

@@ -67,7 +67,7 @@ def backward(
         if m > group.first:
             dq, *pair = gradients(world, of, result.since(group.first), there, seen.packed or False)
             dqs.append((group.first, dq))
-            pairs = beside(world, pair)
+            pairs = co_resident(world, pair)
         else:
             pairs = world.zeros((group.rows, *row), of.dtype)
         at = 0
@@ -113,7 +113,7 @@ def add(world: World, totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None
     world.call(sums, [*totals, *parts], totals, world.current_stream())
 
 
-def beside(world: World, both: list[Tensor]) -> Tensor:
+def co_resident(world: World, both: list[Tensor]) -> Tensor:
     """Return dk and dv as one tensor [n, 2, kv heads, D]."""
     n, *row = both[0].shape
     pairs = world.empty((n, 2, *row), both[0].dtype)

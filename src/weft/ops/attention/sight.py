@@ -200,7 +200,9 @@ def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> 
         raise ValueError(
             f"zigzag_restore: x {list(x.shape)} of a sequence of {length} must have {rows[world.rank]} rows"
         )
-    world.begin(world.agree("zigzag_restore", rows=rows, columns=tuple(x.shape[1:]), dtype=str(x.dtype)))
+    world.begin(
+        world.check_same_on_all_ranks("zigzag_restore", rows=rows, columns=tuple(x.shape[1:]), dtype=str(x.dtype))
+    )
     flat = gather(x.detach().reshape(x.shape[0], math.prod(x.shape[1:])).contiguous(), world, rows, stream)
     out, chunks, at = world.empty((length, *x.shape[1:]), x.dtype), _chunks(length, world.size), 0
     for rank in range(world.size):

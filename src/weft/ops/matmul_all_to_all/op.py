@@ -60,7 +60,7 @@ class Routing:
         """What was prepared for this routing, made at the first use."""
         if key not in self.prepared:
             world._no_capture(_OP)
-            with world.lasting():
+            with world.persistent_allocation():
                 self.prepared[key] = make()
         return self.prepared[key]
 
@@ -324,8 +324,8 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     def decisions(self, world: World, options: CallOptions) -> Kept:
         return options[0].prepared
 
-    def agree(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> int | None:
-        number = super().agree(world, call, plan, **more)
+    def check_same_on_all_ranks(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> int | None:
+        number = super().check_same_on_all_ranks(world, call, plan, **more)
         routing = call.routing
         if call.kept and "agreed" not in routing.prepared:
             world._no_capture(self.name)

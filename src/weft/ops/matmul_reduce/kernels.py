@@ -36,10 +36,10 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ...compute.gemm import SETTLED, column_halves, grouped_tile, second_operand
+from ...compute.gemm import FLUSHED, column_halves, grouped_tile, second_operand
 from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
 from ...lang.descriptors import tiles_of
-from ...lang.intrinsics import settle, wait_until
+from ...lang.intrinsics import flush_stores, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
 
@@ -222,7 +222,7 @@ def gemm_reduce(
         for i in tl.static_range(W):
             firsts = firsts + (tl.load(offsets + i),)
         steps = tl.cdiv(K, BK)
-        late = min(SETTLED, steps - 1)
+        late = min(FLUSHED, steps - 1)
         t = pid - WORKERS
         step, row, col, flat_row, channel, stored = steps - 1, 0, 0, 0, 0, -1
         acc = tl.zeros((BM, BN), tl.float32)
@@ -241,9 +241,9 @@ def gemm_reduce(
                 col = tn * BN
                 channel = lm * tiles_n + tn
                 flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
-            acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TURNED), acc)
+            acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TRANS_B), acc)
             if (step == late) & (stored >= 0):
-                settle(True)
+                flush_stores(True)
                 tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
                 stored = -1
             if step == steps - 1:
@@ -253,7 +253,7 @@ def gemm_reduce(
                 stored = channel
                 acc = tl.zeros((BM, BN), tl.float32)
         if stored >= 0:
-            settle(True)
+            flush_stores(True)
             tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
     else:
         grid = Grid(tiles_m, tiles_n, N)

@@ -229,7 +229,7 @@ def _fused_launches(
             ALL=call.everywhere,
         ),
     )
-    small: Options = dict(num_warps=4, num_stages=tile.stages, beside=True)
+    small: Options = dict(num_warps=4, num_stages=tile.stages, co_resident=True)
     options: Options = dict(num_warps=tile.warps, num_stages=tile.stages)
     pull = Launch(world, gemm_reduce, forward + pullers, small, **fixed, COMPUTE=False)
     return pull, Launch(world, gemm_reduce, world.sm_count, options, **fixed, COMPUTE=True), Ahead()

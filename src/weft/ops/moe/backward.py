@@ -148,7 +148,7 @@ def gradient_sizes(world: World, of: Prepared, form: GradientForm) -> GradientSi
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
     """Return the programs of a launch between two GEMMs, as many as fit on the GPU, and their options."""
-    return world.sm_count * (1 if world.scale.small else 5), dict(num_warps=4, maxnreg=96, beside=True)
+    return world.sm_count * (1 if world.scale.small else 5), dict(num_warps=4, maxnreg=96, co_resident=True)
 
 
 @prepared
@@ -211,7 +211,7 @@ def summing(
 def _row_sums(world: World, of: Prepared, n: int, weighted: bool) -> Launch:
     block, cols = (8, 16) if world.scale.small else (32, 64)
     sizes = dict(N=n, EL=of.local, ROWS=block, COLS=cols, WEIGHTED=weighted)
-    return Launch(world, row_sums, world.sm_count, dict(num_warps=4, beside=True), **sizes)
+    return Launch(world, row_sums, world.sm_count, dict(num_warps=4, co_resident=True), **sizes)
 
 
 def taking(world: World, of: Prepared, ids: Tensor, out: Tensor, m: PassRows) -> GivenLaunch:

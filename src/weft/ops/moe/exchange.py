@@ -389,7 +389,9 @@ def ready(world: World, exchange: Exchange, slot: int) -> Placed:
 
 def numbers_of(world: World, exchange: Exchange, slot: int) -> tuple[int, int]:
     """Return the numbers of dispatch and of combine, on which the ranks agree. Collective the first time."""
-    return world.agree(DISPATCH, **exchange.agreed(slot)), world.agree(COMBINE, **exchange.agreed(slot))
+    return world.check_same_on_all_ranks(DISPATCH, **exchange.agreed(slot)), world.check_same_on_all_ranks(
+        COMBINE, **exchange.agreed(slot)
+    )
 
 
 def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
@@ -513,7 +515,7 @@ def _place_rows(world: World, of: Prepared, arrivals: int, padded: bool, half: i
         world,
         place_rows,
         world.sm_count,
-        dict(num_warps=PLACERS, maxnreg=REGISTERS, beside=True),
+        dict(num_warps=PLACERS, maxnreg=REGISTERS, co_resident=True),
         ch=of.came,
         half=half,
         C=layer.capacity,

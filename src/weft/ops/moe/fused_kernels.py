@@ -35,7 +35,7 @@ import triton.language as tl
 
 from ...compute.gemm import column_halves, gemm_tile, grouped_tile
 from ...lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
-from ...lang.intrinsics import now, settle, wait_until
+from ...lang.intrinsics import flush_stores, now, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_notify
 from .kernels import (
@@ -163,7 +163,7 @@ def share_routes(ids, weights, at, ch, T, C, s):
 @jit
 def meet_here(at, ch, step: tl.constexpr):
     """Wait until all programs of this launch have come here: what any of them stored before, all see behind it."""
-    settle(False)
+    flush_stores(False)
     tl.atomic_add(at.met + step, 1, sem="release", scope="gpu")
     wait_until(at.met + step, (tl.load(at.turn) + 1) * tl.num_programs(0), ch.guard, -1, rank_of(ch), "gpu")
 
@@ -222,7 +222,7 @@ def tile_in(given, at, w_desc, hidden_desc, ch, i, tn, N, K, C, s):
     acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.WHOLE)
     acc = add_bias(acc, given.b13, expert, tn * s.BN, N, s.BN)
     store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATED)
-    settle(True)
+    flush_stores(True)
     tl.atomic_add(tiles_done(at, i), 1, sem="release", scope="gpu")
 
 

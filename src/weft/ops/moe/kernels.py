@@ -29,9 +29,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...compute.gemm import SETTLED, column_halves, grouped_tile, silu
+from ...compute.gemm import FLUSHED, column_halves, grouped_tile, silu
 from ...lang.channel import address_of, calls_of, end_call, rank_of
-from ...lang.intrinsics import same_call, settle, wait_until
+from ...lang.intrinsics import flush_stores, same_call, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_notify
 
@@ -261,7 +261,7 @@ def shares_of(first, last, tn, tiles_n, W: tl.constexpr):
 @jit
 def count_tiles(counters, shares, W: tl.constexpr):
     """Release the stores of tiles to whoever waits for their waves. shares: of these tiles together (`shares_of`)."""
-    settle(True)
+    flush_stores(True)
     wave = tl.arange(0, triton.next_power_of_2(W))
     tl.atomic_add(counters + wave, shares, mask=(wave < W) & (shares > 0), sem="release", scope="gpu")
 
@@ -281,7 +281,7 @@ def grouped_gemm_out(
     tiles_m = tl.load(count)
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
-    late = min(SETTLED, steps - 1)
+    late = min(FLUSHED, steps - 1)
     P = tl.num_programs(0)
     t = tl.program_id(0) - P
     stored = -1  # the last wave of what is in `shares`

@@ -340,7 +340,7 @@ def prepare(
         world,
         count_routes,
         programs,
-        dict(num_warps=4) if listed else dict(num_warps=4, beside=True),
+        dict(num_warps=4) if listed else dict(num_warps=4, co_resident=True),
         **common,
         all_ids=routes.shared_ids.local,
         all_weights=routes.shared_weights.local,

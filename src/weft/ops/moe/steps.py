@@ -105,7 +105,7 @@ class Prepared:
         **sizes: int,
     ) -> Launch:
         """Programs of the side stream, of so many registers a thread, which move rows of H elements."""
-        layer, options = self.layer, dict(num_warps=self.plan.side_warps, maxnreg=registers, beside=True)
+        layer, options = self.layer, dict(num_warps=self.plan.side_warps, maxnreg=registers, co_resident=True)
         sizes |= dict(C=layer.capacity, H=layer.hidden, PROGRAMS=programs)
         return Launch(world, kernel, programs, options, ch=ch, DTYPE=DTYPES[layer.dtype], **sizes)
 
@@ -138,7 +138,7 @@ class LastSums:
         if self.co_resident is None:
             registers = 65536 // (32 * LAST_WARPS * LAST_AN_SM)
             return dict(num_warps=LAST_WARPS, maxnreg=registers, per_sm=self.an_sm)
-        return dict(num_warps=LAST_WARPS, beside=self.co_resident, per_sm=self.an_sm)
+        return dict(num_warps=LAST_WARPS, co_resident=self.co_resident, per_sm=self.an_sm)
 
 
 def fits(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | LowLatency) -> str | None:
@@ -213,7 +213,7 @@ def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -
     if not held or held[-1].numel() < rows * cols:
         world._no_capture(name)
         world.prepared.clear()
-        with world.lasting():
+        with world.persistent_allocation():
             held.append(world.empty((max(rows * cols, 2 * held[-1].numel() if held else 0),), dtype))
     return held[-1][: rows * cols].view(rows, cols)
 

@@ -34,12 +34,14 @@ _PART = 2 * LEAD * _SLOT
 _SPIN = 2e-3  # seconds that are waited without sleep
 
 
-class Board:
+class SharedMemoryExchange:
     """Rank `rank`'s access to the memory behind `file`, an open descriptor of one file on all ranks. `seconds` bounds
     every wait."""
 
     @staticmethod
-    def shared(rank: int, size: int, seconds: float, exchange: Callable[[object], Sequence[object]]) -> Board | None:
+    def shared(
+        rank: int, size: int, seconds: float, exchange: Callable[[object], Sequence[object]]
+    ) -> SharedMemoryExchange | None:
         """Collective, by `exchange`. Return this rank's Board, or None where not all ranks can open the one file, which
         is unlinked once they have."""
         path = FOLDER / str(exchange(f"weft-{uuid.uuid4().hex}")[0])
@@ -52,7 +54,7 @@ class Board:
                         os.posix_fallocate(
                             file, 0, size * (_PART + _SLOT)
                         )  # so that no rank is killed where there is no room
-                    board = Board(file, rank, size, seconds)
+                    board = SharedMemoryExchange(file, rank, size, seconds)
             except OSError:
                 pass
             there = exchange(board is not None)
@@ -141,7 +143,7 @@ class Board:
         return rank != self.rank and struct.unpack_from("h", held)[0] == fcntl.F_UNLCK
 
 
-_boards: weakref.WeakSet[Board] = weakref.WeakSet()
+_boards: weakref.WeakSet[SharedMemoryExchange] = weakref.WeakSet()
 
 
 def _let_go() -> None:

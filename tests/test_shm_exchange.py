@@ -1,4 +1,4 @@
-"""What hosts of one machine tell each other by shared memory (backends/board.py), and what a World makes of it: ranks
+"""What hosts of one machine tell each other by shared memory (backends/shm_exchange.py), and what a World makes of it: ranks
 that are late are compared at the next check."""
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 
 import weft
 from weft import Mismatch, Timeout
-from weft.backends import board as boards
 from weft.backends import cuda
-from weft.backends.board import BYTES, LEAD, Board
+from weft.backends import shm_exchange as boards
 from weft.backends.cuda import CudaBackend
 from weft.backends.emulated import EmulatedBackend
+from weft.backends.shm_exchange import BYTES, LEAD, SharedMemoryExchange
 from weft.lang.intrinsics import CALL, DIFFERS, EXPIRED, NUMBER_BITS
 from weft.op import REGISTRY, collectives
 from weft.world import LATE, PATIENCE
 
 
-def ranks(fn: Callable[[Board], Any], size: int = 2, seconds: float = 20.0) -> list[Any]:
+def ranks(fn: Callable[[SharedMemoryExchange], Any], size: int = 2, seconds: float = 20.0) -> list[Any]:
     """`fn` on threads, each with a Board of its own over one file."""
     slots: list[Any] = [None] * size
     meet = threading.Barrier(size, timeout=20)
@@ -46,7 +46,7 @@ def ranks(fn: Callable[[Board], Any], size: int = 2, seconds: float = 20.0) -> l
             return seen
 
         try:
-            made = Board.shared(rank, size, seconds, exchange)
+            made = SharedMemoryExchange.shared(rank, size, seconds, exchange)
             assert made is not None
             results[rank] = fn(made)
         except BaseException as e:
@@ -70,7 +70,7 @@ def test_what_is_said_is_heard_in_order_by_all_and_the_file_has_no_name() -> Non
     def say(rank: int, i: int) -> bytes:
         return bytes([rank, i % 251]) * ((i * 37) % (BYTES // 2 + 1))
 
-    def main(board: Board) -> bool:
+    def main(board: SharedMemoryExchange) -> bool:
         draw = random.Random(board.rank)
         for i in range(10 * LEAD):
             board.say(say(board.rank, i))
@@ -86,7 +86,7 @@ def test_what_is_said_is_heard_in_order_by_all_and_the_file_has_no_name() -> Non
 def test_a_rank_that_is_late_is_not_waited_for() -> None:
     late = threading.Event()
 
-    def main(board: Board) -> Any:
+    def main(board: SharedMemoryExchange) -> Any:
         if board.rank:
             late.wait(20)
             board.say(b"1")
@@ -103,7 +103,7 @@ def test_a_rank_that_is_late_is_not_waited_for() -> None:
 def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
     """One says LEAD things before it hears the first, again and again; the other hears each at once."""
 
-    def main(board: Board) -> bool:
+    def main(board: SharedMemoryExchange) -> bool:
         step = 1 if board.rank else LEAD
         for first in range(0, 4 * LEAD, step):
             for i in range(first, first + step):
@@ -120,7 +120,7 @@ def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
 
 
 def test_half_a_slot_is_not_taken() -> None:
-    def main(board: Board) -> Any:
+    def main(board: SharedMemoryExchange) -> Any:
         board.say(b"whole")
         while board.hear(1.0) is None:
             pass
@@ -136,7 +136,7 @@ def test_half_a_slot_is_not_taken() -> None:
 def test_waits_are_bounded() -> None:
     done = threading.Event()
 
-    def main(board: Board) -> str:
+    def main(board: SharedMemoryExchange) -> str:
         if board.rank:
             done.wait(20)
             return ""
@@ -153,7 +153,7 @@ def test_waits_are_bounded() -> None:
 
 def _other(path: str, ready: Any) -> None:
     with open(path, "r+b") as file:
-        board = Board(file.fileno(), 1, 2, 20.0)
+        board = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
         board.say(b"here")
         ready.set()
         time.sleep(0.2)
@@ -168,7 +168,7 @@ def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
     other = context.Process(target=_other, args=(str(path), ready))
     other.start()
     with open(path, "r+b") as file:
-        board = Board(file.fileno(), 0, 2, 60.0)
+        board = SharedMemoryExchange(file.fileno(), 0, 2, 60.0)
         assert ready.wait(60)
         board.say(b"hello")
         assert board.hear(None) == [b"hello", b"here"]
@@ -183,7 +183,7 @@ def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
 def _killed(path: str, ready: Any, child: Any) -> None:
     """A rank with a worker, such as a DataLoader's, that is killed and so does not end it."""
     with open(path, "r+b") as file:
-        board = Board(file.fileno(), 1, 2, 20.0)
+        board = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
         board.say(b"here")
         pid = os.fork()
         if not pid:
@@ -203,7 +203,7 @@ def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Pat
     other = context.Process(target=_killed, args=(str(path), ready, child))
     other.start()
     with open(path, "r+b") as file:
-        board = Board(file.fileno(), 0, 2, 15.0)
+        board = SharedMemoryExchange(file.fileno(), 0, 2, 15.0)
         assert ready.wait(60)
         for _ in range(2):
             board.say(b"hello")
@@ -216,14 +216,14 @@ def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Pat
 
 def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(boards, "FOLDER", tmp_path / "absent")
-    assert Board.shared(0, 1, 1.0, lambda obj: [obj]) is None
+    assert SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) is None
 
 
 def test_what_hosts_exchange_goes_by_the_board_and_what_is_long_by_messages() -> None:
     """A rank that told something while others exchange keeps none of them waiting for messages."""
     sent: list[bytes] = []
 
-    def main(board: Board) -> Any:
+    def main(board: SharedMemoryExchange) -> Any:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._board = board.rank, 2, board
 
@@ -252,7 +252,7 @@ def test_what_is_told_at_length_is_not_taken_for_what_was_told_before() -> None:
     """One rank is late for a short call; then comes one of which there is too much to say for a slot."""
     meet, slots = threading.Barrier(2, timeout=20), [b""] * 2
 
-    def main(board: Board) -> bool:
+    def main(board: SharedMemoryExchange) -> bool:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._board, backend.device = board.rank, 2, board, torch.device("cpu")
 
@@ -363,7 +363,7 @@ def test_what_was_told_is_compared_before_anything_that_waits(then: str) -> None
         world.tell("a call", size=world.rank)
         assert world._told
         if then == "another":
-            world.agree("another")
+            world.check_same_on_all_ranks("another")
         else:
             getattr(world, then)(*[None] * (then == "exchange"))
 
@@ -390,15 +390,15 @@ def test_a_call_that_ranks_disagreed_on_is_decided_anew() -> None:
         with pytest.raises(Mismatch):
             world.check()
         assert not world.decided
-        world.agree("a call", size=3)
+        world.check_same_on_all_ranks("a call", size=3)
         with pytest.raises(Mismatch):
-            world.agree("a call", size=world.rank)
+            world.check_same_on_all_ranks("a call", size=world.rank)
 
     weft.spmd(main, 2, backend="emulated")
 
 
 # -- ranks whose waits expire, or that are in other calls --------------------------------------------------------------
-def stuck(board: Board, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
+def stuck(board: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
     """A rank's backend with a record of its GPU: of what it waited for and saw of the other rank."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size, backend._board, backend._waits = board.rank, 2, board, None
@@ -413,7 +413,7 @@ def stuck(board: Board, flag: int, words: tuple[int, int], tile: int = 3) -> Cud
 def test_an_expired_wait_says_first_what_other_ranks_wait_in(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     monkeypatch.setattr(cuda, "GRACE", 20.0 if other == "waits" else 0.1)
 
-    def main(board: Board) -> str:
+    def main(board: SharedMemoryExchange) -> str:
         if board.rank and other != "waits":
             return ""
         backend = stuck(board, EXPIRED, (9, 8))
@@ -435,7 +435,7 @@ def test_an_expired_wait_says_first_what_other_ranks_wait_in(monkeypatch: pytest
 
 
 def test_a_call_that_differs_is_a_mismatch_and_one_that_does_not_come_is_counted() -> None:
-    def main(board: Board) -> list[str]:
+    def main(board: SharedMemoryExchange) -> list[str]:
         call = 3 << NUMBER_BITS
         with pytest.raises(Mismatch) as differs:
             stuck(board, DIFFERS, (call + 5 + board.rank, call + 6 - board.rank), CALL).check()
@@ -449,7 +449,7 @@ def test_a_call_that_differs_is_a_mismatch_and_one_that_does_not_come_is_counted
 
 
 def test_hosts_compare_every_call_where_they_are_asked_to() -> None:
-    def main(board: Board) -> Any:
+    def main(board: SharedMemoryExchange) -> Any:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._board = board.rank, 2, board
         same, other = backend.compared(("op", 4)), backend.compared(("op", 4 + board.rank))
