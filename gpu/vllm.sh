@@ -5,7 +5,8 @@
 #   gpu/vllm.sh carry N [last]    on the GPU machine, once a part, one call after the other: keeps part N, and unpacks all
 #                                 parts into $AT behind the last
 #   gpu/vllm.sh missing           there: which modules vLLM still lacks
-#   gpu/vllm.sh run               there: one rank with and without the plugin, then two that share the GPU
+#   gpu/vllm.sh run 1             there: one rank, on which the plugin has nothing to serve
+#   gpu/vllm.sh run N             there: N ranks that share the GPU, without and with the plugin, whose answers are compared
 # FlashAttention 2's library is left out; FlashAttention 3 serves Hopper.
 set -eu
 cd "$(dirname "$0")/.."
@@ -41,8 +42,25 @@ carry() { # keeps part N; the last one, with a word behind its number, also unpa
   mv "$parts/$1/part" "$at.part$1"
   if [ "${2:-}" ]; then
     cat "$at".part? | xz -dc | tar x -C "$at"
+    entry_points
     du -sm "$at"
   fi
+}
+
+entry_points() { # weft's, as an installed weft has them: vLLM finds its plugins so
+  python3 - "$at" <<'PY'
+import sys, tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+there = Path(sys.argv[1]) / f"weft-{project['version']}.dist-info"
+there.mkdir(exist_ok=True)
+(there / "METADATA").write_text(f"Metadata-Version: 2.1\nName: weft\nVersion: {project['version']}\n")
+groups = project["entry-points"].items()
+(there / "entry_points.txt").write_text(
+    "".join(f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups)
+)
+PY
 }
 
 missing() { # names, one a line, as far as an import of the engine says them; what is named is stood in for to find the next
@@ -69,13 +87,16 @@ PY
 run() {
   mkdir -p "$out"
   local failed=0
-  timeout 280 python3 tests/gpu_vllm.py --ranks 1 --out "$out/vllm1.json" > "$out/vllm1.log" 2>&1 || failed=1
-  tail -3 "$out/vllm1.log"
-  for off in 1 0; do # without the plugin, then with it, which compares
-    WEFT_VLLM=$((1 - off)) timeout 280 torchrun --master-port 29591 --no-python --nproc-per-node 2 bash -c \
+  if [ "$1" = 1 ]; then
+    timeout 280 python3 tests/gpu_vllm.py --ranks 1 --out "$out/vllm1.json" > "$out/vllm1.log" 2>&1 || failed=1
+    tail -12 "$out/vllm1.log"
+    return $failed
+  fi
+  for plugin in 0 1; do
+    WEFT_VLLM=$plugin timeout 290 torchrun --master-port 29591 --no-python --nproc-per-node "$1" bash -c \
       "NCCL_HOSTID=rank\$RANK NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 LOCAL_RANK=0 \
-      python3 tests/gpu_vllm.py --ranks 2 --out '$out/vllm2.json'" > "$out/vllm2-$off.log" 2>&1 || failed=1
-    tail -4 "$out/vllm2-$off.log"
+      python3 tests/gpu_vllm.py --ranks $1 --out '$out/vllm$1.json'" > "$out/vllm$1-$plugin.log" 2>&1 || failed=1
+    grep -E '^ended|tokens the same|Error|weft' "$out/vllm$1-$plugin.log" | tail -20
   done
   return $failed
 }
