@@ -14,7 +14,7 @@ parts=.venv-vllm-parts
 at=${AT:-/dev/shm/weft-vllm}
 out=${OUT:-gpu/out}
 export PYTHONPATH=$at:$PWD/src:$PWD/tests:$PWD/tests/engines PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+export VLLM_USE_FLASHINFER_SAMPLER=0 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
 pack() {
   local wheel=$1 there
@@ -92,12 +92,13 @@ run() {
     tail -12 "$out/vllm1.log"
     return $failed
   fi
-  for plugin in 0 1; do
+  for kind in ${KINDS:-Llama Qwen3 Qwen3Moe}; do for plugin in 0 1; do
+    log=$out/vllm$1-$kind-$plugin.log
     WEFT_VLLM=$plugin timeout 290 torchrun --master-port 29591 --no-python --nproc-per-node "$1" bash -c \
-      "NCCL_HOSTID=rank\$RANK NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 LOCAL_RANK=0 \
-      python3 tests/gpu_vllm.py --ranks $1 --out '$out/vllm$1.json'" > "$out/vllm$1-$plugin.log" 2>&1 || failed=1
-    grep -E '^ended|tokens the same|Error|weft' "$out/vllm$1-$plugin.log" | tail -20
-  done
+      "NCCL_HOSTID=rank\$RANK NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1 WEFT_SHARE_GPU=1 LOCAL_RANK=0 \
+      python3 tests/gpu_vllm.py --ranks $1 --kind $kind ${FORMS:+--forms $FORMS} --out '$out/vllm$1-$kind.json'" > "$log" 2>&1 || failed=1
+    grep -E '^ended|tokens the same|Error|weft' "$log" | tail -20
+  done; done
   return $failed
 }
 

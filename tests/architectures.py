@@ -142,7 +142,7 @@ def compiled(capability: int, case: Case) -> list[tuple[Launch, Compiled]]:
 
 def beside(found: list[tuple[Launch, Compiled]], capability: int) -> list[str]:
     """Of programs that pull and the GEMM's, which share an SM."""
-    small = [pair for pair in found if pair[0].options.get("beside")]
+    small = [pair for pair in found if pair[0].options.get("co_resident")]
     pairs = [(a, b) for a in small for b in found if b not in small and b[0].kernel is a[0].kernel]
     shared = [a[1].shared + b[1].shared + 2048 for a, b in pairs]
     registers = [sum(-(-k.registers // 8) * 8 * 32 * launch.options["num_warps"] for launch, k in pair) for pair in pairs]  # fmt: skip

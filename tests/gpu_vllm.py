@@ -1,18 +1,24 @@
-"""The plugin in vLLM on a GPU: `gpu/vllm.sh run`. One rank, on which it must serve nothing; or two that share the GPU, started by
-torchrun, without the plugin first (WEFT_VLLM=0), whose answers the ranks with it then compare theirs with."""
+"""The plugin in vLLM on a GPU: `gpu/vllm.sh run`. One rank, on which it must serve nothing; or several that share the GPU, started by
+torchrun, without the plugin first (WEFT_VLLM=0), whose answers the ranks with it then compare theirs with: as the plugin chooses, which on
+small models gives most calls back to vLLM, and with each of its own forms for all calls."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from run_engine import PROMPTS, checkpoint
 
 TOKENS, ROUNDING = 24, 0.1  # of an answer; in the logarithm of a probability, of bfloat16
+FORMS = {"auto": None, "whole": (0, 0), "rows": (8, 0), "woven": (8, 8)}  # tokens from which on: `forced`
 MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
 
 
@@ -27,12 +33,35 @@ def engine(folder: str, ranks: int, mode: str) -> Any:
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=64,  # so that prompts are cut, too
-        gpu_memory_utilization=0.8 / ranks - 0.1,
+        gpu_memory_utilization=0.05,  # engines of one process follow each other, and leave some of theirs
+        kv_cache_memory_bytes=1 << 30,
         disable_custom_all_reduce=True,
         seed=0,
         **more,
         **MODES[mode],
     )
+
+
+@contextmanager
+def forced(form: str) -> Iterator[None]:
+    """weft's own kernels for every call: residuals whole on every rank, or by rows and in two parts from so many tokens on."""
+    if FORMS[form] is None:
+        yield
+        return
+    from weft.integrations.vllm import plugin
+    from weft.integrations.vllm.row_norm_column import RowNormColumn, ShardedTokens, TwoParts
+    from weft.plans import Sequential
+
+    def own(op: Any, world: Any, call: Any, mode: str) -> Any:
+        plans = TwoParts(), ShardedTokens(), Sequential()
+        return next(plan for plan in plans if op.fits(world, call, plan, "auto") is None)
+
+    with (
+        mock.patch.object(plugin, "thresholds", lambda *_: FORMS[form]),
+        mock.patch.object(RowNormColumn, "auto", own),
+        mock.patch.object(RowNormColumn, "candidates", lambda *_: ()),
+    ):
+        yield
 
 
 def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
@@ -64,25 +93,31 @@ def compare(made: list[Any], own: list[Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument(
+        "--kind", default="Llama", help="as run_engine.KINDS has it; vLLM makes its groups once a process"
+    )
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     off, rank = os.environ.get("WEFT_VLLM") == "0", int(os.environ.get("RANK", "0"))
     known = json.loads(args.out.read_text()) if args.out.exists() and not off else {}
-    for kind in ("Llama", "Qwen3", "Qwen3Moe") if args.ranks > 1 else ("Llama",):
-        for mode in MODES:
-            with tempfile.TemporaryDirectory() as folder:
-                llm = engine(checkpoint(kind, folder, "bfloat16"), args.ranks, mode)
-                made = answers(llm)
-                if rank == 0 and not off:
-                    import weft
-
-                    print(weft.vllm.report(llm))
-                    if args.ranks > 1:
-                        print(f"{kind} {mode}: {compare(made, known[f'{kind} {mode}'])}", flush=True)
-                del llm
+    with tempfile.TemporaryDirectory(prefix=f"rank{rank}-") as folder:
+        checkpoint(args.kind, folder, "bfloat16")
+        for mode, form in itertools.product(MODES, args.forms if args.ranks > 1 and not off else ["auto"]):
+            job = f"{args.kind} {mode}"
+            with forced(form):
+                llm = engine(folder, args.ranks, mode)
+                actual = answers(llm)
             if off:
-                known[f"{kind} {mode}"] = made
+                known[job] = actual
+            elif rank == 0:
+                import weft
+
+                print(weft.vllm.report(llm))
+                if args.ranks > 1:
+                    print(f"{job}, {form}: {compare(actual, known[job])}", flush=True)
+            del llm
     if rank == 0 and off:
         args.out.write_text(json.dumps(known))
     print(f"ended: rank {rank} of {args.ranks}, the plugin {'off' if off else 'on'}", flush=True)

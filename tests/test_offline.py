@@ -436,7 +436,7 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
             rows_are_under_way(launch, k)
     if CASES[name][1] > 1 and not name.startswith(LOCAL):
         every_rank_launches_the_same_kernel(name)
-    pulling = [(a, k) for a, k in found if a.options.get("beside")]
+    pulling = [(a, k) for a, k in found if a.options.get("co_resident")]
     for small, large in zip(pulling, [pair for pair in found if pair not in pulling], strict=bool(pulling)):
         assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
         assert sum(k.registers * 32 * a.options["num_warps"] for a, k in (small, large)) <= 65536

@@ -72,7 +72,7 @@ def first_line(fn: triton.JITFunction) -> int:
 
 def options(given: Mapping[str, int]) -> dict[str, int]:
     """What Triton is told of a launch's options. Fused multiply-adds were always on, and 3.10 is to turn them off."""
-    weft_only = ("beside", "local", "per_sm", "few_registers")
+    weft_only = ("co_resident", "local", "per_sm", "few_registers")
     told = {"enable_fp_fusion": True} | {name: value for name, value in given.items() if name not in weft_only}
     # 3.9 assembles with ptxas 13.4, which spills where 12.9 did not, unless LLVM puts instructions in order for it.
     return told | {"sched4reg": True} if given.get("few_registers") and version() >= (3, 9) else told
