@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 
 from ....world import World
+from ..expert_parallel.place_rows_kernels import ExpertOrder
 from ..tensor_parallel.call import Split
 from ..tensor_parallel.sequential import gathered, tables
-from .kernels import ExpertOrder
 
 Tensor = torch.Tensor
 

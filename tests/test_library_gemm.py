@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from weft import gemms
+from weft.backends import library_gemm
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    gemms.lacks.cache_clear()
-    gemms._known.clear()
+    library_gemm.lacks.cache_clear()
+    library_gemm._known.clear()
     yield
-    gemms.lacks.cache_clear()
-    gemms._known.clear()
+    library_gemm.lacks.cache_clear()
+    library_gemm._known.clear()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_other_versions_are_named_and_not_used(version: str | None, says: str, m
 
     monkeypatch.setattr(metadata, "version", found)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    said = gemms.lacks()
+    said = library_gemm.lacks()
     assert said is not None and says in said
     assert version is None or says == "Hopper" or version in said
 
@@ -44,7 +44,7 @@ def test_a_library_that_fails_at_its_import_is_named_and_not_used(monkeypatch: A
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
     monkeypatch.setitem(__import__("sys").modules, "quack", None)
-    assert "cannot be imported" in (gemms.lacks() or "")
+    assert "cannot be imported" in (library_gemm.lacks() or "")
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,7 +54,7 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_without_it_the_product_is_torchs() -> None:
     x, w, out = operands()
-    gemms.multiply(x, w, out)
+    library_gemm.multiply(x, w, out)
     assert torch.equal(out, torch.mm(x, w.t()))
 
 
@@ -71,10 +71,12 @@ def broken(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("us", "takes"), [(50.0, right), (99.0, gemms.cublas), (150.0, gemms.cublas)], ids=["faster", "hardly", "slower"]
+    ("us", "takes"),
+    [(50.0, right), (99.0, library_gemm.cublas), (150.0, library_gemm.cublas)],
+    ids=["faster", "hardly", "slower"],
 )
 def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypatch: Any) -> None:
-    took = {gemms.cublas: 100.0, right: us, wrong: 1.0, broken: 1.0}
+    took = {library_gemm.cublas: 100.0, right: us, wrong: 1.0, broken: 1.0}
     ran: list[Any] = []
 
     def timed(run: Any) -> float:
@@ -90,31 +92,31 @@ def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypat
         took[run] = took[product]
         return run
 
-    library, good = noted(gemms.cublas), noted(right)
-    monkeypatch.setattr(gemms, "timed", timed)
+    library, good = noted(library_gemm.cublas), noted(right)
+    monkeypatch.setattr(library_gemm, "timed", timed)
     others = (good, noted(wrong), noted(broken))
-    assert gemms.measured(library, others, *operands()) is (good if takes is right else library)
+    assert library_gemm.measured(library, others, *operands()) is (good if takes is right else library)
 
 
 def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> None:
     counted = []
-    monkeypatch.setattr(gemms, "measured", lambda *given: counted.append(given) or right)
+    monkeypatch.setattr(library_gemm, "measured", lambda *given: counted.append(given) or right)
     x, w, out = operands()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert gemms.fastest(gemms.cublas, x, w, out) is gemms.cublas and not counted
+    assert library_gemm.fastest(library_gemm.cublas, x, w, out) is library_gemm.cublas and not counted
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert gemms.fastest(gemms.cublas, x, w, out) is right and len(counted) == 1
+    assert library_gemm.fastest(library_gemm.cublas, x, w, out) is right and len(counted) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert gemms.fastest(gemms.cublas, x, w, out) is right and len(counted) == 1
-    assert gemms.fastest(gemms.cublas, x[:, :4], w[:, :4], out) is gemms.cublas, "not contiguous"
-    assert gemms.fastest(gemms.cublas, x[:0], w, out[:0]) is gemms.cublas
+    assert library_gemm.fastest(library_gemm.cublas, x, w, out) is right and len(counted) == 1
+    assert library_gemm.fastest(library_gemm.cublas, x[:, :4], w[:, :4], out) is library_gemm.cublas, "not contiguous"
+    assert library_gemm.fastest(library_gemm.cublas, x[:0], w, out[:0]) is library_gemm.cublas
 
 
 def test_serving_measures_few_sizes() -> None:
     w = torch.empty(8, 8)
-    sizes = {gemms.size_of(torch.empty(m, 8), w)[0] for m in range(1, 4097)}
+    sizes = {library_gemm.size_of(torch.empty(m, 8), w)[0] for m in range(1, 4097)}
     assert len(sizes) < 90
-    assert all(m <= gemms.size_of(torch.empty(m, 8), w)[0] <= 1.13 * m for m in range(8, 4097))
+    assert all(m <= library_gemm.size_of(torch.empty(m, 8), w)[0] <= 1.13 * m for m in range(8, 4097))
 
 
 STARTS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)  # three groups, one of them empty, and four rows behind them
@@ -153,13 +155,13 @@ def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> N
     monkeypatch.setitem(__import__("sys").modules, "quack.gemm", module)
     monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(gemms, "timed", timed)
+    monkeypatch.setattr(library_gemm, "timed", timed)
     x, w = torch.randn(16, 8).bfloat16(), torch.randn(3, 24, 8).bfloat16()
     for lacks in ("not installed", None):
-        monkeypatch.setattr(gemms, "lacks", lambda lacks=lacks: lacks)
+        monkeypatch.setattr(library_gemm, "lacks", lambda lacks=lacks: lacks)
         ran.clear()
-        y = gemms.multiply_groups(x, w, STARTS)
+        y = library_gemm.multiply_groups(x, w, STARTS)
         assert torch.equal(y[:12], of_groups(x, w)[:12])
         assert ran[-1] == ("torch" if lacks else by)
-    gemms.multiply_groups(x, w.transpose(1, 2).contiguous().transpose(1, 2), STARTS)
+    library_gemm.multiply_groups(x, w.transpose(1, 2).contiguous().transpose(1, 2), STARTS)
     assert ran[-1] == "torch", "weights that are not contiguous"
