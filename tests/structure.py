@@ -23,10 +23,12 @@ LAYERS: Sequence[Sequence[str]] = (
     ("errors",),
     ("architectures",),
     ("_triton", "trace.span"),
+    ("plans",),
+    ("scale",),
     ("gemms",),
     ("backends.base",),
     ("launches",),
-    ("operands", "plans"),
+    ("operands",),
     ("lang",),
     ("transport.barrier",),  # the kernels that backends and World launch themselves
     ("emulator",),  # of the kernels' language; backends.emulated runs ranks on it

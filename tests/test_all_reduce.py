@@ -18,7 +18,6 @@ from cases_reduce import FP8, PLANS, bound, norm_case, random_case, sum_case
 from gates import some
 
 import weft
-from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
 from weft.ops.all_reduce import op as reduce_plans
 from weft.ops.all_reduce.call import SumCall, sum_call
@@ -36,6 +35,7 @@ from weft.plans import (
     TwoShotPull,
     TwoShotPush,
 )
+from weft.scale import Scale
 from weft.transport.low_latency_kernels import EMPTY
 
 BF16 = 5e-3

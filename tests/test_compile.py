@@ -18,16 +18,8 @@ import weft
 from weft.lang.mapping import balanced_rows
 from weft.library import LIBRARY, plan_of, text_of
 from weft.ops.matmul_reduce.op import MatmulAllReduce
-from weft.plans import (
-    SMALL_ALL_REDUCE,
-    SMALL_GATHER,
-    Decomposed,
-    FusedGatherByCopies,
-    FusedMoe,
-    LowLatency,
-    Plan,
-    Sequential,
-)
+from weft.plans import Decomposed, FusedGatherByCopies, FusedMoe, LowLatency, Plan, Sequential
+from weft.scale import SMALL_ALL_REDUCE, SMALL_GATHER
 
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")
 

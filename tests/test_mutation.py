@@ -46,18 +46,12 @@ from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
 from weft.ops.moe.backward_kernels import take_gradients
 from weft.ops.moe.exchange_kernels import mask_rows, place_rows
-from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.few_kernels import few_gemm, routes_of
 from weft.ops.moe.fused_kernels import make_tables, meet_here, moe_layer, tiles_done, wait_for_sums, wait_for_wave
 from weft.ops.moe.grouped_kernels import keep_shards, push_shard
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
 from weft.ops.moe.routing_kernels import own_half
-from weft.plans import (  # fmt: skip
-    SMALL_DISPATCHED,
-    SMALL_GATHER,
-    SMALL_MOE,
-    SMALL_SIGNALED,
-    SMALL_TILE,
+from weft.plans import (
     Awaiting,
     Decomposed,
     FusedGatherByCopies,
@@ -68,6 +62,7 @@ from weft.plans import (  # fmt: skip
     Segmented,
     TwoShot,
 )
+from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
 

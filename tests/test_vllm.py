@@ -444,7 +444,7 @@ def test_torch_compile_follows_a_served_model(modules: Any) -> None:
 def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU whole rows are the engine's until a trial finds weft's faster; rows that ranks own are tried in both forms."""
     world: Any = SimpleNamespace(
-        device=torch.device("cuda", 0), size=2, symmetric_reason=None, scale=weft.backends.base.Scale()
+        device=torch.device("cuda", 0), size=2, symmetric_reason=None, scale=weft.scale.Scale()
     )
 
     def call(tokens: int, **options: Any) -> Any:

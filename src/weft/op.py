@@ -118,7 +118,8 @@ class Op(ABC, Generic[C]):
     tries: ClassVar[
         Sequence[Plan]
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
-    small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
+    small: ClassVar[Plan | type[Plan]] = Sequential  # what "auto" runs on ranks of few programs, as in the emulator; of
+    # a class, the plan that its name stands for there
 
     keeps_decisions: ClassVar[bool] = False  # decisions are kept elsewhere than with the World (`decisions`)
     looks_at_addresses: ClassVar[bool] = False  # a decision depends on where operands and `out` lie (`lie`)
@@ -169,15 +170,16 @@ class Op(ABC, Generic[C]):
     def auto(self, world: World, call: C, mode: str) -> Plan:
         """What plan="auto" means without a trial, `mode` "graph" or "eager": the planner's choice, or in a world of
         few programs `small`."""
-        if world.scale.small:
-            return self.small
+        preset = world.scale.preset(self.small)
+        if preset is not None:
+            return preset
         from .planner.auto import auto  # above the ops, which it finds in the registry
 
         return auto(self.name, world, *self.sizes(call), mode)
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
         """What a kind's name means; `kind` is the first class of that kind in `runs`."""
-        return kind()
+        return world.scale.plan(kind)
 
     def fits(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
         """Why the plan cannot serve this call; None where it can. The same on every rank. Raise Unsupported for a plan
@@ -325,7 +327,7 @@ class Op(ABC, Generic[C]):
         self._check_present(operands)
         call = self.check(world, operands, options)
         world.check()
-        if asked == "auto" and not world.scale.small:
+        if asked == "auto" and not world.scale.presets:
             from .planner.auto import tried  # above the ops
 
             tried(self, world, call, operands)

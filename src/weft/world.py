@@ -28,7 +28,6 @@ from .backends.base import (
     Arguments,
     Backend,
     Options,
-    Scale,
     Stream,
     SymmetricTensor,
     check_memory,
@@ -41,6 +40,7 @@ from .lang.intrinsics import NUMBER_BITS
 from .lang.jit import check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
 from .launches import Launch
+from .scale import Scale
 
 log = logging.getLogger("weft")
 _numbers = itertools.count()

@@ -30,8 +30,9 @@ from triton import JITFunction
 from .. import architectures
 from ..errors import Mismatch, Timeout, Unsupported
 from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
+from ..scale import Scale
 from . import nodes, shared_gpu
-from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor, timeout_seconds
+from .base import Arguments, Backend, Options, R, SymmetricTensor, timeout_seconds
 from .launcher import Launcher
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange

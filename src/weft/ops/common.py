@@ -18,7 +18,7 @@ from ..lang.jit import constants
 from ..launches import Matrix
 from ..op import Call, Op
 from ..operands import DTYPES, bulk, bulky, check_device, dims
-from ..plans import SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoShot, posts
+from ..plans import Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoShot, posts
 from ..world import World
 from .tiles import fitting, suited
 
@@ -93,15 +93,10 @@ class MatmulOp(Op[M]):
 
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
 
-    def default(self, world: World, kind: type[Plan]) -> Plan:
-        if issubclass(kind, Fused) and world.scale.small:
-            return self.small
-        return SMALL_SIGNALED if kind is Signaled and world.scale.small else kind()
-
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
         """A Plan that was given runs as it is; one that "auto" or a kind's name stands for, in the tiles that suit."""
         plan = super().choose(world, call, asked, capturing)
-        if not isinstance(asked, str) or world.scale.small:
+        if not isinstance(asked, str):
             return plan
         if self.collective == "all_to_all":
             return fitting(plan, world.capability)

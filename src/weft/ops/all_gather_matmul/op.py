@@ -12,7 +12,6 @@ from ...errors import Unsupported
 from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Returned, registered
 from ...plans import (
-    SMALL_GATHER,
     TWO_AN_SM,
     TWO_AN_SM_BY_COPIES,
     Awaiting,
@@ -58,7 +57,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         OneShot: run_one_shot,
     }
     refuses = {Decomposed: ("pieces",)}
-    small = SMALL_GATHER
+    small = FusedGather
     variants = (
         FusedGather(),
         FusedGatherByCopies(),

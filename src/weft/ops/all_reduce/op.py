@@ -14,7 +14,6 @@ from ...library import CallOptions
 from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
 from ...operands import aligned, check_device, dense, dims, output, overlap
 from ...plans import (
-    SMALL_REDUCE,
     Decomposed,
     Multicast,
     OneShot,
@@ -59,7 +58,7 @@ class Reduce(Op[SumCall]):
         Multicast: run_multicast,
     }
     refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
-    small = SMALL_REDUCE
+    small = TwoShotPush
     looks_at_addresses = True
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:

@@ -30,7 +30,7 @@ from ...launches import Launch, Matrix
 from ...library import CallOptions
 from ...op import check_call, registered
 from ...operands import check_device
-from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
+from ...plans import Plan, Sequential, Signaled
 from ...transport.copies import COPIES
 from ...transport.memory import lock
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
@@ -298,7 +298,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     name = _OP
     collective = "all_to_all"
     runs = {Sequential: run_sequential, Signaled: run_signaled}
-    small = SMALL_SIGNALED
+    small = Signaled
     keeps_decisions = True
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> RoutedCall:

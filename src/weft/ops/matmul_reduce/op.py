@@ -12,8 +12,6 @@ from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Returned, registered
 from ...operands import requires_grad
 from ...plans import (
-    SMALL_ALL_REDUCE,
-    SMALL_REDUCE_SCATTER,
     Decomposed,
     Fused,
     FusedAllReduce,
@@ -105,7 +103,7 @@ class MatmulReduceScatter(MatmulReduce):
         OneShot: run_one_shot,
         Signaled: run_signaled,
     }
-    small = SMALL_REDUCE_SCATTER
+    small = FusedReduceScatter
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """dx is an all-gather + GEMM of dy, dweight takes the dy that this gathered."""
@@ -157,7 +155,7 @@ class MatmulAllReduce(MatmulReduce):
         Signaled: run_signaled,
     }
     refuses = {Decomposed: ("pieces",)}
-    small = SMALL_ALL_REDUCE
+    small = FusedAllReduce
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """Nothing is communicated: every rank has all of dy."""

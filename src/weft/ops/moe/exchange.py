@@ -21,7 +21,7 @@ from ...launches import GivenLaunch, Launch, prepared
 from ...library import CallOptions, Context
 from ...op import check_call
 from ...operands import check_device, dense, dims, output, overlap, requires_grad
-from ...plans import SMALL_DISPATCHED, Dispatched
+from ...plans import Dispatched
 from ...transport.memory import lock, rank_word
 from ...world import World
 from ..common import given_rows, plain_rows
@@ -40,7 +40,6 @@ UnderWay: TypeAlias = "tuple[weakref.ref[Handle], Placed, int]"  # and how many 
 ALIGNMENTS = (1, 16, 128)
 ROW_LAYOUTS = ("contiguous", "masked")
 PLACERS, REGISTERS = 8, 96  # warps of a placing program, and registers of a thread: two and a sender share an SM
-PLACED = 32  # that such a thread has in registers at a time
 SUMMERS = 2  # programs of the last sums on an SM
 
 
@@ -424,7 +423,7 @@ def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
 def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     numbers = numbers_of(world, exchange, slot)
     layer, w, most = exchange.layer, world.size, exchange.most
-    plan, local = SMALL_DISPATCHED if world.scale.small else Dispatched(), layer.experts // w
+    plan, local = world.scale.plan(Dispatched), layer.experts // w
     senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     came = world.channel(f"{DISPATCH} {slot}, rows by {senders} programs", w, None, senders)
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
@@ -509,7 +508,7 @@ def places_rows(
 
 @prepared
 def _place_rows(world: World, of: Prepared, arrivals: int, padded: bool, half: int) -> Launch:
-    layer, block = of.layer, 64 if world.scale.small else 32 * PLACERS * PLACED
+    layer, block = of.layer, world.scale.placed
     cols = min(power(layer.hidden), block)
     return Launch(
         world,
@@ -538,7 +537,7 @@ def placing(world: World, made: Ready, rows: torch.Tensor) -> GivenLaunch:
 
 @prepared
 def masks(world: World, made: Placed) -> Launch:
-    routes, block = made.placed.slots.numel(), 32 if world.scale.small else 512
+    routes, block = made.placed.slots.numel(), world.scale.routes
     programs = min(max(-(-routes // block), made.local), world.sm_count)
     return Launch(
         world,

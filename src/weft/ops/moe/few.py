@@ -11,7 +11,7 @@ from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...operands import overlap
-from ...plans import LowLatency, TileShape
+from ...plans import LowLatency
 from ...transport.memory import lock
 from ...world import World
 from .call import NAME, Layer, MoeCall, MoeOperands
@@ -23,9 +23,6 @@ from .steps import fits as fits_in_steps
 
 ROUTES = 8192  # routes that every program looks through
 LOOK = 8192  # pairs of a route and a row that are compared at a time
-SMALL_LOW_LATENCY = LowLatency(
-    tile=TileShape(block_m=16, block_n=32, block_k=32, warps=4, stages=2), copy_programs=2, per_sm=1
-)
 
 
 @dataclass(eq=False)
@@ -42,10 +39,6 @@ class Few:
     slots: torch.Tensor
     sizes: LayerSizes
     ahead: Ahead = field(default_factory=Ahead)
-
-
-def default(world: World) -> LowLatency:
-    return SMALL_LOW_LATENCY if world.scale.small else LowLatency()
 
 
 def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:

@@ -24,7 +24,7 @@ from ...backends.base import check_tensors
 from ...library import text_of
 from ...op import REGISTRY, Op, registered
 from ...operands import DTYPES, bulk, check_device, dims, requires_grad
-from ...plans import SMALL_DISPATCHED, Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
+from ...plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import few, fused, steps
@@ -138,7 +138,7 @@ class Moe(Op[MoeCall]):
         FusedMoe: run_fused,
         LowLatency: run_low_latency,
     }
-    small = SMALL_DISPATCHED
+    small = Dispatched
     by_library = False  # whose calls no CUDA graph holds
 
     def check(self, world: World, operands: MoeOperands, options: tuple[Any, ...]) -> MoeCall:
@@ -190,17 +190,13 @@ class Moe(Op[MoeCall]):
     def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
         """Choose by the average number of rows of an expert. The library's calls, which no CUDA graph holds, were
         faster for no shape of docs/moe.md, and one launch was for none by more than 5%."""
-        if world.scale.small:
-            return self.small
+        preset = world.scale.preset(self.small)
+        if preset is not None:
+            return preset
         rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts
         if rows <= LOW_LATENCY_MOST and few.fits(world, call.layer, LowLatency()) is None:
             return LowLatency()
         return FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
-
-    def default(self, world: World, kind: type[Plan]) -> Plan:
-        if kind is FusedMoe or kind is LowLatency:
-            return (fused if kind is FusedMoe else few).default(world)
-        return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
         if isinstance(plan, FusedMoe):

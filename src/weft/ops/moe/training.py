@@ -16,7 +16,7 @@ from ... import library
 from ...library import Backward, CallOptions
 from ...op import C, Op, Operands, registered
 from ...operands import dense
-from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ...plans import Dispatched, Plan, Sequential
 from ...world import World
 from . import backward, sequential
 from .call import NAME, Kept, MoeCall, MoeOperands
@@ -47,8 +47,7 @@ class MoeTrained(Moe):
             raise ValueError(f"{self.title}: keep {keep!r} is not one of {list(KEEPS)}")
         call = super().check(world, operands, tuple(usual))
         plan = library.plan_of(asked)
-        usual_plan = SMALL_DISPATCHED if world.scale.small else Dispatched()
-        block_m = (plan if isinstance(plan, Dispatched) else usual_plan).tile.block_m
+        block_m = (plan if isinstance(plan, Dispatched) else world.scale.plan(Dispatched)).tile.block_m
         return replace(call, keep=keep, block_m=block_m)
 
     def outputs(self, world: World, call: MoeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -60,7 +59,7 @@ class MoeTrained(Moe):
         return self.outputs(world, self.check(world, operands, options))
 
     def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
-        return self.small if world.scale.small else Dispatched()
+        return world.scale.plan(Dispatched)
 
     def returned(self, world: World, call: MoeCall, result: Tensor, more: Any) -> Any:
         if more is None:  # of no rows
