@@ -51,7 +51,6 @@ from weft.backends.cuda import GpuBackend
 from weft.lang.mapping import balanced_rows
 from weft.ops.matmul import matmul
 from weft.ops.tiles import suited
-from weft.planner.trial import of_sizes
 from weft.plans import (
     Awaiting,
     Decomposed,
@@ -154,13 +153,12 @@ def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
 def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
     """plan="auto" as on a Hopper GPU that has neither table nor profile: one trial of all candidates, and right results."""
     with (
-        mock.patch("weft.planner.auto.rows_of", return_value=[]),
+        mock.patch("weft.planner.auto.exact", return_value=None),
         mock.patch("weft.planner.auto._known", return_value=None),
     ):
-        with mock.patch("weft.planner.auto._measured", return_value=None):
-            case = all_gather_case if op == GATHER else partial(reduce_case, everywhere=op == ALL)
-            error = case(world, [m // world.size] * world.size if op == GATHER else m, n, k, "auto", calls=3)
-    trial = of_sizes(world, op, m, n, k)
+        case = all_gather_case if op == GATHER else partial(reduce_case, everywhere=op == ALL)
+        error = case(world, [m // world.size] * world.size if op == GATHER else m, n, k, "auto", calls=3)
+    trial = world.choices.last(op, (m, n, k))
     assert trial is not None and len(trial.took) > 2, trial
     return error
 
@@ -181,7 +179,7 @@ def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
         graph.replay()
         worst = max(worst, distance(y, want))
     world.synchronize()
-    trial = of_sizes(world, GATHER, m, n, k)
+    trial = world.choices.last(GATHER, (m, n, k))
     said = trial and [trial.said("graph"), str(trial.faster)]
     if world.rank == 0:
         print(said)

@@ -24,7 +24,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("architectures",),
     ("_triton", "trace.span"),
     ("plans",),
-    ("scale",),
+    ("scale", "chooser"),
     ("gemms",),
     ("backends.base",),
     ("launches",),

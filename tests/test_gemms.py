@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from weft import gemms
+from weft.chooser import Choice, Chooser, Took
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     gemms.lacks.cache_clear()
-    gemms._known.clear()
+    Chooser.alone.trials.clear()
     yield
     gemms.lacks.cache_clear()
-    gemms._known.clear()
+    Chooser.alone.trials.clear()
 
 
 @pytest.mark.parametrize(
@@ -75,46 +76,41 @@ def broken(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 )
 def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypatch: Any) -> None:
     took = {gemms.cublas: 100.0, right: us, wrong: 1.0, broken: 1.0}
-    ran: list[Any] = []
-
-    def timed(run: Any) -> float:
-        ran.clear()
-        run()
-        return took[ran[0]]
-
-    def noted(product: Any) -> Any:
-        def run(*given: torch.Tensor) -> torch.Tensor:
-            ran.append(product)
-            return product(*given)
-
-        took[run] = took[product]
-        return run
-
-    library, good = noted(gemms.cublas), noted(right)
-    monkeypatch.setattr(gemms, "timed", timed)
-    others = (good, noted(wrong), noted(broken))
-    assert gemms.measured(library, others, *operands()) is (good if takes is right else library)
+    monkeypatch.setattr(gemms, "FORMS", (right, wrong, broken))
+    monkeypatch.setattr(gemms, "quack_form", lambda product: product)
+    monkeypatch.setattr(Chooser.alone, "time", lambda choice, product, *_: Took(took[product], 500.0))
+    monkeypatch.setattr(Chooser.alone, "capturing", lambda: False)
+    assert gemms.fastest(gemms.cublas, *operands()) is takes
 
 
 def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> None:
-    counted = []
-    monkeypatch.setattr(gemms, "measured", lambda *given: counted.append(given) or right)
+    counted: list[Any] = []
+
+    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> Took:
+        counted.append(product)
+        return Took(50.0 if product is right else 100.0, 1.0)
+
+    def captures(now: bool) -> None:
+        monkeypatch.setattr(Chooser.alone, "capturing", lambda: now)
+
+    monkeypatch.setattr(gemms, "right", lambda library, operands: [library, right])
+    monkeypatch.setattr(Chooser.alone, "time", time)
     x, w, out = operands()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captures(True)
     assert gemms.fastest(gemms.cublas, x, w, out) is gemms.cublas and not counted
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert gemms.fastest(gemms.cublas, x, w, out) is right and len(counted) == 1
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert gemms.fastest(gemms.cublas, x, w, out) is right and len(counted) == 1
+    captures(False)
+    assert gemms.fastest(gemms.cublas, x, w, out) is right
+    timed = len(counted)
+    captures(True)
+    assert gemms.fastest(gemms.cublas, x, w, out) is right and len(counted) == timed
     assert gemms.fastest(gemms.cublas, x[:, :4], w[:, :4], out) is gemms.cublas, "not contiguous"
     assert gemms.fastest(gemms.cublas, x[:0], w, out[:0]) is gemms.cublas
 
 
 def test_serving_measures_few_sizes() -> None:
-    w = torch.empty(8, 8)
-    sizes = {gemms.size_of(torch.empty(m, 8), w)[0] for m in range(1, 4097)}
+    sizes = {gemms.stepped(m) for m in range(1, 4097)}
     assert len(sizes) < 90
-    assert all(m <= gemms.size_of(torch.empty(m, 8), w)[0] <= 1.13 * m for m in range(8, 4097))
+    assert all(m <= gemms.stepped(m) <= 1.13 * m for m in range(8, 4097))
 
 
 STARTS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)  # three groups, one of them empty, and four rows behind them
@@ -143,17 +139,17 @@ def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> N
         ran.append("torch")
         return of_groups(x, w.transpose(1, 2))
 
-    def timed(run: Any) -> float:
+    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> Took:
         ran.clear()
-        run()
-        return us if ran == ["quack"] else 100.0
+        choice.run(product)
+        return Took(us if ran == ["quack"] else 100.0, 500.0)
 
     module = type("Module", (), {"gemm": staticmethod(gemm)})
     monkeypatch.setitem(__import__("sys").modules, "quack", module)
     monkeypatch.setitem(__import__("sys").modules, "quack.gemm", module)
     monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(gemms, "timed", timed)
+    monkeypatch.setattr(Chooser.alone, "capturing", lambda: False)
+    monkeypatch.setattr(Chooser.alone, "time", time)
     x, w = torch.randn(16, 8).bfloat16(), torch.randn(3, 24, 8).bfloat16()
     for lacks in ("not installed", None):
         monkeypatch.setattr(gemms, "lacks", lambda lacks=lacks: lacks)

@@ -34,6 +34,7 @@ from .backends.base import (
     timeout_seconds,
 )
 from .backends.nodes import spread
+from .chooser import Chooser
 from .errors import Mismatch, Overflow, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.intrinsics import NUMBER_BITS
@@ -186,6 +187,7 @@ class World:
         self._cache: Kept = {}
         self.prepared: Kept = {}  # launches and the like (`launches.prepared`), which refer to shared memory
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
+        self.choices = Chooser(backend.clock, backend.capturing, self)  # what was timed
         World._all[self.name] = self
         backend.name_counters(self._describe)
         backend.name_calls(self._disagreement)
@@ -297,6 +299,7 @@ class World:
         first, *others = calls.values()
         if any(other != first for other in others):
             self.decided.clear()
+            self.choices.trials.clear()
             raise disagreement(calls)
 
     def exchange(self, obj: R) -> list[R]:

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from triton import JITFunction
 
 from ..architectures import HOPPER
+from ..chooser import Clock
 from ..errors import Mismatch, Unsupported
 from ..gemms import multiply
 from ..scale import Scale
@@ -152,6 +153,7 @@ class Backend(ABC):
     symmetric_reason: str | None = None  # that, or why nothing can be counted there; None when symmetric memory is all
     reference: bool = False  # every op runs by its sequential plan, whatever it is asked for
     shares_gpu: bool = False  # ranks run on one GPU, in turn, so that no time says anything
+    clock: Clock | None = None  # times calls; None where no time says anything
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
     compares: bool = False  # every call of every rank, on the host (`compared`)
 

@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("weft")
 RESIDENT = 4  # of a rank in the emulator: each costs a greenlet, and all share one processor
 # Blocks are large, since the emulator's time goes by operations, not by elements; what is stored is as on a GPU.
-LARGE = 1 << 16
+EMULATED_BLOCK = 1 << 16
 SCALE = replace(
     SMALL,
-    block=LARGE,
-    norm_block=LARGE,
-    gate_block=LARGE,
+    block=EMULATED_BLOCK,
+    norm_block=EMULATED_BLOCK,
+    gate_block=EMULATED_BLOCK,
     run=Scale.run,
     interleave=Scale.interleave,
     whole=Scale.whole,

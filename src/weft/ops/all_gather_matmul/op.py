@@ -138,9 +138,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return reason
 
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
-        """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank. None
-        for ranks that share a GPU, where a trial would time the others."""
-        could = call.even and world.symmetric_reason is None and not world.backend.shares_gpu
+        """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank."""
+        could = call.even and world.symmetric_reason is None
         fit = [plan for plan in self.tries if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
         if not fit or (key not in world.decided and world.capturing()):

@@ -32,7 +32,6 @@ from .steps import Heads, Keys, Views
 
 _NAME = "gathered_attention"
 LAYOUTS = ("contiguous", "zigzag")
-MOST_PUSHED = 16 << 20  # bytes of a rank's keys from which on copy engines are as fast, and take no SM
 
 
 @dataclass(frozen=True)
@@ -225,14 +224,13 @@ class GatheredAttention(Op[AttentionCall]):
 
     def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
         """Return the plans worth a trial. With two ranks there is a single remote piece of keys and values, so
-        Segmented(calls=1) equals Segmented(). Programs push up to MOST_PUSHED bytes, where copy engines are slow.
-        Head-parallel is tried only for a causal mask in the contiguous layout, where ranks are unbalanced."""
-        of, uneven = call.of, call.causal and not call.zigzag
-        few = max(of.shards) * of.kv_heads * of.dim * of.dtype.itemsize <= MOST_PUSHED
+        Segmented(calls=1) equals Segmented(). Head-parallel is tried only for a causal mask in the contiguous layout,
+        where ranks are unbalanced."""
+        uneven = call.causal and not call.zigzag
 
         def differs(plan: Plan) -> bool:
             if isinstance(plan, Segmented):
-                return few if plan.push_programs else world.size > 2 or plan.calls != 1
+                return plan.push_programs > 0 or world.size > 2 or plan.calls != 1
             return uneven
 
         return [plan for plan in self.tries if differs(plan)]

@@ -146,8 +146,8 @@ class Half(Op[G]):
     def sizes(self, call: G) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden
 
-    def auto(self, world: World, call: G, mode: str) -> Plan:
-        return self.default(world, DispatchedColumns)
+    def expected(self, world: World, call: G, mode: str) -> Plan:
+        return DispatchedColumns()
 
     def fits(self, world: World, call: G, plan: Plan, asked: str | Plan) -> str | None:
         assert isinstance(plan, DispatchedColumns)

@@ -14,8 +14,9 @@ The routing is given: ids and weights of every token's experts, from `weft.moe.g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -36,8 +37,9 @@ from .steps import run_dispatched
 
 TRAINED = "moe_trained"
 MOST_K = 16
-FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (docs/design-notes.md)
-LOW_LATENCY_MOST = 8  # up to which the plan for few tokens is (docs/moe.md)
+# Rows of an expert, on the average, up to which tiles of 64 rows were faster on H200s (docs/design-notes.md), and up to
+# which the plan for few tokens was (docs/moe.md): what is expected until it is timed.
+FEW_ROWS_MOST, LOW_LATENCY_MOST = 48, 8
 FEW_ROWS = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
 
 
@@ -139,6 +141,7 @@ class Moe(Op[MoeCall]):
         LowLatency: run_low_latency,
     }
     small = Dispatched
+    tries: ClassVar[Sequence[Plan]] = (LowLatency(), FEW_ROWS, Dispatched())
     by_library = False  # whose calls no CUDA graph holds
 
     def check(self, world: World, operands: MoeOperands, options: tuple[Any, ...]) -> MoeCall:
@@ -187,16 +190,28 @@ class Moe(Op[MoeCall]):
         layer = call.layer
         return 3 * layer.capacity * layer.k * layer.inner * layer.hidden
 
-    def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
-        """Choose by the average number of rows of an expert. The library's calls, which no CUDA graph holds, were
-        faster for no shape of docs/moe.md, and one launch was for none by more than 5%."""
-        preset = world.scale.preset(self.small)
-        if preset is not None:
-            return preset
+    def expected(self, world: World, call: MoeCall, mode: str) -> Plan:
+        """Choose by the average number of rows of an expert, which says whose tiles it fills."""
         rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts
-        if rows <= LOW_LATENCY_MOST and few.fits(world, call.layer, LowLatency()) is None:
-            return LowLatency()
-        return FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
+        few_tokens = rows <= LOW_LATENCY_MOST and few.fits(world, call.layer, LowLatency()) is None
+        return LowLatency() if few_tokens else FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
+
+    def alike(self, call: MoeCall) -> Hashable:
+        """Return the layer with its number of tokens rounded up to a power of two."""
+        return replace(call.layer, capacity=1 << (call.layer.capacity - 1).bit_length())
+
+    def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:
+        """Return a call of as many tokens as a rank may have, whose routes are spread evenly over the experts: the
+        first call may be of few tokens, or of made-up ones that all take the same experts."""
+        layer, device = call.layer, operands.x.device
+        k, room = layer.k, layer.max_rows
+        fits = layer.capacity if room is None else max(room - layer.experts // world.size, 0) // k
+        tokens = min(layer.capacity, fits)
+        route = torch.arange(tokens * k, device=device, dtype=torch.int32).view(tokens, k)
+        ids = (route + world.rank * tokens * k) % layer.experts
+        x, weights = operands.x.new_ones(tokens, layer.hidden), operands.weights.new_full((tokens, k), 1 / k)
+        given = operands._replace(x=x, ids=ids, weights=weights, shared=None, received=None)
+        return replace(call, own=tokens, tokens=None), given
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
         if isinstance(plan, FusedMoe):

@@ -1,4 +1,4 @@
-"""plan="auto" by timing: made-up times, and a library that ranks have or lack. On GPUs: tests/gpu_main.py."""
+"""The chooser, and plan="auto" by timing: made-up times, and a library that ranks have or lack. On GPUs: tests/gpu_main.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from cases import all_gather_case, draw
 
 import weft
-from weft import gemms
+from weft import chooser, gemms
+from weft.backends.emulated import EmulatedBackend
+from weft.chooser import Choice, Chooser, Took
 from weft.op import REGISTRY, Op
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
 from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
-from weft.planner import trial
 from weft.planner.table import Measured, learn
 from weft.plans import Awaiting, Decomposed, Plan, Sequential
 
@@ -31,17 +32,23 @@ def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
     host; rank 1 takes 1 us longer. Timed and agreed plans are noted in `noted`."""
     took: dict[Plan, tuple[float, float]] = {Sequential(): (100.0, 50.0), FIRST: (90.0, 80.0), SECOND: (80.0, 80.0)}
 
-    def time(op: Op, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, ahead: float) -> trial.Took:
-        noted(world).append((call.rows, plan, times, ahead))
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> Took:
+        world: Any = self.ranks
+        noted(world).append((choice.sizes[0], plan, times, ahead))
         gpu, own = took[plan]
-        return trial.Took(gpu + world.rank, own)
+        return Took(gpu + world.rank, own)
 
-    monkeypatch.setattr(trial, "_time", time)
+    timed_by(monkeypatch, time)
     monkeypatch.setattr(gemms, "FORMS", FORMS)
     monkeypatch.setattr(AllGatherMatmul, "tries", tuple(Awaiting(*form) for form in FORMS))
     monkeypatch.setattr(gemms, "lacks", lambda: None)
     monkeypatch.setattr(gemms, "waits", lambda form, device, dtype: form != FORMS[2])
     return took
+
+
+def timed_by(monkeypatch: pytest.MonkeyPatch, time: Any) -> None:
+    monkeypatch.setattr(Chooser, "time", time)
+    monkeypatch.setattr(EmulatedBackend, "clock", staticmethod(lambda *_: pytest.fail("really timed")))
 
 
 def noted(world: weft.World) -> list[Any]:
@@ -106,7 +113,7 @@ def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, turn: tuple[int, flo
         auto(world, 64)
         return [(times, ahead) for _, plan, times, ahead in noted(world) if plan == Sequential()]
 
-    assert emulate(rank) == [(1, trial.LAUNCH), *[turn] * trial.ROUNDS]
+    assert emulate(rank) == [(1, chooser.LAUNCH), *[turn] * chooser.ROUNDS]
 
 
 def test_no_plan_always_comes_behind_the_same(us: dict) -> None:
@@ -116,7 +123,7 @@ def test_no_plan_always_comes_behind_the_same(us: dict) -> None:
 
     turns = emulate(rank)
     rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
-    assert len(rounds) == trial.ROUNDS and all(len({*each}) == 3 for each in rounds)
+    assert len(rounds) == chooser.ROUNDS and all(len({*each}) == 3 for each in rounds)
     assert len({(a, b) for a, b in itertools.pairwise(turns)}) > 3, "a round like the one before has 3 such pairs"
 
 
@@ -130,7 +137,7 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
         tried = list(dict.fromkeys(rows for rows, *_ in noted(world)))
         return [tried, taken(world, 576), taken(world, 552), len(noted(world))]
 
-    runs = 3 * (1 + trial.ROUNDS)
+    runs = 3 * (1 + chooser.ROUNDS)
     assert emulate(rank) == [[544, 576], [SECOND] * 2, [Sequential()] * 2, 2 * runs]
 
 
@@ -159,11 +166,12 @@ def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
         call = call_of(64, world)
         capturing = [True]
         monkeypatch.setattr(world.backend, "capturing", lambda: capturing[0])
-        found = [trial.tried(OP, world, call, (x, w, None)), *taken(world, 64)]
+        world.choices.capturing = world.backend.capturing
+        found = [world.choices.trial(OP.choice(world, call, (x, w, None))), *taken(world, 64)]
         capturing[0] = False
-        trial.tried(OP, world, call_of(96, world), (draw(world.rank, 48, K), w, None))
+        world.choices.trial(OP.choice(world, call_of(96, world), (draw(world.rank, 48, K), w, None)))
         capturing[0] = True
-        return [*found, trial.tried(OP, world, call, (x, w, None)), taken(world, 96)]
+        return [*found, world.choices.trial(OP.choice(world, call, (x, w, None))), taken(world, 96)]
 
     learn([Measured(OP.name, 2, 64, N, K, mode, Sequential(), 1.0) for mode in ("eager", "graph")])
     assert emulate(rank) == [None, Sequential(), Sequential(), None, [SECOND] * 2]
@@ -172,8 +180,8 @@ def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
 def test_explain_says_what_was_timed(us: dict) -> None:
     def rank(world: weft.World) -> str:
         auto(world, 64)
-        found = trial.of_sizes(world, OP.name, 64, N, K)
-        assert found is not None and trial.of_sizes(world, OP.name, 96, N, K) is None
+        found = world.choices.last(OP.name, (64, N, K))
+        assert found is not None and world.choices.last(OP.name, (96, N, K)) is None
         return found.said("graph")
 
     said = emulate(rank)
@@ -196,18 +204,19 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
     """Every candidate that can run there has its turns; another generation's GPU, and one with rows, stay as they are."""
     generation, known = [9], [False]
     monkeypatch.setattr("weft.planner.auto._generation", lambda device: generation[0])
-    monkeypatch.setattr("weft.planner.auto.rows_of", lambda gpu, op: [None] * known[0])
+    monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
     monkeypatch.setattr("weft.planner.auto._known", lambda world: None)
     monkeypatch.setattr(weft.World, "capturing", lambda world: False)
     monkeypatch.setattr(AllGatherMatmul, "tries", ())
     monkeypatch.setattr(type(REGISTRY[op]), "direct", lambda *call: None)
     best = REGISTRY[op].variants[1]
 
-    def time(op: Op, world: weft.World, call: Any, plan: Plan, *_: Any) -> trial.Took:
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> Took:
+        world: Any = self.ranks
         noted(world).append(plan)
-        return trial.Took(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
+        return Took(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
 
-    monkeypatch.setattr(trial, "_time", time)
+    timed_by(monkeypatch, time)
 
     def rank(world: weft.World) -> Any:
         world.backend.name = "cuda"
