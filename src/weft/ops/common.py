@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, Required, TypedDict, TypeVar
 
 import torch
 
@@ -43,6 +43,25 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
+
+
+class PlanOptions(TypedDict, total=False):
+    """Keywords that ops have in common, for the overloads of a function: what each means, its own docstring says."""
+
+    world: Required[World]
+    plan: str | Plan
+
+
+class RowOptions(PlanOptions, total=False):
+    rows: Sequence[int] | None
+
+
+class OutOptions(PlanOptions, total=False):
+    out: torch.Tensor | None
+
+
+class RowOutOptions(RowOptions, OutOptions, total=False):
+    pass
 
 
 class Factors(NamedTuple):

@@ -15,7 +15,10 @@ from .interface import Theirs
 from .layers import Classes
 from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
 
-WHOLE, BY_ROWS = 0, 1  # the number of tokens from which on a call holds the residual by rows; 0: never
+RESIDUALS_WHOLE, RESIDUALS_BY_ROWS = (
+    0,
+    1,
+)  # the number of tokens from which on a call holds the residual by rows; 0: never
 
 
 def rows_from(flow: Flow, classes: Classes, world: World, least: int, most: int) -> int:
@@ -30,14 +33,14 @@ def rows_from(flow: Flow, classes: Classes, world: World, least: int, most: int)
             sites = [(drawn(one_each[kind], classes, world, tokens), count) for kind, count in kinds.items()]
             choice = Choice(
                 ("residuals", tokens, *kinds.items()),
-                lambda mode: WHOLE,
-                lambda: (BY_ROWS,),
+                lambda mode: RESIDUALS_WHOLE,
+                lambda: (RESIDUALS_BY_ROWS,),
                 functools.partial(one_pass, world, sites),
                 title="residuals by rows",
                 sizes=(tokens,),
                 worth=1.0,
             )
-            found = (found or tokens) if world.choices.choose(choice, "eager") == BY_ROWS else 0
+            found = (found or tokens) if world.choices.choose(choice, "eager") == RESIDUALS_BY_ROWS else 0
             tokens *= 2
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Literal, Unpack, overload
 
 import torch
 
@@ -25,7 +25,7 @@ from ...plans import (
 )
 from ...transport.collectives import regathered, summed
 from ...world import World
-from ..common import Factors, MatmulOp, given_rows, plain_rows, validate, whole_words
+from ..common import Factors, MatmulOp, RowOutOptions, given_rows, plain_rows, validate, whole_words
 from .call import GATHER_GEMM, GatherCall
 from .runs import (
     direct_sequential,
@@ -169,11 +169,8 @@ def all_gather_matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
     return_gathered: Literal[False] = False,
-    rows: Sequence[int] | None = None,
+    **options: Unpack[RowOutOptions],
 ) -> torch.Tensor: ...
 @overload
 def all_gather_matmul(
@@ -181,11 +178,8 @@ def all_gather_matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
     return_gathered: Literal[True],
-    rows: Sequence[int] | None = None,
+    **options: Unpack[RowOutOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -193,11 +187,8 @@ def all_gather_matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
     return_gathered: bool,
-    rows: Sequence[int] | None = None,
+    **options: Unpack[RowOutOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def all_gather_matmul(
     x_shard: torch.Tensor,

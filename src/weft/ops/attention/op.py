@@ -13,7 +13,7 @@ import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, Unpack, overload
 
 import torch
 
@@ -23,7 +23,7 @@ from ...op import Call, Direct, Op, Returned, registered
 from ...operands import DTYPES, check_device, dense, dims
 from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...world import World
-from ..common import given_rows, plain_rows
+from ..common import RowOutOptions, given_rows, plain_rows
 from . import heads, steps
 from .backward import Attended, backward, sinks_gradient
 from .libraries import MOST_D
@@ -290,41 +290,27 @@ def of_one_batch(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(0, 1).flatten(1, 2)
 
 
+class AttentionOptions(RowOutOptions, total=False):
+    causal: bool
+    scale: float | None
+    window: int | None
+    cu_seqlens: Sequence[int] | None
+    sinks: torch.Tensor | None
+    layout: str
+
+
 @overload
 def gathered_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    cu_seqlens: Sequence[int] | None = None,
-    sinks: torch.Tensor | None = None,
-    rows: Sequence[int] | None = None,
-    layout: str = "contiguous",
     return_lse: Literal[False] = False,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor: ...
 @overload
 def gathered_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    cu_seqlens: Sequence[int] | None = None,
-    sinks: torch.Tensor | None = None,
-    rows: Sequence[int] | None = None,
-    layout: str = "contiguous",
-    return_lse: bool,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def gathered_attention(
     q: torch.Tensor,

@@ -4,7 +4,7 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Literal, Unpack, overload
 
 import torch
 
@@ -27,7 +27,19 @@ from ...plans import (
 )
 from ...transport.collectives import regathered
 from ...world import World
-from ..common import Factors, MatmulOp, given_rows, plain_rows, split_rows, validate, whole_words
+from ..common import (
+    Factors,
+    MatmulOp,
+    OutOptions,
+    PlanOptions,
+    RowOptions,
+    RowOutOptions,
+    given_rows,
+    plain_rows,
+    split_rows,
+    validate,
+    whole_words,
+)
 from ..norm import Remap
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .runs import (
@@ -184,11 +196,8 @@ def matmul_reduce_scatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
-    rows: Sequence[int] | None = None,
     reorder: Literal[True] = True,
+    **options: Unpack[RowOutOptions],
 ) -> torch.Tensor: ...
 @overload
 def matmul_reduce_scatter(
@@ -196,24 +205,9 @@ def matmul_reduce_scatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: None = None,
-    rows: Sequence[int] | None = None,
     reorder: Literal[False],
+    **options: Unpack[RowOptions],
 ) -> tuple[torch.Tensor, Remap | None]: ...
-@overload
-def matmul_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: None = None,
-    rows: Sequence[int] | None = None,
-    reorder: bool,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...
 def matmul_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -272,10 +266,8 @@ def matmul_all_reduce(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
     reorder: Literal[True] = True,
+    **options: Unpack[OutOptions],
 ) -> torch.Tensor: ...
 @overload
 def matmul_all_reduce(
@@ -283,22 +275,9 @@ def matmul_all_reduce(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: None = None,
     reorder: Literal[False],
+    **options: Unpack[PlanOptions],
 ) -> tuple[torch.Tensor, Remap | None]: ...
-@overload
-def matmul_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: None = None,
-    reorder: bool,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...
 def matmul_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,
