@@ -93,7 +93,11 @@ def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> Non
     def captures(now: bool) -> None:
         monkeypatch.setattr(Chooser.alone, "capturing", lambda: now)
 
-    monkeypatch.setattr(gemms, "right", lambda library, operands: [library, right])
+    def candidates(library: Any, operands: Any) -> list[Any]:
+        assert not Chooser.alone.capturing(), "a look at the numbers, which no capture allows"
+        return [library, right]
+
+    monkeypatch.setattr(gemms, "right", candidates)
     monkeypatch.setattr(Chooser.alone, "time", time)
     x, w, out = operands()
     captures(True)

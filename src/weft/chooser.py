@@ -148,11 +148,15 @@ class Chooser:
     def trial(self, choice: Choice[T]) -> Trial[T] | None:
         """Return what the candidates took, timed now where they were not before; None where nothing is timed."""
         known = self.trials.get(choice.key)
-        if known is None and self.clock is not None and (candidates := choice.candidates()):
-            if not self.capturing():
-                known = self.trials[choice.key] = self._timed(choice, candidates)
-            elif self.ranks is not None:
-                self.ranks.say_once(f"{choice.title}: a size first seen inside a CUDA graph capture cannot be timed")
+        if known is not None or self.clock is None:
+            return known
+        if not self.capturing():
+            candidates = choice.candidates()  # which may run some, to see whether they are right
+            known = self._timed(choice, candidates) if candidates else None
+            if known is not None:
+                self.trials[choice.key] = known
+        elif self.ranks is not None and choice.candidates():
+            self.ranks.say_once(f"{choice.title}: a size first seen inside a CUDA graph capture cannot be timed")
         return known
 
     def last(self, title: str, sizes: tuple[int, ...]) -> AnyTrial | None:

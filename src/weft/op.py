@@ -12,6 +12,7 @@ A known call costs a look-up and its launches; one of contiguous operands by the
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -471,13 +472,20 @@ class Op(ABC, Generic[C]):
             fit = [plan for plan in dict.fromkeys(named) if self.fits(world, call, plan, "auto") is None]
             return [plan for plan in fit if self.choose(world, call, plan, False) == plan]
 
-        timed, given = self.balanced(world, call, operands)
+        @functools.cache
+        def timed() -> tuple[C, Operands]:
+            return self.balanced(world, call, operands)
+
+        def run(plan: Plan) -> None:
+            what, given = timed()
+            self.execute(world, what, plan, given, None)
+
         return Choice(
             self._key(call),
             lambda mode: self.choose(world, call, "auto", mode == "graph"),
             candidates,
-            lambda plan: self.execute(world, timed, plan, given, None),
-            lambda plan: self.check_same_on_all_ranks(world, timed, plan),
+            run,
+            lambda plan: self.check_same_on_all_ranks(world, timed()[0], plan),
             self.name,
             self.sizes(call),
         )
