@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,24 @@ from weft.chooser import Choice, Chooser, Took
 from weft.op import REGISTRY, Op
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
 from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
+from weft.ops.all_reduce.call import NORM, SumCall
+from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM, AllReduceRmsNorm
+from weft.ops.attention import libraries
+from weft.ops.attention.steps import Heads
+from weft.ops.moe.call import MoeOperands
+from weft.ops.moe.op import MOE, Moe
 from weft.planner.table import Measured, learn
-from weft.plans import Awaiting, Decomposed, Plan, Sequential
+from weft.plans import (
+    Awaiting,
+    Decomposed,
+    Dispatched,
+    LowLatency,
+    OneShot,
+    Plan,
+    Sequential,
+    TwoShotLowLatency,
+    TwoShotPush,
+)
 
 FORMS = (gemms.Form(8, 16, 2, True), gemms.Form(8, 32, 2, True), gemms.Form(8, 64, 2, True))
 FIRST, SECOND, WRONG = (Awaiting(*form) for form in FORMS)
@@ -233,3 +250,93 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
     for generation[0], known[0] in ((10, False), (9, True)):
         plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
         assert plan == Sequential() and not timed
+
+
+def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:
+    """Candidates take what `us` says of their class, else 100 us; they are noted, and not run."""
+
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> Took:
+        ran.append(plan)
+        return Took(us.get(type(plan), 100.0), 1.0)
+
+    timed_by(monkeypatch, time)
+
+
+def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the first call has: routes go evenly to the experts, and find room where the caller says how much there is."""
+    ran: list[Plan] = []
+    replayed(monkeypatch, {LowLatency: 50.0}, ran)
+
+    def main(world: weft.World) -> Any:
+        experts, k, hidden, inner = 4 * world.size, 2, 64, 64
+        x, ids, weights = torch.randn(3, hidden).bfloat16(), torch.zeros(3, k, dtype=torch.int32), torch.rand(3, k)
+        w13 = torch.randn(4, 2 * inner, hidden).bfloat16()
+        operands = MoeOperands(x, ids, weights, w13, torch.randn(4, hidden, inner).bfloat16(), shared=x)
+        monkeypatch.setattr(Moe, "execute", lambda self, world, call, plan, operands, out: None)
+        monkeypatch.setattr(Moe, "check_same_on_all_ranks", lambda *_: None)
+        found = []
+        for most in (4096, 64):
+            call = MOE.check(world, operands, (None, "swiglu", most, 2048 if most == 64 else 16))
+            timed, given = MOE.balanced(world, call, operands)
+            counts = torch.bincount(given.ids.flatten(), minlength=experts)
+            assert timed.own == len(given.x) and counts.max() - counts.min() <= 1 and given.shared is None
+            assert all(len({*row}) == k for row in given.ids.tolist())
+            found.append((timed.own, MOE.choose(world, call, "auto", True).kind))
+            world.choices.trial(MOE.choice(world, call, operands))
+            found.append(MOE.choose(world, call, "auto", True).kind)
+        return found
+
+    assert weft.spmd(main, 2, backend="emulated", sm_count=64)[0] == [
+        (6, "dispatched"),
+        "dispatched",
+        (64, "dispatched"),
+        "low_latency",
+    ]
+    assert {LowLatency, Dispatched} == {type(plan) for plan in ran}
+
+
+def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `explain` says so, of an op that the planner has no model of."""
+    replayed(monkeypatch, {TwoShotLowLatency: 60.0}, [])
+
+    def main(world: weft.World) -> Any:
+        monkeypatch.setattr(AllReduceRmsNorm, "execute", lambda self, world, call, plan, operands, out: None)
+        found = []
+        for m in (64, 1 << 14):
+            call = SumCall(NORM, m, 4096, torch.bfloat16, torch.bfloat16, 1, 1e-5, 0, 0, False, False)
+            trial = world.choices.trial(ALL_REDUCE_RMS_NORM.choice(world, call, None))
+            assert trial is not None
+            found.append(
+                ({type(plan) for plan in trial.took}, ALL_REDUCE_RMS_NORM.choose(world, call, "auto", False).kind)
+            )
+        said = weft.explain(NORM, 64, 4096, 1, world=world)
+        assert said.why.startswith("timed at the first call") and said.us == 60.0 and said.sequential == 100.0
+        with pytest.raises(ValueError, match="no such call was timed"):
+            weft.explain(NORM, 65, 4096, 1, world=world)
+        return found
+
+    few, many = {Sequential, OneShot, TwoShotLowLatency, TwoShotPush}, {Sequential, TwoShotPush}
+    assert weft.spmd(main, 2, backend="emulated", sm_count=132)[0] == [(few, "two_shot"), (many, "sequential")]
+
+
+def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are right, at the first call of a size, and never in a capture."""
+    slow, fast = (libraries.REFERENCE, replace(libraries.REFERENCE, name="fast"))
+    took = {slow: 100.0, fast: 50.0}
+    ran: list[str] = []
+    monkeypatch.setattr(libraries, "right", lambda *given: (slow, fast))
+    monkeypatch.setattr(Chooser, "time", lambda self, choice, library, *_: Took(took[library], 1.0))
+    monkeypatch.setattr(EmulatedBackend, "clock", True)
+    monkeypatch.setattr(Chooser, "alone", Chooser(lambda *_: pytest.fail("really timed"), lambda: capturing[0]))
+    capturing = [True]
+
+    def main(world: weft.World) -> list[str]:
+        of = Heads((), 2, 2, 16, torch.bfloat16, 0.25)
+        found = []
+        for capturing[0], keys in ((True, 40), (False, 40), (True, 40), (True, 90), (False, 41)):
+            took[fast] = 50.0 if keys != 41 else 99.5
+            found.append(of.library(world, "forward", (32, keys, False), lambda library: ran.append(library.name)).name)
+        return found
+
+    assert weft.spmd(main, 1, backend="emulated")[0] == ["plain", "fast", "fast", "plain", "plain"]
+    assert {*ran} == {"plain", "fast"}
