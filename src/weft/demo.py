@@ -22,8 +22,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .backends.base import Backend
+from .chooser import length, span
 from .nn import ParallelMLP
-from .planner.timing import length, span
 from .trace.picture import draw
 from .trace.profile import profiled
 from .trace.span import Span
