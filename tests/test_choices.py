@@ -16,7 +16,7 @@ import torch
 from weft.chooser import WORTH, Choice, Chooser, Took
 from weft.op import REGISTRY
 from weft.ops.moe.call import Layer, MoeCall
-from weft.ops.moe.op import MOE
+from weft.ops.moe.expert_parallel.op import MOE
 from weft.planner import auto, table
 from weft.planner.profile import shipped
 from weft.plans import Decomposed, Dispatched, LowLatency, OneShot, Plan, Sequential

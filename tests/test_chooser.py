@@ -13,7 +13,8 @@ import torch
 from cases import all_gather_case, draw
 
 import weft
-from weft import chooser, gemms
+from weft import chooser
+from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend
 from weft.chooser import Choice, Chooser, Took
 from weft.op import REGISTRY, Op
@@ -22,9 +23,9 @@ from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
 from weft.ops.all_reduce.call import NORM, SumCall
 from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM, AllReduceRmsNorm
 from weft.ops.attention import libraries
-from weft.ops.attention.steps import Heads
+from weft.ops.attention.segmented import Heads
 from weft.ops.moe.call import MoeOperands
-from weft.ops.moe.op import MOE, Moe
+from weft.ops.moe.expert_parallel.op import MOE, Moe
 from weft.planner.table import Measured, learn
 from weft.plans import (
     Awaiting,
@@ -38,7 +39,7 @@ from weft.plans import (
     TwoShotPush,
 )
 
-FORMS = (gemms.Form(8, 16, 2, True), gemms.Form(8, 32, 2, True), gemms.Form(8, 64, 2, True))
+FORMS = (library_gemm.Form(8, 16, 2, True), library_gemm.Form(8, 32, 2, True), library_gemm.Form(8, 64, 2, True))
 FIRST, SECOND, WRONG = (Awaiting(*form) for form in FORMS)
 N, K = 16, 24
 
@@ -56,10 +57,10 @@ def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
         return Took(gpu + world.rank, own)
 
     timed_by(monkeypatch, time)
-    monkeypatch.setattr(gemms, "FORMS", FORMS)
+    monkeypatch.setattr(library_gemm, "FORMS", FORMS)
     monkeypatch.setattr(AllGatherMatmul, "tries", tuple(Awaiting(*form) for form in FORMS))
-    monkeypatch.setattr(gemms, "lacks", lambda: None)
-    monkeypatch.setattr(gemms, "waits", lambda form, device, dtype: form != FORMS[2])
+    monkeypatch.setattr(library_gemm, "lacks", lambda: None)
+    monkeypatch.setattr(library_gemm, "waits", lambda form, device, dtype: form != FORMS[2])
     return took
 
 
@@ -162,8 +163,8 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
     """And what they exchange for it, they exchange once."""
     ranks: dict[int, int] = {}
-    monkeypatch.setattr(gemms, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
-    monkeypatch.setattr(gemms, "waits", lambda *given: pytest.fail("compiled"))
+    monkeypatch.setattr(library_gemm, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
+    monkeypatch.setattr(library_gemm, "waits", lambda *given: pytest.fail("compiled"))
 
     def rank(world: weft.World) -> list[Any]:
         ranks[threading.get_ident()] = world.rank

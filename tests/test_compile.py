@@ -16,10 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.library import LIBRARY, plan_of, text_of
 from weft.ops.matmul_reduce.op import MatmulAllReduce
-from weft.plans import Decomposed, FusedGatherByCopies, FusedMoe, LowLatency, Plan, Sequential
+from weft.plans import (
+    Decomposed,
+    FusedGatherByCopies,
+    FusedMoe,
+    LowLatency,
+    Plan,
+    Sequential,
+)
 from weft.scale import SMALL_ALL_REDUCE, SMALL_GATHER
+from weft.torch_library import LIBRARY, plan_of, text_of
 
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")
 

@@ -16,8 +16,8 @@ import torch
 import weft
 from weft.backends.emulated import EmulatedBackend
 from weft.chooser import Choice, Chooser, Took
-from weft.library import text_of
 from weft.plans import KINDS, Plan, Sequential
+from weft.torch_library import text_of
 
 FILE = Path(__file__).parent.parent / "examples" / "own_op.py"
 

@@ -29,11 +29,11 @@ from triton import JITFunction
 from ..architectures import HOPPER
 from ..chooser import Clock
 from ..errors import Mismatch, Unsupported
-from ..gemms import multiply
 from ..scale import Scale
+from .library_gemm import multiply
 
 if TYPE_CHECKING:
-    from ..launches import Launch
+    from ..kernel_launch import Launch
 
 R = TypeVar("R")
 
@@ -355,7 +355,7 @@ class Backend(ABC):
         stream: Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x @ weight.T + bias by a library's GEMM (`gemms.multiply`; cuBLAS with a bias), in `out` or a new tensor."""
+        """x @ weight.T + bias by a library's GEMM (`multiply`; cuBLAS with a bias), in `out` or a new tensor."""
         made = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if bias is None:
             self.call(lambda: multiply(x, weight, made), [x, weight], [made], stream)

@@ -28,7 +28,7 @@ from .base import Arguments, Options
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
-    from ..launches import Launch
+    from ..kernel_launch import Launch
     from .cuda import GpuBackend
 
 

@@ -19,10 +19,11 @@ from importlib import metadata
 import torch.distributed as dist
 from torch import nn
 
+from ...launch import init
 from ...nn.weave import two_parts_from
 from ...op import Known
-from ...torch import AsyncTP, async_tp
-from ...world import World, init
+from ...world import World
+from ..torch_async_tp import AsyncTP, async_tp
 from . import layers, timing
 from .dataflow import Flow, flow_of
 from .interface import FUSED_NORM, Interface, Theirs, read_interface, takes_others

@@ -7,9 +7,8 @@ from typing import ClassVar, Literal, Unpack, overload
 
 import torch
 
-from ... import gemms
+from ...backends import library_gemm
 from ...errors import Unsupported
-from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Returned, registered
 from ...plans import (
     TWO_AN_SM,
@@ -23,6 +22,7 @@ from ...plans import (
     Plan,
     Sequential,
 )
+from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered, summed
 from ...world import World
 from ..common import Factors, MatmulOp, RowOutOptions, given_rows, plain_rows, validate, whole_words
@@ -65,7 +65,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         TWO_AN_SM,
         TWO_AN_SM_BY_COPIES,
     )
-    tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in gemms.FORMS if form.pingpong)
+    tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in library_gemm.FORMS if form.pingpong)
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> GatherCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options
@@ -130,7 +130,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return reason
 
     def _not_awaiting(self, world: World, call: GatherCall, plan: Awaiting, asked: str | Plan) -> str | None:
-        missing = gemms.lacks() if world.backend.name == "cuda" else None
+        missing = library_gemm.lacks() if world.backend.name == "cuda" else None
         reason = world.symmetric_reason or whole_words(K=call.k, N=call.n) or missing and f"quack: {missing}"
         reason = reason or self.lopsided(world, call, plan, asked)
         if reason is None and not self.movable(plan, call.rows, world.size):

@@ -8,13 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from ... import gemms
 from ...architectures import ADA, HOPPER, lacks
 from ...backends.base import Stream
+from ...backends.library_gemm import stepped
 from ...errors import Unsupported
-from ...library import CallOptions
 from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
-from ...operands import aligned, check_device, dense, dims, output, overlap
 from ...plans import (
     Decomposed,
     Multicast,
@@ -27,6 +25,8 @@ from ...plans import (
     TwoShotPush,
     posts,
 )
+from ...tensor_checks import aligned, check_device, dense, dims, output, overlap
+from ...torch_library import CallOptions
 from ...transport.low_latency import VECTOR
 from ...world import World
 from ..common import split_rows
@@ -72,7 +72,7 @@ class Reduce(Op[SumCall]):
 
     def alike(self, call: SumCall) -> Hashable:
         """Return the call with its number of rows as the library's GEMM counts M."""
-        return replace(call, m=gemms.stepped(call.m))
+        return replace(call, m=stepped(call.m))
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
         return call.m, call.h, 1

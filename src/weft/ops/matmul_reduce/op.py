@@ -8,9 +8,7 @@ from typing import ClassVar, Literal, Unpack, overload
 
 import torch
 
-from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Returned, registered
-from ...operands import requires_grad
 from ...plans import (
     Decomposed,
     Fused,
@@ -25,6 +23,8 @@ from ...plans import (
     TwoShotPull,
     TwoShotPush,
 )
+from ...tensor_checks import requires_grad
+from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered
 from ...world import World
 from ..common import (
