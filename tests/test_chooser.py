@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from weft.ops.all_reduce.call import NORM, SumCall
 from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM, AllReduceRmsNorm
 from weft.ops.attention import libraries
 from weft.ops.attention.segmented import Heads
-from weft.ops.moe.call import MoeOperands
+from weft.ops.moe.call import Layer, MoeCall, MoeOperands
 from weft.ops.moe.expert_parallel.op import MOE, Moe
 from weft.planner.table import Measured, learn
 from weft.plans import (
@@ -294,6 +295,15 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
         "low_latency",
     ]
     assert {LowLatency, Dispatched} == {type(plan) for plan in ran}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "plans"), [(1, 0), (2, 2), (8, 2), (12, 3), (32, 3), (33, 2), (192, 2), (193, 0), (1 << 14, 0)]
+)
+def test_an_moe_layer_far_from_where_plans_change_is_not_timed(tokens: int, plans: int) -> None:
+    """As many rows of an expert as tokens."""
+    layer = Layer(tokens, 8, 4, 64, 64, torch.bfloat16, "swiglu", None)
+    assert len(MOE.candidates(SimpleNamespace(size=2), MoeCall(tokens, None, layer))) == plans  # type: ignore[arg-type]
 
 
 def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from .sequential import run_sequential
 TRAINED = "moe_trained"
 # Rows of an expert, on the average, up to which tiles of 64 rows were faster on H200s (docs/design-notes.md), and up to
 # which the plan for few tokens was (docs/moe.md): what is expected until it is timed.
-FEW_ROWS_MOST, LOW_LATENCY_MOST = 48, 8
+FEW_ROWS_MOST, LOW_LATENCY_MOST, NEAR = 48, 8, 4
 FEW_ROWS = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
 
 
@@ -191,9 +191,25 @@ class Moe(Op[MoeCall]):
 
     def expected(self, world: World, call: MoeCall, mode: str) -> Plan:
         """Choose by the average number of rows of an expert, which says whose tiles it fills."""
-        rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts
+        rows = self._rows(world, call)
         few_tokens = rows <= LOW_LATENCY_MOST and low_latency.fits(world, call.layer, LowLatency()) is None
         return LowLatency() if few_tokens else FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
+
+    def candidates(self, world: World, call: MoeCall) -> Sequence[Plan]:
+        """Return the plans whose rows of an expert are within a factor of NEAR: others take a kernel's compilation, and
+        memory, to lose."""
+        rows = self._rows(world, call)
+        near = [
+            (LowLatency(), rows <= NEAR * LOW_LATENCY_MOST),
+            (FEW_ROWS, LOW_LATENCY_MOST / NEAR <= rows <= NEAR * FEW_ROWS_MOST),
+            (Dispatched(), rows >= FEW_ROWS_MOST / NEAR),
+        ]
+        plans = [plan for plan, is_near in near if is_near and plan in self.tries]
+        return plans if len(plans) > 1 else ()
+
+    def _rows(self, world: World, call: MoeCall) -> float:
+        """Return the rows of an expert, on the average."""
+        return call.layer.capacity * world.size * call.layer.k / call.layer.experts
 
     def alike(self, call: MoeCall) -> Hashable:
         """Return the layer with its number of tokens rounded up to a power of two."""
