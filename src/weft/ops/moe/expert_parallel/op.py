@@ -38,7 +38,7 @@ from .sequential import run_sequential
 TRAINED = "moe_trained"
 # Rows of an expert, on the average, up to which tiles of 64 rows were faster on H200s (docs/design-notes.md), and up to
 # which the plan for few tokens was (docs/moe.md): what is expected until it is timed.
-FEW_ROWS_MOST, LOW_LATENCY_MOST, NEAR = 48, 8, 4
+FEW_ROWS_MOST, LOW_LATENCY_MOST, TIMED_WITHIN = 48, 8, 4
 FEW_ROWS = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
 
 
@@ -196,13 +196,13 @@ class Moe(Op[MoeCall]):
         return LowLatency() if few_tokens else FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
 
     def candidates(self, world: World, call: MoeCall) -> Sequence[Plan]:
-        """Return the plans whose rows of an expert are within a factor of NEAR: others take a kernel's compilation, and
-        memory, to lose."""
+        """Return the plans whose rows of an expert are within a factor of TIMED_WITHIN: to try another would compile a
+        kernel, and take memory, in vain."""
         rows = self._rows(world, call)
         near = [
-            (LowLatency(), rows <= NEAR * LOW_LATENCY_MOST),
-            (FEW_ROWS, LOW_LATENCY_MOST / NEAR <= rows <= NEAR * FEW_ROWS_MOST),
-            (Dispatched(), rows >= FEW_ROWS_MOST / NEAR),
+            (LowLatency(), rows <= TIMED_WITHIN * LOW_LATENCY_MOST),
+            (FEW_ROWS, LOW_LATENCY_MOST / TIMED_WITHIN <= rows <= TIMED_WITHIN * FEW_ROWS_MOST),
+            (Dispatched(), rows >= FEW_ROWS_MOST / TIMED_WITHIN),
         ]
         plans = [plan for plan, is_near in near if is_near and plan in self.tries]
         return plans if len(plans) > 1 else ()
