@@ -12,24 +12,16 @@ FORMS = {
 
 
 def answers(lines: Rows) -> str:
-    """A line for each model and number of ranks; of the lines of one the newest counts."""
-    newest = {(r["model"], r["ranks"], r["mode"], r["form"]): r for r in lines}
-    rows = []
-    for model, ranks in dict.fromkeys(key[:2] for key in newest):
-        found = [row for key, row in newest.items() if key[:2] == (model, ranks)]
-        cells = {}
-        for mode in ("eager", "graphs"):
-            same = [f"{FORMS[r['form']]} {r['same']}" for r in found if r["mode"] == mode]
-            cells[mode] = ", ".join(same)
-        furthest = max(row["furthest"] for row in found)
-        rows.append([model, str(ranks), cells["eager"], cells["graphs"], str(found[0]["tokens"]), f"{furthest:.4f}"])
-    head = [
-        "tiny model of random weights",
-        "ranks",
-        "eager: tokens as without the plugin",
-        "in CUDA graphs",
-        "of",
-        "furthest log-probability",
-    ]
+    """A line for each model, number of ranks and form; of the lines of one the newest counts."""
+    newest = {(r["model"], r["ranks"], r["form"], r["mode"]): r for r in lines}
+    table = []
+    for model, ranks, form in dict.fromkeys(key[:3] for key in newest):
+        modes = [newest.get((model, ranks, form, mode)) for mode in ("eager", "graphs")]
+        counts = ["–" if r is None else f"{r['same']} of {r['tokens']}" for r in modes]
+        furthest = max(r["furthest"] for r in modes if r is not None)
+        table.append([model, str(ranks), FORMS[form], *counts, f"{furthest:.4f}"])
+    head = ["tiny model of random weights", "ranks", "form", "eager", "in CUDA graphs", "furthest log-probability"]
     versions = ", ".join(dict.fromkeys(row["vllm"] for row in newest.values()))
-    return f"vLLM {versions}, ranks that share one GPU; counted up to the first other token of an answer:\n\n{grid(head, rows)}"
+    return (
+        f"vLLM {versions}. Tokens as without the plugin, up to the first other one of an answer:\n\n{grid(head, table)}"
+    )
