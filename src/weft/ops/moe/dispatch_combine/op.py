@@ -20,7 +20,7 @@ from ....backends.base import SymmetricTensor
 from ....errors import WeftError
 from ....kernel_launch import GivenLaunch, Launch, prepared
 from ....op import check_call
-from ....plans import SMALL_DISPATCHED, Dispatched
+from ....plans import Dispatched
 from ....tensor_checks import check_device, dense, dims, output, overlap, requires_grad
 from ....torch_library import CallOptions, Context
 from ....transport.memory import lock, rank_word
@@ -424,7 +424,7 @@ def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
 def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     numbers = numbers_of(world, exchange, slot)
     layer, w, most = exchange.layer, world.size, exchange.most
-    plan, local = SMALL_DISPATCHED if world.scale.small else Dispatched(), layer.experts // w
+    plan, local = world.scale.plan(Dispatched), layer.experts // w
     senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     came = world.channel(f"{DISPATCH} {slot}, rows by {senders} programs", w, None, senders)
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
@@ -496,7 +496,7 @@ def placing(world: World, made: Ready, rows: torch.Tensor) -> GivenLaunch:
 
 @prepared
 def masks(world: World, made: Placed) -> Launch:
-    routes, block = made.placed.slots.numel(), 32 if world.scale.small else 512
+    routes, block = made.placed.slots.numel(), world.scale.routes
     programs = min(max(-(-routes // block), made.local), world.sm_count)
     return Launch(
         world,

@@ -14,7 +14,7 @@ import torch
 
 from .... import torch_library
 from ....op import C, Op, Operands, registered
-from ....plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ....plans import Dispatched, Plan, Sequential
 from ....tensor_checks import dense
 from ....torch_library import Backward, CallOptions
 from ....world import World
@@ -47,8 +47,7 @@ class MoeTrained(Moe):
             raise ValueError(f"{self.title}: keep {keep!r} is not one of {list(KEEPS)}")
         call = super().check(world, operands, tuple(usual))
         plan = torch_library.plan_of(asked)
-        usual_plan = SMALL_DISPATCHED if world.scale.small else Dispatched()
-        block_m = (plan if isinstance(plan, Dispatched) else usual_plan).tile.block_m
+        block_m = (plan if isinstance(plan, Dispatched) else world.scale.plan(Dispatched)).tile.block_m
         return replace(call, keep=keep, block_m=block_m)
 
     def outputs(self, world: World, call: MoeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -59,8 +58,10 @@ class MoeTrained(Moe):
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return self.outputs(world, self.check(world, operands, options))
 
-    def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
-        return self.small if world.scale.small else Dispatched()
+    tries = ()
+
+    def expected(self, world: World, call: MoeCall, mode: str) -> Plan:
+        return Dispatched()
 
     def returned(self, world: World, call: MoeCall, result: Tensor, more: Any) -> Any:
         if more is None:  # of no rows
