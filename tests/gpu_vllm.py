@@ -184,7 +184,12 @@ def main() -> None:
                 if args.ranks > 1:
                     own = known[job]
                     row = dict(
-                        ranks=args.ranks, model=args.kind, mode=mode, form=form, **compare(actual, own["answers"])
+                        op="vllm",
+                        ranks=args.ranks,
+                        model=args.kind,
+                        mode=mode,
+                        form=form,
+                        **compare(actual, own["answers"]),
                     )
                     row |= dict(error=round(error, 5), vllm_error=round(own["error"], 5), preempted=preempted)
                     row |= dict(
