@@ -24,6 +24,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("architectures",),
     ("_triton", "trace.span"),
     ("gemms",),
+    ("backends.nodes",),
     ("backends.base",),
     ("launches",),
     ("operands", "plans"),

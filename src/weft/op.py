@@ -24,7 +24,7 @@ import torch
 from . import library
 from .library import Backward, CallOptions
 from .operands import bulk, contiguous, output, overlap
-from .plans import Plan, Sequential
+from .plans import Plan, Sequential, TwoLevel
 from .world import Kept, World
 
 Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple where the op names them (`takes`)
@@ -189,8 +189,12 @@ class Op(ABC, Generic[C]):
         return True
 
     def candidates(self, world: World, call: C) -> Sequence[Plan]:
-        """Return those of `tries` that are worth a trial of this call, the same on all ranks. May be collective."""
-        return self.tries
+        """Return those of `tries` that are worth a trial of this call, the same on all ranks: over several nodes those
+        of two levels, but none for ranks that share a GPU, where a trial would time the others. May be collective."""
+        several = world.nodes_reason is not None
+        if several and (world.levels_reason is not None or world.backend.shares_gpu):
+            return ()
+        return [plan for plan in self.tries if isinstance(plan, TwoLevel) == several]
 
     def alike(self, call: C) -> Hashable:
         """What calls for which one trial is made have in common; the same on every rank."""
@@ -422,31 +426,48 @@ class Op(ABC, Generic[C]):
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """The Plan to run. One that cannot serve the call falls back to sequential, said once; ranks that are the
-        reference run no other, nor do those on several nodes."""
+        reference run no other, and those on several nodes none but TwoLevel."""
         self.check_plan(asked)
-        if self._between_nodes(world, asked):
-            return Sequential()
+        if world.nodes_reason is not None and len(self.runs) > 1:
+            return self._between_nodes(world, call, asked, capturing)
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         if isinstance(plan, Sequential) or world.reference or (world.size == 1 and self.by_library):
             return Sequential()
-        reason = self.fits(world, call, plan, asked)
+        levels = isinstance(plan, TwoLevel)
+        reason = world.levels_reason if levels else self.fits(world, call, plan, asked)
         if reason is None:
             return plan
         if reason:
             world.say_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
         return Sequential()
 
-    def _between_nodes(self, world: World, asked: str | Plan) -> bool:
-        """Whether ranks are on several nodes, between which only the library's collectives go. Said once a World, where
-        another plan may have been asked for."""
-        if world.nodes_reason is None or len(self.runs) == 1:
-            return False
-        if asked not in (Sequential(), Sequential.kind):
+    def _between_nodes(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
+        """The Plan of ranks on several nodes, between which only the library's collectives go: TwoLevel where it is
+        asked for, or "auto" measured that it is faster; else Sequential, with the reason said once where another plan
+        was asked for."""
+        if asked in (Sequential(), Sequential.kind):
+            return Sequential()
+        if TwoLevel not in self.runs or world.levels_reason is not None:
+            which, reason = f"{self.title} on", world.nodes_reason
+            if world.levels_reason is not None:
+                which, reason = "every op of", world.levels_reason
             world.say_once(
-                f"every op of this World runs by its sequential plan: {world.nodes_reason}; to overlap, give ops the "
-                "World of one node (world.split(world.node), or weft.init(group) of its ranks)"
+                f"{which} this World runs by its sequential plan: {reason}; to overlap, give ops the World of one node "
+                "(world.split(world.node), or weft.init(group) of its ranks)"
             )
-        return True
+            return Sequential()
+        if asked == "auto":
+            timed = self._timed(world, call, "graph" if capturing else "eager")
+            return timed or (self.default(world, TwoLevel) if world.scale.small else Sequential())
+        plan = self.default(world, TwoLevel) if asked == TwoLevel.kind else asked
+        reason = self.fits(world, call, plan, asked) if isinstance(plan, TwoLevel) else world.nodes_reason
+        if reason is None:
+            assert isinstance(plan, TwoLevel)
+            return plan
+        world.say_once(
+            f"{self.title}: sequential instead of {asked if isinstance(asked, str) else asked.kind}: {reason}"
+        )
+        return Sequential()
 
     def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
         if name == "auto":

@@ -23,10 +23,12 @@ from ...plans import (
     OneShot,
     Plan,
     Sequential,
+    TwoLevel,
 )
 from ...transport.collectives import regathered, summed
 from ...world import World
 from ..common import Factors, MatmulOp, given_rows, plain_rows, validate, whole_words
+from ..two_level import run_gather
 from .call import GATHER_GEMM, GatherCall
 from .runs import (
     direct_sequential,
@@ -48,7 +50,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, int gated, bool gathered"
     results = 2
     collective = "all_gather"
-    transposes = Sequential, Decomposed, Fused, OneShot
+    transposes = Sequential, Decomposed, Fused, OneShot, TwoLevel
     runs = {
         Sequential: run_sequential,
         Decomposed: run_decomposed,
@@ -56,6 +58,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         FusedGatherByCopies: run_fused_by_copies,
         Awaiting: run_awaiting,
         OneShot: run_one_shot,
+        TwoLevel: run_gather,
     }
     refuses = {Decomposed: ("pieces",)}
     small = SMALL_GATHER
@@ -66,7 +69,11 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         TWO_AN_SM,
         TWO_AN_SM_BY_COPIES,
     )
-    tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in gemms.FORMS if form.pingpong)
+    tries: ClassVar[Sequence[Plan]] = (
+        *(Awaiting(*form) for form in gemms.FORMS if form.pingpong),
+        TwoLevel(),
+        TwoLevel(2),
+    )
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> GatherCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options
@@ -141,14 +148,17 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
         """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank. None
         for ranks that share a GPU, where a trial would time the others."""
+        if world.nodes_reason is not None:
+            return super().candidates(world, call)
         could = call.even and world.symmetric_reason is None and not world.backend.shares_gpu
-        fit = [plan for plan in self.tries if could and self.movable(plan, call.rows, world.size)]
+        awaiting = [plan for plan in self.tries if isinstance(plan, Awaiting)]
+        fit = [plan for plan in awaiting if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
         if not fit or (key not in world.decided and world.capturing()):
             return ()
         if key not in world.decided:
             world.check_same_on_all_ranks(f'{self.name}: the first call with plan="auto" in {call.dtype}')
-            world.decided[key] = usable(world, self.tries, call.dtype)
+            world.decided[key] = usable(world, awaiting, call.dtype)
         return [plan for plan in fit if plan in world.decided[key] and self.fits(world, call, plan, "auto") is None]
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:

@@ -20,6 +20,7 @@ from ...plans import (
     OneShot,
     Plan,
     Sequential,
+    TwoLevel,
     TwoShotCounted,
     TwoShotLowLatency,
     TwoShotPull,
@@ -29,6 +30,7 @@ from ...plans import (
 from ...transport.low_latency import VECTOR
 from ...world import World
 from ..common import split_rows
+from ..two_level import run_sum
 from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
 from .multicast import run_multicast, why_no_multicast
@@ -57,9 +59,11 @@ class Reduce(Op[SumCall]):
         TwoShotPull: run_two_shot,
         TwoShotLowLatency: run_two_shot_low_latency,
         Multicast: run_multicast,
+        TwoLevel: run_sum,
     }
     refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
     small = SMALL_REDUCE
+    tries: ClassVar[Sequence[Plan]] = (TwoLevel(), TwoLevel(4))
     looks_at_addresses = True
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
@@ -72,6 +76,8 @@ class Reduce(Op[SumCall]):
     def fits(self, world: World, call: SumCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.h * call.dtype.itemsize % VECTOR:
             return f"{call.m * call.h} elements are no whole 16-byte words"
+        if isinstance(plan, TwoLevel):
+            return None
         if posts(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):  # else rows are counted
             return world.peer_reason
         reason = world.symmetric_reason

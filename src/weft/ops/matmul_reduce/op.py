@@ -22,6 +22,7 @@ from ...plans import (
     Plan,
     Sequential,
     Signaled,
+    TwoLevel,
     TwoShot,
     TwoShotLowLatency,
     TwoShotPull,
@@ -31,6 +32,7 @@ from ...transport.collectives import regathered
 from ...world import World
 from ..common import Factors, MatmulOp, given_rows, plain_rows, split_rows, validate, whole_words
 from ..norm import Remap
+from ..two_level import run_reduce_all, run_scatter
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .runs import (
     direct_sequential,
@@ -48,7 +50,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
     """What the two sums over ranks share."""
 
     everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
-    transposes = Sequential, Decomposed, Fused, OneShot, TwoShot
+    transposes = Sequential, Decomposed, Fused, OneShot, TwoShot, TwoLevel
 
     def saved(
         self, operands: Factors, results: Sequence[torch.Tensor | None], options: CallOptions, needs: Sequence[bool]
@@ -104,7 +106,9 @@ class MatmulReduceScatter(MatmulReduce):
         FusedReduceScatter: run_fused,
         OneShot: run_one_shot,
         Signaled: run_signaled,
+        TwoLevel: run_scatter,
     }
+    tries = (TwoLevel(), TwoLevel(2))
     small = SMALL_REDUCE_SCATTER
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
@@ -155,7 +159,9 @@ class MatmulAllReduce(MatmulReduce):
         TwoShotPull: run_shots,
         TwoShotLowLatency: run_shots,
         Signaled: run_signaled,
+        TwoLevel: run_reduce_all,
     }
+    tries = (TwoLevel(2), TwoLevel(4))
     refuses = {Decomposed: ("pieces",)}
     small = SMALL_ALL_REDUCE
 
