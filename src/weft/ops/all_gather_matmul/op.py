@@ -231,7 +231,8 @@ def all_gather_matmul(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], this rank's part.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "awaiting", "one_shot") or a Plan; on all ranks alike
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "awaiting", "one_shot"; over nodes "two_level") or a
+            Plan; on all ranks alike.
         out: [M, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
         return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and kept: the
             backward pass then does not gather again.

@@ -279,8 +279,8 @@ def all_reduce_rms_norm(
             writes `out`. Into any other tensor a plan that counts copies them from the library's own. Between two calls
             it is the caller's: it is not written before this rank's next call.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast") or a Plan; the same on
-            all ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast"; over nodes "two_level")
+            or a Plan; the same on all ranks.
 
     Computed in float32: the sum in the order of the ranks ("sequential": as NCCL does it), the residual, the norm; the
     new residual is rounded once.

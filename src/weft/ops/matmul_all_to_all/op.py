@@ -127,7 +127,7 @@ def matmul_all_to_all(
             again. What is not a Routing is exchanged among the hosts in every call, and cannot be captured in a CUDA
             graph.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "signaled" or such a Plan; the same on all ranks.
+        plan: "auto", "sequential", "signaled", over nodes "two_level", or such a Plan; the same on all ranks.
         out: [r, N], contiguous: where to write the result; it may hold an operand.
 
     Returns: [r, N]: first the rows from rank 0 in their order there, then those from rank 1, and so on. How many come

@@ -243,8 +243,8 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], the same on all ranks. It is added once, to the sum.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot") or a Plan; the same on all
-            ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot"; over nodes "two_level") or a
+            Plan; the same on all ranks.
         out: [m_r, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
         rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer
             shards first (`weft.lang.balanced_rows`).
