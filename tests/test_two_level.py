@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -204,6 +205,21 @@ def test_levels() -> None:
             _ = levels.node.levels
 
     over_nodes(main, 3, 6)
+
+
+def test_what_expires_on_a_node_is_raised_by_the_whole_world() -> None:
+    def main(world: World) -> None:
+        node = world.levels.node
+        with mock.patch.object(node.backend, "check", side_effect=weft.Timeout("rank 1: a wait")):
+            for check in (world.check, world.synchronize):
+                with pytest.raises(weft.Timeout, match=f"node {world.node}, whose ranks count from 0: rank 1: a wait"):
+                    check()
+        world.check()
+        world.close()
+        with pytest.raises(weft.WeftError, match="closed"):
+            node.check()
+
+    over_nodes(main)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from .backends.base import (
     timeout_seconds,
 )
 from .backends.nodes import spread
-from .errors import Mismatch, Overflow, Unsupported, WeftError
+from .errors import Mismatch, Overflow, Timeout, Unsupported, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.intrinsics import NUMBER_BITS
 from .lang.jit import check_arguments, check_launch
@@ -334,8 +334,15 @@ class World:
         if self._told:
             self._hear(0.0)
         self.backend.check()
+        self._check_node()
+
+    def _check_node(self) -> None:
+        """Raise what expired on the node's own World, whose ranks have other numbers than here."""
         if self._levels is not None:
-            self._levels.node.check()
+            try:
+                self._levels.node.check()
+            except Timeout as e:
+                raise Timeout(f"node {self.node}, whose ranks count from 0: {e}") from None
 
     def synchronize(self) -> None:
         """Wait until everything given to this rank's streams is done; raises what `check` does, and Overflow once for
@@ -348,8 +355,7 @@ class World:
         if self._told:
             self._hear(None)  # before waiting for kernels of a call that the others do not make
         self.backend.synchronize()
-        if self._levels is not None:
-            self._levels.node.check()
+        self._check_node()
 
     def behind(self, result: R, lost: int) -> R:
         """Return the result of a call that was made, or, once where calls before it left out rows (`lost`: those of all

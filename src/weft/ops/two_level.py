@@ -115,7 +115,8 @@ def _multiply_node(
 
 def _put(world: World, to: torch.Tensor, slices: Sequence[slice], part: torch.Tensor) -> None:
     """Copy the rows of `part`, which lie one behind another, to where they are in the whole."""
-    outs, parts = [to[rows] for rows in slices], list(part.split(_lengths(slices)))
+    outs = [to[rows] for rows in slices if rows.stop > rows.start]
+    parts = list(part.split([len(rows) for rows in outs]))
     world.call(lambda: torch._foreach_copy_(outs, parts), parts, outs, world.current_stream())
 
 

@@ -165,6 +165,10 @@ class MatmulAllReduce(MatmulReduce):
     refuses = {Decomposed: ("pieces",)}
     small = SMALL_ALL_REDUCE
 
+    def default(self, world: World, kind: type[Plan]) -> Plan:
+        """Return the default of the kind; in one piece two levels would hide nothing."""
+        return TwoLevel(2) if kind is TwoLevel else super().default(world, kind)
+
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """Nothing is communicated: every rank has all of dy."""
         (x, weight), (dy,), needs = given.saved, given.gradients, given.needs
