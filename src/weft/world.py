@@ -334,15 +334,15 @@ class World:
         if self._told:
             self._hear(0.0)
         self.backend.check()
-        self._check_node()
-
-    def _check_node(self) -> None:
-        """Raise what expired on the node's own World, whose ranks have other numbers than here."""
         if self._levels is not None:
-            try:
-                self._levels.node.check()
-            except Timeout as e:
-                raise Timeout(f"node {self.node}, whose ranks count from 0: {e}") from None
+            self._check_node(self._levels)
+
+    def _check_node(self, levels: Levels) -> None:
+        """Raise what expired on the node's own World, whose ranks have other numbers than here."""
+        try:
+            levels.node.check()
+        except Timeout as e:
+            raise Timeout(f"node {self.node}, whose ranks count from 0: {e}") from None
 
     def synchronize(self) -> None:
         """Wait until everything given to this rank's streams is done; raises what `check` does, and Overflow once for
@@ -355,7 +355,8 @@ class World:
         if self._told:
             self._hear(None)  # before waiting for kernels of a call that the others do not make
         self.backend.synchronize()
-        self._check_node()
+        if self._levels is not None:
+            self._check_node(self._levels)
 
     def behind(self, result: R, lost: int) -> R:
         """Return the result of a call that was made, or, once where calls before it left out rows (`lost`: those of all
