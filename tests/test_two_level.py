@@ -21,12 +21,12 @@ from test_mutation import Caller, to_ranks
 import weft
 from weft import MemoryFault, Unsupported, World
 from weft.backends.emulated import spmd as emulated
-from weft.library import plan_of, text_of
 from weft.op import REGISTRY, Known
 from weft.ops import two_level
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.planner import trial
 from weft.plans import Decomposed, Plan, Sequential, TwoLevel
+from weft.torch_library import plan_of, text_of
 
 BOUND = 5e-3
 NODES = [(2, 4), (2, 8), (3, 6)]  # and ranks

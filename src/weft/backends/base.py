@@ -28,11 +28,11 @@ from triton import JITFunction
 
 from ..architectures import HOPPER
 from ..errors import Mismatch, Unsupported
-from ..gemms import multiply
+from .library_gemm import multiply
 from .nodes import why_no_levels
 
 if TYPE_CHECKING:
-    from ..launches import Launch
+    from ..kernel_launch import Launch
 
 R = TypeVar("R")
 

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from ..compute.elementwise import rotate_and_keep
+from ..kernel_launch import Launch, prepared
 from ..lang.mapping import balanced_rows
-from ..launches import Launch, prepared
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
 from ..nn.weave import LayerPlan, LayerTimes, Table, halves, run, table

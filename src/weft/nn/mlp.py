@@ -17,11 +17,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..operands import requires_grad
 from ..ops.activation import silu_mul_blocks
 from ..ops.all_gather_matmul.op import all_gather_matmul, all_gather_swiglu
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..plans import Plan
+from ..tensor_checks import requires_grad
 from ..world import World
 from .sharded import Sharded, part_of
 

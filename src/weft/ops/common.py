@@ -9,16 +9,16 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from .. import gemms
 from ..architectures import EARLIEST, lacks
+from ..backends import library_gemm
 from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
+from ..kernel_launch import Matrix
 from ..lang.jit import constants
-from ..launches import Matrix
 from ..op import Call, Op
-from ..operands import DTYPES, bulk, bulky, check_device, dims
 from ..plans import SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoLevel, TwoShot, posts
+from ..tensor_checks import DTYPES, bulk, bulky, check_device, dims
 from ..world import World
 from .tiles import fitting, suited
 
@@ -89,7 +89,7 @@ class MatmulOp(Op[M]):
 
     def alike(self, call: M) -> Hashable:
         """Return what calls that share a trial have in common, with rows counted as the library's GEMM counts M."""
-        return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
+        return tuple((call.agreed() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
 
