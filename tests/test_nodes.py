@@ -198,11 +198,9 @@ def gpus_of_nodes_alike(rank: int, store: Path) -> None:
         assert pair is None or pair.levels_reason == "its ranks are on 2 nodes, 1 each"
         dist.barrier()
         over_gloo = dist.new_group
-        with mock.patch.object(
-            dist, "new_group", lambda ranks, timeout, backend, pg_options: over_gloo(ranks, timeout=timeout)
-        ):
+        with mock.patch.object(dist, "new_group", lambda ranks, timeout, **options: over_gloo(ranks, timeout=timeout)):
             node, across = whole.levels()
-        assert limits == [BETWEEN_CTAS, 2]
+        assert limits == [BETWEEN_CTAS, BETWEEN_CTAS, 2]
         assert (node.nodes, node.rank, node.sm_count) == ((0, 0), rank % 2, whole.sm_count - BETWEEN_CTAS)
         assert (across.nodes, across.rank, across.sm_count) == ((0, 1), rank // 2, whole.sm_count)
         assert (node.exchange(rank), across.exchange(rank)) == (

@@ -413,24 +413,25 @@ class CudaBackend(GpuBackend):
 
     def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
         """Every rank of torch.distributed takes part in making each group, as it demands."""
-        return CudaBackend(self._split(groups, None), self.compares)
+        return CudaBackend(self._split(groups), self.compares)
 
-    def _split(self, groups: Sequence[Sequence[int]], options: object) -> dist.ProcessGroup:
-        """Collective. Make a process group of each of `groups`, with these options of NCCL's; return this rank's."""
+    def _split(self, groups: Sequence[Sequence[int]], ctas: int = 0) -> dist.ProcessGroup:
+        """Collective. Make a process group of each of `groups`; return this rank's. ctas: over NCCL alone, of at most
+        so many CTAs."""
         if not self.limits_ctas:
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
             )
         ranks = dist.get_process_group_ranks(self.group)
         limit = datetime.timedelta(seconds=timeout_seconds() * 4)
-        backend = None if options is None else "nccl"
-        made = [
-            dist.new_group([ranks[r] for r in group], limit, backend=backend, pg_options=options) for group in groups
-        ]
+        made = []
+        for group in groups:
+            limited: dict[str, Any] = dict(backend="nccl", pg_options=_limited(ctas)) if ctas else {}
+            made.append(dist.new_group([ranks[r] for r in group], timeout=limit, **limited))
         return next(g for g, group in zip(made, groups, strict=True) if self.rank in group)
 
     def _across(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
-        group = self._split(groups, _limited(BETWEEN_CTAS))
+        group = self._split(groups, BETWEEN_CTAS)
         self._warm_up(group, len(groups[0]))
         return CudaBackend(group, self.compares)
 
