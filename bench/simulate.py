@@ -28,6 +28,7 @@ from weft.planner.simulate import (
 from weft.plans import KINDS, Plan, Sequential
 
 LAYER = {"Llama-70B's": (8192, 28672), "a layer twice as wide": (16384, 53248)}  # hidden, intermediate
+DECODERS = {"Llama-70B": (8192, 28672), "DeepSeek-V3, dense": (7168, 18432)}  # hidden, intermediate
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PROFILE, PLOT = "nvidia-h200-x4", "simulation-nodes.svg"
 INTRODUCTION = """## Of machines that nobody here has
@@ -155,6 +156,19 @@ def layers() -> dict[str, list[Simulation]]:
     }
 
 
+def decoders() -> str:
+    """Models over 2 to 128 nodes, from links as their maker states them."""
+    here, on = measured()
+    rows = []
+    for name, (hidden, inner) in DECODERS.items():
+        for nodes in (2, 4, 8, 32, 128):
+            (r,) = simulate_from(here, cluster(8 * nodes, gbs=50.0), "decoder", [(32768, hidden, inner)], on).rows
+            kinds = ", ".join(dict.fromkeys(p.kind for p in r.plans))
+            us = [f"{us:.0f}" for us in (r.sequential, r.us)]
+            rows.append([name, str(nodes), *us, f"{r.speedup:.2f}x", f"{r.speedup / r.of_limit:.2f}x", kinds])
+    return table(("layer", "nodes", "sequential us", "best us", "speedup", "limit", "plans"), rows, 1)
+
+
 @cache
 def measured() -> tuple[Predictor, Topology]:
     profile = profile_for(PROFILE, None)
@@ -177,11 +191,12 @@ def chapter() -> str:
     text += table(TABLE, lines_of([simulate_from(here, t, "mlp", sizes, on) for t in topologies()]), 1)
 
     text += "\n### Many nodes\n\nOne tensor-parallel MLP over all GPUs, hidden 16384, intermediate 53248, 32768 tokens; nodes of 8\n"
-    text += "GPUs with NVLink, and a network card of 50 GB/s for each GPU. Between nodes there is no peer access, so what can overlap is\n"
-    text += "an all-reduce or reduce-scatter of the library, in a decomposed or a signaled plan.\n\n"
+    text += "GPUs on NVLink, and a network of 50 GB/s a GPU. What can overlap are the library's all-reduce or reduce-scatter over all\n"
+    text += "ranks, and two levels ([several nodes](nodes.md)).\n\n"
     text += f"![layers on 8 to 1024 GPUs](img/{PLOT})\n\n"
-    for name, found in layers().items():
-        text += f"{name}:\n\n" + table(TABLE[1:], [line[1:] for line in lines_of(found)], 0) + "\n"
+    text += "Projections of a decoder layer, likewise predicted. Sequential is NCCL over all ranks: rings pass every node's boundary\n"
+    text += "with the whole tensor once, over all of its cards.\n\n"
+    text += decoders() + "\n"
 
     text += "### Against measurements\n\nStored calls (`bench/results`), predicted from the one profile above. On as many GPUs as the\n"
     text += "profile has this is the planner's own prediction, on others it is simulated. The calls are of other machines and hours than the\n"

@@ -40,6 +40,7 @@ STARTS = 3  # groups of a queue that may die before they are at a check
 ENDING = 15  # seconds at the end, for groups to end by themselves
 SHOWN = 100_000  # characters of a group's output that are kept
 QUACK = importlib.util.find_spec("quack") is not None
+AWAY = ("peer", "node", "killed")  # gpu_nodes.py
 STALLED = ("all_gather_matmul", "one_shot", "moe_exchange", *(("awaiting",) if QUACK else ()))
 EXAMPLES = ("all_gather_rowwise", "all_to_all_table", "context_parallel", "gemm_ring_reduce_scatter", "moe_own_experts", "own_op",
             "torch_async_tp", "tp_mlp", "train_moe")  # fmt: skip
@@ -102,6 +103,10 @@ def commands(
     for n in ranks:
         if "peers" in parts:
             yield Command("peers", "killed peer", n, (sys.executable, "tests/gpu_killed.py", "--ranks", str(n)), 160)
+            if n >= 4:
+                for kind in AWAY:
+                    words = (sys.executable, "tests/gpu_nodes.py", "--away", kind, "--ranks", str(n))
+                    yield Command("peers", f"two nodes, {kind} away", n, words, 170, 5)
             if n <= 4:
                 yield Command("peers", "late peer", n, torchrun(n, "tests/gpu_late.py"), 120)
                 words = torchrun(n, "tests/gpu_disagree.py", "--out", tempfile.gettempdir())
@@ -116,6 +121,8 @@ def commands(
             if n <= 4:
                 for name in EXAMPLES:
                     yield Command("users", f"example {name}", n, torchrun(n, f"examples/{name}.py"), 240)
+            if n >= 4:
+                yield Command("users", "two nodes", n, torchrun(n, "tests/gpu_nodes.py"), 290)
             if n == 2:
                 yield Command("users", "own op", n, torchrun(n, "tests/test_own_op.py"), 200)
         if "fuzz" in parts and seconds:

@@ -26,6 +26,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("plans",),
     ("scale", "chooser"),
     ("backends.library_gemm",),
+    ("backends.nodes",),
     ("backends.base",),
     ("kernel_launch",),
     ("tensor_checks",),

@@ -67,6 +67,7 @@ from weft.plans import (  # fmt: skip
     OneShot,
     Plan,
     Segmented,
+    TwoLevel,
     TwoShot,
 )
 from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
@@ -148,9 +149,9 @@ class Caller:
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
         lo = 0 if full else sum(rows[: world.rank])
         own = slice(lo, m if full else lo + rows[world.rank])
-        out = (
-            world.cached(("out", m, h), lambda: world.symmetric((m, h), self.dtype, "out").local) if seed % 3 else None
-        )
+        out = None
+        if seed % 3 and world.nodes_reason is None:
+            out = world.cached(("out", m, h), lambda: world.symmetric((m, h), self.dtype, "out").local)
         x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own])
         y, new = weft.all_reduce_rms_norm(x, r, weight, world=world, plan=plan, full_residual=full, out=out)
         total = sum(x.double() for x in xs) + old.double()
@@ -439,6 +440,8 @@ class Case:
     kernels: bool | tuple[Any, ...] = (
         True  # False: only host code, where another case has the same kernels; or these alone
     )
+    nodes: int = 1
+    file: str = ""  # only host code of files whose names end so, barriers too
 
 
 FEW = OneShot(programs=3, warps=4)
@@ -524,6 +527,16 @@ CASES |= {
     "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),
     "signaled by copies, two streams": Case(reducing_on_two_streams(COPIES), 2, kernels=False),
 }
+OVER_NODES = {
+    f"{AG} over nodes": gathering(TwoLevel(2), ((8,) * 4, 16, 32), calls=3),
+    f"{AG} over nodes, uneven": gathering(TwoLevel(), ((8, 0, 3, 5), 16, 32), calls=3),
+    f"{RS} over nodes": reducing(TwoLevel(2), (16, 16, 32), calls=3),
+    f"{AR} over nodes": reducing(TwoLevel(2), (9, 16, 32), everywhere=True),
+    f"{A2A} over nodes": to_ranks(TwoLevel(), (9, 6, 7, 8)),
+    "all-reduce + norm over nodes": norming(TwoLevel(2), (7, 64)),
+    "all-reduce + norm over nodes, full": norming(TwoLevel(2), (7, 64), full=True),
+}
+CASES |= {name: Case(main, 4, False, nodes=2, file="two_level.py") for name, main in OVER_NODES.items()}
 for example in sorted((Path(__file__).parent.parent / "examples").glob("*.py")):
     if "@weft.jit" in example.read_text():  # the others are ops, tried above
         CASES[f"examples/{example.name}"] = Case(check.load(str(example)), 2)
@@ -924,10 +937,12 @@ def test_every_mutation_is_caught(name: str, record_property: Callable[[str, obj
     def run(backend: Any) -> None:
         case.run(World(backend))
 
-    _, report = spmd(run, case.ranks, record=True)
+    _, report = spmd(run, case.ranks, record=True, nodes=case.nodes)
     reached = list(case.kernels) if isinstance(case.kernels, tuple) else None if case.kernels else []
     mutations = [*sites(reached, report), *EPOCHS.get(name, ())]
-    if not case.kernels:
+    if case.file:
+        mutations = [m for m in mutations if m.file.endswith(case.file)]
+    elif not case.kernels:
         mutations = [m for m in mutations if m.method == "wait_event"]
     assert mutations, "nothing to break"
     unused = [e for e in EQUIVALENT if name in e.cases]
@@ -941,9 +956,10 @@ def test_every_mutation_is_caught(name: str, record_property: Callable[[str, obj
             ),
             None,
         )
-        ((_, found),) = kill_rate(run, case.ranks, [mutation], SEEDS if entry is None else SEEDS[:8])
+        seeds = SEEDS if entry is None else SEEDS[:8]
+        ((_, found),) = kill_rate(run, case.ranks, [mutation], seeds, nodes=case.nodes)
         if found is None and entry is None:
-            ((_, found),) = kill_rate(run, case.ranks, [mutation], MORE)
+            ((_, found),) = kill_rate(run, case.ranks, [mutation], MORE, nodes=case.nodes)
         caught += found is not None
         if entry is not None:
             unused.remove(entry)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from test_world import of_gpus
 
 import weft
 from weft import Unsupported
-from weft.backends import shm_exchange
+from weft.backends import cuda, shm_exchange
+from weft.backends.base import BETWEEN_CTAS
 from weft.backends.cuda import CudaBackend
 from weft.backends.nodes import host_name, numbered, spread
 from weft.op import REGISTRY
@@ -177,6 +179,60 @@ def test_unequal_nodes(tmp_path: Path) -> None:
     for node in range(2):
         (tmp_path / f"shm{node}").mkdir()
     mp.spawn(of_six, (str(tmp_path / "store"),), nprocs=6)
+
+
+# -- four ranks on two nodes alike -------------------------------------------------------------------------------------
+def gpus_of_nodes_alike(rank: int, store: Path) -> None:
+    """As processes of GPUs: both levels, of which the one across nodes is held to a few CTAs, for which kernels of the
+    other leave SMs; none where GPUs of one node lack peer access, though the other node's have it."""
+    shm_exchange.FOLDER = store.parent / f"shm{rank // 2}"
+    limits: list[int] = []
+    with (
+        of_gpus(rank % 2),
+        mock.patch.object(cuda, "_limited", limits.append),
+        mock.patch.object(CudaBackend, "_warm_up", lambda self, group, size: limits.append(size)),
+    ):
+        whole = CudaBackend()
+        assert whole.levels_reason is None and whole.symmetric_reason == "its ranks are on 2 nodes, 2 each"
+        pair = CudaBackend(dist.new_group([0, 2], use_local_synchronization=True)) if rank in (0, 2) else None
+        assert pair is None or pair.levels_reason == "its ranks are on 2 nodes, 1 each"
+        dist.barrier()
+        over_gloo = dist.new_group
+        with mock.patch.object(dist, "new_group", lambda ranks, timeout, **options: over_gloo(ranks, timeout=timeout)):
+            node, across = whole.levels()
+        assert limits == [BETWEEN_CTAS, BETWEEN_CTAS, 2]
+        assert (node.nodes, node.rank, node.sm_count) == ((0, 0), rank % 2, whole.sm_count - BETWEEN_CTAS)
+        assert (across.nodes, across.rank, across.sm_count) == ((0, 1), rank // 2, whole.sm_count)
+        assert (node.exchange(rank), across.exchange(rank)) == (
+            [rank // 2 * 2, rank // 2 * 2 + 1],
+            [rank % 2, rank % 2 + 2],
+        )
+        with mock.patch.object(torch.cuda, "can_device_access_peer", lambda a, b: rank < 2):
+            reason = (
+                "its ranks are on 2 nodes, 2 each, and on that of rank 2 GPU 0 has no peer access to GPUs [1] (rank 0)"
+            )
+            assert CudaBackend().levels_reason == reason
+
+
+def of_four(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["WEFT_NODE"] = "ab"[rank // 2]
+    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+    world, heard = weft.init(), Lines()
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        assert case(world, op, [5, 9, 0, 2], 48, 64, "two_level", bias=True) < 5e-3
+    says = "its ranks are on 2 nodes, 2 each, and ranks are CPU processes, which have no symmetric memory; to overlap"
+    assert world.rank or (len(heard.lines) == 1 and says in heard.lines[0])
+    gpus_of_nodes_alike(rank, Path(store))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gate
+def test_nodes_alike(tmp_path: Path) -> None:
+    for node in range(2):
+        (tmp_path / f"shm{node}").mkdir()
+    mp.spawn(of_four, (str(tmp_path / "store"),), nprocs=4)
 
 
 # -- the example -------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ from weft.plans import (
     Plan,
     Sequential,
     Signaled,
+    TwoLevel,
     TwoShotLowLatency,
     TwoShotPush,
     partition,
@@ -1291,6 +1292,35 @@ def test_slower_links_and_more_hops_take_longer() -> None:
     assert all(a.gemm > b.gemm and a.comm <= b.comm * 1.01 for a, b in itertools.pairwise(counts))
     assert all(plan.kind != "fused" for c in counts for plan in c.plans)
     assert all(r.us <= r.sequential for r in (*links, *nodes, *counts))
+
+
+def test_two_levels_are_predicted_over_nodes() -> None:
+    """Two nodes hide most of what crosses between them under their GEMMs; the faster the network, the less there is to
+    hide, and the more nodes, the less there is to hide it under."""
+    p = Predictor(with_fused())
+    row = lambda nodes, gbs=50.0: simulate_from(  # noqa: E731
+        p, cluster(8 * nodes, gbs=gbs), "mlp", [(32768, 8192, 28672)], nvlink(8)
+    ).rows[0]
+    two, many = row(2), row(128)
+    assert {plan.kind for plan in two.plans} == {"two_level"} and many.us <= many.sequential
+    assert two.speedup > 1.2 > many.speedup and two.of_limit <= 1
+    assert row(2, 100.0).us < two.us < row(2, 25.0).us
+    there = Elsewhere(p, cluster(16), nvlink(8))
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        steps = there.steps(op, TwoLevel(2), 32768, 4096, 4096)
+        gemms, sends = ([s for s in steps if s.queue == queue] for queue in ("gemm", "comm"))
+        assert all(a.end <= b.start for each in (gemms, sends) for a, b in itertools.pairwise(each))
+        assert any(a.start < b.end and b.start < a.end for a in gemms for b in sends), "they overlap"
+        lone = there.over_nodes
+        assert lone is not None and lone.nodes == 2
+        least = max(sum(s.end - s.start for s in each) for each in (gemms, sends))
+        assert least <= there.time(op, TwoLevel(2), 32768, 4096, 4096) <= sum(s.end - s.start for s in steps)
+    with pytest.raises(Lacks, match="no model of"):
+        there.time("matmul_all_to_all", TwoLevel(), 32768, 4096, 4096)
+    for other in (nvlink(8), cluster(8, per_node=1), Topology("net", (Level(8, 5.0, 50.0),), peer_access=False)):
+        assert Elsewhere(p, other, nvlink(8)).over_nodes is None
+    with pytest.raises(Lacks):
+        p.time("all_gather_matmul", TwoLevel(), 32768, 4096, 4096)
 
 
 def test_noise_at_short_copies_is_not_scaled_to_a_fast_link() -> None:

@@ -22,12 +22,25 @@ from weft.check.offline import compile_kernel
 from weft.check.ptx import broken_rules
 from weft.cli import app
 from weft.planner import tune
-from weft.planner.parts import Occupancy
+from weft.planner.parts import Lacks, Occupancy
 from weft.planner.predict import Predictor
 from weft.planner.probes import calls, gemms
 from weft.planner.probes.common import SIZES, WAVES, Bench, Probe, Sizes
-from weft.planner.profile import Gemm, Hardware, Latency, Profile, ProfileError, TimedCall, Wave, identity, read, write
+from weft.planner.profile import (
+    SEND_TO_NODE,
+    Gemm,
+    Hardware,
+    Latency,
+    Profile,
+    ProfileError,
+    TimedCall,
+    Wave,
+    identity,
+    read,
+    write,
+)
 from weft.planner.search import Planner
+from weft.planner.simulate import over_nodes
 from weft.planner.timing import exchanged
 from weft.planner.tune import measure, probes_of, start_of
 from weft.plans import Fused, GemmTile, Plan
@@ -356,8 +369,27 @@ def test_ranks_on_several_nodes_are_not_measured(tmp_path: Path) -> None:
     """Their profile would be taken for one node of as many GPUs."""
 
     def main(world: weft.World) -> None:
-        world.nodes_reason = "its ranks are on 2 nodes, 1 each"
-        with pytest.raises(ProfileError, match="of one node's GPUs, and of this World its ranks are on 2 nodes"):
+        with pytest.raises(ProfileError, match="or of nodes alike, and of this World its ranks are on 2 nodes, 1 each"):
             tune.run(world, 1.0, tmp_path / "profile.json", lambda *x: None)
 
-    weft.spmd(main, 2, backend="emulated")
+    weft.spmd(main, 2, backend="emulated", nodes=2)
+
+
+def test_over_nodes_alike_the_link_between_is_measured() -> None:
+    """And added to the profile of one of them, which then tells of any number."""
+
+    def main(world: weft.World) -> Profile:
+        probes = list(probes_of(Bench(world, Nobody(world), TINY)))
+        start = replace(empty(), machine=replace(MACHINE, world=2, link="nvlink18"))
+        return measure(world, start, 1e9, probes, lambda p: None, lambda *x: None)
+
+    profile = weft.spmd(main, 4, backend="emulated", nodes=2, races=False)[0]
+    sizes = sorted({size for part in TINY.nbytes for size in part})
+    assert sorted((x.what, x.nbytes) for x in profile.latencies) == [(SEND_TO_NODE, size) for size in sizes]
+    assert len(list(profile.rows())) == len(sizes)
+    links = [Latency(SEND_TO_NODE, 0, size, 10.0 + size / 40e3) for size in sizes]
+    topology = over_nodes(replace(profile, latencies=tuple(links)), 16)
+    assert topology.gpus == 32 and topology.levels[1].count == 16
+    assert topology.levels[1].gbs == pytest.approx(40.0) and topology.levels[1].latency_us == links[0].us
+    with pytest.raises(Lacks, match="the link between nodes was not measured"):
+        over_nodes(replace(profile, latencies=()), 16)

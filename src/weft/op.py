@@ -24,7 +24,7 @@ import torch
 
 from . import torch_library
 from .chooser import Choice
-from .plans import Plan, Sequential
+from .plans import Plan, Sequential, TwoLevel
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
 from .world import Kept, World
@@ -121,6 +121,7 @@ class Op(ABC, Generic[C]):
     tries: ClassVar[
         Sequence[Plan]
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
+    over_nodes: ClassVar[Sequence[Plan]] = ()  # the same for ranks on several nodes
     small: ClassVar[Plan | type[Plan]] = Sequential  # what "auto" runs on ranks of few programs, as in the emulator; of
     # a class, the plan that its name stands for there
 
@@ -425,39 +426,59 @@ class Op(ABC, Generic[C]):
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """The Plan to run. One that cannot serve the call falls back to sequential, said once; ranks that are the
-        reference run no other, nor do those on several nodes."""
+        reference run no other, and those on several nodes none but TwoLevel."""
         self.check_plan(asked)
-        if self._between_nodes(world, asked):
-            return Sequential()
+        if world.nodes_reason is not None and len(self.runs) > 1:
+            return self._between_nodes(world, call, asked, capturing)
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         if isinstance(plan, Sequential) or world.reference or (world.size == 1 and self.by_library):
             return Sequential()
-        reason = self.fits(world, call, plan, asked)
+        levels = isinstance(plan, TwoLevel)
+        reason = world.levels_reason if levels else self.fits(world, call, plan, asked)
         if reason is None:
             return plan
         if reason:
             world.say_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
         return Sequential()
 
-    def _between_nodes(self, world: World, asked: str | Plan) -> bool:
-        """Whether ranks are on several nodes, between which only the library's collectives go. Said once a World, where
-        another plan may have been asked for."""
-        if world.nodes_reason is None or len(self.runs) == 1:
-            return False
-        if asked not in (Sequential(), Sequential.kind):
+    def _between_nodes(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
+        """The Plan of ranks on several nodes, between which only the library's collectives go: TwoLevel where it is
+        asked for, or "auto" measured that it is faster; else Sequential, with the reason said once where another plan
+        was asked for."""
+        if asked in (Sequential(), Sequential.kind):
+            return Sequential()
+        if TwoLevel not in self.runs or world.levels_reason is not None:
+            which, reason = f"{self.title} on", world.nodes_reason
+            if world.levels_reason is not None:
+                which, reason = "every op of", world.levels_reason
             world.say_once(
-                f"every op of this World runs by its sequential plan: {world.nodes_reason}; to overlap, give ops the "
-                "World of one node (world.split(world.node), or weft.init(group) of its ranks)"
+                f"{which} this World runs by its sequential plan: {reason}; to overlap, give ops the World of one node "
+                "(world.split(world.node), or weft.init(group) of its ranks)"
             )
-        return True
+            return Sequential()
+        if asked == "auto":
+            usual = self.default(world, TwoLevel) if world.scale.presets else Sequential()
+            return self._timed(world, call, "graph" if capturing else "eager") or usual
+        plan = self.default(world, TwoLevel) if asked == TwoLevel.kind else asked
+        reason = self.fits(world, call, plan, asked) if isinstance(plan, TwoLevel) else world.nodes_reason
+        if reason is None:
+            assert isinstance(plan, TwoLevel)
+            return plan
+        world.say_once(
+            f"{self.title}: sequential instead of {asked if isinstance(asked, str) else asked.kind}: {reason}"
+        )
+        return Sequential()
 
     def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
         if name != "auto":
             return self.default(world, next(kind for kind in self.runs if kind.kind == name))
         mode = "graph" if capturing else "eager"
+        return self._timed(world, call, mode) or self.auto(world, call, mode)
+
+    def _timed(self, world: World, call: C, mode: str) -> Plan | None:
+        """Return the plan that was timed fastest for such calls, if it serves this one."""
         timed: Plan | None = world.choices.remembered(self._key(call), mode)
-        fits = timed is not None and self.fits(world, call, timed, "auto") is None
-        return timed if timed is not None and fits else self.auto(world, call, mode)
+        return timed if timed is not None and self.fits(world, call, timed, "auto") is None else None
 
     def _key(self, call: C) -> Hashable:
         """Return the key of what calls that share a decision have in common."""
@@ -468,7 +489,10 @@ class Op(ABC, Generic[C]):
         from .planner.auto import unmeasured  # above the ops, which it finds in the registry
 
         def candidates() -> Sequence[Plan]:
-            named = (*self.candidates(world, call), *unmeasured(self, world, call))
+            if world.nodes_reason is not None:
+                named: Sequence[Plan] = self.over_nodes
+            else:
+                named = *self.candidates(world, call), *unmeasured(self, world, call)
             fit = [plan for plan in dict.fromkeys(named) if self.fits(world, call, plan, "auto") is None]
             return [plan for plan in fit if self.choose(world, call, plan, False) == plan]
 

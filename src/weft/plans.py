@@ -391,6 +391,20 @@ class Signaled(Plan):
 
 
 @dataclass(frozen=True)
+class TwoLevel(Plan):
+    """The op itself on each of several nodes alike (`World.levels`), by the plan that "auto" has there, and between
+    nodes the library's transfers among ranks of one place in their nodes, on a stream of their own, while the node
+    computes (ops/two_level.py).
+
+    pieces: into how many parts of its rows a shard is cut, each of which crosses and is computed by itself. GEMM +
+    all-to-all refuses more than 1.
+    """
+
+    kind: ClassVar[str] = "two_level"
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
 class DispatchedGemms(Plan):
     """What the dispatched plans have in common: an MoE layer's tokens go to the ranks of their experts under the first
     grouped GEMM, whose tiles wait for them; weighted sums go back under the second.

@@ -34,7 +34,7 @@ from .backends.base import (
 )
 from .backends.nodes import spread
 from .chooser import Chooser
-from .errors import Mismatch, Overflow, WeftError
+from .errors import Mismatch, Overflow, Timeout, Unsupported, WeftError
 from .kernel_launch import Launch
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.intrinsics import NUMBER_BITS
@@ -141,6 +141,15 @@ class Arena:
     last_captured: Stream = None
 
 
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """The two Worlds of a rank of a World over several nodes alike: that of its node, whose ranks address each other's
+    memory, and that of the ranks with its place in their nodes, one a node in the order of the nodes."""
+
+    node: World
+    across: World
+
+
 Told = tuple[str, tuple[tuple[str, Hashable], ...]]  # a call: what, and its fields
 Heard = Callable[[float | None], list[Any] | None]  # `Backend.tell`
 Kept = dict[Hashable, Any]  # what was made once, by what it was made for
@@ -183,6 +192,7 @@ class World:
         self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
         self._closed = False
+        self._levels: Levels | None = None
         self._cache: Kept = {}
         self.prepared: Kept = {}  # launches and the like (`launches.prepared`), which refer to shared memory
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
@@ -212,6 +222,17 @@ class World:
         parts = self.exchange(part)
         groups = [[rank for rank, p in enumerate(parts) if p == each] for each in dict.fromkeys(parts)]
         return World(self.backend.split(groups))
+
+    @property
+    def levels(self) -> Levels:
+        """Collective the first time. The node's World and the one across nodes; kept. What expires in them is raised by
+        this World too. Raises Unsupported where there are none (`levels_reason`)."""
+        if self._levels is None:
+            if self.levels_reason is not None:
+                raise Unsupported(f"no two levels: {self.levels_reason}")
+            self._no_capture("levels")
+            self._levels = Levels(*map(World, self.backend.levels()))
+        return self._levels
 
     @property
     def alone(self) -> World:
@@ -315,6 +336,15 @@ class World:
         if self._told:
             self._hear(0.0)
         self.backend.check()
+        if self._levels is not None:
+            self._check_node(self._levels)
+
+    def _check_node(self, levels: Levels) -> None:
+        """Raise what expired on the node's own World, whose ranks have other numbers than here."""
+        try:
+            levels.node.check()
+        except Timeout as e:
+            raise Timeout(f"node {self.node}, whose ranks count from 0: {e}") from None
 
     def synchronize(self) -> None:
         """Wait until everything given to this rank's streams is done; raises what `check` does, and Overflow once for
@@ -327,6 +357,8 @@ class World:
         if self._told:
             self._hear(None)  # before waiting for kernels of a call that the others do not make
         self.backend.synchronize()
+        if self._levels is not None:
+            self._check_node(self._levels)
 
     def behind(self, result: R, lost: int) -> R:
         """Return the result of a call that was made, or, once where calls before it left out rows (`lost`: those of all
@@ -351,6 +383,9 @@ class World:
         """Release what the backend holds. Operators on this World raise WeftError afterwards."""
         self._closed = True
         self.decided.clear()  # a call that is known checks nothing
+        if self._levels is not None:
+            self._levels.node.close()
+            self._levels.across.close()
         self.backend.close()
 
     def _no_capture(self, what: str) -> None:
@@ -599,6 +634,11 @@ class World:
     def node(self) -> int:
         """The number of this rank's node; `world.split(world.node)` makes the World of the ranks there."""
         return self.nodes[self.rank]
+
+    @property
+    def levels_reason(self) -> str | None:
+        """Why there are no `levels`: why a World of several nodes is the library's alone, or that it is of one node."""
+        return self.backend.levels_reason
 
     @property
     def peer_reason(self) -> str | None:

@@ -31,6 +31,7 @@ from ..chooser import Clock
 from ..errors import Mismatch, Unsupported
 from ..scale import Scale
 from .library_gemm import multiply
+from .nodes import why_no_levels
 
 if TYPE_CHECKING:
     from ..kernel_launch import Launch
@@ -45,6 +46,7 @@ Communicator: TypeAlias = Any  # what `communicator` gives; None: the World's ow
 Arguments = Mapping[str, object]  # the arguments of a launch, by the kernel's names
 Options = Mapping[str, int]  # the options of a launch, lang.jit.OPTIONS
 
+BETWEEN_CTAS = 8  # CTAs that a collective between nodes may take; kernels of a node's level leave it as many SMs
 VIEWS = 4096  # views of one symmetric tensor that are kept
 
 
@@ -163,6 +165,11 @@ class Backend(ABC):
         ranks are on several hosts sets it."""
         return (0,) * self.size
 
+    @property
+    def levels_reason(self) -> str | None:
+        """Why there are no `levels`; None where there are. The same on all ranks."""
+        return why_no_levels(self.nodes)
+
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def exchange(self, obj: R) -> list[R]:
@@ -187,6 +194,21 @@ class Backend(ABC):
     def alone(self) -> Backend:
         """Return the backend of this rank alone; not collective."""
         return self.split([[rank] for rank in range(self.size)])
+
+    def levels(self) -> tuple[Backend, Backend]:
+        """Collective. Return the backend of this rank's node, and that of the ranks that have its place in their nodes.
+
+        A kernel of the node that waits for peers may run at the same time as a collective between the nodes, of which
+        each needs others of its kind to go on. So the node's kernels take BETWEEN_CTAS SMs fewer than there are, and a
+        collective no more CTAs than that: whichever comes first, the other finds room."""
+        each = self.nodes.count(0)
+        node = self.split([range(first, first + each) for first in range(0, self.size, each)])
+        node.sm_count -= min(BETWEEN_CTAS, node.sm_count // 4)
+        return node, self._across([range(place, self.size, each) for place in range(each)])
+
+    def _across(self, groups: Sequence[Sequence[int]]) -> Backend:
+        """Collective. Return the backend of the group that holds this rank, for collectives between nodes."""
+        return self.split(groups)
 
     @abstractmethod
     def synchronize(self) -> None:

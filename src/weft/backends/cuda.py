@@ -33,7 +33,7 @@ from ..errors import Mismatch, Timeout, Unsupported
 from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
 from ..scale import Scale
 from . import nodes, shared_gpu
-from .base import Arguments, Backend, Options, R, SymmetricTensor, timeout_seconds
+from .base import BETWEEN_CTAS, Arguments, Backend, Options, R, SymmetricTensor, timeout_seconds
 from .launcher import Launcher
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
@@ -363,6 +363,14 @@ def _peer_access(index: int, other: int) -> bool:
         return False
 
 
+def _limited(ctas: int) -> object:
+    """Options of NCCL for a communicator of at most so many CTAs."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC; a GEMM leaves free ones anywhere
+    return options
+
+
 class CudaBackend(GpuBackend):
     name = "cuda"
     group: dist.ProcessGroup
@@ -394,10 +402,11 @@ class CudaBackend(GpuBackend):
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
         if size > 1:
             self._connect(_get_process_group_store(self.group))
+        self.limits_ctas = size == dist.get_world_size()
+        self._levels_reason: str | None = nodes.why_no_levels(self.nodes)
         self._compare_devices()
         self._hold_symmetric_memory()
         self._communicators: dict[int, dist.ProcessGroup] = {}
-        self.limits_ctas = size == dist.get_world_size()
         self.clock = None if self.shares_gpu else cuda_clock
 
     def _hold_symmetric_memory(self) -> None:
@@ -407,15 +416,35 @@ class CudaBackend(GpuBackend):
 
     def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
         """Every rank of torch.distributed takes part in making each group, as it demands."""
+        return CudaBackend(self._split(groups), self.compares)
+
+    def _split(self, groups: Sequence[Sequence[int]], ctas: int = 0) -> dist.ProcessGroup:
+        """Collective. Make a process group of each of `groups`; return this rank's. ctas: over NCCL alone, of at most
+        so many CTAs."""
         if not self.limits_ctas:
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
             )
         ranks = dist.get_process_group_ranks(self.group)
         limit = datetime.timedelta(seconds=timeout_seconds() * 4)
-        made = [dist.new_group([ranks[r] for r in group], timeout=limit) for group in groups]
-        own = next(g for g, group in zip(made, groups, strict=True) if self.rank in group)
-        return CudaBackend(own, self.compares)
+        made = []
+        for group in groups:
+            limited: dict[str, Any] = dict(backend="nccl", pg_options=_limited(ctas)) if ctas else {}
+            made.append(dist.new_group([ranks[r] for r in group], timeout=limit, **limited))
+        return next(g for g, group in zip(made, groups, strict=True) if self.rank in group)
+
+    def _across(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
+        group = self._split(groups, BETWEEN_CTAS)
+        self._warm_up(group, len(groups[0]))
+        return CudaBackend(group, self.compares)
+
+    def _warm_up(self, group: dist.ProcessGroup, size: int) -> None:
+        """Connect the ranks of a group and load its kernels, before one runs beside a GEMM."""
+        one = torch.zeros(size, device=self.device, dtype=torch.bfloat16)
+        dist.all_reduce(one, group=group)
+        dist.reduce_scatter_tensor(one[:1].clone(), one, group=group)
+        dist.all_to_all(list(one.clone().split(1)), list(one.split(1)), group=group)
+        torch.cuda.synchronize(self.device)
 
     def alone(self) -> CudaBackend:
         """Make the group over gloo: to split off NCCL's, which carries nothing, all ranks of torch.distributed would
@@ -465,10 +494,27 @@ class CudaBackend(GpuBackend):
         devices = self.exchange(own)
         self.nodes = nodes.numbered([device.host for device in devices])
         self.peer_reason, number = nodes.spread(self.nodes) or _apart(devices), shared_gpu.sharing(devices)
+        self._levels_reason = self._why_no_levels(devices)
         self.symmetric_reason = self.peer_reason or _cannot_count(devices)
         self.shares_gpu = number > 0
         if number and self.rank == 0:
             shared_gpu.say(self.size, number)
+
+    def _why_no_levels(self, devices: Sequence[RankDevice]) -> str | None:
+        """Collective where ranks are on several nodes alike: each of them knows the links of its own node alone."""
+        reason, several = nodes.why_no_levels(self.nodes), nodes.spread(self.nodes)
+        if reason is not None:
+            return reason
+        if not self.limits_ctas:
+            return f"{several}, and a World of some of torch.distributed's ranks cannot be split"
+        node = [device for device, node in zip(devices, self.nodes, strict=True) if node == self.nodes[self.rank]]
+        reasons = self.exchange(_apart(node) or _cannot_count(node))
+        other = next((rank for rank, reason in enumerate(reasons) if reason), None)
+        return None if other is None else f"{several}, and on that of rank {other} {reasons[other]}"
+
+    @property
+    def levels_reason(self) -> str | None:
+        return self._levels_reason
 
     def exchange(self, obj: R) -> list[R]:
         if self.size == 1:
@@ -570,17 +616,10 @@ class CudaBackend(GpuBackend):
         if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = ctas
-            options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC; a GEMM leaves free ones anywhere
             ranks = dist.get_process_group_ranks(self.group)
             limit = datetime.timedelta(seconds=timeout_seconds() * 4)
-            made = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=options)
-            one = torch.zeros(self.size, device=self.device, dtype=torch.bfloat16)
-            dist.all_reduce(one, group=made)  # connects, and loads kernels before one runs beside a GEMM
-            dist.reduce_scatter_tensor(one[:1].clone(), one, group=made)
-            dist.all_to_all(list(one.clone().split(1)), list(one.split(1)), group=made)
-            torch.cuda.synchronize(self.device)
+            made = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=_limited(ctas))
+            self._warm_up(made, self.size)
             self._communicators[ctas] = made
         return self._communicators[ctas]
 

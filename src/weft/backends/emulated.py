@@ -163,7 +163,7 @@ class EmulatedBackend(Backend):
         raw, at = fresh(nbytes, ALIGN, poison)
         self.machine.memory.add(
             raw.data_ptr() + at, max(nbytes, 1), raw.untyped_storage(), name, self.here, granule, not poison
-        )
+        ).placed = True
         return raw[at : at + nbytes]
 
     def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
@@ -175,7 +175,10 @@ class EmulatedBackend(Backend):
         copies = tuple(raw[at + r * step : at + r * step + nbytes] for r in range(self.size))
         for rank, copy in zip(self.ranks, copies, strict=True):
             copy.zero_()
-            self.machine.memory.add(copy.data_ptr(), max(nbytes, 1), raw.untyped_storage(), name, rank, 4, True)
+            region = self.machine.memory.add(
+                copy.data_ptr(), max(nbytes, 1), raw.untyped_storage(), name, rank, 4, True
+            )
+            region.placed = True
         return copies
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:

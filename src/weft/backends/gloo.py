@@ -38,7 +38,7 @@ from .base import (
 )
 from .cuda import timeout_seconds
 from .messages import Messages
-from .nodes import host_name, numbered
+from .nodes import host_name, numbered, spread, why_no_levels
 
 if TYPE_CHECKING:
     from ..kernel_launch import Launch
@@ -101,6 +101,10 @@ class GlooBackend(Backend):
         self.nodes = numbered(self.exchange(host_name()))
         if self.rank == 0:
             _announce()
+
+    @property
+    def levels_reason(self) -> str:
+        return why_no_levels(self.nodes) or f"{spread(self.nodes)}, and {self.symmetric_reason}"
 
     # -- host --------------------------------------------------------------------------------------------------------
     def exchange(self, obj: R) -> list[R]:

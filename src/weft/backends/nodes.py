@@ -1,7 +1,8 @@
 """Which ranks of a World are on one node: those whose hosts have the same name.
 
-Ranks of one node address each other's memory. Between nodes there is only what the library's collectives move, so that
-every operator of a World over several nodes runs by its sequential plan (`Op.choose`).
+Ranks of one node address each other's memory. Between nodes there is only what the library's collectives move. So a
+World over several nodes has two levels, where its nodes are alike: a World of each node, and one of the ranks that have
+the same place in their nodes (`World.levels`); its operators run by plan "two_level" or by the library (`Op.choose`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,19 @@ def spread(nodes: Sequence[int]) -> str | None:
         return None
     each = f"{ranks[0]} each" if len(set(ranks)) == 1 else " + ".join(map(str, ranks))
     return f"its ranks are on {len(ranks)} nodes, {each}"
+
+
+def why_no_levels(nodes: Sequence[int]) -> str | None:
+    """Why ranks of these nodes, by rank, make no two levels; None where each node has as many ranks as the others, at
+    least two, one behind another."""
+    reason, count = spread(nodes), max(nodes) + 1
+    if reason is None:
+        return "its ranks are on one node"
+    each, rest = divmod(len(nodes), count)
+    if rest or each == 1 or any(nodes.count(node) != each for node in range(count)):
+        return reason
+    in_order = all(node == rank // each for rank, node in enumerate(nodes))
+    return None if in_order else f"{reason}, and those of a node do not follow each other"
 
 
 def placed(nodes: int | Sequence[int], size: int) -> tuple[int, ...]:

@@ -513,6 +513,13 @@ class Machine:
             if near:
                 hint = f"; the access begins or ends in {near.label(max(lo, near.base))}"
             raise MemoryFault(f"{verb(kind)} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
+        if region.placed and self.nodes[region.rank] != self.nodes[self.current.rank]:
+            own, other = self.current.rank, region.rank
+            raise MemoryFault(
+                f"{verb(kind)} of {region.label(lo)} by rank {own}: rank {own} is on node {self.nodes[own]}, rank "
+                f"{other} on node {self.nodes[other]}, and between nodes only the library's collectives move data\n"
+                f"{self.me()}"
+            )
         return region
 
     def outside(self, bounds: Extent, address: int, kind: int) -> NoReturn:

@@ -87,6 +87,7 @@ class Region:
     bytes: np.ndarray
     fresh: bool  # may hold elements that nothing wrote yet
     words: bool = False  # holds counters or flags that were released to
+    placed: bool = False  # is of its rank's node alone, as what the backend allocates is
     views: dict[tuple[str, int, tuple[int, ...]], View] = field(default_factory=dict)
 
     def refine(self, granule: int) -> None:

@@ -17,7 +17,7 @@ from ..errors import Unsupported
 from ..kernel_launch import Matrix
 from ..lang.jit import constants
 from ..op import Call, Op
-from ..plans import Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoShot, posts
+from ..plans import Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoLevel, TwoShot, posts
 from ..tensor_checks import DTYPES, bulk, bulky, check_device, dims
 from ..world import World
 from .tiles import fitting, suited
@@ -136,6 +136,8 @@ class MatmulOp(Op[M]):
             return world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
         if isinstance(plan, Decomposed):
             return self.lopsided(world, call, plan, asked)
+        if isinstance(plan, TwoLevel):
+            return None
         assert isinstance(plan, Signaled)
         reason = lacks(world.capability, EARLIEST, "weft's kernels") or whole_words(K=call.k)
         reason = reason or (world.symmetric_reason if plan.copies else None)

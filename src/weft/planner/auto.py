@@ -262,10 +262,10 @@ def explain(
         why = decision.why + ("" if at == m else f"; as for M {at}, the next that plans are found for")
     if shares:
         why = f"ranks that share a GPU decide as on {found.machine.name}: {why}"
+    if isinstance(world, World) and world.nodes_reason:
+        plan, why = Sequential(), f"nothing else was timed there, and {world.nodes_reason}; times are of one node"
     if trial is not None:
         plan, why = trial.faster[mode] or plan, trial.said(mode)
-    if isinstance(world, World) and world.nodes_reason:
-        plan, why = Sequential(), f"between nodes nothing overlaps, and {world.nodes_reason}; times are of one node"
     options = decision.options
     if all(o.plan != plan for o in options):
         with contextlib.suppress(Lacks):

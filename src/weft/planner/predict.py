@@ -9,6 +9,7 @@ Each kind of plan has a short model of what runs beside what (`models`):
     signaled      waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of
                   the group's signal and a gap after the end of transfer i - 1 (the accumulate rule), and is slowed by
                   the GEMM for as long as that runs; moved by copies, as decomposed
+    two-level     the node's op of one node's rows after another, and transfers between nodes on a queue of their own
     fused         all-gather: a tile starts when its chunk has been pulled, and the slowest chunk decides by the waves
                   that are left behind it; the reducing ops: tiles are pulled at one rate under the GEMM and at another
                   when it is done
@@ -28,10 +29,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from ..op import REGISTRY, collective, collectives
-from ..plans import Decomposed, Fused, FusedGather, FusedGatherByCopies, Plan, Sequential, Signaled
+from ..plans import Decomposed, Fused, FusedGather, FusedGatherByCopies, Plan, Sequential, Signaled, TwoLevel
 from .curves import near_mean
 from .fits import Fits, family
-from .models import decomposed, fused, signaled
+from .models import decomposed, fused, signaled, two_level
 from .parts import ITEM, SHOTS, Lacks, by_posted_rows
 from .profile import Profile, identity
 from .queues import Step, end
@@ -42,7 +43,10 @@ HIDES = 1.5  # an eager call that takes as many times as long as the host needs 
 class Predictor(Fits):
     """Times of any plan at any shape on the profile's machine, in us. M, N, K are those of the GEMM on one rank, M that
     of all ranks. `clock`: how many times as long GEMMs take now as when the profile was made. `launch`: us that the
-    host takes for one of a call's `operations`, now; None: as the profile has it, where it does."""
+    host takes for one of a call's `operations`, now; None: as the profile has it, where it does. over_nodes: what ranks
+    on several nodes take."""
+
+    over_nodes: two_level.OverNodes | None = None
 
     def __init__(self, profile: Profile, clock: float = 1.0, launch: float | None = None) -> None:
         super().__init__(profile, clock)
@@ -122,6 +126,8 @@ class Predictor(Fits):
 
     def steps(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> list[Step]:
         """What runs when, for the plans that run several things: a picture of the prediction."""
+        if isinstance(plan, TwoLevel) and self.over_nodes is not None:
+            return two_level.steps(self.over_nodes, op, plan, m, n, k)
         if isinstance(plan, Decomposed):
             return decomposed.steps(self, op, plan, m, n, k, self.chunking)
         if isinstance(plan, Signaled) and plan.copies:

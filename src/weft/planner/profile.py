@@ -29,6 +29,7 @@ from ..op import REGISTRY, collectives
 from ..plans import FusedGather, Plan, Signaled
 from .table import gpu_model
 
+SEND_TO_NODE = "send to a node"
 FORMAT = 3  # the version of a profile's rows, and of the plans in them
 
 
@@ -92,7 +93,8 @@ class Latency:
     reduced, sent by a rank; ctas as the communicator is limited, 0: not), "one_shot all_gather" and the like (the same
     by low-latency rows), "copy" (one of a chain of copies from a peer),
     "local" (one within a GPU), "sum" (adding up the partial sums of all ranks; bytes of the result), "barrier", "check"
-    (the GEMM of the self-check), "launch" (the host's time for something that it gives to a stream, with its event).
+    (the GEMM of the self-check), "launch" (the host's time for something that it gives to a stream, with its event),
+    SEND_TO_NODE (every rank sends so many bytes to the rank with its place in another node).
     """
 
     what: str

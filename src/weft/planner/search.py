@@ -5,6 +5,7 @@ Candidates:
                   time
     fused         the variants of which the profile has calls; a copy engine serves even shards alone
     one shot, two shots    where not more bytes move than were measured
+    two-level     over several nodes, in up to four pieces
     signaled      partitions of the GEMM's waves into groups, for every number of CTAs that was measured. By the
                   accumulate rule the end of transfer i depends on what came before only through the end of transfer i -
                   1, so for each size of the first group the best partition is found by going through the waves once
@@ -29,6 +30,7 @@ from ..plans import (
     Plan,
     Sequential,
     Signaled,
+    TwoLevel,
     TwoShotLowLatency,
     TwoShotPull,
     settings,
@@ -216,6 +218,8 @@ def candidates(
         out += [Decomposed(groups) for groups in divisions(p.world)]
         if what == "reduce_scatter" and m // p.world % PIECES == 0:
             out.append(Decomposed((1,) * p.world, PIECES))
+    if p.over_nodes is not None and what != "all_to_all":
+        out += [TwoLevel(pieces) for pieces in (1, 2, 4)]
     if k % 8 == 0 and n % 8 == 0:
         if what == "all_reduce" or m >= p.world:  # the others need rows of every rank
             out += p.posted(what, m * (k if what == "all_gather" else n) * ITEM)

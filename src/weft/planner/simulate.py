@@ -11,7 +11,9 @@ much things slow each other down stay as measured: the GPUs are those of the pro
     pulling    programs that read peers reach what they reached, or as much of a slower link as a copy engine would
 
 Copies, pulling programs and their barriers need memory that all ranks can address: a topology of one level. Over
-several levels what is left is the library's collectives: sequential, decomposed all-reduce, signaled.
+several levels what is left is the library's collectives (sequential, decomposed all-reduce, signaled), and over two,
+where GPUs of the inner one address each other, the two-level plans. The library's collectives are those over all ranks
+that the first rules describe: every node's network cards together carry the whole tensor once, as NCCL's rings do.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from ..op import around, collective, collectives
 from ..plans import Fused, Plan
 from .models.fused import Pulling
 from .models.signaled import Signaling
+from .models.two_level import OverNodes
 from .parts import ITEM, Lacks
 from .predict import Predictor
-from .profile import Latency, Profile
+from .profile import SEND_TO_NODE, Latency, Profile
 from .search import Planner, brief
 
 CURVE_SIZES = tuple(1 << i for i in range(16, 33))
@@ -127,6 +130,9 @@ class Elsewhere(Predictor):
         machine = replace(profile.machine, world=topology.gpus, link=topology.name)
         rows = _latencies(here, topology, measured_on)
         super().__init__(replace(profile, machine=machine, latencies=tuple(rows), ran=()))
+        used = [x for x in topology.levels if x.count > 1]
+        if topology.peer_access and len(used) == 2 and topology.levels[0].count > 1:
+            self.over_nodes = _over_nodes(here, used[0], used[1], measured_on)
 
     def variants(self, op: str) -> Sequence[Fused]:
         return self.here.variants(op) if self.topology.one_level else ()
@@ -143,6 +149,40 @@ class Elsewhere(Predictor):
 
     def _correction(self, op: str, plan: Plan) -> Callable[[int, int, int], float]:
         return self.here._correction(op, plan)
+
+
+def _over_nodes(here: Predictor, node: Level, network: Level, measured_on: Topology) -> OverNodes:
+    """What the two levels take: a node as a topology of its own, transfers over the network as those of pairs, and sums
+    as those of a GPU a node."""
+    inside = Planner(Elsewhere(here, Topology("a node", (node,)), measured_on))
+    across = Elsewhere(here, Topology("a GPU a node", (network,), peer_access=False), measured_on)
+    pair = Elsewhere(here, Topology("a pair", (replace(network, count=2),), peer_access=False), measured_on)
+
+    def node_us(op: str, m: int, n: int, k: int) -> float:
+        us = inside.decide(op, m, n, k, "graph", m % node.count == 0).us
+        if us is None:
+            raise Lacks(f"{op} {m} x {n} x {k} cannot be predicted")
+        return us
+
+    return OverNodes(
+        network.count,
+        inside.predictor,
+        node_us,
+        send=lambda nbytes: pair.latency("all_gather", 2 * nbytes),
+        all_reduce=lambda nbytes: across.latency("all_reduce", nbytes),
+    )
+
+
+def over_nodes(profile: Profile, nodes: int) -> Topology:
+    """So many nodes as the profile's machine, joined by the link that `weft tune` measured between nodes: us of the
+    shortest message, and the rate at the longest. Raises Lacks where it measured none."""
+    sends = {x.nbytes: x.us for x in profile.latencies if x.what == SEND_TO_NODE}
+    if len(sends) < 2:
+        raise Lacks(f"the link between nodes was not measured on {profile.machine.name}")
+    shortest, longest = min(sends), max(sends)
+    gbs = (longest - shortest) / max(sends[longest] - sends[shortest], 1e-3) / 1e3
+    links, short = links_of(profile), sends[shortest]
+    return Topology(f"nodes of {links.gpus}, {gbs:.1f} GB/s a GPU", (*links.levels, Level(nodes, short, gbs)))
 
 
 def _latencies(here: Predictor, topology: Topology, measured_on: Topology) -> list[Latency]:

@@ -10,6 +10,7 @@ because a GPU that idles between probes would be measured at clocks that it does
 counts, then the slowest rank.
 
     weft tune                                                     on all GPUs of this machine
+    torchrun --nnodes 2 ... -m weft.planner.tune                  the link between nodes, once each node has a profile
     torchrun --nproc-per-node 8 -m weft.planner.tune --out FILE   the same in a source tree, with torch and triton alone
 """
 
@@ -48,8 +49,11 @@ SAVE_EVERY = 3.0  # seconds
 
 
 def probes_of(b: Bench) -> Iterator[Probe]:
-    """All of them, the most important first."""
+    """All of them, the most important first; of ranks on several nodes those of the link between."""
     coarse, rest = b.sizes.nbytes
+    if b.world.nodes_reason is not None:
+        yield from moves.sends(b, (*coarse, *rest))
+        return
     yield Probe("self-check", (Latency("check", 0, 0, 1.0),), lambda: check(b))
     if b.world.device.type == "cuda":
         yield Probe("the host's launches", (Latency("launch", 0, 0, 1.0),), lambda: launch(b))
@@ -167,13 +171,16 @@ def start_of(machine: Hardware, path: Path, again: bool = False) -> Profile:
 
 def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = False) -> tuple[str, int, int]:
     """Collective. Measure this machine into `out`, or where weft looks for it; again: all of it, in place of what the
-    file has. Returns the file, and how many of the measurements it has, of how many. Raises ProfileError for a file
-    that it cannot go on with, and for ranks that share a GPU."""
-    if world.nodes_reason:
-        raise ProfileError(f"a profile is of one node's GPUs, and of this World {world.nodes_reason}")
+    file has. Over several nodes alike: only the link between nodes, into the profile of one of them. Returns the file,
+    and how many of the measurements it has, of how many. Raises ProfileError for a file that it cannot go on with, for
+    other nodes, and for ranks that share a GPU."""
+    if world.nodes_reason and world.levels_reason:
+        raise ProfileError(
+            f"a profile is of one node's GPUs, or of nodes alike, and of this World {world.levels_reason}"
+        )
     if world.backend.shares_gpu:
         raise ProfileError("ranks share a GPU, where no time says anything")
-    machine = this_machine(world.device, world.size)
+    machine = this_machine(world.device, world.nodes.count(world.node))
     path = out or cache_path(machine)
     if path is None:
         raise ProfileError("platformdirs is not installed, so name a file with --out")

@@ -21,11 +21,13 @@ from ...plans import (
     OneShot,
     Plan,
     Sequential,
+    TwoLevel,
 )
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered, summed
 from ...world import World
 from ..common import Factors, MatmulOp, RowOutOptions, given_rows, plain_rows, validate, whole_words
+from ..two_level import run_gather
 from .call import GATHER_GEMM, GatherCall
 from .runs import (
     direct_sequential,
@@ -47,7 +49,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, int gated, bool gathered"
     results = 2
     collective = "all_gather"
-    transposes = Sequential, Decomposed, Fused, OneShot
+    transposes = Sequential, Decomposed, Fused, OneShot, TwoLevel
     runs = {
         Sequential: run_sequential,
         Decomposed: run_decomposed,
@@ -55,6 +57,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         FusedGatherByCopies: run_fused_by_copies,
         Awaiting: run_awaiting,
         OneShot: run_one_shot,
+        TwoLevel: run_gather,
     }
     refuses = {Decomposed: ("pieces",)}
     small = FusedGather
@@ -66,6 +69,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         TWO_AN_SM_BY_COPIES,
     )
     tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in library_gemm.FORMS if form.pingpong)
+    over_nodes = (TwoLevel(), TwoLevel(2))
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> GatherCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options
@@ -210,7 +214,8 @@ def all_gather_matmul(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], this rank's part.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "awaiting", "one_shot") or a Plan; on all ranks alike
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "awaiting", "one_shot"; over nodes "two_level") or a
+            Plan; on all ranks alike.
         out: [M, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
         return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and kept: the
             backward pass then does not gather again.

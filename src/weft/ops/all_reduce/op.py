@@ -19,6 +19,7 @@ from ...plans import (
     OneShot,
     Plan,
     Sequential,
+    TwoLevel,
     TwoShotCounted,
     TwoShotLowLatency,
     TwoShotPull,
@@ -30,6 +31,7 @@ from ...torch_library import CallOptions
 from ...transport.low_latency import VECTOR
 from ...world import World
 from ..common import split_rows
+from ..two_level import run_sum
 from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
 from .multicast import run_multicast, why_no_multicast
@@ -59,9 +61,11 @@ class Reduce(Op[SumCall]):
         TwoShotPull: run_two_shot,
         TwoShotLowLatency: run_two_shot_low_latency,
         Multicast: run_multicast,
+        TwoLevel: run_sum,
     }
     refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
     small = TwoShotPush
+    over_nodes: ClassVar[Sequence[Plan]] = (TwoLevel(), TwoLevel(4))
     looks_at_addresses = True
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
@@ -84,6 +88,8 @@ class Reduce(Op[SumCall]):
     def fits(self, world: World, call: SumCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.h * call.dtype.itemsize % VECTOR:
             return f"{call.m * call.h} elements are no whole 16-byte words"
+        if isinstance(plan, TwoLevel):
+            return None
         if posts(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):  # else rows are counted
             return world.peer_reason
         reason = world.symmetric_reason
@@ -298,8 +304,8 @@ def all_reduce_rms_norm(
             writes `out`. Into any other tensor a plan that counts copies them from the library's own. Between two calls
             it is the caller's: it is not written before this rank's next call.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast") or a Plan; the same on
-            all ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast"; over nodes "two_level")
+            or a Plan; the same on all ranks.
 
     Computed in float32: the sum in the order of the ranks ("sequential": as NCCL does it), the residual, the norm; the
     new residual is rounded once.

@@ -59,11 +59,12 @@ def run_sequential(world: World, call: SumCall, plan: Plan, t: Tensors, stream: 
         return
     added = call if call.residual == WHOLE.value else replace(call, residual=ABSENT.value)
 
-    _add_norm(world, added)(stream, **t.arguments(), x=total, out=t.out)
+    norm_rows(world, added)(stream, **t.arguments(), x=total, out=t.out)
 
 
 @prepared
-def _add_norm(world: World, call: SumCall) -> Launch:
+def norm_rows(world: World, call: SumCall) -> Launch:
+    """What adds a residual to rows that are summed, and normalises them."""
     per_sm = 2 if call.h <= 8192 else 1
     programs, sizes = min(call.m, world.sm_count * per_sm), dict(M=call.m, norm=call.computed)
     return Launch(world, add_norm, programs, call.options(8, per_sm), **sizes, me=rank_word(world), W=world.size)

@@ -28,7 +28,7 @@ from ...errors import Mismatch
 from ...kernel_launch import Launch, Matrix
 from ...lang.jit import constants
 from ...op import check_call, registered
-from ...plans import Plan, Sequential, Signaled
+from ...plans import Plan, Sequential, Signaled, TwoLevel
 from ...tensor_checks import check_device
 from ...torch_library import CallOptions
 from ...transport.copies import COPIES
@@ -36,6 +36,7 @@ from ...transport.memory import lock
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
 from ...world import Kept, World, disagreement
 from ..common import Factors, MatmulCall, MatmulOp, tile_of, validate, weight_matrix, whole_words
+from ..two_level import run_exchange
 
 _OP = "matmul_all_to_all"
 R = TypeVar("R")
@@ -63,6 +64,11 @@ class Routing:
             with world.persistent_allocation():
                 self.prepared[key] = make()
         return self.prepared[key]
+
+    def by_destination(self, world: World) -> torch.Tensor:
+        """Return this rank's rows in the order of the ranks that they go to."""
+        rows = self.destinations[world.rank]
+        return self.keep(world, "order", lambda: world.tensor(np.argsort(rows, kind="stable").tolist(), torch.int64))
 
 
 def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routing:
@@ -121,7 +127,7 @@ def matmul_all_to_all(
             again. What is not a Routing is exchanged among the hosts in every call, and cannot be captured in a CUDA
             graph.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "signaled" or such a Plan; the same on all ranks.
+        plan: "auto", "sequential", "signaled", over nodes "two_level", or such a Plan; the same on all ranks.
         out: [r, N], contiguous: where to write the result; it may hold an operand.
 
     Returns: [r, N]: first the rows from rank 0 in their order there, then those from rank 1, and so on. How many come
@@ -162,16 +168,11 @@ def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors
     stream, me, routing, (m, n) = world.current_stream(), world.rank, call.routing, (call.sent, call.n)
     y = world.empty((m, n), call.dtype)
     world.linear(*operands, stream, y)  # without rows too: ranks that share a GPU come to it together
-    order = routing.keep(world, "order", lambda: _by_destination(world, routing))
+    order = routing.by_destination(world)
     pool = world.empty((m, n), call.dtype)
     if m:
         world.call(lambda: torch.index_select(y, 0, order, out=pool), [y, order], [pool], stream)
     world.all_to_all(out.split([counts[me] for counts in routing.counts]), pool.split(routing.counts[me]), stream)
-
-
-def _by_destination(world: World, routing: Routing) -> torch.Tensor:
-    """Return this rank's rows in the order of the ranks that they go to."""
-    return world.tensor(np.argsort(routing.destinations[world.rank], kind="stable").tolist(), torch.int64)
 
 
 @dataclass
@@ -297,7 +298,9 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
 
     name = _OP
     collective = "all_to_all"
-    runs = {Sequential: run_sequential, Signaled: run_signaled}
+    runs = {Sequential: run_sequential, Signaled: run_signaled, TwoLevel: run_exchange}
+    refuses = {TwoLevel: ("pieces",)}
+    over_nodes = (TwoLevel(),)
     small = Signaled
     keeps_decisions = True
 
@@ -319,7 +322,8 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]
 
     def fits(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:
-        return super().fits(world, call, plan, asked) or whole_words(N=call.n)
+        reason = super().fits(world, call, plan, asked)
+        return reason if isinstance(plan, TwoLevel) else reason or whole_words(N=call.n)
 
     def decisions(self, world: World, options: CallOptions) -> Kept:
         return options[0].prepared

@@ -18,6 +18,7 @@ from ...plans import (
     Plan,
     Sequential,
     Signaled,
+    TwoLevel,
     TwoShot,
     TwoShotLowLatency,
     TwoShotPull,
@@ -41,6 +42,7 @@ from ..common import (
     whole_words,
 )
 from ..norm import Remap
+from ..two_level import run_reduce_all, run_scatter
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .runs import (
     direct_sequential,
@@ -58,7 +60,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
     """What the two sums over ranks share."""
 
     everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
-    transposes = Sequential, Decomposed, Fused, OneShot, TwoShot
+    transposes = Sequential, Decomposed, Fused, OneShot, TwoShot, TwoLevel
 
     def saved(
         self, operands: Factors, results: Sequence[torch.Tensor | None], options: CallOptions, needs: Sequence[bool]
@@ -114,7 +116,9 @@ class MatmulReduceScatter(MatmulReduce):
         FusedReduceScatter: run_fused,
         OneShot: run_one_shot,
         Signaled: run_signaled,
+        TwoLevel: run_scatter,
     }
+    over_nodes = (TwoLevel(), TwoLevel(2))
     small = FusedReduceScatter
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
@@ -165,9 +169,15 @@ class MatmulAllReduce(MatmulReduce):
         TwoShotPull: run_shots,
         TwoShotLowLatency: run_shots,
         Signaled: run_signaled,
+        TwoLevel: run_reduce_all,
     }
+    over_nodes = (TwoLevel(2), TwoLevel(4))
     refuses = {Decomposed: ("pieces",)}
     small = FusedAllReduce
+
+    def default(self, world: World, kind: type[Plan]) -> Plan:
+        """Return the default of the kind; in one piece two levels would hide nothing."""
+        return TwoLevel(2) if kind is TwoLevel else super().default(world, kind)
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """Nothing is communicated: every rank has all of dy."""
@@ -229,8 +239,8 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], the same on all ranks. It is added once, to the sum.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot") or a Plan; the same on all
-            ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot"; over nodes "two_level") or a
+            Plan; the same on all ranks.
         out: [m_r, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
         rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer
             shards first (`weft.lang.balanced_rows`).

@@ -16,8 +16,9 @@ from ...op import collective as collective_of
 from ...plans import LowLatencyShot
 from ...transport import low_latency as posted_rows
 from ...transport.copies import peer_at, sum_parts
+from ...transport.two_level import hops, send
 from ..parts import by_posted_rows
-from ..profile import Beside, Latency, Measurement, Takes
+from ..profile import SEND_TO_NODE, Beside, Latency, Measurement, Takes
 from . import gemms
 from .common import Bench, Probe, size_of
 
@@ -89,6 +90,18 @@ def copies(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
         yield b.latency("local", size, local)
         if size * (world.size + 2) <= b.full.numel() * 2:
             yield b.latency("sum", size, lambda size=size: sum_of_parts(b, size // 2))  # type: ignore[misc]
+
+
+def sends(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
+    """Probe the link between nodes: all ranks of a node send at once, as two-level plans have them."""
+    target, source = next(hops(b.world))
+    for size in sizes:
+        part, into = b.part[: size // 2], b.full[: size // 2]
+
+        def fn(part: torch.Tensor = part, into: torch.Tensor = into) -> None:
+            send(b.world, part, target, into, source, b.world.current_stream())
+
+        yield b.latency(SEND_TO_NODE, size, fn)
 
 
 def sum_of_parts(b: Bench, count: int) -> None:
