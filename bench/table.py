@@ -57,7 +57,7 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
         ours = (
-            r for r in lines(path) if r.get("op") == path.stem and set(KEY) <= r.keys()
+            r for r in lines(path) if r["op"] == path.stem and set(KEY) <= r.keys()
         )  # others are of other benchmarks
         for r in ours:
             methods.setdefault(tuple(r[k] for k in KEY), {})[r["method"]] = r
