@@ -279,7 +279,11 @@ class Llama(nn.Module):
         layout = batch
         rows, last, stream = self.hidden(ids, layout), layout.last, world.current_stream()
         picked = world.empty((layout.requests, self.config.hidden_size), self.dtype)
-        world.call(lambda: torch.index_select(rows, 0, last.clamp(min=0), out=picked), [rows, last], [picked], stream)
+
+        def pick() -> None:
+            torch.index_select(rows, 0, last.clamp(min=0), out=picked)
+
+        world.call(pick, [rows, last], [picked], stream)
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         logits = world.empty((layout.requests, self.config.vocab_size), self.dtype)
         world.linear(picked, head.weight, None, stream, logits)
