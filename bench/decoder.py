@@ -413,9 +413,9 @@ class Bench:
             if a.ways and method not in ("sequential", "no communication", *a.ways):
                 continue
             graphs = Graphs(model, cache, sizes=sizes, several=several, plan=plan)
-            joining = llama._plain
+            summing = llama.all_reduce_then_norm
             if method == "no communication":
-                llama._plain = local
+                llama.all_reduce_then_norm = local
             try:
                 every[method] = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
                 for run in every[method]:  # captures
@@ -426,7 +426,7 @@ class Bench:
                 error = repr(e)[:300]
                 if world.rank == 0:
                     traceback.print_exc()
-            llama._plain = joining
+            llama.all_reduce_then_norm = summing
             if any(errors := world.exchange(error)):
                 self.say(f"left out: {name} {method}: {next(e for e in errors if e)}")
                 every.pop(method, None)

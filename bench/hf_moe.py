@@ -27,7 +27,7 @@ from timing import error_of, time_interleaved
 from transformers.distributed import DistributedConfig
 
 import weft
-from weft.integrations.transformers import moe
+from weft.integrations.transformers import forwards
 
 BF = torch.bfloat16
 COMMON = dict(vocab_size=1024, max_position_embeddings=16384, rms_norm_eps=1e-5)  # a few words, as in hf.py
@@ -65,13 +65,13 @@ def loaded(name: str, layers: int, world: weft.World) -> Any:
     return model.to(world.device).eval()
 
 
-def of_form(fn: Callable[[], torch.Tensor], many: int) -> Callable[[], torch.Tensor]:
+def of_form(fn: Callable[[], torch.Tensor], sharded_from: int) -> Callable[[], torch.Tensor]:
     def run() -> torch.Tensor:
-        before, moe.MANY_TOKENS = moe.MANY_TOKENS, many
+        before, forwards.SHARDED_FROM = forwards.SHARDED_FROM, sharded_from
         try:
             return fn()
         finally:
-            moe.MANY_TOKENS = before
+            forwards.SHARDED_FROM = before
 
     return run
 

@@ -130,26 +130,26 @@ def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, by: Collecti
     """As `model.hidden` of a model with experts, whose rows are at their owners between the layers."""
     world, c, part, rows = model.world, model.config, layout.parts[0], layout.tokens
     norm = functools.partial(weft.rms_norm, world=world)
-    weights, shards = model._norms(), balanced_rows(rows, world.size)
+    norms, shards = model._norms(), balanced_rows(rows, world.size)
     assert c.mixture is not None
     x = model.model.embed_tokens.weight[ids].split(shards)[world.rank]
-    residual, y = x, norm(x, weights[0], c.rms_norm_eps)
+    residual, y = x, norm(x, *norms[0])
     for at, layer in enumerate(model.model.layers):
         qkv = by.gather(y, rows) @ layer.self_attn.qkv.t()
         out = torch.empty(rows, layer.self_attn.out.shape[1], dtype=qkv.dtype, device=qkv.device)
         heads = model._heads(layer.self_attn, at, part, layout, qkv, out)
         world.finish(world.current_stream())
         y = by.sum(heads @ layer.self_attn.out.t())
-        y, residual = norm(y, weights[2 * at + 1], c.rms_norm_eps, residual=residual)
+        y, residual = norm(y, *norms[2 * at + 1], residual=residual)
         y = experts_by_libraries(layer.mlp, y, rows, c.mixture.top_k, by)
-        y, residual = norm(y, weights[2 * at + 2], c.rms_norm_eps, residual=residual)
+        y, residual = norm(y, *norms[2 * at + 2], residual=residual)
     return by.gather(y, rows)
 
 
 def alone(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: weft.World, **_: object
 ) -> tuple[Tensor, Tensor]:
-    """What joins the ranks by "libraries", called as `all_reduce_rms_norm`, less the all-reduce."""
+    """What "libraries" take in place of `all_reduce_rms_norm`, called as that, less the all-reduce."""
     return weft.rms_norm(partial, weight, eps, world=world, residual=residual)
 
 
@@ -196,12 +196,12 @@ class Bench:
 
         def of(plan: LayerPlan) -> Callable[[], Tensor]:
             layout = model.layout(batch, cache, plan)
-            return lambda: torch.cat(model.hidden(ids, layout))
+            return lambda: model.hidden(ids, layout)
 
         todo = {method: of(plan) for method, plan in plans.items()}
         if model.config.mixture is None:
             layout = model.layout(batch, cache, "plain")
-            todo[ALONE] = lambda: torch.cat(model.hidden(ids, layout, alone))
+            todo[ALONE] = lambda: model.hidden(ids, layout, alone)
         else:
             layout, elided = model.layout(batch, cache, "sequence"), Elided(world)
             by = functools.partial(mixture_by_libraries, model, ids, layout)

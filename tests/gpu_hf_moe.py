@@ -13,7 +13,7 @@ from gpu_hf import BOUND, ids_of, replayed, written
 
 import weft
 from weft import hf
-from weft.integrations.transformers import moe as hf_moe
+from weft.integrations.transformers.forwards import SHARDED_FROM
 
 BF = torch.bfloat16
 SIZES = dict(
@@ -45,12 +45,12 @@ def loaded(world: weft.World, kind: str) -> Any:
 
 @torch.no_grad()
 def forward(world: weft.World, kind: str, two_parts: int | None = None) -> float:
-    """Few tokens, which all ranks have, and many, held by rows, of which ranks have unequal numbers, or in two parts.
+    """Few tokens, which all ranks have, and many, sharded, of which ranks have unequal numbers, or in two parts.
     Each token's logits, by the experts that the woven model took; and whether rounding explains that it took them."""
     model, worst = loaded(world, kind), 0.0
     for shape in ((2, 5), (1, 1027)):
         ids = ids_of(world, *shape)
-        assert (ids.numel() >= hf_moe.MANY_TOKENS) == (shape[0] == 1)
+        assert (ids.numel() >= SHARDED_FROM) == (shape[0] == 1)
         found = compared(model, ids, world, two_parts)
         if not world.rank:
             print(f"hf {kind} {list(shape)}: {found}", flush=True)

@@ -45,7 +45,7 @@ def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
         with torch.no_grad():
             by = functools.partial(bench.mixture_by_libraries, model, ids, layout)
             got = by(collectives.Collectives(world)).clone()
-            want = model.hidden(ids, layout)[0]
+            want = model.hidden(ids, layout)
             elided = collectives.Elided(world)
             alone(world, elided.passes(lambda: by(elided)))
         return distance(got, want)
@@ -69,9 +69,9 @@ def test_a_dense_pass_without_communication_is_of_this_ranks_parts() -> None:
         cache = Cache(config, world=world, slots=2, max_len=7, dtype=FLOAT16)
         layout = model.layout(Batch.prefill((7, 4)), cache, "plain")
         with torch.no_grad():
-            whole = model.hidden(ids, layout)[0].clone()
-            alone(world, lambda: model.hidden(ids, layout, bench.alone)[0])
-            return [distance(model.hidden(ids, layout, bench.alone)[0], whole)]
+            whole = model.hidden(ids, layout).clone()
+            alone(world, lambda: model.hidden(ids, layout, bench.alone))
+            return [distance(model.hidden(ids, layout, bench.alone), whole)]
 
     one, two = emulate(rank, 1), emulate(rank, 2)
     assert one == [[0.0]] and min(min(two)) > 0.01

@@ -75,14 +75,14 @@ def test_logits_are_the_models_own_to_rounding(kind: str, more: dict[str, Any]) 
 def test_residuals_held_by_rows_and_whole_give_the_same(
     monkeypatch: pytest.MonkeyPatch, plan: str, counts: bool
 ) -> None:
-    """Also with hidden states recorded, which are whole on every rank. Joints that post rows take no symmetric memory
+    """Also with hidden states recorded, which are whole on every rank. Calls that post rows take no symmetric memory
     for what they read and write."""
 
     def main(world: weft.World) -> list[Any]:
         model = hf.weave(made("Llama"), world, plan=plan)
         with torch.no_grad():
             seen = [model(IDS).logits]
-            monkeypatch.setattr("weft.integrations.transformers.joints.keeps_shards", lambda *_: True)
+            monkeypatch.setattr("weft.nn.decoder_layer.shards_residual", lambda *_: True)
             world.exchange(None)
             seen.append(model(IDS).logits)
             recorded = model(IDS, output_hidden_states=True)
@@ -92,6 +92,27 @@ def test_residuals_held_by_rows_and_whole_give_the_same(
     whole, by_rows, recorded, shapes = run(main)[0]
     assert (whole - by_rows).abs().max() <= 2**-6 * whole.abs().max() and (recorded == whole).all()
     assert shapes == [(2, 9, 64)] * 3
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_sharded_tokens_give_what_replicated_ones_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of dense layers, which no pass shards by itself: of 9 tokens, which two ranks share unevenly, and of 18."""
+    monkeypatch.setattr("weft.integrations.transformers.forwards.SHARDED_FROM", 2)
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        model = hf.weave(made(kind), world)
+        with torch.no_grad():
+            replicated = [model(ids).logits for ids in (IDS, IDS[:1])]
+            model._weft.shards_tokens = True
+            sharded = [model(ids).logits for ids in (IDS, IDS[:1])]
+            recorded = model(IDS, output_hidden_states=True)
+        assert not torch.equal(replicated[0], sharded[0]), "rounded at other places"
+        assert [h.shape for h in recorded.hidden_states] == [(2, 9, 64)] * 3
+        return [*replicated, *sharded]
+
+    for one, odd, sharded, sharded_odd in run(main):
+        assert (one - sharded).abs().max() <= 2**-5 * one.abs().max()
+        assert (odd - sharded_odd).abs().max() <= 2**-5 * odd.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
@@ -120,7 +141,7 @@ def test_two_parts_without_an_order_of_streams_are_a_race(left_out: str, monkeyp
             hf.weave(made("Llama"), world, two_parts=2)(IDS)
 
     if left_out == "wait":
-        monkeypatch.setattr("weft.integrations.transformers.joints.Pass.wait", lambda *_: None)
+        monkeypatch.setattr("weft.nn.weave.Weave.wait", lambda *_: None)
     else:
         own = EmulatedBackend.wait_event
         side = lambda self, stream: stream == self.side_stream("weave")  # noqa: E731

@@ -13,6 +13,7 @@ from test_hf import IDS, SIZES, run
 
 import weft
 from weft import hf
+from weft.integrations.transformers import forwards
 from weft.integrations.transformers import moe as hf_moe
 
 transformers = pytest.importorskip("transformers")
@@ -65,7 +66,7 @@ def beside_the_model(kind: str, two_parts: int | None = None, **more: Any) -> Co
             return compared(made(kind, **more), ids, world, two_parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_moe, "MANY_TOKENS", 8)
+        patch.setattr(forwards, "SHARDED_FROM", 8)
         return run(main)[0]
 
 
@@ -96,16 +97,16 @@ def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: py
     assert (found.unexplained > 1 and found.moved) if wrong == "expert" else found.of_token > 3e-2, found
 
 
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_the_models_own_to_rounding(kind: str, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if many:  # 18 tokens
-        monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
+def test_logits_are_the_models_own_to_rounding(kind: str, sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sharded:  # 18 tokens
+        monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
     check_logits(kind, logits_of(kind, 2))
 
 
 def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
+    monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
 
     def main(world: weft.World) -> list[torch.Tensor]:
         model = made("Qwen3Moe", num_hidden_layers=1)
@@ -117,7 +118,7 @@ def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: p
 
 
 def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
+    monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
 
     def main(world: weft.World) -> list[Any]:
         model = made("Qwen3Moe", mlp_only_layers=[0], intermediate_size=96)
@@ -137,7 +138,7 @@ def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.
 @pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
 def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt by rows, the tokens after it by all ranks."""
-    monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
+    monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
     ids = IDS[1:] if kind == "GptOss" else IDS  # of its first row the two best tokens are within rounding
     more = dict(cache_implementation="static") if static else {}
     wanted = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids), **more)
@@ -288,7 +289,7 @@ def test_experts_that_transformers_has_split_already() -> None:
     try:
         for columns, least in ((False, 1000), (True, 1000), (True, 8)):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(hf_moe, "MANY_TOKENS", least)
+                patch.setattr(forwards, "SHARDED_FROM", least)
                 for want, got in run(functools.partial(main, columns=columns)):
                     assert (got - want).abs().max() <= 2**-4 * want.abs().max(), (columns, least)
     finally:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 import weft
 from weft import hf
 from weft.integrations.transformers import moe as hf_moe
-from weft.integrations.transformers.parts import Columns, RowPart
+from weft.integrations.transformers.shards import ColumnShards, RowShard
 
 transformers = pytest.importorskip("transformers")
 DENSE, MIXTURES = ("Llama", "Qwen2", "Qwen3"), ("Qwen3Moe", "GptOss")
@@ -247,7 +247,7 @@ def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None
     """Which writes reach in any way, and which takes no memory beside them."""
     world: Any = SimpleNamespace(size=2, rank=0, capturing=lambda: False)
     linears = [split_linear(mesh, n) for n in (8, 4, 6)]
-    columns, x = Columns(linears, world), torch.randn(3, 8)
+    columns, x = ColumnShards(linears, world), torch.randn(3, 8)
     (stack,) = columns.weights
 
     def check() -> None:
@@ -274,15 +274,15 @@ def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None
         with pytest.raises(weft.Unsupported, match=r"layers.0.weight was float32 \[4, 8\] .* is float32 \[2, 8\]"):
             check()
     with pytest.raises(weft.Unsupported, match="along dimension 1 alone"):
-        RowPart(split_linear(mesh, 4), world)
+        RowShard(split_linear(mesh, 4), world)
     with pytest.raises(weft.Unsupported, match="along dimension 0 alone"):
-        Columns([split_linear(mesh, 4, 1)], world)
+        ColumnShards([split_linear(mesh, 4, 1)], world)
 
 
 def test_a_change_inside_a_capture_is_refused(mesh: DeviceMesh) -> None:
     world: Any = SimpleNamespace(size=2, rank=0, capturing=lambda: True)
     linear = split_linear(mesh, 8)
-    columns = Columns([linear], world)
+    columns = ColumnShards([linear], world)
     columns.parameters.refresh(world, lambda module: "layers.0")
     linear.weight = nn.Parameter(DTensor.from_local(torch.randn(4, 8), mesh, [Shard(0)], run_check=False))
     with pytest.raises(weft.WeftError, match="call the model once before"):

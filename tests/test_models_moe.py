@@ -99,7 +99,7 @@ def test_padding_goes_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
         routed.append((ids, kwargs["world"].rank))
         return weft.moe.moe(x, ids, *args, **kwargs)
 
-    monkeypatch.setattr("weft.models.mixture.moe", kept)
+    monkeypatch.setattr("weft.nn.split.moe", kept)
 
     def rank(world: weft.World) -> float:
         model = made(world, config, dtype=FLOAT16)
@@ -201,7 +201,8 @@ def test_experts_beside_a_norm_wait_for_no_other_rank(monkeypatch: pytest.Monkey
         sizes.append(kwargs["world"].size)
         return weft.moe.moe(*args, **kwargs)
 
-    monkeypatch.setattr("weft.models.mixture.moe", seen)
+    for module in ("weft.models.mixture", "weft.nn.split"):
+        monkeypatch.setattr(f"{module}.moe", seen)
 
     def rank(world: weft.World) -> None:
         model, ids = made(world, MIXTURES["mixtral"]), torch.arange(6)

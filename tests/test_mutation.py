@@ -421,11 +421,11 @@ def weaving(world: World) -> None:
                 y = kept * (kept.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
             want[i] = y
 
-        def join(k: int, i: int, partial: torch.Tensor, residuals: list[torch.Tensor] = residuals) -> torch.Tensor:
+        def reduce(k: int, i: int, partial: torch.Tensor, residuals: list[torch.Tensor] = residuals) -> torch.Tensor:
             y, residuals[i] = weft.all_reduce_rms_norm(partial, residuals[i], norm, 1e-5, world=world)
             return y
 
-        for got, right in zip(run(world, ys, [compute] * 3, join), want, strict=True):
+        for got, right in zip(run(world, ys, [compute] * 3, reduce), want, strict=True):
             kept = world.empty((4, 16), torch.float32)
             world.call(lambda got=got, kept=kept: kept.copy_(got), [got], [kept], main)
             results.append((kept, right))

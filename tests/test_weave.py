@@ -28,7 +28,7 @@ TINY = dict(
 
 
 def stages(world: weft.World, parts: int, log: list[tuple[str, int, int, str]]) -> list[torch.Tensor]:
-    """Four stages of a matrix product, joined by an all-reduce of about the time of one."""
+    """Four stages of a matrix product, each summed by an all-reduce of about the time of one."""
     rows, width = 32 // parts, 64
     w = torch.full((width, width), 1 / 128)
     outs = [world.empty((rows, width), torch.float32) for _ in range(parts)]
@@ -40,15 +40,15 @@ def stages(world: weft.World, parts: int, log: list[tuple[str, int, int, str]]) 
         world.call(lambda: torch.mm(y, w, out=outs[i]), [y, w], [outs[i]], main)
         return outs[i]
 
-    def join(k: int, i: int, partial: torch.Tensor) -> torch.Tensor:
-        log.append(("join", k, i, world.current_stream().name))
+    def reduce(k: int, i: int, partial: torch.Tensor) -> torch.Tensor:
+        log.append(("reduce", k, i, world.current_stream().name))
         y = world.empty((rows, width), torch.float32)
         world.all_reduce(partial, world.current_stream())
         world.copy(y, partial, world.current_stream())
         return y
 
     made = [lambda i, y, k=k: compute(k, i, y) for k in range(4)]
-    ys = weave.run(world, ys, made, join)
+    ys = weave.run(world, ys, made, reduce)
     kept = [world.empty((rows, width), torch.float32) for _ in ys]
     for y, to in zip(ys, kept, strict=True):
         world.call(lambda y=y, to=to: to.copy_(y), [y], [to], main)
@@ -63,13 +63,13 @@ def end_of(parts: int) -> tuple[float, list[Any], list[Any]]:
     return max(s.end for s in report.timeline), logs[0], results[0]
 
 
-def test_one_part_joins_under_the_others_compute() -> None:
+def test_one_part_is_reduced_under_the_others_compute() -> None:
     whole, _, alone = end_of(1)
     woven, log, halves = end_of(2)
     assert woven < 0.75 * whole
-    order = [(what, k, i) for k in range(4) for i in (0, 1) for what in ("compute", "join")]
+    order = [(what, k, i) for k in range(4) for i in (0, 1) for what in ("compute", "reduce")]
     assert [entry[:3] for entry in log] == order
-    assert {entry[3] for entry in log if entry[0] == "join"} == {"weave"}
+    assert {entry[3] for entry in log if entry[0] == "reduce"} == {"weave"}
     assert {entry[3] for entry in log if entry[0] == "compute"} == {"main"}
     assert torch.equal(halves[0], alone[0][:16]) and torch.equal(halves[1], 2 * halves[0])
 

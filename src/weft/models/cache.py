@@ -135,16 +135,14 @@ class Part:
     """Rows of a layout that go through a layer together.
 
     positions, slots: int32 [rows], those of every token (slot -1: padding). single, several: the requests of one token
-    each, in the first rows, and the others. pieces: row, tokens, slot and tokens in the cache of each request. last:
-    int32 [requests of the whole layout], the row of the request's last token, -1 if it is not here. long: whether the
-    pieces stay as they are and all of several tokens are long (`LONG_PROMPT`).
+    each, in the first rows, and the others. pieces: row, tokens, slot and tokens in the cache of each request. long:
+    whether the pieces stay as they are and all of several tokens are long (`LONG_PROMPT`).
     """
 
     rows: int
     pieces: list[tuple[int, int, int, int]]
     positions: torch.Tensor
     slots: torch.Tensor
-    last: torch.Tensor
     single: Rows
     several: Rows
     long: bool = False
@@ -167,6 +165,7 @@ class Layout:
     """A batch, its plan, and its device tables (`Llama.layout` makes it). No forward pass copies from or waits for the
     host.
 
+    last: int32 [requests], the row of each request's last token, -1 of a request that is not there.
     room: (tokens, singles, several), rows in all, rows for requests of one token, and requests of several; then `fill`
     takes any batch that fits. Requests of one token for which `singles` has no room count as of several.
     """
@@ -185,10 +184,10 @@ class Layout:
         with torch.inference_mode(False):  # a fill may come outside it
             self.table = world.zeros((sum(lengths),), torch.int32)
             columns = iter(self.table.split(lengths))
-        self.parts: list[Part] = []
+        self.last, self.parts = next(columns), list[Part]()
         lo = 0
         for rows, mine in zip(self.splits, pieces, strict=True):
-            positions, slots, last = (next(columns) for _ in range(3))
+            positions, slots = next(columns), next(columns)
             single = max(0, min(self.singles - lo, rows))
             longest, k = (rows - single, cache.max_len) if self.padded else (0, 1)
             if not self.padded:
@@ -199,7 +198,7 @@ class Layout:
             )
             others = [] if self.padded else [(n, end) for row, n, _, end in mine if row >= single]
             long = len(others) > 0 and all(is_long(n, end) for n, end in others)
-            self.parts.append(Part(rows, mine, positions, slots, last, ones, several, long))
+            self.parts.append(Part(rows, mine, positions, slots, ones, several, long))
             lo += rows
         self._filling(host, pieces)()
 
@@ -219,23 +218,23 @@ class Layout:
         return [*range(lead), *others.tolist()]
 
     def _values(self, batch: Batch) -> tuple[list[list[np.ndarray]], list[list[tuple[int, int, int, int]]]]:
-        """Return, for each part, the columns of its tables in order, and its pieces."""
+        """Return the table of last rows, then for each part the columns of its tables in order; and for each part its
+        pieces."""
         cache, at = self.cache, self.rows(batch)
         positions, slots = np.zeros(self.tokens, np.int32), np.full(self.tokens, -1, np.int32)
+        last = np.full(self.requests, -1, np.int32)
+        last[: batch.requests] = np.add(at, batch.lengths) - 1
         for row, n, start, slot in zip(at, batch.lengths, batch.starts, batch.slots, strict=True):
             positions[row : row + n] = np.arange(start, start + n)
             slots[row : row + n] = slot
-        tables, pieces, lo = [], [], 0
+        tables, pieces, lo = [[last]], [], 0
         for rows in self.splits:
-            hi, single = lo + rows, max(0, min(self.singles - lo, rows))
-            mine, last = [], np.full(self.requests, -1, np.int32)
-            for r, (row, n, end, slot) in enumerate(zip(at, batch.lengths, batch.ends, batch.slots, strict=True)):
+            hi, single, mine = lo + rows, max(0, min(self.singles - lo, rows)), []
+            for row, n, end, slot in zip(at, batch.lengths, batch.ends, batch.slots, strict=True):
                 first, after = max(row, lo), min(row + n, hi)
                 if first < after:
                     mine.append((first - lo, after - first, slot, end - (row + n - after)))
-                    if after == row + n:
-                        last[r] = after - 1 - lo
-            columns = [positions[lo:hi], slots[lo:hi], last]
+            columns = [positions[lo:hi], slots[lo:hi]]
             ones = [p for p in mine if p[0] < single]
             others = [p for p in mine if p[0] >= single]
             for region, room, grows in ((ones, single, 1), (others, self.several if self.padded else len(others), 0)):

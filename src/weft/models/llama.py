@@ -2,15 +2,16 @@
 experts, cached keys and values.
 
 Every rank holds some of the heads and some of the MLP's columns or experts, and the whole embedding and output head. A
-layer is two stages, attention and MLP, each of which leaves a partial output on every rank. What joins the ranks is the
-plan's:
+layer is that of nn/decoder_layer.py, to which this module brings attention and MLP. How the ranks sum what these leave
+is the plan's:
 
     plain      GEMMs | all-reduce | add, norm              residual [M, H] on every rank
     fused      GEMMs | all_reduce_rms_norm                 residual by rows at their owners, or [M, H] where M is small
-    woven      the same for two parts of the tokens, one's join under the other's GEMMs (nn/weave.py)
+    woven      the same for two parts of the tokens, one's all_reduce_rms_norm under the other's GEMMs (nn/weave.py)
     sequence   all-gather + GEMM .. GEMM + reduce-scatter  residual and norms by rows at their owners
 
-Experts take either form of rows (mixture.py). "auto" is "sequence" where there are some: nothing predicts the others.
+Experts take replicated tokens and sharded ones (mixture.py). "auto" is "sequence" where there are some: nothing
+predicts the others.
 
 Nothing in a forward pass waits for the device or copies from the host: lengths, positions and slots are in a Layout.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,10 +29,18 @@ from torch import nn
 from ..chooser import Choice
 from ..compute.elementwise import rotate_and_keep
 from ..kernel_launch import Launch, prepared
-from ..lang.mapping import balanced_rows
+from ..nn.decoder_layer import (
+    HiddenStates,
+    ReplicatedStates,
+    RMSNorm,
+    ShardedStates,
+    all_reduce_then_norm,
+    decoder_layer,
+    own_rows,
+)
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
-from ..nn.weave import LayerPlan, LayerTimes, Table, halves, run, table
+from ..nn.weave import LayerPlan, LayerTimes, Table, halves, table
 from ..ops.activation import gate
 from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.all_reduce.op import all_reduce_rms_norm
@@ -39,7 +48,6 @@ from ..ops.matmul import Shares, matmul, tile
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
 from ..planner.layers import DecoderSizes, predicted
-from ..transport.collectives import gather
 from ..transport.memory import lock
 from ..world import World
 from .attention import attend, flash_works
@@ -273,31 +281,27 @@ class Llama(nn.Module):
                 raise ValueError("a batch needs a cache")
             batch = self.layout(batch, cache, plan, mode="graph" if world.capturing() else "eager")
         layout = batch
-        ys = self.hidden(ids, layout)
-        last, stream = world.empty((layout.requests, self.config.hidden_size), self.dtype), world.current_stream()
-        rows = [part.last for part in layout.parts[: len(ys)]]
+        rows, last, stream = self.hidden(ids, layout), layout.last, world.current_stream()
+        picked = world.empty((layout.requests, self.config.hidden_size), self.dtype)
 
         def pick() -> None:
-            picked = ys[0].index_select(0, rows[0].clamp(min=0))
-            if len(ys) == 2:
-                picked = torch.where(rows[1][:, None] >= 0, ys[1].index_select(0, rows[1].clamp(min=0)), picked)
-            last.copy_(picked)
+            torch.index_select(rows, 0, last.clamp(min=0), out=picked)
 
-        world.call(pick, [*ys, *rows], [last], stream)
+        world.call(pick, [rows, last], [picked], stream)
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         logits = world.empty((layout.requests, self.config.vocab_size), self.dtype)
-        world.linear(last, head.weight, None, stream, logits)
+        world.linear(picked, head.weight, None, stream, logits)
         world.finish(stream)
         return logits
 
     @torch.no_grad()
     def hidden(
-        self, ids: Tensor, layout: Layout, add_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
-    ) -> list[Tensor]:
-        """The normalised output of the last layer, [rows, H] of every part of the layout, valid until the next forward
-        pass.
+        self, ids: Tensor, layout: Layout, allreduce_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
+    ) -> Tensor:
+        """The normalised output of the last layer, [rows, H] of the layout, valid until the next forward pass.
 
-        add_norm: what joins the ranks, called as `all_reduce_rms_norm`, in place of the plan's."""
+        allreduce_norm: what sums the partial outputs, called as `all_reduce_rms_norm`, in place of what the plan takes;
+        with a plan that is neither woven nor "sequence"."""
         world, plan, c = self.world, layout.plan, self.config
         if ids.shape != (layout.tokens,):
             raise ValueError(f"{list(ids.shape)} token ids for a layout of {layout.tokens} tokens")
@@ -309,45 +313,27 @@ class Llama(nn.Module):
         embedding = self.model.embed_tokens.weight
         x = world.empty((layout.tokens, c.hidden_size), self.dtype)
         world.call(lambda: torch.index_select(embedding, 0, ids, out=x), [embedding, ids], [x], stream)
-        if plan.kind == "sequence":
-            return [self._sequence(x, layout)]
-        if add_norm is None:
-            add_norm = _plain if plan.kind == "plain" else all_reduce_rms_norm
-        pieces, weights = list(x.split([part.rows for part in layout.parts])), self._norms()
-        whole, residuals, outs = [], [], []
-        ys: list[Tensor] = []
-        for i, piece in enumerate(pieces):
-            rows = balanced_rows(piece.shape[0], world.size)
-            lo = sum(rows[: world.rank])
-            whole.append(plan.kind == "plain" or not keeps_shards(world, piece.shape[0], c.hidden_size, self.dtype))
-            residuals.append(piece if whole[i] else piece[lo : lo + rows[world.rank]])
-            outs.append(
-                None
-                if plan.kind == "plain"
-                else joined(world, plan, f"norm {i}", piece.shape[0], c.hidden_size, self.dtype)
-            )
-            ys.append(rms_norm(piece, weights[0], c.rms_norm_eps, world=world))
-
-        def join(k: int, i: int, partial: Tensor) -> Tensor:
-            y, residuals[i] = add_norm(
-                partial,
-                residuals[i],
-                weights[k + 1],
-                c.rms_norm_eps,
-                full_residual=whole[i],
-                out=outs[i],
-                world=world,
-                plan=plan.norm_plan,
-            )
-            return y
-
-        room = _Room(self, layout)
-        stages: list[Callable[[int, Tensor], Tensor]] = []
+        norms, memory = self._norms(), _PassMemory(self, layout)
+        states = self._states(x, norms[0], layout, allreduce_norm)
         for at, layer in enumerate(self.model.layers):
-            stages.append(_stage(self._attention, layer.self_attn, at, layout, room))
-            mlp = self._experts if isinstance(layer.mlp, MixtureMLP) else self._mlp
-            stages.append(_stage(mlp, layer.mlp, at, layout, room))
-        return run(world, ys, stages, join)
+            attention = _AttentionOfPass(self, layer.self_attn, at, layout, memory)
+            mlp = _MlpOfPass(self, layer.mlp, at, layout, memory)
+            decoder_layer(states, attention, mlp, (norms[2 * at + 1], norms[2 * at + 2]))
+        return states.gathered()
+
+    def _states(
+        self, x: Tensor, norm: RMSNorm, layout: Layout, allreduce_norm: Callable[..., tuple[Tensor, Tensor]] | None
+    ) -> HiddenStates:
+        """The hidden states before the first layer, as the plan has them, of embeddings x [M, H]."""
+        world, plan = self.world, layout.plan
+        if plan.kind == "sequence":
+            rows = own_rows(x, world)
+            return ShardedStates(world, rows, rms_norm(rows, *norm, world=world), x.shape)
+        plain, normed = plan.kind == "plain", rms_norm(x, *norm, world=world)
+        if allreduce_norm is None:
+            allreduce_norm = all_reduce_then_norm if plain else all_reduce_rms_norm
+        by: dict[str, Any] = dict(plan=plan.norm_plan, whole=plain, allreduce_norm=allreduce_norm)
+        return ReplicatedStates(world, x, normed, layout.splits, **by)
 
     def _check_same_on_all_ranks(self, ids: Tensor, layout: Layout) -> None:
         """Collective. Each rank computes its part of what its own ids ask for, and of different ids the sum is of
@@ -365,14 +351,12 @@ class Llama(nn.Module):
             ids=_digest(ids[slots >= 0].tolist()),
         )
 
-    def _norms(self) -> list[Tensor]:
-        """Weights of the norms in order: before each attention and each MLP, and at the end."""
-        found: list[Tensor] = []
-        for layer in self.model.layers:
-            found += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
-        return [*found, self.model.norm.weight]
+    def _norms(self) -> list[RMSNorm]:
+        """The norms in order: before each attention and each MLP, and at the end."""
+        layers = [n for layer in self.model.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)]
+        return [RMSNorm(module.weight, self.config.rms_norm_eps) for module in (*layers, self.model.norm)]
 
-    def _turns(self, length: int) -> Tensor:
+    def _rotary_table(self, length: int) -> Tensor:
         """fp32 [at least `length`, head_dim], of `Config.rotary`, on the device."""
         if self._rotary.shape[0] < length:
             c, world = self.config, self.world
@@ -382,18 +366,21 @@ class Llama(nn.Module):
             )
         return self._rotary
 
-    def _linear(self, x: Tensor, weight: Tensor, out: Tensor, sms: int) -> None:
+    def _linear(self, x: Tensor, weight: Tensor, out: Tensor | None, sms: int) -> Tensor:
+        """x @ weight.T, by weft's own GEMM on `sms` SMs, or by the library's; in `out` where there is one."""
+        out = self.world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if sms:
             matmul(x, weight, out, self.world, sms)
         else:
             self.world.linear(x, weight, None, self.world.current_stream(), out)
+        return out
 
     def _heads(self, layer: Attention, at: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor) -> Tensor:
         """Attention between the projections: qkv [rows, ..] -> [rows, heads D], in `out` or in memory of its own."""
         world, cache = self.world, layout.cache
         keys, values = cache.keys[at], cache.values[at]
         heads, kv, d = layer.heads, layer.kv_heads, layer.head_dim
-        rotary = self._turns(cache.max_len)
+        rotary = self._rotary_table(cache.max_len)
         bias, norms = layer.bias, layer.norms
         eps = 0.0 if norms is None else self.config.rms_norm_eps
         launch = _rotate_and_keep(world, part.rows, cache.max_len, (heads, kv, d), eps, bias is not None)
@@ -410,110 +397,91 @@ class Llama(nn.Module):
         )
         return attend(world, qkv, part, keys, values, heads, out, self.flash)
 
-    def _attention(self, layer: Attention, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
-        part, sms = layout.parts[i], layout.plan.sms
-        qkv = room.qkv[: part.rows]
-        self._linear(y, layer.qkv, qkv, sms)
-        self._linear(
-            self._heads(layer, at, part, layout, qkv, room.heads[: part.rows]), layer.out, room.partial[i], sms
-        )
-        return room.partial[i]
 
-    def _mlp(self, layer: ParallelMLP, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
-        rows, sms = layout.parts[i].rows, layout.plan.sms
-        both, inner = (t[:rows] for t in room.middles[layer.gate_up.shape[0], layer.inner])
+@dataclass
+class _SublayerOfPass:
+    """A module of the at-th layer in one forward pass, as `nn.decoder_layer` takes it."""
+
+    model: Llama
+    module: nn.Module
+    at: int
+    layout: Layout
+    memory: _PassMemory
+
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+        return self.model._linear(x, weight, out, self.layout.plan.sms)
+
+    def dense(self, mlp: ParallelMLP, x: Tensor, out: Tensor | None) -> Tensor:
+        world, sms = self.model.world, self.layout.plan.sms
+        both, inner = (t[: x.shape[0]] for t in self.memory.middles[mlp.gate_up.shape[0], mlp.inner])
         if sms:
-            matmul(y, layer.gate_up, inner, self.world, sms, gated=layer.inner)
+            matmul(x, mlp.gate_up, inner, world, sms, gated=mlp.inner)
         else:
-            self._linear(y, layer.gate_up, both, 0)
-            gate(both, inner, self.world, layer.block)
-        self._linear(inner, layer.down, room.partial[i], sms)
-        return room.partial[i]
-
-    def _experts(self, layer: MixtureMLP, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
-        part, shared = layout.parts[i], None
-        if layer.mixture.shared_intermediate_size:
-            shared = layer.shared(y, self._mlp(layer.shared_expert, at, i, layout, room, y))
-        return layer.partial_sums(y, part.slots if layout.padded else None, shared, room.partial[i])
-
-    def _sequence(self, x: Tensor, layout: Layout) -> Tensor:
-        """Every rank keeps its rows of the residual; the ops gather and scatter them."""
-        world, eps, part = self.world, self.config.rms_norm_eps, layout.parts[0]
-        shards = balanced_rows(layout.tokens, world.size)
-        rows = None if len(set(shards)) == 1 else shards
-        lo = sum(shards[: world.rank])
-        own = slice(lo, lo + shards[world.rank])
-        residual, slots = x[own], part.slots[own] if layout.padded else None
-        weights, room = self._norms(), _Room(self, layout)
-        y: Tensor = rms_norm(residual, weights[0], eps, world=world)
-        for at, layer in enumerate(self.model.layers):
-            attention = layer.self_attn
-            qkv: Tensor = all_gather_matmul(y, attention.qkv, world=world, rows=rows)
-            heads = self._heads(attention, at, part, layout, qkv, room.heads)
-            y = matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
-            y, residual = rms_norm(y, weights[2 * at + 1], eps, world=world, residual=residual)
-            y = layer.mlp(y, rows, slots) if isinstance(layer.mlp, MixtureMLP) else layer.mlp(y, rows)
-            y, residual = rms_norm(y, weights[2 * at + 2], eps, world=world, residual=residual)
-        return gather(y, world, shards, world.current_stream())
+            gate(self.linear(x, mlp.gate_up, both), inner, world, mlp.block)
+        return self.linear(inner, mlp.down, out)
 
 
-class _Room:
-    """Where the stages of a forward pass write. The parts' computations take turns on one stream and share all but the
-    partial output, which the other stream reads on."""
+class _AttentionOfPass(_SublayerOfPass):
+    """Each token part attends for itself, to the cache."""
+
+    module: Attention
+
+    def __call__(self, states: HiddenStates) -> tuple[_AttentionOfPass, Tensor]:
+        return self, states.normed
+
+    def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
+        qkv = self.linear(x, self.module.qkv, self.memory.qkv[: x.shape[0]])
+        return self.linear(self.heads(qkv, part), self.module.out, out)
+
+    def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
+        qkv: Tensor = all_gather_matmul(x, self.module.qkv, world=self.model.world, rows=shards)
+        return matmul_reduce_scatter(self.heads(qkv, 0), self.module.out, world=self.model.world, rows=shards)
+
+    def heads(self, qkv: Tensor, part: int) -> Tensor:
+        out = self.memory.heads[: qkv.shape[0]]
+        return self.model._heads(self.module, self.at, self.layout.parts[part], self.layout, qkv, out)
+
+
+class _MlpOfPass(_SublayerOfPass):
+    module: ParallelMLP | MixtureMLP
+
+    def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
+        mlp, shared = self.module, None
+        if isinstance(mlp, ParallelMLP):
+            return self.dense(mlp, x, out)
+        if mlp.mixture.shared_intermediate_size:
+            shared = mlp.shared(x, self.dense(mlp.shared_expert, x, out))
+        return mlp.partial_sums(x, self.layout.parts[part].slots if self.layout.padded else None, shared, out)
+
+    def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
+        routed = isinstance(self.module, MixtureMLP) and self.layout.padded  # where padding is to go to no expert
+        slots = (own_rows(self.layout.parts[0].slots, self.model.world),) if routed else ()
+        y: Tensor = self.module(x, shards, *slots)
+        return y
+
+
+class _PassMemory:
+    """Where the sublayers of a forward pass write what they alone read. The token parts' computations take turns on one
+    stream, and share it."""
 
     def __init__(self, model: Llama, layout: Layout) -> None:
         world, dtype, rows = model.world, model.dtype, max(layout.splits)
         attention = model.model.layers[0].self_attn
-        sequence, own_gate = layout.plan.kind == "sequence", layout.plan.sms > 0
         self.heads = world.empty((rows, attention.out.shape[1]), dtype)
-        if sequence:
+        if layout.plan.kind == "sequence":
             return
         self.qkv = world.empty((rows, attention.qkv.shape[0]), dtype)
+        own_gate = layout.plan.sms > 0  # in the epilogue of weft's GEMM
         self.middles = {
             (both, inner): (world.empty((0 if own_gate else rows, both), dtype), world.empty((rows, inner), dtype))
             for both, inner in model.middles
         }
-        hidden = model.config.hidden_size
-        self.partial = [
-            joined(world, layout.plan, f"partial {i}", part.rows, hidden, dtype) for i, part in enumerate(layout.parts)
-        ]
 
 
 def _digest(numbers: Sequence[int]) -> str:
     """A few of them to read, and a checksum of all."""
     first = ", ".join(map(str, numbers[:6])) + ", .." * (len(numbers) > 6)
     return f"[{first}] ({zlib.crc32(repr(numbers).encode()):08x})"
-
-
-def _stage(
-    fn: Callable[..., Tensor], layer: nn.Module, at: int, layout: Layout, room: _Room
-) -> Callable[[int, Tensor], Tensor]:
-    return lambda i, y: fn(layer, at, i, layout, room, y)
-
-
-def joined(world: World, plan: LayerPlan, what: str, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-    """[rows, hidden] that a plan's `all_reduce_rms_norm` reads or writes: symmetric memory, where it does so without a
-    copy, on every rank. One pass at a time, so it is the same for every pass. A stage writes its partial output there
-    only when the norm before has ended here, which it does when every owner has summed its rows; the peers store rows
-    only when the norm has begun here, behind the stage that reads the last ones."""
-    if plan.kind == "plain" or world.size == 1 or world.symmetric_reason:
-        return world.empty((rows, hidden), dtype)
-    return world.buffer(f"decoder {what}", rows * hidden * dtype.itemsize).view(0, (rows, hidden), dtype).local
-
-
-def keeps_shards(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Whether the residual of so many tokens is best held by rows, each at its owner: not where every rank sums all
-    rows itself, as is fastest for small messages."""
-    return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.whole
-
-
-def _plain(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, **_: object
-) -> tuple[Tensor, Tensor]:
-    """The library's all-reduce, then add and norm in one kernel."""
-    if world.size > 1:
-        world.all_reduce(x, world.current_stream())
-    return rms_norm(x, weight, eps, world=world, residual=residual)
 
 
 @prepared

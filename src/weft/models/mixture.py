@@ -1,14 +1,16 @@
-"""The MLP of a decoder's layer as a mixture of experts, which ranks split whole or by columns. It has two forms:
+"""The MLP of a decoder's layer as a mixture of experts, which ranks split whole or by columns. It has two forms, as
+hidden states have (nn/decoder_layer.py):
 
-    own rows    rows of this rank -> router, gate -> weft.moe over the ranks -> + shared expert -> same rows
-    partial     all rows -> router, gate -> weft.moe of this rank alone -> + its part of the shared one -> partial sum
+    sharded      own rows -> router, gate -> weft.moe over the ranks -> + shared expert -> same rows
+    replicated   all rows -> router, gate -> weft.moe of this rank alone -> + its part of the shared one -> partial sum
 
-own rows, of the plan "sequence" (llama.py): the experts' dispatch and combine move rows between the ranks themselves,
+sharded, of the plan "sequence" (llama.py): the experts' dispatch and combine move rows between the ranks themselves,
 under their GEMMs, so the layer before leaves the rows where their owner is. Attention ends with a reduce-scatter and
 begins with an all-gather, as it does before a dense MLP.
 
-partial, of the other plans: rows are on every rank, and each computes what its experts, or its columns of all experts,
-add to their sums. No row travels but in the all-reduce behind it, which is that of a dense MLP, and so is the weaving.
+replicated, of the other plans: rows are on every rank, and each computes what its experts, or its columns of all
+experts, add to their sums. No row travels but in the all-reduce behind it, which is that of a dense MLP, and so is the
+weaving.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import nn
 from ..nn.mlp import ParallelMLP
 from ..nn.moe import CheckpointLayer, stacked
 from ..nn.sharded import Sharded
-from ..nn.split import Share, in_parts
+from ..nn.split import Share, routed
 from ..ops.moe.expert_parallel.op import moe, pack
 from ..ops.moe.routing.router import gate
 from ..world import World
@@ -102,24 +104,12 @@ class MixtureMLP(nn.Module):
         which goes to no expert."""
         experts, (ids, weights) = self.experts, self._routes(x, slots)
         shared = self.shared(x, self.shared_expert(x, rows)) if self.mixture.shared_intermediate_size else None
-        given = x, ids, weights, experts.w13, experts.w2
-        if experts.split.sharing == 1:
-            return moe(*given, shared=shared, rows=rows, world=self.world)
-        return in_parts(
-            experts.split,
-            *given,
-            b13=None,
-            b2=None,
-            shared=shared,
-            activation="swiglu",
-            rows=rows,
-            world=self.world,
-            plan="auto",
-        )
+        weights_of_experts = experts.w13, experts.w2
+        return routed(experts.split, x, ids, weights, *weights_of_experts, shared=shared, rows=rows, world=self.world)
 
-    def partial_sums(self, x: Tensor, slots: Tensor | None, shared: Tensor | None, out: Tensor) -> Tensor:
-        """out [M, H] = shared + this rank's part in the sums of x [M, H]; no rank waits for another. shared: [M, H] or
-        None, which `out` may hold; slots: int32 [M]."""
+    def partial_sums(self, x: Tensor, slots: Tensor | None, shared: Tensor | None, out: Tensor | None) -> Tensor:
+        """[M, H] = shared + this rank's part in the sums of x [M, H], in `out` where there is one; no rank waits for
+        another. shared: [M, H] or None, which `out` may hold; slots: int32 [M]."""
         world, experts, (ids, weights) = self.world, self.experts, self._routes(x, slots)
         shape = ids.shape[0], min(ids.shape[1], experts.split.experts)
         own = world.empty(shape, torch.int32), world.empty(shape, torch.float32)

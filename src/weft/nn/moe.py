@@ -12,14 +12,14 @@ from torch import nn
 
 from ..op import check_call
 from ..ops.moe.call import ACTIVATIONS
-from ..ops.moe.expert_parallel.op import moe, pack
+from ..ops.moe.expert_parallel.op import pack
 from ..ops.moe.routing.capacity import limit
 from ..ops.moe.routing.placement import place
 from ..ops.moe.routing.router import gate
 from ..plans import Plan
 from ..tensor_checks import check_device, dims
 from ..world import World
-from .split import Share, in_parts
+from .split import Share, routed
 
 
 class MoE(nn.Module):
@@ -162,23 +162,10 @@ class MoE(nn.Module):
         if self.placement is not None:
             ids = place(ids, self.placement, world=self.world)
         shared = None if self.shared is None else self.shared(x)
-        given = x, ids, weights, self.w13, self.w2
-        if self.split.sharing > 1:
-            return in_parts(
-                self.split,
-                *given,
-                b13=self.b13,
-                b2=self.b2,
-                shared=shared,
-                activation=self.activation,
-                rows=rows,
-                keep=self.keep,
-                world=self.world,
-                plan=self.plan,
-            )
-        return moe(
-            *given, b13=self.b13, b2=self.b2, shared=shared, activation=self.activation, rows=rows, world=self.world,
-            max_tokens=self.max_tokens, max_rows=self.max_rows, received=self.received, keep=self.keep, plan=self.plan,
+        whole = dict(max_tokens=self.max_tokens, max_rows=self.max_rows, received=self.received)
+        return routed(
+            self.split, x, ids, weights, self.w13, self.w2, self.b13, self.b2, shared, activation=self.activation,
+            rows=rows, keep=self.keep, world=self.world, plan=self.plan, **whole,
         )  # fmt: skip
 
     @torch.no_grad()

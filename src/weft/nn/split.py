@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ..ops.moe.expert_parallel.op import moe
 from ..ops.moe.tensor_parallel.op import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
@@ -66,47 +68,31 @@ class Share:
         return torch.where(chosen.any(1), experts, -1), (weights[:, :, None] * chosen).sum(1)
 
 
-def in_parts(
+def routed(
     split: Share,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
     *,
-    b13: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    activation: str,
+    activation: str = "swiglu",
     rows: Sequence[int] | None,
-    world: World,
-    plan: str | Plan,
     keep: str = "rows",
+    world: World,
+    plan: str | Plan = "auto",
+    **whole: Any,
 ) -> torch.Tensor:
-    """Return what `weft.moe.moe` does, computed by its two halves."""
-    hidden, routes = all_gather_grouped_matmul(
-        x,
-        ids,
-        weights,
-        w13,
-        b13=b13,
-        activation=activation,
-        inner=split.columns,
-        rows=rows,
-        sharing=split.sharing,
-        keep=keep,
-        world=world,
-        plan=plan,
-    )
-    return grouped_matmul_reduce_scatter(
-        hidden,
-        routes,
-        ids,
-        w2,
-        b2=b2,
-        shared=shared,
-        rows=rows,
-        sharing=split.sharing,
-        world=world,
-        plan=plan,
-    )
+    """Return what `weft.moe.moe` does: where ranks share the columns of experts, computed by its two halves. whole:
+    further options, which go with whole experts alone."""
+    common: dict[str, Any] = dict(rows=rows, world=world, plan=plan)
+    of_first: dict[str, Any] = dict(b13=b13, activation=activation, keep=keep)
+    if split.sharing == 1:
+        out: torch.Tensor = moe(x, ids, weights, w13, w2, b2=b2, shared=shared, **of_first, **common, **whole)
+        return out
+    common["sharing"] = split.sharing
+    hidden, routes = all_gather_grouped_matmul(x, ids, weights, w13, inner=split.columns, **of_first, **common)
+    return grouped_matmul_reduce_scatter(hidden, routes, ids, w2, b2=b2, shared=shared, **common)

@@ -1,14 +1,15 @@
 """Token weaving (TokenWeave, section 4): the tokens of a batch in two, one's communication under the other's compute.
 
-A layer is a run of stages, each a computation on this rank's part of the weights followed by what joins the ranks: the
-sum of the partial outputs, residual add, norm. With two parts the stages' computations take turns on the caller's
-stream and the joining ones on a second stream:
+A layer is a run of stages, each a computation on this rank's part of the weights followed by what sums it over the
+ranks: all-reduce, residual add, norm. With two token parts the stages' computations take turns on the caller's stream
+and the reductions run on a second stream:
 
     caller's   attn(0) | attn(1) | mlp(0)  | mlp(1)  | attn(0)' | ...
     "weave"              norm(0) | norm(1) | norm(0) | norm(1)  | ...
 
 attn(0)' is of the next layer, under which the suffix's last norm of this one goes on. The suffix attends to the prefix
 through the cache, which attn(0) has filled before attn(1) starts, so each token meets the same keys as without weaving.
+`Weave` is this order, of which decoder_layer.py makes use.
 
 Where to split: a GEMM's time goes up in steps, when a row of tiles more needs a wave more. `LayerTimes.split` takes the
 split whose two halves together take the least time (smart split).
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
@@ -67,7 +69,7 @@ class LayerPlan:
             raise ValueError(f"{self}: only a woven layer is split")
         if self.kind == "sequence" and (self.sms or self.norm != "auto"):
             raise ValueError(
-                f"{self}: the operators of a sequence-parallel layer take no sms, and it has no joined norm"
+                f"{self}: the operators of a sequence-parallel layer take no sms, and it has no all_reduce_rms_norm"
             )
 
     @property
@@ -76,42 +78,65 @@ class LayerPlan:
         return Plan.from_json(kept) if isinstance(kept, str) and kept.startswith("{") else kept
 
 
+class Weave:
+    """The order of the stages of one token part, or of two whose reductions run on a second stream. Raises ValueError
+    for other numbers of parts.
+
+    For each part: `wait`, the stage's computation on the caller's stream, and, inside `reducing`, its reduction.
+    """
+
+    def __init__(self, world: World, parts: int) -> None:
+        if parts not in (1, 2):
+            raise ValueError(f"{parts} parts: one or two are woven")
+        self.world, self.parts = world, parts
+        self._pending: dict[int, tuple[Event, tuple[object, ...]]] = {}  # by part, and what is not to be freed yet
+
+    def wait(self, part: int) -> None:
+        """Have the caller's stream wait for the part's last reduction."""
+        if part in self._pending:
+            event, _ = self._pending[part]
+            self.world.wait_event(self.world.current_stream(), event)
+            del self._pending[part]
+
+    def reducing(self, part: int, *operands: object) -> AbstractContextManager[object]:
+        """A context manager in which the current stream is the one of reductions, behind the part's computation.
+
+        operands: what a reduction reads and nobody else holds. They are kept until `wait`, because the caching
+        allocator may give memory that is freed before to the next computation on the caller's stream.
+        """
+        return nullcontext() if self.parts == 1 else self._on_second_stream(part, operands)
+
+    @contextmanager
+    def _on_second_stream(self, part: int, operands: tuple[object, ...]) -> Iterator[None]:
+        world, main, side = self.world, self.world.current_stream(), self.world.side_stream("weave")
+        world.wait_event(side, world.record(main))
+        with world.on(side):
+            yield
+        self._pending[part] = world.record(side), operands
+
+
 def run(
     world: World,
     parts: Sequence[torch.Tensor],
     compute: Sequence[Callable[[int, torch.Tensor], torch.Tensor]],
-    join: Callable[[int, int, torch.Tensor], torch.Tensor],
+    reduce: Callable[[int, int, torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Run all stages on one or two parts. Return what `join` made of each at the end, ordered on the caller's stream.
+    """Run all stages on one or two token parts. Return what `reduce` made of each at the end, ordered on the caller's
+    stream.
 
-    parts: what the first stage takes. `compute[k](part, y)`: stage k's partial output of y. join(k, part, partial):
+    parts: what the first stage takes. `compute[k](part, y)`: stage k's partial output of y. reduce(k, part, partial):
     what the next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for
     other numbers of parts.
-
-    A tensor is dropped only when the stream that allocated it has been told to wait for its last reader, so that the
-    caching allocator may hand its memory out again on that stream.
     """
-    ys = list(parts)
-    if len(ys) not in (1, 2):
-        raise ValueError(f"{len(ys)} parts: one or two are woven")
-    if len(ys) == 1:
-        for k, stage in enumerate(compute):
-            ys[0] = join(k, 0, stage(0, ys[0]))
-        return ys
-    main, side = world.current_stream(), world.side_stream("weave")
-    joined: dict[int, Event] = {}
-    partials: dict[int, torch.Tensor] = {}
+    ys, weave = list(parts), Weave(world, len(parts))
     for k, stage in enumerate(compute):
-        for i in (0, 1):
-            if k:
-                world.wait_event(main, joined[i])
-            partials[i] = stage(i, ys[i])
-            world.wait_event(side, world.record(main))
-            with world.on(side):
-                ys[i] = join(k, i, partials[i])
-            joined[i] = world.record(side)
-    for i in joined:
-        world.wait_event(main, joined[i])
+        for i in range(len(ys)):
+            weave.wait(i)
+            partial = stage(i, ys[i])
+            with weave.reducing(i, partial):
+                ys[i] = reduce(k, i, partial)
+    for i in range(len(ys)):
+        weave.wait(i)
     return ys
 
 

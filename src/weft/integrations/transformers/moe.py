@@ -1,16 +1,16 @@
 """Mixtures of experts of Transformers, woven: Mixtral, Qwen3-MoE and GPT-OSS.
 
 Transformers' own expert parallelism has every rank route all tokens, copy those of its experts' routes, run them, and
-sum over ranks by an all-reduce. A woven layer has one of two forms, by how many tokens a pass has:
+sum over ranks by an all-reduce. A woven layer's hidden states (nn/decoder_layer.py) are, by the tokens of the pass:
 
-    few     qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm    (joints.py)
-    many    all-gather + qkv | attention | o + reduce-scatter | norm | router, weft.moe over the ranks | norm
+    replicated   qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm
+    sharded      all-gather + qkv | attention | o + reduce-scatter | norm | router, weft.moe over the ranks | norm
 
-few: every rank has all tokens, and `weft.moe` of this rank alone gives what its experts, or its columns of all of them,
-add to their sums; no token travels. That leaves a partial sum, as a dense MLP does, and two exchanges of activations a
-layer, which go under the GEMMs of another part of the tokens where there are two parts. many: a rank keeps the rows
-that it owns, routes those alone, and tokens travel under the GEMMs before and behind which they are needed. Attention
-is tensor-parallel in both, its three projections one GEMM.
+replicated, of few tokens: every rank has all of them, and `weft.moe` of this rank alone gives what its experts, or its
+columns of all of them, add to their sums; no token travels. That leaves a partial sum, as a dense MLP does, and two
+exchanges of activations a layer, which go under the GEMMs of another token part where there are two. sharded: a rank
+keeps the rows that it owns, routes those alone, and tokens travel under the GEMMs before and behind which they are
+needed. Attention is tensor-parallel in both, its three projections one GEMM.
 
 `experts_forward` is the experts alone, for Transformers' registry of experts' implementations: weft's grouped GEMMs on
 the experts that a rank holds, under whatever parallelism Transformers has around them.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,22 +28,16 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from ...errors import Unsupported
-from ...lang.mapping import balanced_rows
-from ...nn.split import Share, in_parts
-from ...ops.matmul_reduce.op import matmul_reduce_scatter
+from ...nn.split import Share, routed
 from ...ops.moe.expert_parallel.op import moe, pack
 from ...ops.moe.routing.router import gate
-from ...ops.norm import rms_norm
 from ...tensor_checks import DTYPES
-from ...transport.collectives import gather
 from ...world import World
-from . import joints
-from .joints import Carried, Pass, Woven
-from .parameters import Parameters, local_of, part_of
-from .parts import Columns, MlpPart, Module, RowPart, Rows, window_of
+from .parameters import Parameters, local_of, shard_of
+from .shards import HeadsShard, Module
+from .woven import Woven
 
 Tensor = torch.Tensor
-MANY_TOKENS = 1024  # tokens from which a rank keeps its own rows alone
 
 
 class Kind(NamedTuple):
@@ -67,15 +61,6 @@ EXPERT_KINDS = {  # by class of the experts
 LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
 HELD_EXPERTS = "_weft_experts"  # the attribute of a module whose experts are packed, where nothing else is woven
 GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
-
-
-class OwnRows(NamedTuple):
-    """What layers of many tokens hand on: residual and normed [m_r, H], the rows that this rank owns, of hidden states
-    of `shape`."""
-
-    residual: Tensor
-    normed: Tensor
-    shape: torch.Size
 
 
 # -- what can be woven -------------------------------------------------------------------------------------------------
@@ -148,23 +133,11 @@ class RankExperts:
         given = x, *self.split.own_routes(ids, weights), self.w13, self.w2
         return moe(*given, b13=self.b13, b2=self.b2, activation=self.activation, world=self.alone, out=out)
 
-    def across(self, x: Tensor, ids: Tensor, weights: Tensor, rows: tuple[int, ...] | None) -> Tensor:
+    def over_ranks(self, x: Tensor, ids: Tensor, weights: Tensor, shards: Sequence[int] | None) -> Tensor:
         """[m_r, H], the sums of this rank's own tokens x [m_r, H] over the experts of all ranks."""
         assert self.w13 is not None and self.w2 is not None
-        given, world = (x, ids, weights, self.w13, self.w2), self.world
-        if self.split.sharing == 1:
-            return moe(*given, b13=self.b13, b2=self.b2, activation=self.activation, rows=rows, world=world)
-        return in_parts(
-            self.split,
-            *given,
-            b13=self.b13,
-            b2=self.b2,
-            shared=None,
-            activation=self.activation,
-            rows=rows,
-            world=world,
-            plan="auto",
-        )
+        operands = x, ids, weights, self.w13, self.w2, self.b13, self.b2
+        return routed(self.split, *operands, activation=self.activation, rows=shards, world=self.world)
 
 
 def kept(held: Tensor | None, t: Tensor) -> Tensor:
@@ -248,31 +221,26 @@ def register_experts(world: World) -> None:
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-class Projections:
+class Projections(HeadsShard):
     """Transformers' own attention of this rank's heads between weft's projections."""
 
     def __init__(self, attention: Module, world: World) -> None:
-        self.module, self.window = attention, window_of(attention)
-        self.qkv = Columns((attention.q_proj, attention.k_proj, attention.v_proj), world)
-        self.out = RowPart(attention.o_proj, world)
-
-    def attend(self, normed: Tensor, *, columns: Callable[[Columns, Tensor], Tensor], **kwargs: Any) -> Any:
-        qkv = columns(self.qkv, normed.flatten(0, -2))
-        return self.module(qkv.view(*normed.shape[:-1], -1), **kwargs)
+        super().__init__(attention, world)
+        self.attend = lambda normed, *, project, **kwargs: attention(project(self.qkv, normed), **kwargs)
 
 
 def weave_attention(attention: Module, done: Woven) -> Projections:
     """Make `attention` take the projected queries, keys and values in place of hidden states, and return its heads."""
-    made, first = Projections(attention, done.world), 0
-    done.follow(made.qkv, made.out)
-    for linear, width in zip(made.qkv.linears, made.qkv.widths, strict=True):
-        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=first, length=width))
-        first += width
+    projections, start = Projections(attention, done.world), 0
+    done.follow(projections.qkv, projections.out)
+    for linear, width in zip(projections.qkv.linears, projections.qkv.widths, strict=True):
+        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=start, length=width))
+        start += width
     done.forward(attention.o_proj, lambda heads: heads)
     if hasattr(attention, "sinks"):
         done.follow(Sinks(attention, done.world))
         done.undo.append(lambda: attention.__dict__.pop("sinks"))
-    return made
+    return projections
 
 
 class Sinks:
@@ -283,134 +251,36 @@ class Sinks:
         self.parameters = Parameters([attention], self._bind)
 
     def _bind(self) -> None:
-        self.attention.__dict__["sinks"] = part_of(self.attention._parameters["sinks"], 0, self.world)
+        self.attention.__dict__["sinks"] = shard_of(self.attention._parameters["sinks"], 0, self.world)
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-def weave_layers(layers: list[Module], norm: Module, done: Woven) -> None:
-    """Weave decoder layers and the last norm. A model with dense layers too always takes the form for few tokens."""
-    world = done.world
-    mixed = all(hasattr(layer.mlp, "experts") for layer in layers)
-    norms = [layer.input_layernorm for layer in layers[1:]] + [norm]
-    for layer, following in zip(layers, norms, strict=True):
-        projections = weave_attention(layer.self_attn, done)
-        experts = mlp = None
-        if hasattr(layer.mlp, "experts"):
-            router = router_of(layer.mlp)
-            experts = RankExperts(layer.mlp.experts, world)
-            woven_router = Router(router, experts.kind, world)
-            done.follow(experts, woven_router)
-            done.forward(router, woven_router.forward)
-            mlp = partial_sums(router, experts)
-        else:
-            mlp = MlpPart(layer.mlp, world)
-            done.follow(mlp.first, mlp.down)
-        few = joints.layer_forward(layer, following, projections, mlp, following is norm, done)
-        many = many_tokens(layer, projections, experts, following, done) if experts is not None and mixed else few
-        done.forward(layer, layer_forward(layer, few, many, projections.window is None, done))
-    done.forward(norm, functools.partial(normed_whole, world=world))
-    done.replaced += list(said(layers, done))
+# -- MLPs --------------------------------------------------------------------------------------------------------------
+class RoutedExperts(NamedTuple):
+    """The router, a module, and this rank's experts, in place of an MLP."""
+
+    router: Module
+    experts: RankExperts
+
+    def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
+        self.experts.world.finish(self.experts.world.current_stream())
+        _, weights, ids = self.router(x)
+        return self.experts.partial(x, ids, weights, out)
+
+    def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
+        _, weights, ids = self.router(x)
+        return self.experts.over_ranks(x, ids, weights, shards)
 
 
-def said(layers: list[Module], done: Woven) -> Iterable[str]:
-    yield "layers.*.self_attn.q_proj, k_proj, v_proj: one GEMM of this rank's heads; o_proj: this rank's columns"
-    for mlp in {type(layer.mlp).__name__: layer.mlp for layer in layers}.values():
-        if not hasattr(mlp, "experts"):
-            yield "layers.*.mlp without experts: gate and up in one GEMM, SiLU-mul in one launch, a partial sum"
-            continue
-        where = "whole experts" if parallel_of(mlp.experts.gate_up_proj) == "expert" else "columns of all experts"
-        yield f"layers.*.mlp ({type(mlp).__name__}): weft.moe, {where} on every rank"
-    few = f"below {MANY_TOKENS} tokens, and in two parts, all_reduce_rms_norm, plan {done.plan}"
-    yield f"layers.*, norm: {few}; else rows by their owners"
+def weave_experts(mlp: Module, done: Woven) -> RoutedExperts:
+    router, experts = router_of(mlp), RankExperts(mlp.experts, done.world)
+    woven_router = Router(router, experts.kind, done.world)
+    done.follow(experts, woven_router)
+    done.forward(router, woven_router.forward)
+    return RoutedExperts(router, experts)
 
 
-def layer_forward(
-    layer: Module, few: Callable[..., Carried], many: Callable[..., Any], unmasked: bool, done: Woven
-) -> Callable[..., Any]:
-    world = done.world
-
-    def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Carried | OwnRows:
-        if isinstance(hidden_states, Tensor):
-            normed, on = layer.input_layernorm(hidden_states), Pass(done, hidden_states, recorded("router_logits"))
-            if many is not few and keeps_rows(hidden_states, on):
-                residual, own = (own_rows(t, world) for t in (hidden_states, normed))
-                hidden_states = OwnRows(residual, own, hidden_states.shape)
-            else:
-                residual = on.residuals[0]
-                hidden_states = Carried(residual.view(on.shape) if on.recorded else residual, normed, on)
-        if isinstance(hidden_states, Carried):
-            return few(hidden_states, attention_mask=attention_mask, **kwargs)
-        return many(hidden_states, attention_mask=None if done.causal and unmasked else attention_mask, **kwargs)
-
-    return forward
-
-
-def keeps_rows(hidden: Tensor, on: Pass) -> bool:
-    many = on.world.size > 1 and hidden.shape[:-1].numel() >= MANY_TOKENS and not on.twice
-    return many and not recorded("hidden_states", "router_logits")
-
-
-def recorded(*names: str) -> bool:
-    """Whether Transformers records one of these in this forward pass."""
-    from transformers.utils.output_capturing import _active_collector
-
-    recorded = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
-    return recorded is not None and any(name in recorded for name in names)
-
-
-def own_rows(hidden: Tensor, world: World) -> Tensor:
-    rows = hidden.flatten(0, -2)
-    counts = balanced_rows(rows.shape[0], world.size)
-    return rows.narrow(0, sum(counts[: world.rank]), counts[world.rank]).contiguous()
-
-
-def shards_of(shape: torch.Size, world: World) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Rows of every rank; and as ops take them: None where they are all equal."""
-    counts = tuple(balanced_rows(shape[:-1].numel(), world.size))
-    return counts, None if len(set(counts)) == 1 else counts
-
-
-def partial_sums(router: Module, experts: RankExperts) -> Rows:
-    def forward(x: Tensor, out: Tensor | None = None) -> Tensor:
-        experts.world.finish(experts.world.current_stream())
-        _, weights, ids = router(x)
-        return experts.partial(x, ids, weights, out)
-
-    return forward
-
-
-def many_tokens(
-    layer: Module, projections: Projections, experts: RankExperts, following: Module, done: Woven
-) -> Callable[..., OwnRows]:
-    world, router, post = done.world, router_of(layer.mlp), layer.post_attention_layernorm
-    out = projections.out
-
-    def forward(own: OwnRows, **kwargs: Any) -> OwnRows:
-        rows = shards_of(own.shape, world)[1]
-        qkv = projections.qkv.gathered(own.normed, rows)
-        heads, _ = layer.self_attn(qkv.view(*own.shape[:-1], -1), **kwargs)
-        y = matmul_reduce_scatter(heads.flatten(0, -2), out.weight, out.whole_bias, world=world, rows=rows)
-        y, residual = add_norm(y, own.residual, post, world)
-        _, weights, ids = router(y)
-        y = experts.across(y, ids, weights, rows)
-        y, residual = add_norm(y, residual, following, world)
-        return OwnRows(residual, y, own.shape)
-
-    return forward
-
-
-def add_norm(x: Tensor, residual: Tensor, norm: Module, world: World) -> tuple[Tensor, Tensor]:
-    return rms_norm(x, norm.weight.to(x.dtype), norm.variance_epsilon, world=world, residual=residual)
-
-
-def normed_whole(carried: Carried | OwnRows, *, world: World) -> Tensor:
-    """The model's output [.., H] on every rank, behind the last norm."""
-    if isinstance(carried, Carried):
-        return joints.norm_forward(carried)
-    (counts, _), stream = shards_of(carried.shape, world), world.current_stream()
-    gathered = gather(carried.normed, world, counts, stream)
-    world.finish(stream)
-    return gathered.view(carried.shape)
+def split_of(experts: Module) -> str:
+    return "whole experts" if parallel_of(experts.gate_up_proj) == "expert" else "columns of all experts"
 
 
 def split_reason(experts: Module, world: World) -> str | None:

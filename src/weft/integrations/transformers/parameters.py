@@ -1,6 +1,6 @@
 """The parameters of a woven model, which is written to as any other: `load_state_dict`, `copy_`, a merge of adapters.
 
-Parts compute with views of the parameters, so that writes in place need nothing, and a captured graph sees them too.
+Shards compute with views of the parameters, so that writes in place need nothing, and a captured graph sees them too.
 Where several linears are one GEMM, the parameters become views of the stacked weight. Experts alone are packed, which
 no view can be: they are packed again, in place, once a parameter was written. At the start of each pass `refresh` looks
 whether a parameter is another tensor than before, and a packed one also whether it was written.
@@ -26,8 +26,8 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def part_of(parameter: torch.Tensor, dim: int, world: World) -> torch.Tensor:
-    """This rank's part along `dim`: all that it holds of a split parameter, a view of a whole one. Raises Unsupported
+def shard_of(parameter: torch.Tensor, dim: int, world: World) -> torch.Tensor:
+    """This rank's shard along `dim`: all that it holds of a split parameter, a view of a whole one. Raises Unsupported
     for one that is split otherwise, as FSDP does."""
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -72,7 +72,7 @@ class WatchedParameter(nn.Parameter):
 
 
 class Seen(NamedTuple):
-    """A parameter as it was when a part was bound to it: `held`, its module's `_parameters`, has it under `name`. The
+    """A parameter as it was when a shard was bound to it: `held`, its module's `_parameters`, has it under `name`. The
     tensors are kept, so that no other one comes to be at the address. form: dtype, shape and device, for errors."""
 
     held: dict[str, nn.Parameter | None]
@@ -103,10 +103,10 @@ class Same:
 
 
 class Parameters:
-    """Those of some modules, to which a part is bound.
+    """Those of some modules, to which a shard is bound.
 
-    bind: derives what the part computes with, anew whenever a parameter is another tensor; where `packed`, from copies,
-    also whenever one was written.
+    bind: derives what the shard computes with, anew whenever a parameter is another tensor; where `packed`, from
+    copies, also whenever one was written.
     """
 
     def __init__(self, modules: Sequence[nn.Module], bind: Callable[[], None], packed: bool = False) -> None:
@@ -143,7 +143,7 @@ class Parameters:
         return not (self._same.holds() and all(s.writes == self._writes(s.parameter) for s in self.seen))
 
     def refresh(self, world: World, path: Callable[[nn.Module], str]) -> None:
-        """Bind the part anew if a parameter has changed. path: of a module, for errors. Raises Unsupported for another
+        """Bind the shard anew if a parameter has changed. path: of a module, for errors. Raises Unsupported for another
         shape, dtype or device than before, WeftError inside the capture of a CUDA graph."""
         if not self.changed():
             return

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ...nn.weave import halves
+from ...nn.weave import Weave, halves
 from ...op import Call, Op, registered
 from ...ops.all_gather_matmul.op import all_gather_matmul
 from ...ops.all_reduce.op import all_reduce_rms_norm
@@ -128,24 +128,18 @@ def run_sequence_parallel(
 
 
 def run_woven(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    main, side = world.current_stream(), world.side_stream("weave")
-    cut = halves(call.m)
-    parts, normed, held, events = (slice(0, cut), slice(cut, call.m)), [], [], []
-    partials = []
-    for part in parts:
-        # Until the side stream's last event has been waited for, nothing that it reads is dropped.
-        partials.append(row_product(world, t, t.x[part]))
-        own = own_rows(world, part.stop - part.start, part.start)
-        world.wait_event(side, world.record(main))
-        with world.on(side):
+    cut, weave, normed, held = halves(call.m), Weave(world, 2), [], []
+    parts = (slice(0, cut), slice(cut, call.m))
+    for i, part in enumerate(parts):
+        partial, own = row_product(world, t, t.x[part]), own_rows(world, part.stop - part.start, part.start)
+        with weave.reducing(i, partial):
             residual = None if t.residual is None else t.residual[own]
-            y, kept = all_reduce_rms_norm(partials[-1], residual, t.norm, call.eps, world=world)
+            y, kept = all_reduce_rms_norm(partial, residual, t.norm, call.eps, world=world)
         normed.append(y)
         held.append((own, kept))
-        events.append(world.record(side))
-    out = world.empty((call.m, call.n or call.h), call.dtype)
-    for part, y, event in zip(parts, normed, events, strict=True):
-        world.wait_event(main, event)
+    out, main = world.empty((call.m, call.n or call.h), call.dtype), world.current_stream()
+    for i, (part, y) in enumerate(zip(parts, normed, strict=True)):
+        weave.wait(i)
         if t.column is None:
             world.copy(out[part], y, main)
         else:

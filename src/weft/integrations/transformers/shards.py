@@ -1,5 +1,5 @@
-"""This rank's part of a Transformers model's attention and MLP: without the wrappers of its tensor parallelism, and
-with what comes out of one input in one GEMM. They leave partial sums."""
+"""This rank's shard of a Transformers model's attention and MLP: without the wrappers of its tensor parallelism, and
+with what comes out of one input in one GEMM. What leaves a sum over ranks is a `Sublayer` of nn/decoder_layer.py."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from ...models.cache import is_long
 from ...ops.activation import silu_mul
 from ...ops.all_gather_matmul.op import all_gather_matmul
 from ...ops.attention.segmented import Heads
+from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.rotary import rotary
 from ...transport.collectives import gather
 from ...world import World
-from .parameters import Parameters, local_of, part_of, stacked
+from .parameters import Parameters, local_of, shard_of, stacked
 
 Module: TypeAlias = Any  # one of Transformers', whose attributes types do not know
-Rows = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of rows [M, K] and where to write [M, N], or None
 
 
-class Columns:
+class ColumnShards:
     """This rank's columns of linears that have one input: of linears that hold no others, which become views of a
     stacked weight, by one GEMM; of whole ones among several ranks, each by its own."""
 
     def __init__(self, linears: Sequence[nn.Linear], world: World) -> None:
         self.world, self.linears = world, linears
-        self.widths = [part_of(linear.weight, 0, world).shape[0] for linear in linears]
+        self.widths = [shard_of(linear.weight, 0, world).shape[0] for linear in linears]
         self.weights: Sequence[torch.Tensor] = ()  # of each GEMM
         self.biases: Sequence[torch.Tensor | None] = ()
         self.parameters = Parameters(linears, self._bind)
 
     def _bind(self) -> None:
-        self.weights = self._parts([linear.weight for linear in self.linears], self.weights)
+        self.weights = self._shards([linear.weight for linear in self.linears], self.weights)
         biases = [linear.bias for linear in self.linears if linear.bias is not None]
         held = [bias for bias in self.biases if bias is not None]
-        self.biases = self._parts(biases, held) if biases else [None] * len(self.weights)
+        self.biases = self._shards(biases, held) if biases else [None] * len(self.weights)
 
-    def _parts(self, parameters: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _shards(self, parameters: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.world.size > 1 and not all(isinstance(p, DTensor) for p in parameters):
-            return [part_of(p, 0, self.world) for p in parameters]
+            return [shard_of(p, 0, self.world) for p in parameters]
         for p in parameters:
-            part_of(p, 0, self.world)  # raises for what is split otherwise
+            shard_of(p, 0, self.world)  # raises for what is split otherwise
         return [stacked(parameters, held[0] if held else None)]
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -60,9 +60,11 @@ class Columns:
             _linear(self.world, x, weight, bias, columns)
         return out
 
-    def gathered(self, x: torch.Tensor, rows: tuple[int, ...] | None) -> torch.Tensor:
-        """Apply the linears to the rows of all ranks, of which this one has x; the first GEMM overlaps the gather."""
-        gathered = functools.partial(all_gather_matmul, x, self.weights[0], self.biases[0], world=self.world, rows=rows)
+    def gathered(self, x: torch.Tensor, shards: Sequence[int] | None) -> torch.Tensor:
+        """The first GEMM overlaps the gather."""
+        gathered = functools.partial(
+            all_gather_matmul, x, self.weights[0], self.biases[0], world=self.world, rows=shards
+        )
         if len(self.weights) == 1:
             return gathered()
         y, every = gathered(return_gathered=True)
@@ -70,7 +72,7 @@ class Columns:
         return torch.cat([y, *others], -1)
 
 
-class RowPart:
+class RowShard:
     """This rank's rows of a linear: a partial sum, to which the first rank adds the bias. whole_bias: the bias, which
     is to be added once."""
 
@@ -79,12 +81,15 @@ class RowPart:
         self.parameters = Parameters([linear], self._bind)
 
     def _bind(self) -> None:
-        self.weight, bias = part_of(self.linear.weight, 1, self.world), self.linear.bias
+        self.weight, bias = shard_of(self.linear.weight, 1, self.world), self.linear.bias
         self.whole_bias = None if bias is None else local_of(bias).detach()
         self.bias = None if self.world.rank else self.whole_bias
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def partial(self, x: torch.Tensor, out: torch.Tensor | None, part: int) -> torch.Tensor:
         return _linear(self.world, x, self.weight, self.bias, out)
+
+    def sharded(self, x: torch.Tensor, shards: Sequence[int] | None) -> torch.Tensor:
+        return matmul_reduce_scatter(x, self.weight, self.whole_bias, world=self.world, rows=shards)
 
 
 def _linear(
@@ -95,7 +100,7 @@ def _linear(
     return world.linear(x, weight, bias, world.current_stream(), out)
 
 
-class HeadPart:
+class HeadShard:
     """The output head of a model that Transformers has split: this rank's columns, and the others' by the library's
     collective. own: the module's forward before, which torch.compile can follow."""
 
@@ -104,7 +109,7 @@ class HeadPart:
         self.parameters = Parameters([linear], self._bind)
 
     def _bind(self) -> None:
-        self.weight = part_of(self.linear.weight, 0, self.world)
+        self.weight = shard_of(self.linear.weight, 0, self.world)
 
     @staticmethod
     def fits(linear: object, world: World) -> bool:
@@ -125,34 +130,48 @@ class HeadPart:
         return every.view(world.size, *y.shape).movedim(0, -2).flatten(-2)
 
 
-class MlpPart:
+class MlpShard:
     def __init__(self, mlp: Module, world: World) -> None:
-        self.world, self.first = world, Columns((mlp.gate_proj, mlp.up_proj), world)
-        self.down = RowPart(mlp.down_proj, world)
+        self.world, self.gate_up = world, ColumnShards((mlp.gate_proj, mlp.up_proj), world)
+        self.down = RowShard(mlp.down_proj, world)
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        place = None if out is None else self.world.empty((x.shape[0], sum(self.first.widths)), x.dtype)
-        return self.down(silu_mul(self.first(x, place), world=self.world), out)
+    def partial(self, x: torch.Tensor, out: torch.Tensor | None, part: int) -> torch.Tensor:
+        both = None if out is None else self.world.empty((x.shape[0], sum(self.gate_up.widths)), x.dtype)
+        return self.down.partial(silu_mul(self.gate_up(x, both), world=self.world), out, part)
+
+    def sharded(self, x: torch.Tensor, shards: Sequence[int] | None) -> torch.Tensor:
+        return self.down.sharded(silu_mul(self.gate_up.gathered(x, shards), world=self.world), shards)
 
 
 def window_of(attention: Module) -> int | None:
     """The window of sliding-window attention: the module's own, or, where modules have none, the configuration's."""
-    of: Module = attention if hasattr(attention, "sliding_window") else attention.config
-    window: int | None = getattr(of, "sliding_window", None)
+    has_window: Module = attention if hasattr(attention, "sliding_window") else attention.config
+    window: int | None = getattr(has_window, "sliding_window", None)
     return window
 
 
-class AttentionPart:
-    """Attention of this rank's heads. `forward` is the module's but for the output projection, which is `out`, so that
-    its rows may go in parts. What does not change is looked up here: a configuration is slow to ask."""
+class HeadsShard:
+    """Attention of this rank's heads. `attend` takes normed hidden states and returns the heads' output [.., heads D],
+    and what attention gives besides; its argument `project` gives the projections [.., N] of hidden states. `out`
+    leaves the partial sum. window: of sliding-window attention."""
+
+    attend: Callable[..., tuple[torch.Tensor, Any]]
+
+    def __init__(self, attention: Module, world: World) -> None:
+        self.module, self.world, self.window = attention, world, window_of(attention)
+        self.qkv = ColumnShards((attention.q_proj, attention.k_proj, attention.v_proj), world)
+        self.out = RowShard(attention.o_proj, world)
+
+
+class AttentionShard(HeadsShard):
+    """`forward` is the module's but for the output projection, whose rows may go in two token parts. What does not
+    change is looked up here: a configuration is slow to ask."""
 
     def __init__(self, attention: Module, world: World) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        self.module, self.world, self.config = attention, world, attention.config
-        self.attend = attention  # whose forward is the one below
-        self.qkv = Columns((attention.q_proj, attention.k_proj, attention.v_proj), world)
-        self.out = RowPart(attention.o_proj, world)
+        super().__init__(attention, world)
+        self.config, self.attend = attention.config, attention  # whose forward is the one below
         self.dim = d = attention.head_dim
         self.heads = self.qkv.widths[0] // d, self.qkv.widths[1] // d
         self.counts = [width // d for width in self.qkv.widths]
@@ -161,7 +180,6 @@ class AttentionPart:
         self.parameters = Parameters(self.normed, self._bind)
         self.eps = self.normed[0].variance_epsilon if self.normed else 0.0
         self.scaling, self.layer_idx = attention.scaling, attention.layer_idx
-        self.window = window_of(attention)
         self.known, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
         self.eager = modeling.eager_attention_forward
         self.fast = fastest(world, Heads((), *self.heads, d, attention.q_proj.weight.dtype, attention.scaling))
@@ -178,15 +196,14 @@ class AttentionPart:
         attention_mask: Any = None,
         past_key_values: Any = None,
         *,
-        columns: Callable[[Columns, torch.Tensor], torch.Tensor],
+        project: Callable[[ColumnShards, torch.Tensor], torch.Tensor],
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Return [.., heads D] in place of hidden states, and what attention gives besides. columns: runs the
-        projections of rows."""
-        shape = hidden_states.shape[:-1]
-        qkv, (cos, sin) = columns(self.qkv, hidden_states.flatten(0, -2)), position_embeddings
-        made = rotary(qkv, cos, sin, *self.heads, self.norms, self.eps, world=self.world)
-        q, k, v = made.view(*shape, -1, self.dim).transpose(1, 2).split(self.counts, 1)
+        """Return [.., heads D] in place of hidden states, and what attention gives besides."""
+        qkv, (cos, sin) = project(self.qkv, hidden_states), position_embeddings
+        shape = qkv.shape[:-1]
+        qkv = rotary(qkv.flatten(0, -2), cos, sin, *self.heads, self.norms, self.eps, world=self.world)
+        q, k, v = qkv.view(*shape, -1, self.dim).transpose(1, 2).split(self.counts, 1)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         name = self.config._attn_implementation

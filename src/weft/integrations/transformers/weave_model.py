@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import Unsupported
 from ...launch import init
+from ...nn.decoder_layer import Sublayer
 from ...nn.weave import two_parts_from
 from ...op import check_call
 from ...ops.all_reduce.op import ALL_REDUCE_RMS_NORM
@@ -17,10 +18,11 @@ from ...plans import Plan
 from ...tensor_checks import DTYPES
 from ...world import World
 from . import moe
+from .forwards import SHARDED_FROM, layer_forward, model_forward, norm_forward
 from .generation import drawn_alike, not_emulated
-from .joints import Woven, layer_forward, model_forward, norm_forward
 from .modules import Hooks, Layers, check_modules
-from .parts import AttentionPart, HeadPart, MlpPart, Module
+from .shards import AttentionShard, HeadShard, HeadsShard, MlpShard, Module
+from .woven import Woven
 
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 BY_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -71,10 +73,11 @@ def weave(
     _check_split(layers, world)
     called = list(_called_hooks(layers))
     check_modules(layers, called)
-    mixtures = type(layers[0]).__name__ in moe.LAYERS
-    done = Woven(world, plan, *_two_parts(world, layers[0], plan, two_parts))
+    with_experts = [hasattr(layer.mlp, "experts") for layer in layers]
+    two_parts_from, two_parts_plan = _two_parts(world, layers[0], plan, two_parts)
+    done = Woven(world, plan, two_parts_from, two_parts_plan, any(with_experts), all(with_experts))
     try:
-        (moe.weave_layers if mixtures else _weave_dense)(layers, base.norm, done)
+        _weave_layers(layers, base.norm, done)
         done.replaced.append(_parts_said(done))
         _weave_model(model, base, done)
     except BaseException:
@@ -90,10 +93,10 @@ def _weave_model(model: nn.Module, base: Module, done: Woven) -> None:
     loaded = base.register_load_state_dict_post_hook(lambda *_: done.refresh(base))
     done.undo.append(loaded.remove)
     head: Module = getattr(model, "lm_head", None)
-    if split := HeadPart.fits(head, done.world):
-        part = HeadPart(head, done.world)
-        done.follow(part)
-        done.forward(head, part.forward)
+    if split := HeadShard.fits(head, done.world):
+        shard = HeadShard(head, done.world)
+        done.follow(shard)
+        done.forward(head, shard.forward)
         done.replaced.append("lm_head: this rank's columns, gathered")
     done.left += [(name, "Transformers' own") for name, other in _others(model, base) if other is not head or not split]
     _generate(model, done)
@@ -116,16 +119,30 @@ def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
             yield from (router._forward_hooks, router._forward_pre_hooks)
 
 
-def _weave_dense(layers: list[Module], last: nn.Module, done: Woven) -> None:
-    world = done.world
+def _weave_layers(layers: list[Module], last: nn.Module, done: Woven) -> None:
     norms = [layer.input_layernorm for layer in layers[1:]] + [last]
     for layer, norm in zip(layers, norms, strict=True):
-        attention, mlp = AttentionPart(layer.self_attn, world), MlpPart(layer.mlp, world)
-        done.follow(attention, attention.qkv, attention.out, mlp.first, mlp.down)
-        done.forward(layer.self_attn, attention.forward)
+        attention, mlp = _weave_attention(layer, done), _weave_mlp(layer.mlp, done)
         done.forward(layer, layer_forward(layer, norm, attention, mlp, norm is last, done))
     done.forward(last, norm_forward)
     done.replaced += _said(layers, done)
+
+
+def _weave_attention(layer: Module, done: Woven) -> HeadsShard:
+    if type(layer).__name__ in moe.LAYERS:
+        return moe.weave_attention(layer.self_attn, done)
+    attention = AttentionShard(layer.self_attn, done.world)
+    done.follow(attention, attention.qkv, attention.out)
+    done.forward(layer.self_attn, attention.forward)
+    return attention
+
+
+def _weave_mlp(mlp: Module, done: Woven) -> Sublayer:
+    if hasattr(mlp, "experts"):
+        return moe.weave_experts(mlp, done)
+    shard = MlpShard(mlp, done.world)
+    done.follow(shard.gate_up, shard.down)
+    return shard
 
 
 def unweave(model: nn.Module) -> nn.Module:
@@ -164,29 +181,39 @@ def report(model: nn.Module) -> str:
 
 
 def _two_parts(world: World, layer: Module, plan: str | Plan, asked: str | int | None) -> tuple[int | None, str | Plan]:
-    """The number of tokens from which on a pass goes in two parts (None: never), and the joints' plan. "auto" takes
-    them from measurements of the decoder of these sizes (nn/weave.py), where nothing but weaving is faster from there
-    on. Only dense decoders are measured: one with experts goes in two parts where `asked` is a number."""
+    """The number of tokens from which on a pass goes in two parts (None: never), and the plan of all_reduce_rms_norm
+    then. "auto" takes them from measurements of the decoder of these sizes (nn/weave.py), where nothing but weaving is
+    faster from there on. Only dense decoders are measured: one with experts goes in two parts where `asked` is a
+    number."""
     if asked is None or world.size == 1:
         return None, plan
-    measured, of = None, plan
+    measured, measured_plan = None, plan
     if type(layer).__name__ not in moe.LAYERS:
         config = layer.self_attn.config
-        measured, of = two_parts_from(world, config.hidden_size, config.intermediate_size)
+        measured, measured_plan = two_parts_from(world, config.hidden_size, config.intermediate_size)
     if asked == "auto":
         asked = measured
     if asked is not None and (not isinstance(asked, int) or asked < 1):
         raise ValueError(f'two_parts: {asked!r} is not "auto", a number of tokens or None')
-    return asked, of if plan == "auto" else plan
+    return asked, measured_plan if plan == "auto" else plan
 
 
 def _said(layers: list[Module], done: Woven) -> Iterator[str]:
-    attention = layers[0].self_attn
-    gemms = "in one GEMM" if done.world.size == 1 or isinstance(attention.q_proj.weight, DTensor) else "by a GEMM each"
+    attention, alone = layers[0].self_attn, done.world.size == 1
+    gemms = "in one GEMM" if alone or isinstance(attention.q_proj.weight, DTensor) else "by a GEMM each"
     norms = "norms of heads and rotary" if hasattr(attention, "q_norm") else "rotary"
-    yield f"layers.*.self_attn: q, k and v {gemms}; {norms} in one launch; o_proj: a partial sum"
-    yield f"layers.*.mlp: gate and up {gemms}, SiLU-mul in one launch; down_proj: a partial sum"
-    yield f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm"
+    if type(layers[0]).__name__ in moe.LAYERS:
+        yield "layers.*.self_attn.q_proj, k_proj, v_proj: one GEMM of this rank's heads; o_proj: this rank's columns"
+    else:
+        yield f"layers.*.self_attn: q, k and v {gemms}; {norms} in one launch; o_proj: a partial sum"
+    for mlp in {type(layer.mlp).__name__: layer.mlp for layer in layers}.values():
+        if hasattr(mlp, "experts"):
+            yield f"layers.*.mlp ({type(mlp).__name__}): weft.moe, {moe.split_of(mlp.experts)} on every rank"
+        else:
+            without = " without experts" if done.experts else ""
+            yield f"layers.*.mlp{without}: gate and up {gemms}, SiLU-mul in one launch; down_proj: a partial sum"
+    norm = f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm"
+    yield norm + (f", below {SHARDED_FROM} tokens and in two parts; else rows by their owners" * done.shards_tokens)
 
 
 def _parts_said(done: Woven) -> str:
