@@ -9,32 +9,34 @@ back.
     sequential   the library's all-to-all, a grouped GEMM of it, and all-to-all back. The host reads how many rows go
                  where, so a CUDA graph cannot hold it
 
+The last but fused and low_latency have gradients: backward.py, where dy goes as the tokens went and the rows' gradients
+come home; and, sequential, the library's all-to-all of x and dy, autograd of its grouped GEMMs, all-to-all back.
+
 The routing is given: ids and weights of every token's experts, from `weft.moe.gate` or anything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from ....architectures import HOPPER, lacks
 from ....backends.base import check_tensors
-from ....op import REGISTRY, Op, registered
+from ....op import Op, Operands, Returned, registered
 from ....plans import SMALL_DISPATCHED, Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
-from ....tensor_checks import bulk, check_device, dims, requires_grad
-from ....torch_library import text_of
+from ....tensor_checks import bulk, check_device, dense, dims
+from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import given_rows, plain_rows
-from ..call import ACTIVATIONS, MOST_K, NAME, Layer, MoeCall, MoeOperands, check_routes
-from . import dispatched, fused, low_latency
+from ..call import ACTIVATIONS, KEEPS, MOST_K, NAME, Kept, Layer, MoeCall, MoeOperands, check_routes
+from . import backward, dispatched, fused, low_latency, sequential
 from .dispatched import run_dispatched
 from .fused import run_fused
 from .low_latency import run_low_latency
 from .sequential import run_sequential
 
-TRAINED = "moe_trained"
 FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (docs/design-notes.md)
 LOW_LATENCY_MOST = 8  # up to which the plan for few tokens is (docs/moe.md)
 FEW_ROWS = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
@@ -109,27 +111,24 @@ def moe(
         Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out, with their number.
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
     """
-    options = plain_rows(NAME, rows), activation, max_tokens, max_rows
+    options = plain_rows(NAME, rows), activation, max_tokens, max_rows, keep, received is not None
     w13, b13 = packed(NAME, "w13", w13, 5, activation), packed(NAME, "b13", b13, 4, activation)
-    if torch.is_grad_enabled() and requires_grad(x, weights, w13, w2, b13, b2, shared):
-        asked = text_of(plan) if isinstance(plan, Plan) else plan
-        operands = x, ids, weights, w13, w2, b13, b2, shared
-        y, counts, *_ = REGISTRY[TRAINED](world, plan, operands, (*options, keep, asked), out)  # training.py
-        if received is not None:
-            received.copy_(counts)
-        return y
-    return MOE(world, plan, MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received), options, out)
+    operands = MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received)
+    result: torch.Tensor = MOE(world, plan, operands, options, out)
+    return result
 
 
 class Moe(Op[MoeCall]):
-    """Operands: x, ids, weights, w13, w2, b13, b2, shared, received; options: rows of every rank or None, activation,
-    max_tokens, max_rows."""
+    """Operands: x, ids, weights, w13, w2, b13, b2, shared, and of direct calls received; options: rows of every rank or
+    None, activation, max_tokens, max_rows, keep, whether the numbers of rows received are wanted, whether a gradient
+    is. Results: out; int32 [El] rows received, or None. A run keeps what `call.Kept` has."""
 
     name = NAME
     signature = (
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
-        " Tensor(a!)? received, SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows"
+        " SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows, str keep, bool counted, bool gradient"
     )
+    results, keeps, wraps = 2, 2, True
     takes = MoeOperands
     runs = {
         Sequential: run_sequential,
@@ -140,18 +139,21 @@ class Moe(Op[MoeCall]):
     small = SMALL_DISPATCHED
     by_library = False  # whose calls no CUDA graph holds
 
-    def check(self, world: World, operands: MoeOperands, options: tuple[Any, ...]) -> MoeCall:
-        (x, ids, weights, w13, w2, *_), (rows, activation, max_tokens, max_rows) = operands, options
+    def check(self, world: World, operands: MoeOperands, options: CallOptions) -> MoeCall:
+        x, ids, weights, w13, w2, *_ = operands
+        rows, activation, max_tokens, max_rows, keep, counted, gradient = options
         for name, t in operands._asdict().items():
             if t is not None or name not in MoeOperands._field_defaults:
                 check_device(NAME, world, name, t)
         check_routes(x, ids, weights)
         if activation not in ACTIVATIONS:
             raise ValueError(f"{NAME}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
+        if keep not in KEEPS:
+            raise ValueError(f"{NAME}: keep {keep!r} is not one of {list(KEEPS)}")
         check_experts(world, operands, activation)
         tokens, experts = None if rows is None else given_rows(NAME, world, rows, x, whole=False), len(w13) * world.size
         if tokens is None and max_tokens is None:
-            few_tokens = decoded(world, experts, ids.shape[1]) if LowLatency in self.runs else 0
+            few_tokens = 0 if gradient else decoded(world, experts, ids.shape[1])
             if x.shape[0] <= few_tokens:
                 max_tokens = few_tokens
             else:
@@ -168,15 +170,53 @@ class Moe(Op[MoeCall]):
             )
         capacity = max(1, most if max_tokens is None else max_tokens)
         layer = Layer(capacity, experts, ids.shape[1], x.shape[1], inner, x.dtype, activation, max_rows)
-        return MoeCall(x.shape[0], tokens, layer)
+        return MoeCall(x.shape[0], tokens, layer, keep if gradient else None, counted)
 
     def meta(
-        self, world: World, operands: MoeOperands, options: tuple[Any, ...]
+        self, world: World, operands: MoeOperands, options: CallOptions
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [(tuple(operands.x.shape), operands.x.dtype)]
+        x, (*_, counted, gradient) = operands.x, options
+        results = (tuple(x.shape), x.dtype), ((operands.w13.shape[0],), torch.int32)
+        return list(results[: 1 + (counted or gradient)])
 
     def outputs(self, world: World, call: MoeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((call.own, call.layer.hidden), call.layer.dtype)]
+        layer = call.layer
+        results = ((call.own, layer.hidden), layer.dtype), ((layer.experts // world.size,), torch.int32)
+        return list(results[: 1 + call.returns_counts])
+
+    def kept(self, world: World, call: MoeCall, plan: str | Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        plan = plan if isinstance(plan, Dispatched) else self.default(world, Dispatched)
+        assert isinstance(plan, Dispatched)
+        return call.kept(world, plan.tile.block_m)
+
+    def returned(self, world: World, call: MoeCall, result: torch.Tensor, more: Operands) -> Returned:
+        return result, *more
+
+    def wrapped(
+        self, world: World, plan: str | Plan, operands: MoeOperands, options: CallOptions, results: Operands
+    ) -> Returned:
+        (y, counts), received = results[:2], operands.received
+        if received is not None and counts is not received:
+            received.copy_(counts)
+        return y
+
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+        return *operands[:7], *results[2:]
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        dy, call, plan = given.gradients[0], given.call, given.plan
+        assert isinstance(call, MoeCall)
+        if dy is None:
+            return [None] * 8
+        saved, dy = [None if t is None else dense(t) for t in given.saved], dense(dy)
+        operands, experts = self.typed(saved[:7]), any(given.needs[3:7])
+        if isinstance(plan, Dispatched):
+            kept = Kept(*(t for t in saved[7:] if t is not None and t.numel()))
+            made = backward.backward(world, call.layer, plan, dy, operands, kept, experts)
+        else:
+            dx, dweights, of_experts = sequential.backward(world, call.layer, dy, operands, experts)
+            made = backward.Gradients(dx, dweights, *of_experts)
+        return [made.x, None, *made[1:], dy]
 
     def sizes(self, call: MoeCall) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden
@@ -191,6 +231,8 @@ class Moe(Op[MoeCall]):
         faster for no shape of docs/moe.md, and one launch was for none by more than 5%."""
         if world.scale.small:
             return self.small
+        if call.keep is not None:
+            return Dispatched()
         rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts
         if rows <= LOW_LATENCY_MOST and low_latency.fits(world, call.layer, LowLatency()) is None:
             return LowLatency()
@@ -202,6 +244,8 @@ class Moe(Op[MoeCall]):
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
+        if call.keep is not None and not isinstance(plan, Dispatched):
+            raise ValueError(f"{NAME}: plan {plan.kind!r} has no gradient; 'auto', 'dispatched' and 'sequential' have")
         if isinstance(plan, FusedMoe):
             reason = fused.fits(world, call.layer, plan)
         elif isinstance(plan, LowLatency):

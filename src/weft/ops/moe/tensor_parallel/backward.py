@@ -22,7 +22,7 @@ from ..expert_parallel.place_rows import places_rows
 from ..expert_parallel.place_rows_kernels import ExpertOrder
 from ..routing.route_tables import Tables
 from .backward_kernels import activation_backward
-from .call import GatherOperands, ScatterOperands, Split, parts
+from .call import GatherOperands, ScatterOperands, Split, parts, sections
 from .dispatched import Second, halves, last, lie, load, pushes, second, space, sums, tables_of
 
 Tensor = torch.Tensor
@@ -143,10 +143,10 @@ def of_experts(
 def first_half(
     world: World,
     layer: Split,
-    plan: DispatchedColumns,
     dhidden: Tensor,
     operands: GatherOperands,
     routes: Tensor,
+    plan: DispatchedColumns,
     kept: Kept,
     wants_x: bool,
     experts: bool,
@@ -217,3 +217,18 @@ def home(
     world.wait_event(stream, world.record(side))  # as `steps.total`
     end.on(stream)
     return dx
+
+
+def at_home(world: World, layer: Split, droutes: Tensor | None, weights: Tensor) -> Tensor:
+    """float32 [T, k]: the gradients of this rank's routes' weights, summed over the ranks in their order."""
+    stream, size, made = world.current_stream(), world.size, world.empty(weights.shape, torch.float32)
+    if droutes is None:
+        droutes = world.zeros((sum(sections(world, layer)),), torch.float32)
+    n = layer.capacity * layer.k
+    sent = parts(world, layer, droutes).weights[: size * n].view(size, n)
+    came = sent
+    if size > 1:
+        came = world.empty((size, n), torch.float32)
+        world.all_to_all(list(came), list(sent), stream)
+    world.call(lambda: torch.sum(came[:, : made.numel()], 0, out=made.view(-1)), [came], [made], stream)
+    return made

@@ -22,14 +22,12 @@ from .call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, S
 Tensor = torch.Tensor
 
 
-def run_gather(
-    world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Run a call as `grouped_steps.run_gather` does. Nothing is kept, whatever the call says: its backward pass sends x
+def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor) -> tuple[Tensor]:
+    """Run a call as `dispatched.run_gather` does. Nothing is kept, whatever the call says: its backward pass sends x
     again."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     check_capture(world, layer)
-    routes, kept = call.buffers(world)
+    routes = call.routes(world)
     rows, every, weighed = (gathered(world, layer, t, none) for t, none in ((x, 0), (ids, -1), (weights, 0)))
     to, block = parts(world, layer, routes), world.scale.interleave
 
@@ -43,7 +41,7 @@ def run_gather(
 
     read = [rows, every, weighed, w13, *([] if b13 is None else [b13])]
     world.call(run, read, [out, routes], world.current_stream())
-    return routes, *kept
+    return (routes,)
 
 
 def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOperands, out: Tensor) -> None:
