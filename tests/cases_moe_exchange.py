@@ -100,6 +100,27 @@ class Routed:
         return torch.where(kept[: len(self.ids[rank])], self.ids[rank], -1)
 
 
+def launch_dispatch(
+    world: weft.World, operands: op.DispatchOperands, options: tuple[Any, ...]
+) -> tuple[torch.Tensor, weft.moe.Handle]:
+    """`weft.moe.dispatch` of contiguous tensors, which nothing waits for."""
+    call = op.DISPATCHES.check(world, operands, options)
+    plan = op.DISPATCHES.choose(world, call, "auto", False)
+    rows = world.empty(call.exchange.shape(world), operands.x.dtype)
+    more = op.run_dispatch(world, call, plan, operands, rows)
+    made: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCHES.wrapped(world, plan, operands, options, (rows, *more))
+    return made
+
+
+def launch_combine(
+    world: weft.World, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """`weft.moe.combine` of contiguous tensors, which nothing waits for."""
+    operands = op.CombineOperands(y, handle.weights, handle.ids, handle.ticket, shared)
+    call = op.COMBINES.check(world, operands, handle.options)
+    op.run_combine(world, call, op.COMBINES.choose(world, call, handle.plan, False), operands, out)
+
+
 @dataclass
 class Caller:
     """A rank's calls as a stream-ordered program makes them: inputs are written again for each of them, and results taken, by work on
@@ -139,9 +160,8 @@ class Caller:
         weights = draw(10 * call + 5 + me, counts[me], layer.k, dtype=torch.float32)
         values = dict(x=x, ids=routed.ids[me], weights=weights)
         given = [self.there((place, name), t) for name, t in values.items()]
-        options = (layer.experts, self.layout, self.alignment, self.max_m or None, counts)
-        made = op.checked(world, *given, options)
-        rows, handle = op.begin(world, made, op.free_slot(world, None), *given)
+        options = (counts, layer.experts, self.layout, self.alignment, self.max_m or None, None)
+        rows, handle = launch_dispatch(world, op.DispatchOperands(*given), options)
         self.there((place, "ids"), torch.full_like(values["ids"], 99))  # the caller's again
         tables = routed.tables(me)
         self.dropped += int((tables["received"] - tables["counts"]).sum())
@@ -167,7 +187,7 @@ class Caller:
         self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, want: torch.Tensor, place: int
     ) -> None:
         out = self.there((place, "out"), torch.zeros_like(want))
-        op.end(handle, y, shared, out)
+        launch_combine(self.world, y, handle, shared, out)
         self.see(out, want)
 
 

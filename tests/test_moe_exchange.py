@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import test_offline as offline
 import torch
 from cases import draw
 from cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
-from cases_moe_exchange import exchange_case, noticed, overfull
+from cases_moe_exchange import exchange_case, launch_combine, launch_dispatch, noticed, overfull
 from gates import some
 
 import weft
@@ -210,12 +209,16 @@ def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int
 
 
 def test_a_gradient_of_the_experts_alone_gives_its_slot_back() -> None:
+    """Also where one backward pass is that of more calls than there are slots."""
+
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
         x, scale = x.requires_grad_(), torch.ones(32, dtype=BF, requires_grad=True)
-        for alone in (True, True, True, False):
-            rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
-            y = moe.combine(torch.where((handle.sources >= 0)[:, None], rows, 0) * scale, handle)
+        for alone, calls in ((True, 1), (True, 3), (True, 1), (False, 1)):
+            y = torch.zeros((), dtype=BF)
+            for _ in range(calls):
+                rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
+                y = y + moe.combine(torch.where((handle.sources >= 0)[:, None], rows, 0) * scale, handle) / calls
             if alone:
                 (got,) = torch.autograd.grad(y.float().sum(), scale)
             else:
@@ -307,6 +310,78 @@ def test_a_drop_is_told_once_at_the_next_wait_for_everything() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
+# -- in a graph of torch.compile ---------------------------------------------------------------------------------------
+
+
+def experts(rows: torch.Tensor, handle: moe.Handle, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """By the library's grouped GEMM, which keeps the offsets for its backward pass."""
+    ends = handle.offsets[1:]
+    return torch._grouped_mm(torch._grouped_mm(rows, w1, offs=ends).relu(), w2, offs=ends)
+
+
+def two_under_way(
+    world: weft.World, given: tuple[torch.Tensor, ...], w1: torch.Tensor, w2: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two microbatches of other tokens and routes; and what the handles count."""
+    x, ids, weights = given
+    sent = [(x, ids, weights), (x.flip(0), (ids + 1) % 4, weights)]
+    (a, first), (b, second) = (moe.dispatch(*each, experts=4, world=world, **options) for each in sent)
+    counts = first.counts + second.counts
+    results = [
+        moe.combine(experts(rows, handle, w1, w2), handle, shared=x) for rows, handle in ((a, first), (b, second))
+    ]
+    return results[0] + 2 * results[1], counts
+
+
+def one_by_one(
+    world: weft.World, given: tuple[torch.Tensor, ...], w1: torch.Tensor, w2: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, ids, weights = given
+    results, counts = [], torch.zeros(w1.shape[0], dtype=torch.int32)
+    for each in ((x, ids, weights), (x.flip(0), (ids + 1) % 4, weights)):
+        rows, handle = moe.dispatch(*each, experts=4, world=world, **options)
+        counts = counts + handle.counts
+        results.append(moe.combine(experts(rows, handle, w1, w2), handle, shared=x))
+    return results[0] + 2 * results[1], counts
+
+
+def trained(world: weft.World, fn: Callable[..., Any], wants: tuple[str, ...], **options: Any) -> list[torch.Tensor]:
+    """The result, the counts and the gradients of what is wanted."""
+    (x, ids, weights), local = routed(world), 4 // world.size
+    leaves = dict(x=x, weights=weights, w1=draw(3 + world.rank, local, 32, 16), w2=draw(5 + world.rank, local, 16, 32))
+    leaves = {name: t.clone().requires_grad_(name in wants) for name, t in leaves.items()}
+    y, counts = fn(world, (leaves["x"], ids, leaves["weights"]), leaves["w1"], leaves["w2"], **options)
+    y.backward(draw(7 + world.rank, *y.shape))
+    world.synchronize()
+    return [y.detach(), counts, *(t.grad for name, t in leaves.items() if name in wants)]  # type: ignore[misc]
+
+
+ALL = ("x", "weights", "w1", "w2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wants", "options"),
+    [
+        (1, ALL, dict()), (2, ALL, dict()), (2, ("w1", "w2"), dict()), (2, ("x",), dict(expert_alignment=16)),
+        (2, ALL, dict(plan="sequential")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Forward and backward, without a break: the bits of eager calls, and of calls one by one; no slot is left taken."""
+
+    def rank(world: weft.World) -> None:
+        want = trained(world, one_by_one, wants, **options)
+        assert all(t.norm() > 0 for t in want[2:])
+        for way in (two_under_way, torch.compile(two_under_way, backend="aot_eager", fullgraph=True)):
+            got = trained(world, way, wants, **options)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), way
+        assert not op.under_way(world)
+
+    torch._dynamo.reset()
+    weft.spmd(rank, ranks, backend="emulated")
+
+
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,10 +390,9 @@ def launching(ranks: int, h: int, experts: int, k: int, layout: str) -> Callable
         t = 300 + world.rank
         x, ids, weights = torch.zeros(t, h, dtype=BF), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         rows = tuple(300 + r for r in range(ranks))
-        options = (experts, layout, 1, 16 if layout == "masked" else None, rows)
-        made = replace(op.checked(world, x, ids, weights, options))
-        y, handle = op.begin(world, made, 0, x, ids, weights)
-        op.end(handle, y, None, x)
+        options = (rows, experts, layout, 1, 16 if layout == "masked" else None, 0)
+        y, handle = launch_dispatch(world, op.DispatchOperands(x, ids, weights), options)
+        launch_combine(world, y, handle, None, x)
 
     return main
 

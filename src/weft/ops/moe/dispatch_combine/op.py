@@ -1,28 +1,33 @@
 """Dispatch and combine by themselves: for experts of the caller's own kernels.
 
-The steps are those of a layer (expert_parallel/dispatched.py), with `place_rows` (place_rows_kernels.py, which says
-what orders them) in place of the grouped GEMMs. Two calls may be under way, each in a slot with memory and counters of
-its own.
-Without symmetric memory tokens and sums go by the library's collectives (collectives.py).
+    dispatched   the steps of a layer (expert_parallel/dispatched.py), with `place_rows` (place_rows_kernels.py, which
+                 says what orders them) in place of the grouped GEMMs
+    sequential   the library's collectives (collectives.py), which need no symmetric memory
+
+Two calls may be under way, each in a slot with memory and counters of its own. A dispatch is named by its ticket, a
+number in host memory, which the combine of it takes: so the two know of each other in a compiled graph too.
+
+Backward: combine's dispatches the gradient of its result, with the same tables, and dispatch's combines the rows'
+gradients of that, all with weights of 1.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....backends.base import SymmetricTensor
 from ....errors import WeftError
 from ....kernel_launch import GivenLaunch, Launch, prepared
-from ....op import check_call
-from ....plans import SMALL_DISPATCHED, Dispatched
-from ....tensor_checks import check_device, dense, dims, output, overlap, requires_grad
-from ....torch_library import CallOptions, Context
+from ....op import Call, Op, Operands, Returned, registered
+from ....plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
+from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
 from ....world import World
 from ...common import given_rows, plain_rows
@@ -38,21 +43,37 @@ from . import collectives
 
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 SLOTS = 2
-UnderWay: TypeAlias = "tuple[weakref.ref[Handle], Placed, int]"  # and how many tokens the rank dispatched
 ALIGNMENTS = (1, 16, 128)
 ROW_LAYOUTS = ("contiguous", "masked")
 SUMMERS = 2  # programs of the last sums on an SM
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one call is, the same on all ranks. tokens: of every rank. most: rows of an expert, masked; 0: contiguous,
-    experts begin at multiples of `alignment`."""
+    """What a dispatch and its combine have in common, the same on all ranks. tokens: of every rank. most: rows of an
+    expert, masked; 0: contiguous, experts begin at multiples of `alignment`."""
 
     tokens: tuple[int, ...]
     layer: Layer
     alignment: int
     most: int
+
+    @classmethod
+    def of(cls, world: World, ids: torch.Tensor, h: int, dtype: torch.dtype, options: CallOptions) -> Exchange:
+        """options: rows of every rank or None, experts, layout, alignment, max_m."""
+        rows, experts, layout, alignment, max_m = options
+        tokens = (ids.shape[0],) * world.size if rows is None else rows
+        capacity = max(1, *tokens)
+        most = min(max_m or world.size * capacity, world.size * capacity) if layout == "masked" else 0
+        return cls(tokens, Layer(capacity, experts, ids.shape[1], h, 8, dtype), 1 if most else alignment, most)
+
+    def shape(self, world: World) -> tuple[int, ...]:
+        """Return the shape of rows."""
+        layer, local = self.layer, self.layer.experts // world.size
+        if self.most:
+            return local, self.most, layer.hidden
+        return route_tables.rows_of(world, layer.capacity, layer.k, local, self.alignment), layer.hidden
 
     def agreed(self, slot: int) -> dict[str, Hashable]:
         layer = self.layer
@@ -66,6 +87,50 @@ class Exchange:
             max_m=self.most,
             slot=slot,
         )
+
+
+@dataclass(frozen=True)
+class ExchangeCall(Call):
+    exchange: Exchange
+
+    @property
+    def rows(self) -> int:
+        """The most tokens of a rank, and never 0."""
+        return self.exchange.layer.capacity
+
+
+@dataclass(frozen=True)
+class DispatchCall(ExchangeCall):
+    """slot: the one to take, or None."""
+
+    slot: int | None
+
+
+@dataclass(frozen=True)
+class CombineCall(ExchangeCall):
+    """answered: whether the dispatch has a gradient too."""
+
+    answered: bool
+
+
+class DispatchOperands(NamedTuple):
+    """The operands of `dispatch`: x; ids; weights without their gradient, which is that of combine, and, where they
+    require one, as they were given."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    given_weights: torch.Tensor | None = None
+
+
+class CombineOperands(NamedTuple):
+    """The operands of `combine`. ticket: int64 [2] in host memory, the number of the dispatch, and its slot."""
+
+    y: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    ticket: torch.Tensor
+    shared: torch.Tensor | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -82,6 +147,25 @@ class Placed:
     offsets: torch.Tensor  # int32 [El + 1], of rows
     placed: ExpertOrder  # of rows; masked, with other slots than the tables
     masked: Masked | None = None
+
+    @property
+    def counts(self) -> torch.Tensor:
+        return self.order.received if self.masked is None else self.masked.counts
+
+    @property
+    def sources(self) -> torch.Tensor:
+        return self.order.sources if self.masked is None else self.masked.sources
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A dispatch that is not combined. held: says whether somebody may still combine it. answers: of the gradient of a
+    combine's result, the number of the dispatch whose backward pass combines it."""
+
+    placed: Placed
+    tokens: int  # that this rank dispatched
+    held: Callable[[], bool]
+    answers: int | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -115,33 +199,43 @@ class Handle:
     counts: int32 [El], rows of every expert, without padding.
     sources: int32, of the shape of rows without H: s C + t for token t of rank s, C the most tokens of a rank; -1 for
         rows of no token.
-    slot: which of the two it has; shape: of rows, and so of y.
+    slot: which of the two it has (not in a compiled graph); shape: of rows, and so of y.
 
     It keeps ids and weights: the same ids make the same rows again, which a backward pass will send dy by. A handle
     that nobody holds any more is cancelled by the next `dispatch` or `combine`.
     """
 
     world: World
-    slot: int
+    plan: str | Plan
     shape: tuple[int, ...]
+    dtype: torch.dtype
     offsets: torch.Tensor
     counts: torch.Tensor
     sources: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    ready: Placed = field(repr=False)
-    combined: bool = False
+    ticket: torch.Tensor = field(repr=False)
+    options: CallOptions = field(repr=False)  # of `Combine`
     versions: tuple[int, ...] = field(default=(), repr=False)  # of ids and weights, as torch counts writes
-    node: weakref.ref[torch.autograd.graph.Node] | None = field(default=None, repr=False)  # of x's gradient
-    back: Handle | None = field(default=None, repr=False)  # of the gradient, under way from combine's to dispatch's
+
+    @property
+    def number(self) -> int:
+        return int(self.ticket[0])
+
+    @property
+    def slot(self) -> int:
+        return int(self.ticket[1])
+
+    @property
+    def combined(self) -> bool:
+        return self.number not in under_way(self.world)
 
     def cancel(self) -> None:
         """Collective, in the place of `combine` and with its order: gives the slot back, without a result. For a
         dispatch whose rows nobody wants. Raises WeftError as `combine` does."""
         check_handle(self, None)
         self.world.check()
-        cancel(self.world, self.ready, self.ids.shape[0])
-        self.combined = True
+        cancel(self.world, self.number)
         self.world.finish(self.world.current_stream())
 
 
@@ -157,6 +251,7 @@ def dispatch(
     max_m: int | None = None,
     rows: Sequence[int] | None = None,
     slot: int | None = None,
+    plan: str | Plan = "auto",
 ) -> tuple[torch.Tensor, Handle]:
     """Every token to the ranks of its experts, in rows by expert (the interface is DeepEP's `dispatch`, with counts
     that stay on the device).
@@ -181,17 +276,18 @@ def dispatch(
             Overflow.
         rows: tokens of every rank, where they are not all equal. None: all have as many as this one.
         slot: 0 or 1, None: the first that is free. A CUDA graph's replays take the slots that its capture took.
+        plan: "auto", "dispatched", "sequential" or such a Plan; that of the combine too. The same on all ranks.
 
     Returns: rows, memory of its own, and the Handle, to be combined (or cancelled, `handle.cancel()`) once, in the
         order of the dispatches. At most two may be under way, on any streams: two microbatches. With contiguous rows,
         `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the experts.
 
     Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call
-    makes the same rows. Nothing is read by the host. Without symmetric memory the library's collectives move rows, and
-    every rank gets all tokens on the way. Memory of a slot, shared by all calls: symmetric, 2 W C H elements
-    and 8 W C k bytes. Not to be compiled by torch.compile. Differentiable: the backward pass of combine dispatches the
-    gradient of its result, that of dispatch combines the rows' gradients, all with weights of 1; so there must be both,
-    and ids and weights stay as they are until then.
+    makes the same rows. Nothing is read by the host. By "sequential", as without symmetric memory, the library's
+    collectives move rows, and every rank gets all tokens on the way. Memory of a slot, shared by all calls: symmetric,
+    2 W C H elements and 8 W C k bytes. In a graph of torch.compile the handle's tensors are copies. Differentiable: the
+    backward pass of combine dispatches the gradient of its result, that of dispatch combines the rows' gradients, all
+    with weights of 1; so there must be both, and ids and weights stay as they are until then.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -200,18 +296,10 @@ def dispatch(
         WeftError: no slot is free; the first call of its kind inside a CUDA graph capture.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
     """
-    options = (experts, layout, expert_alignment, max_m, plain_rows(DISPATCH, rows))
-    exchange = checked(world, x, ids, weights, options)
-    world.check()
-    lost = world.backend.left_out()
-    taken = free_slot(world, slot)
-    if torch.is_grad_enabled() and x.requires_grad:
-        found: list[Handle] = []
-        placed = DispatchedRows.apply(x, ids, weights, exchange, taken, found, world)
-        return world.behind((placed, found[0]), lost)
-    given = begin(world, exchange, taken, dense(x), dense(ids), dense(weights))
-    world.finish(world.current_stream())
-    return world.behind(given, lost)
+    options = plain_rows(DISPATCH, rows), experts, layout, expert_alignment, max_m, slot
+    weights, given = (weights.detach(), weights) if requires_grad(weights) else (weights, None)
+    made: tuple[torch.Tensor, Handle] = DISPATCHES(world, plan, DispatchOperands(x, ids, weights, given), options)
+    return made
 
 
 def combine(
@@ -246,53 +334,22 @@ def combine(
     """
     check_handle(handle, world)
     check_sums(handle, y, shared)
-    world = handle.world
-    world.check()
-    lost = world.backend.left_out()
-    t = handle.ids.shape[0]
-    if torch.is_grad_enabled() and requires_grad(y, shared, handle.weights):
-        if out is not None:
-            raise ValueError(f"{COMBINE}: out= has no gradient, and an operand requires one; use torch.no_grad()")
-        return world.behind(CombinedRows.apply(y, handle.weights, shared, handle), lost)
-    given = output(COMBINE, world, out, (t, handle.shape[-1]), y.dtype)
-    y, shared = dense(y), None if shared is None else dense(shared)
-    # Tokens are done one after another, and a token's rows of y lie anywhere among those of others.
-    apart = given.data_ptr() % 16 != 0 or overlap(out, y, shared)
-    result = world.empty(given.shape, y.dtype) if apart else given
-    end(handle, y, shared, result)
-    stream = world.current_stream()
-    if result is not given:
-        world.copy(given, result, stream)
-    world.finish(stream)
-    return world.behind(given, lost)
+    gradient = torch.is_grad_enabled() and requires_grad(y, shared, handle.weights)
+    if gradient and handle.versions != versions(handle.ids, handle.weights):
+        raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
+    operands = CombineOperands(y, handle.weights, handle.ids, handle.ticket, shared)
+    result: torch.Tensor = COMBINES(handle.world, handle.plan, operands, handle.options, out)
+    return result
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def checked(world: World, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: CallOptions) -> Exchange:
-    """What is called; by what is the same, checked once. Raises for anything that this rank alone can see is wrong."""
-    check_call(DISPATCH, world)
+def check(world: World, operands: DispatchOperands, options: CallOptions) -> None:
+    """Raise for anything that this rank alone can see is wrong."""
+    (x, ids, weights, _), (rows, experts, layout, alignment, max_m, slot) = operands, options
     for name, t in (("x", x), ("ids", ids), ("weights", weights)):
         check_device(DISPATCH, world, name, t)
-    key = (DISPATCH, x.shape, x.dtype, ids.shape, ids.dtype, weights.shape, weights.dtype, *options)
-    found: Exchange | None = world.decided.get(key)
-    if found is None:
-        found = world.decided[key] = check(world, x, ids, weights, *options)
-    return found
-
-
-def check(
-    world: World,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    experts: int,
-    layout: str,
-    alignment: int,
-    max_m: int | None,
-    rows: tuple[int, ...] | None,
-) -> Exchange:
     check_routes(x, ids, weights, DISPATCH)
     if layout not in ROW_LAYOUTS or alignment not in ALIGNMENTS:
         raise ValueError(
@@ -311,42 +368,10 @@ def check(
         raise ValueError(f"{DISPATCH}: rows must be whole 16-byte words, and H of x {dims(x)} is no multiple of 8")
     if max_m is not None and (layout != "masked" or not isinstance(max_m, int) or max_m < 1):
         raise ValueError(f'{DISPATCH}: max_m {max_m!r} is a number of rows, of layout "masked", not {layout!r}')
-    tokens = (x.shape[0],) * world.size if rows is None else given_rows(DISPATCH, world, rows, x, whole=False)
-    capacity = max(1, *tokens)
-    most = min(max_m or world.size * capacity, world.size * capacity) if layout == "masked" else 0
-    layer = Layer(capacity, experts, k, x.shape[1], 8, x.dtype)
-    return Exchange(tokens, layer, 1 if most else alignment, most)
-
-
-def free_slot(world: World, asked: int | None) -> int:
-    give_back(world)
-    taken = [ready.slot for _, ready, _ in under_way(world)]
-    if asked is not None and asked not in range(SLOTS):
-        raise ValueError(f"{DISPATCH}: slot {asked!r} is not 0, 1 or None")
-    free = [s for s in range(SLOTS) if s not in taken and asked in (None, s)]
-    if not free:
-        which = f"slots {taken} are" if asked is None else f"slot {asked} is"
-        raise WeftError(f"{DISPATCH}: {which} under way; a handle has to be combined or cancelled first")
-    return free[0]
-
-
-def under_way(world: World) -> list[UnderWay]:
-    """Dispatches that are not combined, the oldest first."""
-    return world.cached(f"{DISPATCH}: handles", list)
-
-
-def give_back(world: World) -> None:
-    """Cancel the oldest dispatches, up to the first whose handle somebody holds. On all ranks alike, where they let go
-    of handles alike."""
-    held = under_way(world)
-    while held and held[0][0]() is None:
-        cancel(world, *held[0][1:])
-
-
-def cancel(world: World, made: Placed, tokens: int) -> None:
-    """Combine the oldest dispatch, of so many tokens, to memory that nobody reads."""
-    y, out = (world.zeros(shape, made.exchange.layer.dtype) for shape in (made.shape, (tokens, made.shape[-1])))
-    finished(world, made, y, None, out)
+    if slot is not None and slot not in range(SLOTS):
+        raise ValueError(f"{DISPATCH}: slot {slot!r} is not 0, 1 or None")
+    if rows is not None:
+        given_rows(DISPATCH, world, rows, x, whole=False)
 
 
 def check_handle(handle: Handle, world: World | None) -> None:
@@ -354,48 +379,90 @@ def check_handle(handle: Handle, world: World | None) -> None:
         raise TypeError(f"{COMBINE}: handle must be what weft.moe.dispatch returned, got {type(handle).__name__}")
     if world is not None and world is not handle.world:
         raise WeftError(f"{COMBINE}: the handle is of {handle.world}, not of {world}")
+    if torch.compiler.is_compiling():  # which dispatches are under way is known when the graph runs
+        return
     if handle.combined:
         raise WeftError(f"{COMBINE}: the handle of slot {handle.slot} was combined already")
     give_back(handle.world)
-    oldest, ready, _ = under_way(handle.world)[0]
-    if oldest() is not handle:
+    number, oldest = next(iter(under_way(handle.world).items()))
+    if number != handle.number:
         raise WeftError(
-            f"{COMBINE}: the handle of slot {handle.slot} out of order: that of slot {ready.slot} was dispatched"
-            " before it, and is combined or cancelled first"
+            f"{COMBINE}: the handle of slot {handle.slot} out of order: that of slot {oldest.placed.slot} was"
+            " dispatched before it, and is combined or cancelled first"
         )
 
 
 def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> None:
-    layer, t = handle.ready.exchange.layer, handle.ids.shape[0]
-    for name, given, shape in (("y", y, handle.shape), ("shared", shared, (t, layer.hidden))):
+    t, dtype, h = handle.ids.shape[0], handle.dtype, handle.shape[-1]
+    for name, given, shape in (("y", y, handle.shape), ("shared", shared, (t, h))):
         if given is None and name == "shared":
             continue
         check_device(COMBINE, handle.world, name, given)
         assert given is not None
         if given.shape != shape:
             raise ValueError(f"{COMBINE}: {name} {dims(given)} must be {list(shape)}, as the handle's")
-        if given.dtype != layer.dtype:
-            raise TypeError(f"{COMBINE}: {name} is {dims(given)}, and what was dispatched {layer.dtype}")
+        if given.dtype != dtype:
+            raise TypeError(f"{COMBINE}: {name} is {dims(given)}, and what was dispatched {dtype}")
+
+
+# -- what is under way -------------------------------------------------------------------------------------------------
+
+
+def under_way(world: World) -> dict[int, UnderWay]:
+    """Dispatches that are not combined, by number, the oldest first."""
+    return world.cached(f"{DISPATCH}: under way", dict)
+
+
+def free_slot(world: World, asked: int | None) -> int:
+    give_back(world)
+    calls = under_way(world)
+    unanswered = [number for number, call in calls.items() if call.answers is not None]
+    if len(calls) == SLOTS and unanswered:  # a backward pass that ends at the experts combines none of them
+        cancel(world, unanswered[0])
+    taken = [call.placed.slot for call in calls.values()]
+    free = [s for s in range(SLOTS) if s not in taken and asked in (None, s)]
+    if not free:
+        which = f"slots {taken} are" if asked is None else f"slot {asked} is"
+        raise WeftError(f"{DISPATCH}: {which} under way; a handle has to be combined or cancelled first")
+    return free[0]
+
+
+def give_back(world: World) -> None:
+    """Cancel the oldest dispatches, up to the first that somebody holds. On all ranks alike, where they let go of
+    handles alike."""
+    calls = under_way(world)
+    while calls:
+        number, oldest = next(iter(calls.items()))
+        if oldest.held():
+            return
+        cancel(world, number)
+
+
+def cancel(world: World, number: int) -> None:
+    """Combine a dispatch to memory that nobody reads."""
+    call = under_way(world)[number]
+    placed, dtype = call.placed, call.placed.exchange.layer.dtype
+    y, out = (world.zeros(shape, dtype) for shape in (placed.shape, (call.tokens, placed.shape[-1])))
+    finish(world, number, y, None, out)
 
 
 # -- what is made once -------------------------------------------------------------------------------------------------
 
 
-def ready(world: World, exchange: Exchange, slot: int) -> Placed:
-    """Return what calls of this kind and slot have in common. Collective the first time."""
-    make = gather if world.symmetric_reason else prepare
-    return world.cached((DISPATCH, exchange, slot), lambda: make(world, exchange, slot))
+def ready(world: World, exchange: Exchange, plan: Plan, slot: int) -> Placed:
+    """Return what calls of this kind, plan and slot have in common. Collective the first time."""
+
+    def make() -> Placed:
+        kind = dict(exchange.agreed(slot), plan=plan)
+        numbers = world.check_same_on_all_ranks(DISPATCH, **kind), world.check_same_on_all_ranks(COMBINE, **kind)
+        if isinstance(plan, Dispatched):
+            return prepare(world, exchange, plan, slot, numbers)
+        return gather(world, exchange, slot, numbers)
+
+    return world.cached((DISPATCH, exchange, plan, slot), make)
 
 
-def numbers_of(world: World, exchange: Exchange, slot: int) -> tuple[int, int]:
-    """Return the numbers of dispatch and of combine, on which the ranks agree. Collective the first time."""
-    return world.check_same_on_all_ranks(DISPATCH, **exchange.agreed(slot)), world.check_same_on_all_ranks(
-        COMBINE, **exchange.agreed(slot)
-    )
-
-
-def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
-    numbers = numbers_of(world, exchange, slot)
+def gather(world: World, exchange: Exchange, slot: int, numbers: tuple[int, int]) -> ByCollectives:
     given = exchange.layer
     layer = Split(given.capacity, given.experts, given.k, given.hidden, 0, given.dtype, tile=exchange.alignment)
     local, total, shape = layer.local(world), layer.rows(world), (world.size, layer.capacity, layer.k)
@@ -421,10 +488,9 @@ def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
     return made
 
 
-def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
-    numbers = numbers_of(world, exchange, slot)
+def prepare(world: World, exchange: Exchange, plan: Dispatched, slot: int, numbers: tuple[int, int]) -> Ready:
     layer, w, most = exchange.layer, world.size, exchange.most
-    plan, local = SMALL_DISPATCHED if world.scale.small else Dispatched(), layer.experts // w
+    local = layer.experts // w
     senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     came = world.channel(f"{DISPATCH} {slot}, rows by {senders} programs", w, None, senders)
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
@@ -467,7 +533,7 @@ def mask(world: World, made: Placed) -> None:
 
     made.masked = Masked(ints(world.size * layer.capacity * layer.k), ints(local, most), ints(local))
     made.placed = made.order._replace(slots=made.masked.slots)
-    made.shape = (local, most, layer.hidden)
+    made.shape = made.exchange.shape(world)
     made.offsets = world.tensor([most * e for e in range(local + 1)], torch.int32)
 
 
@@ -538,50 +604,28 @@ def total_of(
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
-def begin(
-    world: World,
-    exchange: Exchange,
-    slot: int,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    clear: bool = False,
-) -> tuple[torch.Tensor, Handle]:
-    """`dispatch` of contiguous tensors, in a slot that is free, on the current stream. clear: rows of no token are
-    zero."""
-    made, stream = ready(world, exchange, slot), world.current_stream()
+def place(
+    world: World, made: Placed, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Dispatch contiguous tensors, in a slot that is free, on the current stream."""
     world.begin(made.numbers[0])
-    rows = (world.zeros if clear else world.empty)(made.shape, exchange.layer.dtype)
-    world.order(lock(world, f"{DISPATCH} {slot}"), stream)
+    stream = world.current_stream()
+    world.order(lock(world, f"{DISPATCH} {made.slot}"), stream)
     if isinstance(made, Ready):
-        send(world, made, slot, x, ids, weights, rows)
-    else:
-        assert isinstance(made, ByCollectives)
-        given = collectives.place(world, made.layer, made.order, made.weights, x, ids, weights)
-        if made.masked is not None:
-            masks(world, made)(stream)
-        sources = made.order.sources if made.masked is None else made.masked.sources
-        collectives.pick(world, given, sources, rows)
-    counts, sources = made.order.received, made.order.sources
+        send(world, made, x, ids, weights, rows)
+        return
+    assert isinstance(made, ByCollectives)
+    tokens = collectives.place(world, made.layer, made.order, made.weights, x, ids, weights)
     if made.masked is not None:
-        counts, sources = made.masked.counts, made.masked.sources
-    handle = Handle(world, slot, made.shape, made.offsets, counts, sources, ids, weights, made)
-    handle.versions = versions(ids, weights)
-    under_way(world).append((weakref.ref(handle), made, ids.shape[0]))
-    return rows, handle
+        masks(world, made)(stream)
+    collectives.pick(world, tokens, made.sources, rows)
 
 
 def send(
-    world: World,
-    made: Ready,
-    slot: int,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    rows: torch.Tensor,
+    world: World, made: Ready, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """The launches of `begin`."""
-    stream, side, of = world.current_stream(), world.side_stream(f"{DISPATCH} {slot}"), made.of
+    """The launches of `place`."""
+    stream, side, of, slot = world.current_stream(), world.side_stream(f"{DISPATCH} {made.slot}"), made.of, made.slot
     capacity, alignment = made.exchange.layer.capacity, made.exchange.alignment
     start = world.record(stream)
     ids_all, _ = route_tables.share(world, ids, weights, capacity, slot=slot)
@@ -594,16 +638,30 @@ def send(
     world.wait_event(stream, world.record(side))  # the caller may write x and ids again
 
 
-def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
-    """`combine` of contiguous tensors, of the oldest handle, on the current stream."""
-    finished(handle.world, handle.ready, y, shared, out)
-    handle.combined = True
+def run_dispatch(
+    world: World, call: DispatchCall, plan: Plan, operands: DispatchOperands, out: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """out = the rows, on the current stream. Returns offsets, counts, sources and the ticket."""
+    made, number = ready(world, call.exchange, plan, free_slot(world, call.slot)), next(_numbers)
+    place(world, made, operands.x, operands.ids, operands.weights, out)
+    ticket = torch.tensor([number, made.slot])
+    memory = StorageWeakRef(ticket.untyped_storage())
+    under_way(world)[number] = UnderWay(made, operands.x.shape[0], lambda: not memory.expired())
+    return made.offsets, made.counts, made.sources, ticket
 
 
-def finished(world: World, made: Placed, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Combine the oldest dispatch, whose slot is free from then on."""
+def run_combine(world: World, call: CombineCall, plan: Plan, operands: CombineOperands, out: torch.Tensor) -> None:
+    """out [T, H] = the weighted sums of y's rows, + shared, on the current stream."""
+    number, slot = operands.ticket.tolist()
+    if number not in under_way(world):
+        raise WeftError(f"{COMBINE}: the handle of slot {slot} was combined already")
+    finish(world, number, operands.y, operands.shared, out)
+
+
+def finish(world: World, number: int, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Combine a dispatch, whose slot is free from then on."""
+    made, stream = under_way(world)[number].placed, world.current_stream()
     world.begin(made.numbers[1])
-    stream = world.current_stream()
     world.order(lock(world, f"{DISPATCH} {made.slot}"), stream)
     if isinstance(made, Ready):
         sums(world, made, y).on(stream)
@@ -611,96 +669,161 @@ def finished(world: World, made: Placed, y: torch.Tensor, shared: torch.Tensor |
     else:
         assert isinstance(made, ByCollectives)
         collectives.sums(world, made.layer, made.placed.slots, made.weights, y, shared, out)
-    del under_way(world)[0]
+    del under_way(world)[number]
 
 
 def versions(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """How often torch wrote them; those made in inference mode, which have no gradient, count nothing."""
+    """How often torch wrote them; a compiled graph, and tensors made in inference mode, which have no gradient, count
+    nothing."""
+    if torch.compiler.is_compiling():
+        return ()
     return tuple(0 if t.is_inference() else t._version for t in tensors)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- the ops -----------------------------------------------------------------------------------------------------------
+
+E = TypeVar("E", bound=ExchangeCall)
 
 
-class DispatchedRows(torch.autograd.Function):
-    """Rows of x; the Handle goes to a list."""
+class ExchangeOp(Op[E]):
+    """What both have in common. `ready` has the ranks agree, on the slot too."""
 
-    @staticmethod
-    def forward(
-        ctx: Context,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        exchange: Exchange,
-        slot: int,
-        found: list[Handle],
-        world: World,
-    ) -> torch.Tensor:
-        rows, ctx.handle = begin(world, exchange, slot, dense(x), dense(ids), dense(weights))
-        ctx.handle.weights, ctx.handle.node = weights, weakref.ref(ctx)
-        ctx.handle.versions = versions(ctx.handle.ids, weights)
-        found.append(ctx.handle)
-        world.finish(world.current_stream())
-        return rows
+    small = SMALL_DISPATCHED
+    by_library = False
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, drows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back, ctx.handle.back = ctx.handle.back, None
+    def auto(self, world: World, call: E, mode: str) -> Plan:
+        return self.default(world, Dispatched)
+
+    def default(self, world: World, kind: type[Plan]) -> Plan:
+        return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
+
+    def fits(self, world: World, call: E, plan: Plan, asked: str | Plan) -> str | None:
+        return world.symmetric_reason
+
+    def check_same_on_all_ranks(self, world: World, call: E, plan: Plan, **more: Hashable) -> int | None:
+        return None
+
+
+class Dispatch(ExchangeOp[DispatchCall]):
+    """Options: rows of every rank or None, experts, layout, expert_alignment, max_m, slot. Results: rows; offsets,
+    counts and sources, memory of the slot; the ticket."""
+
+    name, public = "moe_dispatch", DISPATCH
+    signature = (
+        "Tensor x, Tensor ids, Tensor weights, SymInt[]? rows, SymInt experts, str layout, SymInt expert_alignment,"
+        " SymInt? max_m, SymInt? slot"
+    )
+    results, lends, wraps = 5, 3, True
+    takes = DispatchOperands
+    runs = {Sequential: run_dispatch, Dispatched: run_dispatch}
+
+    def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> DispatchCall:
+        check(world, operands, options)
+        x, *same, slot = operands.x, *options
+        return DispatchCall(Exchange.of(world, operands.ids, x.shape[1], x.dtype, tuple(same)), slot)
+
+    def outputs(self, world: World, call: DispatchCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        shape, local = call.exchange.shape(world), call.exchange.layer.experts // world.size
+        return [(shape, call.exchange.layer.dtype), *((n, torch.int32) for n in ((local + 1,), (local,), shape[:-1]))]
+
+    def fake(self, world: World, operands: DispatchOperands, options: CallOptions) -> list[torch.Tensor]:
+        ticket = operands.x.new_empty((2,), dtype=torch.int64, device="cpu")
+        return [*super().fake(world, operands, options), ticket]
+
+    def returned(self, world: World, call: DispatchCall, result: torch.Tensor, more: Operands) -> Returned:
+        return result, *more
+
+    def wrapped(
+        self, world: World, plan: str | Plan, operands: DispatchOperands, options: CallOptions, results: Operands
+    ) -> Returned:
+        (rows, *tables, ticket), (x, ids, weights, given) = results, operands
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            tables = [t.clone() for t in tables]  # a backward pass of the experts may read them when they are others'
+        offsets, counts, sources = tables
+        weights, answered = weights if given is None else given, torch.is_grad_enabled() and x.requires_grad
+        options = *options[:-1], answered
+        of_rows = tuple(rows.shape), rows.dtype, offsets, counts, sources
+        return rows, Handle(world, plan, *of_rows, ids, weights, ticket, options, versions(ids, weights))
+
+    def saved(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        return results[-1:]
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        (ticket,), (drows, *_) = given.saved, given.gradients
+        assert ticket is not None and drows is not None
+        calls, number = under_way(world), int(ticket[0])
+        back = next((n for n, call in calls.items() if call.answers == number), None)
         if back is None:
             raise WeftError(f"{DISPATCH}: a gradient of rows without one of what {COMBINE} made of this handle")
-        check_handle(back, None)
-        world = back.world
-        dx = world.empty((back.ids.shape[0], back.shape[-1]), drows.dtype)
-        world.call(lambda: back.ready.weights.fill_(1.0), [], [back.ready.weights], world.current_stream())
-        end(back, dense(drows), None, dx)
-        world.finish(world.current_stream())
-        return dx, *(None,) * 6
+        weights, dx = calls[back].placed.weights, world.empty(given.shapes[0], drows.dtype)
+        world.call(lambda: weights.fill_(1.0), [], [weights], world.current_stream())
+        finish(world, back, dense(drows), None, dx)
+        return [dx, None, None]
 
 
-class CombinedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context, y: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, handle: Handle
-    ) -> torch.Tensor:
-        world, ctx.handle = handle.world, handle
-        if versions(handle.ids, weights) != handle.versions:
-            raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
-        ctx.save_for_backward(y, weights, handle.ids)  # torch raises where one is written before the backward pass
-        out = world.empty((handle.ids.shape[0], handle.shape[-1]), y.dtype)
-        end(handle, dense(y), None if shared is None else dense(shared), out)
-        world.finish(world.current_stream())
-        return out
+class Combine(ExchangeOp[CombineCall]):
+    """Options: those of the dispatch but for the slot, and whether that has a gradient. Operands may be any of the
+    dispatch's shapes: what is under way is known by the ticket alone."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (y, weights, ids), handle = ctx.saved_tensors, ctx.handle
-        world, made, stream = handle.world, handle.ready, handle.world.current_stream()
-        slot = free_slot(world, None)
-        rows, back = begin(world, made.exchange, slot, dense(dout), ids, dense(weights), True)
-        dy, dots = of_routes(world, back, rows, dense(y))
-        came = world.empty(dots.shape, torch.float32)
+    name, public = "moe_combine", COMBINE
+    signature = (
+        "Tensor y, Tensor weights, Tensor ids, Tensor ticket, Tensor? shared, SymInt[]? rows, SymInt experts,"
+        " str layout, SymInt expert_alignment, SymInt? max_m, bool answered"
+    )
+    takes = CombineOperands
+    runs = {Sequential: run_combine, Dispatched: run_combine}
+
+    def check(self, world: World, operands: CombineOperands, options: CallOptions) -> CombineCall:
+        y, (*same, answered) = operands.y, options
+        return CombineCall(Exchange.of(world, operands.ids, y.shape[-1], y.dtype, tuple(same)), answered)
+
+    def meta(
+        self, world: World, operands: CombineOperands, options: CallOptions
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((operands.ids.shape[0], operands.y.shape[-1]), operands.y.dtype)]
+
+    def outputs(self, world: World, call: CombineCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        layer = call.exchange.layer
+        return [((call.exchange.tokens[world.rank], layer.hidden), layer.dtype)]
+
+    def laid(self, plan: Plan, operands: CombineOperands) -> CombineOperands:
+        y, shared = bulk((operands.y, operands.shared))
+        assert y is not None
+        return operands._replace(y=y, shared=shared)
+
+    def saved(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        return operands[:4]
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        y, weights, ids, ticket = (dense(t) for t in given.saved if t is not None)
+        (dout,), call, stream = given.gradients, given.call, world.current_stream()
+        assert isinstance(call, CombineCall) and dout is not None
+        made, number = ready(world, call.exchange, given.plan, free_slot(world, None)), next(_numbers)
+        drows = world.zeros(made.shape, dout.dtype)
+        place(world, made, dense(dout), ids, weights, drows)
+        task = torch._C._current_graph_task_id()
+        held = lambda: torch._C._current_graph_task_id() == task  # noqa: E731
+        under_way(world)[number] = UnderWay(made, len(ids), held, int(ticket[0]))
+        dy, dots = of_routes(world, made, drows, y)
+        came = dots
         if world.size > 1:
+            came = world.empty(dots.shape, torch.float32)
             world.all_to_all(list(came), list(dots), stream)
-        else:
-            came = dots
         dweights = world.empty(weights.shape, torch.float32)
-        given = weights.numel()
-        world.call(lambda: torch.sum(came[:, :given], 0, out=dweights.view(-1)), [came], [dweights], stream)
-        node = None if handle.node is None else handle.node()
-        if node is not None and torch._C._will_engine_execute_node(node):
-            handle.back = back  # combined by dispatch's backward pass
-        else:
-            end(back, rows, None, world.empty(dout.shape, dout.dtype))
-        world.finish(stream)
-        return dy, dweights, dout if ctx.needs_input_grad[2] else None, None
+        world.call(lambda: torch.sum(came[:, : weights.numel()], 0, out=dweights.view(-1)), [came], [dweights], stream)
+        if not call.answered:  # else the dispatch's backward pass combines it
+            finish(world, number, drows, None, world.empty(dout.shape, dout.dtype))
+        return [dy, dweights, None, None, dout]
 
 
-def of_routes(world: World, back: Handle, rows: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def of_routes(world: World, made: Placed, rows: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rows, of the gradient, times their routes' weights, zero where there is none; and float32 [W, C k], of every
     rank's routes the product of rows and y."""
-    made, layer = back.ready, back.ready.exchange.layer
+    layer = made.exchange.layer
     dy = world.empty(rows.shape, rows.dtype)
     dots = world.empty((world.size, layer.capacity * layer.k), torch.float32)
 
@@ -718,3 +841,6 @@ def of_routes(world: World, back: Handle, rows: torch.Tensor, y: torch.Tensor) -
 
     world.call(fill, [rows, y, made.placed.slots, made.weights], [dy, dots], world.current_stream())
     return dy, dots
+
+
+DISPATCHES, COMBINES = registered(Dispatch()), registered(Combine())
