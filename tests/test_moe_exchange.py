@@ -10,7 +10,16 @@ import test_offline as offline
 import torch
 from cases import draw
 from cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
-from cases_moe_exchange import exchange_case, launch_combine, launch_dispatch, noticed, overfull
+from cases_moe_exchange import (
+    exchange_case,
+    launch_combine,
+    launch_dispatch,
+    noticed,
+    one_by_one,
+    overfull,
+    trained,
+    two_under_way,
+)
 from gates import some
 
 import weft
@@ -313,49 +322,6 @@ def test_a_drop_is_told_once_at_the_next_wait_for_everything() -> None:
 # -- in a graph of torch.compile ---------------------------------------------------------------------------------------
 
 
-def experts(rows: torch.Tensor, handle: moe.Handle, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """By the library's grouped GEMM, which keeps the offsets for its backward pass."""
-    ends = handle.offsets[1:]
-    return torch._grouped_mm(torch._grouped_mm(rows, w1, offs=ends).relu(), w2, offs=ends)
-
-
-def two_under_way(
-    world: weft.World, given: tuple[torch.Tensor, ...], w1: torch.Tensor, w2: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two microbatches of other tokens and routes; and what the handles count."""
-    x, ids, weights = given
-    sent = [(x, ids, weights), (x.flip(0), (ids + 1) % 4, weights)]
-    (a, first), (b, second) = (moe.dispatch(*each, experts=4, world=world, **options) for each in sent)
-    counts = first.counts + second.counts
-    results = [
-        moe.combine(experts(rows, handle, w1, w2), handle, shared=x) for rows, handle in ((a, first), (b, second))
-    ]
-    return results[0] + 2 * results[1], counts
-
-
-def one_by_one(
-    world: weft.World, given: tuple[torch.Tensor, ...], w1: torch.Tensor, w2: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    x, ids, weights = given
-    results, counts = [], torch.zeros(w1.shape[0], dtype=torch.int32)
-    for each in ((x, ids, weights), (x.flip(0), (ids + 1) % 4, weights)):
-        rows, handle = moe.dispatch(*each, experts=4, world=world, **options)
-        counts = counts + handle.counts
-        results.append(moe.combine(experts(rows, handle, w1, w2), handle, shared=x))
-    return results[0] + 2 * results[1], counts
-
-
-def trained(world: weft.World, fn: Callable[..., Any], wants: tuple[str, ...], **options: Any) -> list[torch.Tensor]:
-    """The result, the counts and the gradients of what is wanted."""
-    (x, ids, weights), local = routed(world), 4 // world.size
-    leaves = dict(x=x, weights=weights, w1=draw(3 + world.rank, local, 32, 16), w2=draw(5 + world.rank, local, 16, 32))
-    leaves = {name: t.clone().requires_grad_(name in wants) for name, t in leaves.items()}
-    y, counts = fn(world, (leaves["x"], ids, leaves["weights"]), leaves["w1"], leaves["w2"], **options)
-    y.backward(draw(7 + world.rank, *y.shape))
-    world.synchronize()
-    return [y.detach(), counts, *(t.grad for name, t in leaves.items() if name in wants)]  # type: ignore[misc]
-
-
 ALL = ("x", "weights", "w1", "w2")
 
 
@@ -371,10 +337,12 @@ def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options
     """Forward and backward, without a break: the bits of eager calls, and of calls one by one; no slot is left taken."""
 
     def rank(world: weft.World) -> None:
-        want = trained(world, one_by_one, wants, **options)
+        given, local = routed(world), 4 // world.size
+        w1, w2 = draw(3 + world.rank, local, 32, 16), draw(5 + world.rank, local, 16, 32)
+        want = trained(world, one_by_one, given, w1, w2, wants, **options)
         assert all(t.norm() > 0 for t in want[2:])
         for way in (two_under_way, torch.compile(two_under_way, backend="aot_eager", fullgraph=True)):
-            got = trained(world, way, wants, **options)
+            got = trained(world, way, given, w1, w2, wants, **options)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), way
         assert not op.under_way(world)
 

@@ -32,6 +32,7 @@ Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
 Run: TypeAlias = Callable[
     ..., Returned
 ]  # (world, call, plan, operands, out): writes out, and returns what comes beside
+Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # of tensors, each with its dtype
 Direct = Callable[..., Returned]
 
 REGISTRY: dict[str, Op] = {}
@@ -137,21 +138,19 @@ class Op(ABC, Generic[C]):
         wrong."""
 
     @abstractmethod
-    def outputs(self, world: World, call: C) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: C) -> Shapes:
         """Shape and dtype of the result, which `out=` may hold, and of what is returned beside it."""
 
-    def meta(
-        self, world: World, operands: Operands, options: CallOptions
-    ) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+    def meta(self, world: World, operands: Operands, options: CallOptions) -> Shapes:
         """`outputs` while torch.compile traces, where sizes may be symbols."""
         return self.outputs(world, self.check(world, operands, options))
 
     def fake(self, world: World, operands: Operands, options: CallOptions) -> list[torch.Tensor]:
         """Tensors like the results, of no values, while torch.compile traces."""
-        made = self.meta(world, operands, options)
-        return [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in made]
+        like, results = operands[0], self.meta(world, operands, options)
+        return [like.new_empty(shape, dtype=dtype) for shape, dtype in results]
 
-    def kept(self, world: World, call: C, plan: str | Plan) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+    def kept(self, world: World, call: C, plan: str | Plan) -> Shapes:
         """Shapes and dtypes of the `keeps` tensors, or the first of them, that a run leaves for the backward pass. A
         plan may keep nothing. plan: the one that runs, or, while torch.compile traces, the one that was asked for."""
         return ()

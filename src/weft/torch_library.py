@@ -28,7 +28,7 @@ from .tensor_checks import dims
 from .world import World
 
 if TYPE_CHECKING:
-    from .op import Call, Known, Op
+    from .op import Known, Op
 
 Tensor = torch.Tensor
 Maybe = Tensor | None
@@ -60,7 +60,7 @@ class Backward:
     shapes: Sequence[tuple[int, ...]]
     needs: Sequence[bool]
     options: CallOptions
-    call: Call
+    call: Any  # of the op's own class
     plan: Plan
 
 
@@ -139,30 +139,33 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
     name, signature, count = op.name, op.signature, op.operands
     outputs = ", ".join(["Tensor"] * op.outcomes)
 
-    def run(*given: Any) -> Results:
-        *arguments, world_name, plan = given
-        of, world = ops[name], world_of(world_name)
+    def run(*inputs: Any) -> Results:
+        *arguments, world_name, plan = inputs
+        definition, world = ops[name], world_of(world_name)
         operands, options = tuple(arguments[:count]), tuple(map(plain, arguments[count:]))
-        made = as_tuple(of.call(world, plan_of(plan), operands, options, None))
+        results = as_tuple(definition.call(world, plan_of(plan), operands, options, None))
         ran: Known[Any] = world.ran
-        if of.keeps and options[-1]:
-            missing = of.kept(world, ran.call, plan_of(plan))[len(made) - of.results :]  # where a plan keeps nothing
-            made += tuple(operands[0].new_empty(shape, dtype=dtype) for shape, dtype in missing)
-        made = tuple(t.clone() if t is not None and 0 < i <= of.lends else t for i, t in enumerate(made))
-        if of.differentiable:
+        if definition.keeps and options[-1]:
+            missing = definition.kept(world, ran.call, plan_of(plan))[len(results) - definition.results :]
+            # Of a plan that keeps nothing, as many bytes as the graph counts on.
+            results += tuple(operands[0].new_empty(shape, dtype=dtype) for shape, dtype in missing)
+        if definition.lends:
+            lent = results[1 : 1 + definition.lends]
+            results = results[0], *(None if t is None else t.clone() for t in lent), *results[1 + len(lent) :]
+        if definition.differentiable:
             key = ForwardKey(name, plan, options, *layouts_of(operands))
             world.forward_passes[key, world.capturing()] = ran
-        return returned(tensors(of, made, operands[0]))
+        return returned(tensors(definition, results, operands[0]))
 
-    def fake(*given: Any) -> Results:
-        *arguments, world_name, plan = given
-        of, world, options = ops[name], world_of(world_name), tuple(arguments[count:])
-        operands, like = of.typed(tuple(arguments[:count])), arguments[0]
-        made = of.fake(world, operands, options)
-        if of.keeps and options[-1]:
-            kept = of.kept(world, of.check(world, operands, options), plan_of(plan))
-            made += [like.new_empty(shape, dtype=dtype) for shape, dtype in kept]
-        return returned(tensors(of, tuple(made), like))
+    def fake(*inputs: Any) -> Results:
+        *arguments, world_name, plan = inputs
+        definition, world, options = ops[name], world_of(world_name), tuple(arguments[count:])
+        operands = definition.typed(tuple(arguments[:count]))
+        results = definition.fake(world, operands, options)
+        if definition.keeps and options[-1]:
+            kept = definition.kept(world, definition.check(world, operands, options), plan_of(plan))
+            results += [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in kept]
+        return returned(tensors(definition, tuple(results), operands[0]))
 
     _define(name, f"({signature}, str world, str plan) -> ({outputs})", run, fake)
     if op.differentiable:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...op import Call
+from ...op import Call, Shapes
 from ...tensor_checks import DTYPES, dims
 from ...world import World
 from .expert_parallel.kernels import CLAMPED, GELU, SWIGLU
@@ -115,7 +115,7 @@ class MoeCall(Call):
         """Whether the numbers of rows received are a result."""
         return self.counted or self.keep is not None
 
-    def kept(self, world: World, block_m: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def kept(self, world: World, block_m: int) -> Shapes:
         """Return the shapes and dtypes of what `Kept` has, whose rows lie in tiles of block_m."""
         rows, columns = layer_rows(world, self.layer, block_m), first_columns(world, self.layer)
         return kept_shapes(world, self.layer, self.keep, rows, columns)
@@ -127,9 +127,7 @@ class MoeCall(Call):
         return world.empty((self.layer.experts // world.size,), torch.int32)
 
 
-def kept_shapes(
-    world: World, layer: Layer, keep: str | None, rows: int, columns: int
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def kept_shapes(world: World, layer: Layer, keep: str | None, rows: int, columns: int) -> Shapes:
     """Return the shapes and dtypes of what `Kept` has; columns: those of the first GEMM."""
     shapes = [((world.size, layer.capacity, layer.hidden), layer.dtype), ((rows, columns), layer.dtype)]
     return shapes[: 0 if keep is None else KEEPS.index(keep)]

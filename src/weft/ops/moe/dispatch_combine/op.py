@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ....backends.base import SymmetricTensor
 from ....errors import WeftError
 from ....kernel_launch import GivenLaunch, Launch, prepared
-from ....op import Call, Op, Operands, Returned, registered
+from ....op import Call, Op, Operands, Returned, Shapes, registered
 from ....plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
 from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
 from ....torch_library import Backward, CallOptions
@@ -60,13 +60,15 @@ class Exchange:
     most: int
 
     @classmethod
-    def of(cls, world: World, ids: torch.Tensor, h: int, dtype: torch.dtype, options: CallOptions) -> Exchange:
-        """options: rows of every rank or None, experts, layout, alignment, max_m."""
+    def from_options(cls, world: World, ids: torch.Tensor, like: torch.Tensor, options: CallOptions) -> Exchange:
+        """Return the exchange of tokens or rows `like` these. options: rows of every rank or None, experts, layout,
+        alignment, max_m."""
         rows, experts, layout, alignment, max_m = options
         tokens = (ids.shape[0],) * world.size if rows is None else rows
         capacity = max(1, *tokens)
         most = min(max_m or world.size * capacity, world.size * capacity) if layout == "masked" else 0
-        return cls(tokens, Layer(capacity, experts, ids.shape[1], h, 8, dtype), 1 if most else alignment, most)
+        layer = Layer(capacity, experts, ids.shape[1], like.shape[-1], 8, like.dtype)
+        return cls(tokens, layer, 1 if most else alignment, most)
 
     def shape(self, world: World) -> tuple[int, ...]:
         """Return the shape of rows."""
@@ -77,21 +79,18 @@ class Exchange:
 
     def agreed(self, slot: int) -> dict[str, Hashable]:
         layer = self.layer
-        return dict(
-            rows=self.tokens,
-            experts=layer.experts,
-            k=layer.k,
-            H=layer.hidden,
-            dtype=str(layer.dtype),
-            expert_alignment=self.alignment,
-            max_m=self.most,
-            slot=slot,
-        )
+        sizes = dict(experts=layer.experts, k=layer.k, H=layer.hidden, dtype=str(layer.dtype))
+        return dict(rows=self.tokens, **sizes, expert_alignment=self.alignment, max_m=self.most, slot=slot)
 
 
 @dataclass(frozen=True)
 class ExchangeCall(Call):
+    """slot: the one that a dispatch is to take, or None. answered: of a combine, whether the dispatch has a gradient
+    too."""
+
     exchange: Exchange
+    slot: int | None = None
+    answered: bool = False
 
     @property
     def rows(self) -> int:
@@ -99,28 +98,14 @@ class ExchangeCall(Call):
         return self.exchange.layer.capacity
 
 
-@dataclass(frozen=True)
-class DispatchCall(ExchangeCall):
-    """slot: the one to take, or None."""
-
-    slot: int | None
-
-
-@dataclass(frozen=True)
-class CombineCall(ExchangeCall):
-    """answered: whether the dispatch has a gradient too."""
-
-    answered: bool
-
-
 class DispatchOperands(NamedTuple):
-    """The operands of `dispatch`: x; ids; weights without their gradient, which is that of combine, and, where they
-    require one, as they were given."""
+    """The operands of `dispatch`. weights: detached, since their gradient is that of `combine`. leaf: those that
+    require one, or None, for the handle."""
 
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    given_weights: torch.Tensor | None = None
+    leaf: torch.Tensor | None = None
 
 
 class CombineOperands(NamedTuple):
@@ -144,9 +129,12 @@ class Placed:
     shape: tuple[int, ...]  # of rows
     order: ExpertOrder
     weights: torch.Tensor  # float32 [W, C, k], of all ranks
-    offsets: torch.Tensor  # int32 [El + 1], of rows
-    placed: ExpertOrder  # of rows; masked, with other slots than the tables
     masked: Masked | None = None
+    offsets: torch.Tensor = field(init=False)  # int32 [El + 1], of rows
+    placed: ExpertOrder = field(init=False)  # of rows; masked, with other slots than the tables
+
+    def __post_init__(self) -> None:
+        self.offsets, self.placed = self.order.offsets, self.order
 
     @property
     def counts(self) -> torch.Tensor:
@@ -155,6 +143,9 @@ class Placed:
     @property
     def sources(self) -> torch.Tensor:
         return self.order.sources if self.masked is None else self.masked.sources
+
+
+P = TypeVar("P", bound=Placed)
 
 
 @dataclass(eq=False)
@@ -297,9 +288,9 @@ def dispatch(
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
     """
     options = plain_rows(DISPATCH, rows), experts, layout, expert_alignment, max_m, slot
-    weights, given = (weights.detach(), weights) if requires_grad(weights) else (weights, None)
-    made: tuple[torch.Tensor, Handle] = DISPATCHES(world, plan, DispatchOperands(x, ids, weights, given), options)
-    return made
+    detached, leaf = (weights.detach(), weights) if requires_grad(weights) else (weights, None)
+    result: tuple[torch.Tensor, Handle] = DISPATCHES(world, plan, DispatchOperands(x, ids, detached, leaf), options)
+    return result
 
 
 def combine(
@@ -443,7 +434,7 @@ def cancel(world: World, number: int) -> None:
     call = under_way(world)[number]
     placed, dtype = call.placed, call.placed.exchange.layer.dtype
     y, out = (world.zeros(shape, dtype) for shape in (placed.shape, (call.tokens, placed.shape[-1])))
-    finish(world, number, y, None, out)
+    complete(world, number, y, None, out)
 
 
 # -- what is made once -------------------------------------------------------------------------------------------------
@@ -455,86 +446,55 @@ def ready(world: World, exchange: Exchange, plan: Plan, slot: int) -> Placed:
     def make() -> Placed:
         kind = dict(exchange.agreed(slot), plan=plan)
         numbers = world.check_same_on_all_ranks(DISPATCH, **kind), world.check_same_on_all_ranks(COMBINE, **kind)
-        if isinstance(plan, Dispatched):
-            return prepare(world, exchange, plan, slot, numbers)
-        return gather(world, exchange, slot, numbers)
+        local, shape = exchange.layer.experts // world.size, exchange.shape(world)
+        common = dict(exchange=exchange, numbers=numbers, slot=slot, local=local, shape=shape)
+        if not isinstance(plan, Dispatched):
+            return mask(world, gather(world, exchange.layer, exchange.alignment, common))
+        prepared_call = mask(world, prepare(world, exchange.layer, exchange.alignment, plan, common))
+        load(world, prepared_call)
+        return prepared_call
 
     return world.cached((DISPATCH, exchange, plan, slot), make)
 
 
-def gather(world: World, exchange: Exchange, slot: int, numbers: tuple[int, int]) -> ByCollectives:
-    given = exchange.layer
-    layer = Split(given.capacity, given.experts, given.k, given.hidden, 0, given.dtype, tile=exchange.alignment)
+def gather(world: World, whole: Layer, alignment: int, common: dict[str, Any]) -> ByCollectives:
+    layer = Split(whole.capacity, whole.experts, whole.k, whole.hidden, 0, whole.dtype, tile=alignment)
     local, total, shape = layer.local(world), layer.rows(world), (world.size, layer.capacity, layer.k)
     routes = world.size * layer.capacity * layer.k
-    ids, slots, sources, offsets, received = (
-        world.zeros(size, torch.int32) for size in (shape, (routes,), (total,), (local + 1,), (local,))
-    )
-    order = ExpertOrder(ids, slots, sources, offsets, received)
-    made = ByCollectives(
-        exchange=exchange,
-        numbers=numbers,
-        slot=slot,
-        local=local,
-        shape=(total, layer.hidden),
-        order=order,
-        weights=world.zeros(shape, torch.float32),
-        offsets=offsets,
-        placed=order,
-        layer=layer,
-    )
-    if exchange.most:
-        mask(world, made)
-    return made
+    sizes = shape, (routes,), (total,), (local + 1,), (local,)
+    order = ExpertOrder(*(world.zeros(size, torch.int32) for size in sizes))
+    return ByCollectives(**common, order=order, weights=world.zeros(shape, torch.float32), layer=layer)
 
 
-def prepare(world: World, exchange: Exchange, plan: Dispatched, slot: int, numbers: tuple[int, int]) -> Ready:
-    layer, w, most = exchange.layer, world.size, exchange.most
-    local = layer.experts // w
+def prepare(world: World, layer: Layer, alignment: int, plan: Dispatched, common: dict[str, Any]) -> Ready:
+    w, slot, local = world.size, common["slot"], common["local"]
     senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     came = world.channel(f"{DISPATCH} {slot}, rows by {senders} programs", w, None, senders)
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
-    total = route_tables.rows_of(world, layer.capacity, layer.k, local, exchange.alignment)
+    total = route_tables.rows_of(world, layer.capacity, layer.k, local, alignment)
     settled = world.zeros((max(w, 16),), torch.int32)
     calls = world.calls(f"{COMBINE} {slot}")
     of = Prepared(layer, plan, local, total, senders, summers, came, summed, calls, settled, settled)
     nbytes = w * layer.capacity * layer.hidden * layer.dtype.itemsize
     box = (w, layer.capacity, layer.hidden)
     inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
-    ids, weights, tables = route_tables.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
+    ids, weights, tables = route_tables.memory(world, layer.capacity, layer.k, local, alignment, slot)
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
-    made = Ready(
-        exchange=exchange,
-        numbers=numbers,
-        slot=slot,
-        local=local,
-        shape=(total, layer.hidden),
-        order=order,
-        weights=weights,
-        offsets=tables.offsets,
-        placed=order,
-        of=of,
-        inbox=inbox,
-        outbox=outbox,
-        settled=settled,
-    )
-    if most:
-        mask(world, made)
-    load(world, made)
-    return made
+    return Ready(**common, order=order, weights=weights, of=of, inbox=inbox, outbox=outbox, settled=settled)
 
 
-def mask(world: World, made: Placed) -> None:
-    """What layout "masked" has besides."""
-    layer, most, local = made.exchange.layer, made.exchange.most, made.local
+def mask(world: World, placed: P) -> P:
+    """Return it with what layout "masked" has besides, if it has that layout."""
+    layer, most, local = placed.exchange.layer, placed.exchange.most, placed.local
 
     def ints(*shape: int) -> torch.Tensor:
         return world.zeros(shape, torch.int32)
 
-    made.masked = Masked(ints(world.size * layer.capacity * layer.k), ints(local, most), ints(local))
-    made.placed = made.order._replace(slots=made.masked.slots)
-    made.shape = made.exchange.shape(world)
-    made.offsets = world.tensor([most * e for e in range(local + 1)], torch.int32)
+    if most:
+        placed.masked = Masked(ints(world.size * layer.capacity * layer.k), ints(local, most), ints(local))
+        placed.placed = placed.order._replace(slots=placed.masked.slots)
+        placed.offsets = world.tensor([most * e for e in range(local + 1)], torch.int32)
+    return placed
 
 
 def load(world: World, made: Ready) -> None:
@@ -639,36 +599,36 @@ def send(
 
 
 def run_dispatch(
-    world: World, call: DispatchCall, plan: Plan, operands: DispatchOperands, out: torch.Tensor
+    world: World, call: ExchangeCall, plan: Plan, operands: DispatchOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """out = the rows, on the current stream. Returns offsets, counts, sources and the ticket."""
-    made, number = ready(world, call.exchange, plan, free_slot(world, call.slot)), next(_numbers)
-    place(world, made, operands.x, operands.ids, operands.weights, out)
-    ticket = torch.tensor([number, made.slot])
+    placed, number = ready(world, call.exchange, plan, free_slot(world, call.slot)), next(_numbers)
+    place(world, placed, operands.x, operands.ids, operands.weights, out)
+    ticket = torch.tensor([number, placed.slot])
     memory = StorageWeakRef(ticket.untyped_storage())
-    under_way(world)[number] = UnderWay(made, operands.x.shape[0], lambda: not memory.expired())
-    return made.offsets, made.counts, made.sources, ticket
+    under_way(world)[number] = UnderWay(placed, operands.x.shape[0], lambda: not memory.expired())
+    return placed.offsets, placed.counts, placed.sources, ticket
 
 
-def run_combine(world: World, call: CombineCall, plan: Plan, operands: CombineOperands, out: torch.Tensor) -> None:
+def run_combine(world: World, call: ExchangeCall, plan: Plan, operands: CombineOperands, out: torch.Tensor) -> None:
     """out [T, H] = the weighted sums of y's rows, + shared, on the current stream."""
     number, slot = operands.ticket.tolist()
     if number not in under_way(world):
         raise WeftError(f"{COMBINE}: the handle of slot {slot} was combined already")
-    finish(world, number, operands.y, operands.shared, out)
+    complete(world, number, operands.y, operands.shared, out)
 
 
-def finish(world: World, number: int, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
+def complete(world: World, number: int, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
     """Combine a dispatch, whose slot is free from then on."""
-    made, stream = under_way(world)[number].placed, world.current_stream()
-    world.begin(made.numbers[1])
-    world.order(lock(world, f"{DISPATCH} {made.slot}"), stream)
-    if isinstance(made, Ready):
-        sums(world, made, y).on(stream)
-        total_of(world, made, y, shared, out).on(stream)
+    placed, stream = under_way(world)[number].placed, world.current_stream()
+    world.begin(placed.numbers[1])
+    world.order(lock(world, f"{DISPATCH} {placed.slot}"), stream)
+    if isinstance(placed, Ready):
+        sums(world, placed, y).on(stream)
+        total_of(world, placed, y, shared, out).on(stream)
     else:
-        assert isinstance(made, ByCollectives)
-        collectives.sums(world, made.layer, made.placed.slots, made.weights, y, shared, out)
+        assert isinstance(placed, ByCollectives)
+        collectives.sums(world, placed.layer, placed.placed.slots, placed.weights, y, shared, out)
     del under_way(world)[number]
 
 
@@ -682,29 +642,27 @@ def versions(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 # -- the ops -----------------------------------------------------------------------------------------------------------
 
-E = TypeVar("E", bound=ExchangeCall)
 
-
-class ExchangeOp(Op[E]):
+class ExchangeOp(Op[ExchangeCall]):
     """What both have in common. `ready` has the ranks agree, on the slot too."""
 
     small = SMALL_DISPATCHED
     by_library = False
 
-    def auto(self, world: World, call: E, mode: str) -> Plan:
+    def auto(self, world: World, call: ExchangeCall, mode: str) -> Plan:
         return self.default(world, Dispatched)
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
-    def fits(self, world: World, call: E, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: ExchangeCall, plan: Plan, asked: str | Plan) -> str | None:
         return world.symmetric_reason
 
-    def check_same_on_all_ranks(self, world: World, call: E, plan: Plan, **more: Hashable) -> int | None:
+    def check_same_on_all_ranks(self, world: World, call: ExchangeCall, plan: Plan, **more: Hashable) -> int | None:
         return None
 
 
-class Dispatch(ExchangeOp[DispatchCall]):
+class Dispatch(ExchangeOp):
     """Options: rows of every rank or None, experts, layout, expert_alignment, max_m, slot. Results: rows; offsets,
     counts and sources, memory of the slot; the ticket."""
 
@@ -717,12 +675,11 @@ class Dispatch(ExchangeOp[DispatchCall]):
     takes = DispatchOperands
     runs = {Sequential: run_dispatch, Dispatched: run_dispatch}
 
-    def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> DispatchCall:
+    def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> ExchangeCall:
         check(world, operands, options)
-        x, *same, slot = operands.x, *options
-        return DispatchCall(Exchange.of(world, operands.ids, x.shape[1], x.dtype, tuple(same)), slot)
+        return ExchangeCall(Exchange.from_options(world, operands.ids, operands.x, options[:-1]), options[-1])
 
-    def outputs(self, world: World, call: DispatchCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: ExchangeCall) -> Shapes:
         shape, local = call.exchange.shape(world), call.exchange.layer.experts // world.size
         return [(shape, call.exchange.layer.dtype), *((n, torch.int32) for n in ((local + 1,), (local,), shape[:-1]))]
 
@@ -730,24 +687,22 @@ class Dispatch(ExchangeOp[DispatchCall]):
         ticket = operands.x.new_empty((2,), dtype=torch.int64, device="cpu")
         return [*super().fake(world, operands, options), ticket]
 
-    def returned(self, world: World, call: DispatchCall, result: torch.Tensor, more: Operands) -> Returned:
+    def returned(self, world: World, call: ExchangeCall, result: torch.Tensor, more: Operands) -> Returned:
         return result, *more
 
     def wrapped(
         self, world: World, plan: str | Plan, operands: DispatchOperands, options: CallOptions, results: Operands
     ) -> Returned:
-        (rows, *tables, ticket), (x, ids, weights, given) = results, operands
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            tables = [t.clone() for t in tables]  # a backward pass of the experts may read them when they are others'
-        offsets, counts, sources = tables
-        weights, answered = weights if given is None else given, torch.is_grad_enabled() and x.requires_grad
-        options = *options[:-1], answered
-        of_rows = tuple(rows.shape), rows.dtype, offsets, counts, sources
-        return rows, Handle(world, plan, *of_rows, ids, weights, ticket, options, versions(ids, weights))
+        (rows, offsets, counts, sources, ticket), (x, ids, weights, leaf) = results, operands
+        weights, gradients = weights if leaf is None else leaf, torch.is_grad_enabled()
+        if gradients and not torch.compiler.is_compiling():
+            # The experts' backward pass may read the tables when the slot has those of another call.
+            offsets, counts, sources = offsets.clone(), counts.clone(), sources.clone()
+        tables, options = (offsets, counts, sources), (*options[:-1], gradients and x.requires_grad)
+        shape, written = tuple(rows.shape), versions(ids, weights)
+        return rows, Handle(world, plan, shape, rows.dtype, *tables, ids, weights, ticket, options, written)
 
-    def saved(
-        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
         return results[-1:]
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
@@ -759,11 +714,11 @@ class Dispatch(ExchangeOp[DispatchCall]):
             raise WeftError(f"{DISPATCH}: a gradient of rows without one of what {COMBINE} made of this handle")
         weights, dx = calls[back].placed.weights, world.empty(given.shapes[0], drows.dtype)
         world.call(lambda: weights.fill_(1.0), [], [weights], world.current_stream())
-        finish(world, back, dense(drows), None, dx)
+        complete(world, back, dense(drows), None, dx)
         return [dx, None, None]
 
 
-class Combine(ExchangeOp[CombineCall]):
+class Combine(ExchangeOp):
     """Options: those of the dispatch but for the slot, and whether that has a gradient. Operands may be any of the
     dispatch's shapes: what is under way is known by the ticket alone."""
 
@@ -775,16 +730,14 @@ class Combine(ExchangeOp[CombineCall]):
     takes = CombineOperands
     runs = {Sequential: run_combine, Dispatched: run_combine}
 
-    def check(self, world: World, operands: CombineOperands, options: CallOptions) -> CombineCall:
-        y, (*same, answered) = operands.y, options
-        return CombineCall(Exchange.of(world, operands.ids, y.shape[-1], y.dtype, tuple(same)), answered)
+    def check(self, world: World, operands: CombineOperands, options: CallOptions) -> ExchangeCall:
+        exchange = Exchange.from_options(world, operands.ids, operands.y, options[:-1])
+        return ExchangeCall(exchange, answered=options[-1])
 
-    def meta(
-        self, world: World, operands: CombineOperands, options: CallOptions
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def meta(self, world: World, operands: CombineOperands, options: CallOptions) -> Shapes:
         return [((operands.ids.shape[0], operands.y.shape[-1]), operands.y.dtype)]
 
-    def outputs(self, world: World, call: CombineCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: ExchangeCall) -> Shapes:
         layer = call.exchange.layer
         return [((call.exchange.tokens[world.rank], layer.hidden), layer.dtype)]
 
@@ -793,30 +746,28 @@ class Combine(ExchangeOp[CombineCall]):
         assert y is not None
         return operands._replace(y=y, shared=shared)
 
-    def saved(
-        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
         return operands[:4]
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         y, weights, ids, ticket = (dense(t) for t in given.saved if t is not None)
         (dout,), call, stream = given.gradients, given.call, world.current_stream()
-        assert isinstance(call, CombineCall) and dout is not None
-        made, number = ready(world, call.exchange, given.plan, free_slot(world, None)), next(_numbers)
-        drows = world.zeros(made.shape, dout.dtype)
-        place(world, made, dense(dout), ids, weights, drows)
+        assert dout is not None
+        placed, number = ready(world, call.exchange, given.plan, free_slot(world, None)), next(_numbers)
+        drows = world.zeros(placed.shape, dout.dtype)
+        place(world, placed, dense(dout), ids, weights, drows)
         task = torch._C._current_graph_task_id()
         held = lambda: torch._C._current_graph_task_id() == task  # noqa: E731
-        under_way(world)[number] = UnderWay(made, len(ids), held, int(ticket[0]))
-        dy, dots = of_routes(world, made, drows, y)
-        came = dots
+        under_way(world)[number] = UnderWay(placed, len(ids), held, int(ticket[0]))
+        dy, dots = of_routes(world, placed, drows, y)
+        dots_here = dots
         if world.size > 1:
-            came = world.empty(dots.shape, torch.float32)
-            world.all_to_all(list(came), list(dots), stream)
-        dweights = world.empty(weights.shape, torch.float32)
-        world.call(lambda: torch.sum(came[:, : weights.numel()], 0, out=dweights.view(-1)), [came], [dweights], stream)
+            dots_here = world.empty(dots.shape, torch.float32)
+            world.all_to_all(list(dots_here), list(dots), stream)
+        own, dweights = dots_here[:, : weights.numel()], world.empty(weights.shape, torch.float32)
+        world.call(lambda: torch.sum(own, 0, out=dweights.view(-1)), [dots_here], [dweights], stream)
         if not call.answered:  # else the dispatch's backward pass combines it
-            finish(world, number, drows, None, world.empty(dout.shape, dout.dtype))
+            complete(world, number, drows, None, world.empty(dout.shape, dout.dtype))
         return [dy, dweights, None, None, dout]
 
 

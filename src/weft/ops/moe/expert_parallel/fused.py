@@ -168,8 +168,9 @@ def stamped(world: World, programs: int) -> torch.Tensor:
 def run_fused(
     world: World, call: MoeCall, plan: FusedMoe, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
-    """Run a call as `steps.run_dispatched` does, to the same bits, and in the same memory but for the inbox. `out` may
-    hold shared, not x. The ranks compare their calls in a small launch before it, which takes some us, as a barrier.
+    """Run a call as `dispatched.run_dispatched` does, to the same bits, and in the same memory but for the inbox. `out`
+    may hold shared, not x. The ranks compare their calls in a small launch before it, which takes some us, as a
+    barrier.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """

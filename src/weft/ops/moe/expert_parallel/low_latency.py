@@ -146,7 +146,8 @@ def _sums(world: World, of: Few) -> Launch:
 def run_low_latency(
     world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
-    """Run a call as `steps.run_dispatched` does, in the same memory, but without tables. `out` may hold shared, not x.
+    """Run a call as `dispatched.run_dispatched` does, in the same memory, but without tables. `out` may hold shared,
+    not x.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """

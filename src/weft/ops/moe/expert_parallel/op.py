@@ -24,7 +24,7 @@ import torch
 
 from ....architectures import HOPPER, lacks
 from ....backends.base import check_tensors
-from ....op import Op, Operands, Returned, registered
+from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import SMALL_DISPATCHED, Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
 from ....tensor_checks import bulk, check_device, dense, dims
 from ....torch_library import Backward, CallOptions
@@ -172,22 +172,19 @@ class Moe(Op[MoeCall]):
         layer = Layer(capacity, experts, ids.shape[1], x.shape[1], inner, x.dtype, activation, max_rows)
         return MoeCall(x.shape[0], tokens, layer, keep if gradient else None, counted)
 
-    def meta(
-        self, world: World, operands: MoeOperands, options: CallOptions
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def meta(self, world: World, operands: MoeOperands, options: CallOptions) -> Shapes:
         x, (*_, counted, gradient) = operands.x, options
         results = (tuple(x.shape), x.dtype), ((operands.w13.shape[0],), torch.int32)
         return list(results[: 1 + (counted or gradient)])
 
-    def outputs(self, world: World, call: MoeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: MoeCall) -> Shapes:
         layer = call.layer
         results = ((call.own, layer.hidden), layer.dtype), ((layer.experts // world.size,), torch.int32)
         return list(results[: 1 + call.returns_counts])
 
-    def kept(self, world: World, call: MoeCall, plan: str | Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        plan = plan if isinstance(plan, Dispatched) else self.default(world, Dispatched)
-        assert isinstance(plan, Dispatched)
-        return call.kept(world, plan.tile.block_m)
+    def kept(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
+        default = SMALL_DISPATCHED if world.scale.small else Dispatched()
+        return call.kept(world, (plan if isinstance(plan, Dispatched) else default).tile.block_m)
 
     def returned(self, world: World, call: MoeCall, result: torch.Tensor, more: Operands) -> Returned:
         return result, *more
@@ -204,19 +201,18 @@ class Moe(Op[MoeCall]):
         return *operands[:7], *results[2:]
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
-        dy, call, plan = given.gradients[0], given.call, given.plan
-        assert isinstance(call, MoeCall)
+        dy, layer = given.gradients[0], given.call.layer
         if dy is None:
             return [None] * 8
         saved, dy = [None if t is None else dense(t) for t in given.saved], dense(dy)
         operands, experts = self.typed(saved[:7]), any(given.needs[3:7])
-        if isinstance(plan, Dispatched):
+        if isinstance(given.plan, Dispatched):
             kept = Kept(*(t for t in saved[7:] if t is not None and t.numel()))
-            made = backward.backward(world, call.layer, plan, dy, operands, kept, experts)
+            gradients = backward.backward(world, layer, given.plan, dy, operands, kept, experts)
         else:
-            dx, dweights, of_experts = sequential.backward(world, call.layer, dy, operands, experts)
-            made = backward.Gradients(dx, dweights, *of_experts)
-        return [made.x, None, *made[1:], dy]
+            dx, dweights, of_experts = sequential.backward(world, layer, dy, operands, experts)
+            gradients = backward.Gradients(dx, dweights, *of_experts)
+        return [gradients.x, None, *gradients[1:], dy]
 
     def sizes(self, call: MoeCall) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden

@@ -100,7 +100,7 @@ def gather(world: World, of: Prepared, x: Tensor, tables: Tables, rows: Tensor) 
 def second_half(
     world: World, layer: Split, plan: DispatchedColumns, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of hidden, routes (of their weights alone), and (experts) w2 and b2, of `grouped_steps.run_scatter`
+    """The gradients of hidden, routes (of their weights alone), and (experts) w2 and b2, of `dispatched.run_scatter`
     of these, on the current stream.
 
     Rounded to layer.dtype are the rows of dy @ w2, and the activation times the route's weight, for w2's gradient; all
@@ -151,7 +151,7 @@ def first_half(
     wants_x: bool,
     experts: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x (wants_x), and (experts) of w13 and b13, of `grouped_steps.run_gather` of these, on the
+    """The gradients of x (wants_x), and (experts) of w13 and b13, of `dispatched.run_gather` of these, on the
     current stream; kept: what that call kept. wants_x, experts and what was kept are the same on all ranks.
 
     Rounded to layer.dtype are the gradient before the activation, a row's dx, and another rank's sum of these; all sums
@@ -194,7 +194,7 @@ def home(
     x: Tensor,
     under: list[GivenLaunch],
 ) -> Tensor:
-    """Return dx [T, H] of dboth @ w13, summed as in `grouped_steps.run_scatter`; the launches `under` run beside the
+    """Return dx [T, H] of dboth @ w13, summed as in `dispatched.run_scatter`; the launches `under` run beside the
     transfer too."""
     of, layer = made.of, made.of.layer
     assert isinstance(layer, Split)
@@ -214,7 +214,7 @@ def home(
     add.on(side)
     for step in under:
         step.on(stream)
-    world.wait_event(stream, world.record(side))  # as `steps.total`
+    world.wait_event(stream, world.record(side))  # as `expert_parallel.dispatched.total`
     end.on(stream)
     return dx
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....op import Call
+from ....op import Call, Shapes
 from ....world import World
 from ..call import Layer, first_columns, kept_shapes
 from ..routing.route_tables import rows_of
@@ -94,13 +94,13 @@ class FirstHalfCall(GroupedCall):
         agreed = super().agreed()
         return agreed if self.keep is None else dict(agreed, keep=self.keep)
 
-    def outputs(self, world: World) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World) -> Shapes:
         """Return the shapes and dtypes of hidden and of the routes."""
         layer, words = self.layer, sum(sections(world, self.layer))
         routes = (words,), torch.int32 if self.keep is None else torch.float32
         return [((layer.rows(world), layer.inner), layer.dtype), routes]
 
-    def kept(self, world: World) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def kept(self, world: World) -> Shapes:
         """Return the shapes and dtypes of what `Kept` has."""
         return kept_shapes(world, self.layer, self.keep, self.layer.rows(world), first_columns(world, self.layer))
 

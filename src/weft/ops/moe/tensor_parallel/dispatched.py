@@ -214,6 +214,7 @@ def run_scatter(
     gemm.on(stream)
     world.wait_event(side, start)
     add.on(side)
-    # As `steps.total`; and `end` clears the counters that `add` reads still: a rank's own wave of sums arrives at once.
+    # As `expert_parallel.dispatched.total`; and `end` clears the counters that `add` reads still: a rank's own wave of
+    # sums arrives at once.
     world.wait_event(stream, world.record(side))
     end.on(stream)

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from ....architectures import HOPPER, lacks
-from ....op import Op, Operands, Returned, registered
+from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import SMALL_DISPATCHED_COLUMNS, DispatchedColumns, Plan, Sequential
 from ....tensor_checks import DTYPES, Wanted, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
@@ -222,10 +222,10 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
         layer = self.layer(world, ids, every, (local, h, inner or columns), dtype, activation, sharing)
         return FirstHalfCall(every, layer, keep if gradient else None)
 
-    def outputs(self, world: World, call: FirstHalfCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: FirstHalfCall) -> Shapes:
         return call.outputs(world)
 
-    def kept(self, world: World, call: FirstHalfCall, plan: str | Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def kept(self, world: World, call: FirstHalfCall, plan: str | Plan) -> Shapes:
         return call.kept(world)
 
     def returned(self, world: World, call: FirstHalfCall, result: torch.Tensor, more: Operands) -> Returned:
@@ -235,14 +235,13 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
         return *operands, *results[1:]
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
-        call, (wants_x, _, wants_weights, *experts) = given.call, given.needs
-        assert isinstance(call, FirstHalfCall)
-        if not call.rows:
+        layer, (wants_x, _, wants_weights, *experts) = given.call.layer, given.needs
+        if not given.call.rows:
             return nothing(given, 5)
         *saved, routes = (None if t is None else dense(t) for t in given.saved[:6])
         assert routes is not None
         dhidden, droutes = (None if t is None else dense(t) for t in given.gradients)
-        operands, layer, dx, dw13, db13 = self.typed(saved), call.layer, None, None, None
+        operands, dx, dw13, db13 = self.typed(saved), None, None, None
         if wants_x or any(experts):
             if dhidden is None:
                 dhidden = world.zeros((layer.rows(world), layer.inner), layer.dtype)
@@ -288,25 +287,24 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
         check_operands(self.title, world, wanted)
         return GroupedCall(tokens, replace(layer, activation="gelu"))  # none: it is behind hidden
 
-    def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: GroupedCall) -> Shapes:
         return [((call.tokens[world.rank], call.layer.hidden), call.layer.dtype)]
 
     def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
         return operands[:5]
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
-        (dy,), call, experts = given.gradients, given.call, any(given.needs[3:5])
-        assert isinstance(call, GroupedCall)
+        (dy,), layer, experts = given.gradients, given.call.layer, any(given.needs[3:5])
         if dy is None:
             return [None] * 6
-        if not call.rows or not any(given.needs[:5]):
+        if not given.call.rows or not any(given.needs[:5]):
             return [*nothing(given, 5), dy]
         operands: ScatterOperands = self.typed([None if t is None else dense(t) for t in given.saved])
         if isinstance(given.plan, DispatchedColumns):
-            made = backward.second_half(world, call.layer, given.plan, dense(dy), operands, experts)
+            gradients = backward.second_half(world, layer, given.plan, dense(dy), operands, experts)
         else:
-            made = sequential.scatter_gradients(world, call.layer, dense(dy), operands, experts)
-        return [*made[:2], None, *made[2:], dy]
+            gradients = sequential.scatter_gradients(world, layer, dense(dy), operands, experts)
+        return [*gradients[:2], None, *gradients[2:], dy]
 
 
 def nothing(given: Backward, count: int) -> list[torch.Tensor | None]:

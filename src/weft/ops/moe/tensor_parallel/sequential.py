@@ -45,7 +45,7 @@ def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOp
 
 
 def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOperands, out: Tensor) -> None:
-    """Run a call as `grouped_steps.run_scatter` does, except that parts are summed as the library does."""
+    """Run a call as `dispatched.run_scatter` does, except that parts are summed as the library does."""
     (hidden, routes, _, w2, b2, shared), layer = operands, call.layer
     check_capture(world, layer)
     given, stream, k = parts(world, layer, routes), world.current_stream(), layer.k
@@ -80,7 +80,7 @@ def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOp
 def gather_gradients(
     world: World, layer: Split, dhidden: Tensor, operands: GatherOperands, routes: Tensor, wants_x: bool, experts: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients that `grouped_backward.first_half` returns; x is sent again."""
+    """Return the gradients that `backward.first_half` returns; x is sent again."""
     check_capture(world, layer)
     x, _, _, w13, b13 = operands
     rows, stream = gathered(world, layer, x, 0), world.current_stream()
@@ -113,7 +113,7 @@ def gather_gradients(
 def scatter_gradients(
     world: World, layer: Split, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients that `grouped_backward.second_half` returns."""
+    """Return the gradients that `backward.second_half` returns."""
     check_capture(world, layer)
     hidden, routes, _, w2, b2, _ = operands
     rows, stream = gathered(world, layer, dy, 0), world.current_stream()
