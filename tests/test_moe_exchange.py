@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import test_offline as offline
 import torch
+import torch.utils.checkpoint
 from cases import draw
 from cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
 from cases_moe_exchange import (
+    Routes,
+    by_grouped_gemm,
     exchange_case,
     launch_combine,
     launch_dispatch,
+    microbatches,
     noticed,
     one_by_one,
     overfull,
@@ -348,6 +352,58 @@ def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options
 
     torch._dynamo.reset()
     weft.spmd(rank, ranks, backend="emulated")
+
+
+def checkpointed(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+    def step(x: torch.Tensor, weights: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+        return two_under_way(world, (x, routes[1], weights), w1, w2)
+
+    return torch.utils.checkpoint.checkpoint(step, routes[0], routes[2], w1, w2, use_reentrant=False)
+
+
+def offloaded(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+    """What is saved is other tensors in the backward pass."""
+    with torch.autograd.graph.save_on_cpu():
+        return two_under_way(world, routes, w1, w2)
+
+
+def halves_compiled(first: bool, second: bool) -> Callable[..., Any]:
+    """Dispatch and combine, each in a graph of its own or in none: handles go from the one to the other."""
+
+    def graph(fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+        return torch.compile(fn, backend="aot_eager", fullgraph=True) if compiled else fn
+
+    def step(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+        sends = graph(lambda *given: moe.dispatch(*given, experts=4, world=world), first)
+        sums = graph(lambda y, handle: moe.combine(y, handle, shared=routes[0]), second)
+        results, counts = [], torch.zeros(w1.shape[0], dtype=torch.int32)
+        for given in microbatches(world, routes, w1):
+            rows, handle = sends(*given)
+            counts = counts + handle.counts
+            results.append(sums(by_grouped_gemm(rows, handle, w1, w2), handle))
+        return results[0] + 2 * results[1], counts
+
+    return step
+
+
+WAYS = dict(
+    checkpointed=checkpointed,
+    offloaded=offloaded,
+    dispatch_compiled=halves_compiled(True, False),
+    combine_compiled=halves_compiled(False, True),
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_backward_pass_keeps_of_them_may_be_made_again_or_moved(way: str) -> None:
+    def rank(world: weft.World) -> None:
+        given, w1, w2 = routed(world), draw(3 + world.rank, 2, 32, 16), draw(5 + world.rank, 2, 16, 32)
+        want = trained(world, one_by_one, given, w1, w2)
+        assert all(torch.equal(a, b) for a, b in zip(trained(world, WAYS[way], given, w1, w2), want, strict=True))
+        assert not op.under_way(world)
+
+    torch._dynamo.reset()
+    weft.spmd(rank, 2, backend="emulated")
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

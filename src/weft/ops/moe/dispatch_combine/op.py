@@ -326,7 +326,8 @@ def combine(
     check_handle(handle, world)
     check_sums(handle, y, shared)
     gradient = torch.is_grad_enabled() and requires_grad(y, shared, handle.weights)
-    if gradient and handle.versions != versions(handle.ids, handle.weights):
+    before, now = handle.versions, versions(handle.ids, handle.weights)
+    if gradient and before and now and before != now:
         raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
     operands = CombineOperands(y, handle.weights, handle.ids, handle.ticket, shared)
     result: torch.Tensor = COMBINES(handle.world, handle.plan, operands, handle.options, out)
