@@ -81,7 +81,7 @@ class MoeOperands(NamedTuple):
 @dataclass(frozen=True)
 class MoeCall(Call):
     """own: tokens of this rank. tokens: of every rank, or None, at most the layer's capacity. counted: whether the
-    numbers of rows received are wanted. Whether there are biases, `own` and `counted` are each rank's own, and not
+    numbers of rows received are a result. Whether there are biases, `own` and `counted` are each rank's own, and not
     told. keep: what is kept for the backward pass; None: no gradient is asked for."""
 
     own: int
@@ -110,11 +110,6 @@ class MoeCall(Call):
         )
         return agreed if self.keep is None else dict(agreed, keep=self.keep)
 
-    @property
-    def returns_counts(self) -> bool:
-        """Whether the numbers of rows received are a result."""
-        return self.counted or self.keep is not None
-
     def kept(self, world: World, block_m: int) -> Shapes:
         """Return the shapes and dtypes of what `Kept` has, whose rows lie in tiles of block_m."""
         rows, columns = layer_rows(world, self.layer, block_m), first_columns(world, self.layer)
@@ -122,7 +117,7 @@ class MoeCall(Call):
 
     def received(self, world: World, operands: MoeOperands) -> torch.Tensor | None:
         """Return memory for the numbers of rows received: the caller's, or that of a result, or None."""
-        if operands.received is not None or not self.returns_counts:
+        if operands.received is not None or not self.counted:
             return operands.received
         return world.empty((self.layer.experts // world.size,), torch.int32)
 

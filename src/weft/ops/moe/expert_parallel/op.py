@@ -170,7 +170,7 @@ class Moe(Op[MoeCall]):
             )
         capacity = max(1, most if max_tokens is None else max_tokens)
         layer = Layer(capacity, experts, ids.shape[1], x.shape[1], inner, x.dtype, activation, max_rows)
-        return MoeCall(x.shape[0], tokens, layer, keep if gradient else None, counted)
+        return MoeCall(x.shape[0], tokens, layer, keep if gradient else None, counted or gradient)
 
     def meta(self, world: World, operands: MoeOperands, options: CallOptions) -> Shapes:
         x, (*_, counted, gradient) = operands.x, options
@@ -180,7 +180,7 @@ class Moe(Op[MoeCall]):
     def outputs(self, world: World, call: MoeCall) -> Shapes:
         layer = call.layer
         results = ((call.own, layer.hidden), layer.dtype), ((layer.experts // world.size,), torch.int32)
-        return list(results[: 1 + call.returns_counts])
+        return list(results[: 1 + call.counted])
 
     def kept(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
         default = SMALL_DISPATCHED if world.scale.small else Dispatched()
