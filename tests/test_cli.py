@@ -335,7 +335,7 @@ from weft.planner import table
 from weft.op import REGISTRY
 assert set(weft.__all__) <= set(vars(weft)) and "matmul_all_reduce" in REGISTRY
 from weft import *
-print(World is weft.World, weft.integrations.torch_async_tp.__name__, hasattr(weft, "nonsense"))
+print(World is weft.World, weft.torch.__name__, hasattr(weft, "nonsense"))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout == "True weft.torch False\n", run.stdout + run.stderr
