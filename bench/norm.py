@@ -221,7 +221,8 @@ class Bench:
         if world.rank:
             return
         names = {p.to_json(): brief(p) for p in plans(m, h, world.size)}
-        seq, auto = times["sequential"], chosen(OP, world, m, h, 1, mode).to_json()
+        trial = world.choices.last(OP, (m, h, 1))
+        seq, auto = times["sequential"], (trial.taken(mode) if trial else chosen(OP, world, m, h, 1, mode)).to_json()
         with open(self.out / f"{OP}.jsonl", "a") as f:
             for method, us in times.items():
                 plan = auto if method == "auto" else method if method.startswith("{") else None

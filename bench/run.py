@@ -35,7 +35,6 @@ from weft.op import REGISTRY, Op
 from weft.planner.auto import auto as chosen
 from weft.planner.search import brief
 from weft.planner.table import Measured, learn
-from weft.planner.trial import of_sizes
 from weft.plans import Awaiting, Plan, Sequential
 
 BF = torch.bfloat16
@@ -129,7 +128,7 @@ class Bench:
 
     def taken(self, op: str, m: int, n: int, k: int, mode: str) -> Plan:
         """What "auto" came to, after a call."""
-        trial = of_sizes(self.world, op, m, n, k)
+        trial = self.world.choices.last(op, (m, n, k))
         return trial and trial.faster[mode] or chosen(op, self.world, m, n, k, mode)
 
     def mlp(self, shape: shapes.MLP) -> None:

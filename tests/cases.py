@@ -11,16 +11,8 @@ import torch
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plans import (
-    SMALL_ALL_REDUCE,
-    SMALL_GATHER,
-    SMALL_REDUCE_SCATTER,
-    Fused,
-    FusedAllReduce,
-    FusedGather,
-    FusedReduceScatter,
-    Plan,
-)
+from weft.plans import Fused, FusedAllReduce, FusedGather, FusedReduceScatter, Plan
+from weft.scale import SMALL_ALL_REDUCE, SMALL_GATHER, SMALL_REDUCE_SCATTER
 
 P = TypeVar("P", bound=Plan)
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

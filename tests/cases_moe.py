@@ -12,7 +12,8 @@ import weft
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.expert_parallel import dispatched, fused, low_latency
 from weft.ops.moe.expert_parallel.op import MOE
-from weft.plans import SMALL_DISPATCHED, Dispatched, FusedMoe, LowLatency, Plan
+from weft.plans import Dispatched, FusedMoe, LowLatency, Plan
+from weft.scale import SMALL_DISPATCHED
 
 Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
 

@@ -15,7 +15,8 @@ from cases_moe_routing import reference
 import weft
 from weft.ops.moe.call import Layer, Weights
 from weft.ops.moe.tensor_parallel.call import Split, parts
-from weft.plans import SMALL_DISPATCHED, Plan
+from weft.plans import Plan
+from weft.scale import SMALL_DISPATCHED
 
 
 class Parts(Model):

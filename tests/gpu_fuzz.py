@@ -262,7 +262,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
     for kind in REGISTRY[op].kinds:
         forms: list[str | Plan] = [kind]
         if kind == "fused" and op != MOE:
-            usual: Any = SMALL_FUSED[op] if world.scale.small else FUSED[op]
+            usual: Any = SMALL_FUSED[op] if world.scale.presets else FUSED[op]
             if op == GATHER:
                 forms.append(FusedGatherByCopies(tile=usual.tile))
             else:
@@ -274,7 +274,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
         elif kind == "two_shot":
             forms += [TwoShotLowLatency(), TwoShotPush(warps=8, rows=4, bulk=True), TwoShotPull(rows=2)]
         elif kind == "segmented":
-            forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.scale.small else 16)]
+            forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.scale.presets else 16)]
         if kind != "multicast":
             found[kind] = rng.choice(forms)
     return found

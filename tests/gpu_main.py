@@ -22,11 +22,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gpu_attention
+import gpu_moe
 import torch
 import torch.distributed as dist
 from cases import FUSED, all_gather_case, distance, draw, reduce_case, shared_case
+from cases_attention import Shape
 from cases_models import gpu_cases as model_checks
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
+from cases_reduce import norm_case
 from gpu_async_tp import checks as async_tp_checks
 from gpu_attention import checks as attention_checks
 from gpu_hf import checks as hf_checks
@@ -48,10 +52,11 @@ from gpu_signaled import checks as signaled_checks
 import weft
 from weft.backends import library_gemm
 from weft.backends.cuda import GpuBackend
+from weft.chooser import cuda_clock
 from weft.lang.mapping import balanced_rows
 from weft.ops.matmul import matmul
+from weft.ops.moe.call import Layer
 from weft.ops.tiles import suited
-from weft.planner.trial import of_sizes
 from weft.plans import (
     Awaiting,
     Decomposed,
@@ -154,15 +159,29 @@ def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
 def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
     """plan="auto" as on a Hopper GPU that has neither table nor profile: one trial of all candidates, and right results."""
     with (
-        mock.patch("weft.planner.auto.rows_of", return_value=[]),
+        mock.patch("weft.planner.auto.exact", return_value=None),
         mock.patch("weft.planner.auto._known", return_value=None),
+        mock.patch.object(world.choices, "clock", cuda_clock),
     ):
-        with mock.patch("weft.planner.auto._measured", return_value=None):
-            case = all_gather_case if op == GATHER else partial(reduce_case, everywhere=op == ALL)
-            error = case(world, [m // world.size] * world.size if op == GATHER else m, n, k, "auto", calls=3)
-    trial = of_sizes(world, op, m, n, k)
+        case = all_gather_case if op == GATHER else partial(reduce_case, everywhere=op == ALL)
+        error = case(world, [m // world.size] * world.size if op == GATHER else m, n, k, "auto", calls=3)
+    trial = world.choices.last(op, (m, n, k))
     assert trial is not None and len(trial.took) > 2, trial
     return error
+
+
+def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
+    """plan="auto" of an op whose plans are timed at the first call, as ranks that share a GPU do not: right results, and what every
+    rank timed and took is the same."""
+    before = {*world.choices.trials}
+    with mock.patch.object(world.choices, "clock", cuda_clock), mock.patch.object(world.backend, "clock", cuda_clock):
+        error = case()
+    trials = [trial for key, trial in world.choices.trials.items() if key not in before and trial.title == op]
+    said = [(trial.sizes, len(trial.took), str(trial.faster)) for trial in trials]
+    if world.rank == 0:
+        print(*(trial.said("graph") for trial in trials), sep="\n")
+    same = all(theirs == said for theirs in world.exchange(said))
+    return error if said and same and all(count > 1 for _, count, _ in said) else float("inf")
 
 
 def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
@@ -181,7 +200,7 @@ def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
         graph.replay()
         worst = max(worst, distance(y, want))
     world.synchronize()
-    trial = of_sizes(world, GATHER, m, n, k)
+    trial = world.choices.last(GATHER, (m, n, k))
     said = trial and [trial.said("graph"), str(trial.faster)]
     if world.rank == 0:
         print(said)
@@ -347,6 +366,16 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         BF16,
         partial(all_gather_case, world, even, 520, 264, "sequential", views=True, calls=3),
     )
+    if size > 1:
+        for tokens in (5, 41):  # sizes that no other check has
+            layer = Layer(tokens, 8 * size, 4, 512, 256, torch.bfloat16)
+            case = partial(gpu_moe.against, world, "auto", layer, [tokens])
+            yield f"moe by trial, {tokens} tokens", gpu_moe.BOUND, partial(timed, world, "moe", case)
+        for m in (9, 701):
+            case = partial(norm_case, world, m, 4608, "auto", calls=3)
+            yield f"all-reduce + norm by trial, {m} rows", BF16, partial(timed, world, "all_reduce_rms_norm", case)
+        case = partial(gpu_attention.long, world, Shape((1016,) * size, 8, 8, 128, causal=True))
+        yield "attention by trial", gpu_attention.BOUND, partial(timed, world, "gathered_attention", case)
     for op in (GATHER, SCATTER, ALL):
         yield f"{op} on a GPU nobody measured", BF16, partial(unmeasured, world, op, 2048, 1024, 1032)
     yield "1,000 calls", 0.0, partial(many_calls, world, 1000)

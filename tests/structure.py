@@ -23,10 +23,12 @@ LAYERS: Sequence[Sequence[str]] = (
     ("errors",),
     ("architectures",),
     ("_triton", "trace.span"),
+    ("plans",),
+    ("scale", "chooser"),
     ("backends.library_gemm",),
     ("backends.base",),
     ("kernel_launch",),
-    ("tensor_checks", "plans"),
+    ("tensor_checks",),
     ("lang",),
     ("transport.barrier",),  # the kernels that backends and World launch themselves
     ("emulator",),  # of the kernels' language; backends.emulated runs ranks on it

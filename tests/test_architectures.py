@@ -27,7 +27,6 @@ from weft.planner.probes.calls import variants
 from weft.planner.probes.common import SIZES, fitted
 from weft.planner.search import Planner
 from weft.plans import (
-    SMALL_SIGNALED,
     Decomposed,
     Fused,
     GemmTile,
@@ -40,6 +39,7 @@ from weft.plans import (
     TwoShotPush,
     posts,
 )
+from weft.scale import SMALL_SIGNALED
 
 BF16 = 5e-3
 AG, RS, AR = OPS

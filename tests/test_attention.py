@@ -370,7 +370,7 @@ def test_ranks_that_disagree_on_heads_of_keys_or_the_dtype() -> None:
 
 
 def test_what_auto_tries() -> None:
-    """No two plans that come to the same: a rank of two has one piece of others. Nor programs for what copy engines are fast at."""
+    """No two plans that come to the same: a rank of two has one piece of others."""
 
     def main(world: weft.World, of: Shape) -> list[str]:
         op, options = REGISTRY["gathered_attention"], (of.causal, None, of.window or 0, of.bounds, None, of.layout)
@@ -390,8 +390,7 @@ def test_what_auto_tries() -> None:
     for options in (dict(), dict(window=3), dict(bounds=(0, 3, 16))):
         assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *few, "HeadParallel()"]
     assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()", *few]
-    assert tries(Shape((8192,) * 2, 8, 8, 128)) == ["Segmented()", *few]
-    assert tries(Shape((8200,) * 2, 8, 8, 128)) == ["Segmented()"]
+    assert tries(Shape((8200,) * 2, 8, 8, 128)) == ["Segmented()", *few]
 
 
 def test_no_rows_at_all() -> None:

@@ -18,8 +18,6 @@ import weft
 from weft.lang.mapping import balanced_rows
 from weft.ops.matmul_reduce.op import MatmulAllReduce
 from weft.plans import (
-    SMALL_ALL_REDUCE,
-    SMALL_GATHER,
     Decomposed,
     FusedGatherByCopies,
     FusedMoe,
@@ -27,6 +25,7 @@ from weft.plans import (
     Plan,
     Sequential,
 )
+from weft.scale import SMALL_ALL_REDUCE, SMALL_GATHER
 from weft.torch_library import LIBRARY, plan_of, text_of
 
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from weft.backends import library_gemm
+from weft.chooser import Choice, Chooser, Took
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     library_gemm.lacks.cache_clear()
-    library_gemm._known.clear()
+    Chooser.alone.trials.clear()
     yield
     library_gemm.lacks.cache_clear()
-    library_gemm._known.clear()
+    Chooser.alone.trials.clear()
 
 
 @pytest.mark.parametrize(
@@ -77,46 +78,45 @@ def broken(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 )
 def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypatch: Any) -> None:
     took = {library_gemm.cublas: 100.0, right: us, wrong: 1.0, broken: 1.0}
-    ran: list[Any] = []
-
-    def timed(run: Any) -> float:
-        ran.clear()
-        run()
-        return took[ran[0]]
-
-    def noted(product: Any) -> Any:
-        def run(*given: torch.Tensor) -> torch.Tensor:
-            ran.append(product)
-            return product(*given)
-
-        took[run] = took[product]
-        return run
-
-    library, good = noted(library_gemm.cublas), noted(right)
-    monkeypatch.setattr(library_gemm, "timed", timed)
-    others = (good, noted(wrong), noted(broken))
-    assert library_gemm.measured(library, others, *operands()) is (good if takes is right else library)
+    monkeypatch.setattr(library_gemm, "FORMS", (right, wrong, broken))
+    monkeypatch.setattr(library_gemm, "quack_form", lambda product: product)
+    monkeypatch.setattr(Chooser.alone, "time", lambda choice, product, *_: Took(took[product], 500.0))
+    monkeypatch.setattr(Chooser.alone, "capturing", lambda: False)
+    assert library_gemm.fastest(library_gemm.cublas, *operands()) is takes
 
 
 def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> None:
-    counted = []
-    monkeypatch.setattr(library_gemm, "measured", lambda *given: counted.append(given) or right)
+    counted: list[Any] = []
+
+    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> Took:
+        counted.append(product)
+        return Took(50.0 if product is right else 100.0, 1.0)
+
+    def captures(now: bool) -> None:
+        monkeypatch.setattr(Chooser.alone, "capturing", lambda: now)
+
+    def candidates(library: Any, operands: Any) -> list[Any]:
+        assert not Chooser.alone.capturing(), "a look at the numbers, which no capture allows"
+        return [library, right]
+
+    monkeypatch.setattr(library_gemm, "right", candidates)
+    monkeypatch.setattr(Chooser.alone, "time", time)
     x, w, out = operands()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captures(True)
     assert library_gemm.fastest(library_gemm.cublas, x, w, out) is library_gemm.cublas and not counted
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert library_gemm.fastest(library_gemm.cublas, x, w, out) is right and len(counted) == 1
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert library_gemm.fastest(library_gemm.cublas, x, w, out) is right and len(counted) == 1
+    captures(False)
+    assert library_gemm.fastest(library_gemm.cublas, x, w, out) is right
+    timed = len(counted)
+    captures(True)
+    assert library_gemm.fastest(library_gemm.cublas, x, w, out) is right and len(counted) == timed
     assert library_gemm.fastest(library_gemm.cublas, x[:, :4], w[:, :4], out) is library_gemm.cublas, "not contiguous"
     assert library_gemm.fastest(library_gemm.cublas, x[:0], w, out[:0]) is library_gemm.cublas
 
 
 def test_serving_measures_few_sizes() -> None:
-    w = torch.empty(8, 8)
-    sizes = {library_gemm.size_of(torch.empty(m, 8), w)[0] for m in range(1, 4097)}
+    sizes = {library_gemm.stepped(m) for m in range(1, 4097)}
     assert len(sizes) < 90
-    assert all(m <= library_gemm.size_of(torch.empty(m, 8), w)[0] <= 1.13 * m for m in range(8, 4097))
+    assert all(m <= library_gemm.stepped(m) <= 1.13 * m for m in range(8, 4097))
 
 
 STARTS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)  # three groups, one of them empty, and four rows behind them
@@ -145,17 +145,17 @@ def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> N
         ran.append("torch")
         return of_groups(x, w.transpose(1, 2))
 
-    def timed(run: Any) -> float:
+    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> Took:
         ran.clear()
-        run()
-        return us if ran == ["quack"] else 100.0
+        choice.run(product)
+        return Took(us if ran == ["quack"] else 100.0, 500.0)
 
     module = type("Module", (), {"gemm": staticmethod(gemm)})
     monkeypatch.setitem(__import__("sys").modules, "quack", module)
     monkeypatch.setitem(__import__("sys").modules, "quack.gemm", module)
     monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(library_gemm, "timed", timed)
+    monkeypatch.setattr(Chooser.alone, "capturing", lambda: False)
+    monkeypatch.setattr(Chooser.alone, "time", time)
     x, w = torch.randn(16, 8).bfloat16(), torch.randn(3, 24, 8).bfloat16()
     for lacks in ("not installed", None):
         monkeypatch.setattr(library_gemm, "lacks", lambda lacks=lacks: lacks)

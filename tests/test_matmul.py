@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.backends.base import Scale
 from weft.ops.matmul import Shares, matmul
+from weft.scale import Scale
 
 H200: Any = SimpleNamespace(sm_count=132, scale=Scale())
 

@@ -14,7 +14,8 @@ import weft
 from weft import moe
 from weft.ops.moe.call import Layer, MoeCall
 from weft.ops.moe.expert_parallel.op import MOE
-from weft.plans import SMALL_DISPATCHED, Dispatched, LowLatency
+from weft.plans import Dispatched, LowLatency
+from weft.scale import SMALL_DISPATCHED
 
 BOUND = 1.2e-2  # two roundings to bf16 on the way
 

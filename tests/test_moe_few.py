@@ -20,8 +20,8 @@ from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.expert_parallel import low_latency
-from weft.ops.moe.expert_parallel.low_latency import SMALL_LOW_LATENCY
-from weft.plans import SMALL_DISPATCHED, SMALL_MOE, LowLatency
+from weft.plans import LowLatency
+from weft.scale import SMALL_DISPATCHED, SMALL_LOW_LATENCY, SMALL_MOE
 
 BF, HALF = torch.bfloat16, torch.float16
 S = SMALL_LOW_LATENCY

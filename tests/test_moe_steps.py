@@ -19,7 +19,8 @@ from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.expert_parallel import kernels
 from weft.ops.moe.expert_parallel.dispatched import SEND, SUM, fits, plan_state, run_dispatched, scratch, waves
-from weft.plans import SMALL_DISPATCHED, Dispatched, GemmTile, Plan
+from weft.plans import Dispatched, GemmTile, Plan
+from weft.scale import SMALL_DISPATCHED
 
 BF, HALF = torch.bfloat16, torch.float16
 S = SMALL_DISPATCHED

@@ -21,8 +21,8 @@ import weft
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe.call import Layer
-from weft.plans import SMALL_DISPATCHED_COLUMNS as S
 from weft.plans import DispatchedColumns, GemmTile
+from weft.scale import SMALL_DISPATCHED_COLUMNS as S
 
 BOUND = 1.2e-2  # roundings to bf16 on the way: of a route's result, and of each rank's sum
 

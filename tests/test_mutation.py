@@ -54,17 +54,11 @@ from weft.ops.moe.expert_parallel.fused_kernels import (
     wait_for_wave,
 )
 from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
-from weft.ops.moe.expert_parallel.low_latency import SMALL_LOW_LATENCY
 from weft.ops.moe.expert_parallel.low_latency_kernels import few_gemm, routes_of
 from weft.ops.moe.expert_parallel.place_rows_kernels import mask_rows, place_rows
 from weft.ops.moe.routing.kernels import own_half
 from weft.ops.moe.tensor_parallel.kernels import keep_shards, push_shard
 from weft.plans import (  # fmt: skip
-    SMALL_DISPATCHED,
-    SMALL_GATHER,
-    SMALL_MOE,
-    SMALL_SIGNALED,
-    SMALL_TILE,
     Awaiting,
     Decomposed,
     FusedGatherByCopies,
@@ -75,6 +69,7 @@ from weft.plans import (  # fmt: skip
     Segmented,
     TwoShot,
 )
+from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
 

@@ -13,7 +13,8 @@ from cases import OPS, SMALL_FUSED
 import weft
 from weft import check
 from weft.op import REGISTRY
-from weft.plans import SMALL_GATHER, SMALL_SIGNALED, OneShot
+from weft.plans import OneShot
+from weft.scale import SMALL_GATHER, SMALL_SIGNALED
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 CHOSEN = (

@@ -25,18 +25,8 @@ from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.kernels import copied_gemm
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.matmul_reduce.kernels import gemm_reduce
-from weft.plans import (
-    SMALL_GATHER,
-    SMALL_TILE,
-    Awaiting,
-    Decomposed,
-    FusedGatherByCopies,
-    GemmTile,
-    OneShot,
-    Plan,
-    Signaled,
-    TwoShotLowLatency,
-)
+from weft.plans import Awaiting, Decomposed, FusedGatherByCopies, GemmTile, OneShot, Plan, Signaled, TwoShotLowLatency
+from weft.scale import SMALL_GATHER, SMALL_TILE
 from weft.transport.memory import Flat, Lock
 from weft.transport.sums import sum_staged
 

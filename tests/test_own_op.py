@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import weft
-from weft.planner import trial
+from weft.backends.emulated import EmulatedBackend
+from weft.chooser import Choice, Chooser, Took
 from weft.plans import KINDS, Plan, Sequential
 from weft.torch_library import text_of
 
@@ -188,6 +189,7 @@ def test_auto_takes_what_was_fastest(own: dict[str, Any], monkeypatch: pytest.Mo
     """The slowest rank counts, and a gain below WORTH does not, over sequential or over a plan that the op names before."""
     op, plans = own["GATHER_NORM"], (own["Pushed"](), own["Pushed"](rows=1))
     monkeypatch.setattr("weft.planner.auto._known", lambda world: pytest.fail("a planner, which has no model of it"))
+    monkeypatch.setattr(EmulatedBackend, "clock", True)
     found = weft.spmd(lambda world: _four(world, op, plans, monkeypatch), 2, backend="emulated", sm_count=32)
     assert found[0] == found[1] == [plans[1], Sequential(), Sequential(), plans[0]]
 
@@ -196,14 +198,16 @@ def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pyt
     first = {2: 90.0, 4: 200.0, 6: 200.0, 8: 50.4}  # us, by rows
     pushed = {2: (50.0, 50.0), 4: (99.5, 99.5), 6: (50.0, 150.0), 8: (50.0, 50.0)}  # of each rank
 
-    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, ahead: float) -> trial.Took:
-        us = {Sequential(): 100.0, plans[0]: first[call.m], plans[1]: pushed[call.m][world.rank]}.get(plan, 200.0)
-        return trial.Took(us, us)
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> Took:
+        m = choice.sizes[0] // world.size
+        mine: Any = self.ranks
+        us = {Sequential(): 100.0, plans[0]: first[m], plans[1]: pushed[m][mine.rank]}.get(plan, 200.0)
+        return Took(us, us)
 
-    monkeypatch.setattr(trial, "_time", time)
+    monkeypatch.setattr(Chooser, "time", time)
     calls = [(op.check(world, (x,), ()), (x,)) for x in (shard(world, rows) for rows in pushed)]
     for call, operands in calls:
-        trial.tried(op, world, call, operands)
+        world.choices.trial(op.choice(world, call, operands))
     return [op.choose(world, call, "auto", False) for call, _ in calls]
 
 
@@ -212,15 +216,17 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypat
     op, asked = own["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
     turns = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
 
-    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, ahead: float) -> trial.Took:
-        asked[call.m] += [times] if plan == Sequential() and not world.rank else []
-        return trial.Took(turns[call.m], 0.0)
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> Took:
+        m, mine = choice.sizes[0] // 2, self.ranks
+        asked[m] += [times] if plan == Sequential() and not mine.rank else []  # type: ignore[union-attr]
+        return Took(turns[m], 0.0)
 
-    monkeypatch.setattr(trial, "_time", time)
+    monkeypatch.setattr(Chooser, "time", time)
+    monkeypatch.setattr(EmulatedBackend, "clock", True)
 
     def main(world: weft.World) -> None:
         for x in (shard(world, rows) for rows in turns):
-            trial.tried(op, world, op.check(world, (x,), ()), (x,))
+            world.choices.trial(op.choice(world, op.check(world, (x,), ()), (x,)))
 
     weft.spmd(main, 2, backend="emulated", sm_count=32)
     assert asked == {2: [1, *[10] * 5], 4: [1, *[2] * 5], 6: [1, *[1] * 5]}

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 import weft
 from weft.architectures import AMPERE
-from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
 from weft.ops.matmul_all_to_all import op as to_all
 from weft.ops.matmul_all_to_all.op import GroupTables
@@ -29,7 +28,8 @@ from weft.ops.matmul_all_to_all.op import tables as to_all_tables
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.op import MatmulAllReduce
 from weft.planner.table import Measured, learn
-from weft.plans import SMALL_SIGNALED, GemmTile, Plan, Sequential, Signaled, partition
+from weft.plans import GemmTile, Plan, Sequential, Signaled, partition
+from weft.scale import SMALL_SIGNALED, Scale
 from weft.torch_library import plan_of, text_of
 from weft.transport.signals import Schedule, schedule, scheduled
 

@@ -30,7 +30,8 @@ from weft.planner.profile import Gemm, Hardware, Latency, Profile, ProfileError,
 from weft.planner.search import Planner
 from weft.planner.timing import exchanged
 from weft.planner.tune import measure, probes_of, start_of
-from weft.plans import SMALL_SIGNALED, SMALL_TILE, Fused, GemmTile, Plan
+from weft.plans import Fused, GemmTile, Plan
+from weft.scale import SMALL_SIGNALED, SMALL_TILE
 
 MACHINE = Hardware("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
 TINY = Sizes(

@@ -18,6 +18,7 @@ from torch import nn
 from vllm_standin import BF, DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
 
 import weft
+from weft.chooser import Choice, Chooser, Took
 from weft.integrations import vllm
 from weft.integrations.vllm import interface, layers, plugin, timing
 from weft.integrations.vllm.dataflow import flow_of
@@ -448,7 +449,7 @@ def test_torch_compile_follows_a_served_model(modules: Any) -> None:
 def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU whole rows are the engine's until a trial finds weft's faster; rows that ranks own are tried in both forms."""
     world: Any = SimpleNamespace(
-        device=torch.device("cuda", 0), size=2, symmetric_reason=None, scale=weft.backends.base.Scale()
+        device=torch.device("cuda", 0), size=2, symmetric_reason=None, scale=weft.scale.Scale()
     )
 
     def call(tokens: int, **options: Any) -> Any:
@@ -458,7 +459,7 @@ def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
         return ROW_NORM_COLUMN.check(world, (*t, matrix, None, matrix, None), (1e-6, options.get("rows_from", 16), options.get("woven_from", 0)))  # fmt: skip
 
     def plans(call: Any) -> tuple[str, list[str]]:
-        return ROW_NORM_COLUMN.auto(world, call, "eager").kind, [
+        return ROW_NORM_COLUMN.expected(world, call, "eager").kind, [
             p.kind for p in ROW_NORM_COLUMN.candidates(world, call)
         ]
 
@@ -469,19 +470,22 @@ def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ROW_NORM_COLUMN.alike(call(65)) == ROW_NORM_COLUMN.alike(call(128)) != ROW_NORM_COLUMN.alike(call(129))
 
 
-def test_where_residuals_by_rows_begin_is_timed(modules: Any) -> None:
+def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are faster up to the most tokens; each kind of site as often as there are such."""
 
-    class Clock:
-        """By rows pays from 32 tokens on, but for 128."""
+    def time(self: Chooser, choice: Choice[int], rows_from: int, *_: Any) -> Took:
+        """By rows pays from 32 tokens on, but for `slow`."""
+        (tokens,) = choice.sizes
+        us = 1.0 if not rows_from else 0.5 if tokens >= 32 and tokens != slow else 2.0
+        return Took(us, us)
 
-        def eager(self, fn: Any) -> float:
-            call = next(c.cell_contents for c in fn.__closure__ if isinstance(c.cell_contents, tuple))
-            threshold = next(c.cell_contents for c in fn.__closure__ if isinstance(c.cell_contents, int))
-            tokens = call[0].shape[0]
-            calls.append((tokens, threshold, call[3] is not None, call[5] is not None))
-            return 1.0 if not threshold else 0.5 if tokens >= 32 and tokens != slow else 2.0
+    def one_pass(world: weft.World, sites: Any, rows_from: int) -> None:
+        calls.extend((len(t.x), rows_from, t.row is not None, t.column is not None) for t, _ in sites)
+        counts.append([count for _, count in sites])
 
+    monkeypatch.setattr(Chooser, "time", time)
+    monkeypatch.setattr(timing, "one_pass", one_pass)
+    counts: list[list[int]] = []
     calls: list[tuple[int, int, bool, bool]] = []
     slow = 0
 
@@ -489,7 +493,8 @@ def test_where_residuals_by_rows_begin_is_timed(modules: Any) -> None:
         found = interface.read_interface().found
         classes = layers.Classes(**{name: found[name] for name in ("row", "column", "norm", "unquantized")})
         flow = flow_of(MODELS["dense"](), classes)
-        return timing.rows_from(flow, classes, world, 9, 256, Clock())
+        world.choices.clock = lambda *_: pytest.fail("really timed")
+        return timing.rows_from(flow, classes, world, 9, 256)
 
     assert standin.run(main) == [32, 32]
     slow = 128

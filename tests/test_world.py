@@ -47,10 +47,6 @@ from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL
 from weft.planner.auto import auto
 from weft.planner.table import Measured, learn
 from weft.plans import (
-    SMALL_ALL_REDUCE,
-    SMALL_GATHER,
-    SMALL_REDUCE_SCATTER,
-    SMALL_TILE,
     Decomposed,
     Dispatched,
     DispatchedColumns,
@@ -71,6 +67,7 @@ from weft.plans import (
     TwoShotPull,
     TwoShotPush,
 )
+from weft.scale import SMALL_ALL_REDUCE, SMALL_GATHER, SMALL_REDUCE_SCATTER, SMALL_TILE
 
 BF = torch.bfloat16
 

@@ -22,9 +22,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .backends.base import Backend
+from .chooser import length, span
 from .launch import spmd
 from .nn import ParallelMLP
-from .planner.timing import length, span
 from .trace.picture import draw
 from .trace.profile import profiled
 from .trace.span import Span

@@ -12,6 +12,7 @@ A known call costs a look-up and its launches; one of contiguous operands by the
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 
 from . import torch_library
+from .chooser import Choice
 from .plans import Plan, Sequential
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
@@ -118,13 +120,15 @@ class Op(ABC, Generic[C]):
     refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}  # fields of plans that it could only ignore
     knowledge: ClassVar[int] = 0  # one number for all ops; it grows when "auto" may decide anew
     collective: ClassVar[str] = ""  # the library's, before or after the GEMM of an op around one
-    alone: ClassVar[bool] = False  # it is a collective, whose bytes alone matter
+    alone: ClassVar[float | None] = None  # of a collective without a GEMM, whose bytes decide: how many times kernels
+    # behind the library's read and write them
     variants: ClassVar[Sequence[Plan]] = ()  # plans of one kind that differ in speed by shape: what tuning tries, and
     # "auto" on a Hopper GPU that nobody measured
     tries: ClassVar[
         Sequence[Plan]
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
-    small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
+    small: ClassVar[Plan | type[Plan]] = Sequential  # what "auto" runs on ranks of few programs, as in the emulator; of
+    # a class, the plan that its name stands for there
 
     keeps_decisions: ClassVar[bool] = False  # decisions are kept elsewhere than with the World (`decisions`)
     looks_at_addresses: ClassVar[bool] = False  # a decision depends on where operands and `out` lie (`lie`)
@@ -181,17 +185,18 @@ class Op(ABC, Generic[C]):
         return {}
 
     def auto(self, world: World, call: C, mode: str) -> Plan:
-        """What plan="auto" means without a trial, `mode` "graph" or "eager": the planner's choice, or in a world of
-        few programs `small`."""
-        if world.scale.small:
-            return self.small
+        """What plan="auto" means where no plan was timed faster, `mode` "graph" or "eager"."""
+        return world.scale.preset(self.small) or self.expected(world, call, mode)
+
+    def expected(self, world: World, call: C, mode: str) -> Plan:
+        """What is stored as the fastest plan for such a call, or predicted to be: what a timed plan has to beat."""
         from .planner.auto import auto  # above the ops, which it finds in the registry
 
         return auto(self.name, world, *self.sizes(call), mode)
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
         """What a kind's name means; `kind` is the first class of that kind in `runs`."""
-        return kind()
+        return world.scale.plan(kind)
 
     def fits(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
         """Why the plan cannot serve this call; None where it can. The same on every rank. Raise Unsupported for a plan
@@ -210,9 +215,9 @@ class Op(ABC, Generic[C]):
         """What calls for which one trial is made have in common; the same on every rank."""
         return tuple(call.agreed().items())
 
-    def trial(self, call: C) -> Hashable:
-        """Where the trial of such calls is kept."""
-        return ("trial", Op.knowledge, self.name, self.alike(call))
+    def balanced(self, world: World, call: C, operands: Operands) -> tuple[C, Operands]:
+        """Return what is timed in place of a call: another one, where its time hangs on what its operands hold."""
+        return call, operands
 
     def direct(self, world: World, call: C, plan: Plan) -> Direct | None:
         """A function of contiguous operands that makes such a call in as little host time as Python takes; None:
@@ -362,10 +367,8 @@ class Op(ABC, Generic[C]):
         self._check_present(operands)
         call = self.check(world, operands, options)
         world.check()
-        if asked == "auto" and not world.scale.small:
-            from .planner.auto import tried  # above the ops
-
-            tried(self, world, call, operands)
+        if asked == "auto" and not world.scale.presets and call.rows and (world.size > 1 or not self.by_library):
+            world.choices.trial(self.choice(world, call, operands))
         plan, settled = self.choose(world, call, asked, world.capturing()), True
         decisions = self.decisions(world, options)
         if asked == "auto" and world.capturing():
@@ -486,10 +489,43 @@ class Op(ABC, Generic[C]):
         return True
 
     def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
-        if name == "auto":
-            mode = "graph" if capturing else "eager"
-            return self._timed(world, call, mode) or self.auto(world, call, mode)
-        return self.default(world, next(kind for kind in self.runs if kind.kind == name))
+        if name != "auto":
+            return self.default(world, next(kind for kind in self.runs if kind.kind == name))
+        mode = "graph" if capturing else "eager"
+        timed: Plan | None = world.choices.remembered(self._key(call), mode)
+        fits = timed is not None and self.fits(world, call, timed, "auto") is None
+        return timed if timed is not None and fits else self.auto(world, call, mode)
+
+    def _key(self, call: C) -> Hashable:
+        """Return the key of what calls that share a decision have in common."""
+        return Op.knowledge, self.name, self.alike(call)
+
+    def choice(self, world: World, call: C, operands: Operands) -> Choice[Plan]:
+        """Return what "auto" chooses among for such a call. Its candidates may be collective."""
+        from .planner.auto import unmeasured  # above the ops, which it finds in the registry
+
+        def candidates() -> Sequence[Plan]:
+            named = (*self.candidates(world, call), *unmeasured(self, world, call))
+            fit = [plan for plan in dict.fromkeys(named) if self.fits(world, call, plan, "auto") is None]
+            return [plan for plan in fit if self.choose(world, call, plan, False) == plan]
+
+        @functools.cache
+        def timed() -> tuple[C, Operands]:
+            return self.balanced(world, call, operands)
+
+        def run(plan: Plan) -> None:
+            what, given = timed()
+            self.execute(world, what, plan, given, None)
+
+        return Choice(
+            self._key(call),
+            lambda mode: self.choose(world, call, "auto", mode == "graph"),
+            candidates,
+            run,
+            lambda plan: self.check_same_on_all_ranks(world, timed()[0], plan),
+            self.name,
+            self.sizes(call),
+        )
 
     def check_plan(self, plan: str | Plan) -> None:
         """Raise ValueError for a plan, or the name of a kind, that the op does not have, or a field that it refuses."""
@@ -501,12 +537,6 @@ class Op(ABC, Generic[C]):
         for name in self.refuses.get(type(plan), ()):  # type: ignore[arg-type]
             if getattr(plan, name) != getattr(type(plan), name):
                 raise ValueError(f"{self.title}: {plan}: {name} means nothing to this op")
-
-    def _timed(self, world: World, call: C, mode: str) -> Plan | None:
-        """The plan that a trial of calls alike found faster than what `auto` says."""
-        trial = world.decided.get(self.trial(call))
-        plan: Plan | None = trial.faster[mode] if trial else None
-        return plan if plan is not None and self.fits(world, call, plan, "auto") is None else None
 
     @property
     def kinds(self) -> list[str]:
@@ -539,7 +569,7 @@ class Op(ABC, Generic[C]):
 class Local(Op[C]):
     """An op in which no rank waits for another: it has one plan, and ranks agree on nothing."""
 
-    def auto(self, world: World, call: C, mode: str) -> Plan:
+    def expected(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()
 
     def check_same_on_all_ranks(self, world: World, call: C, plan: Plan, **more: Hashable) -> int | None:

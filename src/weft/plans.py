@@ -268,11 +268,11 @@ class FusedMoe(Fused):
 
 @dataclass(frozen=True)
 class Awaiting(Plan):
-    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls (`gemms.awaiting`): a wait
-    without a limit, for what comes behind a bounded barrier and waits for nobody. Needs weft[quack], a Hopper GPU, and
-    equal shards of whole clusters of tiles.
+    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls
+    (`library_gemm.awaiting`): a wait without a limit, for what comes behind a bounded barrier and waits for nobody.
+    Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
 
-    tile_m, tile_n, cluster_m, pingpong: of the GEMM (`gemms.Form`).
+    tile_m, tile_n, cluster_m, pingpong: of the GEMM (`library_gemm.Form`).
     """
 
     kind: ClassVar[str] = "awaiting"
@@ -502,18 +502,3 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
 # One program's epilogue under the other's main loop.
 TWO_AN_SM = FusedGather(tile=NARROW, per_sm=2, pull_stages=6, pull_programs=8)
 TWO_AN_SM_BY_COPIES = FusedGatherByCopies(tile=NARROW, per_sm=2)
-
-# For worlds of a few programs a rank, as in the emulator.
-SMALL_TILE = GemmTile(block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
-SMALL_GATHER = FusedGather(tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2)
-SMALL_REDUCE_SCATTER = FusedReduceScatter(
-    tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, batch=2
-)
-SMALL_ALL_REDUCE = FusedAllReduce(
-    tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, lag=1
-)
-SMALL_MOE = FusedMoe(tile=SMALL_TILE, per_sm=1, copy_programs=2, copy_rows=8, copy_stages=2)
-SMALL_REDUCE = TwoShotPush(warps=4, rows=2, stages=2)
-SMALL_SIGNALED = Signaled(ctas=1, tile=SMALL_TILE)
-SMALL_DISPATCHED = Dispatched(tile=SMALL_TILE, dispatch_programs=2, send_rows=2, combine_programs=2, sum_rows=2)
-SMALL_DISPATCHED_COLUMNS = DispatchedColumns(tile=SMALL_TILE, dispatch_programs=2, combine_programs=2, sum_rows=2)

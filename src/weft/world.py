@@ -27,19 +27,20 @@ from .backends.base import (
     Arguments,
     Backend,
     Options,
-    Scale,
     Stream,
     SymmetricTensor,
     check_memory,
     timeout_seconds,
 )
 from .backends.nodes import spread
+from .chooser import Chooser
 from .errors import Mismatch, Overflow, WeftError
 from .kernel_launch import Launch
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.intrinsics import NUMBER_BITS
 from .lang.jit import check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
+from .scale import Scale
 
 log = logging.getLogger("weft")
 _numbers = itertools.count()
@@ -187,6 +188,7 @@ class World:
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
         self.ran: Any = None  # what the last call of an op ran: its call and plan (`op.Known`)
         self.forward_passes: Kept = {}  # what compiled ones ran (`torch_library.ForwardKey`), for their backward passes
+        self.choices = Chooser(backend.clock, backend.capturing, self)  # what was timed
         World._all[self.name] = self
         backend.name_counters(self._describe)
         backend.name_calls(self._disagreement)
@@ -298,6 +300,7 @@ class World:
         first, *others = calls.values()
         if any(other != first for other in others):
             self.decided.clear()
+            self.choices.trials.clear()
             raise disagreement(calls)
 
     def exchange(self, obj: R) -> list[R]:

@@ -27,7 +27,9 @@ from torch.distributed import ProcessGroup
 from triton import JITFunction
 
 from ..architectures import HOPPER
+from ..chooser import Clock
 from ..errors import Mismatch, Unsupported
+from ..scale import Scale
 from .library_gemm import multiply
 
 if TYPE_CHECKING:
@@ -87,39 +89,6 @@ def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part.float()
     return total.to(parts[0].dtype)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How large pieces of work are: a GPU's, or so small that a few programs with a few elements show all of a
-    protocol.
-
-    block, norm_block, gate_block: elements that a program of the element-wise kernels, of the norms, of SiLU-mul takes
-    at a time.
-    run: columns of a run of such a block. interleave: rows of one block of an interleaved gate/up weight. staged: bytes
-    of a third of the memory for low-latency rows, at least. part: K steps of a part of a shared tile, at least; handed,
-    added: K steps' time that handing one over takes, and waiting for it and adding it (twice that where a helper has
-    parts of several tiles). whole: bytes of activations up to which a decoder leaves them whole."""
-
-    small: bool = False
-    block: int = 4096
-    norm_block: int = 4096
-    gate_block: int = 2048
-    run: int = 128
-    interleave: int = 64
-    staged: int = 1 << 20
-    part: int = 4
-    handed: int = 6
-    added: int = 11
-    whole: int = 256 << 10
-
-    @staticmethod
-    def of(programs: int) -> Scale:
-        """The scale for ranks that hold so many resident programs."""
-        return _SMALL if programs < 32 else Scale()
-
-
-_SMALL = Scale(True, 256, 64, 256, 16, 16, 256, 1, 0, 0, 1 << 10)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +153,7 @@ class Backend(ABC):
     symmetric_reason: str | None = None  # that, or why nothing can be counted there; None when symmetric memory is all
     reference: bool = False  # every op runs by its sequential plan, whatever it is asked for
     shares_gpu: bool = False  # ranks run on one GPU, in turn, so that no time says anything
+    clock: Clock | None = None  # times calls; None where no time says anything
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
     compares: bool = False  # every call of every rank, on the host (`compared`)
 
@@ -385,7 +355,7 @@ class Backend(ABC):
         stream: Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x @ weight.T + bias by a library's GEMM (`gemms.multiply`; cuBLAS with a bias), in `out` or a new tensor."""
+        """x @ weight.T + bias by a library's GEMM (`multiply`; cuBLAS with a bias), in `out` or a new tensor."""
         made = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if bias is None:
             self.call(lambda: multiply(x, weight, made), [x, weight], [made], stream)

@@ -28,10 +28,12 @@ from torch.distributed.distributed_c10d import (
 from triton import JITFunction
 
 from .. import architectures
+from ..chooser import cuda_clock
 from ..errors import Mismatch, Timeout, Unsupported
 from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
+from ..scale import Scale
 from . import nodes, shared_gpu
-from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor, timeout_seconds
+from .base import Arguments, Backend, Options, R, SymmetricTensor, timeout_seconds
 from .launcher import Launcher
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
@@ -396,6 +398,7 @@ class CudaBackend(GpuBackend):
         self._hold_symmetric_memory()
         self._communicators: dict[int, dist.ProcessGroup] = {}
         self.limits_ctas = size == dist.get_world_size()
+        self.clock = None if self.shares_gpu else cuda_clock
 
     def _hold_symmetric_memory(self) -> None:
         """Keep what is allocated until this backend ends, but no shorter than a capture that is under way then."""

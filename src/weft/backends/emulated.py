@@ -26,13 +26,13 @@ from ..emulator.tasks import Arrival, Event, Stream
 from ..errors import Mismatch, Unsupported, WeftError
 from ..lang.host import check_copy
 from ..lang.jit import check_launch
+from ..scale import Scale
 from ..transport import barrier
 from .base import (
     Arguments,
     Backend,
     Options,
     R,
-    Scale,
     SymmetricTensor,
     check_memory,
     check_tensors,

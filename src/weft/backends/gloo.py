@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from triton import JITFunction
 
 from ..errors import Unsupported
+from ..scale import SMALL, Scale
 from .base import (
     Arguments,
     Backend,
@@ -29,7 +31,6 @@ from .base import (
     Event,
     Options,
     R,
-    Scale,
     Stream,
     SymmetricTensor,
     check_memory,
@@ -45,7 +46,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("weft")
 RESIDENT = 4  # of a rank in the emulator: each costs a greenlet, and all share one processor
 # Blocks are large, since the emulator's time goes by operations, not by elements; what is stored is as on a GPU.
-SCALE = Scale(True, block=1 << 16, norm_block=1 << 16, gate_block=1 << 16)
+EMULATED_BLOCK = 1 << 16
+SCALE = replace(
+    SMALL,
+    block=EMULATED_BLOCK,
+    norm_block=EMULATED_BLOCK,
+    gate_block=EMULATED_BLOCK,
+    run=Scale.run,
+    interleave=Scale.interleave,
+    whole=Scale.whole,
+)
 _emulating = threading.Lock()  # the emulator changes Triton's language while it runs
 
 

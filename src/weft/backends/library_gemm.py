@@ -1,9 +1,9 @@
 """The GEMMs of libraries: cuBLAS, torch's grouped one, and quack's (CuTe DSL) where `pip install weft[quack]` put it.
 
 quack's kernels for Hopper let two consumer warp groups take turns at the tensor cores ("ping-pong"), which is faster
-than cuBLAS on many shapes and slower on some. So the first call of a size, outside a CUDA graph capture, times them
-beside cuBLAS, or torch's grouped GEMM, and the fastest whose numbers are right runs from then on. Each rank decides for
-itself: the results are the same up to rounding.
+than cuBLAS on many shapes and slower on some. So the chooser times them beside cuBLAS, or torch's grouped GEMM, at the
+first call of a size: of those whose numbers are right, the fastest runs from then on. Each rank decides for itself: the
+results are the same up to rounding.
 
 quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`). Where it gives
 the right numbers (`waits`), plan="auto" of all-gather + GEMM tries it.
@@ -12,7 +12,6 @@ the right numbers (`waits`), plan="auto" of all-gather + GEMM tries it.
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import NamedTuple
@@ -20,13 +19,13 @@ from typing import NamedTuple
 import torch
 
 from .. import architectures
+from ..chooser import Choice, Chooser
 
 Product = Callable[..., torch.Tensor]  # of x, weight, out, and of groups their starts; returns the result
 
 OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the versions of quack-kernels that this was written for
 FASTER = 1.02  # how much faster than cuBLAS, or torch's grouped GEMM, quack has to be
 CLOSE = 2e-2  # relative error below which a result of 16-bit numbers is right
-REPEATED, TIMED = 5, 3  # rounds, and calls in each
 
 
 class Form(NamedTuple):
@@ -95,9 +94,6 @@ def multiply_groups(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor)
     return fastest(torch_groups, x, weight, out, starts)(x, weight, out, starts)
 
 
-_known: dict[tuple, Product] = {}
-
-
 def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, weight.t(), out=out)
 
@@ -107,6 +103,7 @@ def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
 
 
+@functools.cache
 def quack_form(form: Form) -> Product:
     def run(
         x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, starts: torch.Tensor | None = None
@@ -120,11 +117,6 @@ def quack_form(form: Form) -> Product:
     return run
 
 
-def size_of(x: torch.Tensor, weight: torch.Tensor) -> tuple:
-    """The key of a measurement: each such size is measured once."""
-    return stepped(x.shape[0]), *weight.shape, x.dtype, x.device
-
-
 def stepped(m: int) -> int:
     """M, rounded up to one of eight steps an octave."""
     step = 1 << max(m.bit_length() - 4, 0)
@@ -136,33 +128,28 @@ def fastest(
 ) -> Product:
     """The fastest product for these operands. It is the library's for what is not contiguous or has no whole 16-byte
     rows, and for a size first seen in a capture. weight: [N, K], or [G, N, K] for the groups of rows that begin at
-    `starts`."""
+    `starts`. Writes `out` many times where the size is measured."""
     plain = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[-2] % 8:
         return library
-    size = size_of(x, weight)
-    if size not in _known:
-        if torch.cuda.is_current_stream_capturing():
-            return library
-        _known[size] = measured(library, [quack_form(form) for form in FORMS], x, weight, out, *starts)
-    return _known[size]
+    key = library, stepped(x.shape[0]), *weight.shape, x.dtype, x.device
+    operands = (x, weight, out, *starts)
+    known = Chooser.alone.trials.get(key)
+    if known is not None:
+        return known.taken("graph")
+    choice = Choice(
+        key, lambda mode: library, lambda: right(library, operands), lambda product: product(*operands), worth=FASTER
+    )
+    return Chooser.alone.choose(choice)
 
 
-def measured(library: Product, others: Sequence[Product], *operands: torch.Tensor) -> Product:
-    """The fastest of the others that are right, where it is by FASTER faster than the library. operands: what they
-    take. Writes `out`, the third of these, many times."""
+def right(library: Product, operands: Sequence[torch.Tensor]) -> list[Product]:
+    """The library, and the forms of quack's GEMM that give the numbers that it gives."""
     try:
         want = library(*operands).clone()
-        right = [product for product in others if is_right(product, operands, want)]
+        return [library, *(product for product in map(quack_form, FORMS) if is_right(product, operands, want))]
     except torch.OutOfMemoryError:
-        return library
-    times: dict[Product, list[float]] = {product: [] for product in (library, *right)}
-    for _ in range(REPEATED if right else 0):
-        for product, took in times.items():
-            took.append(timed(lambda product=product: product(*operands)))  # type: ignore[misc]
-    us = {product: statistics.median(took) for product, took in times.items() if took}
-    best = min(us, key=lambda product: us[product], default=library)
-    return best if us and us[best] * FASTER < us[library] else library
+        return [library]
 
 
 def is_right(product: Product, operands: Sequence[torch.Tensor], want: torch.Tensor) -> bool:
@@ -178,17 +165,6 @@ def is_right(product: Product, operands: Sequence[torch.Tensor], want: torch.Ten
         raise
     except Exception:  # a form that this version, or this shape, does not have
         return False
-
-
-def timed(run: Callable[[], object]) -> float:
-    """The milliseconds that TIMED calls take on the current stream."""
-    a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    a.record()
-    for _ in range(TIMED):
-        run()
-    b.record()
-    b.synchronize()
-    return a.elapsed_time(b)
 
 
 def awaiting(

@@ -63,7 +63,7 @@ def attend(
 
 def fastest(world: World, of: Heads) -> bool:
     """Whether a library is there that is faster than flash attention."""
-    return world.device.type == "cuda" and of.library(world, "forward", CUDNN.least) is CUDNN
+    return world.device.type == "cuda" and of.able(world, "forward", CUDNN.least)[0] is CUDNN
 
 
 def _long(

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..chooser import Choice
 from ..compute.elementwise import rotate_and_keep
 from ..kernel_launch import Launch, prepared
 from ..lang.mapping import balanced_rows
@@ -207,13 +208,16 @@ class Llama(nn.Module):
         return LayerPlan("woven", split, plan.sms, plan.norm)
 
     def _auto(self, measured: Table, tokens: int, mode: str) -> LayerPlan:
+        """The layer's plan is chosen as an op's is: what was decided before, else what is stored, else predicted."""
         if self.config.mixture is not None:
             return LayerPlan("sequence")
-        chosen = measured.choose(tokens, mode)
-        if chosen is None:
-            attention, mlp = self.gemms()
-            chosen = LayerPlan(*predicted(self.world, DecoderSizes(*attention, *mlp), tokens, mode))
-        return chosen
+        sizes = DecoderSizes(*(size for part in self.gemms() for size in part))
+
+        def expected(mode: str) -> LayerPlan:
+            stored = measured.choose(tokens, mode)
+            return LayerPlan(*predicted(self.world, sizes, tokens, mode)) if stored is None else stored
+
+        return self.world.choices.choose(Choice(("decoder", sizes, tokens), expected), mode)
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, Required, TypedDict, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from ..errors import Unsupported
 from ..kernel_launch import Matrix
 from ..lang.jit import constants
 from ..op import Call, Op
-from ..plans import SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoShot, posts
+from ..plans import Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoShot, posts
 from ..tensor_checks import DTYPES, bulk, bulky, check_device, dims
 from ..world import World
 from .tiles import fitting, suited
@@ -43,6 +43,25 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
+
+
+class PlanOptions(TypedDict, total=False):
+    """Keywords that ops have in common, for the overloads of a function: what each means, its own docstring says."""
+
+    world: Required[World]
+    plan: str | Plan
+
+
+class RowOptions(PlanOptions, total=False):
+    rows: Sequence[int] | None
+
+
+class OutOptions(PlanOptions, total=False):
+    out: torch.Tensor | None
+
+
+class RowOutOptions(RowOptions, OutOptions, total=False):
+    pass
 
 
 class Factors(NamedTuple):
@@ -93,15 +112,10 @@ class MatmulOp(Op[M]):
 
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
 
-    def default(self, world: World, kind: type[Plan]) -> Plan:
-        if issubclass(kind, Fused) and world.scale.small:
-            return self.small
-        return SMALL_SIGNALED if kind is Signaled and world.scale.small else kind()
-
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
         """A Plan that was given runs as it is; one that "auto" or a kind's name stands for, in the tiles that suit."""
         plan = super().choose(world, call, asked, capturing)
-        if not isinstance(asked, str) or world.scale.small:
+        if not isinstance(asked, str):
             return plan
         if self.collective == "all_to_all":
             return fitting(plan, world.capability)

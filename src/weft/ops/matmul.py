@@ -8,7 +8,7 @@ import torch
 
 from ..compute.gemm import matmul as kernel
 from ..kernel_launch import Launch, Matrix, prepared
-from ..plans import SMALL_TILE, FusedGather, GemmTile
+from ..plans import FusedGather, GemmTile
 from ..transport.memory import lock
 from ..world import World
 from .common import tile_of
@@ -20,7 +20,7 @@ ALONE = dict(sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, 
 
 def tile(world: World) -> GemmTile:
     """The GEMM's tiles."""
-    return SMALL_TILE if world.scale.small else fitting(FusedGather(), world.capability).tile
+    return fitting(world.scale.plan(FusedGather), world.capability).tile
 
 
 @dataclass(frozen=True)

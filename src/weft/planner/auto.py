@@ -1,11 +1,10 @@
-"""`plan="auto"`: which Plan serves an (op, M, N, K) on this machine, and `weft.explain(..)`, which says so.
+"""What the chooser expects of plan="auto": what is stored as the fastest for exactly this op, M, N, K, or predicted to
+be from the machine's profile; and `weft.explain(..)`, which says so.
 
-In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where
-there is no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than
-sequential. A profile that is there and cannot be used is said once, and what was not measured exactly is sequential
-then. Plans that the planner has no model of are timed beside what all this comes to (`trial`), and so are an op's
-variants on Hopper GPUs that have neither profile nor row. Ranks that share a GPU, where no time says anything, decide
-as on the nearest machine that was measured, and time nothing.
+Neither takes a plan measured or predicted slower than sequential. Without a profile, a shape that is not stored is
+sequential until it is timed: on a Hopper GPU the op's variants then run beside it at the first call (`unmeasured`). A
+profile that is there and cannot be used is said once. Ranks that share a GPU, where no time says anything, decide as on
+the nearest machine that was measured, and time nothing.
 
 All ranks must take the same plan, so they compare their profiles once. Of what a rank measures at its start, the
 slowest host's time for a launch is computed with, which all ranks know; a GPU's drift (the self-check) is said.
@@ -26,19 +25,17 @@ from pathlib import Path
 
 import torch
 
-from ..op import REGISTRY, Call, Op, Operands, collectives
+from ..chooser import LAUNCHED, length, span
+from ..op import REGISTRY, Call, Op, collectives
 from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
 from ..world import World
 from .parts import ITEM, Lacks
 from .predict import Predictor
 from .profile import Profile, ProfileError, find, names, nearest_machine, read, shipped, this_machine
 from .search import Decision, Option, Planner, near
-from .table import exact, gpu_model, gpu_of, nearest, rows_of
-from .timing import length, span
-from .trial import Trial, of_sizes
-from .trial import tried as timed
+from .table import exact, gpu_model, gpu_of
 
-__all__ = ["auto", "explain", "tried"]
+__all__ = ["auto", "explain", "unmeasured"]
 
 log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # the GEMM of the self-check
@@ -48,41 +45,37 @@ GENERATION = 9  # Hopper: the first number of its compute capability
 
 
 def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
-    """The Plan for one call, `mode` "graph" or "eager". Collective the first time that the table does not have it."""
+    """The expected plan of one call, `mode` "graph" or "eager". Collective the first time that the table does not have
+    it."""
     if m == 0:
         return Sequential()
-    gpu, limits = gpu_of(world), world.backend.limits_ctas
-    measured = _measured(gpu, op, world.size, m, n, k, mode, limits)
-    if measured is not None:
-        return measured
-    alone = REGISTRY[op].alone
-    planner = _known(world) if alone or op in collectives() else None  # of others there is no model
+    limits = world.backend.limits_ctas
+    stored = _stored(gpu_of(world), op, world.size, m, n, k, mode, limits)
+    if stored is not None:
+        return stored
+    passed = REGISTRY[op].alone
+    planner = planner_on(world) if passed is not None or op in collectives() else None  # of others there is no model
     if planner is None:
-        plan = nearest(gpu, op, world.size, m, n, k, mode)
-        return plan if limits or not _limited(plan) else Sequential()
+        return Sequential()
     try:
-        if alone:
-            return planner.sum(m * n * ITEM) if isinstance(planner, Planner) else Sequential()
-        return planner.nearest(op, m, n, k, mode, limits) if isinstance(planner, Planner) else Sequential()
+        if passed is not None:
+            return planner.sum(m * n * ITEM, passed)
+        return planner.nearest(op, m, n, k, mode, limits)
     except Lacks as e:
         world.say_once(f"{op}: sequential: {e}")
         return Sequential()
 
 
-def tried(op: Op, world: World, call: Call, operands: Operands) -> Trial | None:
-    """The trial of a call (`trial.tried`), on a GPU of which nothing is known also of the op's variants."""
-    others: Sequence[Plan] = ()
-    if op.variants and not world.capturing() and _unmeasured(op.name, world):
-        others = [*op.variants, *(op.default(world, kind) for kind in (Decomposed, OneShot) if kind in op.runs)]
-    return timed(op, world, call, operands, others)
-
-
-def _unmeasured(op: str, world: World) -> bool:
-    """Whether neither a table nor a profile has plans of this op for this machine, whose GPUs are Hopper's: of a newer
-    one's kernels nobody knows that they are right. Collective the first time."""
-    if world.backend.name != "cuda" or world.symmetric_reason is not None or _generation(world.device) != GENERATION:
-        return False
-    return not rows_of(gpu_model(world.device), op) and _known(world) is None
+def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
+    """Return the plans that are timed beside those that the op names, where the machine has neither a profile nor this
+    shape's row, and its GPUs are Hopper's: of a newer one's kernels nobody knows that they are right. Collective the
+    first time."""
+    if not op.variants or world.capturing() or world.backend.name != "cuda" or world.symmetric_reason is not None:
+        return ()
+    stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCHED)
+    if _generation(world.device) != GENERATION or all(stored) or _known(world) is not None:
+        return ()
+    return [*op.variants, *(op.default(world, kind) for kind in (Decomposed, OneShot) if kind in op.runs)]
 
 
 @functools.cache
@@ -95,7 +88,7 @@ def _limited(plan: Plan) -> bool:
     return isinstance(plan, Signaled) and not plan.copies
 
 
-def _measured(gpu: str, op: str, size: int, m: int, n: int, k: int, mode: str, limits: bool) -> Plan | None:
+def _stored(gpu: str, op: str, size: int, m: int, n: int, k: int, mode: str, limits: bool) -> Plan | None:
     plan = exact(gpu, op, size, m, n, k, mode)
     return None if plan is not None and _limited(plan) and not limits else plan
 
@@ -224,7 +217,8 @@ def explain(
     this function.
 
     Args:
-        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul_all_to_all".
+        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul_all_to_all"; or any other, with
+            the World of a call of these sizes that was timed: then the times are what it measured.
         m, n, k: the GEMM on one rank; m counts the rows of all ranks (all-to-all: of the rank that sends most).
         world: the World, of which trials of earlier calls count, or the number of GPUs. Default: the profile's.
         mode: "graph" (captured in a CUDA graph) or "eager".
@@ -239,8 +233,6 @@ def explain(
         TypeError: a size that is no int.
         ValueError: an unknown op or mode, a size below 1.
     """
-    if op not in collectives():
-        raise ValueError(f"the planner knows {sorted(collectives())}, not {op!r}")
     if mode not in ("graph", "eager"):
         raise ValueError(f'{op}: mode {mode!r} must be "graph" or "eager"')
     try:
@@ -249,6 +241,12 @@ def explain(
         raise TypeError(f"{op}: M {m!r}, N {n!r} and K {k!r} must be ints") from None
     if min(m, n, k) < 1:
         raise ValueError(f"{op}: M {m}, N {n} and K {k} must be at least 1")
+    trial = world.choices.last(op, (m, n, k)) if isinstance(world, World) else None
+    if op not in collectives():
+        if trial is None or not isinstance(world, World):
+            raise ValueError(f"the planner knows {sorted(collectives())}, not {op!r}, of which no such call was timed")
+        timed = sorted((Option(plan, took.us(mode)) for plan, took in trial.took.items()), key=lambda o: o.us)
+        return Decision(op, m, n, k, world.size, mode, trial.taken(mode), trial.said(mode), tuple(timed))
     size = world.size if isinstance(world, World) else world
     shares = isinstance(world, World) and world.backend.shares_gpu
     found = profile_for(profile, size, shares)
@@ -257,14 +255,14 @@ def explain(
     limits = world.backend.limits_ctas if isinstance(world, World) else True
     planner, gpus = planner_of(found), found.machine.world
     decision = planner.decide(op, m, n, k, mode, m % gpus == 0, received, limits=limits)
-    plan = _measured(found.machine.gpu, op, gpus, m, n, k, mode, limits)
+    plan = _stored(found.machine.gpu, op, gpus, m, n, k, mode, limits)
     why = "measured: a row of exactly this shape is in the table; times are predicted"
     if plan is None:
         plan, at = planner.nearest(op, m, n, k, mode, limits), near(m, gpus)
         why = decision.why + ("" if at == m else f"; as for M {at}, the next that plans are found for")
     if shares:
         why = f"ranks that share a GPU decide as on {found.machine.name}: {why}"
-    if isinstance(world, World) and (trial := of_sizes(world, op, m, n, k)):
+    if trial is not None:
         plan, why = trial.faster[mode] or plan, trial.said(mode)
     if isinstance(world, World) and world.nodes_reason:
         plan, why = Sequential(), f"between nodes nothing overlaps, and {world.nodes_reason}; times are of one node"

@@ -288,9 +288,12 @@ class Planner:
         us = self.predictor.time(op, plan, m, n, k, mode, received, slowness(plan, mode))
         return sequential > gain(mode) * us
 
-    def _sum(self, nbytes: int) -> Plan:
-        """The fastest all-reduce of so many bytes alone: the library's, or by low-latency rows. Raises Lacks."""
-        p, library = self.predictor, self.predictor.latency("all_reduce", nbytes)
+    def _sum(self, nbytes: int, passed: float = 0.0) -> Plan:
+        """The fastest all-reduce of so many bytes alone: the library's, or by low-latency rows. passed: how many times
+        its bytes the kernels behind the library's read and write, in which low-latency rows are already summed. Raises
+        Lacks."""
+        p = self.predictor
+        library = p.latency("all_reduce", nbytes) + p.optional("local", passed * nbytes)
         times = p.posted("all_reduce", nbytes)
         best = min(times, key=lambda plan: times[plan], default=Sequential())
         return best if best in times and library > GAIN * times[best] else Sequential()

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..op import REGISTRY, Op
-from ..plans import Decomposed, Plan, Sequential
+from ..op import Op
+from ..plans import Plan, Sequential
 
 if TYPE_CHECKING:
     from ..world import World
 
-FAR = 3.0  # a shape further than this from every measured one, in doublings of its sizes, stays sequential
 GAIN = 1.02  # a plan that won by less is not worth its memory
 
 
@@ -74,7 +72,6 @@ def learn(rows: list[Measured]) -> None:
     same."""
     _learned[:0] = rows
     Op.knowledge += 1
-    nearest.cache_clear()
     exact.cache_clear()
 
 
@@ -86,34 +83,13 @@ def gpu_model(device: torch.device) -> str:
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
 
 
-def rows_of(gpu: str, op: str) -> list[Measured]:
-    """Those of an op, learned ones first."""
-    return [r for r in (*_learned, *load(gpu)) if r.op == op]
-
-
 @functools.lru_cache(maxsize=65536)
 def exact(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Plan | None:
-    """The plan of the row of exactly this shape, Sequential where nothing won there; None without such a row."""
-    for r in (*_learned, *load(gpu)):
-        if (r.op, r.world, r.m, r.n, r.k, r.mode) == (op, world, m, n, k, mode):
+    """The plan of the row of exactly this shape, Sequential where nothing won there; None without such a row. An op
+    that was measured in graphs alone is one launch in place of several, which the host is no slower with."""
+    rows = [r for r in (*_learned, *load(gpu)) if r.op == op]
+    modes = (mode, *({"graph"} if all(r.mode == "graph" for r in rows) else ()))
+    for r in rows:
+        if (r.world, r.m, r.n, r.k) == (world, m, n, k) and r.mode in modes:
             return r.plan if r.speedup >= GAIN else Sequential()
     return None
-
-
-@functools.lru_cache(maxsize=65536)
-def nearest(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Plan:
-    """The plan of the nearest measured shape (M, N, K and world, in doublings); Sequential where none is near or none
-    won. An op that was measured in graphs alone is one launch in place of several, which the host is no slower with."""
-
-    def distance(r: Measured) -> float:
-        sizes = zip((m, n, k, world), (r.m, r.n, r.k, r.world), strict=True)
-        return sum(abs(math.log2(a / b)) for a, b in sizes)
-
-    of = rows_of(gpu, op)
-    rows = [r for r in of if r.mode == mode] or of
-    best = min(rows, key=distance, default=None)
-    if best is None or distance(best) > FAR or best.speedup < GAIN:
-        return Sequential()
-    if isinstance(best.plan, Decomposed) and sum(best.plan.groups) != world:
-        return Decomposed()  # measured on another number of ranks: each shard by itself
-    return best.plan if REGISTRY[op].movable(best.plan, m, world) else Sequential()

@@ -1,9 +1,9 @@
 """How long a call takes on the GPU.
 
-`span` is what every timing in weft rests on: two events around work, on one stream. What runs between them differs, and
-so does what is measured. `CudaTimer` replays one call back to back from a graph, with all ranks at once, for the
-profile. bench/timing.py and the demo time several functions in turns, so that a GPU that gets hot slows all of them
-alike. The self-check (auto.py) times a GEMM on one GPU, without other ranks and in 20 ms.
+`chooser.span` is what every timing in weft rests on: two events around work, on one stream. What runs between them
+differs, and so does what is measured. `CudaTimer` replays one call back to back from a graph, with all ranks at once,
+for the profile. bench/timing.py and the demo time several functions in turns, so that a GPU that gets hot slows all of
+them alike. The self-check (auto.py) times a GEMM on one GPU, without other ranks and in 20 ms.
 """
 
 from __future__ import annotations
@@ -15,31 +15,15 @@ from typing import Protocol, TypeVar
 import torch
 
 from ..backends.base import Stream
+from ..chooser import CYCLES, Events, length, span
 from ..world import World
 
 GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to BATCH
 BATCH, REPLAYS, MOST_REPLAYS = 20, 4, 16  # of short things up to MOST_REPLAYS replays
-CYCLES = 2_000  # of a GPU in a us, about
 AHEAD = 200 * CYCLES  # longer than the host takes to launch a replay
 
-Events = tuple[torch.cuda.Event, torch.cuda.Event]
 Timed = Callable[[int], Events]  # of so many calls
 R = TypeVar("R")
-
-
-def span(work: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Events:
-    """Events around what `work` gives to a stream, by default the current one."""
-    a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    a.record(stream)
-    work()
-    b.record(stream)
-    return a, b
-
-
-def length(events: Events) -> float:
-    """us between them, once both have been reached."""
-    a, b = events
-    return a.elapsed_time(b) * 1e3
 
 
 def exchanged(world: World, what: str, value: R) -> list[R]:

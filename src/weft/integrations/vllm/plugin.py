@@ -275,12 +275,12 @@ def forms(flow: Flow, rows_from: int, woven_from: int, world: World) -> str:
 
 def thresholds(flow: Flow, config: Theirs, classes: Classes, world: World) -> tuple[int, int]:
     """Return the number of tokens from which on residuals are held by rows, and the number from which on these tokens
-    go in two parts; 0: never. Collective on GPUs, where the first is timed."""
+    go in two parts; 0: never. Collective where the first is timed."""
     if not flow.by_rows or world.symmetric_reason:
         return 0, 0
     weight: Theirs = flow.sites[0].norm.weight
     least = world.scale.whole // (weight.numel() * weight.element_size()) + 1
-    if world.device.type == "cuda":
+    if world.backend.clock is not None:
         least = timing.rows_from(flow, classes, world, least, config.scheduler_config.max_num_batched_tokens)
     text_config = getattr(config.model_config, "hf_text_config", None)
     sizes = [getattr(text_config, name, 0) for name in ("hidden_size", "intermediate_size")]

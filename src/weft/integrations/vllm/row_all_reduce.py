@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,11 +66,8 @@ class RowAllReduce(Op[RowCall]):
     def sizes(self, call: RowCall) -> tuple[int, int, int]:
         return call.m, call.n, call.k
 
-    def auto(self, world: World, call: RowCall, mode: str) -> Plan:
+    def expected(self, world: World, call: RowCall, mode: str) -> Plan:
         return Engine() if world.device.type == "cuda" else Sequential()
-
-    def candidates(self, world: World, call: RowCall) -> Sequence[Plan]:
-        return self.tries if world.device.type == "cuda" else ()
 
     def alike(self, call: RowCall) -> Hashable:
         """Numbers of tokens up to the same power of two."""

@@ -268,7 +268,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         return call.m, call.n or call.h, call.k or call.h
 
     # -- which plan
-    def auto(self, world: World, call: RowNormColumnCall, mode: str) -> Plan:
+    def expected(self, world: World, call: RowNormColumnCall, mode: str) -> Plan:
         """Return the plan without a trial: on GPUs, whole rows are given back to the engine, which knows its
         machine."""
         if call.layout is ResidualRows.HALVES:
@@ -277,8 +277,6 @@ class RowNormColumn(Op[RowNormColumnCall]):
         return Engine() if given_back else Sequential()
 
     def candidates(self, world: World, call: RowNormColumnCall) -> Sequence[Plan]:
-        if world.device.type != "cuda":
-            return ()
         plan = Sequential() if call.layout is ResidualRows.WHOLE else ShardedTokens()
         return (plan,) if self.fits(world, call, plan, "auto") is None else ()
 

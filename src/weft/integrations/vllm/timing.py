@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
-from ...planner.timing import CudaTimer, Timer
+from ...chooser import Choice
 from ...world import World
 from .dataflow import Flow, Site
 from .interface import Theirs
 from .layers import Classes
-from .row_norm_column import ROW_NORM_COLUMN
+from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
+
+RESIDUALS_WHOLE, RESIDUALS_BY_ROWS = (
+    0,
+    1,
+)  # the number of tokens from which on a call holds the residual by rows; 0: never
 
 
-def rows_from(flow: Flow, classes: Classes, world: World, least: int, most: int, timer: Timer | None = None) -> int:
+def rows_from(flow: Flow, classes: Classes, world: World, least: int, most: int) -> int:
     """The smallest power of two of tokens, at least `least`, from which on, up to `most`, the sites of a pass take less
     time with residuals held by rows than with whole ones, each by its fastest plan, of which the engine's own is one.
     0: there is none. Collective; also makes the trials of these sizes, so that requests wait for none."""
-    timer = timer or CudaTimer(world)
     kinds = Counter(shapes(site, classes) for site in flow.sites)
     one_each = {shapes(site, classes): site for site in flow.sites}
     found, tokens = 0, 1 << (least - 1).bit_length()
     with torch.inference_mode():
         while tokens <= most:
-            whole, by_rows = (
-                sum(
-                    count * us(one_each[kind], classes, world, tokens, threshold, timer)
-                    for kind, count in kinds.items()
-                )
-                for threshold in (0, 1)
+            sites = [(drawn(one_each[kind], classes, world, tokens), count) for kind, count in kinds.items()]
+            choice = Choice(
+                ("residuals", tokens, *kinds.items()),
+                lambda mode: RESIDUALS_WHOLE,
+                lambda: (RESIDUALS_BY_ROWS,),
+                functools.partial(one_pass, world, sites),
+                title="residuals by rows",
+                sizes=(tokens,),
+                worth=1.0,
             )
-            found = (found or tokens) if by_rows < whole else 0
+            found = (found or tokens) if world.choices.choose(choice, "eager") == RESIDUALS_BY_ROWS else 0
             tokens *= 2
     return found
+
+
+def one_pass(world: World, sites: Sequence[tuple[LayerTensors, int]], rows_from: int) -> None:
+    """Call the operator with each kind of site's tensors, as often as there are such sites."""
+    for tensors, count in sites:
+        for _ in range(count):
+            ROW_NORM_COLUMN(world, "auto", tensors, (1e-6, rows_from, 0))
 
 
 def shapes(site: Site, classes: Classes) -> tuple[int, int]:
@@ -54,13 +70,12 @@ def operands(site: Site, classes: Classes) -> tuple[torch.Tensor, torch.Tensor |
     )
 
 
-def us(site: Site, classes: Classes, world: World, tokens: int, rows_from: int, timer: Timer) -> float:
-    """Return the time of one call of the operator with the site's weights and so many tokens, in us."""
+def drawn(site: Site, classes: Classes, world: World, tokens: int) -> LayerTensors:
+    """Return the site's weights, and random rows of so many tokens."""
     norm, row, column = operands(site, classes)
 
-    def drawn(columns: int) -> torch.Tensor:
+    def rows(columns: int) -> torch.Tensor:
         return torch.randn(tokens, columns, dtype=norm.dtype, device=world.device)
 
-    x, residual = drawn(norm.numel() if row is None else row.shape[1]), drawn(norm.numel())
-    given = x, residual if site.residual else None, norm, row, None, column, None
-    return timer.eager(lambda: ROW_NORM_COLUMN(world, "auto", given, (1e-6, rows_from, 0)))
+    x, residual = rows(norm.numel() if row is None else row.shape[1]), rows(norm.numel())
+    return LayerTensors(x, residual if site.residual else None, norm, row, None, column, None)

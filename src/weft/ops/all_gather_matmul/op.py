@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Literal, Unpack, overload
 
 import torch
 
@@ -11,7 +11,6 @@ from ...backends import library_gemm
 from ...errors import Unsupported
 from ...op import REGISTRY, Direct, Returned, registered
 from ...plans import (
-    SMALL_GATHER,
     TWO_AN_SM,
     TWO_AN_SM_BY_COPIES,
     Awaiting,
@@ -26,7 +25,7 @@ from ...plans import (
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered, summed
 from ...world import World
-from ..common import Factors, MatmulOp, given_rows, plain_rows, validate, whole_words
+from ..common import Factors, MatmulOp, RowOutOptions, given_rows, plain_rows, validate, whole_words
 from .call import GATHER_GEMM, GatherCall
 from .runs import (
     direct_sequential,
@@ -58,7 +57,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         OneShot: run_one_shot,
     }
     refuses = {Decomposed: ("pieces",)}
-    small = SMALL_GATHER
+    small = FusedGather
     variants = (
         FusedGather(),
         FusedGatherByCopies(),
@@ -139,9 +138,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return reason
 
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
-        """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank. None
-        for ranks that share a GPU, where a trial would time the others."""
-        could = call.even and world.symmetric_reason is None and not world.backend.shares_gpu
+        """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank."""
+        could = call.even and world.symmetric_reason is None
         fit = [plan for plan in self.tries if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
         if not fit or (key not in world.decided and world.capturing()):
@@ -171,11 +169,8 @@ def all_gather_matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
     return_gathered: Literal[False] = False,
-    rows: Sequence[int] | None = None,
+    **options: Unpack[RowOutOptions],
 ) -> torch.Tensor: ...
 @overload
 def all_gather_matmul(
@@ -183,11 +178,8 @@ def all_gather_matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
     return_gathered: Literal[True],
-    rows: Sequence[int] | None = None,
+    **options: Unpack[RowOutOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -195,11 +187,8 @@ def all_gather_matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
     return_gathered: bool,
-    rows: Sequence[int] | None = None,
+    **options: Unpack[RowOutOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def all_gather_matmul(
     x_shard: torch.Tensor,

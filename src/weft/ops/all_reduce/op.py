@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
 from ...architectures import ADA, HOPPER, lacks
 from ...backends.base import Stream
+from ...backends.library_gemm import stepped
 from ...errors import Unsupported
 from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
 from ...plans import (
-    SMALL_REDUCE,
     Decomposed,
     Multicast,
     OneShot,
@@ -43,7 +44,8 @@ from .runs import (
 )
 
 WIDEST = 16384  # columns that a program holds in registers
-SHORT = 512  # bytes of a row
+SHORT = 512  # bytes of a row, of which shorter ones were not measured
+STAGED = 64 << 20  # bytes of memory for rows that are posted, up to which they are timed
 
 
 class Reduce(Op[SumCall]):
@@ -59,8 +61,18 @@ class Reduce(Op[SumCall]):
         Multicast: run_multicast,
     }
     refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
-    small = SMALL_REDUCE
+    small = TwoShotPush
     looks_at_addresses = True
+
+    def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
+        """Return the plans whose memory for staged rows is in proportion: low-latency rows take (W + 1) times theirs,
+        three times over, in one shot."""
+        nbytes = call.m * call.h * call.dtype.itemsize
+        return [plan for plan in self.tries if not posts(plan) or 3 * (world.size + 1) * nbytes <= STAGED]
+
+    def alike(self, call: SumCall) -> Hashable:
+        """Return the call with its number of rows as the library's GEMM counts M."""
+        return replace(call, m=stepped(call.m))
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
         return call.m, call.h, 1
@@ -134,6 +146,13 @@ class AllReduceRmsNorm(Reduce):
 
     name = NORM
     takes = NormOperands
+    alone = 2.0  # a partial sum and the residual are read, the new ones written
+    tries = (
+        OneShot(warps=16),
+        TwoShotLowLatency(),
+        TwoShotPush(rows=4, spread=True),
+        TwoShotPush(warps=8, bulk=True, spread=True),
+    )
     signature = (
         "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? scale, float eps, str norm,"
         " ScalarType? out_dtype, bool full_residual"
@@ -172,7 +191,8 @@ class AllReduce(Reduce):
     name = PLAIN_SUM
     takes = SumOperands
     signature = "Tensor x"
-    alone = True
+    alone = 0.0
+    tries = (OneShot(), TwoShotLowLatency())
 
     def check(self, world: World, operands: SumOperands, options: CallOptions) -> SumCall:
         x = operands.x
@@ -197,11 +217,16 @@ class AllReduce(Reduce):
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
         return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, in elements of two
 
-    def auto(self, world: World, call: SumCall, mode: str) -> Plan:
-        row = call.h * call.dtype.itemsize
-        if row % VECTOR or (row < SHORT and call.m > world.sm_count):
-            return Sequential()  # rows too short for what was measured
-        return super().auto(world, call, mode)
+    def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
+        """Return what is timed: rows that are shorter than what was measured, and all without a profile."""
+        return super().candidates(world, call) if self._short(world, call) else ()
+
+    def expected(self, world: World, call: SumCall, mode: str) -> Plan:
+        whole = call.h * call.dtype.itemsize % VECTOR == 0
+        return super().expected(world, call, mode) if whole and not self._short(world, call) else Sequential()
+
+    def _short(self, world: World, call: SumCall) -> bool:
+        return call.h * call.dtype.itemsize < SHORT and call.m > world.sm_count
 
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
         if not isinstance(plan, Sequential) and not posts(plan):

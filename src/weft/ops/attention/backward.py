@@ -20,7 +20,7 @@ from ...plans import Plan, Segmented
 from ...tensor_checks import dense
 from ...world import World
 from .key_ranges import Sight
-from .libraries import Packed, Passed
+from .libraries import AttentionLibrary, Packed, Passed
 from .segmented import Heads, Keys, Views, bounds_of, fetched
 
 Tensor = torch.Tensor
@@ -90,19 +90,21 @@ def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool 
     """Return dq, dk, dv of these keys."""
     (q, out, lse, dout), (k, v, wait) = result, keys
     passed = Passed(q, k, v, out, lse, dout)
-    library = of.library(world, "packed_backward" if isinstance(mask, Packed) else "backward", min(len(q), len(k)))
+    use, sizes = "packed_backward" if isinstance(mask, Packed) else "backward", (len(q), len(k), mask is True)
     wanted = [(t.shape, of.dtype) for t in (q, k, v)]
     bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
     if wait is not None:
         wait()
 
-    def attention() -> tuple[Tensor, Tensor, Tensor]:
+    def attention(library: AttentionLibrary) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(mask, bool):
             return library.backward(passed, mask, of.scale)
         assert library.packed_backward is not None and bounds is not None
         return library.packed_backward(passed, mask, bounds, of.scale)
 
-    return world.results(attention, wanted, [*passed, *(bounds or ())], world.current_stream())
+    library = of.library(world, use, sizes, attention)
+    given = [*passed, *(bounds or ())]
+    return world.results(lambda: attention(library), wanted, given, world.current_stream())
 
 
 def add(world: World, totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

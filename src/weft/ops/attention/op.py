@@ -13,7 +13,7 @@ import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, Unpack, overload
 
 import torch
 
@@ -23,7 +23,7 @@ from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...tensor_checks import DTYPES, check_device, dense, dims
 from ...torch_library import Backward, CallOptions
 from ...world import World
-from ..common import given_rows, plain_rows
+from ..common import RowOutOptions, given_rows, plain_rows
 from . import head_parallel, segmented
 from .backward import Attended, backward, sinks_gradient
 from .key_ranges import Group, Piece, Sight, packed_sight, sight, zigzag_rows
@@ -32,7 +32,6 @@ from .segmented import Heads, Keys, Views
 
 _NAME = "gathered_attention"
 LAYOUTS = ("contiguous", "zigzag")
-MOST_PUSHED = 16 << 20  # bytes of a rank's keys from which on copy engines are as fast, and take no SM
 
 
 @dataclass(frozen=True)
@@ -225,14 +224,13 @@ class GatheredAttention(Op[AttentionCall]):
 
     def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
         """Return the plans worth a trial. With two ranks there is a single remote piece of keys and values, so
-        Segmented(calls=1) equals Segmented(). Programs push up to MOST_PUSHED bytes, where copy engines are slow.
-        Head-parallel is tried only for a causal mask in the contiguous layout, where ranks are unbalanced."""
-        of, uneven = call.of, call.causal and not call.zigzag
-        few = max(of.shards) * of.kv_heads * of.dim * of.dtype.itemsize <= MOST_PUSHED
+        Segmented(calls=1) equals Segmented(). Head-parallel is tried only for a causal mask in the contiguous layout,
+        where ranks are unbalanced."""
+        uneven = call.causal and not call.zigzag
 
         def differs(plan: Plan) -> bool:
             if isinstance(plan, Segmented):
-                return few if plan.push_programs else world.size > 2 or plan.calls != 1
+                return plan.push_programs > 0 or world.size > 2 or plan.calls != 1
             return uneven
 
         return [plan for plan in self.tries if differs(plan)]
@@ -292,41 +290,27 @@ def of_one_batch(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(0, 1).flatten(1, 2)
 
 
+class AttentionOptions(RowOutOptions, total=False):
+    causal: bool
+    scale: float | None
+    window: int | None
+    cu_seqlens: Sequence[int] | None
+    sinks: torch.Tensor | None
+    layout: str
+
+
 @overload
 def gathered_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    cu_seqlens: Sequence[int] | None = None,
-    sinks: torch.Tensor | None = None,
-    rows: Sequence[int] | None = None,
-    layout: str = "contiguous",
     return_lse: Literal[False] = False,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor: ...
 @overload
 def gathered_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    cu_seqlens: Sequence[int] | None = None,
-    sinks: torch.Tensor | None = None,
-    rows: Sequence[int] | None = None,
-    layout: str = "contiguous",
-    return_lse: bool,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def gathered_attention(
     q: torch.Tensor,

@@ -11,13 +11,15 @@ is staged, and no kernel has to find an SM beside the library's, which takes all
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ...backends.base import Event, Stream, SymmetricTensor
+from ...backends.library_gemm import stepped
+from ...chooser import Choice, Chooser
 from ...kernel_launch import Launch, prepared
 from ...lang.host import rank_notify, rank_wait
 from ...plans import Plan, Segmented
@@ -47,11 +49,40 @@ class Heads:
     dtype: torch.dtype
     scale: float
 
-    def library(self, world: World, use: str, rows: int) -> AttentionLibrary:
-        """Return the attention library for a call of at least so many queries and keys."""
+    def library(
+        self, world: World, use: str, sizes: tuple[int, int, bool], run: Callable[[AttentionLibrary], object]
+    ) -> AttentionLibrary:
+        """Return the fastest attention library for `run`, which computes with one. sizes: queries, keys, and whether
+        the mask is causal; libraries are timed at the first call of such sizes."""
+        key = use, sizes, self.dtype, self.heads, self.kv_heads, self.dim
+        return world.decided.get(key) or self._choose(world, key, use, sizes, run)
+
+    def able(self, world: World, use: str, rows: int) -> Sequence[AttentionLibrary]:
+        """Return the libraries that are right for a call of at least so many queries and keys, the one that is expected
+        to be the fastest first."""
         given = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
         found = world.cached(("attention libraries", *given), lambda: libraries.right(*given))
-        return next((library for library in found if library.least <= rows), found[-1])
+        return [library for library in found if library.least <= rows] or found[-1:]
+
+    def _choose(
+        self,
+        world: World,
+        key: Hashable,
+        use: str,
+        sizes: tuple[int, int, bool],
+        run: Callable[[AttentionLibrary], object],
+    ) -> AttentionLibrary:
+        queries, keys, causal = sizes
+        able = self.able(world, use, min(queries, keys))
+        library, known = able[0], True
+        if len(able) > 1 and world.backend.clock is not None:
+            of = world.device, self.dtype, self.heads, self.kv_heads, self.dim
+            alike = use, stepped(queries), stepped(keys), causal, *of
+            library = Chooser.alone.choose(Choice(alike, lambda mode: able[0], lambda: able, run))
+            known = alike in Chooser.alone.trials  # else it is first seen in a capture
+        if known:
+            world.decided[key] = library
+        return library
 
 
 class Keys(NamedTuple):
@@ -225,19 +256,20 @@ def forward(
 
 
 def attend(world: World, of: Heads, first: int, q: Tensor, keys: Keys, mask: bool | Packed) -> Partial:
-    library = of.library(world, "packed" if isinstance(mask, Packed) else "forward", min(len(q), len(keys.k)))
+    use, sizes = "packed" if isinstance(mask, Packed) else "forward", (len(q), len(keys.k), mask is True)
     wanted = ((q.shape, q.dtype), ((of.heads, len(q)), torch.float32))
     bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
     if keys.wait is not None:
         keys.wait()
 
-    def attention() -> tuple[Tensor, Tensor]:
+    def attention(library: AttentionLibrary) -> tuple[Tensor, Tensor]:
         if isinstance(mask, bool):
             return library.forward(q, keys.k, keys.v, mask, of.scale)
         assert library.packed is not None and bounds is not None
         return library.packed(q, keys.k, keys.v, mask, bounds, of.scale)
 
-    out, lse = world.results(attention, wanted, [q, keys.k, keys.v, *(bounds or ())], world.current_stream())
+    library, given = of.library(world, use, sizes, attention), [q, keys.k, keys.v, *(bounds or ())]
+    out, lse = world.results(lambda: attention(library), wanted, given, world.current_stream())
     return Partial(first, out, lse)
 
 

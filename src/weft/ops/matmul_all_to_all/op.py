@@ -28,7 +28,7 @@ from ...errors import Mismatch
 from ...kernel_launch import Launch, Matrix
 from ...lang.jit import constants
 from ...op import check_call, registered
-from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
+from ...plans import Plan, Sequential, Signaled
 from ...tensor_checks import check_device
 from ...torch_library import CallOptions
 from ...transport.copies import COPIES
@@ -298,7 +298,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     name = _OP
     collective = "all_to_all"
     runs = {Sequential: run_sequential, Signaled: run_signaled}
-    small = SMALL_SIGNALED
+    small = Signaled
     keeps_decisions = True
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> RoutedCall:

@@ -4,14 +4,12 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Literal, Unpack, overload
 
 import torch
 
 from ...op import REGISTRY, Direct, Returned, registered
 from ...plans import (
-    SMALL_ALL_REDUCE,
-    SMALL_REDUCE_SCATTER,
     Decomposed,
     Fused,
     FusedAllReduce,
@@ -29,7 +27,19 @@ from ...tensor_checks import requires_grad
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered
 from ...world import World
-from ..common import Factors, MatmulOp, given_rows, plain_rows, split_rows, validate, whole_words
+from ..common import (
+    Factors,
+    MatmulOp,
+    OutOptions,
+    PlanOptions,
+    RowOptions,
+    RowOutOptions,
+    given_rows,
+    plain_rows,
+    split_rows,
+    validate,
+    whole_words,
+)
 from ..norm import Remap
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .runs import (
@@ -105,7 +115,7 @@ class MatmulReduceScatter(MatmulReduce):
         OneShot: run_one_shot,
         Signaled: run_signaled,
     }
-    small = SMALL_REDUCE_SCATTER
+    small = FusedReduceScatter
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """dx is an all-gather + GEMM of dy, dweight takes the dy that this gathered."""
@@ -157,7 +167,7 @@ class MatmulAllReduce(MatmulReduce):
         Signaled: run_signaled,
     }
     refuses = {Decomposed: ("pieces",)}
-    small = SMALL_ALL_REDUCE
+    small = FusedAllReduce
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """Nothing is communicated: every rank has all of dy."""
@@ -186,11 +196,8 @@ def matmul_reduce_scatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
-    rows: Sequence[int] | None = None,
     reorder: Literal[True] = True,
+    **options: Unpack[RowOutOptions],
 ) -> torch.Tensor: ...
 @overload
 def matmul_reduce_scatter(
@@ -198,24 +205,9 @@ def matmul_reduce_scatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: None = None,
-    rows: Sequence[int] | None = None,
     reorder: Literal[False],
+    **options: Unpack[RowOptions],
 ) -> tuple[torch.Tensor, Remap | None]: ...
-@overload
-def matmul_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: None = None,
-    rows: Sequence[int] | None = None,
-    reorder: bool,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...
 def matmul_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -274,10 +266,8 @@ def matmul_all_reduce(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: torch.Tensor | None = None,
     reorder: Literal[True] = True,
+    **options: Unpack[OutOptions],
 ) -> torch.Tensor: ...
 @overload
 def matmul_all_reduce(
@@ -285,22 +275,9 @@ def matmul_all_reduce(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: None = None,
     reorder: Literal[False],
+    **options: Unpack[PlanOptions],
 ) -> tuple[torch.Tensor, Remap | None]: ...
-@overload
-def matmul_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    world: World,
-    plan: str | Plan = "auto",
-    out: None = None,
-    reorder: bool,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...
 def matmul_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,

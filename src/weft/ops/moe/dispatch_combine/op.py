@@ -25,7 +25,7 @@ from ....backends.base import SymmetricTensor
 from ....errors import WeftError
 from ....kernel_launch import GivenLaunch, Launch, prepared
 from ....op import Call, Op, Operands, Returned, Shapes, registered
-from ....plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ....plans import Dispatched, Plan, Sequential
 from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
@@ -523,7 +523,7 @@ def placing(world: World, made: Ready, rows: torch.Tensor) -> GivenLaunch:
 
 @prepared
 def masks(world: World, made: Placed) -> Launch:
-    routes, block = made.placed.slots.numel(), 32 if world.scale.small else 512
+    routes, block = made.placed.slots.numel(), world.scale.routes
     programs = min(max(-(-routes // block), made.local), world.sm_count)
     return Launch(
         world,
@@ -647,14 +647,11 @@ def versions(*tensors: torch.Tensor) -> tuple[int, ...]:
 class ExchangeOp(Op[ExchangeCall]):
     """What both have in common. `ready` has the ranks agree, on the slot too."""
 
-    small = SMALL_DISPATCHED
+    small = Dispatched
     by_library = False
 
-    def auto(self, world: World, call: ExchangeCall, mode: str) -> Plan:
-        return self.default(world, Dispatched)
-
-    def default(self, world: World, kind: type[Plan]) -> Plan:
-        return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
+    def expected(self, world: World, call: ExchangeCall, mode: str) -> Plan:
+        return Dispatched()
 
     def fits(self, world: World, call: ExchangeCall, plan: Plan, asked: str | Plan) -> str | None:
         return world.symmetric_reason

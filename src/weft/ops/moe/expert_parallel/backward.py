@@ -134,7 +134,7 @@ class GradientForm(NamedTuple):
 
 
 def gradient_sizes(world: World, of: Prepared, form: GradientForm) -> GradientSizes:
-    rows, cols = (2, 16) if world.scale.small else (4, 256)
+    rows, cols = world.scale.gradient_block
     return constants(
         GradientSizes,
         W=form.homes,
@@ -149,7 +149,7 @@ def gradient_sizes(world: World, of: Prepared, form: GradientForm) -> GradientSi
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
     """Return the programs of a launch between two GEMMs, as many as fit on the GPU, and their options."""
-    return world.sm_count * (1 if world.scale.small else 5), dict(num_warps=4, maxnreg=96, co_resident=True)
+    return world.sm_count * world.scale.between, dict(num_warps=4, maxnreg=96, co_resident=True)
 
 
 @prepared
@@ -210,7 +210,7 @@ def summing(
 
 @prepared
 def _row_sums(world: World, of: Prepared, n: int, weighted: bool) -> Launch:
-    block, cols = (8, 16) if world.scale.small else (32, 64)
+    block, cols = world.scale.sum_block
     sizes = dict(N=n, EL=of.local, ROWS=block, COLS=cols, WEIGHTED=weighted)
     return Launch(world, row_sums, world.sm_count, dict(num_warps=4, co_resident=True), **sizes)
 
@@ -221,7 +221,7 @@ def taking(world: World, of: Prepared, ids: Tensor, out: Tensor, m: PassRows) ->
 
 @prepared
 def _take_gradients(world: World, experts: int, count: int) -> Launch:
-    block = 32 if world.scale.small else 512
+    block = world.scale.routes
     programs = min(world.sm_count, max(1, -(-count // block)))
     return Launch(world, take_gradients, programs, dict(num_warps=4), given=count, experts=experts, BLOCK=block)
 

@@ -8,7 +8,7 @@ import torch
 
 from ....kernel_launch import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ....lang.channel import BlockChannel
-from ....plans import SMALL_MOE, FusedMoe
+from ....plans import FusedMoe
 from ....transport.barrier import compare
 from ....transport.memory import lock
 from ....world import World
@@ -39,10 +39,6 @@ class Whole:
     tables: Tables
     filling: Filling
     ahead: Ahead = field(default_factory=Ahead)
-
-
-def default(world: World) -> FusedMoe:
-    return SMALL_MOE if world.scale.small else FusedMoe()
 
 
 def fits(world: World, layer: Layer, plan: FusedMoe) -> str | None:

@@ -10,7 +10,7 @@ import triton.language as tl
 from ....backends.base import SymmetricTensor
 from ....kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ....lang.channel import BlockChannel
-from ....plans import LowLatency, TileShape
+from ....plans import LowLatency
 from ....tensor_checks import overlap
 from ....transport.memory import lock
 from ....world import World
@@ -23,9 +23,6 @@ from .low_latency_kernels import FewPlaces, few_gemm, few_sums
 
 ROUTES = 8192  # routes that every program looks through
 LOOK = 8192  # pairs of a route and a row that are compared at a time
-SMALL_LOW_LATENCY = LowLatency(
-    tile=TileShape(block_m=16, block_n=32, block_k=32, warps=4, stages=2), copy_programs=2, per_sm=1
-)
 
 
 @dataclass(eq=False)
@@ -42,10 +39,6 @@ class Few:
     slots: torch.Tensor
     sizes: LayerSizes
     ahead: Ahead = field(default_factory=Ahead)
-
-
-def default(world: World) -> LowLatency:
-    return SMALL_LOW_LATENCY if world.scale.small else LowLatency()
 
 
 def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:

@@ -17,15 +17,16 @@ The routing is given: ids and weights of every token's experts, from `weft.moe.g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import ClassVar, TypeVar
 
 import torch
 
 from ....architectures import HOPPER, lacks
 from ....backends.base import check_tensors
 from ....op import Op, Operands, Returned, Shapes, registered
-from ....plans import SMALL_DISPATCHED, Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
+from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
 from ....tensor_checks import bulk, check_device, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
@@ -37,8 +38,9 @@ from .fused import run_fused
 from .low_latency import run_low_latency
 from .sequential import run_sequential
 
-FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (docs/design-notes.md)
-LOW_LATENCY_MOST = 8  # up to which the plan for few tokens is (docs/moe.md)
+# Rows of an expert, on the average, up to which tiles of 64 rows were faster on H200s (docs/design-notes.md), and up to
+# which the plan for few tokens was (docs/moe.md): what is expected until it is timed.
+FEW_ROWS_MOST, LOW_LATENCY_MOST, TIMED_WITHIN = 48, 8, 4
 FEW_ROWS = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
 
 
@@ -136,7 +138,8 @@ class Moe(Op[MoeCall]):
         FusedMoe: run_fused,
         LowLatency: run_low_latency,
     }
-    small = SMALL_DISPATCHED
+    small = Dispatched
+    tries: ClassVar[Sequence[Plan]] = (LowLatency(), FEW_ROWS, Dispatched())
     by_library = False  # whose calls no CUDA graph holds
 
     def check(self, world: World, operands: MoeOperands, options: CallOptions) -> MoeCall:
@@ -183,8 +186,8 @@ class Moe(Op[MoeCall]):
         return list(results[: 1 + call.counted])
 
     def kept(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
-        default = SMALL_DISPATCHED if world.scale.small else Dispatched()
-        return call.kept(world, (plan if isinstance(plan, Dispatched) else default).tile.block_m)
+        plan = plan if isinstance(plan, Dispatched) else world.scale.plan(Dispatched)
+        return call.kept(world, plan.tile.block_m)
 
     def returned(self, world: World, call: MoeCall, result: torch.Tensor, more: Operands) -> Returned:
         return result, *more
@@ -222,22 +225,47 @@ class Moe(Op[MoeCall]):
         layer = call.layer
         return 3 * layer.capacity * layer.k * layer.inner * layer.hidden
 
-    def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
-        """Choose by the average number of rows of an expert. The library's calls, which no CUDA graph holds, were
-        faster for no shape of docs/moe.md, and one launch was for none by more than 5%."""
-        if world.scale.small:
-            return self.small
+    def expected(self, world: World, call: MoeCall, mode: str) -> Plan:
+        """Choose by the average number of rows of an expert, which says whose tiles it fills. A gradient has one of
+        these plans."""
         if call.keep is not None:
             return Dispatched()
-        rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts
-        if rows <= LOW_LATENCY_MOST and low_latency.fits(world, call.layer, LowLatency()) is None:
-            return LowLatency()
-        return FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
+        rows = self._rows(world, call)
+        few_tokens = rows <= LOW_LATENCY_MOST and low_latency.fits(world, call.layer, LowLatency()) is None
+        return LowLatency() if few_tokens else FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
 
-    def default(self, world: World, kind: type[Plan]) -> Plan:
-        if kind is FusedMoe or kind is LowLatency:
-            return (fused if kind is FusedMoe else low_latency).default(world)
-        return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
+    def candidates(self, world: World, call: MoeCall) -> Sequence[Plan]:
+        """Return the plans whose rows of an expert are within a factor of TIMED_WITHIN: to try another would compile a
+        kernel, and take memory, in vain."""
+        rows = self._rows(world, call)
+        near = [
+            (LowLatency(), rows <= TIMED_WITHIN * LOW_LATENCY_MOST),
+            (FEW_ROWS, LOW_LATENCY_MOST / TIMED_WITHIN <= rows <= TIMED_WITHIN * FEW_ROWS_MOST),
+            (Dispatched(), rows >= FEW_ROWS_MOST / TIMED_WITHIN),
+        ]
+        plans = [plan for plan, is_near in near if is_near and plan in self.tries]
+        return plans if len(plans) > 1 and call.keep is None else ()
+
+    def _rows(self, world: World, call: MoeCall) -> float:
+        """Return the rows of an expert, on the average."""
+        return call.layer.capacity * world.size * call.layer.k / call.layer.experts
+
+    def alike(self, call: MoeCall) -> Hashable:
+        """Return the layer with its number of tokens rounded up to a power of two, and what is kept."""
+        return call.keep, replace(call.layer, capacity=1 << (call.layer.capacity - 1).bit_length())
+
+    def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:
+        """Return a call of as many tokens as a rank may have, whose routes are spread evenly over the experts: the
+        first call may be of few tokens, or of made-up ones that all take the same experts."""
+        layer, device = call.layer, operands.x.device
+        k, room = layer.k, layer.max_rows
+        fits = layer.capacity if room is None else max(room - layer.experts // world.size, 0) // k
+        tokens = min(layer.capacity, fits)
+        route = torch.arange(tokens * k, device=device, dtype=torch.int32).view(tokens, k)
+        ids = (route + world.rank * tokens * k) % layer.experts
+        x, weights = operands.x.new_ones(tokens, layer.hidden), operands.weights.new_full((tokens, k), 1 / k)
+        given = operands._replace(x=x, ids=ids, weights=weights, shared=None, received=None)
+        return replace(call, own=tokens, tokens=None), given
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.keep is not None and not isinstance(plan, Dispatched):

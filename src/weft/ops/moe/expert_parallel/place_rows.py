@@ -11,7 +11,6 @@ from .dispatched import Prepared
 from .place_rows_kernels import ExpertOrder, place_rows
 
 PLACERS, REGISTERS = 8, 96  # warps of a placing program, and registers of a thread: two and a sender share an SM
-PLACED = 32  # that such a thread has in registers at a time
 
 
 def places_rows(
@@ -34,7 +33,7 @@ def places_rows(
 
 @prepared
 def _place_rows(world: World, of: Prepared, arrivals: int, padded: bool, half: int) -> Launch:
-    layer, block = of.layer, 64 if world.scale.small else 32 * PLACERS * PLACED
+    layer, block = of.layer, world.scale.placed
     cols = min(power(layer.hidden), block)
     return Launch(
         world,

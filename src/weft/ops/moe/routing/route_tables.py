@@ -28,7 +28,6 @@ from .kernels import share as share_kernel
 SHARE, TABLES = "share", "tables"
 SHARERS = 32  # programs that share, at most: each tells every rank
 EXPERTS = 512  # of one rank, at most
-LOADED = 4096  # counts that a program of `place_routes` loads at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +254,7 @@ def routes_of(world: World, capacity: int, k: int, slot: int | None = None, turn
 
     def make() -> Routes:
         shape = (world.size, capacity, k)
-        block = 32 if world.scale.small else 1024
+        block = world.scale.sent_routes
         programs = min(-(-capacity * k // block), SHARERS, world.sm_count)
         both = (2, *shape) if turns else shape
         ids, weights = (world.symmetric(both, dtype, SHARE) for dtype in (torch.int32, torch.float32))
@@ -307,15 +306,14 @@ def prepare(
     call. Sections of 128 routes, and as many of them a block as leave two blocks an SM. Where no tiles are listed,
     another slot's call may run at the same time, and what waits shares the SMs with it."""
     el, capacity, bm, most = sizes
-    w, k, small = world.size, routes.ids.shape[2], world.scale.small
+    w, k, section = world.size, routes.ids.shape[2], world.scale.section
     padded, wp, elp = capacity * k, power(w), max(32, power(el))
-    section = 16 if small else 128
     block = section
     while block < 16 * section and w * -(-padded // block) > 2 * world.sm_count:
         block *= 2
     per_source = -(-padded // block)
     blocks = w * per_source
-    chunk = max(1, min(power(per_source), (elp if small else LOADED) // (wp * elp)))
+    chunk = max(1, min(power(per_source), world.scale.counts // (wp * elp)))
     rows = rows_of(world, capacity, k, el, bm, most)
     counts = world.empty((blocks, elp), torch.int32)
     common = dict(ids=routes.ids, counts=counts, padded=padded, rows=rows)

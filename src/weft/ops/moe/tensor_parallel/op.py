@@ -22,7 +22,7 @@ import torch
 
 from ....architectures import HOPPER, lacks
 from ....op import Op, Operands, Returned, Shapes, registered
-from ....plans import SMALL_DISPATCHED_COLUMNS, DispatchedColumns, Plan, Sequential
+from ....plans import DispatchedColumns, Plan, Sequential
 from ....tensor_checks import DTYPES, Wanted, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
@@ -135,16 +135,13 @@ G = TypeVar("G", bound=GroupedCall)
 class Half(Op[G]):
     """What both have in common."""
 
-    small = SMALL_DISPATCHED_COLUMNS
+    small = DispatchedColumns
 
     def sizes(self, call: G) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden
 
-    def auto(self, world: World, call: G, mode: str) -> Plan:
-        return self.default(world, DispatchedColumns)
-
-    def default(self, world: World, kind: type[Plan]) -> Plan:
-        return SMALL_DISPATCHED_COLUMNS if kind is DispatchedColumns and world.scale.small else kind()
+    def expected(self, world: World, call: G, mode: str) -> Plan:
+        return DispatchedColumns()
 
     def fits(self, world: World, call: G, plan: Plan, asked: str | Plan) -> str | None:
         assert isinstance(plan, DispatchedColumns)
@@ -168,7 +165,7 @@ class Half(Op[G]):
         experts, k = local * (world.size // sharing), ids.shape[1]
         if k > min(experts, MOST_K):
             raise ValueError(f"{self.title}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts}")
-        tile = SMALL_DISPATCHED_COLUMNS.tile.block_m if world.scale.small else DispatchedColumns().tile.block_m
+        tile = world.scale.plan(DispatchedColumns).tile.block_m
         return Split(max(tokens), experts, k, hidden, inner, dtype, activation, sharing=sharing, tile=tile)
 
     def given(self, world: World, rows: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:
