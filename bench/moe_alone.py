@@ -37,7 +37,10 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     """weft's, with the activation, as "dispatched" has them."""
     world, (x, ids, weights) = layer.world, layer.routed()
     operands = MoeOperands(x, ids, weights, packed("moe", "w13", layer.packed, 5, layer.of.activation), layer.w2)
-    w, call = operands.experts, MOE.check(world, operands, (None, layer.of.activation, None, None))
+    w, call = (
+        operands.experts,
+        MOE.check(world, operands, (None, layer.of.activation, None, None, "rows", False, False)),
+    )
     kind, plan = call.layer, MOE.auto(world, call, "graph")
     plan = plan if isinstance(plan, Dispatched) else Dispatched()
     dispatched.run_dispatched(world, call, plan, operands, torch.empty_like(x))

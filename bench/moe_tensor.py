@@ -147,7 +147,7 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
     world, (hidden, routes, ids) = layer.world, given
     w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
     operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
-    call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
+    call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size, "rows", False))
     made = first(world, call.layer, DispatchedColumns())
     came = world.channel("nobody to wait for", world.size, None)
     came.counters.fill_(1 << 30)
@@ -170,7 +170,7 @@ def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], 
     weights, routes = layer.routes[0][1], routes.clone()
     w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
     operands = GatherOperands(layer.x, ids, weights, w13)
-    call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
+    call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size, "rows", False))
     made, at = first(world, call.layer, DispatchedColumns()), parts(world, call.layer, routes)
     tables = made.tables(at)
 

@@ -100,6 +100,28 @@ class Routed:
         return torch.where(kept[: len(self.ids[rank])], self.ids[rank], -1)
 
 
+@torch.no_grad()  # the handle has the slot's own tables
+def launch_dispatch(
+    world: weft.World, operands: op.DispatchOperands, options: tuple[Any, ...]
+) -> tuple[torch.Tensor, weft.moe.Handle]:
+    """`weft.moe.dispatch` of contiguous tensors, which nothing waits for."""
+    call = op.DISPATCHES.check(world, operands, options)
+    plan = op.DISPATCHES.choose(world, call, "auto", False)
+    rows = world.empty(call.exchange.shape(world), operands.x.dtype)
+    more = op.run_dispatch(world, call, plan, operands, rows)
+    made: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCHES.wrapped(world, plan, operands, options, (rows, *more))
+    return made
+
+
+def launch_combine(
+    world: weft.World, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """`weft.moe.combine` of contiguous tensors, which nothing waits for."""
+    operands = op.CombineOperands(y, handle.weights, handle.ids, handle.ticket, shared)
+    call = op.COMBINES.check(world, operands, handle.options)
+    op.run_combine(world, call, op.COMBINES.choose(world, call, handle.plan, False), operands, out)
+
+
 @dataclass
 class Caller:
     """A rank's calls as a stream-ordered program makes them: inputs are written again for each of them, and results taken, by work on
@@ -139,9 +161,8 @@ class Caller:
         weights = draw(10 * call + 5 + me, counts[me], layer.k, dtype=torch.float32)
         values = dict(x=x, ids=routed.ids[me], weights=weights)
         given = [self.there((place, name), t) for name, t in values.items()]
-        options = (layer.experts, self.layout, self.alignment, self.max_m or None, counts)
-        made = op.checked(world, *given, options)
-        rows, handle = op.begin(world, made, op.free_slot(world, None), *given)
+        options = (counts, layer.experts, self.layout, self.alignment, self.max_m or None, None)
+        rows, handle = launch_dispatch(world, op.DispatchOperands(*given), options)
         self.there((place, "ids"), torch.full_like(values["ids"], 99))  # the caller's again
         tables = routed.tables(me)
         self.dropped += int((tables["received"] - tables["counts"]).sum())
@@ -167,7 +188,7 @@ class Caller:
         self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, want: torch.Tensor, place: int
     ) -> None:
         out = self.there((place, "out"), torch.zeros_like(want))
-        op.end(handle, y, shared, out)
+        launch_combine(self.world, y, handle, shared, out)
         self.see(out, want)
 
 
@@ -207,3 +228,62 @@ def exchange_case(
                 caller.combine(caller.experts(rows, handle), handle, shared, want, j)
     assert noticed(world) == caller.dropped
     return sum(not torch.equal(got, want.to(got.dtype)) for got, want in caller.seen)
+
+
+# -- with gradients, by experts of the library's -----------------------------------------------------------------------
+Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # x, ids, weights
+
+
+def by_grouped_gemm(rows: torch.Tensor, handle: weft.moe.Handle, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """What keeps the handle's offsets for its backward pass."""
+    ends = handle.offsets[1:]
+    return torch._grouped_mm(torch._grouped_mm(rows, w1, offs=ends).relu(), w2, offs=ends)
+
+
+def microbatches(world: weft.World, routes: Routes, w1: torch.Tensor) -> tuple[Routes, Routes]:
+    """These tokens, and others with other routes."""
+    x, ids, weights = routes
+    return routes, (x.flip(0), (ids + 1) % (w1.shape[0] * world.size), weights)
+
+
+def two_under_way(
+    world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of two microbatches' results, one of them twice; and what their handles count."""
+    experts = w1.shape[0] * world.size
+    (a, first), (b, second) = (
+        weft.moe.dispatch(*each, experts=experts, world=world, **options) for each in microbatches(world, routes, w1)
+    )
+    counts = first.counts + second.counts
+    y = weft.moe.combine(by_grouped_gemm(a, first, w1, w2), first, shared=routes[0])
+    return y + 2 * weft.moe.combine(by_grouped_gemm(b, second, w1, w2), second, shared=routes[0]), counts
+
+
+def one_by_one(
+    world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`two_under_way`, of calls that follow one another."""
+    results, counts = [], []
+    for each in microbatches(world, routes, w1):
+        rows, handle = weft.moe.dispatch(*each, experts=w1.shape[0] * world.size, world=world, **options)
+        counts.append(handle.counts.clone())
+        results.append(weft.moe.combine(by_grouped_gemm(rows, handle, w1, w2), handle, shared=routes[0]))
+    return results[0] + 2 * results[1], counts[0] + counts[1]
+
+
+def trained(
+    world: weft.World,
+    step: Any,
+    routes: Routes,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    wants: Sequence[str] = ("x", "weights", "w1", "w2"),
+    **options: Any,
+) -> list[torch.Tensor]:
+    """The result of a step of these, the counts, and the gradients of what is wanted."""
+    x, ids, weights = routes
+    leaves = dict(x=x, weights=weights, w1=w1, w2=w2)
+    leaves = {name: t.detach().clone().requires_grad_(name in wants) for name, t in leaves.items()}
+    y, counts = step(world, (leaves["x"], ids, leaves["weights"]), leaves["w1"], leaves["w2"], **options)
+    gradients = torch.autograd.grad(y, [leaves[name] for name in wants], y.detach().flip(0))
+    return [y.detach(), counts, *gradients]

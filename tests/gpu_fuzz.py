@@ -69,7 +69,7 @@ NAMED = 20  # wrong calls that are written out
 EVEN = 100  # calls on record below which kinds come about equally often
 RECORD = Path(__file__).with_name("gpu_record.json")
 REGISTERED = {TENSOR: "all_gather_grouped_matmul"}  # where the op that has the plans is not called so
-TRAINED_BY = {MOE: "moe_trained", TENSOR: "all_gather_grouped_matmul_trained"}
+TRAINED_BY = {MOE: ("sequential", "dispatched")}  # others by all of their plans
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Fuzz:
         }
         self.kinds = [Kind(op, plan, parts=parts) for op in OPS for plan in self.plans[op] for parts in (False, True)]
         for op in TRAINED:
-            trained = REGISTRY[TRAINED_BY[op]].kinds if op in TRAINED_BY else self.plans[op]
+            trained = TRAINED_BY.get(op, self.plans[op])
             self.kinds += [
                 Kind(op, plan, True, parts) for plan in {"auto": 0, **dict.fromkeys(trained)} for parts in (False, True)
             ]

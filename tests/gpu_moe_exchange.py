@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import distance
+from cases import distance, draw
 from cases_moe import Model, at_random, in_turn, some_nowhere, to_few
-from cases_moe_exchange import noticed, summed
+from cases_moe_exchange import noticed, one_by_one, summed, trained
+from cases_moe_exchange import two_under_way as two_with_gradients
 from gpu_moe import BF, routed
+from gpu_moe_training import replayed
 
 import weft
 from weft import moe
@@ -167,6 +169,36 @@ def dropped(world: weft.World) -> float:
     return abs(found - want) + distance(y[:kept], x[:kept].float() * weights[:kept]) + float(y[kept:].abs().sum())
 
 
+def experts(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(
+        draw(i + world.rank, 4, *shape).to(world.device) * 0.1 for i, shape in ((1, (512, 256)), (50, (256, 512)))
+    )  # type: ignore[return-value]
+
+
+def compiled(world: weft.World, options: dict[str, Any]) -> float:
+    """Two microbatches under way with gradients, eager and in one graph by Inductor, against calls one by one."""
+    layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
+    given, errors = routed(world, layer, 256, 0), []
+    want = trained(world, one_by_one, given, w1, w2, **options)
+    for step in (two_with_gradients, torch.compile(two_with_gradients, fullgraph=True)):
+        for _ in range(2):
+            got = trained(world, step, given, w1, w2, **options)
+            errors += [distance(a.float(), b.float()) for a, b in zip(got, want, strict=True)]
+    world.synchronize()
+    return max(errors)
+
+
+def training_in_a_graph(world: weft.World) -> float:
+    """Forward and backward of two microbatches in a CUDA graph, other routes in every replay: the bits of eager calls."""
+    layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
+
+    def step(*given: torch.Tensor) -> list[torch.Tensor]:
+        return trained(world, two_with_gradients, given, w1, w2)  # type: ignore[arg-type]
+
+    pairs = replayed(step, lambda call: routed(world, layer, 256, call))
+    return float(sum(not torch.equal(a, b) for each in pairs for a, b in each))
+
+
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     for options in LAYOUTS:
         name = f"moe exchange, {', '.join(map(str, options.values()))}"
@@ -178,5 +210,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"{name}, in a graph", 0.0, partial(graph_replays, world, options)
     for alignment in (1, 128):
         yield f"moe exchange, torch's grouped GEMM, {alignment}", 1.2e-2, partial(grouped_gemm, world, alignment)
+    for options in (*LAYOUTS[:2], dict(plan="sequential")):
+        yield f"moe exchange, compiled with gradients, {options}", 1e-2, partial(compiled, world, options)
+    yield "moe exchange, training in a graph", 0.0, partial(training_in_a_graph, world)
     yield "moe exchange, dropped routes", 5e-3, partial(dropped, world)
     yield "moe exchange, 300 calls, delays", 0.0, partial(many_calls, world, 300)

@@ -278,7 +278,8 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
         monkeypatch.setattr(Moe, "check_same_on_all_ranks", lambda *_: None)
         found = []
         for most in (4096, 64):
-            call = MOE.check(world, operands, (None, "swiglu", most, 2048 if most == 64 else 16))
+            options = (None, "swiglu", most, 2048 if most == 64 else 16, "rows", False)
+            call = MOE.check(world, operands, (*options, False))
             timed, given = MOE.balanced(world, call, operands)
             counts = torch.bincount(given.ids.flatten(), minlength=experts)
             assert timed.own == len(given.x) and counts.max() - counts.min() <= 1 and given.shared is None
@@ -286,6 +287,8 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
             found.append((timed.own, MOE.choose(world, call, "auto", True).kind))
             world.choices.trial(MOE.choice(world, call, operands))
             found.append(MOE.choose(world, call, "auto", True).kind)
+            trained = MOE.check(world, operands, (*options, True))  # which not all of the timed plans serve
+            assert MOE.choose(world, trained, "auto", True) == Dispatched() and not MOE.candidates(world, trained)
         return found
 
     assert weft.spmd(main, 2, backend="emulated", sm_count=64)[0] == [

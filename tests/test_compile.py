@@ -32,7 +32,7 @@ NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "sil
 
 
 def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Operators and arguments, differentiable ones first."""
+    """Operators and arguments, differentiable ones first, then the backward passes of some of those."""
     ops, name, w = torch.ops.weft, world.name, world.size
 
     def t(*shape: int) -> torch.Tensor:
@@ -47,11 +47,11 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
     norm = t(7, 16), t(balanced_rows(7, w)[world.rank], 16), t(16), None, None
 
     def grads(
-        op: Any, saved: list[Any], dys: list[Any], shapes: list[list[int]], needs: list[bool], *options: Any
+        op: Any, saved: list[Any], dys: list[Any], shapes: list[list[int]], needs: list[bool], plan: str, *options: Any
     ) -> Any:
         sizes, dims = [n for shape in shapes for n in shape], [len(shape) for shape in shapes]
-        dtypes = " ".join(["torch.bfloat16"] * len(shapes))
-        return op, (saved, dys, sizes, dims, dtypes, needs, name, *options)
+        dtypes = " ".join("torch.bfloat16" if shape else "none" for shape in shapes)
+        return op, (saved, dys, sizes, dims, dtypes, needs, name, plan, *options)
 
     gather, scatter, both = ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce
     weight, bias = [24, 16], [24]
@@ -59,27 +59,27 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
         (gather, (p(8, 16), p(24, 16), p(24), None, 0, True, name, "auto")),
         (gather, (p(mine, 16), p(24, 16), None, rows, 0, False, name, text)),
         (scatter, (p(9, 16), p(24, 16), p(24), None, True, name, "auto")),
-        (scatter, (p(m, 16), p(24, 16), None, rows, True, name, "auto")),
+        (scatter, (p(m, 16), p(24, 16), p(24), rows, True, name, "auto")),
         (both, (p(9, 16), p(24, 16), p(24), True, name, "auto")),
         (ops.silu_mul, (p(10, 64), 24, 16, name, "auto")),
         (gather, (t(8, 16), t(64, 16), None, None, 24, False, name, "auto")),
         grads(
             ops.all_gather_matmul_backward, [t(8 * w, 16), t(24, 16)], [t(8 * w, 24), t(8 * w, 16)],
-            [[8, 16], weight, bias], [True] * 3, None, 0, True,
+            [[8, 16], weight, bias], [True] * 3, "auto", None, 0, True,
         ),
         grads(
             ops.all_gather_matmul_backward, [t(mine, 16), None], [t(m, 24), None],
-            [[mine, 16], weight, []], [False, True, False], rows, 0, False,
+            [[mine, 16], weight, []], [False, True, False], text, rows, 0, False,
         ),
         grads(
             ops.matmul_reduce_scatter_backward, [t(m, 16), t(24, 16)], [t(mine, 24)],
-            [[m, 16], weight, bias], [True] * 3, rows, True,
+            [[m, 16], weight, bias], [True] * 3, "auto", rows, True,
         ),
         grads(
-            ops.matmul_all_reduce_backward, [t(8, 16), t(24, 16)], [t(8, 24)],
-            [[8, 16], weight, bias], [True, False, True], True,
+            ops.matmul_all_reduce_backward, [t(9, 16), t(24, 16)], [t(9, 24)],
+            [[9, 16], weight, bias], [True, False, True], "auto", True,
         ),
-        grads(ops.silu_mul_backward, [t(8, 64)], [t(8, 24)], [[8, 64]], [True], 24, 16),
+        grads(ops.silu_mul_backward, [t(10, 64)], [t(10, 24)], [[10, 64]], [True], "auto", 24, 16),
         (ops.rotary, (t(6, 32), t(1, 3, 8), t(2, 1, 3, 8)[0], t(8), t(8), 2, 1, 1e-6, name, text_of(Sequential()))),
         (ops.all_reduce, (t(7, 16), name, "auto")),
         (ops.all_reduce_rms_norm, (*norm, 1e-6, "rms", torch.bfloat16, False, name, "auto")),

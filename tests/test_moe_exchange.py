@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import test_offline as offline
 import torch
+import torch.utils.checkpoint
 from cases import draw
 from cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
-from cases_moe_exchange import exchange_case, noticed, overfull
+from cases_moe_exchange import (
+    Routes,
+    by_grouped_gemm,
+    exchange_case,
+    launch_combine,
+    launch_dispatch,
+    microbatches,
+    noticed,
+    one_by_one,
+    overfull,
+    trained,
+    two_under_way,
+)
 from gates import some
 
 import weft
@@ -210,12 +222,16 @@ def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int
 
 
 def test_a_gradient_of_the_experts_alone_gives_its_slot_back() -> None:
+    """Also where one backward pass is that of more calls than there are slots."""
+
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
         x, scale = x.requires_grad_(), torch.ones(32, dtype=BF, requires_grad=True)
-        for alone in (True, True, True, False):
-            rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
-            y = moe.combine(torch.where((handle.sources >= 0)[:, None], rows, 0) * scale, handle)
+        for alone, calls in ((True, 1), (True, 3), (True, 1), (False, 1)):
+            y = torch.zeros((), dtype=BF)
+            for _ in range(calls):
+                rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
+                y = y + moe.combine(torch.where((handle.sources >= 0)[:, None], rows, 0) * scale, handle) / calls
             if alone:
                 (got,) = torch.autograd.grad(y.float().sum(), scale)
             else:
@@ -307,6 +323,89 @@ def test_a_drop_is_told_once_at_the_next_wait_for_everything() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
+# -- in a graph of torch.compile ---------------------------------------------------------------------------------------
+
+
+ALL = ("x", "weights", "w1", "w2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wants", "options"),
+    [
+        (1, ALL, dict()), (2, ALL, dict()), (2, ("w1", "w2"), dict()), (2, ("x",), dict(expert_alignment=16)),
+        (2, ALL, dict(plan="sequential")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Forward and backward, without a break: the bits of eager calls, and of calls one by one; no slot is left taken."""
+
+    def rank(world: weft.World) -> None:
+        given, local = routed(world), 4 // world.size
+        w1, w2 = draw(3 + world.rank, local, 32, 16), draw(5 + world.rank, local, 16, 32)
+        want = trained(world, one_by_one, given, w1, w2, wants, **options)
+        assert all(t.norm() > 0 for t in want[2:])
+        for way in (two_under_way, torch.compile(two_under_way, backend="aot_eager", fullgraph=True)):
+            got = trained(world, way, given, w1, w2, wants, **options)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), way
+        assert not op.under_way(world)
+
+    torch._dynamo.reset()
+    weft.spmd(rank, ranks, backend="emulated")
+
+
+def checkpointed(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+    def step(x: torch.Tensor, weights: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+        return two_under_way(world, (x, routes[1], weights), w1, w2)
+
+    return torch.utils.checkpoint.checkpoint(step, routes[0], routes[2], w1, w2, use_reentrant=False)
+
+
+def offloaded(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+    """What is saved is other tensors in the backward pass."""
+    with torch.autograd.graph.save_on_cpu():
+        return two_under_way(world, routes, w1, w2)
+
+
+def halves_compiled(first: bool, second: bool) -> Callable[..., Any]:
+    """Dispatch and combine, each in a graph of its own or in none: handles go from the one to the other."""
+
+    def graph(fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+        return torch.compile(fn, backend="aot_eager", fullgraph=True) if compiled else fn
+
+    def step(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+        sends = graph(lambda *given: moe.dispatch(*given, experts=4, world=world), first)
+        sums = graph(lambda y, handle: moe.combine(y, handle, shared=routes[0]), second)
+        results, counts = [], torch.zeros(w1.shape[0], dtype=torch.int32)
+        for given in microbatches(world, routes, w1):
+            rows, handle = sends(*given)
+            counts = counts + handle.counts
+            results.append(sums(by_grouped_gemm(rows, handle, w1, w2), handle))
+        return results[0] + 2 * results[1], counts
+
+    return step
+
+
+WAYS = dict(
+    checkpointed=checkpointed,
+    offloaded=offloaded,
+    dispatch_compiled=halves_compiled(True, False),
+    combine_compiled=halves_compiled(False, True),
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_backward_pass_keeps_of_them_may_be_made_again_or_moved(way: str) -> None:
+    def rank(world: weft.World) -> None:
+        given, w1, w2 = routed(world), draw(3 + world.rank, 2, 32, 16), draw(5 + world.rank, 2, 16, 32)
+        want = trained(world, one_by_one, given, w1, w2)
+        assert all(torch.equal(a, b) for a, b in zip(trained(world, WAYS[way], given, w1, w2), want, strict=True))
+        assert not op.under_way(world)
+
+    torch._dynamo.reset()
+    weft.spmd(rank, 2, backend="emulated")
+
+
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,10 +414,9 @@ def launching(ranks: int, h: int, experts: int, k: int, layout: str) -> Callable
         t = 300 + world.rank
         x, ids, weights = torch.zeros(t, h, dtype=BF), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         rows = tuple(300 + r for r in range(ranks))
-        options = (experts, layout, 1, 16 if layout == "masked" else None, rows)
-        made = replace(op.checked(world, x, ids, weights, options))
-        y, handle = op.begin(world, made, 0, x, ids, weights)
-        op.end(handle, y, None, x)
+        options = (rows, experts, layout, 1, 16 if layout == "masked" else None, 0)
+        y, handle = launch_dispatch(world, op.DispatchOperands(x, ids, weights), options)
+        launch_combine(world, y, handle, None, x)
 
     return main
 

@@ -176,7 +176,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         first, plan = GatherOperands(x, ids, held(t, k, dtype=torch.float32), w13, b13), DispatchedColumns()
         routes, *kept = dispatched.run_gather(world, call, plan, first, hidden)
         backward.second_half(world, layer, plan, x, ScatterOperands(hidden, routes, ids, w2, b2), True)
-        backward.first_half(world, layer, plan, hidden, first, routes, Kept(*kept), True, True)
+        backward.first_half(world, layer, hidden, first, routes, plan, Kept(*kept), True, True)
 
     return main
 

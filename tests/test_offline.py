@@ -271,8 +271,10 @@ def silu(world: World) -> None:
     for rows, n in ((128, 512), (1, 1), (17, 40)):
         x = torch.zeros(rows, 2 * n, dtype=BF)
         activation.silu_mul_blocks(x, n, n, world)
-        given = Backward((x,), (torch.zeros(rows, n, dtype=BF),), [tuple(x.shape)], [True], (n, n))
-        activation.SILU_MUL.backward(world, given)
+        op, options = activation.SILU_MUL, (n, n)
+        call = op.check(world, op.typed((x,)), options)
+        dy = torch.zeros(rows, n, dtype=BF)
+        op.backward(world, Backward((x,), (dy,), [tuple(x.shape)], [True], options, call, Sequential()))
 
 
 def rotated(world: World) -> None:

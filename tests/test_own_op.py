@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,92 @@ def test_its_gradient(own: dict[str, Any], compiled: bool) -> None:
         return float((x.grad.double() - leaf.grad).norm() / leaf.grad.norm())
 
     assert max(weft.spmd(rank, 3, backend="emulated")) < 1e-2
+
+
+def kept_norm(own: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
+    """The op once more, whose runs keep the norm's scale where a gradient is asked for; `backwards` gets what each backward
+    pass had."""
+
+    @dataclass(frozen=True)
+    class KeptCall(own["GatherNormCall"]):  # type: ignore[misc]
+        gradient: bool
+
+    def keeping(run: Any) -> Any:
+        def run_and_keep(world: weft.World, call: Any, plan: Plan, operands: Any, out: torch.Tensor) -> Any:
+            run(world, call, plan, operands, out)
+            (x,), scale = operands, world.empty((call.m, 1), torch.float32)
+            if not call.gradient:
+                return None
+            rsqrt = lambda: scale.copy_(torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6))  # noqa: E731
+            world.call(rsqrt, [x], [scale], world.current_stream())
+            return scale
+
+        return run_and_keep
+
+    class KeptNorm(own["GatherNorm"]):  # type: ignore[misc]
+        name = "all_gather_rms_norm_kept"
+        signature = "Tensor x, bool gradient"
+        keeps = 1
+        runs = {kind: keeping(run) for kind, run in own["GatherNorm"].runs.items()}
+
+        def check(self, world: weft.World, operands: Any, options: Any) -> Any:
+            call = super().check(world, operands, ())
+            return KeptCall(call.m, call.h, call.world, call.dtype, options[-1])
+
+        def kept(self, world: weft.World, call: Any, plan: Any) -> Any:
+            return [((call.m, 1), torch.float32)] if call.gradient else []
+
+        def returned(self, world: weft.World, call: Any, result: torch.Tensor, more: Any) -> Any:
+            return result if more is None else (result, more)
+
+        def saved(self, operands: Any, results: Any, options: Any, needs: Any) -> Any:
+            return *operands, *results[1:]
+
+        def backward(self, world: weft.World, given: Any) -> Any:
+            (x, scale), (dy,) = given.saved, given.gradients
+            backwards.append((given.call, given.plan, scale.shape))
+            dx, g, stream = world.empty(x.shape, x.dtype), world.empty(x.shape, dy.dtype), world.current_stream()
+            world.reduce_scatter(g, dy.contiguous(), stream)
+            through_norm = lambda: dx.copy_(scale * (g - x * scale * (g * x * scale).mean(1, keepdim=True)))  # noqa: E731
+            world.call(through_norm, [x, g, scale], [dx], stream)
+            return [dx]
+
+    return weft.registered(KeptNorm()), KeptCall
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_run_keeps_and_what_the_forward_pass_ran_reach_the_backward_pass(
+    own: dict[str, Any], compiled: bool
+) -> None:
+    """The call and the plan that was chosen, whatever was asked for; nothing is kept without a gradient."""
+    backwards: list[tuple[Any, ...]] = []
+    op, kept_call = kept_norm(own, backwards)
+    pushed = own["Pushed"]
+    chosen = {
+        "auto": pushed(rows=2),
+        "sequential": Sequential(),
+        pushed(rows=1): pushed(rows=1),
+        pushed(rows=3): Sequential(),
+    }
+
+    def rank(world: weft.World) -> None:
+        call = lambda x, plan: op(world, plan, (x,))  # noqa: E731
+        forward = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else call
+        leaves = {plan: shard(world).requires_grad_() for plan in chosen}
+        results = {plan: forward(leaf, plan) for plan, leaf in leaves.items()}
+        with torch.no_grad():
+            assert all(torch.equal(call(leaves[plan], plan), y) for plan, y in results.items())
+        for plan, y in results.items():
+            want = shard(world).requires_grad_()
+            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(world.rank)).bfloat16()
+            own["all_gather_rms_norm"](want, world=world, plan=plan).backward(dy)
+            y.backward(dy)
+            assert torch.equal(leaves[plan].grad, want.grad) and want.grad.norm() > 0  # type: ignore[arg-type, union-attr]
+
+    weft.spmd(rank, 2, backend="emulated")
+    assert [plan for _, plan, _ in backwards[::2]] == list(chosen.values())
+    assert {call for call, _, _ in backwards} == {kept_call(4, 64, 2, torch.bfloat16, True)}
+    assert {shape for *_, shape in backwards} == {(4, 1)}
 
 
 def test_errors_and_plans_that_do_not_fit(own: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
 Run: TypeAlias = Callable[
     ..., Returned
 ]  # (world, call, plan, operands, out): writes out, and returns what comes beside
+Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # of tensors, each with its dtype
 Direct = Callable[..., Returned]
 
 REGISTRY: dict[str, Op] = {}
@@ -51,6 +52,7 @@ def registered(op: Op) -> Op:
     REGISTRY[op.name] = op
     _ = (
         op.operands,
+        op.outcomes,
         op.differentiable,
     )  # kept from now on: torch.compile cannot trace the lock that guards the first use
     if known is None and op.signature:
@@ -109,6 +111,10 @@ class Op(ABC, Generic[C]):
         ""  # operands, then options, as torch.library writes them; without one no torch.compile and no gradient
     )
     results: ClassVar[int] = 1
+    keeps: ClassVar[int] = 0  # what a run also returns, for the backward pass, where the last option, `bool gradient`,
+    # which `__call__` adds, says that an operand requires a gradient (`kept`, `saved`)
+    lends: ClassVar[int] = 0  # so many results, behind the first, are the World's memory, which compiled calls copy
+    wraps: ClassVar[bool] = False  # callers get what `wrapped` makes of the results
     takes: ClassVar[Callable[..., Operands] | None] = None  # a NamedTuple of its operands
     runs: ClassVar[Mapping[type[Plan], Run]]  # the kinds of plans that serve it, and what runs each
     refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}  # fields of plans that it could only ignore
@@ -137,20 +143,28 @@ class Op(ABC, Generic[C]):
         wrong."""
 
     @abstractmethod
-    def outputs(self, world: World, call: C) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: C) -> Shapes:
         """Shape and dtype of the result, which `out=` may hold, and of what is returned beside it."""
 
-    def meta(
-        self, world: World, operands: Operands, options: CallOptions
-    ) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+    def meta(self, world: World, operands: Operands, options: CallOptions) -> Shapes:
         """`outputs` while torch.compile traces, where sizes may be symbols."""
         return self.outputs(world, self.check(world, operands, options))
+
+    def fake(self, world: World, operands: Operands, options: CallOptions) -> list[torch.Tensor]:
+        """Tensors like the results, of no values, while torch.compile traces."""
+        like, results = operands[0], self.meta(world, operands, options)
+        return [like.new_empty(shape, dtype=dtype) for shape, dtype in results]
+
+    def kept(self, world: World, call: C, plan: str | Plan) -> Shapes:
+        """Shapes and dtypes of the `keeps` tensors, or the first of them, that a run leaves for the backward pass. A
+        plan may keep nothing. plan: the one that runs, or, while torch.compile traces, the one that was asked for."""
+        return ()
 
     def saved(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        """What the backward pass takes of operands and results. needs: by operand, whether its gradient is asked
-        for."""
+        """What the backward pass takes of operands and results. results: behind them, what the run kept. needs: by
+        operand, whether its gradient is asked for."""
         return operands
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
@@ -215,6 +229,12 @@ class Op(ABC, Generic[C]):
         """What a call returns: its result, and what its plan gave beside it."""
         return result
 
+    def wrapped(
+        self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands
+    ) -> Returned:
+        """What a caller gets of the results of an op that `wraps`."""
+        return results
+
     # -- a call
     def __call__(
         self,
@@ -224,21 +244,28 @@ class Op(ABC, Generic[C]):
         options: CallOptions = (),
         out: torch.Tensor | None = None,
     ) -> Returned:
-        """The result, and what comes beside it. out: where to write the result; not differentiable."""
-        compiling = torch.compiler.is_compiling()
+        """The result, and what comes beside it. out: where to write the result; not differentiable. Operands that the
+        signature does not have are given to eager calls without a gradient alone (`wrapped` sees to them else)."""
+        compiling, gradient = torch.compiler.is_compiling(), False
         if type(world) is not World and not compiling:
-            check_call(self.name, world, plan)
+            check_call(self.title, world, plan)
         if torch.is_grad_enabled():
             for t in operands:
                 if t is not None and getattr(t, "requires_grad", False):  # what is no tensor is refused further on
                     self._check_gradient(out)
-                    if not compiling:
-                        lost = world.backend.left_out()
-                        return world.behind(torch_library.differentiated(self, world, plan, operands, options), lost)
+                    gradient = True
+                    break
+        if self.keeps:
+            options = (*options, gradient)
         if compiling:
-            return self._compiled(world, plan, operands, options, out)
+            results = self._compiled(world, plan, operands[: self.operands or None], options, out)
+            return self.wrapped(world, plan, operands, options, results) if self.wraps else results
         lost = world.backend.left_out()
-        return world.behind(self.call(world, plan, operands, options, out), lost)
+        if gradient:
+            results = torch_library.differentiated(self, world, plan, operands[: self.operands or None], options)
+        else:
+            results = self.call(world, plan, operands, options, out)
+        return world.behind(self.wrapped(world, plan, operands, options, results) if self.wraps else results, lost)
 
     def typed(self, operands: Sequence[torch.Tensor | None]) -> Operands:
         """Return the operands by name, for an op that names them."""
@@ -264,6 +291,8 @@ class Op(ABC, Generic[C]):
     ) -> Returned:
         operator = getattr(torch.ops.weft, self.name)
         made = operator(*operands, *options, world.name, torch_library.text_of(plan))
+        if self.keeps:
+            made = torch_library.returned(made[: self.results])
         if out is None:
             return made
         if self.results == 1:
@@ -279,6 +308,11 @@ class Op(ABC, Generic[C]):
     def operands(self) -> int:
         """How many tensors it takes."""
         return sum(argument.startswith("Tensor") for argument in self.signature.split(", "))
+
+    @cached_property
+    def outcomes(self) -> int:
+        """How many tensors its operator returns."""
+        return self.results + self.keeps
 
     def _check_present(self, operands: Operands) -> None:
         """Raise TypeError for None in place of an operand that the signature does not leave out."""
@@ -315,8 +349,11 @@ class Op(ABC, Generic[C]):
         known = decisions.get(key) or self._first(key, world, plan, operands, options, out)
         world.begin(known.number)
         if known.direct is not None and out is None:
-            return known.direct(*operands)
-        return self.execute(world, known.call, known.plan, operands, out)
+            results = known.direct(*operands)
+        else:
+            results = self.execute(world, known.call, known.plan, operands, out)
+        world.ran = known  # behind the calls that this one made
+        return results
 
     def _first(
         self,

@@ -2,7 +2,9 @@
 
 Two ways in share a definition. Eager calls that need a gradient go through an autograd.Function straight to the op: the
 dispatcher would add host time to every call. Compiled ones go through `torch.ops.weft.<name>`, where the World travels
-by name, the plan as text, and an absent tensor as an empty one.
+by name, the plan as text, and an absent tensor as an empty one. What a forward pass ran, its call and its plan, is kept
+in the graph of an eager call; of a compiled one the World remembers it (`World.forward_passes`), by the arguments that
+`<name>_backward` has too.
 
 The loss of the whole model is the sum of what each rank computes from its own outputs; an all-reduced output, which
 every rank has, counts once. A backward pass communicates where the gradients asked for need it, so all ranks must ask
@@ -16,7 +18,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -26,7 +28,7 @@ from .tensor_checks import dims
 from .world import World
 
 if TYPE_CHECKING:
-    from .op import Op
+    from .op import Known, Op
 
 Tensor = torch.Tensor
 Maybe = Tensor | None
@@ -49,7 +51,8 @@ class Backward:
     """What a backward pass is given.
 
     saved: what `Op.saved` kept. gradients: those of the results, None for one that nobody used. shapes: those of the
-    operands. needs: for each operand, whether its gradient is asked for. options: those of the call.
+    operands. needs: for each operand, whether its gradient is asked for. options: those of the call. call, plan: what
+    the forward pass ran.
     """
 
     saved: Sequence[Maybe]
@@ -57,6 +60,8 @@ class Backward:
     shapes: Sequence[tuple[int, ...]]
     needs: Sequence[bool]
     options: CallOptions
+    call: Any  # of the op's own class
+    plan: Plan
 
 
 # -- how arguments travel ----------------------------------------------------------------------------------------------
@@ -115,11 +120,15 @@ def into(op: str, out: Maybe, y: Tensor) -> Tensor:
 
 def tensors(op: Op, results: Results, like: Tensor) -> tuple[Tensor, ...]:
     """Return as many tensors as the operator returns, with an empty one where the call has none."""
-    given = results if isinstance(results, tuple) else (results,)
-    return tuple(like.new_empty(0) if t is None else t for t in (*given, *(None,) * (op.results - len(given))))
+    given = as_tuple(results)
+    return tuple(like.new_empty(0) if t is None else t for t in (*given, *(None,) * (op.outcomes - len(given))))
 
 
-def returned(made: tuple[Tensor, ...]) -> Results:
+def as_tuple(results: Results) -> tuple[Maybe, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def returned(made: tuple[Maybe, ...]) -> Results:
     return made[0] if len(made) == 1 else made
 
 
@@ -128,23 +137,35 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
     """Define torch.ops.weft.<name> and, for an op with a gradient, <name>_backward, once for each name. Calls look the
     op up in `ops`."""
     name, signature, count = op.name, op.signature, op.operands
-    outputs = ", ".join(["Tensor"] * op.results)
+    outputs = ", ".join(["Tensor"] * op.outcomes)
 
-    def parts(given: Sequence[Any]) -> tuple[Op, World, tuple[Tensor, ...], CallOptions, str]:
-        *arguments, world, plan = given
-        return ops[name], world_of(world), tuple(arguments[:count]), tuple(map(plain, arguments[count:])), plan
+    def run(*inputs: Any) -> Results:
+        *arguments, world_name, plan = inputs
+        definition, world = ops[name], world_of(world_name)
+        operands, options = tuple(arguments[:count]), tuple(map(plain, arguments[count:]))
+        results = as_tuple(definition.call(world, plan_of(plan), operands, options, None))
+        ran: Known[Any] = world.ran
+        if definition.keeps and options[-1]:
+            missing = definition.kept(world, ran.call, plan_of(plan))[len(results) - definition.results :]
+            # Of a plan that keeps nothing, as many bytes as the graph counts on.
+            results += tuple(operands[0].new_empty(shape, dtype=dtype) for shape, dtype in missing)
+        if definition.lends:
+            lent = results[1 : 1 + definition.lends]
+            results = results[0], *(None if t is None else t.clone() for t in lent), *results[1 + len(lent) :]
+        if definition.differentiable:
+            key = ForwardKey(name, plan, options, *layouts_of(operands))
+            world.forward_passes[key, world.capturing()] = ran
+        return returned(tensors(definition, results, operands[0]))
 
-    def run(*given: Any) -> Results:
-        of, world, operands, options, plan = parts(given)
-        results = of.call(world, plan_of(plan), operands, options, None)
-        return returned(tensors(of, results, operands[0]))
-
-    def fake(*given: Any) -> Results:
-        *arguments, world, _ = given
-        of, options = ops[name], tuple(arguments[count:])
-        operands, like = of.typed(tuple(arguments[:count])), arguments[0]
-        made = [like.new_empty(shape, dtype=dtype) for shape, dtype in of.meta(world_of(world), operands, options)]
-        return returned(tensors(of, tuple(made), like))
+    def fake(*inputs: Any) -> Results:
+        *arguments, world_name, plan = inputs
+        definition, world, options = ops[name], world_of(world_name), tuple(arguments[count:])
+        operands = definition.typed(tuple(arguments[:count]))
+        results = definition.fake(world, operands, options)
+        if definition.keeps and options[-1]:
+            kept = definition.kept(world, definition.check(world, operands, options), plan_of(plan))
+            results += [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in kept]
+        return returned(tensors(definition, tuple(results), operands[0]))
 
     _define(name, f"({signature}, str world, str plan) -> ({outputs})", run, fake)
     if op.differentiable:
@@ -161,47 +182,33 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
     name, count = op.name, op.operands
     options = ", ".join(op.signature.split(", ")[count:])
     schema = (
-        "(Tensor?[] saved, Tensor?[] gradients, SymInt[] sizes, int[] depths, str dtypes, bool[] needs, str world"
-        f"{', ' if options else ''}{options}) -> Tensor[]"
+        "(Tensor?[] saved, Tensor?[] gradients, SymInt[] sizes, int[] depths, str dtypes, bool[] needs, str world,"
+        f" str plan{', ' if options else ''}{options}) -> Tensor[]"
     )
 
     def shaped(sizes: Sizes, depths: Sizes) -> list[tuple[int, ...]]:
         left = iter(sizes)
         return [tuple(itertools.islice(left, n)) for n in depths]
 
-    def run(
-        saved: Maybes,
-        gradients: Maybes,
-        sizes: Sizes,
-        depths: Sizes,
-        dtypes: str,
-        needs: Needs,
-        world: str,
-        *rest: object,
-    ) -> list[Tensor]:
-        given = Backward(saved, gradients, shaped(sizes, depths), needs, tuple(map(plain, rest)))
+    def run(saved: Maybes, gradients: Maybes, sizes: Sizes, depths: Sizes, dtypes: str, *of_call: Any) -> list[Tensor]:
+        needs, world_name, plan, *rest = of_call
+        world, shapes, options = world_of(world_name), shaped(sizes, depths), tuple(map(plain, rest))
+        ran = _forward_pass(world, ForwardKey(name, plan, options, tuple(shapes), dtypes))
+        given = Backward(saved, gradients, shapes, needs, options, ran.call, ran.plan)
         like = next(g for g in gradients if g is not None)
-        made = gradients_of(ops[name], world_of(world), given)
-        return [like.new_empty(0) if t is None else t for t in made]
+        made = gradients_of(ops[name], world, given)
+        # An operator returns none of its operands.
+        return [like.new_empty(0) if t is None else t.clone() if any(t is g for g in gradients) else t for t in made]
 
-    def fake(
-        saved: Maybes,
-        gradients: Maybes,
-        sizes: Sizes,
-        depths: Sizes,
-        dtypes: str,
-        needs: Needs,
-        world: str,
-        *rest: object,
-    ) -> list[Tensor]:
+    def fake(saved: Maybes, gradients: Maybes, sizes: Sizes, depths: Sizes, dtypes: str, *of_call: Any) -> list[Tensor]:
         like = next(g for g in gradients if g is not None)
-        wanted = zip(shaped(sizes, depths), dtypes.split(), needs, strict=True)
+        wanted = zip(shaped(sizes, depths), dtypes.split(), of_call[0], strict=True)
         return [like.new_empty(shape if need else (0,), dtype=BY_NAME.get(dtype)) for shape, dtype, need in wanted]
 
     _define(f"{name}_backward", schema, run, fake)
 
     def setup(ctx: Context, inputs: CallOptions, output: Results) -> None:
-        *arguments, ctx.world, _ = inputs
+        *arguments, ctx.world, ctx.plan = inputs
         needs = list(ctx.needs_input_grad[:count])
         _keep(ctx, op, needs, tuple(arguments[:count]), tuple(arguments[count:]), output)
 
@@ -211,7 +218,8 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
             return (None,) * count + others
         sizes, depths = list(itertools.chain(*shapes)), list(map(len, shapes))
         operator = getattr(torch.ops.weft, f"{name}_backward")
-        made = operator(ctx.saved_tensors, gradients, sizes, depths, ctx.dtypes, needs, ctx.world, *ctx.options)
+        of_call = ctx.world, ctx.plan, *ctx.options
+        made = operator(ctx.saved_tensors, gradients[: op.results], sizes, depths, ctx.dtypes, needs, *of_call)
         return tuple(t if need else None for t, need in zip(made, needs, strict=True)) + others
 
     torch.library.register_autograd(f"weft::{name}", backward, setup_context=setup, lib=LIBRARY)
@@ -223,10 +231,35 @@ def _keep(
     """Keep in `ctx` what the backward pass will take."""
     ctx.set_materialize_grads(False)
     ctx.needs, ctx.options = needs, options
-    ctx.shapes = [() if t is None else tuple(t.shape) for t in operands]
-    ctx.dtypes = " ".join("none" if t is None else str(t.dtype) for t in operands)
-    made = results if isinstance(results, tuple) else (results,)
-    ctx.save_for_backward(*op.saved(operands, made, options, needs))
+    ctx.shapes, ctx.dtypes = layouts_of(operands)
+    ctx.save_for_backward(*op.saved(operands, as_tuple(results), options, needs))
+
+
+def layouts_of(operands: tuple[Maybe, ...]) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """Return the operands' shapes, () for an absent one, and their dtypes as one text."""
+    shapes = tuple(() if t is None else tuple(t.shape) for t in operands)
+    return shapes, " ".join("none" if t is None else str(t.dtype) for t in operands)
+
+
+class ForwardKey(NamedTuple):
+    """What a compiled forward pass and its backward pass both know of their call."""
+
+    name: str
+    plan: str  # the one that was asked for
+    options: CallOptions
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: str
+
+
+def _forward_pass(world: World, key: ForwardKey) -> Known[Any]:
+    """Return what the last such call ran, in the same mode if there was one: a graph may hold another plan. Raise
+    RuntimeError where there was none."""
+    capturing = world.capturing()
+    for mode in (capturing, not capturing):
+        ran: Known[Any] | None = world.forward_passes.get((key, mode))
+        if ran is not None:
+            return ran
+    raise RuntimeError(f"{key.name}_backward: no call with these arguments has run on {world}")
 
 
 def gradients_of(op: Op, world: World, given: Backward) -> Sequence[Maybe]:
@@ -240,18 +273,18 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, op: Op, world: World, plan: str | Plan, options: CallOptions, *operands: Maybe) -> Any:
         results = op.call(world, plan, operands, options, None)
-        ctx.op, ctx.world = op, world
+        ctx.op, ctx.world, ctx.ran = op, world, world.ran
         _keep(ctx, op, list(ctx.needs_input_grad[4:]), operands, options, results)
-        return results
+        return returned(results[: op.results]) if op.keeps else results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *gradients: Maybe) -> tuple[Maybe, ...]:
         if not any(ctx.needs) or all(g is None for g in gradients):
             return (None,) * (4 + len(ctx.needs))
-        made = gradients_of(
-            ctx.op, ctx.world, Backward(ctx.saved_tensors, gradients, ctx.shapes, ctx.needs, ctx.options)
-        )
+        ran: Known[Any] = ctx.ran
+        given = Backward(ctx.saved_tensors, gradients, ctx.shapes, ctx.needs, ctx.options, ran.call, ran.plan)
+        made = gradients_of(ctx.op, ctx.world, given)
         return (None,) * 4 + tuple(t if need else None for t, need in zip(made, ctx.needs, strict=True))
 
 

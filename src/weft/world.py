@@ -196,6 +196,8 @@ class World:
         self._cache: Kept = {}
         self.prepared: Kept = {}  # launches and the like (`launches.prepared`), which refer to shared memory
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
+        self.ran: Any = None  # what the last call of an op ran: its call and plan (`op.Known`)
+        self.forward_passes: Kept = {}  # what compiled ones ran (`torch_library.ForwardKey`), for their backward passes
         self.choices = Chooser(backend.clock, backend.capturing, self)  # what was timed
         World._all[self.name] = self
         backend.name_counters(self._describe)

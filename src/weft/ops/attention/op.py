@@ -197,7 +197,7 @@ class GatheredAttention(Op[AttentionCall]):
         dout, dlse = given.gradients
         if dlse is not None:
             raise RuntimeError(f"{_NAME}: the lse that return_lse gives has no gradient; detach it")
-        call = self.check(world, AttentionOperands(q, k, v, sinks), given.options)
+        call: AttentionCall = given.call
         plan = Sequential() if world.size == 1 or world.symmetric_reason else Segmented()
         seen = seen_of(call, world.rank, call.queries)
         if dout is None or not call.rows:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...op import Call
+from ...op import Call, Shapes
 from ...tensor_checks import DTYPES, dims
 from ...world import World
 from .expert_parallel.kernels import CLAMPED, GELU, SWIGLU
@@ -16,6 +16,7 @@ from .routing.route_tables import rows_of
 
 NAME = "moe"
 MOST_K = 16  # experts of a token
+KEEPS = ("nothing", "rows", "activation")  # what is kept for a backward pass
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
 
 
@@ -59,8 +60,8 @@ NONE_KEPT = Kept()
 
 
 class MoeOperands(NamedTuple):
-    """The operands of `weft.moe.moe`, with the first matrices and their biases flat: [El, N, H] and [El, N]. The
-    operator that has a gradient is never given `received`."""
+    """The operands of `weft.moe.moe`, with the first matrices and their biases flat: [El, N, H] and [El, N]. Eager
+    calls without a gradient write `received`; others return its values."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -79,15 +80,15 @@ class MoeOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class MoeCall(Call):
-    """own: tokens of this rank. tokens: of every rank, or None, at most the layer's capacity. Whether there are biases,
-    and `own`, is each rank's own, and not told. Of a call with a gradient, keep: what it keeps for its backward pass,
-    and block_m: rows of a tile of the plan, by which those that are kept lie; of any other None and 0."""
+    """own: tokens of this rank. tokens: of every rank, or None, at most the layer's capacity. counted: whether the
+    numbers of rows received are a result. Whether there are biases, `own` and `counted` are each rank's own, and not
+    told. keep: what is kept for the backward pass; None: no gradient is asked for."""
 
     own: int
     tokens: tuple[int, ...] | None
     layer: Layer
     keep: str | None = None
-    block_m: int = 0
+    counted: bool = False
 
     @property
     def rows(self) -> int:
@@ -109,24 +110,22 @@ class MoeCall(Call):
         )
         return agreed if self.keep is None else dict(agreed, keep=self.keep)
 
-    def trained_outputs(self, world: World) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shapes and dtypes of what a call with a gradient returns beside its result: the numbers of rows
-        received, and what `Kept` has."""
-        layer = self.layer
-        made: list[tuple[tuple[int, ...], torch.dtype]] = [((layer.experts // world.size,), torch.int32)]
-        if self.keep != "nothing":
-            made.append(((world.size, layer.capacity, layer.hidden), layer.dtype))
-        if self.keep == "activation":
-            made.append(((layer_rows(world, layer, self.block_m), first_columns(world, layer)), layer.dtype))
-        return made
+    def kept(self, world: World, block_m: int) -> Shapes:
+        """Return the shapes and dtypes of what `Kept` has, whose rows lie in tiles of block_m."""
+        rows, columns = layer_rows(world, self.layer, block_m), first_columns(world, self.layer)
+        return kept_shapes(world, self.layer, self.keep, rows, columns)
 
-    def buffers(self, world: World, operands: MoeOperands) -> tuple[torch.Tensor | None, Kept]:
-        """Return memory for the numbers of rows received, the caller's or None without a gradient, and for what is
-        kept."""
-        if self.keep is None:
-            return operands.received, NONE_KEPT
-        received, *kept = (world.empty(shape, dtype) for shape, dtype in self.trained_outputs(world))
-        return received, Kept(*kept)
+    def received(self, world: World, operands: MoeOperands) -> torch.Tensor | None:
+        """Return memory for the numbers of rows received: the caller's, or that of a result, or None."""
+        if operands.received is not None or not self.counted:
+            return operands.received
+        return world.empty((self.layer.experts // world.size,), torch.int32)
+
+
+def kept_shapes(world: World, layer: Layer, keep: str | None, rows: int, columns: int) -> Shapes:
+    """Return the shapes and dtypes of what `Kept` has; columns: those of the first GEMM."""
+    shapes = [((world.size, layer.capacity, layer.hidden), layer.dtype), ((rows, columns), layer.dtype)]
+    return shapes[: 0 if keep is None else KEEPS.index(keep)]
 
 
 def layer_rows(world: World, layer: Layer, block_m: int) -> int:

@@ -1,28 +1,33 @@
 """Dispatch and combine by themselves: for experts of the caller's own kernels.
 
-The steps are those of a layer (expert_parallel/dispatched.py), with `place_rows` (place_rows_kernels.py, which says
-what orders them) in place of the grouped GEMMs. Two calls may be under way, each in a slot with memory and counters of
-its own.
-Without symmetric memory tokens and sums go by the library's collectives (collectives.py).
+    dispatched   the steps of a layer (expert_parallel/dispatched.py), with `place_rows` (place_rows_kernels.py, which
+                 says what orders them) in place of the grouped GEMMs
+    sequential   the library's collectives (collectives.py), which need no symmetric memory
+
+Two calls may be under way, each in a slot with memory and counters of its own. A dispatch is named by its ticket, a
+number in host memory, which the combine of it takes: so the two know of each other in a compiled graph too.
+
+Backward: combine's dispatches the gradient of its result, with the same tables, and dispatch's combines the rows'
+gradients of that, all with weights of 1.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....backends.base import SymmetricTensor
 from ....errors import WeftError
 from ....kernel_launch import GivenLaunch, Launch, prepared
-from ....op import check_call
-from ....plans import Dispatched
-from ....tensor_checks import check_device, dense, dims, output, overlap, requires_grad
-from ....torch_library import CallOptions, Context
+from ....op import Call, Op, Operands, Returned, Shapes, registered
+from ....plans import Dispatched, Plan, Sequential
+from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
+from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
 from ....world import World
 from ...common import given_rows, plain_rows
@@ -38,34 +43,79 @@ from . import collectives
 
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 SLOTS = 2
-UnderWay: TypeAlias = "tuple[weakref.ref[Handle], Placed, int]"  # and how many tokens the rank dispatched
 ALIGNMENTS = (1, 16, 128)
 ROW_LAYOUTS = ("contiguous", "masked")
 SUMMERS = 2  # programs of the last sums on an SM
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one call is, the same on all ranks. tokens: of every rank. most: rows of an expert, masked; 0: contiguous,
-    experts begin at multiples of `alignment`."""
+    """What a dispatch and its combine have in common, the same on all ranks. tokens: of every rank. most: rows of an
+    expert, masked; 0: contiguous, experts begin at multiples of `alignment`."""
 
     tokens: tuple[int, ...]
     layer: Layer
     alignment: int
     most: int
 
+    @classmethod
+    def from_options(cls, world: World, ids: torch.Tensor, like: torch.Tensor, options: CallOptions) -> Exchange:
+        """Return the exchange of tokens or rows `like` these. options: rows of every rank or None, experts, layout,
+        alignment, max_m."""
+        rows, experts, layout, alignment, max_m = options
+        tokens = (ids.shape[0],) * world.size if rows is None else rows
+        capacity = max(1, *tokens)
+        most = min(max_m or world.size * capacity, world.size * capacity) if layout == "masked" else 0
+        layer = Layer(capacity, experts, ids.shape[1], like.shape[-1], 8, like.dtype)
+        return cls(tokens, layer, 1 if most else alignment, most)
+
+    def shape(self, world: World) -> tuple[int, ...]:
+        """Return the shape of rows."""
+        layer, local = self.layer, self.layer.experts // world.size
+        if self.most:
+            return local, self.most, layer.hidden
+        return route_tables.rows_of(world, layer.capacity, layer.k, local, self.alignment), layer.hidden
+
     def agreed(self, slot: int) -> dict[str, Hashable]:
         layer = self.layer
-        return dict(
-            rows=self.tokens,
-            experts=layer.experts,
-            k=layer.k,
-            H=layer.hidden,
-            dtype=str(layer.dtype),
-            expert_alignment=self.alignment,
-            max_m=self.most,
-            slot=slot,
-        )
+        sizes = dict(experts=layer.experts, k=layer.k, H=layer.hidden, dtype=str(layer.dtype))
+        return dict(rows=self.tokens, **sizes, expert_alignment=self.alignment, max_m=self.most, slot=slot)
+
+
+@dataclass(frozen=True)
+class ExchangeCall(Call):
+    """slot: the one that a dispatch is to take, or None. answered: of a combine, whether the dispatch has a gradient
+    too."""
+
+    exchange: Exchange
+    slot: int | None = None
+    answered: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The most tokens of a rank, and never 0."""
+        return self.exchange.layer.capacity
+
+
+class DispatchOperands(NamedTuple):
+    """The operands of `dispatch`. weights: detached, since their gradient is that of `combine`. leaf: those that
+    require one, or None, for the handle."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    leaf: torch.Tensor | None = None
+
+
+class CombineOperands(NamedTuple):
+    """The operands of `combine`. ticket: int64 [2] in host memory, the number of the dispatch, and its slot."""
+
+    y: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    ticket: torch.Tensor
+    shared: torch.Tensor | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -79,9 +129,34 @@ class Placed:
     shape: tuple[int, ...]  # of rows
     order: ExpertOrder
     weights: torch.Tensor  # float32 [W, C, k], of all ranks
-    offsets: torch.Tensor  # int32 [El + 1], of rows
-    placed: ExpertOrder  # of rows; masked, with other slots than the tables
     masked: Masked | None = None
+    offsets: torch.Tensor = field(init=False)  # int32 [El + 1], of rows
+    placed: ExpertOrder = field(init=False)  # of rows; masked, with other slots than the tables
+
+    def __post_init__(self) -> None:
+        self.offsets, self.placed = self.order.offsets, self.order
+
+    @property
+    def counts(self) -> torch.Tensor:
+        return self.order.received if self.masked is None else self.masked.counts
+
+    @property
+    def sources(self) -> torch.Tensor:
+        return self.order.sources if self.masked is None else self.masked.sources
+
+
+P = TypeVar("P", bound=Placed)
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A dispatch that is not combined. held: says whether somebody may still combine it. answers: of the gradient of a
+    combine's result, the number of the dispatch whose backward pass combines it."""
+
+    placed: Placed
+    tokens: int  # that this rank dispatched
+    held: Callable[[], bool]
+    answers: int | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -115,33 +190,43 @@ class Handle:
     counts: int32 [El], rows of every expert, without padding.
     sources: int32, of the shape of rows without H: s C + t for token t of rank s, C the most tokens of a rank; -1 for
         rows of no token.
-    slot: which of the two it has; shape: of rows, and so of y.
+    slot: which of the two it has (not in a compiled graph); shape: of rows, and so of y.
 
     It keeps ids and weights: the same ids make the same rows again, which a backward pass will send dy by. A handle
     that nobody holds any more is cancelled by the next `dispatch` or `combine`.
     """
 
     world: World
-    slot: int
+    plan: str | Plan
     shape: tuple[int, ...]
+    dtype: torch.dtype
     offsets: torch.Tensor
     counts: torch.Tensor
     sources: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    ready: Placed = field(repr=False)
-    combined: bool = False
+    ticket: torch.Tensor = field(repr=False)
+    options: CallOptions = field(repr=False)  # of `Combine`
     versions: tuple[int, ...] = field(default=(), repr=False)  # of ids and weights, as torch counts writes
-    node: weakref.ref[torch.autograd.graph.Node] | None = field(default=None, repr=False)  # of x's gradient
-    back: Handle | None = field(default=None, repr=False)  # of the gradient, under way from combine's to dispatch's
+
+    @property
+    def number(self) -> int:
+        return int(self.ticket[0])
+
+    @property
+    def slot(self) -> int:
+        return int(self.ticket[1])
+
+    @property
+    def combined(self) -> bool:
+        return self.number not in under_way(self.world)
 
     def cancel(self) -> None:
         """Collective, in the place of `combine` and with its order: gives the slot back, without a result. For a
         dispatch whose rows nobody wants. Raises WeftError as `combine` does."""
         check_handle(self, None)
         self.world.check()
-        cancel(self.world, self.ready, self.ids.shape[0])
-        self.combined = True
+        cancel(self.world, self.number)
         self.world.finish(self.world.current_stream())
 
 
@@ -157,6 +242,7 @@ def dispatch(
     max_m: int | None = None,
     rows: Sequence[int] | None = None,
     slot: int | None = None,
+    plan: str | Plan = "auto",
 ) -> tuple[torch.Tensor, Handle]:
     """Every token to the ranks of its experts, in rows by expert (the interface is DeepEP's `dispatch`, with counts
     that stay on the device).
@@ -181,17 +267,18 @@ def dispatch(
             Overflow.
         rows: tokens of every rank, where they are not all equal. None: all have as many as this one.
         slot: 0 or 1, None: the first that is free. A CUDA graph's replays take the slots that its capture took.
+        plan: "auto", "dispatched", "sequential" or such a Plan; that of the combine too. The same on all ranks.
 
     Returns: rows, memory of its own, and the Handle, to be combined (or cancelled, `handle.cancel()`) once, in the
         order of the dispatches. At most two may be under way, on any streams: two microbatches. With contiguous rows,
         `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the experts.
 
     Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call
-    makes the same rows. Nothing is read by the host. Without symmetric memory the library's collectives move rows, and
-    every rank gets all tokens on the way. Memory of a slot, shared by all calls: symmetric, 2 W C H elements
-    and 8 W C k bytes. Not to be compiled by torch.compile. Differentiable: the backward pass of combine dispatches the
-    gradient of its result, that of dispatch combines the rows' gradients, all with weights of 1; so there must be both,
-    and ids and weights stay as they are until then.
+    makes the same rows. Nothing is read by the host. By "sequential", as without symmetric memory, the library's
+    collectives move rows, and every rank gets all tokens on the way. Memory of a slot, shared by all calls: symmetric,
+    2 W C H elements and 8 W C k bytes. In a graph of torch.compile the handle's tensors are copies. Differentiable: the
+    backward pass of combine dispatches the gradient of its result, that of dispatch combines the rows' gradients, all
+    with weights of 1; so there must be both, and ids and weights stay as they are until then.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -200,18 +287,10 @@ def dispatch(
         WeftError: no slot is free; the first call of its kind inside a CUDA graph capture.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
     """
-    options = (experts, layout, expert_alignment, max_m, plain_rows(DISPATCH, rows))
-    exchange = checked(world, x, ids, weights, options)
-    world.check()
-    lost = world.backend.left_out()
-    taken = free_slot(world, slot)
-    if torch.is_grad_enabled() and x.requires_grad:
-        found: list[Handle] = []
-        placed = DispatchedRows.apply(x, ids, weights, exchange, taken, found, world)
-        return world.behind((placed, found[0]), lost)
-    given = begin(world, exchange, taken, dense(x), dense(ids), dense(weights))
-    world.finish(world.current_stream())
-    return world.behind(given, lost)
+    options = plain_rows(DISPATCH, rows), experts, layout, expert_alignment, max_m, slot
+    detached, leaf = (weights.detach(), weights) if requires_grad(weights) else (weights, None)
+    result: tuple[torch.Tensor, Handle] = DISPATCHES(world, plan, DispatchOperands(x, ids, detached, leaf), options)
+    return result
 
 
 def combine(
@@ -246,53 +325,23 @@ def combine(
     """
     check_handle(handle, world)
     check_sums(handle, y, shared)
-    world = handle.world
-    world.check()
-    lost = world.backend.left_out()
-    t = handle.ids.shape[0]
-    if torch.is_grad_enabled() and requires_grad(y, shared, handle.weights):
-        if out is not None:
-            raise ValueError(f"{COMBINE}: out= has no gradient, and an operand requires one; use torch.no_grad()")
-        return world.behind(CombinedRows.apply(y, handle.weights, shared, handle), lost)
-    given = output(COMBINE, world, out, (t, handle.shape[-1]), y.dtype)
-    y, shared = dense(y), None if shared is None else dense(shared)
-    # Tokens are done one after another, and a token's rows of y lie anywhere among those of others.
-    apart = given.data_ptr() % 16 != 0 or overlap(out, y, shared)
-    result = world.empty(given.shape, y.dtype) if apart else given
-    end(handle, y, shared, result)
-    stream = world.current_stream()
-    if result is not given:
-        world.copy(given, result, stream)
-    world.finish(stream)
-    return world.behind(given, lost)
+    gradient = torch.is_grad_enabled() and requires_grad(y, shared, handle.weights)
+    before, now = handle.versions, versions(handle.ids, handle.weights)
+    if gradient and before and now and before != now:
+        raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
+    operands = CombineOperands(y, handle.weights, handle.ids, handle.ticket, shared)
+    result: torch.Tensor = COMBINES(handle.world, handle.plan, operands, handle.options, out)
+    return result
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def checked(world: World, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: CallOptions) -> Exchange:
-    """What is called; by what is the same, checked once. Raises for anything that this rank alone can see is wrong."""
-    check_call(DISPATCH, world)
+def check(world: World, operands: DispatchOperands, options: CallOptions) -> None:
+    """Raise for anything that this rank alone can see is wrong."""
+    (x, ids, weights, _), (rows, experts, layout, alignment, max_m, slot) = operands, options
     for name, t in (("x", x), ("ids", ids), ("weights", weights)):
         check_device(DISPATCH, world, name, t)
-    key = (DISPATCH, x.shape, x.dtype, ids.shape, ids.dtype, weights.shape, weights.dtype, *options)
-    found: Exchange | None = world.decided.get(key)
-    if found is None:
-        found = world.decided[key] = check(world, x, ids, weights, *options)
-    return found
-
-
-def check(
-    world: World,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    experts: int,
-    layout: str,
-    alignment: int,
-    max_m: int | None,
-    rows: tuple[int, ...] | None,
-) -> Exchange:
     check_routes(x, ids, weights, DISPATCH)
     if layout not in ROW_LAYOUTS or alignment not in ALIGNMENTS:
         raise ValueError(
@@ -311,42 +360,10 @@ def check(
         raise ValueError(f"{DISPATCH}: rows must be whole 16-byte words, and H of x {dims(x)} is no multiple of 8")
     if max_m is not None and (layout != "masked" or not isinstance(max_m, int) or max_m < 1):
         raise ValueError(f'{DISPATCH}: max_m {max_m!r} is a number of rows, of layout "masked", not {layout!r}')
-    tokens = (x.shape[0],) * world.size if rows is None else given_rows(DISPATCH, world, rows, x, whole=False)
-    capacity = max(1, *tokens)
-    most = min(max_m or world.size * capacity, world.size * capacity) if layout == "masked" else 0
-    layer = Layer(capacity, experts, k, x.shape[1], 8, x.dtype)
-    return Exchange(tokens, layer, 1 if most else alignment, most)
-
-
-def free_slot(world: World, asked: int | None) -> int:
-    give_back(world)
-    taken = [ready.slot for _, ready, _ in under_way(world)]
-    if asked is not None and asked not in range(SLOTS):
-        raise ValueError(f"{DISPATCH}: slot {asked!r} is not 0, 1 or None")
-    free = [s for s in range(SLOTS) if s not in taken and asked in (None, s)]
-    if not free:
-        which = f"slots {taken} are" if asked is None else f"slot {asked} is"
-        raise WeftError(f"{DISPATCH}: {which} under way; a handle has to be combined or cancelled first")
-    return free[0]
-
-
-def under_way(world: World) -> list[UnderWay]:
-    """Dispatches that are not combined, the oldest first."""
-    return world.cached(f"{DISPATCH}: handles", list)
-
-
-def give_back(world: World) -> None:
-    """Cancel the oldest dispatches, up to the first whose handle somebody holds. On all ranks alike, where they let go
-    of handles alike."""
-    held = under_way(world)
-    while held and held[0][0]() is None:
-        cancel(world, *held[0][1:])
-
-
-def cancel(world: World, made: Placed, tokens: int) -> None:
-    """Combine the oldest dispatch, of so many tokens, to memory that nobody reads."""
-    y, out = (world.zeros(shape, made.exchange.layer.dtype) for shape in (made.shape, (tokens, made.shape[-1])))
-    finished(world, made, y, None, out)
+    if slot is not None and slot not in range(SLOTS):
+        raise ValueError(f"{DISPATCH}: slot {slot!r} is not 0, 1 or None")
+    if rows is not None:
+        given_rows(DISPATCH, world, rows, x, whole=False)
 
 
 def check_handle(handle: Handle, world: World | None) -> None:
@@ -354,121 +371,131 @@ def check_handle(handle: Handle, world: World | None) -> None:
         raise TypeError(f"{COMBINE}: handle must be what weft.moe.dispatch returned, got {type(handle).__name__}")
     if world is not None and world is not handle.world:
         raise WeftError(f"{COMBINE}: the handle is of {handle.world}, not of {world}")
+    if torch.compiler.is_compiling():  # which dispatches are under way is known when the graph runs
+        return
     if handle.combined:
         raise WeftError(f"{COMBINE}: the handle of slot {handle.slot} was combined already")
     give_back(handle.world)
-    oldest, ready, _ = under_way(handle.world)[0]
-    if oldest() is not handle:
+    number, oldest = next(iter(under_way(handle.world).items()))
+    if number != handle.number:
         raise WeftError(
-            f"{COMBINE}: the handle of slot {handle.slot} out of order: that of slot {ready.slot} was dispatched"
-            " before it, and is combined or cancelled first"
+            f"{COMBINE}: the handle of slot {handle.slot} out of order: that of slot {oldest.placed.slot} was"
+            " dispatched before it, and is combined or cancelled first"
         )
 
 
 def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> None:
-    layer, t = handle.ready.exchange.layer, handle.ids.shape[0]
-    for name, given, shape in (("y", y, handle.shape), ("shared", shared, (t, layer.hidden))):
+    t, dtype, h = handle.ids.shape[0], handle.dtype, handle.shape[-1]
+    for name, given, shape in (("y", y, handle.shape), ("shared", shared, (t, h))):
         if given is None and name == "shared":
             continue
         check_device(COMBINE, handle.world, name, given)
         assert given is not None
         if given.shape != shape:
             raise ValueError(f"{COMBINE}: {name} {dims(given)} must be {list(shape)}, as the handle's")
-        if given.dtype != layer.dtype:
-            raise TypeError(f"{COMBINE}: {name} is {dims(given)}, and what was dispatched {layer.dtype}")
+        if given.dtype != dtype:
+            raise TypeError(f"{COMBINE}: {name} is {dims(given)}, and what was dispatched {dtype}")
+
+
+# -- what is under way -------------------------------------------------------------------------------------------------
+
+
+def under_way(world: World) -> dict[int, UnderWay]:
+    """Dispatches that are not combined, by number, the oldest first."""
+    return world.cached(f"{DISPATCH}: under way", dict)
+
+
+def free_slot(world: World, asked: int | None) -> int:
+    give_back(world)
+    calls = under_way(world)
+    unanswered = [number for number, call in calls.items() if call.answers is not None]
+    if len(calls) == SLOTS and unanswered:  # a backward pass that ends at the experts combines none of them
+        cancel(world, unanswered[0])
+    taken = [call.placed.slot for call in calls.values()]
+    free = [s for s in range(SLOTS) if s not in taken and asked in (None, s)]
+    if not free:
+        which = f"slots {taken} are" if asked is None else f"slot {asked} is"
+        raise WeftError(f"{DISPATCH}: {which} under way; a handle has to be combined or cancelled first")
+    return free[0]
+
+
+def give_back(world: World) -> None:
+    """Cancel the oldest dispatches, up to the first that somebody holds. On all ranks alike, where they let go of
+    handles alike."""
+    calls = under_way(world)
+    while calls:
+        number, oldest = next(iter(calls.items()))
+        if oldest.held():
+            return
+        cancel(world, number)
+
+
+def cancel(world: World, number: int) -> None:
+    """Combine a dispatch to memory that nobody reads."""
+    call = under_way(world)[number]
+    placed, dtype = call.placed, call.placed.exchange.layer.dtype
+    y, out = (world.zeros(shape, dtype) for shape in (placed.shape, (call.tokens, placed.shape[-1])))
+    complete(world, number, y, None, out)
 
 
 # -- what is made once -------------------------------------------------------------------------------------------------
 
 
-def ready(world: World, exchange: Exchange, slot: int) -> Placed:
-    """Return what calls of this kind and slot have in common. Collective the first time."""
-    make = gather if world.symmetric_reason else prepare
-    return world.cached((DISPATCH, exchange, slot), lambda: make(world, exchange, slot))
+def ready(world: World, exchange: Exchange, plan: Plan, slot: int) -> Placed:
+    """Return what calls of this kind, plan and slot have in common. Collective the first time."""
+
+    def make() -> Placed:
+        kind = dict(exchange.agreed(slot), plan=plan)
+        numbers = world.check_same_on_all_ranks(DISPATCH, **kind), world.check_same_on_all_ranks(COMBINE, **kind)
+        local, shape = exchange.layer.experts // world.size, exchange.shape(world)
+        common = dict(exchange=exchange, numbers=numbers, slot=slot, local=local, shape=shape)
+        if not isinstance(plan, Dispatched):
+            return mask(world, gather(world, exchange.layer, exchange.alignment, common))
+        prepared_call = mask(world, prepare(world, exchange.layer, exchange.alignment, plan, common))
+        load(world, prepared_call)
+        return prepared_call
+
+    return world.cached((DISPATCH, exchange, plan, slot), make)
 
 
-def numbers_of(world: World, exchange: Exchange, slot: int) -> tuple[int, int]:
-    """Return the numbers of dispatch and of combine, on which the ranks agree. Collective the first time."""
-    return world.check_same_on_all_ranks(DISPATCH, **exchange.agreed(slot)), world.check_same_on_all_ranks(
-        COMBINE, **exchange.agreed(slot)
-    )
-
-
-def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
-    numbers = numbers_of(world, exchange, slot)
-    given = exchange.layer
-    layer = Split(given.capacity, given.experts, given.k, given.hidden, 0, given.dtype, tile=exchange.alignment)
+def gather(world: World, whole: Layer, alignment: int, common: dict[str, Any]) -> ByCollectives:
+    layer = Split(whole.capacity, whole.experts, whole.k, whole.hidden, 0, whole.dtype, tile=alignment)
     local, total, shape = layer.local(world), layer.rows(world), (world.size, layer.capacity, layer.k)
     routes = world.size * layer.capacity * layer.k
-    ids, slots, sources, offsets, received = (
-        world.zeros(size, torch.int32) for size in (shape, (routes,), (total,), (local + 1,), (local,))
-    )
-    order = ExpertOrder(ids, slots, sources, offsets, received)
-    made = ByCollectives(
-        exchange=exchange,
-        numbers=numbers,
-        slot=slot,
-        local=local,
-        shape=(total, layer.hidden),
-        order=order,
-        weights=world.zeros(shape, torch.float32),
-        offsets=offsets,
-        placed=order,
-        layer=layer,
-    )
-    if exchange.most:
-        mask(world, made)
-    return made
+    sizes = shape, (routes,), (total,), (local + 1,), (local,)
+    order = ExpertOrder(*(world.zeros(size, torch.int32) for size in sizes))
+    return ByCollectives(**common, order=order, weights=world.zeros(shape, torch.float32), layer=layer)
 
 
-def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
-    numbers = numbers_of(world, exchange, slot)
-    layer, w, most = exchange.layer, world.size, exchange.most
-    plan, local = world.scale.plan(Dispatched), layer.experts // w
+def prepare(world: World, layer: Layer, alignment: int, plan: Dispatched, common: dict[str, Any]) -> Ready:
+    w, slot, local = world.size, common["slot"], common["local"]
     senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     came = world.channel(f"{DISPATCH} {slot}, rows by {senders} programs", w, None, senders)
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
-    total = route_tables.rows_of(world, layer.capacity, layer.k, local, exchange.alignment)
+    total = route_tables.rows_of(world, layer.capacity, layer.k, local, alignment)
     settled = world.zeros((max(w, 16),), torch.int32)
     calls = world.calls(f"{COMBINE} {slot}")
     of = Prepared(layer, plan, local, total, senders, summers, came, summed, calls, settled, settled)
     nbytes = w * layer.capacity * layer.hidden * layer.dtype.itemsize
     box = (w, layer.capacity, layer.hidden)
     inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
-    ids, weights, tables = route_tables.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
+    ids, weights, tables = route_tables.memory(world, layer.capacity, layer.k, local, alignment, slot)
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
-    made = Ready(
-        exchange=exchange,
-        numbers=numbers,
-        slot=slot,
-        local=local,
-        shape=(total, layer.hidden),
-        order=order,
-        weights=weights,
-        offsets=tables.offsets,
-        placed=order,
-        of=of,
-        inbox=inbox,
-        outbox=outbox,
-        settled=settled,
-    )
-    if most:
-        mask(world, made)
-    load(world, made)
-    return made
+    return Ready(**common, order=order, weights=weights, of=of, inbox=inbox, outbox=outbox, settled=settled)
 
 
-def mask(world: World, made: Placed) -> None:
-    """What layout "masked" has besides."""
-    layer, most, local = made.exchange.layer, made.exchange.most, made.local
+def mask(world: World, placed: P) -> P:
+    """Return it with what layout "masked" has besides, if it has that layout."""
+    layer, most, local = placed.exchange.layer, placed.exchange.most, placed.local
 
     def ints(*shape: int) -> torch.Tensor:
         return world.zeros(shape, torch.int32)
 
-    made.masked = Masked(ints(world.size * layer.capacity * layer.k), ints(local, most), ints(local))
-    made.placed = made.order._replace(slots=made.masked.slots)
-    made.shape = (local, most, layer.hidden)
-    made.offsets = world.tensor([most * e for e in range(local + 1)], torch.int32)
+    if most:
+        placed.masked = Masked(ints(world.size * layer.capacity * layer.k), ints(local, most), ints(local))
+        placed.placed = placed.order._replace(slots=placed.masked.slots)
+        placed.offsets = world.tensor([most * e for e in range(local + 1)], torch.int32)
+    return placed
 
 
 def load(world: World, made: Ready) -> None:
@@ -538,50 +565,28 @@ def total_of(
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
-def begin(
-    world: World,
-    exchange: Exchange,
-    slot: int,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    clear: bool = False,
-) -> tuple[torch.Tensor, Handle]:
-    """`dispatch` of contiguous tensors, in a slot that is free, on the current stream. clear: rows of no token are
-    zero."""
-    made, stream = ready(world, exchange, slot), world.current_stream()
+def place(
+    world: World, made: Placed, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Dispatch contiguous tensors, in a slot that is free, on the current stream."""
     world.begin(made.numbers[0])
-    rows = (world.zeros if clear else world.empty)(made.shape, exchange.layer.dtype)
-    world.order(lock(world, f"{DISPATCH} {slot}"), stream)
+    stream = world.current_stream()
+    world.order(lock(world, f"{DISPATCH} {made.slot}"), stream)
     if isinstance(made, Ready):
-        send(world, made, slot, x, ids, weights, rows)
-    else:
-        assert isinstance(made, ByCollectives)
-        given = collectives.place(world, made.layer, made.order, made.weights, x, ids, weights)
-        if made.masked is not None:
-            masks(world, made)(stream)
-        sources = made.order.sources if made.masked is None else made.masked.sources
-        collectives.pick(world, given, sources, rows)
-    counts, sources = made.order.received, made.order.sources
+        send(world, made, x, ids, weights, rows)
+        return
+    assert isinstance(made, ByCollectives)
+    tokens = collectives.place(world, made.layer, made.order, made.weights, x, ids, weights)
     if made.masked is not None:
-        counts, sources = made.masked.counts, made.masked.sources
-    handle = Handle(world, slot, made.shape, made.offsets, counts, sources, ids, weights, made)
-    handle.versions = versions(ids, weights)
-    under_way(world).append((weakref.ref(handle), made, ids.shape[0]))
-    return rows, handle
+        masks(world, made)(stream)
+    collectives.pick(world, tokens, made.sources, rows)
 
 
 def send(
-    world: World,
-    made: Ready,
-    slot: int,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    rows: torch.Tensor,
+    world: World, made: Ready, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """The launches of `begin`."""
-    stream, side, of = world.current_stream(), world.side_stream(f"{DISPATCH} {slot}"), made.of
+    """The launches of `place`."""
+    stream, side, of, slot = world.current_stream(), world.side_stream(f"{DISPATCH} {made.slot}"), made.of, made.slot
     capacity, alignment = made.exchange.layer.capacity, made.exchange.alignment
     start = world.record(stream)
     ids_all, _ = route_tables.share(world, ids, weights, capacity, slot=slot)
@@ -594,113 +599,180 @@ def send(
     world.wait_event(stream, world.record(side))  # the caller may write x and ids again
 
 
-def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
-    """`combine` of contiguous tensors, of the oldest handle, on the current stream."""
-    finished(handle.world, handle.ready, y, shared, out)
-    handle.combined = True
+def run_dispatch(
+    world: World, call: ExchangeCall, plan: Plan, operands: DispatchOperands, out: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """out = the rows, on the current stream. Returns offsets, counts, sources and the ticket."""
+    placed, number = ready(world, call.exchange, plan, free_slot(world, call.slot)), next(_numbers)
+    place(world, placed, operands.x, operands.ids, operands.weights, out)
+    ticket = torch.tensor([number, placed.slot])
+    memory = StorageWeakRef(ticket.untyped_storage())
+    under_way(world)[number] = UnderWay(placed, operands.x.shape[0], lambda: not memory.expired())
+    return placed.offsets, placed.counts, placed.sources, ticket
 
 
-def finished(world: World, made: Placed, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Combine the oldest dispatch, whose slot is free from then on."""
-    world.begin(made.numbers[1])
-    stream = world.current_stream()
-    world.order(lock(world, f"{DISPATCH} {made.slot}"), stream)
-    if isinstance(made, Ready):
-        sums(world, made, y).on(stream)
-        total_of(world, made, y, shared, out).on(stream)
+def run_combine(world: World, call: ExchangeCall, plan: Plan, operands: CombineOperands, out: torch.Tensor) -> None:
+    """out [T, H] = the weighted sums of y's rows, + shared, on the current stream."""
+    number, slot = operands.ticket.tolist()
+    if number not in under_way(world):
+        raise WeftError(f"{COMBINE}: the handle of slot {slot} was combined already")
+    complete(world, number, operands.y, operands.shared, out)
+
+
+def complete(world: World, number: int, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Combine a dispatch, whose slot is free from then on."""
+    placed, stream = under_way(world)[number].placed, world.current_stream()
+    world.begin(placed.numbers[1])
+    world.order(lock(world, f"{DISPATCH} {placed.slot}"), stream)
+    if isinstance(placed, Ready):
+        sums(world, placed, y).on(stream)
+        total_of(world, placed, y, shared, out).on(stream)
     else:
-        assert isinstance(made, ByCollectives)
-        collectives.sums(world, made.layer, made.placed.slots, made.weights, y, shared, out)
-    del under_way(world)[0]
+        assert isinstance(placed, ByCollectives)
+        collectives.sums(world, placed.layer, placed.placed.slots, placed.weights, y, shared, out)
+    del under_way(world)[number]
 
 
 def versions(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """How often torch wrote them; those made in inference mode, which have no gradient, count nothing."""
+    """How often torch wrote them; a compiled graph, and tensors made in inference mode, which have no gradient, count
+    nothing."""
+    if torch.compiler.is_compiling():
+        return ()
     return tuple(0 if t.is_inference() else t._version for t in tensors)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- the ops -----------------------------------------------------------------------------------------------------------
 
 
-class DispatchedRows(torch.autograd.Function):
-    """Rows of x; the Handle goes to a list."""
+class ExchangeOp(Op[ExchangeCall]):
+    """What both have in common. `ready` has the ranks agree, on the slot too."""
 
-    @staticmethod
-    def forward(
-        ctx: Context,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        exchange: Exchange,
-        slot: int,
-        found: list[Handle],
-        world: World,
-    ) -> torch.Tensor:
-        rows, ctx.handle = begin(world, exchange, slot, dense(x), dense(ids), dense(weights))
-        ctx.handle.weights, ctx.handle.node = weights, weakref.ref(ctx)
-        ctx.handle.versions = versions(ctx.handle.ids, weights)
-        found.append(ctx.handle)
-        world.finish(world.current_stream())
-        return rows
+    small = Dispatched
+    by_library = False
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, drows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back, ctx.handle.back = ctx.handle.back, None
+    def expected(self, world: World, call: ExchangeCall, mode: str) -> Plan:
+        return Dispatched()
+
+    def fits(self, world: World, call: ExchangeCall, plan: Plan, asked: str | Plan) -> str | None:
+        return world.symmetric_reason
+
+    def check_same_on_all_ranks(self, world: World, call: ExchangeCall, plan: Plan, **more: Hashable) -> int | None:
+        return None
+
+
+class Dispatch(ExchangeOp):
+    """Options: rows of every rank or None, experts, layout, expert_alignment, max_m, slot. Results: rows; offsets,
+    counts and sources, memory of the slot; the ticket."""
+
+    name, public = "moe_dispatch", DISPATCH
+    signature = (
+        "Tensor x, Tensor ids, Tensor weights, SymInt[]? rows, SymInt experts, str layout, SymInt expert_alignment,"
+        " SymInt? max_m, SymInt? slot"
+    )
+    results, lends, wraps = 5, 3, True
+    takes = DispatchOperands
+    runs = {Sequential: run_dispatch, Dispatched: run_dispatch}
+
+    def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> ExchangeCall:
+        check(world, operands, options)
+        return ExchangeCall(Exchange.from_options(world, operands.ids, operands.x, options[:-1]), options[-1])
+
+    def outputs(self, world: World, call: ExchangeCall) -> Shapes:
+        shape, local = call.exchange.shape(world), call.exchange.layer.experts // world.size
+        return [(shape, call.exchange.layer.dtype), *((n, torch.int32) for n in ((local + 1,), (local,), shape[:-1]))]
+
+    def fake(self, world: World, operands: DispatchOperands, options: CallOptions) -> list[torch.Tensor]:
+        ticket = operands.x.new_empty((2,), dtype=torch.int64, device="cpu")
+        return [*super().fake(world, operands, options), ticket]
+
+    def returned(self, world: World, call: ExchangeCall, result: torch.Tensor, more: Operands) -> Returned:
+        return result, *more
+
+    def wrapped(
+        self, world: World, plan: str | Plan, operands: DispatchOperands, options: CallOptions, results: Operands
+    ) -> Returned:
+        (rows, offsets, counts, sources, ticket), (x, ids, weights, leaf) = results, operands
+        weights, gradients = weights if leaf is None else leaf, torch.is_grad_enabled()
+        if gradients and not torch.compiler.is_compiling():
+            # The experts' backward pass may read the tables when the slot has those of another call.
+            offsets, counts, sources = offsets.clone(), counts.clone(), sources.clone()
+        tables, options = (offsets, counts, sources), (*options[:-1], gradients and x.requires_grad)
+        shape, written = tuple(rows.shape), versions(ids, weights)
+        return rows, Handle(world, plan, shape, rows.dtype, *tables, ids, weights, ticket, options, written)
+
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+        return results[-1:]
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        (ticket,), (drows, *_) = given.saved, given.gradients
+        assert ticket is not None and drows is not None
+        calls, number = under_way(world), int(ticket[0])
+        back = next((n for n, call in calls.items() if call.answers == number), None)
         if back is None:
             raise WeftError(f"{DISPATCH}: a gradient of rows without one of what {COMBINE} made of this handle")
-        check_handle(back, None)
-        world = back.world
-        dx = world.empty((back.ids.shape[0], back.shape[-1]), drows.dtype)
-        world.call(lambda: back.ready.weights.fill_(1.0), [], [back.ready.weights], world.current_stream())
-        end(back, dense(drows), None, dx)
-        world.finish(world.current_stream())
-        return dx, *(None,) * 6
+        weights, dx = calls[back].placed.weights, world.empty(given.shapes[0], drows.dtype)
+        world.call(lambda: weights.fill_(1.0), [], [weights], world.current_stream())
+        complete(world, back, dense(drows), None, dx)
+        return [dx, None, None]
 
 
-class CombinedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context, y: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, handle: Handle
-    ) -> torch.Tensor:
-        world, ctx.handle = handle.world, handle
-        if versions(handle.ids, weights) != handle.versions:
-            raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
-        ctx.save_for_backward(y, weights, handle.ids)  # torch raises where one is written before the backward pass
-        out = world.empty((handle.ids.shape[0], handle.shape[-1]), y.dtype)
-        end(handle, dense(y), None if shared is None else dense(shared), out)
-        world.finish(world.current_stream())
-        return out
+class Combine(ExchangeOp):
+    """Options: those of the dispatch but for the slot, and whether that has a gradient. Operands may be any of the
+    dispatch's shapes: what is under way is known by the ticket alone."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (y, weights, ids), handle = ctx.saved_tensors, ctx.handle
-        world, made, stream = handle.world, handle.ready, handle.world.current_stream()
-        slot = free_slot(world, None)
-        rows, back = begin(world, made.exchange, slot, dense(dout), ids, dense(weights), True)
-        dy, dots = of_routes(world, back, rows, dense(y))
-        came = world.empty(dots.shape, torch.float32)
+    name, public = "moe_combine", COMBINE
+    signature = (
+        "Tensor y, Tensor weights, Tensor ids, Tensor ticket, Tensor? shared, SymInt[]? rows, SymInt experts,"
+        " str layout, SymInt expert_alignment, SymInt? max_m, bool answered"
+    )
+    takes = CombineOperands
+    runs = {Sequential: run_combine, Dispatched: run_combine}
+
+    def check(self, world: World, operands: CombineOperands, options: CallOptions) -> ExchangeCall:
+        exchange = Exchange.from_options(world, operands.ids, operands.y, options[:-1])
+        return ExchangeCall(exchange, answered=options[-1])
+
+    def meta(self, world: World, operands: CombineOperands, options: CallOptions) -> Shapes:
+        return [((operands.ids.shape[0], operands.y.shape[-1]), operands.y.dtype)]
+
+    def outputs(self, world: World, call: ExchangeCall) -> Shapes:
+        layer = call.exchange.layer
+        return [((call.exchange.tokens[world.rank], layer.hidden), layer.dtype)]
+
+    def laid(self, plan: Plan, operands: CombineOperands) -> CombineOperands:
+        y, shared = bulk((operands.y, operands.shared))
+        assert y is not None
+        return operands._replace(y=y, shared=shared)
+
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+        return operands[:4]
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        y, weights, ids, ticket = (dense(t) for t in given.saved if t is not None)
+        (dout,), call, stream = given.gradients, given.call, world.current_stream()
+        assert dout is not None
+        placed, number = ready(world, call.exchange, given.plan, free_slot(world, None)), next(_numbers)
+        drows = world.zeros(placed.shape, dout.dtype)
+        place(world, placed, dense(dout), ids, weights, drows)
+        task = torch._C._current_graph_task_id()
+        held = lambda: torch._C._current_graph_task_id() == task  # noqa: E731
+        under_way(world)[number] = UnderWay(placed, len(ids), held, int(ticket[0]))
+        dy, dots = of_routes(world, placed, drows, y)
+        dots_here = dots
         if world.size > 1:
-            world.all_to_all(list(came), list(dots), stream)
-        else:
-            came = dots
-        dweights = world.empty(weights.shape, torch.float32)
-        given = weights.numel()
-        world.call(lambda: torch.sum(came[:, :given], 0, out=dweights.view(-1)), [came], [dweights], stream)
-        node = None if handle.node is None else handle.node()
-        if node is not None and torch._C._will_engine_execute_node(node):
-            handle.back = back  # combined by dispatch's backward pass
-        else:
-            end(back, rows, None, world.empty(dout.shape, dout.dtype))
-        world.finish(stream)
-        return dy, dweights, dout if ctx.needs_input_grad[2] else None, None
+            dots_here = world.empty(dots.shape, torch.float32)
+            world.all_to_all(list(dots_here), list(dots), stream)
+        own, dweights = dots_here[:, : weights.numel()], world.empty(weights.shape, torch.float32)
+        world.call(lambda: torch.sum(own, 0, out=dweights.view(-1)), [dots_here], [dweights], stream)
+        if not call.answered:  # else the dispatch's backward pass combines it
+            complete(world, number, drows, None, world.empty(dout.shape, dout.dtype))
+        return [dy, dweights, None, None, dout]
 
 
-def of_routes(world: World, back: Handle, rows: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def of_routes(world: World, made: Placed, rows: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rows, of the gradient, times their routes' weights, zero where there is none; and float32 [W, C k], of every
     rank's routes the product of rows and y."""
-    made, layer = back.ready, back.ready.exchange.layer
+    layer = made.exchange.layer
     dy = world.empty(rows.shape, rows.dtype)
     dots = world.empty((world.size, layer.capacity * layer.k), torch.float32)
 
@@ -718,3 +790,6 @@ def of_routes(world: World, back: Handle, rows: torch.Tensor, y: torch.Tensor) -
 
     world.call(fill, [rows, y, made.placed.slots, made.weights], [dy, dots], world.current_stream())
     return dy, dots
+
+
+DISPATCHES, COMBINES = registered(Dispatch()), registered(Combine())

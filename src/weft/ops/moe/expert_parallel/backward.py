@@ -240,8 +240,8 @@ def of_experts(world: World, of: Prepared, tables: Tables, m: PassRows, made: Gr
 def load(
     world: World, of: Prepared, dy: Tensor, x: Tensor, ids: Tensor, w: Weights, m: PassRows, made: Gradients, kept: Kept
 ) -> None:
-    """Load everything that a pass launches, as `steps.load` does for a call: what shares an SM with a GEMM comes right
-    before it."""
+    """Load everything that a pass launches, as `dispatched.load` does for a call: what shares an SM with a GEMM comes
+    right before it."""
 
     def each() -> Iterator[GivenLaunch]:
         blank, every = Tables(*[of.words] * 8), m.ones.view(torch.int32)
@@ -277,7 +277,7 @@ def backward(
     kept: Kept,
     experts: bool,
 ) -> Gradients:
-    """The gradients of `steps.run_dispatched` of these operands, on the current stream.
+    """The gradients of `dispatched.run_dispatched` of these operands, on the current stream.
 
     Args:
         dy: [T, H], the gradient of out.

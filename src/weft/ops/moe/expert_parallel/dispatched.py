@@ -524,7 +524,7 @@ def run_dispatched(
     world: World, call: MoeCall, plan: Dispatched, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream. Returns the
-    numbers of rows received and what is kept (`MoeCall.buffers`).
+    numbers of rows received, or None, and what is kept.
 
     Args:
         world: the ranks; all make the same calls in the same order.
@@ -543,7 +543,8 @@ def run_dispatched(
     """
     layer, stream, w = call.layer, world.current_stream(), operands.experts
     x, ids, weights, shared = operands.x, operands.ids, operands.weights, operands.shared
-    received, kept = call.buffers(world, operands)
+    received = call.received(world, operands)
+    kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.kept(world, plan.tile.block_m)))
     world.order(lock(world, NAME), stream)
     of = plan_state(world, layer, plan)
     at = space(world, layer, of.rows)
@@ -559,7 +560,7 @@ def run_dispatched(
     total(world, of, rows, ids, shared, out, at)
     if received is not None:
         world.copy(received, tables.received, stream)
-    return received, *kept
+    return received, *(t for t in kept if t is not None)
 
 
 @prepared

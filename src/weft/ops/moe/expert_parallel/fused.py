@@ -161,13 +161,17 @@ def stamped(world: World, programs: int) -> torch.Tensor:
     return made
 
 
-def run_fused(world: World, call: MoeCall, plan: FusedMoe, operands: MoeOperands, out: torch.Tensor) -> None:
-    """Run a call as `steps.run_dispatched` does, to the same bits, and in the same memory but for the inbox. `out` may
-    hold shared, not x. The ranks compare their calls in a small launch before it, which takes some us, as a barrier.
+def run_fused(
+    world: World, call: MoeCall, plan: FusedMoe, operands: MoeOperands, out: torch.Tensor
+) -> tuple[torch.Tensor | None]:
+    """Run a call as `dispatched.run_dispatched` does, to the same bits, and in the same memory but for the inbox. `out`
+    may hold shared, not x. The ranks compare their calls in a small launch before it, which takes some us, as a
+    barrier.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """
-    (x, ids, weights, w13, w2, b13, b2, shared, received), layer = operands, call.layer
+    (x, ids, weights, w13, w2, b13, b2, shared, _), layer = operands, call.layer
+    received = call.received(world, operands)
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
     of = plan_state(world, layer, plan)
@@ -183,3 +187,4 @@ def run_fused(world: World, call: MoeCall, plan: FusedMoe, operands: MoeOperands
     step.on(stream)
     if received is not None:
         world.copy(received, of.tables.received, stream)
+    return (received,)

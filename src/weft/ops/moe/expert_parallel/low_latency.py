@@ -136,12 +136,16 @@ def _sums(world: World, of: Few) -> Launch:
     return Launch(world, few_sums, of.programs, filling(of.plan), ch=of.ch, at=memory(world, of), **sizes)
 
 
-def run_low_latency(world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor) -> None:
-    """Run a call as `steps.run_dispatched` does, in the same memory, but without tables. `out` may hold shared, not x.
+def run_low_latency(
+    world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor
+) -> tuple[torch.Tensor | None]:
+    """Run a call as `dispatched.run_dispatched` does, in the same memory, but without tables. `out` may hold shared,
+    not x.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """
-    (x, ids, weights, w13, w2, b13, b2, shared, received), stream = operands, world.current_stream()
+    (x, ids, weights, w13, w2, b13, b2, shared, _), stream = operands, world.current_stream()
+    received = call.received(world, operands)
     # Some programs write the numbers of rows received while others still read operands.
     apart = received is not None and overlap(received, *operands[:-1])
     counts = world.empty((w13.shape[0],), torch.int32) if apart else received
@@ -163,3 +167,4 @@ def run_low_latency(world: World, call: MoeCall, plan: LowLatency, operands: Moe
         step.on(stream)
     if received is not None and counts is not None and apart:
         world.copy(received, counts, stream)
+    return (received,)

@@ -9,6 +9,9 @@ back.
     sequential   the library's all-to-all, a grouped GEMM of it, and all-to-all back. The host reads how many rows go
                  where, so a CUDA graph cannot hold it
 
+The last but fused and low_latency have gradients: backward.py, where dy goes as the tokens went and the rows' gradients
+come home; and, sequential, the library's all-to-all of x and dy, autograd of its grouped GEMMs, all-to-all back.
+
 The routing is given: ids and weights of every token's experts, from `weft.moe.gate` or anything else.
 """
 
@@ -16,26 +19,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from ....architectures import HOPPER, lacks
 from ....backends.base import check_tensors
-from ....op import REGISTRY, Op, registered
+from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
-from ....tensor_checks import bulk, check_device, dims, requires_grad
-from ....torch_library import text_of
+from ....tensor_checks import bulk, check_device, dense, dims
+from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import given_rows, plain_rows
-from ..call import ACTIVATIONS, MOST_K, NAME, Layer, MoeCall, MoeOperands, check_routes
-from . import dispatched, fused, low_latency
+from ..call import ACTIVATIONS, KEEPS, MOST_K, NAME, Kept, Layer, MoeCall, MoeOperands, check_routes
+from . import backward, dispatched, fused, low_latency, sequential
 from .dispatched import run_dispatched
 from .fused import run_fused
 from .low_latency import run_low_latency
 from .sequential import run_sequential
 
-TRAINED = "moe_trained"
 # Rows of an expert, on the average, up to which tiles of 64 rows were faster on H200s (docs/design-notes.md), and up to
 # which the plan for few tokens was (docs/moe.md): what is expected until it is timed.
 FEW_ROWS_MOST, LOW_LATENCY_MOST, TIMED_WITHIN = 48, 8, 4
@@ -111,27 +113,24 @@ def moe(
         Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out, with their number.
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
     """
-    options = plain_rows(NAME, rows), activation, max_tokens, max_rows
+    options = plain_rows(NAME, rows), activation, max_tokens, max_rows, keep, received is not None
     w13, b13 = packed(NAME, "w13", w13, 5, activation), packed(NAME, "b13", b13, 4, activation)
-    if torch.is_grad_enabled() and requires_grad(x, weights, w13, w2, b13, b2, shared):
-        asked = text_of(plan) if isinstance(plan, Plan) else plan
-        operands = x, ids, weights, w13, w2, b13, b2, shared
-        y, counts, *_ = REGISTRY[TRAINED](world, plan, operands, (*options, keep, asked), out)  # training.py
-        if received is not None:
-            received.copy_(counts)
-        return y
-    return MOE(world, plan, MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received), options, out)
+    operands = MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received)
+    result: torch.Tensor = MOE(world, plan, operands, options, out)
+    return result
 
 
 class Moe(Op[MoeCall]):
-    """Operands: x, ids, weights, w13, w2, b13, b2, shared, received; options: rows of every rank or None, activation,
-    max_tokens, max_rows."""
+    """Operands: x, ids, weights, w13, w2, b13, b2, shared, and of direct calls received; options: rows of every rank or
+    None, activation, max_tokens, max_rows, keep, whether the numbers of rows received are wanted, whether a gradient
+    is. Results: out; int32 [El] rows received, or None. A run keeps what `call.Kept` has."""
 
     name = NAME
     signature = (
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
-        " Tensor(a!)? received, SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows"
+        " SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows, str keep, bool counted, bool gradient"
     )
+    results, keeps, wraps = 2, 2, True
     takes = MoeOperands
     runs = {
         Sequential: run_sequential,
@@ -143,18 +142,21 @@ class Moe(Op[MoeCall]):
     tries: ClassVar[Sequence[Plan]] = (LowLatency(), FEW_ROWS, Dispatched())
     by_library = False  # whose calls no CUDA graph holds
 
-    def check(self, world: World, operands: MoeOperands, options: tuple[Any, ...]) -> MoeCall:
-        (x, ids, weights, w13, w2, *_), (rows, activation, max_tokens, max_rows) = operands, options
+    def check(self, world: World, operands: MoeOperands, options: CallOptions) -> MoeCall:
+        x, ids, weights, w13, w2, *_ = operands
+        rows, activation, max_tokens, max_rows, keep, counted, gradient = options
         for name, t in operands._asdict().items():
             if t is not None or name not in MoeOperands._field_defaults:
                 check_device(NAME, world, name, t)
         check_routes(x, ids, weights)
         if activation not in ACTIVATIONS:
             raise ValueError(f"{NAME}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
+        if keep not in KEEPS:
+            raise ValueError(f"{NAME}: keep {keep!r} is not one of {list(KEEPS)}")
         check_experts(world, operands, activation)
         tokens, experts = None if rows is None else given_rows(NAME, world, rows, x, whole=False), len(w13) * world.size
         if tokens is None and max_tokens is None:
-            few_tokens = decoded(world, experts, ids.shape[1]) if LowLatency in self.runs else 0
+            few_tokens = 0 if gradient else decoded(world, experts, ids.shape[1])
             if x.shape[0] <= few_tokens:
                 max_tokens = few_tokens
             else:
@@ -171,15 +173,49 @@ class Moe(Op[MoeCall]):
             )
         capacity = max(1, most if max_tokens is None else max_tokens)
         layer = Layer(capacity, experts, ids.shape[1], x.shape[1], inner, x.dtype, activation, max_rows)
-        return MoeCall(x.shape[0], tokens, layer)
+        return MoeCall(x.shape[0], tokens, layer, keep if gradient else None, counted or gradient)
 
-    def meta(
-        self, world: World, operands: MoeOperands, options: tuple[Any, ...]
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [(tuple(operands.x.shape), operands.x.dtype)]
+    def meta(self, world: World, operands: MoeOperands, options: CallOptions) -> Shapes:
+        x, (*_, counted, gradient) = operands.x, options
+        results = (tuple(x.shape), x.dtype), ((operands.w13.shape[0],), torch.int32)
+        return list(results[: 1 + (counted or gradient)])
 
-    def outputs(self, world: World, call: MoeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((call.own, call.layer.hidden), call.layer.dtype)]
+    def outputs(self, world: World, call: MoeCall) -> Shapes:
+        layer = call.layer
+        results = ((call.own, layer.hidden), layer.dtype), ((layer.experts // world.size,), torch.int32)
+        return list(results[: 1 + call.counted])
+
+    def kept(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
+        plan = plan if isinstance(plan, Dispatched) else world.scale.plan(Dispatched)
+        return call.kept(world, plan.tile.block_m)
+
+    def returned(self, world: World, call: MoeCall, result: torch.Tensor, more: Operands) -> Returned:
+        return result, *more
+
+    def wrapped(
+        self, world: World, plan: str | Plan, operands: MoeOperands, options: CallOptions, results: Operands
+    ) -> Returned:
+        (y, counts), received = results[:2], operands.received
+        if received is not None and counts is not received:
+            received.copy_(counts)
+        return y
+
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+        return *operands[:7], *results[2:]
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        dy, layer = given.gradients[0], given.call.layer
+        if dy is None:
+            return [None] * 8
+        saved, dy = [None if t is None else dense(t) for t in given.saved], dense(dy)
+        operands, experts = self.typed(saved[:7]), any(given.needs[3:7])
+        if isinstance(given.plan, Dispatched):
+            kept = Kept(*(t for t in saved[7:] if t is not None and t.numel()))
+            gradients = backward.backward(world, layer, given.plan, dy, operands, kept, experts)
+        else:
+            dx, dweights, of_experts = sequential.backward(world, layer, dy, operands, experts)
+            gradients = backward.Gradients(dx, dweights, *of_experts)
+        return [gradients.x, None, *gradients[1:], dy]
 
     def sizes(self, call: MoeCall) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden
@@ -190,7 +226,10 @@ class Moe(Op[MoeCall]):
         return 3 * layer.capacity * layer.k * layer.inner * layer.hidden
 
     def expected(self, world: World, call: MoeCall, mode: str) -> Plan:
-        """Choose by the average number of rows of an expert, which says whose tiles it fills."""
+        """Choose by the average number of rows of an expert, which says whose tiles it fills. A gradient has one of
+        these plans."""
+        if call.keep is not None:
+            return Dispatched()
         rows = self._rows(world, call)
         few_tokens = rows <= LOW_LATENCY_MOST and low_latency.fits(world, call.layer, LowLatency()) is None
         return LowLatency() if few_tokens else FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
@@ -205,15 +244,15 @@ class Moe(Op[MoeCall]):
             (Dispatched(), rows >= FEW_ROWS_MOST / TIMED_WITHIN),
         ]
         plans = [plan for plan, is_near in near if is_near and plan in self.tries]
-        return plans if len(plans) > 1 else ()
+        return plans if len(plans) > 1 and call.keep is None else ()
 
     def _rows(self, world: World, call: MoeCall) -> float:
         """Return the rows of an expert, on the average."""
         return call.layer.capacity * world.size * call.layer.k / call.layer.experts
 
     def alike(self, call: MoeCall) -> Hashable:
-        """Return the layer with its number of tokens rounded up to a power of two."""
-        return replace(call.layer, capacity=1 << (call.layer.capacity - 1).bit_length())
+        """Return the layer with its number of tokens rounded up to a power of two, and what is kept."""
+        return call.keep, replace(call.layer, capacity=1 << (call.layer.capacity - 1).bit_length())
 
     def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:
         """Return a call of as many tokens as a rank may have, whose routes are spread evenly over the experts: the
@@ -229,6 +268,8 @@ class Moe(Op[MoeCall]):
         return replace(call, own=tokens, tokens=None), given
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
+        if call.keep is not None and not isinstance(plan, Dispatched):
+            raise ValueError(f"{NAME}: plan {plan.kind!r} has no gradient; 'auto', 'dispatched' and 'sequential' have")
         if isinstance(plan, FusedMoe):
             reason = fused.fits(world, call.layer, plan)
         elif isinstance(plan, LowLatency):

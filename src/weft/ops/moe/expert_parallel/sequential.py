@@ -19,16 +19,14 @@ from ..call import NAME, Layer, MoeCall, MoeOperands, Weights
 Tensor = torch.Tensor
 
 
-def run_sequential(
-    world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Run a call as `steps.run_dispatched` does. Nothing is kept, whatever the call says: its backward pass sends x
-    again."""
+def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor) -> tuple[Tensor | None]:
+    """Run a call as `dispatched.run_dispatched` does. Nothing is kept, whatever the call says: its backward pass sends
+    x again."""
     check_capture(world)
     x, ids, weights, *_, shared, _ = operands
     layer, w, stream, (tokens, h) = call.layer, operands.experts, world.current_stream(), x.shape
     me, size, k = world.rank, world.size, layer.k
-    received, kept = call.buffers(world, operands)
+    received = call.received(world, operands)
     order, table = sorted_routes(world, layer, ids)
     local = layer.experts // size
     sends = table[me].view(size, local).sum(1).tolist()
@@ -60,7 +58,7 @@ def run_sequential(
     world.call(add, [back, order, ids, weights, *([] if shared is None else [shared])], [out], stream)
     if received is not None:
         world.copy(received, world.tensor(comes.sum(0).tolist(), torch.int32), stream)
-    return received, *kept
+    return (received,)
 
 
 def backward(

@@ -22,7 +22,7 @@ from ..expert_parallel.place_rows import places_rows
 from ..expert_parallel.place_rows_kernels import ExpertOrder
 from ..routing.route_tables import Tables
 from .backward_kernels import activation_backward
-from .call import GatherOperands, ScatterOperands, Split, parts
+from .call import GatherOperands, ScatterOperands, Split, parts, sections
 from .dispatched import Second, halves, last, lie, load, pushes, second, space, sums, tables_of
 
 Tensor = torch.Tensor
@@ -100,7 +100,7 @@ def gather(world: World, of: Prepared, x: Tensor, tables: Tables, rows: Tensor) 
 def second_half(
     world: World, layer: Split, plan: DispatchedColumns, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of hidden, routes (of their weights alone), and (experts) w2 and b2, of `grouped_steps.run_scatter`
+    """The gradients of hidden, routes (of their weights alone), and (experts) w2 and b2, of `dispatched.run_scatter`
     of these, on the current stream.
 
     Rounded to layer.dtype are the rows of dy @ w2, and the activation times the route's weight, for w2's gradient; all
@@ -143,15 +143,15 @@ def of_experts(
 def first_half(
     world: World,
     layer: Split,
-    plan: DispatchedColumns,
     dhidden: Tensor,
     operands: GatherOperands,
     routes: Tensor,
+    plan: DispatchedColumns,
     kept: Kept,
     wants_x: bool,
     experts: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x (wants_x), and (experts) of w13 and b13, of `grouped_steps.run_gather` of these, on the
+    """The gradients of x (wants_x), and (experts) of w13 and b13, of `dispatched.run_gather` of these, on the
     current stream; kept: what that call kept. wants_x, experts and what was kept are the same on all ranks.
 
     Rounded to layer.dtype are the gradient before the activation, a row's dx, and another rank's sum of these; all sums
@@ -194,7 +194,7 @@ def home(
     x: Tensor,
     under: list[GivenLaunch],
 ) -> Tensor:
-    """Return dx [T, H] of dboth @ w13, summed as in `grouped_steps.run_scatter`; the launches `under` run beside the
+    """Return dx [T, H] of dboth @ w13, summed as in `dispatched.run_scatter`; the launches `under` run beside the
     transfer too."""
     of, layer = made.of, made.of.layer
     assert isinstance(layer, Split)
@@ -214,6 +214,21 @@ def home(
     add.on(side)
     for step in under:
         step.on(stream)
-    world.wait_event(stream, world.record(side))  # as `steps.total`
+    world.wait_event(stream, world.record(side))  # as `expert_parallel.dispatched.total`
     end.on(stream)
     return dx
+
+
+def at_home(world: World, layer: Split, droutes: Tensor | None, weights: Tensor) -> Tensor:
+    """float32 [T, k]: the gradients of this rank's routes' weights, summed over the ranks in their order."""
+    stream, size, made = world.current_stream(), world.size, world.empty(weights.shape, torch.float32)
+    if droutes is None:
+        droutes = world.zeros((sum(sections(world, layer)),), torch.float32)
+    n = layer.capacity * layer.k
+    sent = parts(world, layer, droutes).weights[: size * n].view(size, n)
+    came = sent
+    if size > 1:
+        came = world.empty((size, n), torch.float32)
+        world.all_to_all(list(came), list(sent), stream)
+    world.call(lambda: torch.sum(came[:, : made.numel()], 0, out=made.view(-1)), [came], [made], stream)
+    return made

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from ....op import Call
+from ....op import Call, Shapes
 from ....world import World
-from ..call import Kept, Layer, first_columns
+from ..call import Layer, first_columns, kept_shapes
 from ..routing.route_tables import rows_of
 
 
@@ -86,7 +86,7 @@ class GroupedCall(Call):
 
 @dataclass(frozen=True)
 class FirstHalfCall(GroupedCall):
-    """keep: what a call with a gradient keeps for its backward pass; None: there is none."""
+    """keep: what is kept for the backward pass; None: no gradient is asked for."""
 
     keep: str | None = None
 
@@ -94,22 +94,19 @@ class FirstHalfCall(GroupedCall):
         agreed = super().agreed()
         return agreed if self.keep is None else dict(agreed, keep=self.keep)
 
-    def outputs(self, world: World) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shapes and dtypes of hidden, the routes and what `Kept` has."""
+    def outputs(self, world: World) -> Shapes:
+        """Return the shapes and dtypes of hidden and of the routes."""
         layer, words = self.layer, sum(sections(world, self.layer))
-        hidden = (layer.rows(world), layer.inner), layer.dtype
-        made = [hidden, ((words,), torch.int32 if self.keep is None else torch.float32)]
-        if self.keep in ("rows", "activation"):
-            made.append(((world.size, layer.capacity, layer.hidden), layer.dtype))
-        if self.keep == "activation":
-            made.append(((layer.rows(world), first_columns(world, layer)), layer.dtype))
-        return made
+        routes = (words,), torch.int32 if self.keep is None else torch.float32
+        return [((layer.rows(world), layer.inner), layer.dtype), routes]
 
-    def buffers(self, world: World) -> tuple[torch.Tensor, Kept]:
-        """Return memory for the routes, and for what is kept."""
-        shapes = world.cached(("beside hidden", self), lambda: self.outputs(world)[1:])
-        routes, *kept = (world.empty(shape, dtype) for shape, dtype in shapes)
-        return routes, Kept(*kept)
+    def kept(self, world: World) -> Shapes:
+        """Return the shapes and dtypes of what `Kept` has."""
+        return kept_shapes(world, self.layer, self.keep, self.layer.rows(world), first_columns(world, self.layer))
+
+    def routes(self, world: World) -> torch.Tensor:
+        """Return memory for the routes."""
+        return world.empty(*world.cached(("routes", self), lambda: self.outputs(world)[1]))
 
 
 class Parts(NamedTuple):

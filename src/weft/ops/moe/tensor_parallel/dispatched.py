@@ -11,7 +11,7 @@ from ....kernel_launch import GivenLaunch, Launch, prepared
 from ....plans import DispatchedColumns
 from ....transport.memory import lock
 from ....world import Arena, World
-from ..call import NAME, Weights
+from ..call import NAME, NONE_KEPT, Kept, Weights
 from ..expert_parallel import dispatched
 from ..expert_parallel.dispatched import ELEMENTS, SEND, LastSums, Prepared, Space
 from ..expert_parallel.kernels import Routed
@@ -171,9 +171,10 @@ def run_gather(
     world: World, call: FirstHalfCall, plan: DispatchedColumns, operands: GatherOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """out [rows, I] = the activation of all ranks' x times w13, in expert order; on the current stream. Returns the
-    routes and what is kept (`FirstHalfCall.buffers`)."""
+    routes and what is kept."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
-    routes, kept = call.buffers(world)
+    routes = call.routes(world)
+    kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.kept(world)))
     arena, stream, side = halves(world, layer), world.current_stream(), world.side_stream(NAME)
     made = first(world, layer, plan)
     at, given = space(arena, layer.dtype, out, out), parts(world, layer, routes)
@@ -190,7 +191,7 @@ def run_gather(
     world.wait_event(stream, world.record(side))  # the caller may write x again
     for step in after:
         step.on(stream)
-    return routes, *kept
+    return routes, *(t for t in kept if t is not None)
 
 
 def run_scatter(
@@ -213,6 +214,7 @@ def run_scatter(
     gemm.on(stream)
     world.wait_event(side, start)
     add.on(side)
-    # As `steps.total`; and `end` clears the counters that `add` reads still: a rank's own wave of sums arrives at once.
+    # As `expert_parallel.dispatched.total`; and `end` clears the counters that `add` reads still: a rank's own wave of
+    # sums arrives at once.
     world.wait_event(stream, world.record(side))
     end.on(stream)

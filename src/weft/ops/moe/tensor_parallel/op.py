@@ -2,33 +2,37 @@
 grouped GEMM, and grouped GEMM + weighted sum over a token's experts + reduce-scatter.
 
     dispatched   rows travel under the first half's GEMM, sums under the second's (dispatched.py)
-    sequential   the library's collectives and grouped GEMM (sequential.py)
+    sequential   the library's collectives and grouped GEMM (sequential.py); keeps nothing
 
 The rows of all ranks' tokens lie in expert order on every rank, in `rows` of tiles of 128; the routes say where.
+
+Gradients: dy goes to all ranks as x did, and the rows' dx are summed as results are (backward.py), or by the library
+(sequential.py). That of the routes' weights is made by the second half, of the columns that a rank has, and summed over
+the ranks by the first, whose operand they are. It goes from the one to the other as the gradient of the routes, which
+are therefore float32 where a gradient is asked for, of the same bits; only its words of the weights mean something.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from ....architectures import HOPPER, lacks
-from ....op import REGISTRY, Op, Returned, registered
+from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import DispatchedColumns, Plan, Sequential
-from ....tensor_checks import DTYPES, Wanted, check_operands, dims, requires_grad
-from ....torch_library import CallOptions, text_of
+from ....tensor_checks import DTYPES, Wanted, check_operands, dense, dims
+from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import given_rows, plain_rows
-from ..call import ACTIVATIONS, MOST_K
+from ..call import ACTIVATIONS, KEEPS, MOST_K, Kept
 from ..expert_parallel.op import packed
-from . import dispatched, sequential
+from . import backward, dispatched, sequential
 from .call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, Split, sections
 
 GATHERING, SCATTERING = "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"
-GATHER_TRAINED, SCATTER_TRAINED = f"{GATHERING}_trained", f"{SCATTERING}_trained"  # training.py
 FLOATS = torch.float32  # of routes that have a gradient
 
 
@@ -80,13 +84,8 @@ def all_gather_grouped_matmul(
     Raises as `weft.moe.moe` does; a sequential call can be captured if it is in bfloat16.
     """
     w13, b13 = packed(GATHERING, "w13", w13, 5, activation), packed(GATHERING, "b13", b13, 4, activation)
-    options = plain_rows(GATHERING, rows), activation, inner or 0, world.size if sharing is None else sharing
-    operands = GatherOperands(x, ids, weights, w13, b13)
-    if torch.is_grad_enabled() and requires_grad(*operands):
-        asked = text_of(plan) if isinstance(plan, Plan) else plan
-        hidden, routes, *_ = REGISTRY[GATHER_TRAINED](world, plan, operands, (*options, keep, asked), out)
-    else:
-        hidden, routes = FIRST_HALF(world, plan, operands, options, out)
+    options = plain_rows(GATHERING, rows), activation, inner or 0, world.size if sharing is None else sharing, keep
+    hidden, routes = FIRST_HALF(world, plan, GatherOperands(x, ids, weights, w13, b13), options, out)
     return hidden, routes
 
 
@@ -126,12 +125,7 @@ def grouped_matmul_reduce_scatter(
     """
     options = plain_rows(SCATTERING, rows), world.size if sharing is None else sharing
     operands = ScatterOperands(hidden, routes, ids, w2, b2, shared)
-    result: torch.Tensor
-    if torch.is_grad_enabled() and requires_grad(*operands):
-        asked = text_of(plan) if isinstance(plan, Plan) else plan
-        result = REGISTRY[SCATTER_TRAINED](world, plan, operands, (*options, asked), out)
-    else:
-        result = SECOND_HALF(world, plan, operands, options, out)
+    result: torch.Tensor = SECOND_HALF(world, plan, operands, options, out)
     return result
 
 
@@ -179,20 +173,21 @@ class Half(Op[G]):
 
 
 class AllGatherGroupedMatmul(Half[FirstHalfCall]):
-    """Operands: x, ids, weights, w13, b13; options: rows of every rank or None, activation, inner or 0, sharing."""
+    """Operands: x, ids, weights, w13, b13; options: rows of every rank or None, activation, inner or 0, sharing, keep,
+    whether a gradient is asked for. Results: hidden, routes. A run keeps what `call.Kept` has."""
 
     name = GATHERING
     partial = True  # what lies between experts is no row
     signature = (
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor? b13, SymInt[]? rows, str activation, int inner,"
-        " int sharing"
+        " int sharing, str keep, bool gradient"
     )
-    results = 2
+    results, keeps = 2, 2
     takes = GatherOperands
     runs = {Sequential: sequential.run_gather, DispatchedColumns: dispatched.run_gather}
 
     def check(self, world: World, operands: GatherOperands, options: CallOptions) -> FirstHalfCall:
-        (x, ids, weights, w13, b13), (rows, activation, inner, sharing) = operands, options
+        (x, ids, weights, w13, b13), (rows, activation, inner, sharing, keep, gradient) = operands, options
         for name, t, dim in (("x", x, 2), ("ids", ids, 2), ("w13", w13, 3)):
             if t.dim() != dim or 0 in t.shape[1:]:
                 raise ValueError(
@@ -211,6 +206,8 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
         check_operands(self.title, world, wanted)
         if activation not in ACTIVATIONS:
             raise ValueError(f"{self.title}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
+        if keep not in KEEPS:
+            raise ValueError(f"{self.title}: keep {keep!r} is not one of {list(KEEPS)}")
         block, gated = world.scale.interleave, activation != "gelu"
         columns, step = (n // 2, block) if gated else (n, 1)  # the last block may be padded
         if n % (2 * step if gated else 1) or not columns - step < (inner or columns) <= columns:
@@ -220,16 +217,39 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
             )
         every = self.given(world, rows, x)
         layer = self.layer(world, ids, every, (local, h, inner or columns), dtype, activation, sharing)
-        return FirstHalfCall(every, layer)
+        return FirstHalfCall(every, layer, keep if gradient else None)
 
-    def outputs(self, world: World, call: FirstHalfCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: FirstHalfCall) -> Shapes:
         return call.outputs(world)
 
-    def returned(self, world: World, call: FirstHalfCall, result: torch.Tensor, more: Any) -> Returned:
-        if more is None:  # of no rows
-            routes, kept = call.buffers(world)
-            more = routes, *kept
-        return result, *more[: self.results - 1]
+    def kept(self, world: World, call: FirstHalfCall, plan: str | Plan) -> Shapes:
+        return call.kept(world)
+
+    def returned(self, world: World, call: FirstHalfCall, result: torch.Tensor, more: Operands) -> Returned:
+        return result, *((call.routes(world),) if more is None else more)  # None: of no rows
+
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+        return *operands, *results[1:]
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        layer, (wants_x, _, wants_weights, *experts) = given.call.layer, given.needs
+        if not given.call.rows:
+            return nothing(given, 5)
+        *saved, routes = (None if t is None else dense(t) for t in given.saved[:6])
+        assert routes is not None
+        dhidden, droutes = (None if t is None else dense(t) for t in given.gradients)
+        operands, dx, dw13, db13 = self.typed(saved), None, None, None
+        if wants_x or any(experts):
+            if dhidden is None:
+                dhidden = world.zeros((layer.rows(world), layer.inner), layer.dtype)
+            of_rows, wants = (world, layer, dhidden, operands, routes), (wants_x, any(experts))
+            if isinstance(given.plan, DispatchedColumns):
+                kept = Kept(*(dense(t) for t in given.saved[6:] if t is not None and t.numel()))
+                dx, dw13, db13 = backward.first_half(*of_rows, given.plan, kept, *wants)
+            else:
+                dx, dw13, db13 = sequential.gather_gradients(*of_rows, *wants)
+        dweights = backward.at_home(world, layer, droutes, operands.weights) if wants_weights else None
+        return [dx, None, dweights, dw13, db13]
 
 
 class GroupedMatmulReduceScatter(Half[GroupedCall]):
@@ -264,8 +284,30 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
         check_operands(self.title, world, wanted)
         return GroupedCall(tokens, replace(layer, activation="gelu"))  # none: it is behind hidden
 
-    def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: GroupedCall) -> Shapes:
         return [((call.tokens[world.rank], call.layer.hidden), call.layer.dtype)]
+
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+        return operands[:5]
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        (dy,), layer, experts = given.gradients, given.call.layer, any(given.needs[3:5])
+        if dy is None:
+            return [None] * 6
+        if not given.call.rows or not any(given.needs[:5]):
+            return [*nothing(given, 5), dy]
+        operands: ScatterOperands = self.typed([None if t is None else dense(t) for t in given.saved])
+        if isinstance(given.plan, DispatchedColumns):
+            gradients = backward.second_half(world, layer, given.plan, dense(dy), operands, experts)
+        else:
+            gradients = sequential.scatter_gradients(world, layer, dense(dy), operands, experts)
+        return [*gradients[:2], None, *gradients[2:], dy]
+
+
+def nothing(given: Backward, count: int) -> list[torch.Tensor | None]:
+    """Return zeros as gradients of the first `count` operands, which were saved first."""
+    wanted = zip(given.saved[:count], given.needs, strict=False)
+    return [torch.zeros_like(t) if need and t is not None else None for t, need in wanted]
 
 
 FIRST_HALF, SECOND_HALF = registered(AllGatherGroupedMatmul()), registered(GroupedMatmulReduceScatter())

@@ -22,14 +22,12 @@ from .call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, S
 Tensor = torch.Tensor
 
 
-def run_gather(
-    world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Run a call as `grouped_steps.run_gather` does. Nothing is kept, whatever the call says: its backward pass sends x
+def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor) -> tuple[Tensor]:
+    """Run a call as `dispatched.run_gather` does. Nothing is kept, whatever the call says: its backward pass sends x
     again."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     check_capture(world, layer)
-    routes, kept = call.buffers(world)
+    routes = call.routes(world)
     rows, every, weighed = (gathered(world, layer, t, none) for t, none in ((x, 0), (ids, -1), (weights, 0)))
     to, block = parts(world, layer, routes), world.scale.interleave
 
@@ -43,11 +41,11 @@ def run_gather(
 
     read = [rows, every, weighed, w13, *([] if b13 is None else [b13])]
     world.call(run, read, [out, routes], world.current_stream())
-    return routes, *kept
+    return (routes,)
 
 
 def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOperands, out: Tensor) -> None:
-    """Run a call as `grouped_steps.run_scatter` does, except that parts are summed as the library does."""
+    """Run a call as `dispatched.run_scatter` does, except that parts are summed as the library does."""
     (hidden, routes, _, w2, b2, shared), layer = operands, call.layer
     check_capture(world, layer)
     given, stream, k = parts(world, layer, routes), world.current_stream(), layer.k
@@ -82,7 +80,7 @@ def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOp
 def gather_gradients(
     world: World, layer: Split, dhidden: Tensor, operands: GatherOperands, routes: Tensor, wants_x: bool, experts: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients that `grouped_backward.first_half` returns; x is sent again."""
+    """Return the gradients that `backward.first_half` returns; x is sent again."""
     check_capture(world, layer)
     x, _, _, w13, b13 = operands
     rows, stream = gathered(world, layer, x, 0), world.current_stream()
@@ -115,7 +113,7 @@ def gather_gradients(
 def scatter_gradients(
     world: World, layer: Split, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients that `grouped_backward.second_half` returns."""
+    """Return the gradients that `backward.second_half` returns."""
     check_capture(world, layer)
     hidden, routes, _, w2, b2, _ = operands
     rows, stream = gathered(world, layer, dy, 0), world.current_stream()
