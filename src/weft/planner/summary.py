@@ -14,9 +14,9 @@ from .predict import Predictor
 from .profile import Profile
 from .search import Planner, brief
 
-HIDDEN, INNER = 8192, 28672  # of Llama-70B
+H, I = 8192, 28672  # hidden and inner size of Llama-70B
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+PREDICTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def gains(profile: Profile) -> list[Gain]:
     """Return what is predicted for Llama-70B's MLP, split over the profile's GPUs; without what was not measured."""
     planner, gpus = Planner(Predictor(profile)), profile.machine.world
     found = []
-    for op in OPS:
-        n, k = (2 * INNER // gpus, HIDDEN) if op == OPS[0] else (HIDDEN, INNER // gpus)
+    for op in PREDICTED:
+        n, k = (2 * I // gpus, H) if op == PREDICTED[0] else (H, I // gpus)
         for tokens in TOKENS:
             try:
                 decision = planner.decide(op, tokens, n, k, "graph", tokens % gpus == 0)
@@ -69,7 +69,7 @@ def plot(profile: Profile, path: Path) -> None:
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.subplots()
     every = gains(profile)
-    for op in OPS:
+    for op in PREDICTED:
         points = [(gain.tokens, gain.ratio) for gain in every if gain.op == op]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=op)
