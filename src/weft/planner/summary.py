@@ -14,7 +14,7 @@ from .predict import Predictor
 from .profile import Profile
 from .search import Planner, brief
 
-H, I = 8192, 28672  # hidden and inner size of Llama-70B
+H, INNER_SIZE = 8192, 28672  # hidden and inner size of Llama-70B
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 PREDICTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -40,7 +40,7 @@ def gains(profile: Profile) -> list[Gain]:
     planner, gpus = Planner(Predictor(profile)), profile.machine.world
     found = []
     for op in PREDICTED:
-        n, k = (2 * I // gpus, H) if op == PREDICTED[0] else (H, I // gpus)
+        n, k = (2 * INNER_SIZE // gpus, H) if op == PREDICTED[0] else (H, INNER_SIZE // gpus)
         for tokens in TOKENS:
             try:
                 decision = planner.decide(op, tokens, n, k, "graph", tokens % gpus == 0)
