@@ -19,6 +19,7 @@ import pytest
 import torch
 import triton
 from cases import FUSED, OPS, changed
+from cases_fp8 import factors
 from gpu_main import SECOND
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -38,6 +39,7 @@ from weft.check.ptx import (
     within,
 )
 from weft.compute.gemm import gemm_tile, matmul
+from weft.compute.scaled_gemm import scaled_matmul
 from weft.compute.signaled_gemm import signaled_gemm
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
@@ -52,6 +54,7 @@ from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_ti
 from weft.ops.moe.gate import gate
 from weft.ops.moe.routing import share, tables
 from weft.ops.rotary import rotary
+from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.ops.tiles import suited
 from weft.plans import (
     TWO_AN_SM,
@@ -354,6 +357,28 @@ CASES["rms_norm and residual_add"] = rows, 1
 CASES["wait_word"] = wait_word, 1
 
 
+def product_of_8_bits(scaling: str, plan: Plan, m: int, n: int, k: int, **more: Any) -> Callable[[World], None]:
+    def fn(world: World) -> None:
+        x, w, xs, ws = factors(1, m, n, k, scaling, world.device)
+        by_columns = more.pop("by_columns", False)
+        weft.matmul(
+            x, w, x_scale=xs.t().contiguous().t() if by_columns else xs, weight_scale=ws, world=world, plan=plan, **more
+        )
+
+    return fn
+
+
+for scaling, plans in (("tensor", WIDE), ("row", WIDE), ("row", PROMOTED), ("block", PROMOTED)):
+    for i, plan in enumerate(plans):
+        for m, n, k in ((300, 520, 1024), (1, 8, 128)):
+            name = f"8-bit by {scaling}, {'promoted' if plans is PROMOTED else 'wide'} {i}, {m} x {n} x {k}"
+            CASES[name] = product_of_8_bits(scaling, plan, m, n, k, use_fast_accum=plans is WIDE), 1
+CASES["8-bit by block, columns, bias"] = (
+    product_of_8_bits("block", PROMOTED[0], 300, 520, 1024, by_columns=True, bias=torch.zeros(520, dtype=BF)),
+    1,
+)
+
+
 @functools.lru_cache(maxsize=2)  # what is launched holds symmetric memory, of all cases together too much of it
 def launched(name: str) -> list[list[Launch]]:
     return launches(*CASES[name])
@@ -374,7 +399,7 @@ PEERS = {
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
 GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__)
 POSTED = (gather_low_latency, scatter_low_latency, one_shot, two_shot_low_latency)
-ALONE = (matmul.__name__,)  # waits for no other rank
+ALONE = (matmul.__name__, scaled_matmul.__name__)  # waits for no other rank
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:

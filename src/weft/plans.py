@@ -267,6 +267,19 @@ class FusedMoe(Fused):
 
 
 @dataclass(frozen=True)
+class Persistent(Plan):
+    """A GEMM alone, of 8-bit operands, by weft's own kernel (compute/scaled_gemm.py).
+
+    tile: of the GEMM, block_k in elements of 8 bits. per_sm: programs on every SM. flatten: as in FusedGather.
+    """
+
+    kind: ClassVar[str] = "persistent"
+    tile: GemmTile = GemmTile(block_k=128)
+    per_sm: int = 1
+    flatten: bool = True
+
+
+@dataclass(frozen=True)
 class Awaiting(Plan):
     """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls (`gemms.awaiting`): a wait
     without a limit, for what comes behind a bounded barrier and waits for nobody. Needs weft[quack], a Hopper GPU, and
@@ -503,6 +516,7 @@ TWO_AN_SM_BY_COPIES = FusedGatherByCopies(tile=NARROW, per_sm=2)
 
 # For worlds of a few programs a rank, as in the emulator.
 SMALL_TILE = GemmTile(block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
+SMALL_PERSISTENT = Persistent(tile=GemmTile(block_m=16, block_n=32, block_k=128, group_m=2, warps=4, stages=2))
 SMALL_GATHER = FusedGather(tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2)
 SMALL_REDUCE_SCATTER = FusedReduceScatter(
     tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, batch=2

@@ -1,0 +1,108 @@
+"""x @ weight.T + bias of 8-bit operands on one GPU: weft's own kernel, the libraries' products, and which of them runs.
+
+The first call of a size outside a CUDA graph capture times all of them, and the fastest whose numbers are right runs
+from then on, as the library's GEMM of 16-bit operands is chosen (gemms.py). A capture of a size that was not measured
+takes weft's own. On CPU tensors torch multiplies the dequantized values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from .. import gemms
+from ..backends.base import Stream
+from ..compute.scaled_gemm import Scales, scaled_matmul
+from ..gemms import ScaledOperands
+from ..launches import Launch, Matrix, prepared
+from ..plans import SMALL_PERSISTENT, GemmTile, Persistent, TileShape
+from ..world import World
+from .recipes import Recipe, scaled_tile
+
+# Of which the first call of a size takes the fastest. The first of each serves where nothing was measured.
+WIDE = (
+    Persistent(tile=GemmTile(block_k=128, stages=4)),
+    Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3), per_sm=2),
+)
+PROMOTED = (
+    Persistent(tile=GemmTile(block_n=128, block_k=128, stages=4)),
+    Persistent(tile=GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=4), per_sm=2),
+    Persistent(tile=GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=2), per_sm=3),
+)
+
+_chosen: dict[tuple, str] = {}
+
+
+def own_plans(recipe: Recipe) -> tuple[Persistent, ...]:
+    """The tiles of weft's own kernel that are worth timing."""
+    return PROMOTED if recipe.promotes else WIDE
+
+
+def default_plan(world: World, recipe: Recipe) -> Persistent:
+    return SMALL_PERSISTENT if world.scale.small else own_plans(recipe)[0]
+
+
+def unfit(recipe: Recipe, tile: TileShape) -> str | None:
+    """Why 8-bit operands of a recipe do not suit the tiles of a plan; None where they do."""
+    if recipe.scaling != "block" or (tile.block_k == 128 and 128 % tile.block_n == 0):
+        return None
+    return f"scales by block need tiles of block_k 128 and block_n at most 128, not {tile}"
+
+
+def multiply_own(world: World, recipe: Recipe, plan: Persistent, operands: ScaledOperands, out: torch.Tensor) -> None:
+    """out [M, N] by weft's own kernel, on the current stream."""
+    x, weight, bias, x_scale, weight_scale, *_ = operands
+    if len(x) == 0:
+        return
+    by_columns = recipe.scaling == "block" and not x_scale.is_contiguous()
+    launch = _own(world, recipe, plan, (len(x), len(weight), x.shape[1]), by_columns)
+    scales = Scales(x_scale, weight_scale)
+    launch(world.current_stream(), x_desc=x, w_desc=weight, out_desc=out, bias=bias, scales=scales)
+
+
+@prepared
+def _own(world: World, recipe: Recipe, plan: Persistent, size: tuple[int, int, int], by_columns: bool) -> Launch:
+    """size: M, N, K."""
+    (m, n, k), tile = size, plan.tile
+    bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
+    return Launch(
+        world,
+        scaled_matmul,
+        min(world.sm_count * plan.per_sm, -(-m // bm) * -(-n // bn)),
+        dict(num_warps=tile.warps, num_stages=tile.stages, per_sm=plan.per_sm, local=True),
+        x_desc=Matrix(m, k, (bm, bk)),
+        w_desc=Matrix(n, k, (bn, bk)),
+        out_desc=Matrix(m, n, (bm, bn // 2)),
+        M=m,
+        N=n,
+        K=k,
+        tile=scaled_tile(tile, tile.group_m, recipe),
+        BY_COLUMNS=by_columns,
+        FLATTEN=plan.flatten,
+    )
+
+
+def products(world: World, recipe: Recipe, operands: ScaledOperands) -> dict[str, Callable[[torch.Tensor], object]]:
+    """All ways to multiply these operands, by name; weft's own first."""
+    ways: dict[str, Callable[[torch.Tensor], object]] = {
+        str(plan): partial(multiply_own, world, recipe, plan, operands) for plan in own_plans(recipe)
+    }
+    return ways | {name: partial(run, operands) for name, run in gemms.scaled_products(recipe.scaling).items()}
+
+
+def multiply(world: World, recipe: Recipe, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
+    """out [M, N] by the fastest product, on `stream`. x and weight are contiguous."""
+    if not operands.x.is_cuda:
+        given = [t for t in operands[:5] if t is not None]
+        world.call(lambda: gemms.dequantized_product(operands, out), given, [out], stream)
+        return
+    if len(operands.x) == 0:
+        return
+    size = (*gemms.size_of(operands.x, operands.weight), recipe, out.dtype, operands.x_scale.is_contiguous())
+    with world.on(stream):
+        ways = products(world, recipe, operands)
+        if size not in _chosen and not world.capturing():
+            _chosen[size] = gemms.choose_product(ways, torch.empty_like(out))
+        ways[_chosen.get(size) or next(iter(ways))](out)

@@ -1,0 +1,69 @@
+"""What ops of 8-bit operands must compute, for every backend: each function runs on one rank and returns its error.
+
+References are float64 products of the dequantized operands: what e4m3 loses is in the operands already, so that an error is
+that of sums and of the result's rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import distance, draw
+
+import weft
+from weft.gemms import dequantized
+from weft.ops.recipes import E4M3, LARGEST
+
+SCALINGS = ("tensor", "row", "block")
+
+
+def scaled(t: torch.Tensor, scaling: str, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """t [R, K] of any float dtype in e4m3, and its scales; rows: of a block."""
+    t = t.float()
+    r, k = t.shape
+    if scaling == "tensor":
+        scale = (t.abs().max().clamp_min(1e-12) if t.numel() else torch.ones(())).view(1) / LARGEST
+        return (t / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+    if scaling == "row":
+        scale = t.abs().amax(1, keepdim=True).clamp_min(1e-12) / LARGEST
+        return (t / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+    blocks = -(-r // rows)
+    padded = torch.nn.functional.pad(t, (0, 0, 0, blocks * rows - r)).view(blocks, rows, k // 128, 128)
+    scale = padded.abs().amax((1, 3)).clamp_min(1e-12) / LARGEST
+    whole = scale.repeat_interleave(rows, 0)[:r].repeat_interleave(128, 1)
+    return (t / whole).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+def factors(
+    seed: int, m: int, n: int, k: int, scaling: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight and their scales, rows of very different sizes; the same on every rank."""
+    x = draw(seed, m, k) * torch.exp(draw(seed + 1, m, 1))
+    w = draw(seed + 2, n, k) * torch.exp(draw(seed + 3, n, 1)) * 0.1
+    (x8, xs), (w8, ws) = scaled(x, scaling), scaled(w, scaling, 128)
+    return x8.to(device), w8.to(device), xs.to(device), ws.to(device)
+
+
+def wanted(x: torch.Tensor, w: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor, scaling: str) -> torch.Tensor:
+    """The product in float64, of large operands in float32."""
+    rows = 128 if scaling == "block" else 1
+    a, b = dequantized(x, xs), dequantized(w, ws, rows)
+    return a.double() @ b.double().t() if a.numel() + b.numel() < 1 << 22 else a @ b.t()
+
+
+def matmul_case(
+    world: weft.World, m: int, n: int, k: int, scaling: str, plan: Any = "persistent", bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16, fast: bool = False, seed: int = 0, by_columns: bool = False,
+) -> float:  # fmt: skip
+    """weft.matmul. by_columns: x's scales are laid out column after column."""
+    x, w, xs, ws = factors(seed * 10, m, n, k, scaling, world.device)
+    b = draw(seed * 10 + 5, n, dtype=dtype).to(world.device) if bias else None
+    given = xs.t().contiguous().t() if by_columns else xs
+    got = weft.matmul(
+        x, w, b, x_scale=given, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan
+    )
+    world.synchronize()
+    want = wanted(x, w, xs, ws, scaling)
+    assert got.dtype == dtype
+    return distance(got, want if b is None else want + b.to(want))

@@ -1,0 +1,123 @@
+"""8-bit operands in the emulator: every recipe against dequantized float64 products, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases_fp8 import SCALINGS, factors, matmul_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft.ops.recipes import E4M3
+from weft.plans import GemmTile, Persistent
+
+BF16 = 3e-3  # relative error of bfloat16 results of exact sums
+
+
+def alone(fn: Any, **options: Any) -> Any:
+    return weft.spmd(fn, 1, backend="emulated", **options)[0]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    m=st.integers(1, 70), n=st.integers(1, 20), k=st.integers(1, 4), scaling=st.sampled_from(SCALINGS),
+    bias=st.booleans(), fast=st.booleans(), by_columns=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_own_kernel(m: int, n: int, k: int, scaling: str, bias: bool, fast: bool, by_columns: bool, seed: int) -> None:
+    k = 128 * k if scaling == "block" else 16 * k + 16
+    case = dict(bias=bias, fast=fast, seed=seed, by_columns=by_columns and scaling == "block")
+    assert alone(lambda w: matmul_case(w, m, 8 * n, k, scaling, **case)) < BF16
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_weights_of_several_blocks(scaling: str) -> None:
+    """Of 300 rows: three blocks of 128, the last one short."""
+    for plan in ("persistent", "auto", Persistent(tile=GemmTile(32, 64, 128, 4, 3, 4), flatten=False)):
+        assert alone(lambda w, plan=plan: matmul_case(w, 40, 296, 384, scaling, plan, True, torch.float16)) < 5e-4
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_no_rows_and_one(scaling: str) -> None:
+    for m in (0, 1):
+        for plan in ("persistent", "auto"):
+            assert alone(lambda w, m=m, plan=plan: matmul_case(w, m, 24, 256, scaling, plan)) < BF16
+
+
+def test_shapes_of_scales_say_the_recipe() -> None:
+    """Each way to write a recipe gives the same bits."""
+
+    def rank(world: weft.World) -> None:
+        x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
+        got = [
+            weft.matmul(x, w, x_scale=a, weight_scale=b, world=world, plan="persistent")
+            for a, b in ((xs, ws), (xs.view(-1), ws.view(-1)), (xs, ws.view(1, -1)))
+        ]
+        x, w, xs, ws = factors(1, 24, 40, 256, "tensor", world.device)
+        other = [
+            weft.matmul(x, w, x_scale=a, weight_scale=b, world=world, plan="persistent")
+            for a, b in ((xs, ws), (xs.view(()), ws.view(1, 1)))
+        ]
+        world.synchronize()
+        assert all(torch.equal(y, got[0]) for y in got) and torch.equal(*other)
+
+    alone(rank)
+
+
+def refused(error: type[Exception], match: str, **changes: Any) -> None:
+    def rank(world: weft.World) -> None:
+        x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
+        given = dict(x=x, weight=w, x_scale=xs, weight_scale=ws) | changes
+        with pytest.raises(error, match=match):
+            weft.matmul(given.pop("x"), given.pop("weight"), given.pop("bias", None), world=world, **given)
+
+    alone(rank)
+
+
+def test_what_fits_no_recipe_is_quoted() -> None:
+    ones = torch.ones
+    refused(ValueError, r"x_scale \[23, 1\] and weight_scale \[40, 1\] fit no recipe.*\[24, 1\]", x_scale=ones(23, 1))
+    refused(ValueError, r"x_scale \[24, 1\] and weight_scale \[1, 41\] fit no", weight_scale=ones(1, 41))
+    refused(ValueError, r"x_scale \[1\] and weight_scale \[40, 1\] fit no", x_scale=ones(1))
+    refused(ValueError, r"x_scale \[24, 2\] and weight_scale \[2, 2\] fit no", x_scale=ones(24, 2), weight_scale=ones(2, 2))  # fmt: skip
+    refused(TypeError, r"x_scale is \[24, 1\] bfloat16.*float32", x_scale=ones(24, 1).bfloat16())
+    refused(TypeError, r"weight_scale is \[40, 1\] float64.*float32", weight_scale=ones(40, 1).double())
+    refused(ValueError, r"weight_scale is None", weight_scale=None)
+    refused(TypeError, r"weight is \[40, 256\] float8_e5m2", weight=torch.zeros(40, 256).to(torch.float8_e5m2))
+    refused(TypeError, r"weight is \[40, 256\] bfloat16", weight=torch.zeros(40, 256).bfloat16())
+    refused(TypeError, r"x_scale goes with.*bfloat16", x=torch.zeros(24, 256).bfloat16(), weight=torch.zeros(40, 256).bfloat16())  # fmt: skip
+    refused(TypeError, r"out_dtype torch.float32", out_dtype=torch.float32)
+    refused(TypeError, r"bias is \[40\] float16 on cpu, and the result torch.bfloat16", bias=torch.zeros(40).half())
+    refused(ValueError, r"K 208 of x \[24, 208\].*multiple of 128 for scales by block", x=torch.zeros(24, 208).to(E4M3), weight=torch.zeros(40, 208).to(E4M3), x_scale=ones(24, 2), weight_scale=ones(1, 2))  # fmt: skip
+    refused(ValueError, r"K 200 .*must be a multiple of 16", x=torch.zeros(24, 200).to(E4M3), weight=torch.zeros(40, 200).to(E4M3))  # fmt: skip
+    refused(ValueError, r"N 41 .*must be a multiple of 8", weight=torch.zeros(41, 256).to(E4M3), weight_scale=ones(41))
+    refused(ValueError, "requires a gradient", bias=torch.zeros(40).bfloat16().requires_grad_())
+
+
+def test_tiles_that_no_block_fits_run_the_library() -> None:
+    def rank(world: weft.World) -> float:
+        return matmul_case(world, 24, 40, 256, "block", Persistent(tile=GemmTile(16, 32, 64, 4, 2, 2)))
+
+    assert alone(rank) < BF16
+
+
+def test_a_gpu_without_8_bit_products_says_so() -> None:
+    def rank(world: weft.World) -> None:
+        world.backend.capability = 86
+        x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
+        with pytest.raises(weft.Unsupported, match=r"8-bit operands need compute capability 8.9, and this GPU has 8.6"):
+            weft.matmul(x, w, x_scale=xs, weight_scale=ws, world=world)
+
+    alone(rank)
+
+
+def test_16_bit_operands() -> None:
+    def rank(world: weft.World) -> None:
+        x, w = torch.randn(5, 24).bfloat16(), torch.randn(7, 24).bfloat16()
+        got = weft.matmul(x, w, world=world)
+        world.synchronize()
+        assert torch.equal(got, x @ w.t())
+
+    alone(rank)
