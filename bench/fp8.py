@@ -197,7 +197,8 @@ def methods(
     rows = torch.randperm(m, device="cuda")[:ROWS]
     x_scale = o.x_scale if name == "tensor" else o.x_scale[rows]
     blocks = 128 if name == "block" else 1
-    want = dequantized(o.x[rows], x_scale).double() @ dequantized(o.weight, o.weight_scale, blocks).double().t()
+    some = o.x.view(torch.uint8)[rows].view(E4M3)
+    want = dequantized(some, x_scale).double() @ dequantized(o.weight, o.weight_scale, blocks).double().t()
     errors = {way: error_of(fn, out, rows, want) for way, fn in ways.items()}
     for way, error in errors.items():
         if error is None and f"{name}: {way}" not in _failed:

@@ -12,10 +12,12 @@ import torch
 from cases import distance, draw
 
 import weft
+from weft.compute.quantize import LARGEST as LARGEST_OF_E4M3
 from weft.gemms import dequantized
-from weft.ops.recipes import E4M3, LARGEST
+from weft.ops.recipes import E4M3
 
 SCALINGS = ("tensor", "row", "block")
+LARGEST = LARGEST_OF_E4M3.value
 
 
 def scaled(t: torch.Tensor, scaling: str, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,3 +69,28 @@ def matmul_case(
     want = wanted(x, w, xs, ws, scaling)
     assert got.dtype == dtype
     return distance(got, want if b is None else want + b.to(want))
+
+
+def quantize_case(
+    world: weft.World, m: int, k: int, scaling: str, *, gated: bool = False, weight: bool = False, by_columns: bool = False,
+    given: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
+) -> float:  # fmt: skip
+    """weft.quantize, or silu_mul with quantize: the error of the dequantized rows, beside which scales must be right."""
+    x = (draw(seed, m, 2 * k if gated else k) * torch.exp(draw(seed + 1, m, 1))).to(dtype)
+    scale = torch.tensor([0.02], device=world.device) if given else None
+    if gated:
+        got, scales = weft.silu_mul(x.to(world.device), world=world, quantize=scaling, scale=scale)
+        want = torch.nn.functional.silu(x[:, :k].float()) * x[:, k:].float()
+    else:
+        got, scales = weft.quantize(
+            x.to(world.device), scaling, scale=scale, weight=weight, by_columns=by_columns, world=world
+        )
+        want = x.float()
+    world.synchronize()
+    rows = 128 if weight else 1
+    (rounded, should), at = scaled(want, scaling, rows), got.cpu()
+    assert scales.t().is_contiguous() if by_columns else scales.is_contiguous()
+    if given:
+        should, rounded = torch.tensor([0.02]), (want / 0.02).clamp(-LARGEST, LARGEST).to(E4M3)
+    assert got.dtype == E4M3 and scales.shape == should.shape and distance(scales.cpu(), should) < 1e-5
+    return distance(dequantized(at, scales.cpu(), rows), dequantized(rounded, should, rows))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases_fp8 import SCALINGS, factors, matmul_case
+from cases_fp8 import SCALINGS, factors, matmul_case, quantize_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -119,5 +119,59 @@ def test_16_bit_operands() -> None:
         got = weft.matmul(x, w, world=world)
         world.synchronize()
         assert torch.equal(got, x @ w.t())
+
+    alone(rank)
+
+
+ROUNDED = 5e-3  # a quotient at the middle between two elements may fall to either
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    m=st.integers(1, 40), k=st.integers(1, 20), scaling=st.sampled_from(SCALINGS), gated=st.booleans(),
+    by_columns=st.booleans(), half=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_quantized_rows(m: int, k: int, scaling: str, gated: bool, by_columns: bool, half: bool, seed: int) -> None:
+    more = dict(gated=gated, seed=seed, dtype=torch.float16 if half else torch.bfloat16)
+    more |= dict(by_columns=by_columns and scaling == "block" and not gated, given=scaling == "tensor" and gated)
+    size = 128 * (k % 4 + 1) if scaling == "block" else 8 * k
+    assert alone(lambda w: quantize_case(w, m, size, scaling, **more)) < ROUNDED
+
+
+def test_weights_and_long_rows() -> None:
+    """Of 300 rows, blocks of 128; a row that no program holds in registers; a scale that is given; zeros."""
+    assert alone(lambda w: quantize_case(w, 300, 384, "block", weight=True)) < ROUNDED
+    for gated in (False, True):
+        assert alone(lambda w, gated=gated: quantize_case(w, 2, 16384 + 520, "row", gated=gated)) < ROUNDED
+    assert alone(lambda w: quantize_case(w, 5, 72, "tensor", given=True)) < ROUNDED
+
+    def zeros(world: weft.World) -> None:
+        for recipe in SCALINGS:
+            got, scales = weft.quantize(torch.zeros(3, 256).bfloat16(), recipe, world=world)
+            world.synchronize()
+            assert not got.float().any() and scales.isfinite().all() and (scales > 0).all()
+        assert weft.quantize(torch.zeros(0, 256).bfloat16(), "row", world=world)[1].shape == (0, 1)
+
+    alone(zeros)
+
+
+def test_what_cannot_be_quantized_is_quoted() -> None:
+    def rank(world: weft.World) -> None:
+        x, scale = torch.zeros(4, 200).bfloat16(), torch.ones(1)
+        for error, match, call in (
+            (ValueError, r"recipe 'column' is not one of", lambda: weft.quantize(x, "column", world=world)),
+            (ValueError, r"200 columns .* no multiple of 128", lambda: weft.quantize(x, "block", world=world)),
+            (
+                ValueError,
+                r"a scale goes with recipe 'tensor'",
+                lambda: weft.quantize(x, "row", scale=scale, world=world),
+            ),
+            (ValueError, r"a scale goes with", lambda: weft.silu_mul(x, quantize="tensor", world=world)),
+            (TypeError, r"float32 on cpu; bfloat16", lambda: weft.quantize(x.float(), "row", world=world)),
+            (ValueError, r"scale \[2\]", lambda: weft.quantize(x, "tensor", scale=torch.ones(2), world=world)),
+            (ValueError, "requires a gradient", lambda: weft.quantize(x.clone().requires_grad_(), "row", world=world)),
+        ):
+            with pytest.raises(error, match=match):
+                call()
 
     alone(rank)

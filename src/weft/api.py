@@ -16,6 +16,7 @@ from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from .ops.moe.grouped import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
 from .ops.norm import Remap, residual_add, rms_norm
 from .ops.product import matmul
+from .ops.quantize import quantize
 from .planner.auto import explain
 from .planner.prepare import prepare
 from .planner.simulate import simulate
@@ -27,7 +28,7 @@ __all__ = [
     "Routing", "SignalError", "Timeout", "Unsupported", "WeftError", "World", "all_gather_grouped_matmul",
     "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention",
     "grouped_matmul_reduce_scatter", "hf", "init", "jit", "lang", "matmul", "matmul_all_reduce", "matmul_all_to_all",
-    "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare", "prepared", "registered",
-    "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "vllm", "zigzag_positions", "zigzag_restore",
-    "zigzag_rows", "zigzag_split",
+    "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare", "prepared", "quantize",
+    "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "vllm", "zigzag_positions",
+    "zigzag_restore", "zigzag_rows", "zigzag_split",
 ]  # fmt: skip

@@ -303,6 +303,7 @@ def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
         out.add_(o.bias)
 
 
+@functools.cache
 def scaled_products(scaling: str) -> dict[str, ScaledProduct]:
     """The libraries' products of a recipe, by name, that this process may have; one that fails is found so when it is
     tried (`choose_product`)."""

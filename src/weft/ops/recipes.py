@@ -17,7 +17,6 @@ from ..plans import TileShape
 from ..world import World
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
 SCALINGS = {"tensor": BY_TENSOR, "row": BY_ROW, "block": BY_BLOCK}
 SCALE_BLOCK: int = BLOCK.value
 

@@ -7,7 +7,6 @@ takes weft's own. On CPU tensors torch multiplies the dequantized values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -31,6 +30,7 @@ PROMOTED = (
     Persistent(tile=GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=4), per_sm=2),
     Persistent(tile=GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=2), per_sm=3),
 )
+OWN_PLANS = {str(plan): plan for plan in (*WIDE, *PROMOTED)}
 
 _chosen: dict[tuple, str] = {}
 
@@ -84,12 +84,10 @@ def _own(world: World, recipe: Recipe, plan: Persistent, size: tuple[int, int, i
     )
 
 
-def products(world: World, recipe: Recipe, operands: ScaledOperands) -> dict[str, Callable[[torch.Tensor], object]]:
-    """All ways to multiply these operands, by name; weft's own first."""
-    ways: dict[str, Callable[[torch.Tensor], object]] = {
-        str(plan): partial(multiply_own, world, recipe, plan, operands) for plan in own_plans(recipe)
-    }
-    return ways | {name: partial(run, operands) for name, run in gemms.scaled_products(recipe.scaling).items()}
+def product(world: World, recipe: Recipe, name: str) -> gemms.ScaledProduct:
+    """The product of that name: weft's own in a plan's tiles, or a library's."""
+    plan = OWN_PLANS.get(name)
+    return gemms.scaled_products(recipe.scaling)[name] if plan is None else partial(multiply_own, world, recipe, plan)
 
 
 def multiply(world: World, recipe: Recipe, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
@@ -102,7 +100,12 @@ def multiply(world: World, recipe: Recipe, operands: ScaledOperands, stream: Str
         return
     size = (*gemms.size_of(operands.x, operands.weight), recipe, out.dtype, operands.x_scale.is_contiguous())
     with world.on(stream):
-        ways = products(world, recipe, operands)
-        if size not in _chosen and not world.capturing():
-            _chosen[size] = gemms.choose_product(ways, torch.empty_like(out))
-        ways[_chosen.get(size) or next(iter(ways))](out)
+        name = _chosen.get(size)
+        if name is None:
+            own = [str(plan) for plan in own_plans(recipe)]
+            name = own[0]
+            if not world.capturing():
+                names = [*own, *gemms.scaled_products(recipe.scaling)]
+                ways = {each: partial(product(world, recipe, each), operands) for each in names}
+                name = _chosen[size] = gemms.choose_product(ways, torch.empty_like(out))
+        product(world, recipe, name)(operands, out)
