@@ -139,20 +139,26 @@ class Caller:
         rows = balanced_rows(m, world.size)
         self.use(got, want if everywhere else want.split(rows)[world.rank])
 
-    def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool) -> None:
-        """Alternately into a fresh output and into one symmetric tensor, which the caller and the next call write again."""
+    def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool, quantize: str | None = None) -> None:
+        """Alternately into a fresh output and into one symmetric tensor, which the caller and the next call write again. quantize:
+        used are the scales of the rows, as they are."""
         world, rows = self.world, balanced_rows(m, self.world.size)
         xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
         lo = 0 if full else sum(rows[: world.rank])
         own = slice(lo, m if full else lo + rows[world.rank])
-        out = (
-            world.cached(("out", m, h), lambda: world.symmetric((m, h), self.dtype, "out").local) if seed % 3 else None
-        )
+        dtype = torch.float8_e4m3fn if quantize else self.dtype
+        out = world.cached(("out", m, h), lambda: world.symmetric((m, h), dtype, "out").local) if seed % 3 else None
         x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own])
-        y, new = weft.all_reduce_rms_norm(x, r, weight, world=world, plan=plan, full_residual=full, out=out)
+        y, new, *scales = weft.all_reduce_rms_norm(
+            x, r, weight, world=world, plan=plan, full_residual=full, out=out, quantize=quantize
+        )
         total = sum(x.double() for x in xs) + old.double()
-        self.use(y, total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double())
+        want = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double()
+        if scales:
+            self.use(scales[0], want.abs().amax(1, keepdim=True) / 448)
+        else:
+            self.use(y, want)
         self.use(new, total[own])
         if out is not None:  # the caller's until its next call
             world.call(lambda: out.zero_(), [], [out], world.current_stream())
@@ -212,11 +218,13 @@ def before_hopper(main: Main) -> Main:
     return on_ampere
 
 
-def norming(plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5) -> Main:
+def norming(
+    plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5, quantize: str | None = None
+) -> Main:
     def main(world: World) -> None:
         caller = Caller(world)
         for i in range(calls):
-            caller.norm(i, *shapes[i % len(shapes)], plan, full)
+            caller.norm(i, *shapes[i % len(shapes)], plan, full, quantize)
         caller.check()
 
     return main
@@ -510,6 +518,8 @@ CASES |= {
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
 CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
+SCALES = {name: plan for name, plan in NORMS.items() if not isinstance(plan, Multicast)}
+CASES |= {f"{name}, scales": Case(norming(plan, (7, 64), quantize="row"), 2) for name, plan in SCALES.items()}
 CASES |= {
     f"{AR} signaled": Case(reducing("signaled", (35, 40, 40), everywhere=True), 2),
     f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),

@@ -48,7 +48,14 @@ from weft.op import REGISTRY
 from weft.ops import activation
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
-from weft.ops.all_reduce.kernels import load_row, multicast_shot, push_rows, two_shot
+from weft.ops.all_reduce.kernels import (
+    load_row,
+    multicast_shot,
+    push_rows,
+    store_scales,
+    store_scales_everywhere,
+    two_shot,
+)
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
 from weft.ops.moe.gate import gate
@@ -233,6 +240,9 @@ for name, plan in {
         CASES[f"all-reduce x8, {name}"] = norm(plan, sum_only=True), 8
     CASES[f"all-reduce + norm x8, {name}, full"] = norm(plan, 5, full=True, norm="layer"), 8
     CASES[f"all-reduce + norm x8, {name}, 5120 float16 fp8"] = norm(plan, 40, 5120, dtype=HALF, fp8=True), 8
+    if name != "multicast":
+        CASES[f"all-reduce + norm x8, {name}, by row"] = norm(plan, 40, 8192, quantize="row"), 8
+        CASES[f"all-reduce + norm x8, {name}, by block"] = norm(plan, 40, 7168, quantize="block"), 8
     CASES[f"all-reduce + norm x8, {name}, 16384 float32"] = norm(plan, 40, 16384, dtype=torch.float32), 8
     CASES[f"all-reduce + norm x8, {name}, 1024"] = norm(plan, 1, 1024), 8
 for i, (op, ranks, plan) in enumerate(shipped()):
@@ -373,6 +383,19 @@ for scaling, plans in (("tensor", WIDE), ("row", WIDE), ("row", PROMOTED), ("blo
         for m, n, k in ((300, 520, 1024), (1, 8, 128)):
             name = f"8-bit by {scaling}, {'promoted' if plans is PROMOTED else 'wide'} {i}, {m} x {n} x {k}"
             CASES[name] = product_of_8_bits(scaling, plan, m, n, k, use_fast_accum=plans is WIDE), 1
+
+
+def quantized(world: World) -> None:
+    for m, k in ((300, 7168), (40, 28672), (1, 256)):
+        for recipe in ("row", "block", "tensor"):
+            x, scale = torch.zeros(m, k, dtype=BF if m > 40 else HALF), torch.ones(1) if recipe == "tensor" else None
+            weft.quantize(x, recipe, scale=scale, world=world)
+            weft.silu_mul(x, world=world, quantize=recipe, scale=scale)
+        weft.quantize(x, "block", weight=True, world=world)
+        weft.quantize(x, "block", by_columns=True, world=world)
+
+
+CASES["quantize"] = quantized, 1
 CASES["8-bit by block, columns, bias"] = (
     product_of_8_bits("block", PROMOTED[0], 300, 520, 1024, by_columns=True, bias=torch.zeros(520, dtype=BF)),
     1,
@@ -560,7 +583,9 @@ def rows_are_under_way(launch: Launch, k: Compiled) -> None:
     for fn, pipelines in ((push_rows, 0 if shots.PULL.value else 1), (load_row, 1)):
         assert sum(within(s, [fn]) for s in copies) == pipelines * each * shots.STAGES.value, fn.fn.__name__
     narrow = [s for s in steps_of(k.ptx) if "st.global" in s.text and not re.search(r"v[24]\.b(32|64)", s.text)]
-    assert all(within(s, [end_call]) for s in narrow), [str(s) for s in narrow][:2]
+    assert all(within(s, [end_call, store_scales, store_scales_everywhere]) for s in narrow), [str(s) for s in narrow][
+        :2
+    ]
 
 
 # -- one kernel on every rank ------------------------------------------------------------------------------------------
