@@ -6,6 +6,7 @@ that of sums and of the result's rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from cases import distance, draw
 import weft
 from weft.compute.quantize import LARGEST as LARGEST_OF_E4M3
 from weft.gemms import dequantized
+from weft.lang.mapping import balanced_rows
 from weft.ops.recipes import E4M3
 
 SCALINGS = ("tensor", "row", "block")
@@ -94,3 +96,66 @@ def quantize_case(
         should, rounded = torch.tensor([0.02]), (want / 0.02).clamp(-LARGEST, LARGEST).to(E4M3)
     assert got.dtype == E4M3 and scales.shape == should.shape and distance(scales.cpu(), should) < 1e-5
     return distance(dequantized(at, scales.cpu(), rows), dequantized(rounded, should, rows))
+
+
+def all_gather_case(
+    world: weft.World, shards: Sequence[int], n: int, k: int, scaling: str, plan: Any = "fused", bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16, fast: bool = False, calls: int = 1, seed: int = 0,
+) -> float:  # fmt: skip
+    """all_gather_matmul over rows of every rank: the largest error over calls with fresh inputs; gathered rows and scales are those
+    given."""
+    worst, me, m = 0.0, world.rank, sum(shards)
+    for call in range(calls):
+        s = (seed * 100 + call) * 10
+        x, _, xs, _ = factors(s, m, 8, k, scaling, world.device)
+        _, w, _, ws = factors(s + 7 * me, 8, n, k, scaling, world.device)
+        b = draw(s + 5 + 7 * me, n, dtype=dtype).to(world.device) if bias else None
+        own = slice(sum(shards[:me]), sum(shards[: me + 1]))
+        mine = (x[own].clone(), xs if scaling == "tensor" else xs[own].clone())
+        got, rows, scales = weft.all_gather_matmul(
+            mine[0], w, b, x_scale=mine[1], weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world,
+            plan=plan, return_gathered=True, rows=None if len(set(shards)) == 1 else shards,
+        )  # fmt: skip
+        world.synchronize()
+        want = wanted(x, w, xs, ws, scaling)
+        worst = max(worst, distance(got, want if b is None else want + b.to(want)))
+        same = torch.equal(rows.view(torch.uint8), x.view(torch.uint8))
+        assert same and (scales is None if scaling == "tensor" else torch.equal(scales, xs)), "what was gathered"
+    return worst
+
+
+def reduce_case(
+    world: weft.World, m: int, n: int, k: int, scaling: str, plan: Any = "fused", everywhere: bool = False,
+    bias: bool = False, dtype: torch.dtype = torch.bfloat16, fast: bool = False, calls: int = 1, seed: int = 0,
+    rows: Sequence[int] | None = None,
+) -> float:  # fmt: skip
+    """matmul_reduce_scatter (by `rows`, or as evenly as possible), or matmul_all_reduce: the largest error over calls."""
+    worst, me = 0.0, world.rank
+    op: Any = weft.matmul_all_reduce if everywhere else weft.matmul_reduce_scatter
+    shards = list(rows or balanced_rows(m, world.size))
+    for call in range(calls):
+        s = (seed * 100 + call) * 100
+        parts = [factors(s + 10 * r, m, n, k, scaling, world.device) for r in range(world.size)]
+        b = draw(s + 99, n, dtype=dtype).to(world.device) if bias else None
+        x, w, xs, ws = parts[me]
+        more = {} if rows is None else {"rows": rows}
+        got = op(
+            x, w, b, x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan, **more
+        )
+        world.synchronize()
+        want = sum(wanted(*part, scaling) for part in parts)
+        want = want if b is None else want + b.to(want)
+        worst = max(worst, distance(got, want if everywhere else want.split(shards)[me]))
+    return worst
+
+
+def case(
+    world: weft.World, op: str, rows: Sequence[int], n: int, k: int, scaling: str, plan: Any, **more: Any
+) -> float:
+    """One op over `rows` of every rank; M is their sum."""
+    if op == "all_gather_matmul":
+        return all_gather_case(world, rows, n, k, scaling, plan, **more)
+    everywhere = op == "matmul_all_reduce"
+    balanced = everywhere or list(rows) == balanced_rows(sum(rows), world.size)
+    named = None if balanced else rows
+    return reduce_case(world, sum(rows), n, k, scaling, plan, everywhere, rows=named, **more)

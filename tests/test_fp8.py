@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases_fp8 import SCALINGS, factors, matmul_case, quantize_case
+from cases import OPS
+from cases_fp8 import SCALINGS, case, factors, matmul_case, quantize_case
+from gates import some
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.lang.mapping import balanced_rows
 from weft.ops.recipes import E4M3
-from weft.plans import GemmTile, Persistent
+from weft.plans import SMALL_TILE, FusedGather, FusedGatherByCopies, GemmTile, Persistent, Plan
 
 BF16 = 3e-3  # relative error of bfloat16 results of exact sums
 
@@ -175,3 +178,64 @@ def test_what_cannot_be_quantized_is_quoted() -> None:
                 call()
 
     alone(rank)
+
+
+# -- around a GEMM -----------------------------------------------------------------------------------------------------
+SUMMED = 5e-3  # of bfloat16 sums of partial products, which are rounded before
+
+
+def errors(op: str, rows: Any, n: int, k: int, scaling: str, plan: str | Plan, seed: int = 0, **more: Any) -> float:
+    return max(
+        weft.spmd(lambda w: case(w, op, rows, n, k, scaling, plan, **more), len(rows), backend="emulated", seed=seed)
+    )
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", "one_shot"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_plan(op: str, plan: str, scaling: str) -> None:
+    for i, rows in enumerate(([16, 16], [13, 13, 13], balanced_rows(35, 2))):
+        assert errors(op, rows, 48, 256, scaling, plan, i, calls=2, bias=i == 1, fast=i == 2) < SUMMED
+    assert errors(op, [9, 9], 40, 128, scaling, plan, 3, dtype=torch.float16, bias=True) < SUMMED / 8
+
+
+@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("scaling", ["row", "block"])
+def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -> None:
+    """Shards of whole tiles, which are pulled in bulk, of part tiles, and empty ones; pulled by programs and by copies."""
+    op = OPS[0]
+    for rows, plan in (
+        ([16, 16], "fused"), ([20, 0, 12], "fused"), ([33, 5], FusedGather(tile=SMALL_TILE, pull_programs=4, pull_rows=8, pull_stages=2, split=2)),
+        ([16, 16], FusedGatherByCopies(tile=SMALL_TILE)), ([13, 13], FusedGatherByCopies(tile=SMALL_TILE)),
+    ):  # fmt: skip
+        assert errors(op, rows, 40, 384, scaling, plan, seed, calls=3) < BF16
+
+
+def test_ranks_that_disagree_on_the_recipe_say_so() -> None:
+    def rank(world: weft.World) -> None:
+        x, w, xs, ws = factors(1, 8, 16, 128, "row" if world.rank else "tensor", world.device)
+        with pytest.raises(weft.Mismatch, match=r"rank 0: .*recipe=.*tensor.*rank 1: .*recipe=.*row"):
+            weft.matmul_reduce_scatter(x, w, x_scale=xs, weight_scale=ws, world=world)
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_and_scales_that_do_not_fit_are_refused(op: str) -> None:
+    def rank(world: weft.World) -> None:
+        x, w, xs, ws = factors(1, 8, 16, 256, "row", world.device)
+        bias = torch.zeros(16).bfloat16().requires_grad_()
+        fn = getattr(weft, op)
+        with pytest.raises(ValueError, match=rf"{op}.*gradient, which products of float8_e4m3fn do not have"):
+            fn(x, w, bias, x_scale=xs, weight_scale=ws, world=world)
+        with pytest.raises(ValueError, match=rf"{op}: x_scale \[7, 1\] and weight_scale \[16, 1\] fit no recipe"):
+            fn(x, w, x_scale=xs[:7], weight_scale=ws, world=world)
+        with pytest.raises(TypeError, match=rf"{op}: out_dtype torch.float16 goes with x in float8_e4m3fn"):
+            fn(x.bfloat16(), w.bfloat16(), out_dtype=torch.float16, world=world)
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_a_plan_without_8_bit_products_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert errors(OPS[1], [16, 16], 40, 128, "row", "signaled") < SUMMED
+    assert "sequential instead of signaled: its GEMM is of 16-bit operands" in caplog.text

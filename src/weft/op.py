@@ -184,6 +184,10 @@ class Op(ABC, Generic[C]):
         that never could on this machine."""
         return None
 
+    def fitted(self, call: C, plan: Plan) -> Plan:
+        """The plan as it serves the call, where its tiles are other calls'."""
+        return plan
+
     def movable(self, plan: Plan, m: int, world: int) -> bool:
         """Whether copy engines can move what the plan wants of them when `world` ranks have M rows together."""
         return True
@@ -225,7 +229,7 @@ class Op(ABC, Generic[C]):
         if torch.is_grad_enabled():
             for t in operands:
                 if t is not None and getattr(t, "requires_grad", False):  # what is no tensor is refused further on
-                    self._check_gradient(out)
+                    self._check_gradient(operands, out)
                     if not compiling:
                         lost = world.backend.left_out()
                         return world.behind(library.differentiated(self, world, plan, operands, options), lost)
@@ -238,11 +242,13 @@ class Op(ABC, Generic[C]):
         """Return the operands by name, for an op that names them."""
         return operands if self.takes is None else self.takes(*operands)
 
-    def _check_gradient(self, out: torch.Tensor | None) -> None:
-        if not self.differentiable:
-            raise ValueError(
-                f"{self.title}: an operand requires a gradient, which this op does not have; use torch.no_grad()"
-            )
+    def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
+        """Why a call of these operands has no gradient; None where it has."""
+        return None if self.differentiable else "this op does not have"
+
+    def _check_gradient(self, operands: Sequence[torch.Tensor | None], out: torch.Tensor | None) -> None:
+        if why := self.no_gradient(operands):
+            raise ValueError(f"{self.title}: an operand requires a gradient, which {why}; use torch.no_grad()")
         if out is not None:
             raise ValueError(
                 f"{self.title}: out= has no gradient, and an operand requires one; omit it, or use torch.no_grad()"

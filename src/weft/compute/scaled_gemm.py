@@ -37,7 +37,8 @@ class Scales(NamedTuple):
 
 class TileScales(NamedTuple):
     """The scales of a tile. x: where those of its first row begin; rows: how many of its rows are there; stride and
-    block_stride: elements from a row to the next one, and from 128 of K to the next; w: those of all of w."""
+    block_stride: elements from a row to the next one, and from 128 of K to the next (BY_TENSOR: no matter); w: those of
+    all of w."""
 
     x: tl.tensor
     w: tl.tensor
@@ -59,7 +60,10 @@ def scales_of_rows(x_scale, row, K, SCALED: tl.constexpr):
 @jit
 def tile_scales(scales, x_scale, row, M, K, SCALED: tl.constexpr):
     """The TileScales of a tile whose first row is `row` of M, with the contiguous x_scale in place of scales.x."""
-    return TileScales(scales_of_rows(x_scale, row, K, SCALED), scales.w, M - row, K // BLOCK, 1)
+    stride = 1
+    if SCALED == BY_BLOCK:
+        stride = K // BLOCK
+    return TileScales(scales_of_rows(x_scale, row, K, SCALED), scales.w, M - row, stride, 1)
 
 
 @jit
@@ -85,7 +89,7 @@ def scale_half(half, bias, scales, col, N, tile):
     r = tl.arange(0, tile.BM)
     c = col + tl.arange(0, tile.BN // 2)
     if tile.SCALED == BY_ROW:
-        half *= tl.load(scales.x + r, mask=r < scales.rows, other=0.0)[:, None]
+        half *= tl.load(scales.x + r * scales.stride, mask=r < scales.rows, other=0.0)[:, None]
         half *= tl.load(scales.w + c, mask=c < N, other=0.0)[None, :]
     elif tile.SCALED == BY_TENSOR:
         half *= tl.load(scales.x) * tl.load(scales.w)

@@ -13,8 +13,8 @@ from ..op import Call, Local, registered
 from ..operands import bulk, dense
 from ..plans import Persistent, Plan, Sequential
 from ..world import World
-from .recipes import Recipe, ScaledFactors, check_product
-from .scaled_gemm import default_plan, multiply, multiply_own, unfit
+from .recipes import Recipe, ScaledFactors, check_product, unfit
+from .scaled_gemm import default_plan, multiply, multiply_own
 
 _OP = "matmul"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -13,7 +13,7 @@ from ..compute.scaled_gemm import BLOCK, BY_BLOCK, BY_ROW, BY_TENSOR
 from ..errors import Unsupported
 from ..lang.jit import constants
 from ..operands import DTYPES, check_device, dims
-from ..plans import TileShape
+from ..plans import Fused, Plan, TileShape
 from ..world import World
 
 E4M3 = torch.float8_e4m3fn
@@ -156,6 +156,32 @@ def check_product(
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
     return recipe, dtype
+
+
+P = TypeVar("P", bound=Plan)
+
+
+def unfit(recipe: Recipe, tile: TileShape) -> str | None:
+    """Why 8-bit operands of a recipe do not suit the tiles of a plan; None where they do."""
+    if recipe.scaling != "block" or (tile.block_k == SCALE_BLOCK and SCALE_BLOCK % tile.block_n == 0):
+        return None
+    return f"scales by block need tiles of block_k {SCALE_BLOCK} and block_n at most {SCALE_BLOCK}, not {tile}"
+
+
+def fit_plan(plan: P, recipe: Recipe) -> P:
+    """The plan with tiles for 8-bit operands, where it has those of 16-bit ones: steps of K of as many bytes, and where
+    a second set of accumulators is needed at most 64 of each in a thread (compute/scaled_gemm.py), with one stage
+    more."""
+    if not isinstance(plan, Fused):
+        return plan
+    tile = plan.tile
+    if tile.block_k == 64 or recipe.scaling == "block":
+        tile = replace(tile, block_k=SCALE_BLOCK)
+    if recipe.promotes and tile.block_n > SCALE_BLOCK:
+        tile = replace(tile, block_n=SCALE_BLOCK, stages=tile.stages + 1)
+    if recipe.promotes and tile.block_m * tile.block_n > 64 * 32 * tile.warps:
+        tile = replace(tile, block_m=tile.block_m // 2)
+    return replace(plan, tile=tile)
 
 
 def scaled_tile(tile: TileShape, group_m: int, recipe: Recipe) -> Tile:

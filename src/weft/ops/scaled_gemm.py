@@ -16,7 +16,7 @@ from ..backends.base import Stream
 from ..compute.scaled_gemm import Scales, scaled_matmul
 from ..gemms import ScaledOperands
 from ..launches import Launch, Matrix, prepared
-from ..plans import SMALL_PERSISTENT, GemmTile, Persistent, TileShape
+from ..plans import SMALL_PERSISTENT, GemmTile, Persistent
 from ..world import World
 from .recipes import Recipe, scaled_tile
 
@@ -42,13 +42,6 @@ def own_plans(recipe: Recipe) -> tuple[Persistent, ...]:
 
 def default_plan(world: World, recipe: Recipe) -> Persistent:
     return SMALL_PERSISTENT if world.scale.small else own_plans(recipe)[0]
-
-
-def unfit(recipe: Recipe, tile: TileShape) -> str | None:
-    """Why 8-bit operands of a recipe do not suit the tiles of a plan; None where they do."""
-    if recipe.scaling != "block" or (tile.block_k == 128 and 128 % tile.block_n == 0):
-        return None
-    return f"scales by block need tiles of block_k 128 and block_n at most 128, not {tile}"
 
 
 def multiply_own(world: World, recipe: Recipe, plan: Persistent, operands: ScaledOperands, out: torch.Tensor) -> None:
