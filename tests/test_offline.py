@@ -39,14 +39,14 @@ from weft.check.ptx import (
     within,
 )
 from weft.compute.gemm import gemm_tile, matmul
-from weft.compute.scaled_gemm import scaled_matmul
+from weft.compute.scaled_gemm import scaled_gemm_tile, scaled_matmul
 from weft.compute.signaled_gemm import signaled_gemm
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
 from weft.library import Backward
 from weft.op import REGISTRY
 from weft.ops import activation
-from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks
+from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks, pull_scales
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce.kernels import (
     load_row,
@@ -69,6 +69,7 @@ from weft.plans import (
     Decomposed,
     Fused,
     FusedGather,
+    FusedGatherByCopies,
     GemmTile,
     Multicast,
     OneShot,
@@ -120,9 +121,9 @@ def launches(fn: Callable[[World], Any], ranks: int, capability: int = HOPPER) -
 
 def call(
     op: str, plan: Plan, m: int = 128, n: int = 1024, k: int = 512, *, bias: bool = False, dtype: torch.dtype = BF,
-    uneven: bool = False, gated: int = 0, turned: bool = False,
+    uneven: bool = False, gated: int = 0, turned: bool = False, scaling: str = "", fast: bool = False,
 ) -> Callable[[World], Any]:  # fmt: skip
-    """m: rows a rank. turned: the weight lies as [K, N]."""
+    """m: rows a rank. turned: the weight lies as [K, N]. scaling: of 8-bit operands."""
 
     def fn(world: World) -> None:
         rows = [m + 40 * (r == 0) for r in range(world.size)] if uneven else [m] * world.size
@@ -130,14 +131,18 @@ def call(
         x = torch.zeros(rows[world.rank] if gather else sum(rows), k, dtype=dtype)
         w, b = torch.zeros(n, k, dtype=dtype), torch.zeros(n, dtype=dtype) if bias else None
         w = w.t().contiguous().t() if turned else w
+        more: dict[str, Any] = {}
+        if scaling:
+            x, w, xs, ws = factors(1, len(x), n, k, scaling, world.device)
+            more = dict(x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast)
         if gated:
             all_gather_swiglu(x, w, gated, world=world, plan=plan, rows=None)
         elif gather:
             weft.all_gather_matmul(
-                x, w, b, world=world, plan=plan, rows=rows if uneven else None, return_gathered=uneven
+                x, w, b, world=world, plan=plan, rows=rows if uneven else None, return_gathered=uneven, **more
             )
         else:
-            getattr(weft, op)(x, w, b, world=world, plan=plan)
+            getattr(weft, op)(x, w, b, world=world, plan=plan, **more)
 
     return fn
 
@@ -200,6 +205,17 @@ CASES["decomposed x8"] = call(RS, Decomposed(), bias=True), 8
 CASES["decomposed x8 odd sizes"] = call(RS, Decomposed(), 1, 1, 8), 8
 CASES["decomposed x2 float16"] = call(RS, Decomposed(), 3, 40, 8, dtype=HALF), 2
 CASES["decomposed, gated"] = call(AG, Decomposed(), gated=512), 4
+for scaling, fast in (("tensor", True), ("row", True), ("row", False), ("block", False)):
+    for op in OPS:
+        for i, plan in enumerate((FUSED[op], *((TWO_AN_SM, FusedGatherByCopies()) if op == AG else ()))):
+            name = f"{op} 8 bits by {scaling}{'' if fast else ', promoted'}, plan {i}"
+            CASES[f"{name}, x8"] = call(op, plan, scaling=scaling, fast=fast), 8
+            CASES[f"{name}, x2 odd sizes"] = (
+                call(op, plan, 33, 1032, 1152, bias=True, dtype=HALF, scaling=scaling, fast=fast), 2,
+            )  # fmt: skip
+            if op == AG and i == 0:
+                CASES[f"{name}, x4 uneven"] = call(op, plan, uneven=True, scaling=scaling, fast=fast), 4
+    CASES[f"{AG} 8 bits by {scaling}, one shot, {fast}"] = call(AG, OneShot(), 33, scaling=scaling, fast=fast), 4
 CASES["World.barrier"] = lambda world: world.barrier(), 8
 
 
@@ -416,7 +432,8 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {
-    "all_gather_gemm": (pull_chunks, gemm_tile), "copied_gemm": (gemm_tile,), "gemm_reduce": (sum_half_tiles, gather_tile),
+    "all_gather_gemm": (pull_chunks, gemm_tile, scaled_gemm_tile), "copied_gemm": (gemm_tile, scaled_gemm_tile),
+    "gemm_reduce": (sum_half_tiles, gather_tile),
     "two_shot": (load_row,),
 }  # fmt: skip
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
@@ -564,13 +581,15 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
         stages, pipelines = args["how"].STAGES.value, 2 if args["how"].ALL.value else 1
         assert blocks == stages * pipelines, "a pipeline that sums, and one that gathers sums"
         return
-    pull = args["pull"]
+    pull = args["how"].pull
     stages = pull.STAGES.value
     if pull.BULK.value:
         assert blocks == stages
     else:
-        copies = sum("cp.async.cg.shared" in s.text and within(s, [pull_chunks]) for s in steps)
-        each = pull.ROWS.value * pull.COLS.value * 2 // (launch.options["num_warps"] * 32 * 16)
+        rows = [s for s in steps if within(s, [pull_chunks]) and not within(s, [pull_scales])]
+        copies = sum("cp.async.cg.shared" in s.text for s in rows)
+        size = args["x"].dtype.itemsize
+        each = pull.ROWS.value * pull.COLS.value * size // (launch.options["num_warps"] * 32 * 16)
         assert blocks == 0 and copies == each * stages, f"{copies} copies, {each} a block"
 
 

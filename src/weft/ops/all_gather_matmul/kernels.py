@@ -214,10 +214,9 @@ def gated_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, wo
     nearest peer first, each once its rows are there. The own rows start at `row`. gathered: the row of a_desc at which
     row 0 of the gathered activation is, where the scales of its rows begin, and from one row's to the next."""
     first_row, all_scales, stride = gathered
-    tile = product.tile
-    BM: tl.constexpr = tile.BM
-    BN: tl.constexpr = tile.BN
-    GROUP_M: tl.constexpr = tile.GROUP_M
+    BM: tl.constexpr = product.tile.BM
+    BN: tl.constexpr = product.tile.BN
+    GROUP_M: tl.constexpr = product.tile.GROUP_M
     WORKERS: tl.constexpr = product.WORKERS
     GATED: tl.constexpr = product.GATED
     FLATTEN: tl.constexpr = product.FLATTEN
@@ -226,19 +225,23 @@ def gated_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, wo
     for t in tl.range(worker, own * tiles_n, WORKERS, flatten=FLATTEN):
         tm, tn = grouped_tile(t, own, tiles_n, GROUP_M)
         of_tile = None
-        if tile.SCALED:
-            of_tile = tile_scales(scales, scales.x, tm * BM, own * BM, K, tile.SCALED)
-        product_tile(x_desc, w_desc, out_desc, bias, of_tile, tm * BM, row + tm * BM, tn * BN, N, K, tile, GATED)
+        if product.tile.SCALED:
+            of_tile = tile_scales(scales, scales.x, tm * BM, own * BM, K, product.tile.SCALED)
+        product_tile(
+            x_desc, w_desc, out_desc, bias, of_tile, tm * BM, row + tm * BM, tn * BN, N, K, product.tile, GATED
+        )
     turns = tl.cdiv(max(own * tiles_n - worker, 0), WORKERS)
     for t in tl.range(worker + turns * WORKERS - own * tiles_n, (tiles_m - own) * tiles_n, WORKERS, flatten=FLATTEN):
         tm, tn = grouped_tile(t, tiles_m - own, tiles_n, GROUP_M)
         tm = (tm + row // BM + own) % tiles_m
         consumer_tile_wait(ch, tm, "gpu")
         of_tile = None
-        if tile.SCALED:
+        if product.tile.SCALED:
             begin = all_scales + (tm * BM).to(tl.int64) * stride
             of_tile = TileScales(begin, scales.w, M - tm * BM, stride, 1)
-        product_tile(a_desc, w_desc, out_desc, bias, of_tile, first_row + tm * BM, tm * BM, tn * BN, N, K, tile, GATED)
+        product_tile(
+            a_desc, w_desc, out_desc, bias, of_tile, first_row + tm * BM, tm * BM, tn * BN, N, K, product.tile, GATED
+        )
 
 
 @jit(do_not_specialize=("own", "M"))
@@ -252,10 +255,8 @@ def all_gather_gemm(
     `Scales` of 8-bit operands, x's of the own rows; those of rows and blocks are gathered behind the rows."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
-    pull, product = how
-    tile = product.tile
-    PULLERS: tl.constexpr = pull.PULLERS
-    PROGRAMS: tl.constexpr = PULLERS + product.WORKERS
+    PULLERS: tl.constexpr = how.pull.PULLERS
+    PROGRAMS: tl.constexpr = PULLERS + how.product.WORKERS
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     # Rows are whole 16-byte words; a compiler that does not know makes narrow loads and no pipeline.
@@ -269,21 +270,25 @@ def all_gather_gemm(
     mine = address_of(arena.addresses, me, x.dtype.element_ty) + base
     ready = ch.counters + tl.load(shards.channels + W)
     gathered = None
-    if tile.SCALED and tile.SCALED != BY_TENSOR:  # else one scale for all rows of all ranks
-        gathered = gathered_scales(arena, me, base, M, K, tile.BM)
+    if how.product.tile.SCALED > BY_TENSOR:  # else one scale for all rows of all ranks
+        gathered = gathered_scales(arena, me, base, M, K, how.product.tile.BM)
     channel = tl.load(shards.channels + me)
-    copy_own_chunks(x, mine, scales, gathered, ch, ready, row, rows_n, channel, K, pid, pull, tile, PROGRAMS)
+    copy_own_chunks(
+        x, mine, scales, gathered, ch, ready, row, rows_n, channel, K, pid, how.pull, how.product.tile, PROGRAMS
+    )
     if pid < PULLERS:
-        pull_chunks(flat_desc, arena, base, mine, gathered, ch, shards, M, K, pid, pull, tile)
+        pull_chunks(flat_desc, arena, base, mine, gathered, ch, shards, M, K, pid, how.pull, how.product.tile)
     else:
         worker = pid - PULLERS
         first_row = (base // K).to(tl.int32)
-        where = first_row, gathered, 0
+        where = first_row, 0, 0
         if gathered is not None:
-            where = first_row, gathered, slot_of(K, tile.SCALED)
-        elif tile.SCALED:
+            where = first_row, gathered, slot_of(K, how.product.tile.SCALED)
+        elif how.product.tile.SCALED:
             where = first_row, scales.x, 0
-        gated_tiles(x_desc, arena_desc, w_desc, out_desc, bias, scales, where, ch, worker, own, row, M, N, K, product)
+        gated_tiles(
+            x_desc, arena_desc, w_desc, out_desc, bias, scales, where, ch, worker, own, row, M, N, K, how.product
+        )
     end_call(ch, arena.turn, PROGRAMS)
 
 
@@ -296,14 +301,15 @@ def copied_gemm(
     starts. all_scales: None, or those of all rows, which come with them; by tensor scales.x."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     gathered_desc = tiles_of(gathered_desc)
-    tile = product.tile
     me = rank_of(ch)
     pid = tl.program_id(0)
     if pid == 0:
         tl.atomic_add(ch.counters + me, 1, sem="relaxed", scope="gpu")
     row = tl.load(offsets + me)
-    where = 0, all_scales, 0
-    if tile.SCALED and tile.SCALED != BY_TENSOR:
-        where = 0, all_scales, scales_in_row(K, tile.SCALED)
+    where = 0, 0, 0
+    if product.tile.SCALED > BY_TENSOR:
+        where = 0, all_scales, scales_in_row(K, product.tile.SCALED)
+    elif product.tile.SCALED:
+        where = 0, all_scales, 0
     gated_tiles(x_desc, gathered_desc, w_desc, out_desc, bias, scales, where, ch, pid, own, row, M, N, K, product)
     end_call(ch, turn, product.WORKERS)

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ...compute.gemm import FLUSHED, column_halves, grouped_tile, second_operand
-from ...compute.scaled_gemm import add_product, scaled_halves, tile_scales
+from ...compute.scaled_gemm import add_product, scale_half, tile_scales
 from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
 from ...lang.descriptors import tiles_of
 from ...lang.intrinsics import flush_stores, wait_until
@@ -255,12 +255,13 @@ def gemm_reduce(
                 tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
                 stored = -1
             if step == steps - 1:
+                left, right = column_halves(acc, BM, BN)
                 if tile.SCALED:
                     of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
-                    left, right = scaled_halves(acc, None, of_tile, col, N, tile)
-                else:
-                    left, right = column_halves(acc, BM, BN)
+                    left = scale_half(left, None, of_tile, col, N, tile)
                 arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, BM, COLS)))
+                if tile.SCALED:  # behind the store: `store_scaled_tile` says why
+                    right = scale_half(right, None, of_tile, col + COLS, N, tile)
                 arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, BM, COLS)))
                 stored = channel
                 acc = tl.zeros((BM, BN), tl.float32)

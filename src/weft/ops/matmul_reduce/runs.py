@@ -17,7 +17,7 @@ import itertools
 
 import torch
 
-from ...backends.base import Options, Stream
+from ...backends.base import Stream
 from ...compute.scaled_gemm import Scales
 from ...errors import Unsupported
 from ...lang.channel import BlockChannel
@@ -38,6 +38,8 @@ from ..product import linear
 from ..recipes import ScaledFactors, scales_of_part
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
+
+SUMMING = 112  # registers of a thread that sums, beside GEMMs of 8-bit operands
 
 
 # -- sequential and few rows -------------------------------------------------------------------------------------------
@@ -254,9 +256,12 @@ def _fused_launches(
             ALL=call.everywhere,
         ),
     )
+    small: dict[str, int] = dict(num_warps=4, num_stages=tile.stages, co_resident=True)
+    options: dict[str, int] = dict(num_warps=tile.warps, num_stages=tile.stages)
     if call.recipe is None:
         fixed["scales"] = None
-    small: Options = dict(num_warps=4, num_stages=tile.stages, co_resident=True)
-    options: Options = dict(num_warps=tile.warps, num_stages=tile.stages)
+    else:  # an epilogue that scales takes registers that the program beside it needs
+        small["maxnreg"] = SUMMING
+        options["maxnreg"] = min(255, (65536 // 32 - 4 * SUMMING) // tile.warps // 8 * 8)
     pull = Launch(world, gemm_reduce, forward + pullers, small, **fixed, COMPUTE=False)
     return pull, Launch(world, gemm_reduce, world.sm_count, options, **fixed, COMPUTE=True), Ahead()
