@@ -58,30 +58,33 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
         return op, (saved, dys, sizes, dims, dtypes, needs, name, *options)
 
     gather, scatter, both = ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce
-    weight, bias = [24, 16], [24]
+    weight, bias, unscaled = [24, 16], [24], (None, None)
     return [
-        (gather, (p(8, 16), p(24, 16), p(24), None, 0, True, name, "auto")),
-        (gather, (p(mine, 16), p(24, 16), None, rows, 0, False, name, text)),
-        (scatter, (p(9, 16), p(24, 16), p(24), None, True, name, "auto")),
-        (scatter, (p(m, 16), p(24, 16), None, rows, True, name, "auto")),
-        (both, (p(9, 16), p(24, 16), p(24), True, name, "auto")),
+        (gather, (p(8, 16), p(24, 16), p(24), *unscaled, None, 0, True, None, False, name, "auto")),
+        (gather, (p(mine, 16), p(24, 16), None, *unscaled, rows, 0, False, None, False, name, text)),
+        (scatter, (p(9, 16), p(24, 16), p(24), *unscaled, None, True, None, False, name, "auto")),
+        (scatter, (p(m, 16), p(24, 16), None, *unscaled, rows, True, None, False, name, "auto")),
+        (both, (p(9, 16), p(24, 16), p(24), *unscaled, True, None, False, name, "auto")),
         (ops.silu_mul, (p(10, 64), 24, 16, name, "auto")),
-        (gather, (t(8, 16), t(64, 16), None, None, 24, False, name, "auto")),
+        (gather, (t(8, 16), t(64, 16), None, *unscaled, None, 24, False, None, False, name, "auto")),
+        (gather, (*eight_bits, None, 0, True, None, False, name, "auto")),
+        (scatter, (*eight_bits, None, True, torch.float16, True, name, "auto")),
+        (both, (*eight_bits, True, None, False, name, "auto")),
         grads(
-            ops.all_gather_matmul_backward, [t(8 * w, 16), t(24, 16)], [t(8 * w, 24), t(8 * w, 16)],
-            [[8, 16], weight, bias], [True] * 3, None, 0, True,
+            ops.all_gather_matmul_backward, [t(8 * w, 16), t(24, 16)], [t(8 * w, 24), t(8 * w, 16), None],
+            [[8, 16], weight, bias, [], []], [True] * 3 + [False] * 2, None, 0, True, None, False,
         ),
         grads(
-            ops.all_gather_matmul_backward, [t(mine, 16), None], [t(m, 24), None],
-            [[mine, 16], weight, []], [False, True, False], rows, 0, False,
+            ops.all_gather_matmul_backward, [t(mine, 16), None], [t(m, 24), None, None],
+            [[mine, 16], weight, [], [], []], [False, True, False, False, False], rows, 0, False, None, False,
         ),
         grads(
             ops.matmul_reduce_scatter_backward, [t(m, 16), t(24, 16)], [t(mine, 24)],
-            [[m, 16], weight, bias], [True] * 3, rows, True,
+            [[m, 16], weight, bias, [], []], [True] * 3 + [False] * 2, rows, True, None, False,
         ),
         grads(
             ops.matmul_all_reduce_backward, [t(8, 16), t(24, 16)], [t(8, 24)],
-            [[8, 16], weight, bias], [True, False, True], True,
+            [[8, 16], weight, bias, [], []], [True, False, True, False, False], True, None, False,
         ),
         grads(ops.silu_mul_backward, [t(8, 64)], [t(8, 24)], [[8, 64]], [True], 24, 16),
         (ops.rotary, (t(6, 32), t(1, 3, 8), t(2, 1, 3, 8)[0], t(8), t(8), 2, 1, 1e-6, name, text_of(Sequential()))),
@@ -146,7 +149,11 @@ def test_opcheck() -> None:
 
     def rank(world: weft.World) -> None:
         for op, args in samples(world):
-            schemas = op not in (torch.ops.weft.matmul, torch.ops.weft.quantize) and "block" not in args
+            schemas = (
+                op != torch.ops.weft.quantize
+                and "block" not in args
+                and getattr(args[0], "dtype", None) != torch.float8_e4m3fn
+            )
             # torch writes to copies of the tensors to see whether they are one, and has no arithmetic of 8 bits
             torch.library.opcheck(op.default, args, test_utils=tests if schemas else tests[1:])
 
@@ -220,9 +227,10 @@ def test_errors() -> None:
     def rank(world: weft.World) -> None:
         x, w = draw(1, 8, 16), draw(2, 24, 16)
         with pytest.raises(RuntimeError, match="no World named 'elsewhere'"):
-            torch.ops.weft.matmul_all_reduce(x, w, None, True, "elsewhere", "auto")
+            torch.ops.weft.matmul_all_reduce(x, w, None, None, None, True, None, False, "elsewhere", "auto")
         with pytest.raises(RuntimeError, match="has no gradient"):
-            torch.ops.weft.all_gather_matmul(x.requires_grad_(), w, None, None, 8, False, world.name, "auto")
+            options = None, 8, False, None, False, world.name, "auto"
+            torch.ops.weft.all_gather_matmul(x.requires_grad_(), w, None, None, None, *options)
 
     emulate(rank, 1)
 

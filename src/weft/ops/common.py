@@ -135,8 +135,8 @@ class MatmulOp(Op[M]):
         kept = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
         if kept and weight.dtype != E4M3:
             dense_x, *rest = bulk((x, *others))
-            return type(operands)(dense_x, weight, *rest)  # type: ignore[arg-type]
-        return type(operands)(*bulk(operands))  # type: ignore[arg-type]
+            return self.takes(dense_x, weight, *rest)
+        return self.takes(*bulk(operands))
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         if call.recipe is not None and (reason := self.unscaled(world, call.recipe, plan)):

@@ -39,7 +39,7 @@ from ..recipes import ScaledFactors, scales_of_part
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
 
-SUMMING = 112  # registers of a thread that sums, beside GEMMs of 8-bit operands
+SUM_REGISTERS = 112  # registers of a thread that sums, beside GEMMs of 8-bit operands
 
 
 # -- sequential and few rows -------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def _fused_launches(
     if call.recipe is None:
         fixed["scales"] = None
     else:  # an epilogue that scales takes registers that the program beside it needs
-        small["maxnreg"] = SUMMING
-        options["maxnreg"] = min(255, (65536 // 32 - 4 * SUMMING) // tile.warps // 8 * 8)
+        small["maxnreg"] = SUM_REGISTERS
+        options["maxnreg"] = min(255, (65536 // 32 - 4 * SUM_REGISTERS) // tile.warps // 8 * 8)
     pull = Launch(world, gemm_reduce, forward + pullers, small, **fixed, COMPUTE=False)
     return pull, Launch(world, gemm_reduce, world.sm_count, options, **fixed, COMPUTE=True), Ahead()
