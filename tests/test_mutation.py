@@ -507,7 +507,7 @@ CASES = {
     f"{RS} one shot": Case(reducing(FEW, *((6, 64, 16),) * 2, (3, 40, 16), calls=5), 3),
     f"{RS} one shot, uneven": Case(reducing(FEW, (7, 264, 16), calls=5), 3),
     f"{AR} decomposed": Case(reducing("decomposed", (8, 16, 16), everywhere=True), 2),
-    f"{AG} fused, 8 bits by row": Case(of_8_bits(AG, "fused", ((16, 16), 32, 128)), 2),
+    f"{AG} fused, 8 bits by row": Case(of_8_bits(AG, "fused", ((16, 16), 32, 256)), 2),
     f"{AG} fused, 8 bits by block": Case(of_8_bits(AG, "fused", ((20, 0, 12), 40, 256), scaling="block"), 3),
     f"{AG} fused, copied, 8 bits": Case(
         of_8_bits(AG, FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), scaling="block"), 2
@@ -811,19 +811,19 @@ EQUIVALENT = [
         "the ranks make one call here: see test_second_halves_are_compared", "sum_ranks",
     ),
     Equivalent(
-        (f"{AG} fused", f"{AG} fused, split"), "let wait_until(...) pass one arrival early",
+        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "let wait_until(...) pass one arrival early",
         "calls_of(ch) * arrivals",
         "these wait for peers' chunks only, which pullers count in steps of several arrivals; where shards are uneven, the "
         "own parts count one by one",
     ),
     Equivalent(
-        (f"{AG} fused", f"{AG} fused, split"), "make tl.atomic_add(...) relaxed instead of release",
+        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "make tl.atomic_add(...) relaxed instead of release",
         'tl.atomic_add(ready, 1, sem="release", scope="sys")',
         "no shard is empty here: a peer waits for all counts of `ready`, and the fenced ones of the parts, made by "
         "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
     ),
     Equivalent(
-        (f"{RS} fused",), "remove flush_stores(...)", "flush_stores(BULK)",
+        (f"{RS} fused", f"{RS} fused, 8 bits"), "remove flush_stores(...)", "flush_stores(BULK)",
         "only forwarders broadcast here: they store nothing, and the wait before it ends with a block barrier",
         "channel_broadcast",
     ),
