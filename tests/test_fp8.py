@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.ops.recipes import E4M3
+from weft.op import REGISTRY, Op
+from weft.ops.recipes import E4M3, Recipe, ScaledFactors, fit_plan
+from weft.planner import trial
 from weft.plans import SMALL_TILE, FusedGather, FusedGatherByCopies, GemmTile, Persistent, Plan
 
 BF16 = 3e-3  # relative error of bfloat16 results of exact sums
@@ -239,3 +241,51 @@ def test_gradients_and_scales_that_do_not_fit_are_refused(op: str) -> None:
 def test_a_plan_without_8_bit_products_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert errors(OPS[1], [16, 16], 40, 128, "row", "signaled") < SUMMED
     assert "sequential instead of signaled: its GEMM is of 16-bit operands" in caplog.text
+
+
+# -- what plan ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("op", OPS)
+def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tiles of 8-bit operands, whatever a profile says of 16-bit ones; `explain` says what was timed."""
+    monkeypatch.setattr("weft.planner.auto._generation", lambda device: 9)
+    best = fit_plan(REGISTRY[op].variants[0], Recipe("block"))
+
+    def time(op: Op, world: weft.World, call: Any, plan: Plan, *_: Any) -> trial.Took:
+        return trial.Took(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
+
+    monkeypatch.setattr(trial, "_time", time)
+    monkeypatch.setattr(Op, "execute", lambda self, world, call, plan, operands, out: plan)
+
+    def rank(world: weft.World) -> Any:
+        world.backend.name = "cuda"
+        x, w, xs, ws = factors(1, 512, 512, 512, "block", world.device)
+        options = {
+            OPS[0]: (None, 0, False, None, False),
+            OPS[1]: (None, True, None, False),
+            OPS[2]: (True, None, False),
+        }[op]
+        plan = REGISTRY[op].call(world, "auto", ScaledFactors(x, w, None, xs, ws), options, None)
+        m = 1024 if op == OPS[0] else 512
+        said = weft.explain(op, m, 512, 512, world=world, recipe="block")
+        other = weft.explain(op, m, 512, 512, world=world, recipe="row")
+        world.backend.name = "emulated"
+        return plan, said, other
+
+    plan, said, other = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
+    assert plan == best == said.plan and "timed at the first call" in said.why and said.options[0].us == 50
+    assert other.plan.kind == "sequential" and "no profile has rates" in other.why and not other.options
+    with pytest.raises(ValueError, match="recipe 'column' is not one of"):
+        weft.explain(op, 512, 512, 512, world=2, recipe="column")
+
+
+def test_a_simulation_of_8_bits_says_what_it_rests_on() -> None:
+    from weft.planner.simulate import nvlink
+
+    size = [(8192, 8192, 28672)]
+    for what in ("matmul_reduce_scatter", "mlp"):
+        half, wide = (
+            weft.simulate(nvlink(8), what, size, profile="nvidia-h200-x4", eight_bits=e) for e in (True, False)
+        )
+        assert "GEMMs not measured" in str(half) and "not measured" not in str(wide)
+        assert half.rows[0].gemm < 0.7 * wide.rows[0].gemm and half.rows[0].speedup > wide.rows[0].speedup
+        assert all(plan.kind != "signaled" for plan in half.rows[0].plans)

@@ -184,6 +184,10 @@ class Op(ABC, Generic[C]):
         that never could on this machine."""
         return None
 
+    def scaling(self, call: C) -> str:
+        """How 8-bit operands of the call are scaled, of which the planner has no rates; "" for others."""
+        return ""
+
     def fitted(self, call: C, plan: Plan) -> Plan:
         """The plan as it serves the call, where its tiles are other calls'."""
         return plan

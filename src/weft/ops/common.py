@@ -95,6 +95,9 @@ class MatmulOp(Op[M]):
         dtype = getattr(operands[0], "dtype", None)
         return "products of float8_e4m3fn do not have" if dtype == E4M3 else super().no_gradient(operands)
 
+    def scaling(self, call: M) -> str:
+        return "" if call.recipe is None else call.recipe.scaling
+
     def fitted(self, call: M, plan: Plan) -> Plan:
         """The plan in the tiles that 8-bit operands take, for such a call."""
         return plan if call.recipe is None else fit_plan(plan, call.recipe)

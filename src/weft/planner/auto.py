@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from ..op import REGISTRY, Call, Op, Operands, collectives
+from ..ops.recipes import SCALINGS
 from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
 from ..world import World
 from .parts import ITEM, Lacks
@@ -70,11 +71,20 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
 
 
 def tried(op: Op, world: World, call: Call, operands: Operands) -> Trial | None:
-    """The trial of a call (`trial.tried`), on a GPU of which nothing is known also of the op's variants."""
+    """The trial of a call (`trial.tried`): of 8-bit operands, for which no profile has rates, and on a GPU of which
+    nothing is known, also of the op's variants."""
     others: Sequence[Plan] = ()
-    if op.variants and not world.capturing() and _unmeasured(op.name, world):
+    if op.variants and not world.capturing() and (_in_8_bits(op, world, call) or _unmeasured(op.name, world)):
         others = [*op.variants, *(op.default(world, kind) for kind in (Decomposed, OneShot) if kind in op.runs)]
+        others = list(dict.fromkeys(op.fitted(call, plan) for plan in others))
     return timed(op, world, call, operands, others)
+
+
+def _in_8_bits(op: Op, world: World, call: Call) -> bool:
+    """Whether plans of a call of 8-bit operands can be timed: not by ranks that share a GPU, which would time the
+    others."""
+    on_gpus = world.backend.name == "cuda" and world.symmetric_reason is None and not world.backend.shares_gpu
+    return bool(op.scaling(call)) and on_gpus and _generation(world.device) == GENERATION
 
 
 def _unmeasured(op: str, world: World) -> bool:
@@ -219,6 +229,7 @@ def explain(
     mode: str = "graph",
     profile: Profile | Path | str | None = None,
     received: int | None = None,
+    recipe: str | None = None,
 ) -> Decision:
     """What "auto" would run for this shape, among what, and the predicted times of all of it. `weft.explain(...)` is
     this function.
@@ -230,6 +241,8 @@ def explain(
         mode: "graph" (captured in a CUDA graph) or "eager".
         profile: a Profile, a file, or the name of one that ships with weft ("nvidia-h200-x4"). Default: this machine's.
         received: all-to-all: rows that the rank gets which gets most, where that is more than m.
+        recipe: of 8-bit operands, "tensor", "row" or "block". No profile has rates of these, so "auto" times plans at
+            the first call of a size, which `world` knows; without such a call nothing is predicted.
 
     Returns:
         A Decision; print it.
@@ -249,6 +262,8 @@ def explain(
         raise TypeError(f"{op}: M {m!r}, N {n!r} and K {k!r} must be ints") from None
     if min(m, n, k) < 1:
         raise ValueError(f"{op}: M {m}, N {n} and K {k} must be at least 1")
+    if recipe is not None:
+        return _explained_in_8_bits(op, (m, n, k), world, mode, recipe)
     size = world.size if isinstance(world, World) else world
     shares = isinstance(world, World) and world.backend.shares_gpu
     found = profile_for(profile, size, shares)
@@ -274,6 +289,23 @@ def explain(
             us = planner.predictor.time(op, plan, m, n, k, mode, received)
             options = tuple(sorted([*options, Option(plan, us)], key=lambda o: o.us))
     return replace(decision, plan=plan, why=why, options=options)
+
+
+def _explained_in_8_bits(
+    op: str, sizes: tuple[int, int, int], world: World | int | None, mode: str, recipe: str
+) -> Decision:
+    """`explain` of 8-bit operands: what the trial of a call found."""
+    if recipe not in SCALINGS:
+        raise ValueError(f"{op}: recipe {recipe!r} is not one of {sorted(SCALINGS)}")
+    (m, n, k), options = sizes, tuple[Option, ...]()
+    trial = of_sizes(world, op, m, n, k, recipe) if isinstance(world, World) else None
+    plan: Plan = Sequential()
+    why = f"no profile has rates of 8-bit GEMMs ({recipe}), and no call of this size was timed: the first one is"
+    if trial is not None:
+        options = tuple(sorted((Option(p, took.us(mode)) for p, took in trial.took.items()), key=lambda o: o.us))
+        plan, why = trial.faster[mode] or plan, f"8-bit operands by {recipe}; {trial.said(mode)}"
+    size = world.size if isinstance(world, World) else world or 0
+    return Decision(op, m, n, k, size, mode, plan, why, options)
 
 
 def profile_for(given: Profile | Path | str | None, size: int | None, shares: bool = False) -> Profile:

@@ -38,12 +38,14 @@ class Took(NamedTuple):
 @dataclass(frozen=True)
 class Trial:
     """What the plans of one call took. sizes: M, N, K. took: for each plan, the slowest rank's times. faster: for each
-    mode, the plan that is faster than what "auto" takes without a trial; None where there is none."""
+    mode, the plan that is faster than what "auto" takes without a trial; None where there is none. scaling: of 8-bit
+    operands ("row", ..), or ""."""
 
     op: str
     sizes: tuple[int, int, int]
     took: dict[Plan, Took]
     faster: dict[str, Plan | None]
+    scaling: str = ""
 
     def said(self, mode: str) -> str:
         us = sorted((took.us(mode), str(plan)) for plan, took in self.took.items())
@@ -66,10 +68,11 @@ def tried(op: Op, world: World, call: Call, operands: Operands, others: Sequence
     return made
 
 
-def of_sizes(world: World, op: str, m: int, n: int, k: int) -> Trial | None:
-    """Return the last Trial of a call of exactly these sizes, or None."""
+def of_sizes(world: World, op: str, m: int, n: int, k: int, scaling: str = "") -> Trial | None:
+    """Return the last Trial of a call of exactly these sizes, and of such operands, or None."""
     made = [each for each in world.decided.values() if isinstance(each, Trial)]
-    return next((each for each in reversed(made) if (each.op, each.sizes) == (op, (m, n, k))), None)
+    key = op, (m, n, k), scaling
+    return next((each for each in reversed(made) if (each.op, each.sizes, each.scaling) == key), None)
 
 
 def _made(op: Op, world: World, call: Call, operands: Operands, plans: list[Plan]) -> Trial:
@@ -92,7 +95,8 @@ def _made(op: Op, world: World, call: Call, operands: Operands, plans: list[Plan
     medians = [Took(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
     took = dict(zip(found, _slowest(world, medians), strict=True))
     best = {mode: _best(took, usual[mode], plans, mode) for mode in usual}
-    return Trial(op.name, op.sizes(call), took, {m: p if p != usual[m] else None for m, p in best.items()})
+    faster = {m: p if p != usual[m] else None for m, p in best.items()}
+    return Trial(op.name, op.sizes(call), took, faster, op.scaling(call))
 
 
 def _best(took: dict[Plan, Took], usual: Plan, plans: list[Plan], mode: str) -> Plan:
