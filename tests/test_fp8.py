@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import OPS
-from cases_fp8 import SCALINGS, case, factors, matmul_case, quantize_case
+from cases import OPS, distance, draw
+from cases_fp8 import SCALINGS, case, factors, matmul_case, quantize_case, scaled
 from gates import some
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.gemms import dequantized
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY, Op
 from weft.ops.recipes import E4M3, Recipe, ScaledFactors, fit_plan
@@ -289,3 +290,79 @@ def test_a_simulation_of_8_bits_says_what_it_rests_on() -> None:
         assert "GEMMs not measured" in str(half) and "not measured" not in str(wide)
         assert half.rows[0].gemm < 0.7 * wide.rows[0].gemm and half.rows[0].speedup > wide.rows[0].speedup
         assert all(plan.kind != "signaled" for plan in half.rows[0].plans)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+MLP = {"gate_proj": (256, 256), "up_proj": (256, 256), "down_proj": (256, 256)}
+NAMES = {"row": "weight_scale", "block": "weight_scale_inv"}
+CLOSE = 0.08  # of two GEMMs of numbers rounded to 3 bits
+
+
+def checkpoint(recipe: str, by_tensor: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint of an MLP, and the values of its weights."""
+    state, values = {}, {}
+    for i, (name, shape) in enumerate(MLP.items()):
+        w8, scale = scaled(draw(i, *shape) * 0.1, "tensor" if by_tensor else recipe, 128)
+        state |= {f"{name}.weight": w8, f"{name}.{NAMES[recipe]}": scale, f"{name}.input_scale": torch.ones(1)}
+        values[name] = dequantized(w8, scale, 128 if recipe == "block" else 1).double()
+    return state, values
+
+
+@pytest.mark.parametrize(("recipe", "by_tensor"), [("row", False), ("block", False), ("row", True)])
+def test_an_mlp_of_a_checkpoint(recipe: str, by_tensor: bool) -> None:
+    state, values = checkpoint(recipe, by_tensor)
+    xs = [draw(9 + r, 8, 256) for r in range(2)]
+
+    def rank(world: weft.World) -> float:
+        mlp = weft.nn.ParallelMLP(256, 256, world=world, recipe=recipe)
+        mlp.load_state_dict(state)
+        y = mlp(xs[world.rank])
+        again = mlp(weft.quantize(xs[world.rank], recipe, world=world))
+        world.synchronize()
+        assert torch.equal(y, again), "an x that comes in 8 bits"
+        full = weft.nn.full_state_dict(mlp)
+        world.synchronize()
+        for name, t in state.items():
+            if "input" not in name and not (by_tensor and "scale" in name):
+                assert torch.equal(full[name].float(), t.float()), name
+        x = torch.cat(xs).double()
+        hidden = torch.nn.functional.silu(x @ values["gate_proj"].t()) * (x @ values["up_proj"].t())
+        return distance(y, (hidden @ values["down_proj"].t()).chunk(2)[world.rank])
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < CLOSE
+
+
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_linears_of_16_bit_ones_and_back(recipe: str) -> None:
+    linear = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
+    xs = [draw(9 + r, 8, 256) for r in range(2)]
+
+    def rank(world: weft.World) -> float:
+        column = weft.nn.ColumnParallelLinear.from_linear(linear, world=world, recipe=recipe)
+        row = weft.nn.RowParallelLinear.from_linear(linear, world=world, recipe=recipe)
+        whole = weft.nn.RowParallelLinear.from_linear(linear, world=world, recipe=recipe, reduce="all")
+        middle = column(xs[world.rank])
+        y, z = row(middle), whole(middle)
+        other = weft.nn.RowParallelLinear(256, 256, world=world, recipe=recipe)
+        other.load_state_dict(row.state_dict())
+        again = other(middle)
+        world.synchronize()
+        assert torch.equal(again, y) and not any(p.requires_grad for p in row.parameters())
+        with torch.no_grad():
+            want = linear.double()(linear.double()(torch.cat(xs).double()))
+        return max(distance(y, want.chunk(2)[world.rank]), distance(z, want))
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < CLOSE
+
+
+def test_modules_that_no_block_divides_say_so() -> None:
+    def rank(world: weft.World) -> None:
+        with pytest.raises(ValueError, match=r"rank's weight \[64, 256\] is not of whole blocks of 128 x 128"):
+            weft.nn.ColumnParallelLinear(256, 128, world=world, recipe="block")
+        with pytest.raises(ValueError, match=r"recipe 'tensor' is not one of \['block', 'row'\]"):
+            weft.nn.ParallelMLP(256, 256, world=world, recipe="tensor")
+        linear = weft.nn.ColumnParallelLinear(256, 128, world=world, recipe="row")
+        with pytest.raises(ValueError, match="gradient"):
+            linear(draw(1, 4, 256).requires_grad_())
+
+    weft.spmd(rank, 2, backend="emulated")
