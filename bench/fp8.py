@@ -5,7 +5,8 @@ use; torch._scaled_mm by tensor and by row, with and without fast accumulation; 
 quack's (by tensor), where they can be imported; and cuBLAS in bfloat16. The most important sizes go first: Llama-70B,
 Qwen2.5-32B and DeepSeek-V3's dense layers as 1, 2, 4 and 8 ranks split them. Appends a row a size to DIR/fp8.jsonl: `us` by
 "recipe: method", `error` of each against a float64 product of the dequantized operands, over some rows. Recipes: tensor and row
-(fast accumulation), slow (by row, promoted), block. What fails or is wrong is printed once and left out. Kernels are compiled by
+(fast accumulation), slow (by row, promoted), block. What fails or is wrong is printed once and left out. Rows named "quantizing" time SiLU-mul and
+add + norm with and without the 8-bit rows that they can end in. Kernels are compiled by
 several processes first.
 """
 
@@ -61,6 +62,12 @@ FORMS = {
     ],
 }  # fmt: skip
 FORMS["tensor"] = FORMS["row"][:2]
+QUANTIZED = [
+    (4096, 8192, 7168),
+    (1024, 8192, 3584),
+    (16384, 7168, 4608),
+    (64, 8192, 7168),
+]  # M, hidden, inner of a rank
 QUACK = [(128, 192, 2, True), (128, 160, 2, True), (128, 256, 2, False)]
 
 
@@ -240,6 +247,24 @@ def summary(row: dict[str, Any], recipes: list[str]) -> str:
     return f"{row['name']} {row['M']}x{row['N']}x{row['K']} bf16 {flops / row['us']['bf16: cuBLAS']:.0f} | {' | '.join(parts)}"  # fmt: skip
 
 
+def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> dict[str, Any]:
+    """us of SiLU-mul and of add + norm as they are, and ending in 8-bit rows; and of the quantization alone, of both."""
+    x, residual = (torch.randn(m, h, device="cuda", dtype=BF) for _ in range(2))
+    both, weight, one = torch.randn(m, 2 * inner, device="cuda", dtype=BF), torch.ones(h, device="cuda", dtype=BF), torch.ones(1, device="cuda")  # fmt: skip
+    fns: dict[str, Callable[[], object]] = {
+        "silu_mul": lambda: weft.silu_mul(both, world=world),
+        "norm": lambda: weft.all_reduce_rms_norm(x, residual, weight, world=world),
+    }
+    for recipe in ("row", "block", "tensor"):
+        scale = one if recipe == "tensor" else None
+        fns[f"silu_mul, {recipe}"] = lambda r=recipe, s=scale: weft.silu_mul(both, quantize=r, scale=s, world=world)
+        fns[f"quantize, {recipe}"] = lambda r=recipe, s=scale: weft.quantize(x, r, scale=s, world=world)
+        more: dict[str, Any] = dict(out_dtype=E4M3, scale=one) if recipe == "tensor" else dict(quantize=recipe)
+        fns[f"norm, {recipe}"] = lambda k=more: weft.all_reduce_rms_norm(x, residual, weight, world=world, **k)
+    times = time_interleaved(fns, mode="graph", calls=5, rounds=rounds)
+    return dict(name="quantizing", M=m, N=h, K=inner, us={way: round(us, 2) for way, us in times.items()}, error={})
+
+
 def versions() -> dict[str, str]:
     found = {}
     for package in ("torch", "triton", "sgl-deep-gemm", "quack-kernels"):
@@ -269,6 +294,17 @@ def main() -> None:
         gpu=torch.cuda.get_device_properties(0).name, commit=commit(), triton=triton.__version__, versions=versions(),
         rounds=a.rounds, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
+    for m, h, inner in QUANTIZED if a.skip == 0 else ():
+        row = quantizing(m, h, inner, world, a.rounds)
+        with open(a.out / "fp8.jsonl", "a") as f:
+            f.write(json.dumps(row | fixed) + "\n")
+        us = row["us"]
+        ratios = [
+            f"{way} {t / us[way.partition(',')[0]]:.2f}x"
+            for way, t in us.items()
+            if not way.startswith("q") and "," in way
+        ]
+        print(f"{time.time() - start:4.0f}s quantizing {m} x {h}, {inner}: {', '.join(ratios)}", flush=True)
     for size in list(sizes())[a.skip :]:
         if time.time() - start > a.seconds:
             break
