@@ -366,3 +366,47 @@ def test_modules_that_no_block_divides_say_so() -> None:
             linear(draw(1, 4, 256).requires_grad_())
 
     weft.spmd(rank, 2, backend="emulated")
+
+
+# -- decoders ----------------------------------------------------------------------------------------------------------
+SMALL = dict(
+    model_type="llama", vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4, head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=False, hidden_act="silu",
+    max_position_embeddings=64, rope_theta=10000.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_a_decoder_of_a_checkpoint(recipe: str) -> None:
+    """Every plan beside the decoder whose 16-bit weights have the values of the 8-bit ones."""
+    from weft.models import Batch, Cache, Llama
+    from weft.nn.weave import LayerPlan
+
+    ids = torch.arange(12) % 64
+
+    def rank(world: weft.World) -> float:
+        wide, model = Llama(SMALL, world=world), Llama(SMALL, world=world, recipe=recipe)
+        held = weft.nn.full_state_dict(wide)
+        world.synchronize()
+        eight, values = {}, {}
+        for name, t in held.items():
+            eight[name] = values[name] = t.cpu()
+            if "proj.weight" in name:
+                w8, scale = scaled(t.cpu(), recipe, 128)
+                eight[name], eight[name.replace("weight", NAMES[recipe])] = w8, scale
+                values[name] = dequantized(w8, scale, 128 if recipe == "block" else 1).bfloat16()
+        wide.load_state_dict(values)
+        model.load_state_dict(eight)
+
+        def logits(decoder: Any, plan: str) -> torch.Tensor:
+            cache = Cache(decoder.config, world=world, slots=1, max_len=32)
+            y = decoder(ids, Batch.prefill([12]), cache, plan)
+            world.synchronize()
+            return y.clone()
+
+        want = logits(wide, "plain")
+        with pytest.raises(ValueError, match="weights are of 8"):
+            model.plan(LayerPlan("woven", sms=5), 12)
+        return max(distance(logits(model, plan), want) for plan in ("plain", "fused", "woven", "sequence"))
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < 2 * CLOSE

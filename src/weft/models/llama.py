@@ -29,14 +29,17 @@ from ..compute.elementwise import rotate_and_keep
 from ..lang.mapping import balanced_rows
 from ..launches import Launch, prepared
 from ..nn.mlp import ParallelMLP
+from ..nn.scaled import NAMES, Activation, check_recipe, in_shape, parameters, quantized, quantized_weight
 from ..nn.sharded import Sharded, part_of
 from ..nn.weave import LayerPlan, LayerTimes, Table, halves, run, table
-from ..ops.activation import gate
+from ..ops.activation import gate, silu_mul
 from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul import Shares, matmul, tile
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
+from ..ops.product import linear
+from ..ops.recipes import SCALE_BLOCK, Recipe, ScaledFactors
 from ..planner.layers import DecoderSizes, predicted
 from ..transport.collectives import gather
 from ..transport.memory import lock
@@ -56,6 +59,8 @@ class Attention(Sharded):
 
     parameters  qkv [(heads + 2 kv_heads) D / W, H], queries first, then keys, then values; out [H, heads D / W];
                 bias, of the rows of qkv, and norms [2, D], of queries and keys, or None
+    recipe      of 8-bit weights, as in `weft.nn`: {q,k,v,o}_proj.weight_scale, or weight_scale_inv, in qkv_scale and
+                out_scale
     """
 
     sharded_dim = {
@@ -63,53 +68,88 @@ class Attention(Sharded):
         **{f"{part}_norm.weight": None for part in "qk"},
         "o_proj.weight": 1,
     }
-    held = ("qkv", "out", "bias", "norms")
+    held = ("qkv", "out", "bias", "norms", "qkv_scale", "out_scale")
+    qkv_scale: nn.Parameter | None
+    out_scale: nn.Parameter | None
 
-    def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, world: World, dtype: torch.dtype, recipe: str | None = None) -> None:
         super().__init__(world, dtype)
+        self.dtype, self.recipe = dtype, recipe
         self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
         self.heads, self.head_dim = part_of("num_attention_heads", config.num_attention_heads, world), d
         rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
-        self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
-        self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
+        if recipe is None:
+            self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
+            self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
+            self.register_parameter("qkv_scale", None)
+            self.register_parameter("out_scale", None)
+        else:
+            self._hold_8_bits(recipe, hidden, device)
         bias = torch.zeros(rows, dtype=dtype, device=device) if config.qkv_bias else None
         norms = torch.ones(2, d, dtype=dtype, device=device) if config.qk_norm else None
         self.bias, self.norms = (None if t is None else nn.Parameter(t) for t in (bias, norms))
         self.fill({f"{part}_proj.weight": hidden**-0.5 for part in "qkvo"})
 
+    def _hold_8_bits(self, recipe: str, hidden: int, device: torch.device) -> None:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for n, k in ((q, hidden), (kv, hidden), (hidden, q)):
+            check_recipe("Attention", recipe, n, k)
+        self.qkv, self.qkv_scale = parameters(recipe, q + 2 * kv, hidden, device)
+        self.out, self.out_scale = parameters(recipe, hidden, q, device)
+        dims = {**dict.fromkeys("qkv", 0), "o": 1 if recipe == "block" else None}
+        self.sharded_dim = self.sharded_dim | {f"{part}_proj.{NAMES[recipe]}": dim for part, dim in dims.items()}
+        self.ignored = tuple(f"{part}_proj.input_scale" for part in dims)
+
     def get_shard(self, name: str) -> Tensor | None:
-        if name == "o_proj.weight":
-            return self.out
+        scaled = name.rpartition(".")[2] in NAMES.values()
+        if name.startswith("o_proj."):
+            return self.out_scale if scaled else self.out
         part, of = name[0], name[2:]
         if of == "norm.weight":
             return None if self.norms is None else self.norms["qk".index(part)]
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[part]
-        whole = self.bias if of == "proj.bias" else self.qkv
+        if scaled and self.recipe == "block":
+            lo, n = lo // SCALE_BLOCK, n // SCALE_BLOCK
+        whole = self.qkv_scale if scaled else self.bias if of == "proj.bias" else self.qkv
         return None if whole is None else whole[lo : lo + n]
 
+    def own_part(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
+        if name.rpartition(".")[2] in NAMES.values():
+            value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
+        return super().own_part(name, value, shape)
+
     def set_shard(self, name: str, value: Tensor) -> None:
+        """A weight of 16 bits is quantized where the module's are of 8."""
+        if self.recipe is not None and name.endswith("proj.weight") and value.dtype != self.qkv.dtype:
+            value, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
+            self.set_shard(f"{name.removesuffix('weight')}{NAMES[self.recipe]}", scale)
         shard = self.get_shard(name)
         assert shard is not None
         shard.copy_(value)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Config, at: int, world: World, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, config: Config, at: int, world: World, dtype: torch.dtype, seed: int, recipe: str | None
+    ) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, inner = config.hidden_size, config.intermediate_size
         self.input_layernorm = Weight(hidden, world=world, dtype=dtype)
-        self.self_attn = Attention(config, world, dtype)
+        self.self_attn = Attention(config, world, dtype, recipe)
         self.post_attention_layernorm = Weight(hidden, world=world, dtype=dtype)
-        self.mlp = mlp_of(config, at, world, dtype, seed)
+        if recipe is None:
+            self.mlp = mlp_of(config, at, world, dtype, seed)
+        else:
+            self.mlp = ParallelMLP(hidden, inner, world=world, dtype=dtype, recipe=recipe)
 
 
 class _Body(nn.Module):
-    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int, recipe: str | None) -> None:
         super().__init__()
         self.embed_tokens = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
         layers = range(c.num_hidden_layers)
-        self.layers: Any = nn.ModuleList(DecoderLayer(c, at, world, dtype, seed + 2 + 2 * at) for at in layers)
+        self.layers: Any = nn.ModuleList(DecoderLayer(c, at, world, dtype, seed + 2 + 2 * at, recipe) for at in layers)
         self.norm = Weight(c.hidden_size, world=world, dtype=dtype)
 
 
@@ -123,9 +163,10 @@ class Llama(nn.Module):
 
     config: a `transformers.LlamaConfig` or another of `config.MODEL_TYPES`, a dict with its keys, or a `Config`. The
     weights are drawn on the device; those that every rank holds whole are drawn from `seed`, which must be the same on
-    all ranks. parallel: of the experts, "expert", each rank has some, or "tensor", each has some columns of all. Raises
-    ValueError for a config that is not computed (`Config.of`) or does not split over the ranks, TypeError for a dtype
-    other than bfloat16 and float16.
+    all ranks. parallel: of the experts, "expert", each rank has some, or "tensor", each has some columns of all.
+    recipe: "row" or "block", of the projections' 8-bit weights, whose scales state dicts have as checkpoints do
+    (nn/scaled.py); without experts, and without `sms`. Raises ValueError for a config that is not computed
+    (`Config.of`) or does not split over the ranks, TypeError for a dtype other than bfloat16 and float16.
     """
 
     def __init__(
@@ -136,16 +177,19 @@ class Llama(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
         parallel: str = "expert",
+        recipe: str | None = None,
     ) -> None:
         super().__init__()
         c = Config.of(config)
+        if c.mixture is not None and recipe is not None:
+            raise ValueError(f"recipe {recipe!r}: experts have 16-bit weights")
         if c.mixture is not None:
             c = replace(c, mixture=replace(c.mixture, parallel=parallel))
         elif parallel != "expert":
             raise ValueError(f"parallel {parallel!r}: this config has no experts to split")
-        self.config = c
+        self.config, self.recipe = c, recipe
         self.world = world
-        self.model = _Body(c, world, dtype, seed)
+        self.model = _Body(c, world, dtype, seed, recipe)
         if not c.tie_word_embeddings:
             self.lm_head = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
         dense = [mlp for mlp in self.model.modules() if isinstance(mlp, ParallelMLP)]  # shared experts too
@@ -191,6 +235,8 @@ class Llama(nn.Module):
         measured = table(world, c.hidden_size, c.intermediate_size) if c.mixture is None else Table()
         if isinstance(plan, str):
             plan = LayerPlan(plan) if plan != "auto" else self._auto(measured, tokens, mode)
+        if self.recipe is not None and isinstance(plan, LayerPlan) and plan.sms:
+            raise ValueError(f"{plan}: weft's GEMM on some of the SMs has 16-bit operands, and weights are of 8")
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
         if c.mixture is not None and plan.sms:
@@ -213,7 +259,7 @@ class Llama(nn.Module):
         if chosen is None:
             attention, mlp = self.gemms()
             chosen = LayerPlan(*predicted(self.world, DecoderSizes(*attention, *mlp), tokens, mode))
-        return chosen
+        return chosen if self.recipe is None else replace(chosen, sms=0)
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
@@ -378,11 +424,25 @@ class Llama(nn.Module):
             )
         return self._rotary
 
-    def _linear(self, x: Tensor, weight: Tensor, out: Tensor, sms: int) -> None:
+    def _linear(self, x: Activation, weight: Tensor, scale: Tensor | None, out: Tensor, sms: int) -> None:
+        """scale: of an 8-bit weight; x then comes in 16 bits, or in 8 with its scales."""
+        if scale is not None and self.recipe is not None:
+            rows, x_scale = quantized(x, self.recipe, self.world)
+            operands = ScaledFactors(rows, weight, None, x_scale, scale)
+            linear(self.world, Recipe(self.recipe, True), self.dtype, operands, self.world.current_stream(), out)
+            return
+        assert isinstance(x, torch.Tensor)
         if sms:
             matmul(x, weight, out, self.world, sms)
         else:
             self.world.linear(x, weight, None, self.world.current_stream(), out)
+
+    def _scaled(self, x: Tensor, scale: Tensor | None) -> dict[str, Any]:
+        """x as an op around a GEMM takes it with a weight of that scale; None: of 16 bits."""
+        if scale is None or self.recipe is None:
+            return dict(x=x)
+        rows, x_scale = quantized(x, self.recipe, self.world)
+        return dict(x=rows, x_scale=x_scale, weight_scale=scale, out_dtype=self.dtype, use_fast_accum=True)
 
     def _heads(self, layer: Attention, at: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor) -> Tensor:
         """Attention between the projections: qkv [rows, ..] -> [rows, heads D], in `out` or in memory of its own."""
@@ -409,21 +469,24 @@ class Llama(nn.Module):
     def _attention(self, layer: Attention, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
         part, sms = layout.parts[i], layout.plan.sms
         qkv = room.qkv[: part.rows]
-        self._linear(y, layer.qkv, qkv, sms)
-        self._linear(
-            self._heads(layer, at, part, layout, qkv, room.heads[: part.rows]), layer.out, room.partial[i], sms
-        )
+        self._linear(y, layer.qkv, layer.qkv_scale, qkv, sms)
+        heads = self._heads(layer, at, part, layout, qkv, room.heads[: part.rows])
+        self._linear(heads, layer.out, layer.out_scale, room.partial[i], sms)
         return room.partial[i]
 
     def _mlp(self, layer: ParallelMLP, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
         rows, sms = layout.parts[i].rows, layout.plan.sms
         both, inner = (t[:rows] for t in room.middles[layer.gate_up.shape[0], layer.inner])
+        middle: Activation = inner
         if sms:
             matmul(y, layer.gate_up, inner, self.world, sms, gated=layer.inner)
         else:
-            self._linear(y, layer.gate_up, both, 0)
-            gate(both, inner, self.world, layer.block)
-        self._linear(inner, layer.down, room.partial[i], sms)
+            self._linear(y, layer.gate_up, layer.gate_up_scale, both, 0)
+            if layer.recipe is None:
+                gate(both, inner, self.world, layer.block)
+            else:
+                middle = silu_mul(both, world=self.world, quantize=layer.recipe)
+        self._linear(middle, layer.down, layer.down_scale, room.partial[i], sms)
         return room.partial[i]
 
     def _experts(self, layer: MixtureMLP, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
@@ -444,9 +507,10 @@ class Llama(nn.Module):
         y: Tensor = rms_norm(residual, weights[0], eps, world=world)
         for at, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            qkv: Tensor = all_gather_matmul(y, attention.qkv, world=world, rows=rows)
-            heads = self._heads(attention, at, part, layout, qkv, room.heads)
-            y = matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
+            given = self._scaled(y, attention.qkv_scale)
+            qkv: Tensor = all_gather_matmul(given.pop("x"), attention.qkv, world=world, rows=rows, **given)
+            given = self._scaled(self._heads(attention, at, part, layout, qkv, room.heads), attention.out_scale)
+            y = matmul_reduce_scatter(given.pop("x"), attention.out, world=world, rows=rows, **given)
             y, residual = rms_norm(y, weights[2 * at + 1], eps, world=world, residual=residual)
             y = layer.mlp(y, rows, slots) if isinstance(layer.mlp, MixtureMLP) else layer.mlp(y, rows)
             y, residual = rms_norm(y, weights[2 * at + 2], eps, world=world, residual=residual)
