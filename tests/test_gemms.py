@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases_fp8 import factors
 
 from weft import gemms
 
@@ -163,3 +164,38 @@ def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> N
         assert ran[-1] == ("torch" if lacks else by)
     gemms.multiply_groups(x, w.transpose(1, 2).contiguous().transpose(1, 2), STARTS)
     assert ran[-1] == "torch", "weights that are not contiguous"
+
+
+def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
+    """The first is trusted: it runs where no other one is right, or faster."""
+    ran: list[str] = []
+
+    def way(name: str, value: float) -> Any:
+        def run(out: torch.Tensor) -> None:
+            ran.append(name)
+            if name == "broken":
+                raise RuntimeError("no kernel of this size")
+            out.fill_(value)
+
+        return run
+
+    def timed(run: Any) -> float:
+        ran.clear()
+        run()
+        return {"own": 10.0, "slow": 11.0, "fast": 9.0}[ran[0]]
+
+    monkeypatch.setattr(gemms, "timed", timed)
+    ways = {name: way(name, 3.0 if name == "wrong" else 2.0) for name in ("own", "slow", "wrong", "broken")}
+    assert gemms.choose_product(ways, torch.empty(4, 4)) == "own"
+    assert gemms.choose_product(ways | {"fast": way("fast", 2.001)}, torch.empty(4, 4)) == "fast"
+
+
+def test_a_dequantized_product_is_that_of_the_values() -> None:
+    x, w, xs, ws = factors(1, 24, 300, 256, "block", torch.device("cpu"))
+    out, bias = torch.empty(24, 300, dtype=torch.bfloat16), torch.randn(300).bfloat16()
+    gemms.dequantized_product(gemms.ScaledOperands(x, w, bias, xs, ws, "block", False), out)
+    rows, columns = (
+        s.repeat_interleave(n, 0)[:m].repeat_interleave(128, 1) for s, n, m in ((xs, 1, 24), (ws, 128, 300))
+    )
+    want = (x.double() * rows) @ (w.double() * columns).t() + bias.double()
+    assert ((out.double() - want).norm() / want.norm()).item() < 3e-3
