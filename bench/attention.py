@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import weft
 from weft.op import REGISTRY
 from weft.ops.attention import libraries
-from weft.ops.attention.sight import Group, Piece, sight
+from weft.ops.attention.key_ranges import Group, Piece, sight
 from weft.plans import Plan
 
 BF = torch.bfloat16

@@ -8,7 +8,7 @@ import torch
 from timing import RIGHT, error_of
 
 import weft
-from weft import gemms
+from weft.backends import library_gemm
 from weft.planner.parts import SHOTS
 from weft.planner.probes.calls import posts_up_to
 from weft.planner.search import SINGLE
@@ -33,7 +33,7 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
-        out += [Awaiting(*form) for form in gemms.FORMS] if gemms.lacks() is None else []
+        out += [Awaiting(*form) for form in library_gemm.FORMS] if library_gemm.lacks() is None else []
         out += [FusedGatherByCopies(), TWO_AN_SM_BY_COPIES]
         out += [FusedGather(), FusedGather(pull_programs=12, split=4), TWO_AN_SM]
     elif op == "matmul_reduce_scatter":

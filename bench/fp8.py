@@ -31,9 +31,9 @@ from run import commit
 from timing import time_interleaved
 
 import weft
-from weft import gemms
+from weft.backends import library_gemm
+from weft.backends.library_gemm import ScaledOperands, dequantized
 from weft.compute.scaled_gemm import Scales, scaled_matmul
-from weft.gemms import ScaledOperands, dequantized
 from weft.ops.recipes import Recipe, scaled_tile
 from weft.plans import GemmTile, Persistent
 from weft.transport.memory import descriptor
@@ -144,17 +144,17 @@ def sizes() -> Iterator[tuple[str, int, int, int]]:
 
 def libraries(name: str, o: ScaledOperands, out: torch.Tensor) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {
-        product: lambda run=run: run(o, out) for product, run in gemms.scaled_products(o.scaling).items()
+        product: lambda run=run: run(o, out) for product, run in library_gemm.scaled_products(o.scaling).items()
     }
     if name == "block":
         columns = o._replace(x_scale=o.x_scale.t().contiguous().t())
         if "torch" in ways:
-            ways["torch"] = lambda: gemms.torch_scaled_by_block(columns, out)
+            ways["torch"] = lambda: library_gemm.torch_scaled_by_block(columns, out)
         if "deep_gemm" in ways:
             from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
 
             ready = o._replace(x_scale=get_mn_major_tma_aligned_tensor(o.x_scale))
-            ways["deep_gemm"] = lambda: gemms.deep_gemm_by_block(ready, out)
+            ways["deep_gemm"] = lambda: library_gemm.deep_gemm_by_block(ready, out)
     if name == "tensor":
         try:
             from quack.gemm import gemm

@@ -27,7 +27,7 @@ from timing import error_of, time_interleaved
 from transformers.distributed import DistributedConfig
 
 import weft
-from weft.hf import moe
+from weft.integrations.transformers import moe
 
 BF = torch.bfloat16
 COMMON = dict(vocab_size=1024, max_position_embeddings=16384, rms_norm_eps=1e-5)  # a few words, as in hf.py

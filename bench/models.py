@@ -41,7 +41,7 @@ from weft.models.cache import Layout
 from weft.models.mixture import MixtureMLP
 from weft.nn.weave import LayerPlan
 from weft.ops.activation import silu_mul_blocks
-from weft.ops.moe.gate import gate
+from weft.ops.moe.routing.router import gate
 
 Tensor = torch.Tensor
 WORDS = 1024  # of a vocabulary: a whole output head under 2 layers would hide them

@@ -32,7 +32,7 @@ from timing import error_of, time_interleaved
 
 import weft
 from weft import moe
-from weft.ops.moe import fused
+from weft.ops.moe.expert_parallel import fused
 from weft.plans import NARROW, Dispatched, FusedMoe, GemmTile, LowLatency, Plan
 
 BF = torch.bfloat16

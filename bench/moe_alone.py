@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ops.moe import routing, steps
 from weft.ops.moe.call import MoeOperands
-from weft.ops.moe.op import MOE, packed
+from weft.ops.moe.expert_parallel import dispatched
+from weft.ops.moe.expert_parallel.op import MOE, packed
+from weft.ops.moe.routing import route_tables
 from weft.plans import Dispatched
 
 if TYPE_CHECKING:
@@ -39,20 +40,20 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     w, call = operands.experts, MOE.check(world, operands, (None, layer.of.activation, None, None))
     kind, plan = call.layer, MOE.auto(world, call, "graph")
     plan = plan if isinstance(plan, Dispatched) else Dispatched()
-    steps.run_dispatched(world, call, plan, operands, torch.empty_like(x))
+    dispatched.run_dispatched(world, call, plan, operands, torch.empty_like(x))
     world.synchronize()
-    _, made, _ = steps.tables_of(world, steps.plan_state(world, kind, plan))
-    tables = routing.Tables(*(t.clone() for t in made))  # the next call's are another routing's
+    _, made, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
+    tables = route_tables.Tables(*(t.clone() for t in made))  # the next call's are another routing's
     came = world.channel("nobody to wait for", world.size, None)
     came.counters.fill_(1 << 30)
-    of = replace(steps.plan_state(world, kind, plan), came=came)
+    of = replace(dispatched.plan_state(world, kind, plan), came=came)
     inbox = torch.randn(world.size * kind.capacity, kind.hidden, dtype=x.dtype, device=x.device)
     hidden, y = (inbox.new_empty(of.rows, cols) for cols in (kind.inner, kind.hidden))
-    at = steps.Space(SimpleNamespace(local=inbox), None, hidden, y)
+    at = dispatched.Space(SimpleNamespace(local=inbox), None, hidden, y)
     counters = torch.zeros(32, dtype=torch.int32, device=x.device)
     launches = dict(
-        first=steps.gemm_in(world, of, w, tables, at),
-        second=steps.gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters),
+        first=dispatched.gemm_in(world, of, w, tables, at),
+        second=dispatched.gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters),
     )
     return {half: lambda step=step: step.on(world.current_stream()) for half, step in launches.items()}
 
@@ -67,15 +68,15 @@ def tables(layer: Layer) -> Callable[[], object]:
     """The gate, the routes shared with all ranks, and the tables made of them: in memory of their own, in turns, as no
     rows come back that would tell of their end."""
     world, of, capacity = layer.world, layer.of, layer.tokens
-    sizes = routing.TableSizes(of.experts // world.size, capacity, Dispatched.tile.block_m)
-    shared = routing.routes_of(world, capacity, of.k, turns=True)
-    filling = routing.prepare(world, shared, sizes, running=False)
-    made = routing._tables(world, filling, sizes, listed=True)
+    sizes = route_tables.TableSizes(of.experts // world.size, capacity, Dispatched.tile.block_m)
+    shared = route_tables.routes_of(world, capacity, of.k, turns=True)
+    filling = route_tables.prepare(world, shared, sizes, running=False)
+    made = route_tables._tables(world, filling, sizes, listed=True)
     here = world.empty((world.size * capacity * of.k,), torch.float32)
 
     def run() -> None:
         _, ids, weights = layer.routed()
-        routing.share(world, ids, weights, capacity, turns=True)
-        routing.fill(world, filling, made, here)
+        route_tables.share(world, ids, weights, capacity, turns=True)
+        route_tables.fill(world, filling, made, here)
 
     return run

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 
 from weft.ops.moe.call import Layer
-from weft.ops.moe.steps import memory
+from weft.ops.moe.expert_parallel.dispatched import memory
 from weft.plans import FusedMoe
 
 ROOT = Path(__file__).parent.parent

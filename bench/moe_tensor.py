@@ -30,11 +30,13 @@ from timing import error_of, time_interleaved
 
 import weft
 from weft import moe
-from weft.ops.moe import grouped_steps, routing, steps
 from weft.ops.moe.call import Weights
-from weft.ops.moe.grouped import FIRST_HALF, GATHERING
-from weft.ops.moe.grouped_call import GatherOperands, parts
-from weft.ops.moe.op import packed
+from weft.ops.moe.expert_parallel import dispatched
+from weft.ops.moe.expert_parallel.op import packed
+from weft.ops.moe.routing import route_tables
+from weft.ops.moe.tensor_parallel.call import GatherOperands, parts
+from weft.ops.moe.tensor_parallel.dispatched import first
+from weft.ops.moe.tensor_parallel.op import FIRST_HALF, GATHERING
 from weft.plans import DispatchedColumns, Plan
 
 BF = torch.bfloat16
@@ -146,18 +148,18 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
     w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
     operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
-    made = grouped_steps.first(world, call.layer, DispatchedColumns())
+    made = first(world, call.layer, DispatchedColumns())
     came = world.channel("nobody to wait for", world.size, None)
     came.counters.fill_(1 << 30)
     counters = torch.zeros_like(came.counters)
     of = replace(made.of, came=came)
     tables = made.tables(parts(world, call.layer, routes))
     y, full = hidden.new_empty(hidden.shape[0], layer.of.hidden), library.gathered(layer.x)
-    at = steps.Space(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
+    at = dispatched.Space(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
     w = Weights(w13, layer.w2)
     launches = dict(
-        first=steps.gemm_in(world, of, w, tables, at),
-        second=steps.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
+        first=dispatched.gemm_in(world, of, w, tables, at),
+        second=dispatched.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
     )
     return {name: lambda step=step: step.on(world.current_stream()) for name, step in launches.items()}
 
@@ -169,12 +171,12 @@ def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], 
     w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
     operands = GatherOperands(layer.x, ids, weights, w13)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
-    made, at = grouped_steps.first(world, call.layer, DispatchedColumns()), parts(world, call.layer, routes)
+    made, at = first(world, call.layer, DispatchedColumns()), parts(world, call.layer, routes)
     tables = made.tables(at)
 
     def run() -> None:
-        routing.share(world, ids, weights, call.layer.capacity, turns=True)
-        routing.fill(world, made.filling, tables, at.weights)
+        route_tables.share(world, ids, weights, call.layer.capacity, turns=True)
+        route_tables.fill(world, made.filling, tables, at.weights)
 
     return run
 

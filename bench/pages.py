@@ -24,6 +24,7 @@ import signaled_page
 import simulate
 import suites_page
 import tables
+import vllm_page
 import ways
 
 from weft.errors import WeftError
@@ -96,6 +97,7 @@ PAGES: dict[str, Callable[[], str]] = {
         "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),
     "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
+    "docs/vllm.md": lambda: marked("docs/vllm.md", ("vllm.jsonl", vllm_page.answers)),
     "docs/models.md": models,
     "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
     "docs/hardware.md": lambda: moe_page.between(

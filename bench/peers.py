@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
 
 import weft
-from weft import gemms
+from weft.backends import library_gemm
 from weft.op import Op
 
 Run = Callable[[], object]
@@ -65,14 +65,14 @@ def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
 
 def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
     """quack's all-gather + GEMM, in each of the forms that weft tries of its GEMM; for CUDA graphs. None where it cannot run."""
-    if op != "all_gather_matmul" or gemms.lacks() is not None:
+    if op != "all_gather_matmul" or library_gemm.lacks() is not None:
         return {}
     from quack.distributed import AllGatherRunner
     from quack.gemm import gemm
 
     runner = AllGatherRunner(x.shape[0], x.shape[1], x.dtype)
 
-    def of(form: gemms.Form) -> Run:
+    def of(form: library_gemm.Form) -> Run:
         def run() -> torch.Tensor:
             out = torch.empty(x.shape[0] * world, w.shape[0], device=x.device, dtype=x.dtype)
             runner.capture_lockstep = True
@@ -83,7 +83,7 @@ def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Ru
 
         return run
 
-    fit = [form for form in gemms.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
+    fit = [form for form in library_gemm.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
     return {f"quack {form.tile_m}x{form.tile_n}": of(form) for form in fit}
 
 
@@ -91,12 +91,12 @@ def without_quack(run: Run) -> Run:
     """The same, where quack is not installed."""
 
     def alone() -> object:
-        lacks, gemms.lacks = gemms.lacks, lambda: "left out"
+        lacks, library_gemm.lacks = library_gemm.lacks, lambda: "left out"
         knowledge, Op.knowledge = Op.knowledge, -1 - Op.knowledge  # what "auto" decides then is kept apart
         try:
             return run()
         finally:
-            gemms.lacks, Op.knowledge = lacks, knowledge
+            library_gemm.lacks, Op.knowledge = lacks, knowledge
 
     return alone
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from timing import time_interleaved
 
 import weft
-from weft import gemms
+from weft.backends import library_gemm
 from weft.op import REGISTRY, Op
 from weft.planner.auto import auto as chosen
 from weft.planner.search import brief
@@ -113,12 +113,12 @@ class Bench:
             "gemm": lambda: torch.mm(full, w.t(), out=y),
             "comm": peers.collective(op, m, n, k, world.size, BF),
         }
-        if gemms.lacks() is None:
+        if library_gemm.lacks() is None:
             fns["auto without quack"] = peers.without_quack(fns["auto"])
-        if op == OPS[0] and gemms.lacks() is None:
+        if op == OPS[0] and library_gemm.lacks() is None:
             fns |= {
                 f"awaiting {form.tile_m}x{form.tile_n}": lambda form=form: fn(x, w, world=world, plan=Awaiting(*form))
-                for form in gemms.FORMS
+                for form in library_gemm.FORMS
             }
             fns |= peers.quack(op, x, w, world.size)
         other = peers.torch_fused(op, x, w)

@@ -37,7 +37,7 @@ from timing import RIGHT, error_of, time_interleaved
 
 import weft
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
-from weft.launches import Launch, Matrix, prepared
+from weft.kernel_launch import Launch, Matrix, prepared
 from weft.ops.common import Factors
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.call import ReduceCall

@@ -13,8 +13,8 @@ import torch
 from cases import distance, draw
 
 import weft
+from weft.backends.library_gemm import dequantized
 from weft.compute.quantize import LARGEST as LARGEST_OF_E4M3
-from weft.gemms import dequantized
 from weft.lang.mapping import balanced_rows
 from weft.ops.recipes import E4M3
 

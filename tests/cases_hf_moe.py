@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import weft
 from weft import hf
-from weft.hf.moe import router_of, whole
+from weft.integrations.transformers.moe import router_of, whole
 
 
 class Routed(NamedTuple):

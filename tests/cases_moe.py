@@ -9,9 +9,9 @@ import torch
 from cases import distance, draw, on_stream
 
 import weft
-from weft.ops.moe import few, fused, steps
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
-from weft.ops.moe.op import MOE
+from weft.ops.moe.expert_parallel import dispatched, fused, low_latency
+from weft.ops.moe.expert_parallel.op import MOE
 from weft.plans import SMALL_DISPATCHED, Dispatched, FusedMoe, LowLatency, Plan
 
 Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
@@ -142,7 +142,7 @@ class Model:
 
 def of_plan(plan: Plan) -> Any:
     """The module that runs such plans."""
-    return {Dispatched: steps, FusedMoe: fused, LowLatency: few}[type(plan)]
+    return {Dispatched: dispatched, FusedMoe: fused, LowLatency: low_latency}[type(plan)]
 
 
 def moe_case(

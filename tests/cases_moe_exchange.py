@@ -12,8 +12,9 @@ from cases import draw, on_stream
 from cases_moe import Ids, at_random, tables_of
 
 import weft
-from weft.ops.moe import exchange, steps
 from weft.ops.moe.call import Layer
+from weft.ops.moe.dispatch_combine import op
+from weft.ops.moe.expert_parallel import dispatched
 
 BF = torch.bfloat16
 
@@ -139,8 +140,8 @@ class Caller:
         values = dict(x=x, ids=routed.ids[me], weights=weights)
         given = [self.there((place, name), t) for name, t in values.items()]
         options = (layer.experts, self.layout, self.alignment, self.max_m or None, counts)
-        made = exchange.checked(world, *given, options)
-        rows, handle = exchange.begin(world, made, exchange.free_slot(world, None), *given)
+        made = op.checked(world, *given, options)
+        rows, handle = op.begin(world, made, op.free_slot(world, None), *given)
         self.there((place, "ids"), torch.full_like(values["ids"], 99))  # the caller's again
         tables = routed.tables(me)
         self.dropped += int((tables["received"] - tables["counts"]).sum())
@@ -156,7 +157,7 @@ class Caller:
         y, padding = world.empty(rows.shape, rows.dtype), world.zeros((local,), torch.int32)
         args = dict(
             rows=rows, y=y, offsets=handle.offsets, counts=handle.counts, padding=padding, first=world.rank * local, EL=local,
-            H=self.layer.hidden, P=steps.power(self.layer.hidden), PADDED=self.layout == "contiguous",
+            H=self.layer.hidden, P=dispatched.power(self.layer.hidden), PADDED=self.layout == "contiguous",
         )  # fmt: skip
         world.launch(scale_rows, min(local, world.sm_count), args, dict(num_warps=4), world.current_stream())
         self.see(padding, torch.zeros(local))
@@ -166,7 +167,7 @@ class Caller:
         self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, want: torch.Tensor, place: int
     ) -> None:
         out = self.there((place, "out"), torch.zeros_like(want))
-        exchange.end(handle, y, shared, out)
+        op.end(handle, y, shared, out)
         self.see(out, want)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft import Overflow, World
-from weft.ops.moe.routing import Tables, share, tables
+from weft.ops.moe.routing.route_tables import Tables, share, tables
 
 Ids = list[list[int]]  # of a rank's tokens
 

@@ -14,7 +14,7 @@ from cases_moe_routing import reference
 
 import weft
 from weft.ops.moe.call import Layer, Weights
-from weft.ops.moe.grouped_call import Split, parts
+from weft.ops.moe.tensor_parallel.call import Split, parts
 from weft.plans import SMALL_DISPATCHED, Plan
 
 

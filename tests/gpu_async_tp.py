@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weft
-from weft.torch import FUSED_GATHER, FUSED_SCATTER, AsyncTP, async_tp
+from weft.integrations.torch_async_tp import FUSED_GATHER, FUSED_SCATTER, AsyncTP, async_tp
 
 BF16 = 1e-2
 

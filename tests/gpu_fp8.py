@@ -13,8 +13,8 @@ from cases_fp8 import SCALINGS, case, factors, matmul_case, quantize_case, wante
 from cases_reduce import FP8, PLANS, bound, norm_case
 
 import weft
-from weft import gemms
-from weft.gemms import ScaledOperands
+from weft.backends import library_gemm
+from weft.backends.library_gemm import ScaledOperands
 from weft.lang.mapping import balanced_rows
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.plans import Decomposed, FusedGatherByCopies, OneShot, Plan, Sequential, TwoShotLowLatency
@@ -44,7 +44,7 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
         for plan in WIDE if fast else PROMOTED:
             mine = distance(weft.matmul(x, w, plan=plan, **given).double(), want)  # type: ignore[arg-type]
             out = torch.empty(m, n, device=world.device, dtype=torch.bfloat16)
-            gemms.torch_scaled(ScaledOperands(x, w, None, xs, ws, scaling, fast), out)
+            library_gemm.torch_scaled(ScaledOperands(x, w, None, xs, ws, scaling, fast), out)
             worst = max(worst, mine / distance(out.double(), want))
     return worst
 
@@ -54,7 +54,7 @@ def libraries(world: weft.World, scaling: str) -> float:
     then not chosen."""
     x, w, xs, ws = factors(1, 512, 1024, 2048, scaling, world.device)
     want, errors = wanted(x, w, xs, ws, scaling), [0.0]
-    for name, run in gemms.scaled_products(scaling).items():
+    for name, run in library_gemm.scaled_products(scaling).items():
         out = torch.zeros(512, 1024, device=world.device, dtype=torch.bfloat16)
         try:
             run(ScaledOperands(x, w, None, xs, ws, scaling, False), out)

@@ -13,7 +13,7 @@ from gpu_hf import BOUND, ids_of, replayed, written
 
 import weft
 from weft import hf
-from weft.hf import moe as hf_moe
+from weft.integrations.transformers import moe as hf_moe
 
 BF = torch.bfloat16
 SIZES = dict(

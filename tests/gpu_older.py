@@ -37,8 +37,8 @@ from gpu_signaled import random_shapes, replay_to_ranks, streams
 import weft
 from weft.architectures import HOPPER, capability_of
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
+from weft.kernel_launch import Launch, Matrix
 from weft.lang.descriptors import tiles_of
-from weft.launches import Launch, Matrix
 from weft.ops.common import Factors
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.call import ReduceCall

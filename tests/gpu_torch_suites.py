@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from weft.torch import AsyncTP, async_tp
+from weft.integrations.torch_async_tp import AsyncTP, async_tp
 
 EAGER, COMPILED, COMPILED_4 = "AsyncTPTest", "MicroPipelineTPTest", "MicroPipelineTP4GPUTest"
 MODULES = {EAGER: "test_symmetric_memory", COMPILED: "test_micro_pipeline_tp", COMPILED_4: "test_micro_pipeline_tp"}

@@ -11,10 +11,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from run_engine import PROMPTS, checkpoint
 
 TOKENS, ROUNDING = 24, 0.1  # of an answer; in the logarithm of a probability, of bfloat16
@@ -77,17 +79,18 @@ def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
     return rows
 
 
-def compare(made: list[Any], own: list[Any]) -> str:
-    """Raises AssertionError where an answer goes another way at a token that was ahead by more than rounding."""
+def compare(actual: list[Any], expected: list[Any]) -> dict[str, Any]:
+    """How many tokens are vLLM's own, up to the first other one of each answer, and the furthest logarithm of a
+    probability. Raises AssertionError where an answer goes another way at a token that was ahead by more than rounding."""
     same, furthest = 0, 0.0
-    for mine, theirs in zip(made, own, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         for (token, logprob, _), (other, its, ahead) in zip(mine, theirs, strict=True):
             if token != other:
                 assert ahead <= ROUNDING, (token, other, ahead)
                 break
             same, furthest = same + 1, max(furthest, abs(logprob - its))
     assert furthest <= ROUNDING, furthest
-    return f"{same} of {len(own) * TOKENS} tokens the same, logarithms of their probabilities within {furthest:.4f}"
+    return dict(same=same, tokens=len(expected) * TOKENS, furthest=round(furthest, 4))
 
 
 def main() -> None:
@@ -97,7 +100,8 @@ def main() -> None:
         "--kind", default="Llama", help="as run_engine.KINDS has it; vLLM makes its groups once a process"
     )
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="answers without the plugin, JSON")
+    parser.add_argument("--rows", type=Path, help="a line for each comparison is added here, JSON")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     off, rank = os.environ.get("WEFT_VLLM") == "0", int(os.environ.get("RANK", "0"))
@@ -116,7 +120,14 @@ def main() -> None:
 
                 print(weft.vllm.report(llm))
                 if args.ranks > 1:
-                    print(f"{job}, {form}: {compare(actual, known[job])}", flush=True)
+                    row = dict(ranks=args.ranks, model=args.kind, mode=mode, form=form, **compare(actual, known[job]))
+                    row |= dict(
+                        vllm=version("vllm"), gpu=torch.cuda.get_device_name(), commit=os.environ.get("WEFT_COMMIT")
+                    )
+                    print(row, flush=True)
+                    if args.rows:
+                        with open(args.rows, "a") as file:
+                            file.write(json.dumps(row) + "\n")
             del llm
     if rank == 0 and off:
         args.out.write_text(json.dumps(known))

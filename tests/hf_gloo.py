@@ -29,7 +29,7 @@ def on_two_ranks(fn: Callable[[], None], store: Path) -> None:
 def _rank(rank: int, store: str, fn: Callable[[], None]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    with mock.patch("weft.hf.styles.matmul_all_reduce", matmul_all_reduce):
+    with mock.patch("weft.integrations.transformers.styles.matmul_all_reduce", matmul_all_reduce):
         fn()
     dist.destroy_process_group()
 

@@ -19,9 +19,9 @@ import weft
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.op import REGISTRY
-from weft.ops.attention import backward, libraries, steps
+from weft.ops.attention import backward, libraries, segmented
+from weft.ops.attention.key_ranges import divided, packed_sight, sight, zigzag_rows
 from weft.ops.attention.libraries import Passed
-from weft.ops.attention.sight import divided, packed_sight, sight, zigzag_rows
 from weft.plans import HeadParallel, Plan, Segmented, Sequential
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -215,7 +215,7 @@ def test_what_no_query_sees_does_not_travel() -> None:
 
         world.backend.copy = counted  # type: ignore[method-assign]
         weft.gathered_attention(*given.there(), **given.options(), plan="segmented")
-        mine = world.buffer(steps.KEYS, 0).local
+        mine = world.buffer(segmented.KEYS, 0).local
         inside = range(mine.data_ptr(), mine.data_ptr() + mine.numel())
         return sum(rows for at, rows in copied if at not in inside) // 2
 
@@ -457,7 +457,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         weft.gathered_attention(*given.there(), **given.options(), plan=plan)
 
     by_rank = offline.launches(main, len(of.rows))
-    own = [[a for a in made if a.kernel.__module__ == steps.merge.__module__] for made in by_rank]
+    own = [[a for a in made if a.kernel.__module__ == segmented.merge.__module__] for made in by_rank]
     by_heads = isinstance(plan, HeadParallel)
     assert {a.kernel.__name__ for a in own[0]} == (
         {"push_blocks"} if by_heads else {"merge", "push_rows"} if plan.push_programs else {"merge"}
@@ -475,7 +475,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         if by_heads and launch.args["x"].dtype == torch.float32:
             continue  # one number a query and head
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
-    pushes = [[offline.specialised(a) for a in made if a.kernel is steps.push_rows] for made in own]
+    pushes = [[offline.specialised(a) for a in made if a.kernel is segmented.push_rows] for made in own]
     assert len({repr(p) for made in pushes for p in made}) <= 1  # which rows, and whose, is not compiled in
 
 

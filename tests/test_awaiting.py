@@ -11,7 +11,7 @@ import torch
 from cases import all_gather_case
 
 import weft
-from weft import gemms
+from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend
 from weft.plans import Awaiting
 
@@ -78,7 +78,7 @@ def test_one_call_of_the_library(monkeypatch: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "quack.gemm", Module)
     x, w, out = torch.ones(8, 4), torch.ones(6, 4), torch.empty(8, 6)
     flags, call = torch.zeros(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    gemms.awaiting(x, w, out, flags, call, 1, gemms.Form(128, 160, 2, True))
+    library_gemm.awaiting(x, w, out, flags, call, 1, library_gemm.Form(128, 160, 2, True))
     assert given["tile"] == (128, 160, 2, 1) and given["pingpong"] and given["x"] is x
     assert given["ag"][0] is flags and given["ag"][1] is call and given["ag"][2:] == (2, 1)
 

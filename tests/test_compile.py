@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.library import LIBRARY, plan_of, text_of
 from weft.ops.matmul_reduce.op import MatmulAllReduce
 from weft.plans import (
     SMALL_ALL_REDUCE,
@@ -29,6 +28,7 @@ from weft.plans import (
     Plan,
     Sequential,
 )
+from weft.torch_library import LIBRARY, plan_of, text_of
 
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")
 

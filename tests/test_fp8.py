@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.gemms import dequantized
+from weft.backends.library_gemm import dequantized
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY, Op
 from weft.ops.recipes import E4M3, Recipe, ScaledFactors, fit_plan

@@ -127,7 +127,7 @@ def test_a_row_names_the_parts_whose_kernels_were_launched(tmp_path: Path, monke
         return 0.0
 
     checks: list[Check] = [
-        ("moe", 0.0, lambda: launch("weft.ops.moe.kernels", "weft.compute.gemm", "some.users.kernel")),
+        ("moe", 0.0, lambda: launch("weft.ops.moe.expert_parallel.kernels", "weft.compute.gemm", "some.users.kernel")),
         ("none", 0.0, lambda: launch()),
     ]
     _, rows = made(tmp_path, monkeypatch, lambda world: iter(checks))

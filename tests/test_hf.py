@@ -82,7 +82,7 @@ def test_residuals_held_by_rows_and_whole_give_the_same(
         model = hf.weave(made("Llama"), world, plan=plan)
         with torch.no_grad():
             seen = [model(IDS).logits]
-            monkeypatch.setattr("weft.hf.joints.keeps_shards", lambda *_: True)
+            monkeypatch.setattr("weft.integrations.transformers.joints.keeps_shards", lambda *_: True)
             world.exchange(None)
             seen.append(model(IDS).logits)
             recorded = model(IDS, output_hidden_states=True)
@@ -120,7 +120,7 @@ def test_two_parts_without_an_order_of_streams_are_a_race(left_out: str, monkeyp
             hf.weave(made("Llama"), world, two_parts=2)(IDS)
 
     if left_out == "wait":
-        monkeypatch.setattr("weft.hf.joints.Pass.wait", lambda *_: None)
+        monkeypatch.setattr("weft.integrations.transformers.joints.Pass.wait", lambda *_: None)
     else:
         own = EmulatedBackend.wait_event
         side = lambda self, stream: stream == self.side_stream("weave")  # noqa: E731

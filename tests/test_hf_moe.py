@@ -13,7 +13,7 @@ from test_hf import IDS, SIZES, run
 
 import weft
 from weft import hf
-from weft.hf import moe as hf_moe
+from weft.integrations.transformers import moe as hf_moe
 
 transformers = pytest.importorskip("transformers")
 BF = torch.bfloat16

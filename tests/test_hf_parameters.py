@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import weft
 from weft import hf
-from weft.hf import moe as hf_moe
-from weft.hf.parts import Columns, RowPart
+from weft.integrations.transformers import moe as hf_moe
+from weft.integrations.transformers.parts import Columns, RowPart
 
 transformers = pytest.importorskip("transformers")
 DENSE, MIXTURES = ("Llama", "Qwen2", "Qwen3"), ("Qwen3Moe", "GptOss")

@@ -13,7 +13,7 @@ from cases import draw
 import weft
 from weft.backends.cuda import CudaBackend
 from weft.ops.all_reduce.op import AllReduce
-from weft.ops.moe.steps import scratch
+from weft.ops.moe.expert_parallel.dispatched import scratch
 from weft.plans import OneShot, Sequential
 
 

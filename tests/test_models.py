@@ -17,7 +17,7 @@ import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.cache import LENGTH_STEP, LONG_PROMPT, Part
 from weft.nn.weave import LayerPlan
-from weft.ops.attention.steps import merged
+from weft.ops.attention.segmented import merged
 from weft.plans import OneShot, TwoShotPull
 
 BF16 = 2.5e-2  # of a single row of logits, after two layers

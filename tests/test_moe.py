@@ -13,7 +13,7 @@ from torch import nn
 import weft
 from weft import moe
 from weft.ops.moe.call import Layer, MoeCall
-from weft.ops.moe.op import MOE
+from weft.ops.moe.expert_parallel.op import MOE
 from weft.plans import SMALL_DISPATCHED, Dispatched, LowLatency
 
 BOUND = 1.2e-2  # two roundings to bf16 on the way

@@ -18,9 +18,9 @@ import weft
 from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
-from weft.ops.moe import exchange
 from weft.ops.moe.call import Layer
-from weft.ops.moe.exchange_kernels import place_rows
+from weft.ops.moe.dispatch_combine import op
+from weft.ops.moe.expert_parallel.place_rows_kernels import place_rows
 
 BF = torch.bfloat16
 STREAMS = ("first", "second")
@@ -103,7 +103,7 @@ def test_the_bits_of_a_layer() -> None:
         w13, w2 = torch.eye(32, dtype=BF).repeat(2, 1, 1), torch.stack([torch.eye(32, dtype=BF) * s for s in scales])
         shared = draw(50 + world.rank, 6, 32)
         want = moe.moe(x, ids, weights, w13, w2, shared=shared, activation="gelu", world=world)
-        for layout in exchange.ROW_LAYOUTS:
+        for layout in op.ROW_LAYOUTS:
             rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world, layout=layout)
             y, flat = torch.empty_like(rows).view(-1, 32), rows.view(-1, 32)
             for e, scale in enumerate(scales):
@@ -114,7 +114,7 @@ def test_the_bits_of_a_layer() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-@pytest.mark.parametrize("alignment", exchange.ALIGNMENTS)
+@pytest.mark.parametrize("alignment", op.ALIGNMENTS)
 def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(6, 4, 2, 32, 24, BF, "gelu")
@@ -181,7 +181,7 @@ def test_handles_outlive_a_mismatch_that_is_caught() -> None:
 
 
 @pytest.mark.parametrize("seed", some(range(3), 1))
-@pytest.mark.parametrize("layout", exchange.ROW_LAYOUTS)
+@pytest.mark.parametrize("layout", op.ROW_LAYOUTS)
 def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int) -> None:
     """In the order of the dispatches, and what another one brought stays."""
 
@@ -221,7 +221,7 @@ def test_a_gradient_of_the_experts_alone_gives_its_slot_back() -> None:
             else:
                 y.float().sum().backward()
                 assert torch.equal(scale.grad, got) and x.grad is not None and x.grad.any()
-        assert not exchange.under_way(world)
+        assert not op.under_way(world)
 
     rank_calls(rank)
 
@@ -316,9 +316,9 @@ def launching(ranks: int, h: int, experts: int, k: int, layout: str) -> Callable
         x, ids, weights = torch.zeros(t, h, dtype=BF), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         rows = tuple(300 + r for r in range(ranks))
         options = (experts, layout, 1, 16 if layout == "masked" else None, rows)
-        made = replace(exchange.checked(world, x, ids, weights, options))
-        y, handle = exchange.begin(world, made, 0, x, ids, weights)
-        exchange.end(handle, y, None, x)
+        made = replace(op.checked(world, x, ids, weights, options))
+        y, handle = op.begin(world, made, 0, x, ids, weights)
+        op.end(handle, y, None, x)
 
     return main
 
@@ -329,7 +329,7 @@ WAITING = {
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("layout", exchange.ROW_LAYOUTS)
+@pytest.mark.parametrize("layout", op.ROW_LAYOUTS)
 @pytest.mark.parametrize(("ranks", "h", "experts", "k"), [(8, 2048, 128, 8), (2, 2880, 128, 4), (4, 7168, 256, 8)])
 def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k: int, layout: str) -> None:
     by_rank = offline.launches(launching(ranks, h, experts, k, layout), ranks)

@@ -18,9 +18,9 @@ import weft
 from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
-from weft.ops.moe import few
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
-from weft.ops.moe.few import SMALL_LOW_LATENCY
+from weft.ops.moe.expert_parallel import low_latency
+from weft.ops.moe.expert_parallel.low_latency import SMALL_LOW_LATENCY
 from weft.plans import SMALL_DISPATCHED, SMALL_MOE, LowLatency
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -99,10 +99,10 @@ def test_the_bits_of_the_other_plans() -> None:
 def test_what_a_plan_cannot_serve() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
-        assert few.fits(world, layer, S) is None
-        assert "more than 8192" in str(few.fits(world, replace(layer, capacity=4096), S))
-        assert "tiles of 64 columns" in str(few.fits(world, layer, changed(S, block_n=64)))
-        assert "I 20" in str(few.fits(world, replace(layer, inner=20), S))
+        assert low_latency.fits(world, layer, S) is None
+        assert "more than 8192" in str(low_latency.fits(world, replace(layer, capacity=4096), S))
+        assert "tiles of 64 columns" in str(low_latency.fits(world, layer, changed(S, block_n=64)))
+        assert "I 20" in str(low_latency.fits(world, replace(layer, inner=20), S))
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -122,7 +122,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
     def main(world: weft.World) -> None:
         layer = Layer(32, e, k, h, i, dtype, activation)
-        assert few.fits(world, layer, plan) is None
+        assert low_latency.fits(world, layer, plan) is None
         block, local = world.scale.interleave, e // ranks
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
@@ -132,7 +132,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         shared, out = x if biases else None, torch.empty_like(x)
         received = torch.zeros(local, dtype=torch.int32) if biases else None
         operands = MoeOperands(x, ids, weights, *own, shared=shared, received=received)
-        few.run_low_latency(world, MoeCall(t, None, layer), plan, operands, out)
+        low_latency.run_low_latency(world, MoeCall(t, None, layer), plan, operands, out)
 
     return main
 

@@ -18,9 +18,9 @@ import weft
 from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
-from weft.ops.moe import fused, steps
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
-from weft.ops.moe.few import SMALL_LOW_LATENCY
+from weft.ops.moe.expert_parallel import dispatched, fused
+from weft.ops.moe.expert_parallel.low_latency import SMALL_LOW_LATENCY
 from weft.plans import SMALL_DISPATCHED, SMALL_MOE, FusedMoe, GemmTile, Plan
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -138,8 +138,8 @@ def test_what_a_plan_cannot_serve() -> None:
 def test_memory_is_what_a_call_takes() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
-        of, want = fused.plan_state(world, layer, S), steps.memory(world, layer, S.tile.block_m)
-        at, routes = steps.space(world, layer, of.rows), of.filling.routes
+        of, want = fused.plan_state(world, layer, S), dispatched.memory(world, layer, S.tile.block_m)
+        at, routes = dispatched.space(world, layer, of.rows), of.filling.routes
         shared = (at.inbox, at.outbox, routes.shared_ids, routes.shared_weights)
         assert sum(t.local.nbytes for t in shared) == want.symmetric
         assert sum(t.nbytes for t in (of.tables.slots, of.tables.sources, of.tables.tiles)) == want.tables
@@ -196,10 +196,10 @@ def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Cal
     assert "wgmma.mma_async" in k.ptx and any(awaited(step) for step in ptx.steps_of(k.ptx))
     assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.made_by_thread_zero(k.ptx) == []
     assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
-    steps, tile = ptx.steps_of(k.ptx), plan.tile
-    gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps)
+    dispatched, tile = ptx.steps_of(k.ptx), plan.tile
+    gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in dispatched)
     assert gathered == tile.stages * tile.block_m * tile.block_k * 2 // (tile.warps * 32 * 16)
-    assert sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps) == 3 * tile.stages
+    assert sum("cp.async.bulk.tensor.2d.shared" in s.text for s in dispatched) == 3 * tile.stages
     for others in by_rank[1:]:
         assert offline.specialised(launch) == offline.specialised(others[-1])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from weft.ops.moe.gate import gate, load_balancing_loss, z_loss
+from weft.ops.moe.routing.router import gate, load_balancing_loss, z_loss
 
 
 def emulate(fn: Any) -> Any:

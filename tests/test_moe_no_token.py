@@ -16,7 +16,7 @@ import weft
 from weft import moe
 from weft.op import REGISTRY
 from weft.ops.moe.call import Layer
-from weft.ops.moe.exchange import ROW_LAYOUTS
+from weft.ops.moe.dispatch_combine.op import ROW_LAYOUTS
 
 BF = torch.bfloat16
 T, H = 9, 32

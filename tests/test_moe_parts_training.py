@@ -21,9 +21,9 @@ import weft
 from weft import moe
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
-from weft.ops.moe import grouped_backward, grouped_steps
 from weft.ops.moe.call import Kept, Layer
-from weft.ops.moe.grouped_call import FirstHalfCall, GatherOperands, ScatterOperands, Split
+from weft.ops.moe.tensor_parallel import backward, dispatched
+from weft.ops.moe.tensor_parallel.call import FirstHalfCall, GatherOperands, ScatterOperands, Split
 from weft.plans import DispatchedColumns
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -174,9 +174,9 @@ def launching(name: str) -> Callable[[weft.World], None]:
         b13, b2 = (held(e, n), held(e, h)) if biases else (None, None)
         call = FirstHalfCall(tuple(30 + r for r in range(world.size)), layer, keep)
         first, plan = GatherOperands(x, ids, held(t, k, dtype=torch.float32), w13, b13), DispatchedColumns()
-        routes, *kept = grouped_steps.run_gather(world, call, plan, first, hidden)
-        grouped_backward.second_half(world, layer, plan, x, ScatterOperands(hidden, routes, ids, w2, b2), True)
-        grouped_backward.first_half(world, layer, plan, hidden, first, routes, Kept(*kept), True, True)
+        routes, *kept = dispatched.run_gather(world, call, plan, first, hidden)
+        backward.second_half(world, layer, plan, x, ScatterOperands(hidden, routes, ids, w2, b2), True)
+        backward.first_half(world, layer, plan, hidden, first, routes, Kept(*kept), True, True)
 
     return main
 

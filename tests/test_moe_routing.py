@@ -12,7 +12,7 @@ from cases_moe_routing import Ids, Layer, copied, drawn, numbers, reference, rou
 from gates import some
 
 import weft
-from weft.ops.moe.routing import rows_of, share, tables
+from weft.ops.moe.routing.route_tables import rows_of, share, tables
 
 
 def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **options: Any) -> None:

@@ -16,9 +16,9 @@ from gates import some
 import weft
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
-from weft.ops.moe import kernels
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
-from weft.ops.moe.steps import SEND, SUM, fits, plan_state, run_dispatched, scratch, waves
+from weft.ops.moe.expert_parallel import kernels
+from weft.ops.moe.expert_parallel.dispatched import SEND, SUM, fits, plan_state, run_dispatched, scratch, waves
 from weft.plans import SMALL_DISPATCHED, Dispatched, GemmTile, Plan
 
 BF, HALF = torch.bfloat16, torch.float16

@@ -18,8 +18,8 @@ import weft
 from weft import moe
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
-from weft.ops.moe import backward
 from weft.ops.moe.call import Kept, Layer, MoeOperands, Weights, layer_rows
+from weft.ops.moe.expert_parallel import backward
 from weft.plans import Dispatched
 
 BF, HALF = torch.bfloat16, torch.float16

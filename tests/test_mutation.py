@@ -45,14 +45,21 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
-from weft.ops.moe.backward_kernels import take_gradients
-from weft.ops.moe.exchange_kernels import mask_rows, place_rows
-from weft.ops.moe.few import SMALL_LOW_LATENCY
-from weft.ops.moe.few_kernels import few_gemm, routes_of
-from weft.ops.moe.fused_kernels import make_tables, meet_here, moe_layer, tiles_done, wait_for_sums, wait_for_wave
-from weft.ops.moe.grouped_kernels import keep_shards, push_shard
-from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
-from weft.ops.moe.routing_kernels import own_half
+from weft.ops.moe.expert_parallel.backward_kernels import take_gradients
+from weft.ops.moe.expert_parallel.fused_kernels import (
+    make_tables,
+    meet_here,
+    moe_layer,
+    tiles_done,
+    wait_for_sums,
+    wait_for_wave,
+)
+from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
+from weft.ops.moe.expert_parallel.low_latency import SMALL_LOW_LATENCY
+from weft.ops.moe.expert_parallel.low_latency_kernels import few_gemm, routes_of
+from weft.ops.moe.expert_parallel.place_rows_kernels import mask_rows, place_rows
+from weft.ops.moe.routing.kernels import own_half
+from weft.ops.moe.tensor_parallel.kernels import keep_shards, push_shard
 from weft.plans import (  # fmt: skip
     SMALL_DISPATCHED,
     SMALL_GATHER,

@@ -43,7 +43,6 @@ from weft.compute.scaled_gemm import scaled_gemm_tile, scaled_matmul
 from weft.compute.signaled_gemm import signaled_gemm
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
-from weft.library import Backward
 from weft.op import REGISTRY
 from weft.ops import activation
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks, pull_scales
@@ -58,8 +57,8 @@ from weft.ops.all_reduce.kernels import (
 )
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
-from weft.ops.moe.gate import gate
-from weft.ops.moe.routing import share, tables
+from weft.ops.moe.routing.route_tables import share, tables
+from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.ops.tiles import suited
@@ -80,6 +79,7 @@ from weft.plans import (
     TwoShotPull,
     TwoShotPush,
 )
+from weft.torch_library import Backward
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 
 pytestmark = pytest.mark.gate

@@ -17,9 +17,9 @@ from cases_moe import at_random
 import weft
 from weft import moe
 from weft.op import REGISTRY
-from weft.ops.moe import routing
 from weft.ops.moe.call import Layer
-from weft.ops.moe.exchange import ROW_LAYOUTS
+from weft.ops.moe.dispatch_combine.op import ROW_LAYOUTS
+from weft.ops.moe.routing import route_tables
 
 T, H, INNER, EXPERTS, K = 12, 32, 32, 4, 2
 LAYER = Layer(T, EXPERTS, K, H, INNER, torch.bfloat16)
@@ -69,7 +69,7 @@ def of_half(name: str, world: weft.World, how: dict[str, Any]) -> tuple[Operands
 
 
 def first_half_rows(world: weft.World) -> int:
-    return routing.rows_of(world, T, K, EXPERTS, TILE)
+    return route_tables.rows_of(world, T, K, EXPERTS, TILE)
 
 
 def there(hidden: torch.Tensor, world: weft.World) -> torch.Tensor:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import weft
-from weft.library import text_of
 from weft.planner import trial
 from weft.plans import KINDS, Plan, Sequential
+from weft.torch_library import text_of
 
 FILE = Path(__file__).parent.parent / "examples" / "own_op.py"
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module, style
 
 import weft
-from weft import parallel
+from weft.integrations import torch_parallel_styles as parallel
 
 BF = torch.bfloat16
 B, S, H, INNER = 2, 8, 16, 32

@@ -23,7 +23,6 @@ import weft
 from weft.architectures import AMPERE
 from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
-from weft.library import plan_of, text_of
 from weft.ops.matmul_all_to_all import op as to_all
 from weft.ops.matmul_all_to_all.op import GroupTables
 from weft.ops.matmul_all_to_all.op import tables as to_all_tables
@@ -31,6 +30,7 @@ from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.op import MatmulAllReduce
 from weft.planner.table import Measured, learn
 from weft.plans import SMALL_SIGNALED, GemmTile, Plan, Sequential, Signaled, partition
+from weft.torch_library import plan_of, text_of
 from weft.transport.signals import Schedule, schedule, scheduled
 
 REDUCING = ("matmul_all_reduce", "matmul_reduce_scatter")

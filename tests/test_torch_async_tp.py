@@ -17,9 +17,16 @@ from cases_nn import emulate
 from gates import some
 
 import weft
-from weft.gemms import dequantized
+from weft.backends.library_gemm import dequantized
+from weft.integrations.torch_async_tp import (
+    FUSED_GATHER,
+    FUSED_SCATTER,
+    NATIVE,
+    SCALED_GATHER,
+    SCALED_SCATTER,
+    async_tp,
+)
 from weft.ops.recipes import E4M3
-from weft.torch import FUSED_GATHER, FUSED_SCATTER, NATIVE, SCALED_GATHER, SCALED_SCATTER, async_tp
 
 BF16 = 1e-2
 LAYOUTS = [((8, 32), 0), ((8, 3, 32), 0), ((3, 4, 32), 1), ((2, 4, 3, 32), 1)]  # shape of a rank's part, dimension
@@ -164,7 +171,7 @@ def test_torchs_own_cases_in_bf16(dim: int) -> None:
         raise NotOnGpus
 
     with pytest.MonkeyPatch.context() as patch, async_tp() as counts:
-        patch.setattr("weft.torch._torchs", torchs)
+        patch.setattr("weft.integrations.torch_async_tp._torchs", torchs)
         assert max(emulate(rank, 2)) < BF16
     if dim < 2:
         assert counts.served == {FUSED_GATHER: 2, FUSED_SCATTER: 2} and not counts.fell_through
@@ -240,7 +247,7 @@ def test_the_rest_goes_on_to_torch_as_it_came(
 
         return own
 
-    monkeypatch.setattr("weft.torch._torchs", torchs)
+    monkeypatch.setattr("weft.integrations.torch_async_tp._torchs", torchs)
     with async_tp() as counts:
         emulate(lambda world: call(torch.ops.symm_mem, world.name), 2)
     assert counts.fell_through == {(name, why): 2} and not counts.served
@@ -250,7 +257,7 @@ def test_the_rest_goes_on_to_torch_as_it_came(
 def test_torchs_test_mode_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed._symmetric_memory import _test_mode
 
-    monkeypatch.setattr("weft.torch._torchs", lambda name, x: lambda a, *args: a.clone())
+    monkeypatch.setattr("weft.integrations.torch_async_tp._torchs", lambda name, x: lambda a, *args: a.clone())
     with _test_mode(), async_tp() as counts:
         emulate(lambda world: torch.ops.symm_mem.fused_matmul_reduce_scatter(X, W, "sum", 0, world.name), 2)
     assert counts.fell_through == {(FUSED_SCATTER, "torch's test mode"): 2}
@@ -263,8 +270,8 @@ def test_no_world_is_made_for_what_goes_on_to_torch(monkeypatch: pytest.MonkeyPa
     def made(group_name: str) -> weft.World:
         raise AssertionError("of a group of which nothing is computed")
 
-    monkeypatch.setattr("weft.torch._made", made)
-    monkeypatch.setattr("weft.torch._torchs", lambda name, x: lambda a, *args, **_: (a, [a]))
+    monkeypatch.setattr("weft.integrations.torch_async_tp._made", made)
+    monkeypatch.setattr("weft.integrations.torch_async_tp._torchs", lambda name, x: lambda a, *args, **_: (a, [a]))
 
     def call(x: torch.Tensor, w: torch.Tensor) -> None:
         emulate(lambda world: torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, world.name), 2)
@@ -281,7 +288,9 @@ def test_who_asks_torch_for_its_native_kernel_gets_it(takes: bool, monkeypatch: 
     import torch.distributed._symmetric_memory as theirs
 
     asked: list[int] = []
-    monkeypatch.setattr("weft.torch._torchs", lambda name, x: lambda a, *args, **_: (a.clone(), [a.clone()]))
+    monkeypatch.setattr(
+        "weft.integrations.torch_async_tp._torchs", lambda name, x: lambda a, *args, **_: (a.clone(), [a.clone()])
+    )
     monkeypatch.setattr(theirs, "_should_use_fused_all_gather_matmul_native", lambda *given: asked.append(1) or takes)
     call = lambda world: torch.ops.symm_mem.fused_all_gather_matmul(X, [W], 0, world.name)  # noqa: E731
     with async_tp() as counts:
@@ -400,6 +409,6 @@ def test_for_good_and_one_in_another() -> None:
     finally:
         outer.close()
     outer.close()
-    assert not weft.torch._active and not weft.torch._libraries
+    assert not weft.integrations.torch_async_tp._active and not weft.integrations.torch_async_tp._libraries
     with async_tp() as unused:
         assert unused.report() == "none of torch's fused operators was called"

@@ -12,7 +12,7 @@ import torch
 from cases import all_gather_case, draw
 
 import weft
-from weft import gemms
+from weft.backends import library_gemm
 from weft.op import REGISTRY, Op
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
 from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
@@ -20,7 +20,7 @@ from weft.planner import trial
 from weft.planner.table import Measured, learn
 from weft.plans import Awaiting, Decomposed, Plan, Sequential
 
-FORMS = (gemms.Form(8, 16, 2, True), gemms.Form(8, 32, 2, True), gemms.Form(8, 64, 2, True))
+FORMS = (library_gemm.Form(8, 16, 2, True), library_gemm.Form(8, 32, 2, True), library_gemm.Form(8, 64, 2, True))
 FIRST, SECOND, WRONG = (Awaiting(*form) for form in FORMS)
 N, K = 16, 24
 
@@ -37,10 +37,10 @@ def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
         return trial.Took(gpu + world.rank, own)
 
     monkeypatch.setattr(trial, "_time", time)
-    monkeypatch.setattr(gemms, "FORMS", FORMS)
+    monkeypatch.setattr(library_gemm, "FORMS", FORMS)
     monkeypatch.setattr(AllGatherMatmul, "tries", tuple(Awaiting(*form) for form in FORMS))
-    monkeypatch.setattr(gemms, "lacks", lambda: None)
-    monkeypatch.setattr(gemms, "waits", lambda form, device, dtype: form != FORMS[2])
+    monkeypatch.setattr(library_gemm, "lacks", lambda: None)
+    monkeypatch.setattr(library_gemm, "waits", lambda form, device, dtype: form != FORMS[2])
     return took
 
 
@@ -138,8 +138,8 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
     """And what they exchange for it, they exchange once."""
     ranks: dict[int, int] = {}
-    monkeypatch.setattr(gemms, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
-    monkeypatch.setattr(gemms, "waits", lambda *given: pytest.fail("compiled"))
+    monkeypatch.setattr(library_gemm, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
+    monkeypatch.setattr(library_gemm, "waits", lambda *given: pytest.fail("compiled"))
 
     def rank(world: weft.World) -> list[Any]:
         ranks[threading.get_ident()] = world.rank

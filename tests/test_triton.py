@@ -362,3 +362,13 @@ def test_what_is_left_to_triton(recorded: RecordedDriver, monkeypatch: pytest.Mo
     else:
         compiled.metadata = SimpleNamespace(tensordesc_meta=[])
     assert _triton.repeated(everything, compiled, 5, args) is None
+
+
+def test_hooks_of_the_compiler_do_not_see_weft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would write constants as JSON for them, where a dtype inside a tuple ends the compilation."""
+    told = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **compiled: told.append(compiled))
+    with _triton.no_compile_hooks():
+        assert triton.knobs.runtime.jit_post_compile_hook is None and triton.knobs.runtime.jit_cache_hook is None
+    triton.knobs.runtime.jit_post_compile_hook(key="")
+    assert told == [dict(key="")]

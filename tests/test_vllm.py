@@ -312,7 +312,7 @@ def test_reports_of_an_engine_and_of_the_doctor(modules: Any, monkeypatch: pytes
     assert vllm.state() == "not installed"
 
 
-def test_compiled_code_is_named_by_what_is_served(modules: Any) -> None:
+def test_compiled_code_is_named_by_what_is_served(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
 
     def main(world: weft.World) -> Any:
@@ -320,10 +320,14 @@ def test_compiled_code_is_named_by_what_is_served(modules: Any) -> None:
         standin.BaseModelLoader().load_model(vllm_config=seen, model_config=None)
         return seen.additional_config["weft"]
 
-    made = standin.run(main)
+    named = standin.run(main)
     assert (
-        made[0][2] == made[1][2] and weft.__version__ in made[0] and "layers.0.post_attention_layernorm" in made[0][2]
+        named[0][2] == named[1][2]
+        and weft.__version__ in named[0]
+        and "layers.0.post_attention_layernorm" in named[0][2]
     )
+    monkeypatch.setattr(plugin, "thresholds", lambda *_: (8, 16))
+    assert [code[3:] for code in standin.run(main)] == [[8, 16]] * 2 != [code[3:] for code in named]
 
 
 def fused_allreduce_rms_norm(hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any) -> Any:

@@ -1114,7 +1114,7 @@ def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPa
 
     world = SimpleNamespace(size=2, exchange=exchange, synchronize=lambda: did.append("synchronize"))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr("weft.world.init", lambda: world)
+    monkeypatch.setattr("weft.launch.init", lambda: world)
     results = weft.spmd(lambda w: {"y": torch.ones(2)}, 2)
     assert [r["y"].tolist() for r in results] == [[1, 1]] * 2 and did == ["synchronize", "exchange"]
     with pytest.raises(ValueError, match="spmd over 3 ranks under a launcher of 2"):

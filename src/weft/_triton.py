@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,6 +77,15 @@ def options(given: Mapping[str, int]) -> dict[str, int]:
     told = {"enable_fp_fusion": True} | {name: value for name, value in given.items() if name not in weft_only}
     # 3.9 assembles with ptxas 13.4, which spills where 12.9 did not, unless LLVM puts instructions in order for it.
     return told | {"sched4reg": True} if given.get("few_registers") and version() >= (3, 9) else told
+
+
+@contextmanager
+def no_compile_hooks() -> Iterator[None]:
+    """Compile unseen by Triton's hooks (vLLM sets one that warns of compilation while it serves): before it calls them
+    Triton writes a kernel's constants as JSON, and of those inside a tuple it can write no dtype."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_post_compile_hook = None
+        yield
 
 
 def ptxas(arch: str) -> list[str]:

@@ -3,17 +3,18 @@
 from . import hf, lang, models, moe, nn, parallel, plans, vllm
 from . import torch as torch
 from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
+from .kernel_launch import Launch, Matrix, prepared
 from .lang.jit import jit
-from .launches import Launch, Matrix, prepared
+from .launch import init, spmd
 from .op import Call, Op, registered
 from .ops.activation import silu_mul
 from .ops.all_gather_matmul.op import all_gather_matmul
 from .ops.all_reduce.op import all_reduce, all_reduce_rms_norm
+from .ops.attention.key_ranges import zigzag_positions, zigzag_restore, zigzag_rows, zigzag_split
 from .ops.attention.op import gathered_attention
-from .ops.attention.sight import zigzag_positions, zigzag_restore, zigzag_rows, zigzag_split
 from .ops.matmul_all_to_all.op import Routing, matmul_all_to_all, route
 from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
-from .ops.moe.grouped import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
+from .ops.moe.tensor_parallel.op import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
 from .ops.norm import Remap, residual_add, rms_norm
 from .ops.product import matmul
 from .ops.quantize import quantize
@@ -21,7 +22,7 @@ from .planner.auto import explain
 from .planner.prepare import prepare
 from .planner.simulate import simulate
 from .plans import Plan
-from .world import World, init, spmd
+from .world import World
 
 __all__ = [
     "Call", "Deadlock", "Launch", "Matrix", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "Remap",

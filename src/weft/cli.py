@@ -243,7 +243,7 @@ def tune(
     """Measure this machine for the planner; another run goes on where one ended. Alone or under torchrun."""
     import torch
 
-    from .world import spmd
+    from .launch import spmd
 
     gpus = int(os.environ.get("WORLD_SIZE", torch.cuda.device_count()))
     if torch.cuda.device_count() < 1 or gpus < 2:

@@ -22,12 +22,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .backends.base import Backend
+from .launch import spmd
 from .nn import ParallelMLP
 from .planner.timing import length, span
 from .trace.picture import draw
 from .trace.profile import profiled
 from .trace.span import Span
-from .world import World, spmd
+from .world import World
 
 UNIT = "virtual time (1 = one SM touches 1 kB)"  # of the emulator's spans
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs

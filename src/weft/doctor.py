@@ -24,7 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _triton, architectures, gemms
+from . import _triton, architectures
+from .backends import library_gemm
 from .errors import WeftError
 from .integrations import sglang, vllm
 from .ops.attention import libraries
@@ -52,7 +53,7 @@ def examine(measure: bool = True) -> Findings:
         found.sections["GPUs"] = _gpus(gpus)
     found.sections["GEMM"] = [
         ("libraries", "cuBLAS"),
-        ("quack", gemms.lacks() or f"{gemms.installed()}, by measurement"),
+        ("quack", library_gemm.lacks() or f"{library_gemm.installed()}, by measurement"),
     ]
     found.sections["attention"] = _attention()
     found.sections["engines"] = [("vLLM", vllm.state()), ("SGLang", sglang.state())]

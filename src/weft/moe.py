@@ -3,11 +3,12 @@
 one's own kernels."""
 
 from .nn.moe import MoE
-from .ops.moe.choice import limit, place
-from .ops.moe.exchange import Handle, combine, dispatch
-from .ops.moe.gate import gate, load_balancing_loss, z_loss
-from .ops.moe.grouped_training import KEEPS
-from .ops.moe.op import moe, pack
+from .ops.moe.dispatch_combine.op import Handle, combine, dispatch
+from .ops.moe.expert_parallel.op import moe, pack
+from .ops.moe.routing.capacity import limit
+from .ops.moe.routing.placement import place
+from .ops.moe.routing.router import gate, load_balancing_loss, z_loss
+from .ops.moe.tensor_parallel.training import KEEPS
 
 __all__ = [
     "KEEPS", "Handle", "MoE", "combine", "dispatch", "gate", "limit", "load_balancing_loss", "moe", "pack", "place",

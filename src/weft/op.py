@@ -21,10 +21,10 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 
-from . import library
-from .library import Backward, CallOptions
-from .operands import bulk, contiguous, output, overlap
+from . import torch_library
 from .plans import Plan, Sequential
+from .tensor_checks import bulk, contiguous, output, overlap
+from .torch_library import Backward, CallOptions
 from .world import Kept, World
 
 Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple where the op names them (`takes`)
@@ -52,7 +52,7 @@ def registered(op: Op) -> Op:
         op.differentiable,
     )  # kept from now on: torch.compile cannot trace the lock that guards the first use
     if known is None and op.signature:
-        library.register(op, REGISTRY)
+        torch_library.register(op, REGISTRY)
     return op
 
 
@@ -236,7 +236,7 @@ class Op(ABC, Generic[C]):
                     self._check_gradient(operands, out)
                     if not compiling:
                         lost = world.backend.left_out()
-                        return world.behind(library.differentiated(self, world, plan, operands, options), lost)
+                        return world.behind(torch_library.differentiated(self, world, plan, operands, options), lost)
         if compiling:
             return self._compiled(world, plan, operands, options, out)
         lost = world.backend.left_out()
@@ -267,12 +267,12 @@ class Op(ABC, Generic[C]):
         out: torch.Tensor | None,
     ) -> Returned:
         operator = getattr(torch.ops.weft, self.name)
-        made = operator(*operands, *options, world.name, library.text_of(plan))
+        made = operator(*operands, *options, world.name, torch_library.text_of(plan))
         if out is None:
             return made
         if self.results == 1:
-            return library.into(self.title, out, made)
-        return (library.into(self.title, out, made[0]), *made[1:])
+            return torch_library.into(self.title, out, made)
+        return (torch_library.into(self.title, out, made[0]), *made[1:])
 
     @property
     def title(self) -> str:

@@ -252,8 +252,8 @@ class FusedAllReduce(FusedReduce):
 
 @dataclass(frozen=True)
 class FusedMoe(Fused):
-    """A mixture of experts in one launch of per_sm programs on every SM (ops/moe/fused_kernels.py). Experts are padded
-    to block_m rows.
+    """A mixture of experts in one launch of per_sm programs on every SM (ops/moe/expert_parallel/fused_kernels.py).
+    Experts are padded to block_m rows.
 
     copy_programs: the first programs, which move rows, tokens out and sums back, at most copy_rows at a time; of tokens
     each has copy_stages of these under way.
@@ -427,7 +427,7 @@ class DispatchedGemms(Plan):
 
 @dataclass(frozen=True)
 class Dispatched(DispatchedGemms):
-    """An MoE layer's experts in four launches (ops/moe/kernels.py). Experts are padded to block_m rows.
+    """An MoE layer's experts in four launches (ops/moe/expert_parallel/kernels.py). Experts are padded to block_m rows.
 
     send_rows: of a block that is sent, at most.
     """
@@ -437,8 +437,9 @@ class Dispatched(DispatchedGemms):
 
 @dataclass(frozen=True)
 class DispatchedColumns(DispatchedGemms):
-    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/grouped.py). The rows lie in
-    tiles of 128, which block_m must be; a block that is sent is what side_warps hold, wherever its rows end."""
+    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/tensor_parallel/op.py). The
+    rows are in tiles of 128, which block_m must be; a block that is sent is what side_warps hold, wherever its rows
+    end."""
 
 
 @dataclass(frozen=True)
@@ -459,7 +460,7 @@ class Segmented(Plan):
 @dataclass(frozen=True)
 class HeadParallel(Plan):
     """Attention of some of the heads over the whole sequence, for which queries, keys and values are exchanged, and
-    results back (DeepSpeed-Ulysses; ops/attention/heads.py). The ranks divide the heads, of keys too.
+    results back (DeepSpeed-Ulysses; ops/attention/head_parallel.py). The ranks divide the heads, of keys too.
 
     programs: of a push; 0: as many as the GPU has SMs.
     """
@@ -471,7 +472,8 @@ class HeadParallel(Plan):
 
 @dataclass(frozen=True)
 class LowLatency(Plan):
-    """An MoE layer's experts for a few tokens, in three launches and without tables (ops/moe/few_kernels.py).
+    """An MoE layer's experts for a few tokens, in three launches and without tables
+    (ops/moe/expert_parallel/low_latency_kernels.py).
 
     tile: of both GEMMs, of per_sm programs on every SM, which read an expert's weights once for each block_n columns,
     whatever rows it has. copy_programs: programs that send rows, and sums, to other ranks; more than there are count as

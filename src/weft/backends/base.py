@@ -28,10 +28,10 @@ from triton import JITFunction
 
 from ..architectures import HOPPER
 from ..errors import Mismatch, Unsupported
-from ..gemms import multiply
+from .library_gemm import multiply
 
 if TYPE_CHECKING:
-    from ..launches import Launch
+    from ..kernel_launch import Launch
 
 R = TypeVar("R")
 

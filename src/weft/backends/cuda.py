@@ -37,7 +37,7 @@ from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
 
 if TYPE_CHECKING:
-    from ..launches import Launch
+    from ..kernel_launch import Launch
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
@@ -203,7 +203,7 @@ class GpuBackend(Backend):
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self._wait_word is None:
-            from ..launches import Launch
+            from ..kernel_launch import Launch
             from ..transport.barrier import wait_word
 
             self._wait_word = Launch(self, wait_word, 1, dict(num_warps=1), guard=self.guard())

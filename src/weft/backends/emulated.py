@@ -42,7 +42,7 @@ from .nodes import numbered, placed, spread
 
 if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
-    from ..launches import Launch
+    from ..kernel_launch import Launch
 
 B = TypeVar("B", bound=Backend)
 ALIGN = 256

@@ -40,7 +40,7 @@ from .messages import Messages
 from .nodes import host_name, numbered
 
 if TYPE_CHECKING:
-    from ..launches import Launch
+    from ..kernel_launch import Launch
 
 log = logging.getLogger("weft")
 RESIDENT = 4  # of a rank in the emulator: each costs a greenlet, and all share one processor

@@ -28,7 +28,7 @@ from .base import Arguments, Options
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
-    from ..launches import Launch
+    from ..kernel_launch import Launch
     from .cuda import GpuBackend
 
 
@@ -125,7 +125,8 @@ class Launcher:
             return
         try:
             arguments = for_gpu(values, self.backend.capability)
-            compiled = kernel.warmup(**arguments, **_triton.options(options), grid=(grid,))
+            with _triton.no_compile_hooks():
+                compiled = kernel.warmup(**arguments, **_triton.options(options), grid=(grid,))
             compiled._init_handles()
         except OutOfResources as e:  # Triton's own is no RuntimeError
             raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e

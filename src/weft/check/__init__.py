@@ -17,7 +17,8 @@ from ..emulator import Machine, Report
 from ..emulator.host import folded
 from ..emulator.ran import Ran, Variant
 from ..errors import WeftError
-from ..world import World, runs_nothing
+from ..launch import runs_nothing
+from ..world import World
 from .names import variant_names
 from .offline import Compiled, compile_kernel, refusal, too_large
 from .ptx import broken_by_a_kernel

@@ -16,8 +16,8 @@ import logging
 import os
 from importlib import metadata
 
-from ..torch import AsyncTP, async_tp
 from . import plugin_state
+from .torch_async_tp import AsyncTP, async_tp
 
 log = logging.getLogger("sglang.weft")  # SGLang shows what is logged below its own name
 WEFT_SGLANG = "WEFT_SGLANG"  # the variable of the environment that turns the plugin off, as 0

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from ..ops.attention.libraries import CUDNN
-from ..ops.attention.steps import Heads, Keys, merged
-from ..ops.attention.steps import attend as partial
+from ..ops.attention.segmented import Heads, Keys, merged
+from ..ops.attention.segmented import attend as partial
 from ..world import World
 from .cache import Part, Rows
 

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from ..compute.elementwise import rotate_and_keep
+from ..kernel_launch import Launch, prepared
 from ..lang.mapping import balanced_rows
-from ..launches import Launch, prepared
 from ..nn.mlp import ParallelMLP
 from ..nn.scaled import NAMES, Activation, check_recipe, in_shape, parameters, quantized, quantized_weight
 from ..nn.sharded import Sharded, part_of

@@ -23,8 +23,8 @@ from ..nn.mlp import ParallelMLP
 from ..nn.moe import CheckpointLayer, stacked
 from ..nn.sharded import Sharded
 from ..nn.split import Share, in_parts
-from ..ops.moe.gate import gate
-from ..ops.moe.op import moe, pack
+from ..ops.moe.expert_parallel.op import moe, pack
+from ..ops.moe.routing.router import gate
 from ..world import World
 from .config import Config, Mixture
 from .weight import Weight

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..operands import requires_grad
 from ..ops.activation import silu_mul, silu_mul_blocks
 from ..ops.all_gather_matmul.op import all_gather_matmul, all_gather_swiglu
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..plans import Plan
+from ..tensor_checks import requires_grad
 from ..world import World
 from .scaled import NAMES, Activation, check_recipe, in_shape, parameters, quantized, quantized_weight
 from .sharded import Sharded, part_of

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ..op import check_call
-from ..operands import check_device, dims
 from ..ops.moe.call import ACTIVATIONS
-from ..ops.moe.choice import limit, place
-from ..ops.moe.gate import gate
-from ..ops.moe.op import moe, pack
+from ..ops.moe.expert_parallel.op import moe, pack
+from ..ops.moe.routing.capacity import limit
+from ..ops.moe.routing.placement import place
+from ..ops.moe.routing.router import gate
 from ..plans import Plan
+from ..tensor_checks import check_device, dims
 from ..world import World
 from .split import Share, in_parts
 

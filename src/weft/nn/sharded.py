@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ..op import check_call
-from ..operands import DTYPES
 from ..ops.all_reduce.op import all_reduce
+from ..tensor_checks import DTYPES
 from ..world import World
 
 _whole: ContextVar[bool] = ContextVar("whole", default=False)  # whether state dicts being made are to be unsharded

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops.moe.grouped import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
+from ..ops.moe.tensor_parallel.op import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
 

@@ -7,5 +7,8 @@ from .all_reduce import op as _all_reduce
 from .attention import op as _attention
 from .matmul_all_to_all import op as _all_to_all
 from .matmul_reduce import op as _reduce
-from .moe import gate, grouped, grouped_training, training
-from .moe import op as _moe
+from .moe.expert_parallel import op as _moe
+from .moe.expert_parallel import training as _expert_parallel_training
+from .moe.routing import router
+from .moe.tensor_parallel import op as _moe_tensor_parallel
+from .moe.tensor_parallel import training as _tensor_parallel_training

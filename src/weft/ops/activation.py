@@ -10,11 +10,11 @@ from triton import JITFunction
 
 from ..compute.elementwise import silu_mul as silu_mul_kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
-from ..launches import Launch, prepared
-from ..library import Backward, CallOptions
+from ..kernel_launch import Launch, prepared
 from ..op import Call, Direct, Local, check_call, registered
-from ..operands import DTYPES, aligned, check_device, dims
 from ..plans import Plan, Sequential
+from ..tensor_checks import DTYPES, aligned, check_device, dims
+from ..torch_library import Backward, CallOptions
 from ..world import World
 from .quantize import silu_mul_quantized
 

@@ -9,15 +9,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from .. import gemms
 from ..architectures import EARLIEST, lacks
+from ..backends import library_gemm
 from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
+from ..kernel_launch import Matrix
 from ..lang.jit import constants
-from ..launches import Matrix
 from ..op import Call, Op
-from ..operands import bulk, bulky
 from ..plans import (
     SMALL_SIGNALED,
     Awaiting,
@@ -31,6 +30,7 @@ from ..plans import (
     TwoShot,
     posts,
 )
+from ..tensor_checks import bulk, bulky
 from ..world import World
 from .recipes import E4M3, Recipe, ScaledFactors, fit_plan, scaled_tile, unfit
 from .tiles import fitting, suited
@@ -89,7 +89,7 @@ class MatmulOp(Op[M]):
 
     def alike(self, call: M) -> Hashable:
         """Return what calls that share a trial have in common, with rows counted as the library's GEMM counts M."""
-        return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
+        return tuple((call.agreed() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
         dtype = getattr(operands[0], "dtype", None)

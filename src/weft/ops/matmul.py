@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..compute.gemm import matmul as kernel
-from ..launches import Launch, Matrix, prepared
+from ..kernel_launch import Launch, Matrix, prepared
 from ..plans import SMALL_TILE, FusedGather, GemmTile
 from ..transport.memory import lock
 from ..world import World

@@ -11,10 +11,10 @@ from triton import JITFunction
 
 from ..compute.norm import TileRuns, add_rows
 from ..compute.norm import rms_norm as norm_kernel
+from ..kernel_launch import Launch, prepared
 from ..lang.jit import constants
-from ..launches import Launch, prepared
 from ..op import check_call
-from ..operands import DTYPES, check_device, dims
+from ..tensor_checks import DTYPES, check_device, dims
 from ..world import World
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ..backends.base import Stream
-from ..gemms import ScaledOperands
-from ..library import CallOptions
+from ..backends.library_gemm import ScaledOperands
 from ..op import Call, Local, registered
-from ..operands import bulk, dense
 from ..plans import Persistent, Plan, Sequential
+from ..tensor_checks import bulk, dense
+from ..torch_library import CallOptions
 from ..world import World
 from .recipes import Recipe, ScaledFactors, check_product, unfit
 from .scaled_gemm import default_plan, multiply, multiply_own

@@ -10,12 +10,12 @@ import torch
 from ..architectures import ADA, lacks
 from ..compute.quantize import LARGEST, LEAST, Groups, quantize_rows
 from ..errors import Unsupported
+from ..kernel_launch import Launch, prepared
 from ..lang.jit import constants
-from ..launches import Launch, prepared
-from ..library import CallOptions
 from ..op import Call, Local, Returned, check_call, registered
-from ..operands import DTYPES, bulk, check_device, dims
 from ..plans import Plan, Sequential
+from ..tensor_checks import DTYPES, bulk, check_device, dims
+from ..torch_library import CallOptions
 from ..world import World
 from .recipes import E4M3, SCALE_BLOCK, SCALINGS
 

@@ -12,8 +12,8 @@ from ..compute.gemm import Tile
 from ..compute.scaled_gemm import BLOCK, BY_BLOCK, BY_ROW, BY_TENSOR
 from ..errors import Unsupported
 from ..lang.jit import constants
-from ..operands import DTYPES, check_device, dims
 from ..plans import Fused, Plan, TileShape
+from ..tensor_checks import DTYPES, check_device, dims
 from ..world import World
 
 E4M3 = torch.float8_e4m3fn

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ..compute.elementwise import ROWS, rotate
-from ..launches import Launch, prepared
-from ..library import CallOptions
+from ..kernel_launch import Launch, prepared
 from ..op import Call, Direct, Local, check_call, registered
-from ..operands import DTYPES, aligned, check_device, dims
 from ..plans import Plan, Sequential
+from ..tensor_checks import DTYPES, aligned, check_device, dims
+from ..torch_library import CallOptions
 from ..world import World
 
 _OP = "rotary"

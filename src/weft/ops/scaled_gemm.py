@@ -1,8 +1,8 @@
 """x @ weight.T + bias of 8-bit operands on one GPU: weft's own kernel, the libraries' products, and which of them runs.
 
 The first call of a size outside a CUDA graph capture times all of them, and the fastest whose numbers are right runs
-from then on, as the library's GEMM of 16-bit operands is chosen (gemms.py). A capture of a size that was not measured
-takes weft's own. On CPU tensors torch multiplies the dequantized values.
+from then on, as the library's GEMM of 16-bit operands is chosen (backends/library_gemm.py). A capture of a size that
+was not measured takes weft's own. On CPU tensors torch multiplies the dequantized values.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import partial
 
 import torch
 
-from .. import gemms
+from ..backends import library_gemm
 from ..backends.base import Stream
+from ..backends.library_gemm import ScaledOperands
 from ..compute.scaled_gemm import Scales, scaled_matmul
-from ..gemms import ScaledOperands
-from ..launches import Launch, Matrix, prepared
+from ..kernel_launch import Launch, Matrix, prepared
 from ..plans import SMALL_PERSISTENT, GemmTile, Persistent
 from ..world import World
 from .recipes import Recipe, scaled_tile
@@ -77,28 +77,32 @@ def _own(world: World, recipe: Recipe, plan: Persistent, size: tuple[int, int, i
     )
 
 
-def product(world: World, recipe: Recipe, name: str) -> gemms.ScaledProduct:
+def product(world: World, recipe: Recipe, name: str) -> library_gemm.ScaledProduct:
     """The product of that name: weft's own in a plan's tiles, or a library's."""
     plan = OWN_PLANS.get(name)
-    return gemms.scaled_products(recipe.scaling)[name] if plan is None else partial(multiply_own, world, recipe, plan)
+    return (
+        library_gemm.scaled_products(recipe.scaling)[name]
+        if plan is None
+        else partial(multiply_own, world, recipe, plan)
+    )
 
 
 def multiply(world: World, recipe: Recipe, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
     """out [M, N] by the fastest product, on `stream`. x and weight are contiguous."""
     if not operands.x.is_cuda:
         given = [t for t in operands[:5] if t is not None]
-        world.call(lambda: gemms.dequantized_product(operands, out), given, [out], stream)
+        world.call(lambda: library_gemm.dequantized_product(operands, out), given, [out], stream)
         return
     if len(operands.x) == 0:
         return
-    size = (*gemms.size_of(operands.x, operands.weight), recipe, out.dtype, operands.x_scale.is_contiguous())
+    size = (*library_gemm.size_of(operands.x, operands.weight), recipe, out.dtype, operands.x_scale.is_contiguous())
     with world.on(stream):
         name = _chosen.get(size)
         if name is None:
             own = [str(plan) for plan in own_plans(recipe)]
             name = own[0]
             if not world.capturing():
-                names = [*own, *gemms.scaled_products(recipe.scaling)]
+                names = [*own, *library_gemm.scaled_products(recipe.scaling)]
                 ways = {each: partial(product(world, recipe, each), operands) for each in names}
-                name = _chosen[size] = gemms.choose_product(ways, torch.empty_like(out))
+                name = _chosen[size] = library_gemm.choose_product(ways, torch.empty_like(out))
         product(world, recipe, name)(operands, out)

@@ -193,7 +193,7 @@ def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = 
 
 
 def main() -> None:
-    from ..world import init
+    from ..launch import init
 
     p = argparse.ArgumentParser(description="Under torchrun: measure what the planner computes with.")
     p.add_argument("--seconds", type=float, default=100.0)

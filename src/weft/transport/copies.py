@@ -7,7 +7,7 @@ import functools
 import torch
 
 from ..backends.base import Stream
-from ..launches import Launch, prepared
+from ..kernel_launch import Launch, prepared
 from ..plans import Decomposed
 from ..world import World
 from .memory import rank_word

@@ -11,9 +11,9 @@ import torch
 from triton import JITFunction
 
 from ..backends.base import Stream, SymmetricTensor
-from ..launches import Launch, Moved, Words, prepared
-from ..operands import DTYPES
+from ..kernel_launch import Launch, Moved, Words, prepared
 from ..plans import LowLatencyShot
+from ..tensor_checks import DTYPES
 from ..world import World
 from .low_latency_kernels import EMPTY, Slots, gather_low_latency, scatter_low_latency
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..backends.base import Communicator, Stream
+from ..kernel_launch import Launch
 from ..lang.channel import BlockChannel
-from ..launches import Launch
 from ..plans import Signaled, partition
 from ..world import World
 from .barrier import wait_group

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...operands import DTYPES
 from ...ops.all_reduce.op import WIDEST
+from ...tensor_checks import DTYPES
 from ...world import World
 from .interface import Theirs
 from .row_all_reduce import ROW_ALL_REDUCE

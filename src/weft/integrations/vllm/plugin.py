@@ -19,10 +19,11 @@ from importlib import metadata
 import torch.distributed as dist
 from torch import nn
 
+from ...launch import init
 from ...nn.weave import two_parts_from
 from ...op import Known
-from ...torch import AsyncTP, async_tp
-from ...world import World, init
+from ...world import World
+from ..torch_async_tp import AsyncTP, async_tp
 from . import layers, timing
 from .dataflow import Flow, flow_of
 from .interface import FUSED_NORM, Interface, Theirs, read_interface, takes_others
@@ -170,10 +171,17 @@ def _serve(model: nn.Module, config: Theirs, found: Interface, group: Theirs, re
         report.left.append("all: ranks have different models")
         return
     report.world = world_of(group)
-    put_in_place(mine, config, classes, report)
+    rows_from, woven_from = thresholds(mine.flow, config, classes, report.world)
+    put_in_place(mine, rows_from, woven_from, classes, report)
+    name_compiled_code(config, report.world, mine, rows_from, woven_from)
+
+
+def name_compiled_code(config: Theirs, world: World, mine: Candidates, *tokens: int) -> None:
+    """Have vLLM keep the compiled code of this model apart from that of others: its name has what is a constant of it.
+    tokens: the thresholds, which are timed at every start, and so may be others at the next one."""
     seen = getattr(config, "additional_config", None)
-    if isinstance(seen, dict):  # vLLM names its compiled code by it
-        seen["weft"] = [metadata.version("weft"), report.world.name.rpartition(":")[0], repr(mine.same())]
+    if isinstance(seen, dict):
+        seen["weft"] = [metadata.version("weft"), world.name.rpartition(":")[0], repr(mine.same()), *tokens]
 
 
 def of_all_ranks(mine: tuple[Theirs, ...], group: Theirs) -> list[tuple[Theirs, ...]]:
@@ -230,10 +238,9 @@ def world_of(group: Theirs) -> World:
     return known
 
 
-def put_in_place(mine: Candidates, config: Theirs, classes: Classes, report: ServedModel) -> None:
+def put_in_place(mine: Candidates, rows_from: int, woven_from: int, classes: Classes, report: ServedModel) -> None:
     world, flow = report.world, mine.flow
     assert world is not None
-    rows_from, woven_from = thresholds(flow, config, classes, world)
     counts: Counter[str] = Counter()
     for site in flow.sites:
         reduction: Theirs = site.reduction

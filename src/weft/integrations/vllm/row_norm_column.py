@@ -26,13 +26,13 @@ import torch
 
 from ...nn.weave import halves
 from ...op import Call, Op, registered
-from ...operands import check_operands, dims
 from ...ops.all_gather_matmul.op import all_gather_matmul
 from ...ops.all_reduce.op import all_reduce_rms_norm
 from ...ops.common import split_rows
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.norm import rms_norm
 from ...plans import Plan, Sequential
+from ...tensor_checks import check_operands, dims
 from ...world import World
 
 Tensor = torch.Tensor

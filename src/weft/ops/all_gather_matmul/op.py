@@ -7,9 +7,8 @@ from typing import ClassVar, Literal, overload
 
 import torch
 
-from ... import gemms
+from ...backends import library_gemm
 from ...errors import Unsupported
-from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Returned, registered
 from ...plans import (
     SMALL_GATHER,
@@ -24,6 +23,7 @@ from ...plans import (
     Plan,
     Sequential,
 )
+from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered, summed
 from ...world import World
 from ..common import MatmulOp, given_rows, plain_rows, whole_words
@@ -71,7 +71,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         TWO_AN_SM,
         TWO_AN_SM_BY_COPIES,
     )
-    tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in gemms.FORMS if form.pingpong)
+    tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in library_gemm.FORMS if form.pingpong)
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> GatherCall:
         (x, weight, bias, *_), (rows, gated, gathered, dtype, fast) = operands, options
@@ -146,7 +146,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return reason
 
     def _not_awaiting(self, world: World, call: GatherCall, plan: Awaiting, asked: str | Plan) -> str | None:
-        missing = gemms.lacks() if world.backend.name == "cuda" else None
+        missing = library_gemm.lacks() if world.backend.name == "cuda" else None
         reason = world.symmetric_reason or whole_words(K=call.k, N=call.n) or missing and f"quack: {missing}"
         reason = reason or self.lopsided(world, call, plan, asked)
         if reason is None and not self.movable(plan, call.rows, world.size):

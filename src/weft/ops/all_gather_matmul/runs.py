@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ... import gemms
+from ...backends import library_gemm
 from ...backends.base import Stream, SymmetricTensor
 from ...compute.scaled_gemm import Scales
+from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
-from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...op import Direct
 from ...plans import Awaiting, Decomposed, FusedGather, FusedGatherByCopies, GemmTile, OneShot, Plan
 from ...transport import low_latency
@@ -516,7 +516,7 @@ def _awaiting(
 
     def multiply() -> bool:
         if on_gpu:
-            gemms.awaiting(gathered, weight, out, flags, one, me, form)
+            library_gemm.awaiting(gathered, weight, out, flags, one, me, form)
         return on_gpu
 
     def load() -> bool:
@@ -554,12 +554,12 @@ def _awaiting(
 def usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[Awaiting]:
     """Return the plans that every rank can run. Collective, plan by plan: a rank may have to compile what another has
     kept."""
-    there = all(world.exchange(gemms.lacks() is None))
-    return [p for p in plans if there and all(world.exchange(gemms.waits(gemm_form(p), world.device, dtype)))]
+    there = all(world.exchange(library_gemm.lacks() is None))
+    return [p for p in plans if there and all(world.exchange(library_gemm.waits(gemm_form(p), world.device, dtype)))]
 
 
-def gemm_form(plan: Awaiting) -> gemms.Form:
-    return gemms.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
+def gemm_form(plan: Awaiting) -> library_gemm.Form:
+    return library_gemm.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
 
 
 def _flags(world: World) -> tuple[torch.Tensor, torch.Tensor, SymmetricTensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ...backends.base import Stream
-from ...launches import Launch, prepared
+from ...kernel_launch import Launch, prepared
 from ...plans import Multicast
 from ...transport.memory import lock
 from ...world import World

@@ -10,9 +10,7 @@ import torch
 from ...architectures import ADA, HOPPER, lacks
 from ...backends.base import Stream
 from ...errors import Unsupported
-from ...library import CallOptions
 from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
-from ...operands import aligned, check_device, dense, dims, output, overlap
 from ...plans import (
     SMALL_REDUCE,
     Decomposed,
@@ -26,6 +24,8 @@ from ...plans import (
     TwoShotPush,
     posts,
 )
+from ...tensor_checks import aligned, check_device, dense, dims, output, overlap
+from ...torch_library import CallOptions
 from ...transport.low_latency import VECTOR
 from ...world import World
 from ..common import split_rows

@@ -17,9 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...architectures import shared_kib
 from ...backends.base import Stream, SymmetricTensor
+from ...kernel_launch import Launch, Words, prepared
 from ...lang.host import beyond
 from ...lang.jit import constants
-from ...launches import Launch, Words, prepared
 from ...plans import (
     Decomposed,
     LowLatencyShot,

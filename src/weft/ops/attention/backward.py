@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...operands import dense
 from ...plans import Plan, Segmented
+from ...tensor_checks import dense
 from ...world import World
+from .key_ranges import Sight
 from .libraries import Packed, Passed
-from .sight import Sight
-from .steps import Heads, Keys, Views, bounds_of, fetched
+from .segmented import Heads, Keys, Views, bounds_of, fetched
 
 Tensor = torch.Tensor
 

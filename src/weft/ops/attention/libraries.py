@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ...errors import Unsupported
-from ...operands import dense
+from ...tensor_checks import dense
 
 Tensor = torch.Tensor
 MOST_D = 256

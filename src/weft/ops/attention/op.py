@@ -1,7 +1,7 @@
 """Attention of this rank's queries over the keys and values of all ranks (TileLink, section 5: AG-KV attention).
 
-    segmented      own keys first while the others' arrive, then those in few calls, and one merge (steps.py)
-    head_parallel  queries, keys and values exchanged for whole sequences of some heads (heads.py)
+    segmented      own keys first while the others' arrive, then those in few calls, and one merge (segmented.py)
+    head_parallel  queries, keys and values exchanged for whole sequences of some heads (head_parallel.py)
     sequential     the library's all-gather of keys and values, then its attention
 
 Attention itself is a library's in all (libraries.py), so that no tile waits inside it: what overlaps is whole calls.
@@ -18,17 +18,17 @@ from typing import Literal, NamedTuple, overload
 import torch
 
 from ...errors import Unsupported
-from ...library import Backward, CallOptions
 from ...op import Call, Direct, Op, Returned, registered
-from ...operands import DTYPES, check_device, dense, dims
 from ...plans import HeadParallel, Plan, Segmented, Sequential
+from ...tensor_checks import DTYPES, check_device, dense, dims
+from ...torch_library import Backward, CallOptions
 from ...world import World
 from ..common import given_rows, plain_rows
-from . import heads, steps
+from . import head_parallel, segmented
 from .backward import Attended, backward, sinks_gradient
+from .key_ranges import Group, Piece, Sight, packed_sight, sight, zigzag_rows
 from .libraries import MOST_D
-from .sight import Group, Piece, Sight, packed_sight, sight, zigzag_rows
-from .steps import Heads, Keys, Views
+from .segmented import Heads, Keys, Views
 
 _NAME = "gathered_attention"
 LAYOUTS = ("contiguous", "zigzag")
@@ -79,7 +79,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, sinks = operands
     seen = seen_by(world, call, plan)
-    return steps.forward(world, call.of, plan, seen, views_of(call), q, Keys(k, v), sinks, out)
+    return segmented.forward(world, call.of, plan, seen, views_of(call), q, Keys(k, v), sinks, out)
 
 
 def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
@@ -116,7 +116,7 @@ def run_head_parallel(
     q, k, v, sinks = operands
     whole = replace(call, of=replace(call.of, shards=(call.rows,)), queries=call.rows, zigzag=False)
     seen = seen_of(whole, 0, call.rows)
-    return heads.forward(world, call.of, plan, seen, call.zigzag, q, Keys(k, v), sinks, out)
+    return head_parallel.forward(world, call.of, plan, seen, call.zigzag, q, Keys(k, v), sinks, out)
 
 
 class GatheredAttention(Op[AttentionCall]):

@@ -25,12 +25,12 @@ from ...architectures import HOPPER
 from ...backends.base import Stream
 from ...compute.signaled_gemm import Order, signaled_gemm
 from ...errors import Mismatch
+from ...kernel_launch import Launch, Matrix
 from ...lang.jit import constants
-from ...launches import Launch, Matrix
-from ...library import CallOptions
 from ...op import check_call, registered
-from ...operands import check_device
 from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
+from ...tensor_checks import check_device
+from ...torch_library import CallOptions
 from ...transport.copies import COPIES
 from ...transport.memory import lock
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled

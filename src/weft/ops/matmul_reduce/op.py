@@ -8,9 +8,7 @@ from typing import ClassVar, Literal, overload
 
 import torch
 
-from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Returned, registered
-from ...operands import requires_grad
 from ...plans import (
     SMALL_ALL_REDUCE,
     SMALL_REDUCE_SCATTER,
@@ -27,6 +25,8 @@ from ...plans import (
     TwoShotPull,
     TwoShotPush,
 )
+from ...tensor_checks import requires_grad
+from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered
 from ...world import World
 from ..common import MatmulOp, given_rows, plain_rows, split_rows, whole_words

@@ -20,9 +20,9 @@ import torch
 from ...backends.base import Stream
 from ...compute.scaled_gemm import Scales
 from ...errors import Unsupported
+from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...op import Direct
 from ...plans import Decomposed, FusedAllReduce, FusedReduce, FusedReduceScatter, OneShot, Plan, TwoShot, posts
 from ...transport import low_latency

@@ -28,11 +28,11 @@ import torch
 from ...architectures import HOPPER
 from ...backends.base import Stream
 from ...compute.signaled_gemm import Order, signaled_gemm
+from ...kernel_launch import Launch, Matrix, prepared
 from ...lang.jit import constants
 from ...lang.mapping import balanced_rows
-from ...launches import Launch, Matrix, prepared
-from ...operands import DTYPES
 from ...plans import Signaled
+from ...tensor_checks import DTYPES
 from ...transport.copies import COPIES, sum_parts
 from ...transport.memory import lock, rank_word
 from ...transport.signals import Signals, exchange_groups, prepare, schedule

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 
 from ...op import Call
+from ...tensor_checks import DTYPES, dims
 from ...world import World
-from .kernels import CLAMPED, GELU, SWIGLU
-from .routing import rows_of
+from .expert_parallel.kernels import CLAMPED, GELU, SWIGLU
+from .routing.route_tables import rows_of
 
 NAME = "moe"
+MOST_K = 16  # experts of a token
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
 
 
@@ -136,3 +138,13 @@ def first_columns(world: World, layer: Layer) -> int:
     """Return N, the columns of an expert's first GEMM: rows of its w13."""
     block = world.scale.interleave
     return layer.inner if layer.activation == "gelu" else 2 * -(-layer.inner // block) * block
+
+
+def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, op: str = NAME) -> None:
+    if x.dim() != 2 or x.dtype not in DTYPES:
+        raise ValueError(f"{op}: x must be [T, H], bfloat16 or float16, got {dims(x)}")
+    for name, t, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
+        if t.dim() != 2 or t.shape[0] != x.shape[0] or t.shape[1] < 1 or t.shape != ids.shape:
+            raise ValueError(f"{op}: {name} {dims(t)} must be [T, k], for x {dims(x)} and ids {dims(ids)}")
+        if t.dtype != dtype:
+            raise TypeError(f"{op}: {name} {dims(t)} must be {dtype}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...compute.gemm import matmul as gemm_kernel
-from ...launches import Launch, Matrix, prepared
+from ...kernel_launch import Launch, Matrix, prepared
 from ...ops.common import tile_of
 from ...ops.matmul import ALONE
 from ...plans import GemmTile

@@ -1,0 +1,338 @@
+"""The GEMMs of libraries: cuBLAS, torch's grouped one, and quack's (CuTe DSL) where `pip install weft[quack]` put it.
+
+quack's kernels for Hopper let two consumer warp groups take turns at the tensor cores ("ping-pong"), which is faster
+than cuBLAS on many shapes and slower on some. So the first call of a size, outside a CUDA graph capture, times them
+beside cuBLAS, or torch's grouped GEMM, and the fastest whose numbers are right runs from then on. Each rank decides for
+itself: the results are the same up to rounding.
+
+Products of 8-bit operands (`ScaledOperands`) are torch's, DeepGEMM's where it is installed, and weft's own, of which
+the first call of a size takes the fastest in the same way (ops/scaled_gemm.py).
+
+quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`). Where it gives
+the right numbers (`waits`), plan="auto" of all-gather + GEMM tries it.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from .. import architectures
+
+Product = Callable[..., torch.Tensor]  # of x, weight, out, and of groups their starts; returns the result
+
+OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the versions of quack-kernels that this was written for
+FASTER = 1.02  # how much faster than cuBLAS, or torch's grouped GEMM, quack has to be
+CLOSE = 2e-2  # relative error below which a result of 16-bit numbers is right
+REPEATED, TIMED = 5, 3  # rounds, and calls in each
+
+
+class Form(NamedTuple):
+    """A configuration of quack's GEMM: tile_m x tile_n tiles a CTA, clusters of cluster_m of them."""
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int
+    pingpong: bool
+
+
+FORMS = (Form(128, 192, 2, True), Form(128, 160, 2, True), Form(128, 256, 2, False))
+
+
+def installed() -> str | None:
+    """The version of quack-kernels, if there is one."""
+    try:
+        return metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with."""
+    parts = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        parts.append(int(part))
+    return tuple(parts)
+
+
+@functools.cache
+def lacks() -> str | None:
+    """Why quack's GEMM is not used in this process; None where it is."""
+    version = installed()
+    if version is None:
+        return "not installed (pip install weft[quack])"
+    if not OLDEST <= numbers(version) < BEFORE:
+        wanted = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BEFORE))}"
+        return f"quack-kernels {version} is not one of {wanted}, for which weft was written"
+    if not torch.cuda.is_available() or architectures.of() // 10 != 9:
+        return "its GEMM is used on Hopper GPUs alone"
+    try:
+        import quack.gemm  # noqa: F401
+    except Exception as e:  # whatever a library raises when it does not suit what it finds
+        return f"quack-kernels {version} cannot be imported: {type(e).__name__}: {e}"
+    return None
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out [M, N] = x [M, K] @ weight [N, K].T, on the current stream, by the library that is the fastest there."""
+    if not x.is_cuda or lacks() is not None:
+        cublas(x, weight, out)
+    else:
+        fastest(cublas, x, weight, out)(x, weight, out)
+
+
+def multiply_groups(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """[M, N], of which rows starts[g] to starts[g + 1] are those of x [M, K] @ weight[g] [N, K].T, on the current
+    stream, by the library that is the fastest there. starts: int32 [G + 1] on the device, rising from 0 to at most M;
+    the rows behind are anything. bfloat16, on a GPU, N and K multiples of 8."""
+    if lacks() is not None:
+        return torch_groups(x, weight, None, starts)
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    return fastest(torch_groups, x, weight, out, starts)(x, weight, out, starts)
+
+
+_known: dict[tuple, Product] = {}
+
+
+def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, weight.t(), out=out)
+
+
+def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, starts: torch.Tensor) -> torch.Tensor:
+    """torch's grouped GEMM. The result is in memory of its own: torch takes no `out`."""
+    return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
+
+
+def quack_form(form: Form) -> Product:
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        from quack.gemm import gemm
+
+        tile_m, tile_n, cluster_m, pingpong = form
+        gemm(x, weight, out, None, None, tile_m, tile_n, cluster_m, 1, pingpong=pingpong, cu_seqlens_m=starts)
+        return out
+
+    return run
+
+
+def size_of(x: torch.Tensor, weight: torch.Tensor) -> tuple:
+    """The key of a measurement: each such size is measured once."""
+    return stepped(x.shape[0]), *weight.shape, x.dtype, x.device
+
+
+def stepped(m: int) -> int:
+    """M, rounded up to one of eight steps an octave."""
+    step = 1 << max(m.bit_length() - 4, 0)
+    return -(-m // step) * step
+
+
+def fastest(
+    library: Product, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
+) -> Product:
+    """The fastest product for these operands. It is the library's for what is not contiguous or has no whole 16-byte
+    rows, and for a size first seen in a capture. weight: [N, K], or [G, N, K] for the groups of rows that begin at
+    `starts`."""
+    plain = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[-2] % 8:
+        return library
+    size = size_of(x, weight)
+    if size not in _known:
+        if torch.cuda.is_current_stream_capturing():
+            return library
+        _known[size] = measured(library, [quack_form(form) for form in FORMS], x, weight, out, *starts)
+    return _known[size]
+
+
+def measured(library: Product, others: Sequence[Product], *operands: torch.Tensor) -> Product:
+    """The fastest of the others that are right, where it is by FASTER faster than the library. operands: what they
+    take. Writes `out`, the third of these, many times."""
+    try:
+        want = library(*operands).clone()
+        right = [product for product in others if is_right(product, operands, want)]
+    except torch.OutOfMemoryError:
+        return library
+    times: dict[Product, list[float]] = {product: [] for product in (library, *right)}
+    for _ in range(REPEATED if right else 0):
+        for product, took in times.items():
+            took.append(timed(lambda product=product: product(*operands)))  # type: ignore[misc]
+    us = {product: statistics.median(took) for product, took in times.items() if took}
+    best = min(us, key=lambda product: us[product], default=library)
+    return best if us and us[best] * FASTER < us[library] else library
+
+
+def is_right(product: Product, operands: Sequence[torch.Tensor], want: torch.Tensor) -> bool:
+    """Whether a product's rows are close to those of `want` (CLOSE), for all rows that are in a group."""
+    _, _, out, *starts = operands
+    rows = int(starts[0][-1]) if starts else len(want)
+    try:
+        out.zero_()
+        product(*operands)
+        error = (out[:rows].float() - want[:rows].float()).norm() / want[:rows].float().norm().clamp_min(1e-30)
+        return bool(error < CLOSE)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a form that this version, or this shape, does not have
+        return False
+
+
+def timed(run: Callable[[], object]) -> float:
+    """The milliseconds that TIMED calls take on the current stream."""
+    a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    a.record()
+    for _ in range(TIMED):
+        run()
+    b.record()
+    b.synchronize()
+    return a.elapsed_time(b)
+
+
+def awaiting(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    flags: torch.Tensor,
+    call: torch.Tensor,
+    me: int,
+    form: Form,
+) -> None:
+    """out = x @ weight.T for x [M, K] of equal shards, one for each of `flags`, int32: rows of shard s are loaded once
+    flags[s] >= call, an int32 [1] on the device, shard `me` first, then the next ones, round. It looks without a limit,
+    and without an order of its own, on every SM: what sets a flag must come behind the rows, need no SM, and come even
+    where a peer does not (docs/protocol.md, "Flags of the copy engine")."""
+    from quack.gemm import AllGatherArguments, gemm
+
+    given = AllGatherArguments(flags, call, flags.numel(), me)
+    gemm(x, weight, out, None, None, form.tile_m, form.tile_n, form.cluster_m, 1, pingpong=form.pingpong, ag_args=given)
+
+
+@functools.cache
+def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `awaiting` gives the right numbers in this form, for a product whose flags are set. This compiles the
+    kernel, which takes seconds where quack has not kept it."""
+    own = torch.Generator(device).manual_seed(0)  # the user's numbers stay as they are
+    x, weight = (torch.randn(512, 256, device=device, generator=own).to(dtype) for _ in range(2))
+    out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
+
+    def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        awaiting(x, weight, out, call.repeat(2), call, 0, form)
+        return out
+
+    return is_right(product, (x, weight, out), x @ weight.t())
+
+
+# -- products of 8-bit operands ----------------------------------------------------------------------------------------
+
+
+class ScaledOperands(NamedTuple):
+    """x [M, K] and weight [N, K] in e4m3, bias [N] or None, and float32 scales of one of the recipes (ops/recipes.py):
+    scaling is "tensor" (each of one element), "row" (of M and of N elements) or "block" ([M, K / 128], and [N / 128
+    rounded up, K / 128])."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    x_scale: torch.Tensor
+    weight_scale: torch.Tensor
+    scaling: str
+    fast_accum: bool
+
+
+ScaledProduct = Callable[[ScaledOperands, torch.Tensor], object]  # of operands and out [M, N]
+
+
+def dequantized(t: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    """float32 values of t [R, K]. rows: of t that share a scale of [R / rows rounded up, K / 128]."""
+    if scale.dim() == 2 and scale.shape[1] * 128 == t.shape[1] and scale.shape[0] * rows >= t.shape[0]:
+        scale = scale.repeat_interleave(rows, 0)[: t.shape[0]].repeat_interleave(128, 1)
+    elif scale.numel() > 1:
+        scale = scale.view(-1, 1)
+    return t.float() * scale
+
+
+def dequantized_product(o: ScaledOperands, out: torch.Tensor) -> None:
+    """Multiply the float32 values, as is done with CPU tensors."""
+    rows = 128 if o.scaling == "block" else 1
+    y = dequantized(o.x, o.x_scale) @ dequantized(o.weight, o.weight_scale, rows).t()
+    out.copy_(y if o.bias is None else y + o.bias.float())
+
+
+def torch_scaled(o: ScaledOperands, out: torch.Tensor) -> None:
+    """torch's, by cuBLAS or CUTLASS as it decides."""
+    x_scale, weight_scale = o.x_scale, o.weight_scale
+    if o.scaling == "row":
+        x_scale, weight_scale = x_scale.view(-1, 1), weight_scale.view(1, -1)
+    torch._scaled_mm(
+        o.x, o.weight.t(), x_scale, weight_scale, o.bias, out_dtype=out.dtype, use_fast_accum=o.fast_accum, out=out
+    )
+
+
+def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
+    """torch's, by cuBLAS, of CUDA 12.9 or later. It takes x's scales column after column, and the weight's with whole
+    16-byte words from a row to the next."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    blocks = o.weight_scale.shape[1]
+    padded = torch.nn.functional.pad(o.weight_scale, (0, -blocks % 4))[:, :blocks]
+    y = scaled_mm(
+        o.x,
+        o.weight.t(),
+        o.x_scale.t().contiguous().t(),
+        ScalingType.BlockWise1x128,
+        padded.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=out.dtype,
+    )
+    out.copy_(y if o.bias is None else y.add_(o.bias))
+
+
+def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
+    """DeepGEMM's, where `pip install sgl-deep-gemm` put it. It compiles a kernel for each size at first use."""
+    import deep_gemm
+
+    deep_gemm.fp8_gemm_nt((o.x, o.x_scale), (o.weight, o.weight_scale), out)
+    if o.bias is not None:
+        out.add_(o.bias)
+
+
+@functools.cache
+def scaled_products(scaling: str) -> dict[str, ScaledProduct]:
+    """The libraries' products of a recipe, by name, that this process may have; one that fails is found so when it is
+    tried (`choose_product`)."""
+    if scaling != "block":
+        return {"torch": torch_scaled}
+    found: dict[str, ScaledProduct] = {}
+    if hasattr(torch.nn.functional, "scaled_mm"):
+        found["torch"] = torch_scaled_by_block
+    if find_spec("deep_gemm") is not None:
+        found["deep_gemm"] = deep_gemm_by_block
+    return found
+
+
+def choose_product(products: Mapping[str, Callable[[torch.Tensor], object]], out: torch.Tensor) -> str:
+    """The name of the fastest of these functions that write `out`, among those whose numbers are those of the first.
+    Writes `out` many times."""
+    trusted, *_ = products
+    try:
+        products[trusted](out)
+        want = out.clone()
+        right = {
+            name: run
+            for name, run in products.items()
+            if name == trusted or is_right(lambda *_, run=run: run(out), (out, out, out), want)
+        }
+    except torch.OutOfMemoryError:
+        return trusted
+    times: dict[str, list[float]] = {name: [] for name in right}
+    for _ in range(REPEATED if len(right) > 1 else 0):
+        for name, run in right.items():
+            times[name].append(timed(lambda run=run: run(out)))  # type: ignore[misc]
+    return min(right, key=lambda name: statistics.median(times[name] or [0.0]))

@@ -1,0 +1,104 @@
+"""`init` makes the World of this process's ranks; `spmd` runs one function as N ranks of any backend."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch.distributed import ProcessGroup
+
+from .world import World
+
+R = TypeVar("R")
+
+
+def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> World:
+    """Return the World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process.
+    A group over gloo is one of CPU processes, which are the reference: every op takes CPU tensors and runs by its
+    sequential plan, and every call is compared.
+
+    check: at each call of an op the hosts wait for each other and compare what they call, so that ranks that differ end
+    in Mismatch before anything is launched, whatever the plan. Without it kernels compare, at no cost, where ranks read
+    what others wrote; what the library's collectives carry (plan "sequential", and "signaled" by NCCL) nobody compares.
+    A CUDA graph's replays are compared by its kernels alone. None: where the environment has WEFT_CHECK=1.
+
+    Initialises torch.distributed with NCCL if nobody has. Without a launcher it is a world of one rank, on which every
+    op is an ordinary GEMM. Raises RuntimeError without a GPU and without such a group (`spmd(..., backend="gloo")`
+    makes one; `spmd(..., backend="emulated")` needs none).
+    """
+    from .backends import gloo
+
+    if gloo.serves(group):
+        return World(gloo.GlooBackend(group))
+    from .backends.cuda import CudaBackend
+
+    return World(CudaBackend(group, os.environ.get("WEFT_CHECK", "0") == "1" if check is None else check))
+
+
+def init_gloo() -> World:
+    """The World of all ranks of the environment, as CPU processes that share this machine's processors."""
+    from .backends import gloo
+
+    gloo.start()
+    return init()
+
+
+def runs_nothing(fn: Callable[..., object]) -> bool:
+    """Whether a call of fn only makes a coroutine or a generator."""
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    return any(kind(fn) for kind in kinds)
+
+
+def spmd(
+    fn: Callable[..., R],
+    world_size: int,
+    *,
+    backend: str = "cuda",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[R]:
+    """Run `fn(world, *args, **kwargs)` as `world_size` ranks and return their results by rank.
+
+    backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
+    (the same, and ranks share the GPUs where there are fewer: for function, not for speed), "gloo" (CPU processes:
+    every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, `nodes`,
+    ...). An exception in one rank ends the others and is raised here. In a process of its own a rank gets copies of the
+    arguments, else the same objects.
+
+    Raises:
+        TypeError: fn cannot be called, or is async or a generator, of which a call runs nothing.
+        ValueError: a world of no ranks, an unknown backend, fewer GPUs than ranks.
+    """
+    if not callable(fn) or runs_nothing(fn):
+        raise TypeError(f"spmd takes a function of a World that runs when it is called, not {fn!r}")
+    if world_size < 1:
+        raise ValueError(f"a world of {world_size} ranks")
+    given = {**(kwargs or {})}
+    if backend == "emulated":
+        from .backends.emulated import spmd as run
+
+        try:
+            return run(lambda b: fn(World(b), *args, **given), world_size, **options)[0]
+        except Exception as error:
+            from .emulator.host import folded
+
+            raise folded(error)  # noqa: B904 (it is the same error)
+    if backend not in ("cuda", "shared", "gloo"):
+        raise ValueError(f'backend {backend!r}: not one of "cuda", "shared", "gloo", "emulated"')
+    from .backends import shared_gpu
+    from .backends.processes import check_gpus, packed, unpacked
+    from .backends.processes import spmd as run_processes
+
+    share, start = backend == "shared" or shared_gpu.may_share(), init_gloo if backend == "gloo" else init
+    if "RANK" in os.environ:
+        os.environ[shared_gpu.VARIABLE] = str(int(share))
+        world = start()
+        if world.size != world_size:
+            raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
+        return [unpacked(sent) for sent in world.exchange(packed(fn(world, *args, **given), world))]
+    if backend != "gloo":
+        check_gpus(world_size, share)
+    return run_processes(start, fn, world_size, args, given, share, **options)

@@ -1,0 +1,292 @@
+"""The gate of a mixture of experts, local: no rank waits for another. And the losses that keep experts in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ....kernel_launch import Launch, prepared
+from ....op import Call, Local, Operands, check_call, registered
+from ....plans import Plan, Sequential
+from ....tensor_checks import check_device, dims, requires_grad
+from ....torch_library import Backward, CallOptions
+from ....world import World
+from .route_tables import power
+from .router_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, choose, gate_gradient
+
+OP = "gate"
+SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
+RENORMALISED = ("softmax", "sigmoid")
+LOGITS = (torch.bfloat16, torch.float16, torch.float32)
+MOST_EXPERTS, MOST = 512, 16  # the largest E and k
+
+
+def gate(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    world: World,
+    scoring: str = "softmax",
+    renormalise: bool = True,
+    bias: torch.Tensor | None = None,
+    groups: int = 0,
+    top_groups: int = 0,
+    scale: float = 1.0,
+    ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k best experts of every token, and their weights; differentiable in logits, also under torch.compile.
+
+    Args:
+        logits: [T, E], bfloat16, float16 or float32; T may be 0, E at most 512.
+        k: experts a token, 1 to 16.
+        world: whose device it is. No rank waits for another.
+        scoring: what a weight is before it is scaled:
+            "softmax"        softmax over all experts (Mixtral, Qwen3, DeepSeek-V2)
+            "softmax_after"  softmax over the chosen experts' logits (GPT-OSS)
+            "sigmoid"        sigmoid of the logit (DeepSeek-V3)
+            "llama4"         the same, chosen by the logits and never divided by the sum
+        renormalise: divide by the sum of the chosen experts' weights ("softmax" and "sigmoid" only).
+        bias: [E], float32 or of the dtype of logits, added to the scores (where chosen by them: the logits) for the
+            choice alone, not to the weights (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing").
+        groups, top_groups: choose from the best top_groups of so many groups of consecutive experts; a group's score is
+            the sum of its two best biased scores (DeepSeek-V3, section 2.1.2). 0: no groups.
+        scale: what the weights are multiplied by in the end.
+        ids: int32 [T, k], experts chosen before, those of a token distinct, -1 for none, of weight 0: nothing is chosen
+            (routing replay; Zheng et al. 2025, "Group Sequence Policy Optimization", section 5.3). The weights of the
+            ids that the gate itself took have the same bits. None: they are chosen.
+
+    Computed in float32. Chosen are the greatest scores, of equal ones that of the lower expert. A NaN comes after all
+    numbers, so the ids of a token are distinct whatever the logits are.
+
+    Returns:
+        ids int32 [T, k], from the best on, and weights float32 [T, k].
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, quoted.
+    """
+    options = k, scoring, renormalise, groups, top_groups, float(scale)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(logits)):
+        weights, ids = GATE(world, Sequential(), GateOperands(logits, bias, ids), options)
+        return ids, weights
+    _check(logits, k, world, scoring, bias, groups, top_groups, ids)
+    weights = world.empty((logits.shape[0], k), torch.float32)
+    ids = _run(world, logits, bias, ids, weights, options)
+    world.finish(world.current_stream())
+    return ids, weights
+
+
+def _run(
+    world: World,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    given: torch.Tensor | None,
+    weights: torch.Tensor,
+    options: tuple[Any, ...],
+) -> torch.Tensor:
+    """The ids; weights [T, k] are written."""
+    k, scoring, renormalise, groups, top_groups, scale = options
+    rows, e = logits.shape
+    logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
+    ids = world.empty((rows, k), torch.int32) if given is None else given.contiguous()
+    if given is not None:
+        world.call(weights.zero_, [], [weights], world.current_stream())
+    if rows:
+        renormalise = renormalise and scoring in RENORMALISED
+        launch = _choose(world, rows, e, k, scale, (groups, top_groups), scoring, renormalise, given is not None)
+        launch(world.current_stream(), logits=logits, bias=bias, ids=ids, weights=weights)
+    return ids
+
+
+@prepared
+def _choose(
+    world: World,
+    rows: int,
+    experts: int,
+    k: int,
+    scale: float,
+    groups: tuple[int, int],
+    scoring: str,
+    renormalise: bool,
+    given: bool,
+) -> Launch:
+    """groups: of experts, and how many of them a token takes from, 0 for all. given: the ids are."""
+    g, top = groups if groups[1] else (1, 0)
+    gp, sp = power(g), power(experts // g)
+    block = rows_of(gp * sp)
+    sizes = dict(rows=rows, scale=scale, K=k, E=experts, G=g, GP=gp, SP=sp, TOP=top, R=block)
+    how = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise, GIVEN=given)
+    programs = min(-(-rows // block), world.sm_count * 4)
+    return Launch(world, choose, programs, dict(num_warps=4, local=True), **sizes, **how)
+
+
+def rows_of(columns: int) -> int:
+    """Rows of a block of so many columns."""
+    return 4 if columns <= 128 else 2 if columns <= MOST_EXPERTS else 1
+
+
+@dataclass(frozen=True)
+class GateCall(Call):
+    """[m, e] of `dtype`, and the options of `gate`."""
+
+    m: int
+    e: int
+    dtype: torch.dtype
+    options: tuple[Any, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+
+class GateOperands(NamedTuple):
+    logits: torch.Tensor
+    bias: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+
+
+def run_gate(world: World, call: GateCall, plan: Plan, operands: GateOperands, out: torch.Tensor) -> torch.Tensor:
+    logits, bias, ids = operands
+    made = _run(world, logits, bias, ids, out, call.options)
+    if ids is None:
+        return made
+    copied = world.empty(ids.shape, ids.dtype)
+    world.copy(copied, ids, world.current_stream())
+    return copied  # an operator's results are no operands
+
+
+@prepared
+def _choose_backward(
+    world: World, rows: int, experts: int, k: int, scale: float, scoring: str, renormalise: bool
+) -> Launch:
+    p = power(experts)
+    sizes = dict(rows=rows, scale=scale, K=k, E=experts, P=p, R=rows_of(p))
+    programs = min(-(-rows // rows_of(p)), world.sm_count * 4)
+    how = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise)
+    return Launch(world, gate_gradient, programs, dict(num_warps=4, local=True), **sizes, **how)
+
+
+class Gate(Local[GateCall]):
+    """Operands: logits, bias, ids or None; options: k, scoring, renormalise, groups, top_groups, scale. Results:
+    weights, ids."""
+
+    name = "moe_gate"
+    public = OP
+    signature = (
+        "Tensor logits, Tensor? bias, Tensor? ids, SymInt k, str scoring, bool renormalise, SymInt groups,"
+        " SymInt top_groups, float scale"
+    )
+    results = 2
+    takes = GateOperands
+    runs = {Sequential: run_gate}
+
+    def check(self, world: World, operands: GateOperands, options: CallOptions) -> GateCall:
+        (logits, bias, ids), (k, scoring, _, groups, top_groups, _) = operands, options
+        _check(logits, k, world, scoring, bias, groups, top_groups, ids)
+        return GateCall(logits.shape[0], logits.shape[1], logits.dtype, options)
+
+    def outputs(self, world: World, call: GateCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        shape = call.m, call.options[0]
+        return [(shape, torch.float32), (shape, torch.int32)]
+
+    def returned(self, world: World, call: GateCall, result: torch.Tensor, more: Any) -> Any:
+        return result, world.empty(result.shape, torch.int32) if more is None else more
+
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+        return operands[0], results[1]
+
+    def backward(self, world: World, given: Backward) -> list[torch.Tensor | None]:
+        (logits, ids), dweights = given.saved, given.gradients[0]
+        assert logits is not None and ids is not None
+        if dweights is None:
+            return [None] * 3
+        k, scoring, renormalise, _, _, scale = given.options
+        logits, ids, dweights = logits.contiguous(), ids.contiguous(), dweights.contiguous()
+        dlogits, renormalise = world.empty(logits.shape, logits.dtype), renormalise and scoring in RENORMALISED
+        if len(logits):
+            launch = _choose_backward(world, logits.shape[0], logits.shape[1], k, scale, scoring, renormalise)
+            launch(world.current_stream(), logits=logits, ids=ids, dweights=dweights, dlogits=dlogits)
+        return [dlogits, None, None]
+
+
+GATE = registered(Gate())
+
+
+def _check(
+    logits: torch.Tensor,
+    k: int,
+    world: World,
+    scoring: str,
+    bias: torch.Tensor | None,
+    groups: int,
+    top_groups: int,
+    ids: torch.Tensor | None,
+) -> None:
+    check_call(OP, world)
+    for name, t in (("logits", logits), ("bias", bias), ("ids", ids)):
+        if t is not None or name == "logits":
+            check_device(OP, world, name, t)
+    if ids is not None and (ids.shape != (*logits.shape[:1], k) or ids.dtype != torch.int32):
+        raise ValueError(f"{OP}: ids {dims(ids)} must be int32 [T, {k}], for logits {dims(logits)}")
+    if logits.dtype not in LOGITS:
+        raise TypeError(f"{OP}: logits are {dims(logits)}; bfloat16, float16 and float32 are supported")
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS:
+        raise ValueError(f"{OP}: logits must be [T, E] with E from 1 to {MOST_EXPERTS}, got {dims(logits)}")
+    e = logits.shape[1]
+    if not isinstance(k, int) or not 1 <= k <= min(MOST, e):
+        raise ValueError(f"{OP}: k must be from 1 to {min(MOST, e)} for {e} experts, got {k!r}")
+    if scoring not in SCORINGS:
+        raise ValueError(f"{OP}: scoring {scoring!r} is not one of {', '.join(SCORINGS)}")
+    if bias is not None and (bias.shape != (e,) or bias.dtype not in (torch.float32, logits.dtype)):
+        raise ValueError(f"{OP}: bias {dims(bias)} must be [{e}], float32 or of the dtype of logits {dims(logits)}")
+    if (groups > 0) != (top_groups > 0) or groups < 0:
+        raise ValueError(f"{OP}: groups {groups} and top_groups {top_groups} go together")
+    if groups and (e % groups or top_groups > groups):
+        raise ValueError(f"{OP}: {e} experts do not make {groups} equal groups of which {top_groups} can be taken")
+    if groups and top_groups * (e // groups) < k:
+        raise ValueError(f"{OP}: {top_groups} groups of {e // groups} experts have fewer than k = {k}")
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """E * sum over experts of f_e * P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6, without alpha).
+
+    Args:
+        logits: [T, E], of any floating dtype; the gradient goes through them.
+        ids: integer [T, k], the chosen experts; -1 for none.
+
+    f_e is the share of all routes that go to expert e (for k = 1 the paper's share of tokens), P_e the mean of the
+    softmax of e's logits. 1 where both are even over the experts.
+
+    Returns: float32 [], 0 without tokens or routes. Raises ValueError for shapes that do not fit. Of this rank's tokens
+        alone.
+    """
+    if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
+        raise ValueError(f"load_balancing_loss: logits {dims(logits)} are not [T, E], or ids {dims(ids)} not [T, k]")
+    tokens, experts = logits.shape
+    mean = torch.softmax(logits.float(), -1).sum(0) / max(tokens, 1)
+    routes = torch.zeros(experts + 1, device=ids.device)  # the last: of those that go nowhere
+    routes.scatter_add_(
+        0, torch.where(ids < 0, experts, ids).flatten().long(), torch.ones(ids.numel(), device=ids.device)
+    )
+    share = routes[:experts] / routes[:experts].sum().clamp_min(1)
+    return experts * (share * mean).sum()
+
+
+def z_loss(logits: torch.Tensor) -> torch.Tensor:
+    """The mean over tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022, "ST-MoE", equation 5,
+    without its coefficient).
+
+    Args:
+        logits: [T, E], of any floating dtype; the gradient goes through them.
+
+    Returns:
+        float32 [], 0 without tokens. Raises ValueError for logits of another shape. Of this rank's tokens alone.
+    """
+    if logits.dim() != 2:
+        raise ValueError(f"z_loss: logits must be [T, E], got {dims(logits)}")
+    return torch.logsumexp(logits.float(), -1).square().sum() / max(logits.shape[0], 1)
