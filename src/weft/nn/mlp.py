@@ -16,7 +16,7 @@ part of a row, cannot scale.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -90,7 +90,7 @@ class ParallelMLP(Sharded):
         world, plan = self.world, self.plan
         if self.recipe is not None:
             return self._in_8_bits(quantized(x, self.recipe, world), rows, self.recipe)
-        assert isinstance(x, torch.Tensor)
+        x = cast(torch.Tensor, x)  # what is none is refused by the op
         if torch.is_grad_enabled() and requires_grad(x, self.gate_up, self.down):
             keep = self.keep_gathered and self.gate_up.requires_grad
             made = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows, return_gathered=keep)
