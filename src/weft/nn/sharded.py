@@ -37,11 +37,13 @@ def part_of(what: str, size: int, world: World) -> int:
 
 class Sharded(nn.Module):
     """`sharded_dim`: by name in the state dict, the dimension that ranks split; None: all ranks hold the same. `held`:
-    the parameters that these tensors lie in. What else a subclass has, parameters, buffers or modules, is torch's to
-    save and to load, and the same on all ranks. Raises TypeError for a dtype that the ops do not take."""
+    the parameters that these tensors lie in. `ignored`: what a state dict may have and the module does not. What else a
+    subclass has, parameters, buffers or modules, is torch's to save and to load, and the same on all ranks. Raises
+    TypeError for a dtype that the ops do not take."""
 
     sharded_dim: dict[str, int | None]
     held: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__()
@@ -126,7 +128,7 @@ class Sharded(nn.Module):
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
         held = {name: shard for name in self.sharded_dim if (shard := self.get_shard(name)) is not None}
-        known = {prefix + name for name in held}
+        known = {prefix + name for name in (*held, *self.ignored)}
         unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
         mine, split = {}, {}
         for name, shard in held.items():
@@ -169,7 +171,8 @@ def _gathered(world: World, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         return x
     first = x.transpose(0, dim).contiguous()
     out = world.empty((world.size * first.shape[0], *first.shape[1:]), x.dtype)
-    world.all_gather(out, first, world.current_stream())
+    bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # of 8-bit floats, which not every library moves
+    world.all_gather(out.view(bits), first.view(bits), world.current_stream())
     world.finish(world.current_stream())
     return out.transpose(0, dim).contiguous()
 
