@@ -176,7 +176,7 @@ def collectives(kib: Sequence[int]) -> str:
     """The library's collectives over those by posted rows, 2 GPUs, from the profile."""
     profile = shipped("nvidia-h200-x2")
     assert profile is not None
-    known = {(t.what, t.nbytes): t.us for t in profile.latencies if not t.ctas}
+    known = {(t.operation, t.nbytes): t.us for t in profile.latencies if not t.ctas}
     whats = ("all_gather", "reduce_scatter", "all_reduce")
     return span((known[w, n << 10] / known[f"one_shot {w}", n << 10] for w in whats for n in kib), x)
 

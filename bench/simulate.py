@@ -12,10 +12,10 @@ import stored
 from predict import percent, table
 
 from weft.planner.auto import profile_for
-from weft.planner.parts import Lacks
+from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
 from weft.planner.simulate import (
-    Elsewhere,
+    ScaledPredictor,
     Simulation,
     Topology,
     cluster,
@@ -71,7 +71,7 @@ def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
     found = simulate(nvlink(gpus), "decoder", sizes.values(), profile=PROFILE)
     rows = []
     for name, r in zip(sizes, found.rows, strict=True):
-        limit, us = r.speedup / r.of_limit, [f"{us:.0f}" for us in (r.sequential, r.gemm, r.comm, r.us)]
+        limit, us = r.speedup / r.bound_share, [f"{us:.0f}" for us in (r.sequential, r.gemm, r.comm, r.us)]
         rows.append([name, f"{r.size[0]:,}", *us, f"{r.speedup:.2f}x", f"{limit:.2f}x"])
     head = "model", "tokens", "sequential us", "GEMMs", "transfers", "best plans", "ratio", "limit"
     return table(head, rows)
@@ -110,11 +110,11 @@ def validation(here: Predictor, on: Topology) -> str:
         for r in stored.rows(folder.name):
             if r.call.mode != "graph" or r.run in stored.OLD:
                 continue
-            there = Elsewhere(here, on.of(r.world), on) if r.world != here.world else here
+            there = ScaledPredictor(here, on.of(r.world), on) if r.world != here.world else here
             plan = Plan.from_json(r.call.plan)
             try:
                 predicted = there.time(r.call.op, plan, *r.shape)
-            except Lacks:
+            except NotMeasured:
                 continue
             found[r.run, r.world, r.call.op, r.shape][plan] = predicted, r.call.us
     errors: dict[tuple[int, str, str], list[float]] = defaultdict(list)
@@ -165,7 +165,7 @@ def decoders() -> str:
             (r,) = simulate_from(here, cluster(8 * nodes, gbs=50.0), "decoder", [(32768, hidden, inner)], on).rows
             kinds = ", ".join(dict.fromkeys(p.kind for p in r.plans))
             us = [f"{us:.0f}" for us in (r.sequential, r.us)]
-            rows.append([name, str(nodes), *us, f"{r.speedup:.2f}x", f"{r.speedup / r.of_limit:.2f}x", kinds])
+            rows.append([name, str(nodes), *us, f"{r.speedup:.2f}x", f"{r.speedup / r.bound_share:.2f}x", kinds])
     return table(("layer", "nodes", "sequential us", "best us", "speedup", "limit", "plans"), rows, 1)
 
 
@@ -183,7 +183,7 @@ def plots(folder: Path) -> list[Path]:
 def chapter() -> str:
     here, on = measured()
     profile = here.profile
-    text = INTRODUCTION + USE + f"\nThe profile: {profile.machine.name}, {profile.source}, {profile.made[:10]}.\n"
+    text = INTRODUCTION + USE + f"\nThe profile: {profile.machine.name}, {profile.source}, {profile.created[:10]}.\n"
 
     hidden, inner = LAYER["Llama-70B's"]
     sizes = [(m, hidden, inner) for m in (2048, 8192, 32768)]

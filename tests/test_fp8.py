@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import weft
 from weft.backends.emulated import EmulatedBackend
 from weft.backends.library_gemm import dequantized
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY, Op
 from weft.ops.recipes import E4M3, Recipe, ScaledFactors, fit_plan
@@ -253,8 +253,8 @@ def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("weft.planner.auto._generation", lambda device: 9)
     best = fit_plan(REGISTRY[op].variants[0], Recipe("block"))
 
-    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> Took:
-        return Took(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
+        return CallTime(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
 
     monkeypatch.setattr(Chooser, "time", time)
     monkeypatch.setattr(EmulatedBackend, "clock", staticmethod(lambda *_: pytest.fail("really timed")))

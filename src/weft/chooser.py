@@ -49,7 +49,7 @@ def length(events: Events) -> float:
     return a.elapsed_time(b) * 1e3
 
 
-class Took(NamedTuple):
+class CallTime(NamedTuple):
     """The us that a call takes: the GPU's, which does not wait for the host, and the host's."""
 
     gpu: float
@@ -59,10 +59,10 @@ class Took(NamedTuple):
         return self.gpu if mode == "graph" else max(self)
 
 
-Clock = Callable[[Callable[[], object], int, float], Took]
+Clock = Callable[[Callable[[], object], int, float], CallTime]
 
 
-def cuda_clock(run: Callable[[], object], times: int, ahead: float) -> Took:
+def cuda_clock(run: Callable[[], object], times: int, ahead: float) -> CallTime:
     """Time so many calls on the current stream. ahead: us by which the host has to be ahead of the GPU, which sleeps
     1.5 times as long; otherwise what is short would wait for the host, which it does not in a CUDA graph."""
     torch.cuda._sleep(int(1.5 * CYCLES * ahead))
@@ -70,7 +70,7 @@ def cuda_clock(run: Callable[[], object], times: int, ahead: float) -> Took:
     events = span(lambda: [run() for _ in range(times)])
     took = (time.perf_counter() - began) * 1e6
     events[1].synchronize()
-    return Took(length(events) / times, took / times)
+    return CallTime(length(events) / times, took / times)
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,19 @@ class Trial(Generic[T]):
 
     title: str
     sizes: tuple[int, ...]
-    took: dict[T, Took]
+    times: dict[T, CallTime]
     expected: dict[str, T]
     faster: dict[str, T | None]
 
-    def taken(self, mode: str) -> T:
+    def chosen(self, mode: str) -> T:
         faster = self.faster[mode]
         return self.expected[mode] if faster is None else faster
 
-    def said(self, mode: str) -> str:
-        us = sorted((took.us(mode), str(each)) for each, took in self.took.items())
-        return "timed at the first call of this size: " + ", ".join(f"{each} {took:.0f} us" for took, each in us)
+    def timings(self, mode: str) -> str:
+        us = sorted((time.us(mode), str(candidate)) for candidate, time in self.times.items())
+        return "timed at the first call of this size: " + ", ".join(
+            f"{candidate} {time:.0f} us" for time, candidate in us
+        )
 
 
 AnyTrial: TypeAlias = Trial[Any]
@@ -164,29 +166,29 @@ class Chooser:
         return next((t for t in reversed(self.trials.values()) if (t.title, t.sizes) == (title, sizes)), None)
 
     def _timed(self, choice: Choice[T], candidates: Sequence[T]) -> Trial[T]:
-        usual = {mode: choice.expected(mode) for mode in LAUNCHED}
-        once: dict[T, Took] = {}
-        for each in dict.fromkeys((*usual.values(), *candidates)):
-            choice.prepare(each)
-            choice.run(each)
-            once[each] = self._slowest([self.time(choice, each, 1, LAUNCH)])[0]
-        rounds: dict[T, list[Took]] = {each: [] for each in once}
+        expected = {mode: choice.expected(mode) for mode in LAUNCHED}
+        single_calls: dict[T, CallTime] = {}
+        for candidate in dict.fromkeys((*expected.values(), *candidates)):
+            choice.prepare(candidate)
+            choice.run(candidate)
+            single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
+        rounds: dict[T, list[CallTime]] = {candidate: [] for candidate in single_calls}
         for i in range(ROUNDS):
-            for each in random.Random(i).sample(list(rounds), len(rounds)):
-                gpu, host = once[each]
+            for candidate in random.Random(i).sample(list(rounds), len(rounds)):
+                gpu, host = single_calls[candidate]
                 times = max(1, min(TIMES, int(LONG / gpu)))
-                rounds[each].append(self.time(choice, each, times, host + times * max(host - gpu, 0.0)))
-        medians = [Took(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
+                rounds[candidate].append(self.time(choice, candidate, times, host + times * max(host - gpu, 0.0)))
+        medians = [CallTime(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
         took = dict(zip(rounds, self._slowest(medians), strict=True))
         faster: dict[str, T | None] = {}
-        for mode, best in usual.items():
-            for each in candidates:
-                worth = choice.worth if best == usual[mode] else WORTH
-                best = each if took[each].us(mode) * worth < took[best].us(mode) else best
-            faster[mode] = best if best != usual[mode] else None
-        return Trial(choice.title, choice.sizes, took, usual, faster)
+        for mode, best in expected.items():
+            for candidate in candidates:
+                worth = choice.worth if best == expected[mode] else WORTH
+                best = candidate if took[candidate].us(mode) * worth < took[best].us(mode) else best
+            faster[mode] = best if best != expected[mode] else None
+        return Trial(choice.title, choice.sizes, took, expected, faster)
 
-    def time(self, choice: Choice[T], candidate: T, times: int, ahead: float) -> Took:
+    def time(self, choice: Choice[T], candidate: T, times: int, ahead: float) -> CallTime:
         """Time this rank's calls, which all ranks make together."""
         if self.ranks is not None:
             self.ranks.wait_for_streams()
@@ -194,10 +196,10 @@ class Chooser:
         assert self.clock is not None
         return self.clock(lambda: choice.run(candidate), times, ahead)
 
-    def _slowest(self, mine: list[Took]) -> list[Took]:
+    def _slowest(self, times: list[CallTime]) -> list[CallTime]:
         """Return, for each Took of this rank, the slowest rank's. Collective."""
-        every = [mine] if self.ranks is None else self.ranks.exchange(mine)
-        return [Took(*map(max, zip(*ranks, strict=True))) for ranks in zip(*every, strict=True)]
+        of_ranks = [times] if self.ranks is None else self.ranks.exchange(times)
+        return [CallTime(*map(max, zip(*ranks, strict=True))) for ranks in zip(*of_ranks, strict=True)]
 
 
 Chooser.alone = Chooser(cuda_clock, lambda: torch.cuda.is_current_stream_capturing())

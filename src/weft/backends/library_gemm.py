@@ -140,7 +140,7 @@ def fastest(
     operands = (x, weight, out, *starts)
     known = Chooser.alone.trials.get(key)
     if known is not None:
-        return known.taken("graph")
+        return known.chosen("graph")
     choice = Choice(
         key, lambda mode: library, lambda: right(library, operands), lambda product: product(*operands), worth=FASTER
     )
