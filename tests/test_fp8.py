@@ -243,7 +243,7 @@ def test_gradients_and_scales_that_do_not_fit_are_refused(op: str) -> None:
 
 def test_a_plan_without_8_bit_products_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert errors(OPS[1], [16, 16], 40, 128, "row", "signaled") < SUMMED
-    assert "sequential instead of signaled: its GEMM is of 16-bit operands" in caplog.text
+    assert "sequential instead of signaled: its GEMM takes 16-bit operands" in caplog.text
 
 
 # -- what plan ---------------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_a_decoder_of_a_checkpoint(recipe: str) -> None:
             return y.clone()
 
         want = logits(wide, "plain")
-        with pytest.raises(ValueError, match="weights are of 8"):
+        with pytest.raises(ValueError, match="weights have 8 bits"):
             model.plan(LayerPlan("woven", sms=5), 12)
         return max(distance(logits(model, plan), want) for plan in ("plain", "fused", "woven", "sequence"))
 

@@ -100,7 +100,7 @@ def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> Non
         assert not Chooser.alone.capturing(), "a look at the numbers, which no capture allows"
         return [library, right]
 
-    monkeypatch.setattr(library_gemm, "right", candidates)
+    monkeypatch.setattr(library_gemm, "correct_products", candidates)
     monkeypatch.setattr(Chooser.alone, "time", time)
     x, w, out = operands()
     captures(True)
@@ -185,7 +185,7 @@ def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
 
     def fastest(**values: float) -> str:
         ways = {name: way(name, value) for name, value in values.items()}
-        candidates = lambda: library_gemm.right_products(ways, out)  # noqa: E731
+        candidates = lambda: library_gemm.correct_names(ways, out)  # noqa: E731
         return chooser.choose(Choice(tuple(values), lambda mode: "own", candidates, lambda name: ways[name]()))
 
     assert fastest(own=2.0, slow=2.0, wrong=3.0, broken=2.0) == "own"

@@ -719,7 +719,7 @@ for name, plan in NORMS.items():
         continue  # its only counters are those of `meet`
     if isinstance(plan, Multicast):
         found = MULTICAST
-    elif isinstance(plan, TwoShot) and not plan.post:
+    elif isinstance(plan, TwoShot) and not plan.low_latency:
         found = [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
     else:
         found = [*POSTED, LAST_ROW, LAST, OWNER]

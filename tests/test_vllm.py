@@ -467,7 +467,11 @@ def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans(call(4096, rows_from=0)) == ("engine", ["sequential"])
     assert plans(call(4096)) == ("sequential", ["sequence_parallel"])
     assert plans(call(4096, woven_from=4096)) == ("woven", [])
-    assert ROW_NORM_COLUMN.alike(call(65)) == ROW_NORM_COLUMN.alike(call(128)) != ROW_NORM_COLUMN.alike(call(129))
+    assert (
+        ROW_NORM_COLUMN.trial_key(call(65))
+        == ROW_NORM_COLUMN.trial_key(call(128))
+        != ROW_NORM_COLUMN.trial_key(call(129))
+    )
 
 
 def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ class EmulatedBackend(Backend):
         self.peer_reason = self.symmetric_reason = spread(self.nodes)
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
-        self.scale = Scale.of(machine.sm_count)
+        self.scale = Scale.for_programs(machine.sm_count)
         self._guard: torch.Tensor | None = None
 
     @property

@@ -221,7 +221,7 @@ def own_rows(rows: Tensor, world: World) -> Tensor:
 def shards_residual(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
     """Whether the residual of so many tokens is best held by rows, each at its owner: not where every rank sums all
     rows itself, as is fastest for small messages."""
-    return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.whole
+    return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.replicated_bytes
 
 
 def all_reduce_then_norm(

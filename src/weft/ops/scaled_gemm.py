@@ -113,7 +113,7 @@ def fastest(world: World, recipe: Recipe, operands: ScaledOperands, out: torch.T
         Choice(
             key,
             lambda mode: own[0],
-            lambda: library_gemm.right_products(products, out),
+            lambda: library_gemm.correct_names(products, out),
             lambda name: products[name](),
         )
     )

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from ..chooser import LAUNCHED, AnyTrial, length, span
+from ..chooser import LAUNCH_MODES, AnyTrial, length, span
 from ..op import REGISTRY, Call, Op, collectives, trial_title
 from ..ops.recipes import SCALINGS
 from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
@@ -77,7 +77,7 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
     if _generation(world.device) != GENERATION:
         return ()
     if not op.scaling(call):
-        stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCHED)
+        stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCH_MODES)
         if all(stored) or _known(world) is not None:
             return ()
     return [*op.variants, *(op.default(world, kind) for kind in (Decomposed, OneShot) if kind in op.runs)]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..op import around, collective, collectives
+from ..op import collective, collectives, op_around
 from ..plans import Fused, Plan, Sequential, Signaled
 from .models.fused import Pulling
 from .models.signaled import Signaling
@@ -228,7 +228,7 @@ def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[Call]
     part = lambda n: max(-(-n // gpus) + 7, 8) // 8 * 8  # noqa: E731
     m, a, b = size
     if workload in ("mlp", "decoder"):
-        gather, scatter = around("all_gather"), around("reduce_scatter")
+        gather, scatter = op_around("all_gather"), op_around("reduce_scatter")
         mlp = [(gather, m, part(2 * b), a), (scatter, m, a, part(b))]
         attention = [(gather, m, part(3 * a), a), (scatter, m, a, part(a))]
         return mlp if workload == "mlp" else attention + mlp

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..op import around, collective
+from ..op import collective, op_around
 from ..plans import Plan
 from .parts import NotMeasured
 from .predict import Predictor
@@ -40,7 +40,7 @@ def gains(profile: Profile) -> list[Gain]:
     """Return the predictions for Llama-70B's MLP, split over the profile's GPUs, leaving out what was not measured."""
     planner, gpus = Planner(Predictor(profile)), profile.machine.world
     gains = []
-    for op in map(around, COLLECTIVES):
+    for op in map(op_around, COLLECTIVES):
         n, k = (2 * INNER_SIZE // gpus, H) if collective(op) == "all_gather" else (H, INNER_SIZE // gpus)
         for tokens in TOKENS:
             try:

@@ -279,7 +279,7 @@ def thresholds(flow: Flow, config: Theirs, classes: Classes, world: World) -> tu
     if not flow.by_rows or world.symmetric_reason:
         return 0, 0
     weight: Theirs = flow.sites[0].norm.weight
-    least = world.scale.whole // (weight.numel() * weight.element_size()) + 1
+    least = world.scale.replicated_bytes // (weight.numel() * weight.element_size()) + 1
     if world.backend.clock is not None:
         least = timing.rows_from(flow, classes, world, least, config.scheduler_config.max_num_batched_tokens)
     text_config = getattr(config.model_config, "hf_text_config", None)

@@ -32,7 +32,7 @@ from ...transport.copies import COPIES, chunks
 from ...transport.memory import Halves, flat, half_elements, lock
 from ...world import Arena, World
 from .. import by_collectives
-from ..activation import gate
+from ..activation import launch_silu_mul
 from ..common import add_bias, tile_of, transposed, weight_matrix
 from ..product import linear
 from ..recipes import E4M3, ScaledFactors
@@ -47,7 +47,7 @@ def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch
     full = world.empty((call.rows, call.n), call.dtype) if call.gated else out
     yield full
     if call.gated:
-        gate(full, out, world, world.scale.interleave)
+        launch_silu_mul(full, out, world, world.scale.interleave)
 
 
 # -- sequential and one shot -------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def direct_sequential(world: World, call: GatherCall) -> Direct:
         y = linear(full, weight, bias, stream)
         if gated:
             both, y = y, empty((m, gated), x.dtype)
-            gate(both, y, world, block)
+            launch_silu_mul(both, y, world, block)
         finish(stream)
         return y, full if call.gathered else None, None
 

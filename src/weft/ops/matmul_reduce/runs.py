@@ -24,7 +24,7 @@ from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...op import Direct
-from ...plans import Decomposed, FusedAllReduce, FusedReduce, FusedReduceScatter, OneShot, Plan, TwoShot, posts
+from ...plans import Decomposed, FusedAllReduce, FusedReduce, FusedReduceScatter, OneShot, Plan, TwoShot, is_low_latency
 from ...transport import low_latency
 from ...transport.collectives import scattered_sum
 from ...transport.copies import COPIES, chunks, group_steps, sum_parts
@@ -106,7 +106,7 @@ def run_shots(
 ) -> None:
     stream = world.current_stream()
     partial = multiply(world, call, operands, stream)
-    if posts(plan):
+    if is_low_latency(plan):
         sum_few(partial, world, plan, stream, out)
     else:
         ALL_REDUCE.call(world, plan, (partial,), (), out)

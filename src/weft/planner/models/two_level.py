@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...backends.base import BETWEEN_CTAS
-from ...op import around, collective
+from ...op import collective, op_around
 from ...plans import TwoLevel
 from ..parts import ITEM, NotMeasured, PartTimes
 from ..queues import Step
@@ -78,7 +78,7 @@ def _scatter(p: OverNodes, op: str, plan: TwoLevel, m: int, n: int, k: int) -> l
 
 
 def _reduce(p: OverNodes, plan: TwoLevel, m: int, n: int, k: int) -> list[Step]:
-    pieces, scatter = plan.pieces, around("reduce_scatter")
+    pieces, scatter = plan.pieces, op_around("reduce_scatter")
     rows, steps = m // pieces, []
     part = rows // p.node.world * n * ITEM
     all_reduce_us, gather_us = (

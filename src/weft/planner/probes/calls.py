@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...architectures import HOPPER
-from ...op import REGISTRY, around, collective, collectives
+from ...op import REGISTRY, collective, collectives, op_around
 from ...ops.tiles import fitting
 from ...plans import Decomposed, LowLatencyShot, OneShot, Plan, Sequential
 from ..parts import SHOTS
@@ -72,7 +72,7 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
         plans: list[Plan] = [Sequential(), *((*chunks, *pieces, *fused) if b.copies else ())]
         yield from (call(b, op, plan, *shape) for plan in plans for shape in shapes_of(b, op, part))
     yield from (
-        call(b, around("all_to_all"), Sequential(), *shape) for shape in shapes_of(b, around("all_to_all"), part)
+        call(b, op_around("all_to_all"), Sequential(), *shape) for shape in shapes_of(b, op_around("all_to_all"), part)
     )
 
 

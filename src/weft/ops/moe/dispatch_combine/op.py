@@ -739,7 +739,7 @@ class Combine(ExchangeOp):
         layer = call.exchange.layer
         return [((call.exchange.tokens[world.rank], layer.hidden), layer.dtype)]
 
-    def laid(self, plan: Plan, operands: CombineOperands) -> CombineOperands:
+    def dense_operands(self, plan: Plan, operands: CombineOperands) -> CombineOperands:
         y, shared = bulk((operands.y, operands.shared))
         assert y is not None
         return operands._replace(y=y, shared=shared)

@@ -149,7 +149,7 @@ def gradient_sizes(world: World, of: Prepared, form: GradientForm) -> GradientSi
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
     """Return the programs of a launch between two GEMMs, as many as fit on the GPU, and their options."""
-    return world.sm_count * world.scale.between, dict(num_warps=4, maxnreg=96, co_resident=True)
+    return world.sm_count * world.scale.programs_between_gemms, dict(num_warps=4, maxnreg=96, co_resident=True)
 
 
 @prepared

@@ -250,7 +250,7 @@ class Moe(Op[MoeCall]):
         """Return the rows of an expert, on the average."""
         return call.layer.capacity * world.size * call.layer.k / call.layer.experts
 
-    def alike(self, call: MoeCall) -> Hashable:
+    def trial_key(self, call: MoeCall) -> Hashable:
         """Return the layer with its number of tokens rounded up to a power of two, and what is kept."""
         return call.keep, replace(call.layer, capacity=1 << (call.layer.capacity - 1).bit_length())
 
@@ -279,7 +279,7 @@ class Moe(Op[MoeCall]):
             reason = dispatched.fits(world, call.layer, plan)
         return world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels") or reason
 
-    def laid(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
+    def dense_operands(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
         """`received` is written, and so stays where it is."""
         *read, received = operands
         return MoeOperands._make([*bulk(read), received])

@@ -33,7 +33,7 @@ def places_rows(
 
 @prepared
 def _place_rows(world: World, of: Prepared, arrivals: int, padded: bool, half: int) -> Launch:
-    layer, block = of.layer, world.scale.placed
+    layer, block = of.layer, world.scale.placed_elements
     cols = min(power(layer.hidden), block)
     return Launch(
         world,
