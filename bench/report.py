@@ -215,7 +215,7 @@ def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
         size = "×".join(str(known[name].field(k)) for k in ("M", "N", "K"))
         plan = case.rows.get("auto", {}).get("plan")
         line = [name, *([size] if sized else []), *(_us(case.field(k)) for k in ("gemm_us", "comm_us", "limit_us"))]
-        line += [*_gain(case), _percent(case.bound_share), *(_x(case.ratio(p)) for p in peers)]
+        line += [*_gain(case), _percent(case.of_limit), *(_x(case.ratio(p)) for p in peers)]
         line.append(layer_label(plan) if layers else plan_kind(plan))
         if other:
             eager = other.get(name, Case(name, {}))

@@ -109,7 +109,7 @@ def validation(here: Predictor, on: Topology) -> str:
         for r in stored.rows(folder.name):
             if r.call.mode != "graph" or r.run in stored.OLD:
                 continue
-            there = ScaledPredictor(here, on.of(r.world), on) if r.world != here.world else here
+            there = ScaledPredictor(here, on.resized(r.world), on) if r.world != here.world else here
             plan = Plan.from_json(r.call.plan)
             try:
                 predicted = there.time(r.call.op, plan, *r.shape)

@@ -203,7 +203,7 @@ def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_
     """The profile of a machine over PCIe has collectives and GEMMs alone."""
     moved = ("copy", "barrier", "one_shot", "two_shot")
     whole = made(machine=replace(MACHINE, link="pcie"))
-    profile = replace(whole, latencies=tuple(x for x in whole.latencies if not x.what.startswith(moved)))
+    profile = replace(whole, latencies=tuple(x for x in whole.latencies if not x.operation.startswith(moved)))
     planner = Planner(Predictor(profile))
     for op in (RS, AR, "matmul_all_to_all"):
         for mode in ("graph", "eager"):

@@ -369,7 +369,7 @@ def test_ranks_on_several_nodes_are_not_measured(tmp_path: Path) -> None:
     """Their profile would be taken for one node of as many GPUs."""
 
     def main(world: weft.World) -> None:
-        with pytest.raises(ProfileError, match="or of nodes alike, and of this World its ranks are on 2 nodes, 1 each"):
+        with pytest.raises(ProfileError, match="or of equal nodes, and of this World its ranks are on 2 nodes, 1 each"):
             tune.run(world, 1.0, tmp_path / "profile.json", lambda *x: None)
 
     weft.spmd(main, 2, backend="emulated", nodes=2)

@@ -31,7 +31,7 @@ from .torch_library import Backward, CallOptions
 from .world import Kept, World
 
 Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple if the op names them (`takes`)
-Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
+Returned: TypeAlias = Any  # a tensor or a tuple, which the op's docstring describes
 Run: TypeAlias = Callable[..., Returned]  # (world, call, plan, operands, out): writes out, returns further results
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor
 Direct = Callable[..., Returned]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Maybe = Tensor | None
 Maybes = Sequence[Maybe]
-Sizes = Sequence[int]  # symbols, while torch.compile traces
+Sizes = Sequence[int]  # symbols while torch.compile traces
 Needs = Sequence[bool]
 Results = Maybe | tuple[Maybe, ...]
 CallOptions = tuple[Any, ...]  # a call's arguments after its operands, of the types in its op's signature
@@ -60,7 +60,7 @@ class Backward:
     shapes: Sequence[tuple[int, ...]]
     needs: Sequence[bool]
     options: CallOptions
-    call: Any  # of the op's own class
+    call: Any  # of the op's class of calls
     plan: Plan
 
 

@@ -533,7 +533,7 @@ class _MlpOfPass(_SublayerOfPass):
         return mlp.partial_sums(x, self.layout.parts[part].slots if self.layout.padded else None, shared, out)
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        routed = isinstance(self.module, MixtureMLP) and self.layout.padded  # where padding is to go to no expert
+        routed = isinstance(self.module, MixtureMLP) and self.layout.padded  # padding goes to no expert
         slots = (own_rows(self.layout.parts[0].slots, self.model.world),) if routed else ()
         y: Tensor = self.module(x, shards, *slots)
         return y

@@ -40,7 +40,7 @@ from .table import exact, gpu_model, gpu_of
 __all__ = ["auto", "explain", "unmeasured"]
 
 log = logging.getLogger("weft")
-CHECK = (4096, 4096, 2048)  # the GEMM of the self-check
+CHECK = (4096, 4096, 2048)  # M, N, K of the self-check's GEMM
 DRIFT = 0.10  # a GPU whose check GEMM differs from its profile by more than this causes a warning
 UNUSABLE = "unusable"
 GENERATION = 9  # the first number of Hopper's compute capability
@@ -69,9 +69,9 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
 
 
 def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
-    """Return further plans to time at the first call, beside those that the op names. There are some only if the
-    machine has neither a profile nor a table row for this shape, or if operands have 8 bits, for which no profile has
-    rates; and only on Hopper, because the kernels have not been run on newer GPUs. Collective at the first call."""
+    """Return plans to time at the first call in addition to those that the op names. There are some only if the machine
+    has neither a profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates;
+    and only on Hopper, because the kernels have not been run on newer GPUs. Collective at the first call."""
     if not op.variants or world.capturing() or world.backend.name != "cuda" or world.symmetric_reason is not None:
         return ()
     if _generation(world.device) != GENERATION:
@@ -124,17 +124,17 @@ def _planner(world: World) -> Planner | str | None:
     except Exception as e:  # the other ranks have to learn of the failure
         problem = f"no profile can be read: {type(e).__name__}: {e}"
     launch = time_launch(world.device) if profile and not shares else None
-    seen, launches = zip(*world.exchange((problem or (profile.digest if profile else None), launch)), strict=True)
-    if all(s is None for s in seen):
+    digests, launches = zip(*world.exchange((problem or (profile.digest if profile else None), launch)), strict=True)
+    if all(digest is None for digest in digests):
         return None
     planner = None
-    if profile is not None and len(set(seen)) == 1:
+    if profile is not None and len(set(digests)) == 1:
         try:  # all ranks have the same profile, so all of them fail or none
             planner = planner_of(profile, host_time(launches))
         except Exception as e:
             problem = f"the planner cannot use its profile: {type(e).__name__}: {e}"
-    if problem or profile is None or len(set(seen)) > 1:
-        problem = problem or f"the ranks have different profiles ({', '.join(map(str, seen))})"
+    if problem or profile is None or len(set(digests)) > 1:
+        problem = problem or f"the ranks have different profiles ({', '.join(map(str, digests))})"
         world.say_once(f'"auto" is sequential for shapes that were not measured: {problem}')
         return UNUSABLE
     drift = None if shares else self_check(profile, world.device)
@@ -323,7 +323,7 @@ def profile_for(profile: Profile | Path | str | None, size: int | None, shares: 
         measured = nearest_machine(machine) if shares else find(machine)
         if measured is not None:
             return measured
-        raise ProfileError(f"nobody measured {machine.name}: run `weft tune`")
+        raise ProfileError(f"{machine.name} was not measured: run `weft tune`")
     raise ProfileError(f"no GPU here, so name a profile: a file, or one that ships with weft: {', '.join(names())}")
 
 

@@ -43,7 +43,7 @@ class Fits(PartTimes):
 
     def __init__(self, profile: Profile, clock: float = 1.0) -> None:
         super().__init__(profile, clock)
-        self.calls: dict[tuple[str, str], list[TimedCall]] = defaultdict(list)  # by op and family
+        self.calls: dict[tuple[str, str], list[TimedCall]] = defaultdict(list)  # by (op, family)
         for r in profile.calls:
             self.calls[r.op, family(Plan.from_json(r.plan))].append(r)
         self._variants: dict[str, list[Fused]] = {}

@@ -33,7 +33,7 @@ HEAT = 1.2  # time of a GEMM in a pass over its time alone
 SUM_SHARE, SUM_LATENCY = 0.65, 20.0  # an all-reduce on SMs costs its first SUM_LATENCY us and this share of the rest
 COPY_SHARE = 0.2  # a transfer by copy engines under GEMMs costs this share of its time alone
 CACHED_SHARE = 0.7  # an elementwise kernel takes this share of a copy's time, as part of its input is in the L2 cache
-WAIT = 4.0  # us that ranks wait for each other at a collective
+WAIT = 4.0  # us that ranks wait for each other at every collective
 STEP_GAP = 8.0  # us of the events between two steps of a woven layer
 TAIL = 0.1  # waves that the programs of weft's GEMM lose by sharing the last tiles
 HALF = 512  # fewest rows of a half; smaller halves were often much slower than predicted
@@ -80,9 +80,8 @@ class LayerPredictor:
     def __init__(self, planner: Planner, sizes: DecoderSizes, limits: bool = True) -> None:
         self.planner, self.p, self.sizes, self.limits = planner, planner.predictor, sizes, limits
         self.best = functools.cache(self._best)
-        self.op_names = {
-            moved: op for op, moved in reversed(collectives().items())
-        }  # of a user's and weft's own, weft's
+        # By collective: weft's op, which is registered before users' ops with the same collective.
+        self.op_names = {name: op for op, name in reversed(collectives().items())}
 
     def ways(self, tokens: int) -> list[Way]:
         """Return the ways that can run so many tokens."""
@@ -172,7 +171,7 @@ class LayerPredictor:
             assert call.us is not None
             moved = p.latency("copy", (m - own_rows) * (k if name == "all_gather" else n) * ITEM)
             total += self._gemm(m, n, k) + max(call.us - p.gemm(m, n, k), COPY_SHARE * moved)
-            if (n, k) == s.gate_up and not isinstance(call.plan, Fused):  # whose epilogue is the gate
+            if (n, k) == s.gate_up and not isinstance(call.plan, Fused):  # a fused plan's epilogue has the activation
                 total += self._activation(m)
         return total
 

@@ -18,7 +18,7 @@ from .profile import Gemm, Profile, ProfileError, Slowdown, Wave
 ITEM = 2  # bytes of an element, bfloat16 or float16
 # Tile shapes that a library may choose among; which one it takes is not known.
 _SHAPES = np.array([(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256])
-SHOTS = (OneShot(), TwoShotLowLatency())  # the plans of low-latency rows
+SHOTS = (OneShot(), TwoShotLowLatency())  # the low-latency plans
 
 
 class NotMeasured(ProfileError):
@@ -117,7 +117,7 @@ class PartTimes:
         points: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
         for x in profile.latencies:
             points[x.operation, x.ctas].append((x.nbytes, x.us))
-        self.curves = {key: Curve(p) for key, p in points.items()}  # by what and ctas
+        self.curves = {key: Curve(p) for key, p in points.items()}  # by operation and ctas
         self.contention = {(b.operation, b.ctas): b for b in profile.slowdowns}
         self._closest_cache: dict[Occupancy, tuple] = {}
         self._tile_times: dict[tuple[Occupancy, int, int, int], float] = {}

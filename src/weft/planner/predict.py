@@ -53,9 +53,8 @@ class Predictor(Fits):
         super().__init__(profile, clock)
         profile_launch = profile.constant("launch")
         self.launch = profile_launch if launch is None else launch
-        self.pace = (
-            1.0 if self.launch is None or profile_launch is None else self.launch / profile_launch
-        )  # of the host, then and now
+        # The host's time for a launch now, over that in the profile.
+        self.pace = 1.0 if self.launch is None or profile_launch is None else self.launch / profile_launch
         self._eagers: dict[str, tuple[float, float]] = {}
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
 
@@ -90,15 +89,13 @@ class Predictor(Fits):
                 return 2 * groups
             if collective_name == "reduce_scatter":  # a barrier; for each piece GEMMs, pushes, a barrier and a sum
                 return 1 + plan.pieces * (groups + peers + 2)
-            copies_own_rows = plan.groups[:1] not in (
-                (),
-                (1,),
-            )  # the own rows are multiplied with others, so put beside them
+            # If one GEMM takes this rank's rows and others, its rows are copied next to them.
+            copies_own_rows = plan.groups[:1] not in ((), (1,))
             return 3 + copies_own_rows + peers + groups  # a staging copy, two barriers, copies and GEMMs
         if isinstance(plan, Signaled):
             return 2 + groups * (3 + peers if plan.copies else 2)
         if isinstance(plan, FusedGatherByCopies):
-            return 4 + 2 * peers  # a copy and a signal for every peer
+            return 4 + 2 * peers  # each peer takes a copy and a signal
         return 1 if isinstance(plan, FusedGather) else 2
 
     def _launches(self, plan: Plan) -> int:

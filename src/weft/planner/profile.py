@@ -30,7 +30,7 @@ from ..plans import FusedGather, Plan, Signaled
 from .table import gpu_model
 
 SEND_TO_NODE = "send to a node"
-FORMAT = 3  # the version of a profile's rows, and of the plans in them
+FORMAT = 3  # version of the file, which includes the format of the plans in it
 
 
 class ProfileError(WeftError):

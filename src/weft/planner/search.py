@@ -158,7 +158,7 @@ def groupings(
     size of the first group."""
     part = p.signaled_parts(op, plan, m, n, k, received)
     step = -(-part.waves // UNITS)
-    ends = [*range(step, part.waves, step), part.waves]  # a group ends at one of these
+    ends = [*range(step, part.waves, step), part.waves]  # waves at which a group may end
     if len(ends) == 1:
         return [(part.waves,)]
     bounds = np.array([0, *ends])

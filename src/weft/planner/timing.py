@@ -2,7 +2,7 @@
 
 Every timing in weft rests on `chooser.span`: two events around work on one stream. `CudaTimer`, for the profile,
 replays one call back to back from a graph, with all ranks at once. bench/timing.py and the demo time several functions
-in alternation, so that a GPU that heats up slows all of them alike. The self-check (auto.py) times a GEMM on one GPU,
+in alternation, so that a GPU that heats up slows all of them. The self-check (auto.py) times a GEMM on one GPU,
 without other ranks, in 20 ms.
 """
 
@@ -107,11 +107,11 @@ class CudaTimer:
             side = self.world.side_stream("tune")
 
             def on_side(count: int) -> Events:
-                def beside() -> None:
+                def run_transfers() -> None:
                     for _ in range(count):
                         transfer(side)
 
-                return span(beside, side)
+                return span(run_transfers, side)
 
             def on_main(count: int) -> Events:
                 return span(lambda: [fn() for _ in range(count)])

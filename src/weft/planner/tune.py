@@ -44,7 +44,7 @@ from .profile import (
 )
 from .timing import CudaTimer, exchanged
 
-SAVE_EVERY = 3.0  # seconds
+SAVE_EVERY = 3.0  # seconds between two writes of the file
 
 
 def probes_of(b: Bench) -> Iterator[Probe]:
@@ -178,10 +178,10 @@ def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = 
     """
     if world.nodes_reason and world.levels_reason:
         raise ProfileError(
-            f"a profile is of one node's GPUs, or of nodes alike, and of this World {world.levels_reason}"
+            f"a profile is of one node's GPUs, or of equal nodes, and of this World {world.levels_reason}"
         )
     if world.backend.shares_gpu:
-        raise ProfileError("ranks share a GPU, where no time says anything")
+        raise ProfileError("ranks share a GPU, so times mean nothing")
     machine = this_machine(world.device, world.nodes.count(world.node))
     path = out or cache_path(machine)
     if path is None:

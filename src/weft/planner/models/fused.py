@@ -17,7 +17,7 @@ from .decomposed import Chunking, barrier_us, copy_us
 @dataclass(frozen=True)
 class Pulling:
     """Parameters of one fused variant. rate, drain: GB/s of the programs that pull, under the GEMM and after it. slow:
-    time of a tile beside them over its time alone. fixed: further us of a call."""
+    time of a tile while they run over its time alone. fixed: further us of a call."""
 
     fixed: float = 20.0
     rate: float = 150.0

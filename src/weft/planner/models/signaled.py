@@ -103,7 +103,7 @@ def parts(
     columns = -(-n // plan.tile.block_n)
     tiles = owners * -(-m // owners // plan.tile.block_m) * columns
     waves, unit = -(-tiles // programs), owners
-    if in_place(op, n):  # whole rows of tiles
+    if in_place(op, n):  # a group has whole rows of tiles
         unit = max(1, min(plan.tile.group_m, programs // columns)) * columns
     alone = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) / waves
     slowdown = p.slowdown(collective_name, plan.ctas)

@@ -133,7 +133,7 @@ def concurrent_probes(b: Bench, operation: str, ctas: int) -> Iterator[Probe]:
         gemm_slowdown, transfer_slowdown = b.timer.together(gemm, move)
         return [replace(row, gemm=gemm_slowdown, transfer=transfer_slowdown)]
 
-    yield Probe(f"GEMM beside {operation}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+    yield Probe(f"GEMM concurrent with {operation}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
 
 
 def ctas_probe(b: Bench) -> Probe:
@@ -144,12 +144,12 @@ def ctas_probe(b: Bench) -> Probe:
 
     def run() -> list[Measurement]:
         moves = [collective_call(b, row.operation, row.ctas, row.nbytes) for row in rows]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             for move in moves:
                 move(b.world.current_stream())
             torch.cuda.synchronize()
         with tempfile.TemporaryDirectory() as folder:
-            seen.export_chrome_trace(f"{folder}/trace.json")
+            profiler.export_chrome_trace(f"{folder}/trace.json")
             events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
         kernels = sorted(
             (e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()), key=lambda e: e["ts"]
