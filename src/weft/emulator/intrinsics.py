@@ -103,7 +103,7 @@ def look_again(
     return int32(1)
 
 
-def now() -> tl.tensor:
+def globaltimer() -> tl.tensor:
     return tl.tensor(interpret.TensorHandle(np.zeros(1, np.int64), tl.int64), tl.int64)
 
 
@@ -138,7 +138,7 @@ Intrinsic.emulated.update(
     wait_until=wait_until, flush_stores=flush_stores, bulk_fence=bulk_fence, release_fence=release_fence
 )
 Intrinsic.emulated.update(
-    post=post, peek=peek, store_pairs=store_pairs, load_pairs=load_pairs, look_again=look_again, now=now
+    post=post, peek=peek, store_pairs=store_pairs, load_pairs=load_pairs, look_again=look_again, globaltimer=globaltimer
 )
 Intrinsic.emulated.update(count_lost=count_lost, same_call=same_call)
 Intrinsic.emulated.update(window_fence=window_fence, window_sum=window_sum, window_store=window_store)
