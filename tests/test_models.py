@@ -17,7 +17,7 @@ import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.cache import LENGTH_STEP, LONG_PROMPT, Part
 from weft.nn.weave import LayerPlan
-from weft.ops.attention.segmented import merged
+from weft.ops.attention.segmented import merge_partials
 from weft.plans import OneShot, TwoShotPull
 
 BF16 = 2.5e-2  # of a single row of logits, after two layers
@@ -129,7 +129,7 @@ def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: p
     monkeypatch.setattr("weft.models.cache.LONG_PROMPT", 4)
     monkeypatch.setattr("weft.models.cache.LENGTH_STEP", 2)
     monkeypatch.setattr("weft.models.attention.fastest", lambda world, of: True)
-    monkeypatch.setattr("weft.models.attention.merged", lambda *a: merges.append(a) or merged(*a))
+    monkeypatch.setattr("weft.models.attention.merge_partials", lambda *a: merges.append(a) or merge_partials(*a))
     assert max(emulate(lambda world: lengthy(world, plan, long=6), 2)) < BF16
     assert len(merges) == 2 * TINY["num_hidden_layers"], "the second chunk, in every layer on both ranks"
 

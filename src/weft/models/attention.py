@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..ops.attention.libraries import CUDNN
-from ..ops.attention.segmented import Heads, Keys, merged
+from ..ops.attention.segmented import AttentionConfig, KeyValues, merge_partials
 from ..ops.attention.segmented import attend as partial
 from ..world import World
 from .cache import Part, Rows
@@ -34,7 +34,7 @@ def attend(
     own memory. What padding gets means nothing."""
     rows, d, single = part.rows, keys.shape[-1], part.single.rows
     q = qkv[:, : heads * d].view(rows, heads, d)
-    of = Heads((), heads, keys.shape[-2], d, q.dtype, d**-0.5)
+    of = AttentionConfig((), heads, keys.shape[-2], d, q.dtype, d**-0.5)
     if part.long and (flash or not single) and fastest(world, of):
         if single:
             out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
@@ -61,14 +61,14 @@ def attend(
     return out
 
 
-def fastest(world: World, of: Heads) -> bool:
+def fastest(world: World, of: AttentionConfig) -> bool:
     """Whether a library is there that is faster than flash attention."""
-    return world.device.type == "cuda" and of.able(world, "forward", CUDNN.least)[0] is CUDNN
+    return world.device.type == "cuda" and of.able(world, "forward", CUDNN.min_rows)[0] is CUDNN
 
 
 def _long(
     world: World,
-    of: Heads,
+    of: AttentionConfig,
     qkv: torch.Tensor,
     q: torch.Tensor,
     part: Part,
@@ -82,12 +82,12 @@ def _long(
             continue
         mine, to, start = q[row : row + n], out[row : row + n], end - n
         found = [
-            partial(world, of, 0, mine, Keys(keys[slot, lo:hi], values[slot, lo:hi]), causal)
+            partial(world, of, 0, mine, KeyValues(keys[slot, lo:hi], values[slot, lo:hi]), causal)
             for lo, hi, causal in ((start, end, True), (0, start, False))
             if lo < hi
         ]
         if len(found) > 1:
-            merged(world, found, None, to, world.empty((of.heads, n), torch.float32))
+            merge_partials(world, found, None, to, world.empty((of.heads, n), torch.float32))
         else:
             world.copy(to, found[0].out, world.current_stream())
 

@@ -17,7 +17,7 @@ from ...models.attention import fastest
 from ...models.cache import is_long
 from ...ops.activation import silu_mul
 from ...ops.all_gather_matmul.op import all_gather_matmul
-from ...ops.attention.segmented import Heads
+from ...ops.attention.segmented import AttentionConfig
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.rotary import rotary
 from ...transport.collectives import gather
@@ -182,7 +182,9 @@ class AttentionShard(HeadsShard):
         self.scaling, self.layer_idx = attention.scaling, attention.layer_idx
         self.known, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
         self.eager = modeling.eager_attention_forward
-        self.fast = fastest(world, Heads((), *self.heads, d, attention.q_proj.weight.dtype, attention.scaling))
+        self.fast = fastest(
+            world, AttentionConfig((), *self.heads, d, attention.q_proj.weight.dtype, attention.scaling)
+        )
 
     def _bind(self) -> None:
         if self.normed:
