@@ -543,7 +543,7 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
             grads.append(torch.autograd.grad(out, leaves, place(draw(7, *out.shape, dtype=out.dtype))))
         assert all(map(torch.equal, *grads))
 
-    monkeypatch.setattr(backward, "Passed", passed)
+    monkeypatch.setattr(backward, "BackwardOperands", passed)
     weft.spmd(main, 2, backend="emulated")
     assert len(seen) >= 20 and all(seen)
 
