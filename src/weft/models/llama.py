@@ -39,7 +39,7 @@ from ..nn.decoder_layer import (
     own_rows,
 )
 from ..nn.mlp import ParallelMLP
-from ..nn.sharded import Sharded, part_of
+from ..nn.sharded import Sharded, divide_by_ranks
 from ..nn.weave import LayerPlan, LayerTimes, Table, halves, table
 from ..ops.activation import gate
 from ..ops.all_gather_matmul.op import all_gather_matmul
@@ -72,12 +72,12 @@ class Attention(Sharded):
         **{f"{part}_norm.weight": None for part in "qk"},
         "o_proj.weight": 1,
     }
-    held = ("qkv", "out", "bias", "norms")
+    sharded_parameters = ("qkv", "out", "bias", "norms")
 
     def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
         super().__init__(world, dtype)
         self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
-        self.heads, self.head_dim = part_of("num_attention_heads", config.num_attention_heads, world), d
+        self.heads, self.head_dim = divide_by_ranks("num_attention_heads", config.num_attention_heads, world), d
         rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
         self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
         self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
@@ -332,7 +332,7 @@ class Llama(nn.Module):
         plain, normed = plan.kind == "plain", rms_norm(x, *norm, world=world)
         if allreduce_norm is None:
             allreduce_norm = all_reduce_then_norm if plain else all_reduce_rms_norm
-        by: dict[str, Any] = dict(plan=plan.norm_plan, whole=plain, allreduce_norm=allreduce_norm)
+        by: dict[str, Any] = dict(plan=plan.norm_plan, full_residual=plain, allreduce_norm=allreduce_norm)
         return ReplicatedStates(world, x, normed, layout.splits, **by)
 
     def _check_same_on_all_ranks(self, ids: Tensor, layout: Layout) -> None:
@@ -341,7 +341,7 @@ class Llama(nn.Module):
         world = self.world
         world.finish(world.current_stream())
         slots = torch.cat([part.slots for part in layout.parts])
-        batch = [number for part in layout.parts for piece in part.pieces for number in piece]
+        batch = [number for part in layout.parts for chunk in part.chunks for number in chunk]
         world.check_same_on_all_ranks(
             "decoder",
             tokens=layout.tokens,

@@ -12,13 +12,13 @@ from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
-from .sharded import Sharded, part_of
+from .sharded import Sharded, divide_by_ranks
 
 
 class _ParallelLinear(Sharded):
     weight: nn.Parameter
     bias: nn.Parameter | None
-    held = ("weight", "bias")
+    sharded_parameters = ("weight", "bias")
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ColumnParallelLinear(_ParallelLinear):
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        n = part_of("ColumnParallelLinear: out_features", out_features, world)
+        n = divide_by_ranks("ColumnParallelLinear: out_features", out_features, world)
         super().__init__(in_features, out_features, world, bias, plan, dtype, (n, in_features), n)
         self.keep_gathered = keep_gathered
 
@@ -126,7 +126,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         if reduce not in ("scatter", "all"):
             raise ValueError(f'RowParallelLinear: reduce {reduce!r} is not "scatter" or "all"')
-        k = part_of("RowParallelLinear: in_features", in_features, world)
+        k = divide_by_ranks("RowParallelLinear: in_features", in_features, world)
         self.reduce = reduce
         super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), out_features)
 

@@ -23,7 +23,7 @@ from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..plans import Plan
 from ..tensor_checks import requires_grad
 from ..world import World
-from .sharded import Sharded, part_of
+from .sharded import Sharded, divide_by_ranks
 
 
 class ParallelMLP(Sharded):
@@ -41,7 +41,7 @@ class ParallelMLP(Sharded):
     """
 
     sharded_dim = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
-    held = ("gate_up", "down")
+    sharded_parameters = ("gate_up", "down")
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ParallelMLP(Sharded):
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        inner = part_of("ParallelMLP: intermediate_size", intermediate_size, world)
+        inner = divide_by_ranks("ParallelMLP: intermediate_size", intermediate_size, world)
         super().__init__(world, dtype)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
         self.keep_gathered = keep_gathered
