@@ -4,7 +4,9 @@
 Llama-3.3-70B's sizes with fewer layers, random weights, Transformers' tensor parallelism over all ranks. Appends rows to
 DIR/hf.jsonl: `us` of a forward pass, the slowest rank's median of interleaved rounds; "prefill": M tokens of one sequence,
 without a cache; "decode": one token of each of M sequences over a static cache of `length` tokens. mode "graph": captured in a
-CUDA graph, all ways. Methods "transformers"; "weft", in one part whatever the tokens; "woven", prefill in two parts.
+CUDA graph, all ways. Methods "transformers"; "weft", in one part whatever the tokens; "woven", prefill in two parts. error: of the
+logits, relative, to those of the same weights in float32. --errors: rows of errors alone, DIR/hf_errors.jsonl, also for ranks
+that share a GPU.
 
 --serve N: continuous batching of N requests with ShareGPT's lengths (prompts and outputs --shorter times as short), all there at
 the start; rows of `tokens_s`, output tokens a second of the second of two runs, `steps`, and us of a step on the host by what it does
@@ -41,12 +43,12 @@ LLAMA_70B = dict(  # of the vocabulary a few words: a whole head under 8 of 80 l
 )  # fmt: skip
 
 
-def loaded(layers: int, world: weft.World) -> Any:
+def loaded(layers: int, world: weft.World, dtype: torch.dtype = BF) -> Any:
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(**LLAMA_70B, num_hidden_layers=layers, dtype=BF)
+    config = transformers.LlamaConfig(**LLAMA_70B, num_hidden_layers=layers, dtype=dtype)
     split = DistributedConfig(tp_size=world.size, tp_plan="auto")
     model = transformers.LlamaForCausalLM.from_pretrained(
-        None, config=config, state_dict={}, dtype=BF, distributed_config=split
+        None, config=config, state_dict={}, dtype=dtype, distributed_config=split
     )
     return model.to(world.device).eval()
 
@@ -176,11 +178,20 @@ def serve(models: dict[str, Any], a: argparse.Namespace, world: weft.World) -> N
         ])  # fmt: skip
 
 
-def note(a: argparse.Namespace, world: weft.World, said: str, rows: list[dict[str, object]]) -> None:
+def note(
+    a: argparse.Namespace, world: weft.World, said: str, rows: list[dict[str, object]], file: str = "hf.jsonl"
+) -> None:
     if world.rank == 0:
         print(f"{time.time() - a.start:.0f}s {said}", flush=True)
-        with open(a.out / "hf.jsonl", "a") as f:
+        with open(a.out / file, "a") as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def note_errors(a: argparse.Namespace, world: weft.World, name: str, errors: dict[str, float]) -> None:
+    fixed = dict(op="hf errors", name=name, layers=a.layers, world=world.size, commit=commit())
+    rows = [dict(fixed, method=method, error=round(error, 5)) for method, error in errors.items()]
+    said = ", ".join(f"{method} {error:.4f}" for method, error in errors.items())
+    note(a, world, f"{name}: off float32 by {said}", rows, "hf_errors.jsonl")
 
 
 def main() -> None:
@@ -200,13 +211,16 @@ def main() -> None:
         "--patience", type=float, default=60, help="seconds for one way to serve; then where it hangs is said"
     )
     p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
+    p.add_argument("--errors", action="store_true", help="nothing is timed")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     a.start, world = time.time(), weft.init()
     with torch.no_grad():
         models = {"transformers": loaded(a.layers, world), "weft": loaded(a.layers, world)}
-        for mine, other in zip(models["weft"].parameters(), models["transformers"].parameters(), strict=True):
-            mine.copy_(other)
+        exact = loaded(a.layers, world, torch.float32)
+        for copies in (models["weft"], exact):
+            for copy, parameter in zip(copies.parameters(), models["transformers"].parameters(), strict=True):
+                copy.copy_(parameter)
         weft.hf.weave(models["weft"])
         note(a, world, weft.hf.report(models["weft"]), [])
         todo: list[tuple[str, int, Callable[[Any], Callable[[], torch.Tensor]]]] = [
@@ -218,8 +232,11 @@ def main() -> None:
                 break
             try:
                 fns = ways(models, make, what == "prefill")
-                want = fns["transformers"]()
-                errors = {name: error_of(fn(), want) for name, fn in fns.items()}
+                expected = make(exact)()
+                errors = {name: error_of(fn(), expected) for name, fn in fns.items()}
+                if a.errors:
+                    note_errors(a, world, f"70B-{what}-{m}", errors)
+                    continue
                 times = {
                     mode: time_interleaved(fns, mode=mode, calls=1 if m > 2048 else 4, rounds=5)
                     for mode in ("eager", "graph")

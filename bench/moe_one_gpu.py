@@ -1,12 +1,12 @@
 """The MoE layer on one GPU beside what a user would pick there: vLLM's fused experts, torch's grouped GEMM, compiled or not.
 
-torchrun --nproc-per-node 1 bench/moe_one_gpu.py --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--compile] [--seconds S]
+torchrun --nproc-per-node 1 bench/moe_one_gpu.py --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--compile] [--sweep] [--seconds S]
 
 Appends rows to DIR/moe_one_gpu.jsonl. `us` is a layer with its gate (router GEMM, softmax, top-k, weights that sum to one), in a CUDA graph
 in which the tokens change from call to call, the median of interleaved rounds. Methods: "weft", plan="auto"; "vllm", `fused_topk` and
 `fused_experts` with vLLM's own table of tiles for the GPU where it has one (its version stands in the row); "torch", sort, gather,
 `torch._grouped_mm` and sums, with all sizes on the device; "torch compiled", the same by torch.compile. A method that is not installed has
-no row. error: of weft's result against torch's, relative, of the norm.
+no row. With --sweep also each of PLANS. error: of weft's result against torch's, relative, of the norm.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +26,21 @@ from run import commit
 from timing import error_of, time_interleaved
 
 import weft
+from weft.plans import Dispatched, GemmTile, LowLatency, Plan, TileShape
 
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
 TOKENS = [64, 256, 512, 2048, 8192, 16384]
+PLANS: list[Plan] = [
+    LowLatency(),
+    LowLatency(TileShape(16, 128, 64, 4, 6)),
+    LowLatency(TileShape(16, 128, 64, 4, 4), 3),
+    LowLatency(TileShape(16, 128, 128, 4, 3)),
+    LowLatency(TileShape(32, 128, 64, 4, 4)),
+    LowLatency(TileShape(64, 128, 64, 4, 4)),
+    Dispatched(GemmTile(64, 256, 64, 8, 4, 16)),
+    Dispatched(GemmTile(64, 128, 64, 4, 5, 16)),
+    Dispatched(GemmTile(64, 128, 128, 4, 4, 16)),
+]  # of few rows an expert
 
 
 def by_torch(layer: Layer) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -91,6 +104,13 @@ def measure(world: weft.World, name: str, tokens: int, a: argparse.Namespace) ->
         return run
 
     fns: dict[str, Callable[[], object]] = {way: next_of(way) for way in ways}
+    for plan in PLANS if a.sweep else ():
+        layer.turn, way = 0, f"weft {plan}"
+        try:
+            errors[way] = error_of(layer.run(plan), expected)
+            fns[way] = partial(layer.run, plan)
+        except weft.WeftError as error:
+            print(f"{name}-{tokens} {plan}: {error}")
     times = time_interleaved(fns | {"weft": lambda: layer.run("auto")}, mode="graph", calls=2 * ROUTINGS, rounds=7)
     model = layer.of
     shape = dict(op="moe on one GPU", name=f"{name}-{tokens}", M=tokens, N=model.inner, K=model.hidden, E=model.experts)
@@ -107,6 +127,7 @@ def main() -> None:
     p.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     p.add_argument("--zipf", type=float, default=0.0)
     p.add_argument("--compile", action="store_true", help="also by torch.compile, some 20 s a size")
+    p.add_argument("--sweep", action="store_true", help="also plans for few rows of an expert")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)

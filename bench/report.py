@@ -17,6 +17,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from rich.table import Table
 
 from weft.errors import WeftError
 
@@ -354,6 +355,18 @@ def plots(machines: dict[str, list[Row]], folder: Path) -> list[Path]:
             paths.append(folder / _plot_name(machine, op))
             _plot(rows, op, max(row["world"] for row in rows if row["op"] == op), paths[-1])
     return paths
+
+
+def ending(folder: Path) -> tuple[Table, list[Path]]:
+    """What a benchmark ends with: a table of the rows in a folder, and the paths of the plots that are drawn there."""
+    rows = load(folder)
+    table = Table("op", "size", "mode", "sequential, us", '"auto", us', "times as fast")
+    for op, world, mode in dict.fromkeys((row["op"], row["world"], row["mode"]) for row in rows):
+        for case in cases(rows, op, world, mode):
+            if ratio := case.ratio("auto"):
+                us = (f"{case.us(method):.0f}" for method in ("sequential", "auto"))
+                table.add_row(op, case.name, mode, *us, f"{ratio:.2f}x")
+    return table, plots({folder.name: rows}, folder)
 
 
 def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[str]]:

@@ -24,9 +24,11 @@ from pathlib import Path
 
 import candidates
 import peers
+import report
 import shapes
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from timing import time_interleaved
 
 import weft
@@ -258,6 +260,10 @@ def main() -> None:
                 break
             bench.mlp(shape) if op == "parallel_mlp" else bench.op(op, shape, a.tune)
             torch.cuda.empty_cache()
+    if world.rank == 0:
+        table, plots = report.ending(a.out)
+        Console().print(table)
+        print("plots:", *plots)
     dist.destroy_process_group()
 
 

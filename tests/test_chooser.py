@@ -242,7 +242,11 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
         monkeypatch.setattr(Op, "execute", lambda self, world, call, plan, operands, out: plan)
         x, weight = torch.zeros(512, 512).bfloat16(), torch.zeros(512, 512).bfloat16()
         plan = REGISTRY[op].call(
-            world, "auto", (x, weight, None), ((None, 0, False) if op == "all_gather_matmul" else (False,)), None
+            world,
+            "auto",
+            (x, weight, None),
+            ((None, 0, False, None, False) if op == "all_gather_matmul" else (False, None, False)),
+            None,
         )
         world.backend.name = "emulated"
         return plan, set(noted(world))

@@ -176,6 +176,7 @@ def test_a_launch_that_no_gpu_takes_is_refused(
 def test_a_launch_is_checked_before_any_backend() -> None:
     class Elsewhere:
         rank, size, device, name, nodes = 0, 1, torch.device("cpu"), "elsewhere", (0,)
+        clock, capturing = None, None
         name_counters = Backend.name_counters
         name_calls = Backend.name_calls
 

@@ -260,3 +260,13 @@ def test_of_an_earlier_version_the_page_has_the_means_alone(repo: Path) -> None:
     page, _ = write(repo)
     assert line_of(page, "all-gather + GEMM")[1] == "**1.50x**" and "MLP-1 |" not in page
     assert not report.plots(report.load_all(repo / "results"), repo / "docs/img")
+
+
+def test_a_benchmark_ends_in_a_table_and_plots(tmp_path: Path) -> None:
+    stored = Path(__file__).parents[1] / "bench/results/nvidia-h200-x2/matmul_reduce_scatter.jsonl"
+    (tmp_path / stored.name).write_text(stored.read_text())
+    table, plots = report.ending(tmp_path)
+    names = list(table.columns[1].cells)
+    assert "MLP-1" in names and len(names) == table.row_count > 10
+    assert all(cell.endswith("x") and float(cell[:-1]) > 0 for cell in table.columns[5].cells)
+    assert [path.parent for path in plots] == [tmp_path] and all(path.stat().st_size > 1000 for path in plots)

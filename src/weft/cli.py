@@ -259,6 +259,18 @@ def tune(
     if os.environ.get("RANK", "0") == "0":
         after = "`weft tune --again` measures anew" if have == wanted else "`weft tune` goes on"
         say(f"{path}: {have} of {wanted} measurements; {after}")
+        _show_gains(Path(path))
+
+
+def _show_gains(path: Path) -> None:
+    """What the profile is good for: a table, and a plot beside the file."""
+    from .planner import summary
+    from .planner.profile import read
+
+    profile, picture = read(path), path.with_suffix(".png")
+    console.print(summary.table(profile))
+    summary.plot(profile, picture)
+    say(f"{picture}: the same as a plot")
 
 
 def _tune_rank(world: World, seconds: float, out: Path | None, again: bool) -> tuple[str, int, int]:

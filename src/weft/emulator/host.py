@@ -119,4 +119,4 @@ def _runs_ranks(frame: TracebackType) -> bool:
     code = frame.tb_frame.f_code
     path = Path(code.co_filename)
     emulator = any(path.is_relative_to(part) for part in _EMULATOR)
-    return emulator or (path == _PACKAGE / "world.py" and code.co_name in ("spmd", "<lambda>"))
+    return emulator or (path == _PACKAGE / "launch.py" and code.co_name in ("spmd", "<lambda>"))

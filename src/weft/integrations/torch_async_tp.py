@@ -2,8 +2,10 @@
 
 torch.compile's micro-pipeline pass and eager libraries call torch's operators for a GEMM with a collective:
 
-    symm_mem.fused_all_gather_matmul      all_gather(A) @ B for one B or several
-    symm_mem.fused_matmul_reduce_scatter  reduce_scatter(A @ B)
+    symm_mem.fused_all_gather_matmul             all_gather(A) @ B for one B or several
+    symm_mem.fused_matmul_reduce_scatter         reduce_scatter(A @ B)
+    symm_mem.fused_all_gather_scaled_matmul      the same of 8-bit operands with scales by tensor or by row
+    symm_mem.fused_scaled_matmul_reduce_scatter
 
 `async_tp` registers weft's operators in their place in the dispatcher, so that no code or graph changes. Calls that
 weft does not compute go to torch's own implementation and are counted with the reason. The choice depends only on what
@@ -19,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -27,13 +30,15 @@ from ..backends.gloo import serves
 from ..launch import init
 from ..ops.all_gather_matmul.op import ALL_GATHER_MATMUL, all_gather_matmul
 from ..ops.matmul_reduce.op import MATMUL_REDUCE_SCATTER, matmul_reduce_scatter
+from ..ops.product import matmul
+from ..ops.recipes import E4M3
 from ..plans import Plan
 from ..tensor_checks import DTYPES
 from ..world import World
 
 Tensor = torch.Tensor
 FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
-SCALED = ("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter")
+SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
 _active: list[AsyncTP] = []  # calls use the plan of the last one and are counted by all
@@ -99,6 +104,16 @@ class AsyncTP:
         lines = [f"{name}: {n} served" for name, n in sorted(self.served.items())]
         lines += [f"{name}: {n} by torch ({why})" for (name, why), n in sorted(self.fell_through.items())]
         return "\n".join(lines) or "none of torch's fused operators was called"
+
+
+class ScaledWeight(NamedTuple):
+    """What x is multiplied by: a weight [K, N] in e4m3 with its scale, and how."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype | None
+    fast_accum: bool
 
 
 # -- the operators -----------------------------------------------------------------------------------------------------
@@ -170,14 +185,159 @@ def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, grou
         return summed.div_(world.size) if reduce_op == "avg" else summed
 
 
-def _scaled(name: str, A: Tensor, *args: object, **kwargs: object) -> object:
-    _count(name, "scaled")
-    return _torchs(name, A)(A, *args, **kwargs)
+def gather_scaled(
+    world: World, x: Tensor, x_scale: Tensor, products: Sequence[ScaledWeight], dim: int, plan: str | Plan = "auto"
+) -> tuple[Tensor, list[Tensor]]:
+    """Return all_gather(x) and its products, as `gather`, of 8-bit operands. `x_scale` has one element, or one for each
+    of this rank's rows."""
+    front = x.movedim(dim, 0)
+    rows, lead = front.flatten(0, -2), (world.size * front.shape[0], *front.shape[1:-1])
+    scale = x_scale.movedim(dim, 0).reshape(-1, 1) if x_scale.numel() > 1 else x_scale.view(1)
+
+    def restore_shape(y: Tensor) -> Tensor:
+        return y.view(*lead, y.shape[1]).movedim(0, dim)
+
+    widest = max(range(len(products)), key=lambda i: products[i].weight.shape[1])
+    of = products[widest]
+    y, gathered, scales = all_gather_matmul(
+        rows,
+        of.weight.t(),
+        of.bias,
+        x_scale=scale,
+        weight_scale=of.scale,
+        out_dtype=of.dtype,
+        use_fast_accum=of.fast_accum,
+        world=world,
+        plan=plan,
+        return_gathered=True,
+    )
+    scales = scale if scales is None else scales
+    outs = [
+        y
+        if i == widest
+        else matmul(
+            gathered,
+            one.weight.t(),
+            one.bias,
+            x_scale=scales,
+            weight_scale=one.scale,
+            out_dtype=one.dtype,
+            use_fast_accum=one.fast_accum,
+            world=world,
+        )
+        for i, one in enumerate(products)
+    ]
+    return restore_shape(gathered), [restore_shape(out) for out in outs]
 
 
-def _fallback_reason(group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int) -> str | None:
+def _all_gather_scaled(
+    A: Tensor,
+    Bs: list[Tensor],
+    A_scale: Tensor,
+    B_scales: list[Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: list[Tensor | None],
+    result_scales: list[Tensor | None],
+    out_dtypes: list[torch.dtype | None],
+    use_fast_accum: list[bool],
+) -> object:
+    given = Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
+    dtypes = _symm_mem()._maybe_convert_scalar_types_to_dtypes(out_dtypes)
+    why = _fallback_reason(group_name, A, Bs, gather_dim, E4M3) or (None if Bs else "no matrix")
+    for weight, scale, result_scale, dtype in zip(Bs, B_scales, result_scales, dtypes, strict=True):
+        why = why or _unscaled(A, weight, A_scale, scale, result_scale, dtype)
+    if why is None:
+        world = _world(group_name)
+        size = A.shape[gather_dim]
+        if A_scale.numel() > 1 and A_scale.shape[gather_dim] == world.size * size != size:  # of all ranks' rows
+            A_scale = A_scale.narrow(gather_dim, world.rank * size, size)
+        if A_scale.numel() > 1 and A_scale.shape[:-1] != A.shape[:-1]:
+            why = "scales that do not fit"
+    if why is not None:
+        _count(SCALED_GATHER, why)
+        return _torchs(SCALED_GATHER, A)(A, *given)
+    _count(SCALED_GATHER)
+    products = [ScaledWeight(*each) for each in zip(Bs, B_scales, biases, dtypes, use_fast_accum, strict=True)]
+    with torch.no_grad():
+        return gather_scaled(world, A, A_scale, products, gather_dim, _active[-1].plan)
+
+
+def _scaled_reduce_scatter(
+    A: Tensor,
+    B: Tensor,
+    A_scale: Tensor,
+    B_scale: Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: list[int],
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> object:
+    given = B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name, output_shape
+    rest = bias, result_scale, out_dtype, use_fast_accum
+    lead, dim = tuple(output_shape[:-1]), orig_scatter_dim
+    why = _fallback_reason(group_name, A, [B], 0, E4M3)
+    why = why or _unscaled(A, B, A_scale, B_scale, result_scale, out_dtype)
+    if why is None and reduce_op not in ("sum", "avg"):
+        why = f"reduces by {reduce_op}"
+    if why is None and bias is not None:
+        why = "a bias, which torch adds on every rank"
+    if why is None and (
+        not 0 <= dim < len(lead) or (A_scale.numel() > 1 and A_scale.numel() * A.shape[-1] != A.numel())
+    ):
+        why = "shapes that do not fit"
+    if why is None and lead[dim] % (world := _world(group_name)).size:
+        why = "does not divide by the ranks"
+    if why is not None:
+        _count(SCALED_SCATTER, why)
+        return _torchs(SCALED_SCATTER, A)(A, *given, *rest)
+    _count(SCALED_SCATTER)
+    with torch.no_grad():
+        front = A.reshape(*lead, A.shape[-1]).movedim(dim, 0)
+        rowwise = A_scale.numel() > 1
+        scale = A_scale.reshape(*lead, 1).movedim(dim, 0).reshape(-1, 1) if rowwise else A_scale.view(1)
+        y = matmul_reduce_scatter(
+            front.flatten(0, -2),
+            B.t(),
+            x_scale=scale,
+            weight_scale=B_scale,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+            world=world,
+            plan=_active[-1].plan,
+        )
+        summed = y.view(front.shape[0] // world.size, *front.shape[1:-1], B.shape[1]).movedim(0, dim).contiguous()
+        return summed.div_(world.size) if reduce_op == "avg" else summed
+
+
+def _unscaled(
+    x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, result_scale: Tensor | None, dtype: torch.dtype | None
+) -> str | None:
+    """Why weft does not multiply by these scales; None if it does."""
+    if result_scale is not None:
+        return "a scale of the result"
+    if dtype not in DTYPES:
+        return f"results of {str(dtype).removeprefix('torch.')}"
+    if x_scale.dtype != torch.float32 or scale.dtype != torch.float32:
+        return "scales that are not float32"
+    rowwise = x_scale.numel() > 1, scale.numel() > 1
+    if rowwise not in ((False, False), (True, True)) or scale.numel() not in (1, weight.shape[1]):
+        return "scales neither by tensor nor by row"
+    if weight.shape[0] % 16 or weight.shape[1] % 8:
+        return f"K {weight.shape[0]} or N {weight.shape[1]} of no whole 16-byte words"
+    return None
+
+
+def _fallback_reason(
+    group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int, dtype: torch.dtype | None = None
+) -> str | None:
     """Return why weft does not compute the call, or None. It runs before the World is made, since a fake group has
-    none."""
+    none. `dtype` is the dtype of the operands; None: one of 16 bits."""
     if _symm_mem()._is_test_mode:
         return "torch's test mode"
     if not _has_world(group_name, x):
@@ -186,7 +346,7 @@ def _fallback_reason(group_name: str, x: Tensor, weights: Sequence[Tensor], dim:
         return "along the last dimension"
     if not 0 <= dim < x.dim() or any(w.dim() != 2 or w.shape[0] != x.shape[-1] for w in weights):
         return "shapes that do not fit"
-    if x.dtype not in DTYPES or any(w.dtype != x.dtype for w in weights):
+    if x.dtype not in ((dtype,) if dtype else DTYPES) or any(w.dtype != x.dtype for w in weights):
         dtypes = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (x, *weights))
         return f"of {', '.join(dtypes)}"
     return None
@@ -254,12 +414,12 @@ def _pipelined(names: Sequence[str]) -> Iterator[None]:
     from torch._inductor import config
 
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # torch calls it deprecated, but the pass checks that it was called
+        # torch deprecates this function, but the pass still checks that it was called.
+        warnings.simplefilter("ignore", FutureWarning)
         for name in names:
             _symm_mem().enable_symm_mem_for_group(name)
-    partitioned = [*config.custom_should_partition_ops, *(f"symm_mem::{op}" for op in (FUSED_GATHER, FUSED_SCATTER))]
+    served = FUSED_GATHER, FUSED_SCATTER, SCALED_GATHER, SCALED_SCATTER
+    partitioned = [*config.custom_should_partition_ops, *(f"symm_mem::{op}" for op in served)]
     with config.patch(_micro_pipeline_tp=True, custom_should_partition_ops=partitioned):
         yield
 
@@ -269,7 +429,7 @@ def _installed() -> torch.library.Library:
     _symm_mem()
     library = torch.library.Library("symm_mem", "IMPL")
     implementations: dict[str, Callable[..., object]] = {FUSED_GATHER: _all_gather, FUSED_SCATTER: _reduce_scatter}
-    implementations |= {name: functools.partial(_scaled, name) for name in SCALED}
+    implementations |= {SCALED_GATHER: _all_gather_scaled, SCALED_SCATTER: _scaled_reduce_scatter}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # about overridden operators
         for name, fn in implementations.items():

@@ -40,13 +40,14 @@ class Sharded(nn.Module):
     """A module with sharded tensors.
 
     `sharded_dim` has, for each name in the state dict, the dimension that the ranks split; None: all ranks hold the
-    same tensor. `sharded_parameters` names the parameters that store these tensors. torch saves and loads a subclass's
-    other parameters, buffers and modules, which are the same on all ranks. Raises TypeError for a dtype that the ops do
-    not take.
+    same tensor. `sharded_parameters` names the parameters that store these tensors. `ignored` are names that a state
+    dict may have and the module does not use. torch saves and loads a subclass's other parameters, buffers and modules,
+    which are the same on all ranks. Raises TypeError for a dtype that the ops do not take.
     """
 
     sharded_dim: dict[str, int | None]
     sharded_parameters: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class Sharded(nn.Module):
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
         shards = {name: shard for name in self.sharded_dim if (shard := self.get_shard(name)) is not None}
-        names = {prefix + name for name in shards}
+        names = {prefix + name for name in (*shards, *self.ignored)}
         unexpected_keys[:] = [key for key in unexpected_keys if key not in names]
         new_shards, split = {}, {}
         for name, shard in shards.items():
@@ -179,7 +180,8 @@ def _gathered(world: World, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         return x
     shard = x.transpose(0, dim).contiguous()
     out = world.empty((world.size * shard.shape[0], *shard.shape[1:]), x.dtype)
-    world.all_gather(out, shard, world.current_stream())
+    bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # not every library moves 8-bit floats
+    world.all_gather(out.view(bits), shard.view(bits), world.current_stream())
     world.finish(world.current_stream())
     return out.transpose(0, dim).contiguous()
 

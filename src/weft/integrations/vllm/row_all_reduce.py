@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...op import Call, Op, registered
-from ...ops.common import Factors, validate
+from ...ops.common import Factors
 from ...ops.matmul_reduce.op import matmul_all_reduce
+from ...ops.recipes import validate
 from ...plans import Plan, Sequential
 from ...world import World
 from .row_norm_column import Engine
