@@ -466,7 +466,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         made = compile_kernel(launch.kernel, launch.args, launch.options)
         record_property("kernel", (f"attention {name}: {launch.kernel.__name__}", made.registers, made.shared))
         offline.fits(launch, made)
-        assert ptx.broken_rules(made.ptx, lambda step: False) == [] and ptx.made_by_thread_zero(made.ptx) == []
+        assert ptx.broken_rules(made.ptx, lambda step: False) == [] and ptx.signals_not_by_thread_zero(made.ptx) == []
         found = ptx.steps_of(made.ptx)
         moved = "outs[n]", "k + offset", "v + offset", "dst + offset", "dst + v_offset", "x + src_start", "dst + row"
         rows = [
