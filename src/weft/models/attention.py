@@ -125,9 +125,9 @@ def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
     try:
         got = torch.cat([_flash(q, several, keys, values), _flash(q[:2], single, keys, values)])
     except (RuntimeError, TypeError) as error:
-        world.say_once(f"attention request by request: flash attention does not run here ({error})")
+        world.log_once(f"attention request by request: flash attention does not run here ({error})")
         return False
     if (got.float() - torch.cat(wanted)).abs().max() > 0.02:
-        world.say_once("attention request by request: flash attention over requests of any lengths is wrong here")
+        world.log_once("attention request by request: flash attention over requests of any lengths is wrong here")
         return False
     return True

@@ -260,7 +260,7 @@ def _pulled_launch(
     view, granules = flat(world, arena.memory)
     bulk = pull.bulk and view is not None and half % pull.cols == 0
     whole_arena = Matrix(half // k + call.rows, k, (bm, bk))
-    arena_desc = whole_arena.of(arena.memory.local.view(call.dtype))
+    arena_desc = whole_arena.argument(arena.memory.local.view(call.dtype))
     return Launch(
         world,
         all_gather_gemm,
