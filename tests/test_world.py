@@ -701,8 +701,8 @@ def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -
 
 def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None:
     def main(world: weft.World) -> bool:
-        turn = weakref.ref(world.arena(64).turn)
-        assert world.arena(4096).turn is not turn()
+        turn = weakref.ref(world.arena(64).epoch)
+        assert world.arena(4096).epoch is not turn()
         gc.collect()
         return turn() is not None
 

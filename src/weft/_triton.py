@@ -28,7 +28,7 @@ CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 ON_GPUS = "3.6 and 3.9"
 
 
-Ready = Callable[[int, Sequence[object]], None]
+RepeatedLaunch = Callable[[int, Sequence[object]], None]
 _MAPS = 4096  # cached TMA descriptors, of 128 bytes each, per argument of a launch
 
 
@@ -122,7 +122,7 @@ def repeated(
     grid: int,
     values: Mapping[str, object],
     moving: Sequence[str] = (),
-) -> Ready | None:
+) -> RepeatedLaunch | None:
     """A function that launches `compiled` again with these arguments. It takes the raw stream and the addresses of the
     arguments in `moving`, in that order: an integer for a tensor or a descriptor, a tuple for a NamedTuple, None for
     None. Returns None where Triton itself has to launch.

@@ -45,7 +45,7 @@ TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops in sequence
 
 
 @dataclass
-class Result:
+class DemoResult:
     """The table, the lines below it, and whether all results were right."""
 
     table: Table
@@ -87,7 +87,7 @@ def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
     return ((y.to(reference.dtype) - reference).norm() / reference.norm()).item()
 
 
-def run(picture: Path, bar: Progress) -> Result:
+def run(picture: Path, bar: Progress) -> DemoResult:
     gpus = torch.cuda.device_count()
     return on_gpus(gpus, picture, bar) if gpus > 1 else emulated(picture, bar)
 
@@ -102,7 +102,7 @@ def layer(world: World, plan: str = EMULATED_PLANS[-1]) -> float:
     return relative_error(y, torch.stack(partials).sum(0).chunk(world.size)[world.rank])
 
 
-def emulated(picture: Path, bar: Progress) -> Result:
+def emulated(picture: Path, bar: Progress) -> DemoResult:
     from .backends.emulated import spmd as spmd_with_report
     from .check.schedules import explore
 
@@ -116,7 +116,7 @@ def emulated(picture: Path, bar: Progress) -> Result:
         "error against torch",
     ):
         table.add_column(column, justify="left" if column == "plan" else "right")
-    result = Result(table)
+    result = DemoResult(table)
     for plan in EMULATED_PLANS:
         errors: list[float] = []
 
@@ -219,7 +219,7 @@ def staged(spans: Sequence[Span]) -> list[Span]:
     return [named(s) for s in spans]
 
 
-def on_gpus(gpus: int, picture: Path, bar: Progress) -> Result:
+def on_gpus(gpus: int, picture: Path, bar: Progress) -> DemoResult:
     ranks = 1 << (gpus.bit_length() - 1)  # the shape splits over powers of two
     bar.add_task(f"tensor-parallel MLP on {ranks} GPUs", total=None)
     results: list[dict[str, RankTimes]] = spmd(partial(measure_rank, shape=REAL, plans=tuple(GPU_PLANS)), ranks)
@@ -242,9 +242,9 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> Result:
         f"weft, {weft.alone:.0f} us without communication."
     )
     if not all(times.spans for of_rank in results for times in of_rank.values()):
-        return Result(table, ["No timeline: torch.profiler recorded nothing on a GPU.", sentence], ok)
+        return DemoResult(table, ["No timeline: torch.profiler recorded nothing on a GPU.", sentence], ok)
     draw(panels(results), picture, unit="us", heading=f"{table.title}: one call in a {DRAWN}")
-    return Result(table, [f"Timeline of both: {picture}", sentence], ok)
+    return DemoResult(table, [f"Timeline of both: {picture}", sentence], ok)
 
 
 def panels(results: Sequence[dict[str, RankTimes]]) -> dict[str, list[Span]]:

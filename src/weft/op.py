@@ -27,7 +27,7 @@ from .chooser import Choice
 from .plans import Plan, Sequential, TwoLevel
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
-from .world import Cache, World
+from .world import Memo, World
 
 Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple where the op names them (`takes`)
 Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
@@ -391,7 +391,7 @@ class Op(ABC, Generic[C]):
         """Where operands and `out` lie, as far as a decision depends on it. The same on every rank."""
         return None
 
-    def decisions(self, world: World, options: CallOptions) -> Cache:
+    def decisions(self, world: World, options: CallOptions) -> Memo:
         """Where what was decided is kept."""
         return world.decided
 
@@ -416,7 +416,7 @@ class Op(ABC, Generic[C]):
         plan: Plan,
         operands: Operands,
         out: torch.Tensor | None,
-        decisions: Cache,
+        decisions: Memo,
     ) -> bool:
         """Where "auto" takes another plan inside a CUDA graph, run that once: a capture cannot make what it needs. This
         is at the second call of a size, since one that is called once should pay nothing for a graph that never comes,
@@ -443,7 +443,7 @@ class Op(ABC, Generic[C]):
         plan: Plan,
         operands: Operands,
         out: torch.Tensor | None,
-        decisions: Cache,
+        decisions: Memo,
     ) -> tuple[Plan, bool]:
         """What a capture takes, and whether that is final: `plan`, or that of eager calls after a single one."""
         eager = self.choose(world, call, "auto", False)

@@ -155,7 +155,7 @@ class Levels:
 
 CallRecord = tuple[str, tuple[tuple[str, Hashable], ...]]  # the title and the fields of a call
 Collect = Callable[[float | None], list[Any] | None]  # returned by `Backend.post`
-Cache = dict[Hashable, Any]
+Memo = dict[Hashable, Any]
 
 
 class Workspace(Protocol):
@@ -197,11 +197,11 @@ class World:
         self._logged: set[str] = set()
         self._closed = False
         self._levels: Levels | None = None
-        self._cache: Cache = {}
-        self.prepared: Cache = {}  # launches and the like (`kernel_launch.prepared`), which refer to shared memory
-        self.decided: Cache = {}  # the plan by call, once its arguments were checked and compared across ranks
+        self._cache: Memo = {}
+        self.prepared: Memo = {}  # launches and the like (`kernel_launch.prepared`), which refer to shared memory
+        self.decided: Memo = {}  # the plan by call, once its arguments were checked and compared across ranks
         self.ran: Any = None  # the call and plan that an op ran last (`op.Known`)
-        self.forward_passes: Cache = {}  # calls of compiled graphs (`torch_library.ForwardKey`), for backward passes
+        self.forward_passes: Memo = {}  # calls of compiled graphs (`torch_library.ForwardKey`), for backward passes
         self.choices = Chooser(backend.clock, backend.capturing, self)  # the candidates that were timed
         World._all[self.name] = self
         backend.name_counters(self._describe)

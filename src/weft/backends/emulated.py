@@ -22,7 +22,7 @@ from triton import JITFunction
 
 from ..emulator import Machine, Report
 from ..emulator.streams import call_site, fresh
-from ..emulator.tasks import Arrival, Event, Stream
+from ..emulator.tasks import Arrival, EmulatedEvent, EmulatedStream
 from ..errors import Mismatch, Unsupported, WeftError
 from ..lang.host import check_copy
 from ..lang.jit import check_launch
@@ -229,11 +229,11 @@ class EmulatedBackend(Backend):
         return self._guard
 
     # -- streams -----------------------------------------------------------------------------------------------------
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> EmulatedStream:
         return self.machine.streams.current[self.machine_rank] or self.machine.streams.stream(self.machine_rank, "main")
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: EmulatedStream) -> Iterator[None]:
         current = self.machine.streams.current
         before, current[self.machine_rank] = current[self.machine_rank], _stream(stream)
         try:
@@ -241,16 +241,16 @@ class EmulatedBackend(Backend):
         finally:
             current[self.machine_rank] = before
 
-    def side_stream(self, name: str, urgent: bool = True) -> Stream:
+    def side_stream(self, name: str, urgent: bool = True) -> EmulatedStream:
         part = "" if self.size == self.machine.size else f" of ranks {list(self.ranks)}"
         return self.machine.streams.stream(self.machine_rank, name + part)
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: EmulatedStream) -> EmulatedEvent:
         return self.machine.streams.record_event(_stream(stream))
 
-    def wait_event(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
         _stream(stream)
-        if not isinstance(event, Event):
+        if not isinstance(event, EmulatedEvent):
             raise TypeError(f"an event is what World.record(stream) returned, not a {type(event).__name__}")
         if not self._dropped("wait_event"):
             self.machine.streams.wait_event(stream, event)
@@ -261,7 +261,7 @@ class EmulatedBackend(Backend):
     def on_side_stream(self) -> bool:
         return self.machine.streams.current[self.machine_rank] is not None
 
-    def finish(self, stream: Stream) -> None:
+    def finish(self, stream: EmulatedStream) -> None:
         self.machine.streams.finish(stream)
 
     # -- stream operations -------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class EmulatedBackend(Backend):
         grid: int,
         args: Arguments,
         options: Options,
-        stream: Stream,
+        stream: EmulatedStream,
     ) -> None:
         check_launch(kernel, grid, options)
         _stream(stream)
@@ -282,32 +282,36 @@ class EmulatedBackend(Backend):
             kernel, (grid, 1, 1), args, stream, bool(options.get("co_resident")), options.get("per_sm", 1)
         )
 
-    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+    def run_launch(self, launch: Launch, stream: EmulatedStream, moving: Mapping[str, Any]) -> None:
         self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:
         check_copy(dst, src)
         self.machine.streams.copy(dst, src, _stream(stream))
 
-    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
         _stream(stream)
         if not self._dropped("signal"):
             self.machine.streams.signal(_word(word), _word(value), stream)
 
-    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
         _stream(stream)
         if not self._dropped("wait"):
             self.machine.streams.wait(_word(word), _word(value), stream)
 
     def call(
-        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+        self,
+        fn: Callable[[], object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: EmulatedStream,
     ) -> None:
         if not callable(fn):
             raise TypeError(f"World.call takes a function that enqueues the library's work, not {type(fn).__name__}")
         check_tensors("World.call", *reads, *writes)
         self.machine.streams.call(fn, reads, writes, _stream(stream))
 
-    def stream_barrier(self, stream: Stream) -> None:
+    def stream_barrier(self, stream: EmulatedStream) -> None:
         if not self._dropped("stream_barrier"):
             self.machine.streams.collective("barrier", stream, among=self.ranks)
 
@@ -324,7 +328,7 @@ class EmulatedBackend(Backend):
     def communicator(self, ctas: int) -> str:
         return f"{ctas} CTAs"
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: EmulatedStream) -> None:
         check_tensors("all_gather", out, x)
         self._sizes("all_gather", out, x, out.shape[0], x.shape[0] * self.size)
         _dense("all_gather", out, x)
@@ -336,7 +340,7 @@ class EmulatedBackend(Backend):
 
         self._collective("all_gather", stream, x, out, work)
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: str | None = None) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: EmulatedStream, on: str | None = None) -> None:
         check_tensors("reduce_scatter", out, x)
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
         _dense("reduce_scatter", out, x)
@@ -348,7 +352,7 @@ class EmulatedBackend(Backend):
 
         self._collective("reduce_scatter", stream, x, out, work, on)
 
-    def all_reduce(self, x: torch.Tensor, stream: Stream, on: str | None = None) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: EmulatedStream, on: str | None = None) -> None:
         check_tensors("all_reduce", x)
         _dense("all_reduce", x)
 
@@ -360,7 +364,11 @@ class EmulatedBackend(Backend):
         self._collective("all_reduce", stream, x, x, work, on)
 
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: Stream, on: str | None = None
+        self,
+        outs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        stream: EmulatedStream,
+        on: str | None = None,
     ) -> None:
         check_tensors("all_to_all", *outs, *inputs)
         _dense("all_to_all", *outs, *inputs)
@@ -383,7 +391,7 @@ class EmulatedBackend(Backend):
     def _collective(
         self,
         kind: str,
-        stream: Stream,
+        stream: EmulatedStream,
         x: torch.Tensor,
         out: torch.Tensor,
         work: Callable[[list[Arrival]], None],
@@ -434,8 +442,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def _stream(stream: object) -> Stream:
-    if not isinstance(stream, Stream):
+def _stream(stream: object) -> EmulatedStream:
+    if not isinstance(stream, EmulatedStream):
         raise TypeError(f"a stream is World.current_stream() or a World.side_stream(name), not {stream!r}")
     return stream
 

@@ -65,14 +65,14 @@ class SharedMemoryExchange:
         self.memory = mmap.mmap(file, size * (_PART + _SLOT))
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(rank))
         _open_exchanges.add(self)
-        self.posts = self.collections = 0
+        self.post_count = self.collect_count = 0
 
     def post(self, data: bytes) -> None:
         """Post `data`, which the others collect as this rank's next post."""
-        assert self.posts - self.collections < LEAD, "collect first"
-        offset = self._offset(self.rank, self.posts)
-        self.posts += 1
-        self._write(offset, self.posts, data)
+        assert self.post_count - self.collect_count < LEAD, "collect first"
+        offset = self._offset(self.rank, self.post_count)
+        self.post_count += 1
+        self._write(offset, self.post_count, data)
 
     def end(self, data: bytes, seconds: float) -> list[bytes | None]:
         """Write this rank's last words; return, by rank, those of the ranks that wrote theirs within `seconds`, None
@@ -108,11 +108,11 @@ class SharedMemoryExchange:
                 self._until(all_there)
             elif not _within(patience, all_there):
                 return None
-        self.collections += 1
+        self.collect_count += 1
         return posts  # type: ignore[return-value]
 
     def _next(self, rank: int) -> bytes | None:
-        return self._read(self._offset(rank, self.collections), self.collections + 1)
+        return self._read(self._offset(rank, self.collect_count), self.collect_count + 1)
 
     def _read(self, offset: int, expected: int) -> bytes | None:
         number, length, checksum = _HEAD.unpack_from(self.memory, offset)

@@ -295,7 +295,7 @@ def _pulled(
     (x, weight, bias), stream = operands, world.current_stream()
     arena = world.arena(call.rows * call.k * x.element_size(), row=call.k * x.element_size())
     world.order(arena, stream)
-    epoch = arena.turn.clone() if call.gathered else None
+    epoch = arena.epoch.clone() if call.gathered else None
     launch = _pulled_launch(world, call, plan, gated, transposed(weight), arena)
     source = dict(x_desc=x) if "x_desc" in launch.moving else {}
     launch(stream, x=x, **source, w_desc=weight, bias=bias, out_desc=out)
