@@ -21,7 +21,7 @@ class Share:
 
     experts: int
     columns: int
-    sharing: int
+    tp_size: int
     group: int
     part: int
 
@@ -29,23 +29,23 @@ class Share:
     def of(cls, world: World, parallel: str | int, experts: int, inner: int, physical: bool) -> Share:
         """Return this rank's share. physical: whether the experts are those of a placement. Raises ValueError for what
         does not divide."""
-        sharing = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel
-        if type(sharing) is not int or sharing < 1 or world.size % sharing:
+        tp_size = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel
+        if type(tp_size) is not int or tp_size < 1 or world.size % tp_size:
             raise ValueError(f'MoE: parallel {parallel!r} is not "expert", "tensor" or a divisor of {world.size} ranks')
-        groups = world.size // sharing
+        groups = world.size // tp_size
         if experts % groups:
-            by = f"the world size {groups}" if sharing == 1 else f"{groups} groups of ranks"
+            by = f"the world size {groups}" if tp_size == 1 else f"{groups} groups of ranks"
             what = "physical experts" if physical else "num_experts"
             raise ValueError(f"MoE: {what} {experts} is not divisible by {by}")
-        if inner % sharing:
-            raise ValueError(f"MoE: intermediate_size {inner} is not divisible by the {sharing} ranks that share it")
-        return cls(experts // groups, inner // sharing, sharing, *divmod(world.rank, sharing))
+        if inner % tp_size:
+            raise ValueError(f"MoE: intermediate_size {inner} is not divisible by the {tp_size} ranks that share it")
+        return cls(experts // groups, inner // tp_size, tp_size, *divmod(world.rank, tp_size))
 
     def check(self, given: Mapping[str, object]) -> None:
         """Raises ValueError for options, None where they are not used, that go with whole experts alone."""
         names = ", ".join(name for name, value in given.items() if value is not None)
-        if self.sharing > 1 and names:
-            raise ValueError(f"MoE: {names}: only for whole experts, not where {self.sharing} ranks share one")
+        if self.tp_size > 1 and names:
+            raise ValueError(f"MoE: {names}: only for whole experts, not where {self.tp_size} ranks share one")
 
     @property
     def own(self) -> slice:
@@ -55,7 +55,7 @@ class Share:
         """This rank's columns of first matrices or biases [El, N, ..]. layout: that of gate and up, as `pack` takes it;
         "" for one matrix alone."""
         halves = t.chunk(2, 1) if layout == "blocked" else (t,)
-        return torch.cat([half.chunk(self.sharing, 1)[self.part] for half in halves], 1)
+        return torch.cat([half.chunk(self.tp_size, 1)[self.part] for half in halves], 1)
 
     def own_routes(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the routes to this rank's experts, numbered from 0, and their weights, [T, n], as `weft.moe.moe` of
@@ -90,9 +90,9 @@ def routed(
     further options, which go with whole experts alone."""
     common: dict[str, Any] = dict(rows=rows, world=world, plan=plan)
     of_first: dict[str, Any] = dict(b13=b13, activation=activation, keep=keep)
-    if split.sharing == 1:
+    if split.tp_size == 1:
         out: torch.Tensor = moe(x, ids, weights, w13, w2, b2=b2, shared=shared, **of_first, **common, **whole)
         return out
-    common["sharing"] = split.sharing
+    common["tp_size"] = split.tp_size
     hidden, routes = all_gather_grouped_matmul(x, ids, weights, w13, inner=split.columns, **of_first, **common)
     return grouped_matmul_reduce_scatter(hidden, routes, ids, w2, b2=b2, shared=shared, **common)
