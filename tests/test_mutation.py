@@ -21,6 +21,7 @@ import torch
 import triton.language as tl
 from cases import distance, draw
 from cases_attention import Given, Shape, attention, attention_case
+from cases_fp8 import factors, wanted
 from cases_moe import in_turn, moe_case
 from cases_moe_exchange import exchange_case, overfull
 from cases_moe_parts_training import parts_training_case
@@ -69,6 +70,7 @@ from weft.plans import (  # fmt: skip
     Segmented,
     TwoLevel,
     TwoShot,
+    TwoShotLowLatency,
 )
 from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
 from weft.transport.barrier import wait_group
@@ -107,7 +109,8 @@ class Caller:
 
     def tensor(self, key: Any, values: torch.Tensor) -> torch.Tensor:
         """One tensor a key, written again for every call, as an activation buffer is."""
-        t = self.made.setdefault((key, values.shape), self.world.empty(values.shape, self.dtype))
+        dtype = values.dtype if values.dtype in (torch.float8_e4m3fn, torch.float32) else self.dtype
+        t = self.made.setdefault((key, values.shape), self.world.empty(values.shape, dtype))
         self.world.call(lambda: t.copy_(values), [], [t], self.world.current_stream())
         return t
 
@@ -142,20 +145,46 @@ class Caller:
         rows = balanced_rows(m, world.size)
         self.use(got, want if everywhere else want.split(rows)[world.rank])
 
-    def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool) -> None:
-        """Alternately into a fresh output and into one symmetric tensor, which the caller and the next call write again."""
+    def of_8_bits(
+        self, op: str, seed: int, shards: tuple[int, ...], n: int, k: int, plan: str | Plan, scaling: str
+    ) -> None:
+        world, me, m = self.world, self.world.rank, sum(shards)
+        parts = [factors(seed * 100 + 10 * r, m, n, k, scaling, world.device) for r in range(world.size)]
+        (x, w, xs, ws), gather = parts[me], op == AG
+        rows = slice(sum(shards[:me]), sum(shards[: me + 1])) if gather else slice(0, m)
+        x, xs = (parts[0][0][rows], parts[0][2][rows]) if gather else (x, xs)
+        given = {name: self.tensor(name, t) for name, t in dict(x=x, w=w, xs=xs, ws=ws).items()}
+        got = getattr(weft, op)(
+            given["x"], given["w"], x_scale=given["xs"], weight_scale=given["ws"], world=world, plan=plan,
+            **({"rows": shards} if op != AR and len(set(shards)) > 1 else {}),
+        )  # fmt: skip
+        if gather:
+            self.use(got, wanted(parts[0][0], w, parts[0][2], ws, scaling))
+        else:
+            want = sum(wanted(*part, scaling) for part in parts)
+            self.use(got, want if op == AR else want.split(shards)[me])
+
+    def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool, quantize: str | None = None) -> None:
+        """Alternately into a fresh output and into one symmetric tensor, which the caller and the next call write again. quantize:
+        used are the scales of the rows, as they are."""
         world, rows = self.world, balanced_rows(m, self.world.size)
         xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
         lo = 0 if full else sum(rows[: world.rank])
         own = slice(lo, m if full else lo + rows[world.rank])
-        out = None
+        out, dtype = None, torch.float8_e4m3fn if quantize else self.dtype
         if seed % 3 and world.nodes_reason is None:
-            out = world.cached(("out", m, h), lambda: world.symmetric((m, h), self.dtype, "out").local)
+            out = world.cached(("out", m, h), lambda: world.symmetric((m, h), dtype, "out").local)
         x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own])
-        y, new = weft.all_reduce_rms_norm(x, r, weight, world=world, plan=plan, full_residual=full, out=out)
+        y, new, *scales = weft.all_reduce_rms_norm(
+            x, r, weight, world=world, plan=plan, full_residual=full, out=out, quantize=quantize
+        )
         total = sum(x.double() for x in xs) + old.double()
-        self.use(y, total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double())
+        want = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double()
+        if scales:
+            self.use(scales[0], want.abs().amax(1, keepdim=True) / 448)
+        else:
+            self.use(y, want)
         self.use(new, total[own])
         if out is not None:  # the caller's until its next call
             world.call(lambda: out.zero_(), [], [out], world.current_stream())
@@ -215,11 +244,13 @@ def before_hopper(main: Main) -> Main:
     return on_ampere
 
 
-def norming(plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5) -> Main:
+def norming(
+    plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5, quantize: str | None = None
+) -> Main:
     def main(world: World) -> None:
         caller = Caller(world)
         for i in range(calls):
-            caller.norm(i, *shapes[i % len(shapes)], plan, full)
+            caller.norm(i, *shapes[i % len(shapes)], plan, full, quantize)
         caller.check()
 
     return main
@@ -235,6 +266,18 @@ def stream(world: World, name: str) -> Iterator[None]:
         yield
     finally:
         backend.current_stream = before
+
+
+def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], scaling: str = "row") -> Main:
+    """An op around a GEMM of 8-bit operands, whose scales travel with their rows where they are gathered."""
+
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(4):
+            caller.of_8_bits(op, i, *shapes[i % len(shapes)], plan, scaling)
+        caller.check()
+
+    return main
 
 
 def reducing_on_two_streams(plan: str | Plan) -> Main:
@@ -470,6 +513,15 @@ CASES = {
     f"{RS} one shot": Case(reducing(FEW, *((6, 64, 16),) * 2, (3, 40, 16), calls=5), 3),
     f"{RS} one shot, uneven": Case(reducing(FEW, (7, 264, 16), calls=5), 3),
     f"{AR} decomposed": Case(reducing("decomposed", (8, 16, 16), everywhere=True), 2),
+    f"{AG} fused, 8 bits by row": Case(of_8_bits(AG, "fused", ((16, 16), 32, 256)), 2),
+    f"{AG} fused, 8 bits by block": Case(of_8_bits(AG, "fused", ((20, 0, 12), 40, 256), scaling="block"), 3),
+    f"{AG} fused, copied, 8 bits": Case(
+        of_8_bits(AG, FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), scaling="block"), 2
+    ),
+    f"{AG} decomposed, 8 bits": Case(of_8_bits(AG, "decomposed", ((8, 8), 16, 16)), 2, kernels=False),
+    f"{RS} fused, 8 bits": Case(of_8_bits(RS, "fused", ((18, 17), 40, 128), scaling="block"), 2),
+    f"{RS} decomposed, 8 bits": Case(of_8_bits(RS, "decomposed", ((8, 8), 16, 16)), 2, kernels=False),
+    f"{AR} fused, 8 bits": Case(of_8_bits(AR, "fused", ((18, 17), 40, 48)), 2),
     "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
     "posted, two streams": Case(two_streams(FEW), 2, kernels=False),
@@ -515,6 +567,8 @@ CASES |= {
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
 CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
+SCALES = {name: plan for name, plan in NORMS.items() if not isinstance(plan, Multicast | TwoShotLowLatency)}
+CASES |= {f"{name}, scales": Case(norming(plan, (7, 64), quantize="row"), 2) for name, plan in SCALES.items()}
 CASES |= {
     f"{AR} signaled": Case(reducing("signaled", (35, 40, 40), everywhere=True), 2),
     f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),
@@ -677,8 +731,8 @@ for name, plan in NORMS.items():
         found = [*POSTED, LAST_ROW, LAST, OWNER]
     EPOCHS[name] = found
     # With two ranks a peer goes on only after nearly all programs here have cleared; a full residual is not posted.
-    seldom = [CLEAR_NEXT, *([OWNER.what] if isinstance(plan, OneShot) else [])]
-    EPOCHS[f"{name}, full"] = [m for m in found if m.what not in seldom]
+    seldom = [CLEAR_NEXT, *([OWNER.description] if isinstance(plan, OneShot) else [])]
+    EPOCHS[f"{name}, full"] = [m for m in found if m.description not in seldom]
 
 
 # -- what changes nothing ----------------------------------------------------------------------------------------------
@@ -779,19 +833,19 @@ EQUIVALENT = [
         "the ranks make one call here: see test_second_halves_are_compared", "sum_ranks",
     ),
     Equivalent(
-        (f"{AG} fused", f"{AG} fused, split"), "let wait_until(...) pass one arrival early",
+        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "let wait_until(...) pass one arrival early",
         "calls_of(ch) * arrivals",
         "these wait for peers' chunks only, which pullers count in steps of several arrivals; where shards are uneven, the "
         "own parts count one by one",
     ),
     Equivalent(
-        (f"{AG} fused", f"{AG} fused, split"), "make tl.atomic_add(...) relaxed instead of release",
+        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "make tl.atomic_add(...) relaxed instead of release",
         'tl.atomic_add(ready, 1, sem="release", scope="sys")',
         "no shard is empty here: a peer waits for all counts of `ready`, and the fenced ones of the parts, made by "
         "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
     ),
     Equivalent(
-        (f"{RS} fused",), "remove flush_stores(...)", "flush_stores(BULK)",
+        (f"{RS} fused", f"{RS} fused, 8 bits"), "remove flush_stores(...)", "flush_stores(BULK)",
         "only forwarders broadcast here: they store nothing, and the wait before it ends with a block barrier",
         "channel_broadcast",
     ),
@@ -959,7 +1013,7 @@ def test_every_mutation_is_caught(name: str, record_property: Callable[[str, obj
             (
                 e
                 for e in unused
-                if e.what == mutation.what and e.code in line_of(mutation) and e.function in mutation.function
+                if e.what == mutation.description and e.code in line_of(mutation) and e.function in mutation.function
             ),
             None,
         )

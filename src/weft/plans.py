@@ -267,6 +267,19 @@ class FusedMoe(Fused):
 
 
 @dataclass(frozen=True)
+class Persistent(Plan):
+    """A GEMM alone, of 8-bit operands, by weft's own kernel (compute/scaled_gemm.py).
+
+    tile: of the GEMM, block_k in elements of 8 bits. per_sm: programs on every SM. flatten: as in FusedGather.
+    """
+
+    kind: ClassVar[str] = "persistent"
+    tile: GemmTile = GemmTile(block_k=128)
+    per_sm: int = 1
+    flatten: bool = True
+
+
+@dataclass(frozen=True)
 class Awaiting(Plan):
     """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls
     (`library_gemm.awaiting`): a wait without a limit, for what comes behind a bounded barrier and waits for nobody.

@@ -244,10 +244,10 @@ class MoE(nn.Module):
             placed(self.placement, experts)
             places = self.placement.view(experts, -1).tolist()
             logical = [e for _, e in sorted((p, e) for e, row in enumerate(places) for p in row if p >= 0)]
-        return logical[self.split.own]
+        return logical[self.split.expert_range]
 
     def _packed(self, t: torch.Tensor, layout: str) -> torch.Tensor:
-        t = self.split.of_first(t, layout if self.activation != "gelu" else "")
+        t = self.split.w13_columns(t, layout if self.activation != "gelu" else "")
         return t if self.activation == "gelu" else pack(t, world=self.world, layout=layout)
 
     def _set(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

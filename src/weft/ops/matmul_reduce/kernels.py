@@ -37,7 +37,8 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ...compute.gemm import FLUSHED, column_halves, grouped_tile, second_operand
-from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
+from ...compute.scaled_gemm import add_product, scale_half, tile_scales
+from ...lang.channel import address_of, calls_of, end_call, rank_of, select, take_ticket
 from ...lang.descriptors import tiles_of
 from ...lang.intrinsics import flush_stores, wait_until
 from ...lang.jit import jit
@@ -87,7 +88,7 @@ def sum_half_tiles(
         part = q // W % PARTS
         lm, tn = grouped_tile(half_tile // 2, tiles_m, tiles_n, GROUP)
         flat_row = first_row + ((me * tiles_m + lm) * tiles_n + tn) * (2 * BM) + half_tile % 2 * BM + part * R
-        block = tl.reshape(flat_desc.load([place_of(places, rank, W), flat_row, 0]), (R, COLS))
+        block = tl.reshape(flat_desc.load([select(places, rank, W), flat_row, 0]), (R, COLS))
         acc = tl.where(rank == 0, 0.0, acc) + block.to(tl.float32)
         if rank == W - 1:
             row = lm * BM + part * R
@@ -117,7 +118,7 @@ def gather_tile(flat_desc, places, first_row, number, me, out, offsets, grid, ti
         s = (me + 1 + q // PARTS) % W
         part = q % PARTS
         flat_row = first_row + ((s * tiles_m + lm) * tiles_n + tn) * (2 * BM) + part * R
-        block = tl.reshape(flat_desc.load([place_of(places, s, W), flat_row, 0]), (R, COLS))
+        block = tl.reshape(flat_desc.load([select(places, s, W), flat_row, 0]), (R, COLS))
         lo = tl.load(offsets + s)
         row = lo + lm * BM + part * R % BM + r
         col = (tn * 2 + part * R // BM) * COLS + c
@@ -190,17 +191,18 @@ def forward_tiles(ch, grid, pid, FORWARD: tl.constexpr, GROUP: tl.constexpr):
 
 @jit(do_not_specialize=("tiles_m",))
 def gemm_reduce(
-    x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, ch, offsets, tiles_m, N, K, tile, how,
+    x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, offsets, tiles_m, N, K, tile, how,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """COMPUTE: the programs that compute; else those that forward and pull. One launch each.
 
-    x_desc [M, K], w_desc [N, K], or [K, N] (TURNED); a half of the arena (`transport.memory.Halves`) holds all owners'
+    x_desc [M, K], w_desc [N, K], or [K, N] (TRANS_B); a half of the arena (`transport.memory.Halves`) holds all owners'
     tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2])
     and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2]. out [m_r, N], or [M, N] (ALL). bias
-    [N] or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest
-    shard. GROUP_M: a multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners
-    that this rank has stored, which only its own programs count."""
+    [N] or None. scales: the `Scales` of 8-bit operands, by which tiles are stored, or None. offsets: int32 [world + 1],
+    the first row of every rank's shard; tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world.
+    Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has stored, which only its
+    own programs count."""
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     W: tl.constexpr = ch.world
@@ -221,6 +223,7 @@ def gemm_reduce(
         firsts = ()
         for i in tl.static_range(W):
             firsts = firsts + (tl.load(offsets + i),)
+        rows = tl.load(offsets + W)
         steps = tl.cdiv(K, BK)
         late = min(FLUSHED, steps - 1)
         t = pid - WORKERS
@@ -237,18 +240,28 @@ def gemm_reduce(
                 tm, tn = grouped_tile(t, W * tiles_m, tiles_n, tile.GROUP_M)
                 owner = (tm + me + 1) % W
                 lm = tm // W
-                row = place_of(firsts, owner, W) + lm * BM
+                row = select(firsts, owner, W) + lm * BM
                 col = tn * BN
                 channel = lm * tiles_n + tn
                 flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
-            acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TRANS_B), acc)
+            if tile.SCALED:
+                of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
+                block = x_desc.load([row, step * BK])
+                acc = add_product(block, w_desc.load([col, step * BK]).T, acc, of_tile, col, step * BK, K, tile)
+            else:
+                acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TRANS_B), acc)
             if (step == late) & (stored >= 0):
                 flush_stores(True)
                 tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
                 stored = -1
             if step == steps - 1:
                 left, right = column_halves(acc, BM, BN)
+                if tile.SCALED:
+                    of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
+                    left = scale_half(left, None, of_tile, col, N, tile)
                 arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, BM, COLS)))
+                if tile.SCALED:  # behind the store: `store_scaled_tile` says why
+                    right = scale_half(right, None, of_tile, col + COLS, N, tile)
                 arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, BM, COLS)))
                 stored = channel
                 acc = tl.zeros((BM, BN), tl.float32)

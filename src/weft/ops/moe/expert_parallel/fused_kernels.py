@@ -37,7 +37,7 @@ import triton.language as tl
 
 from ....compute.gemm import column_halves, gemm_tile, grouped_tile
 from ....lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
-from ....lang.intrinsics import flush_stores, now, wait_until
+from ....lang.intrinsics import flush_stores, globaltimer, wait_until
 from ....lang.jit import jit
 from ....lang.primitives import channel_broadcast, channel_notify
 from ..routing.kernels import clear_sources, count_block, place_units, push_routes
@@ -136,13 +136,13 @@ def add_time(memory, phase, start):
     """Add the time since `start` to this program's time of a phase."""
     if memory.stamps is not None:
         word = memory.stamps + tl.program_id(0) * STAMPS + phase
-        tl.store(word, tl.load(word) + now() - start)
+        tl.store(word, tl.load(word) + globaltimer() - start)
 
 
 @jit
 def clock(memory):
     """Return the time in ns where times are taken, otherwise 0."""
-    return 0 if memory.stamps is None else now()
+    return 0 if memory.stamps is None else globaltimer()
 
 
 @jit
