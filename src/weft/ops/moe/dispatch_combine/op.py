@@ -480,23 +480,17 @@ def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: i
 
 def gather(world: World, whole: Layer, alignment: int, common: dict[str, Any]) -> CollectiveState:
     layer = Split(whole.max_tokens_per_rank, whole.experts, whole.k, whole.hidden, 0, whole.dtype, tile=alignment)
-    local_experts, total, shape = (
-        layer.local(world),
-        layer.rows(world),
-        (world.size, layer.max_tokens_per_rank, layer.k),
-    )
+    shape, local_experts = (world.size, layer.max_tokens_per_rank, layer.k), layer.local(world)
     routes = world.size * layer.max_tokens_per_rank * layer.k
-    sizes = shape, (routes,), (total,), (local_experts + 1,), (local_experts,)
+    sizes = shape, (routes,), (layer.rows(world),), (local_experts + 1,), (local_experts,)
     order = ExpertOrder(*(world.zeros(size, torch.int32) for size in sizes))
     return CollectiveState(**common, order=order, weights=world.zeros(shape, torch.float32), layer=layer)
 
 
 def prepare(world: World, layer: Layer, alignment: int, plan: Dispatched, common: dict[str, Any]) -> KernelState:
     w, buffer_index, local_experts = world.size, common["buffer_index"], common["local_experts"]
-    dispatch_programs, combine_programs = (
-        min(plan.dispatch_programs, world.sm_count),
-        min(plan.combine_programs, world.sm_count),
-    )
+    dispatch_programs = min(plan.dispatch_programs, world.sm_count)
+    combine_programs = min(plan.combine_programs, world.sm_count)
     dispatch_flags = world.channel(
         f"{DISPATCH} {buffer_index}, rows by {dispatch_programs} programs", w, None, dispatch_programs
     )
@@ -661,12 +655,8 @@ def launch_dispatch_kernels(
     world: World, state: KernelState, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
 ) -> None:
     """Launch the kernels of `launch_dispatch`."""
-    stream, side, dispatched_state, buffer_index = (
-        world.current_stream(),
-        world.side_stream(f"{DISPATCH} {state.buffer_index}"),
-        state.dispatched,
-        state.buffer_index,
-    )
+    dispatched_state, buffer_index = state.dispatched, state.buffer_index
+    stream, side = world.current_stream(), world.side_stream(f"{DISPATCH} {buffer_index}")
     max_tokens_per_rank, alignment = state.exchange.layer.max_tokens_per_rank, state.exchange.alignment
     start = world.record(stream)
     ids_all, _ = route_tables.share(world, ids, weights, max_tokens_per_rank, buffer_index=buffer_index)

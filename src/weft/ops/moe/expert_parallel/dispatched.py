@@ -188,10 +188,8 @@ def plan_state(world: World, layer: Layer, plan: Dispatched) -> DispatchedState:
     programs share channels."""
 
     def make() -> DispatchedState:
-        dispatch_programs, combine_programs = (
-            min(plan.dispatch_programs, world.sm_count),
-            min(plan.combine_programs, world.sm_count),
-        )
+        dispatch_programs = min(plan.dispatch_programs, world.sm_count)
+        combine_programs = min(plan.combine_programs, world.sm_count)
         dispatch_flags = world.channel(
             f"{NAME}, rows by {dispatch_programs} programs", world.size, None, dispatch_programs
         )
@@ -536,10 +534,8 @@ def load(
     pair do not fit together."""
 
     def steps() -> Iterable[GivenLaunch]:
-        placeholder, rows = (
-            Tables(*[state.placeholder_ints] * 8),
-            RoutedRows(workspace.y, state.placeholder_ints, state.placeholder_floats),
-        )
+        placeholder = Tables(*[state.placeholder_ints] * 8)
+        rows = RoutedRows(workspace.y, state.placeholder_ints, state.placeholder_floats)
         yield dispatch_launch(world, state, x, ids, workspace)
         yield first_gemm(world, state, w, placeholder, workspace, kept.preactivation)
         yield combine_launch(world, state, rows, state.placeholder_ints, state.placeholder_ints, workspace)

@@ -411,7 +411,8 @@ def moe_layer(
 
     w13_desc [experts N, H], w2_desc [experts H, K] with K the inner size. hidden [rows, K] has one descriptor for
     stores (`store_activated`) and one for loads, [BM, BK]; y_desc [rows, H] has blocks [BM, BN / 2]. N, H, K are also
-    integers, for the loops.
+    integers, for the loops. The counters of `ch` are W - 1 of arrived rows, by source step from 1 on; W - 1 of arrived
+    sums, from rank me + 1 on; and W of arrived routes, by rank.
     """
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)

@@ -90,9 +90,8 @@ class RankSumSizes(NamedTuple):
 def half_offset(epoch, half_size):
     """Return the first element of the half that this call uses; the second half begins after `half_size` elements.
     epoch: the word whose parity selects the half, or None where there is only one."""
-    return (
-        0 if epoch is None else (tl.load(epoch) & 1).to(tl.int64) * half_size
-    )  # also right once the word has wrapped past 2^31
+    # The parity is right also once the word has wrapped past 2^31.
+    return 0 if epoch is None else (tl.load(epoch) & 1).to(tl.int64) * half_size
 
 
 @jit

@@ -73,10 +73,8 @@ def backward(
     (tokens, h), k = x.shape, layer.k
     order, table = sorted_routes(world, layer, ids)
     local_experts = layer.experts // size
-    send_counts, recv_table = (
-        table[me].view(size, local_experts).sum(1).tolist(),
-        table.view(size, size, local_experts)[:, me],
-    )
+    send_counts = table[me].view(size, local_experts).sum(1).tolist()
+    recv_table = table.view(size, size, local_experts)[:, me]
     recv_counts, sent_routes = recv_table.sum(1).tolist(), order[: sum(send_counts)]
     sent_operands = [world.empty((sum(send_counts), n), t.dtype) for t, n in ((x, h), (dy, h), (weights, 1))]
 

@@ -44,9 +44,8 @@ def apply_capacity(
     """
     _check_capacity(ids, weights, experts, capacity_factor, drop)
     tokens, k = ids.shape
-    expert_capacity = math.ceil(
-        capacity_factor * tokens * k / experts - 1e-6
-    )  # in float, 1.1 * 10 is a little more than 11
+    # Without the subtraction, 1.1 * 10, which is a little more than 11 in float, would give 12.
+    expert_capacity = math.ceil(capacity_factor * tokens * k / experts - 1e-6)
     flat = ids.flatten().long()
     expert = torch.where((flat < 0) | (flat >= experts), experts, flat)
     if drop == "probability":

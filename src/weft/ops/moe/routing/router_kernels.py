@@ -16,12 +16,8 @@ import triton.language as tl
 
 from ....lang.jit import jit
 
-SOFTMAX, SOFTMAX_AFTER, SIGMOID, LLAMA4 = (
-    tl.constexpr(0),
-    tl.constexpr(1),
-    tl.constexpr(2),
-    tl.constexpr(3),
-)  # values of SCORING
+# The values of SCORING.
+SOFTMAX, SOFTMAX_AFTER, SIGMOID, LLAMA4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 TAKEN = tl.constexpr(-(2**31))  # the key of a column that was taken, below all others
 NOT_A_NUMBER = tl.constexpr(-(2**31) + 1)  # below the key of any number, above TAKEN
 

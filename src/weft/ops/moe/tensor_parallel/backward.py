@@ -251,10 +251,8 @@ def reduce_dx(
     gemm = grouped_gemm(
         world, state, tables, dpreactivation, w13, None, y, half_state.counters, kn_weight=True, with_dispatch=True
     )
-    combine, final_sum = (
-        combine_launch(world, half_state, rows, tables.targets, workspace),
-        final_sum_launch(world, half_state, rows, ids, None, dx, workspace),
-    )
+    combine = combine_launch(world, half_state, rows, tables.targets, workspace)
+    final_sum = final_sum_launch(world, half_state, rows, ids, None, dx, workspace)
     pairs = [part for step in (gemm, *concurrent) for part in (combine, step)]
     load(world, state, ("home", len(concurrent), alignment_key(w13, ids, dx)), (*pairs, final_sum))
     start = world.record(stream)

@@ -65,10 +65,8 @@ def fits(world: World, layer: Split, plan: DispatchedColumns) -> str | None:
 def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> DispatchedState:
     """Return the state of the launches that both halves share. The call is collective. Layers with equal numbers of
     programs share channels."""
-    dispatch_programs, combine_programs = (
-        min(plan.dispatch_programs, world.sm_count),
-        min(plan.combine_programs, world.sm_count),
-    )
+    dispatch_programs = min(plan.dispatch_programs, world.sm_count)
+    combine_programs = min(plan.combine_programs, world.sm_count)
     dispatch_flags = world.channel(
         f"{NAME}, shards by {dispatch_programs} programs", world.size, None, dispatch_programs
     )
@@ -236,20 +234,18 @@ def run_gather(
     half_state = first_half_state(world, layer, plan)
     workspace, parts = arena_workspace(arena, layer.dtype, out, out), route_parts(world, layer, routes)
     tables, w = half_state.tables(parts), Weights(w13, w13, b13)
-    send, gemm = (
-        push_shard_launch(world, half_state.dispatched, x, workspace),
-        dispatched.first_gemm(world, half_state.dispatched, w, tables, workspace, kept.preactivation),
-    )
+    push = push_shard_launch(world, half_state.dispatched, x, workspace)
+    gemm = dispatched.first_gemm(world, half_state.dispatched, w, tables, workspace, kept.preactivation)
     keep_step = (
         ()
         if kept.rows is None
         else (keep_shards_launch(world, half_state.dispatched, parts.route_rows, workspace, kept.rows),)
     )
-    load(world, half_state.dispatched, alignment_key(x, out, w13, b13, *kept), (send, gemm, *keep_step))
+    load(world, half_state.dispatched, alignment_key(x, out, w13, b13, *kept), (push, gemm, *keep_step))
     start = world.record(stream)
     route_tables.share(world, ids, weights, layer.max_tokens_per_rank, alternating=True)
     world.wait_event(side, start)
-    send.on(side)
+    push.on(side)
     route_tables.run_builder(world, half_state.builder, tables, parts.weights)
     gemm.on(stream)
     world.wait_event(stream, world.record(side))  # the caller may write x again
@@ -274,10 +270,8 @@ def run_scatter(
     tables = tables_of(parts)
     rows = RoutedRows(workspace.y, parts.route_rows, parts.weights)
     gemm = dispatched.grouped_gemm(world, state, tables, hidden, w2, b2, workspace.y, half_state.counters)
-    combine, final_sum = (
-        combine_launch(world, half_state, rows, parts.targets, workspace),
-        final_sum_launch(world, half_state, rows, ids, shared, out, workspace),
-    )
+    combine = combine_launch(world, half_state, rows, parts.targets, workspace)
+    final_sum = final_sum_launch(world, half_state, rows, ids, shared, out, workspace)
     load(world, state, alignment_key(hidden, ids, w2, b2, shared, out), (combine, gemm, final_sum))
     start = world.record(stream)
     gemm.on(stream)
