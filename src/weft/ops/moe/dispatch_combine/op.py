@@ -384,6 +384,7 @@ def check(world: World, operands: DispatchOperands, options: CallOptions) -> Non
 
 
 def check_handle(handle: Handle, world: World | None) -> None:
+    """Raise TypeError or WeftError for a handle that cannot be combined now."""
     if not isinstance(handle, Handle):
         raise TypeError(f"{COMBINE}: handle must be what weft.moe.dispatch returned, got {type(handle).__name__}")
     if world is not None and world is not handle.world:
@@ -402,6 +403,7 @@ def check_handle(handle: Handle, world: World | None) -> None:
 
 
 def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> None:
+    """Raise ValueError or TypeError where y or shared do not fit the handle."""
     tokens, dtype, h = handle.ids.shape[0], handle.dtype, handle.shape[-1]
     for name, t, shape in (("y", y, handle.shape), ("shared", shared, (tokens, h))):
         if t is None and name == "shared":
@@ -479,6 +481,7 @@ def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: i
 
 
 def gather(world: World, whole: Layer, alignment: int, common: dict[str, Any]) -> CollectiveState:
+    """Return the state of calls by collectives."""
     layer = Split(whole.max_tokens_per_rank, whole.experts, whole.k, whole.hidden, 0, whole.dtype, tile=alignment)
     shape, local_experts = (world.size, layer.max_tokens_per_rank, layer.k), layer.local(world)
     routes = world.size * layer.max_tokens_per_rank * layer.k
@@ -488,6 +491,7 @@ def gather(world: World, whole: Layer, alignment: int, common: dict[str, Any]) -
 
 
 def prepare(world: World, layer: Layer, alignment: int, plan: Dispatched, common: dict[str, Any]) -> KernelState:
+    """Return the state of calls by weft's kernels."""
     w, buffer_index, local_experts = world.size, common["buffer_index"], common["local_experts"]
     dispatch_programs = min(plan.dispatch_programs, world.sm_count)
     combine_programs = min(plan.combine_programs, world.sm_count)
@@ -568,6 +572,7 @@ def load(world: World, state: KernelState) -> None:
 
 
 def place_launch(world: World, state: KernelState, rows: torch.Tensor) -> GivenLaunch:
+    """Return the launch of `place_rows`."""
     routes_per_source = state.exchange.alignment > 1
     return place_rows_launch(
         world,
@@ -582,6 +587,7 @@ def place_launch(world: World, state: KernelState, rows: torch.Tensor) -> GivenL
 
 @prepared
 def mask_launch(world: World, state: ExchangeState) -> Launch:
+    """Return the launch of `mask_rows`."""
     routes, block = state.row_order.route_rows.numel(), world.scale.routes
     programs = min(max(-(-routes // block), state.local_experts), world.sm_count)
     return Launch(
@@ -602,6 +608,7 @@ def mask_launch(world: World, state: ExchangeState) -> Launch:
 
 
 def combine_launch(world: World, state: KernelState, y: torch.Tensor) -> GivenLaunch:
+    """Return the launch of `combine_rows`."""
     return dispatched.combine_launch(
         world, state.dispatched, state.rows(y), state.zero_counters, state.zero_counters, state.space(y)
     )

@@ -74,11 +74,10 @@ def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMem
     layer, rows = state.layer, state.rows
     workspace = dispatched.make_workspace(world, layer, rows)
     x_inbox = dispatched.make_workspace(world, layer, rows, "inbox of x").inbox
-    c, k = layer.max_tokens_per_rank, layer.k
-    dweights_inbox = world.cached((NAME, "home", c, k), lambda: world.symmetric((c, k), torch.float32, f"{NAME} home"))
+    shape, name = (layer.max_tokens_per_rank, layer.k), f"{NAME} gradients of weights"
 
     def ones() -> Tensor:
-        return world.tensor([1] * (world.size * c * k), torch.float32)
+        return world.tensor([1] * (world.size * shape[0] * shape[1]), torch.float32)
 
     def rows_scratch(name: str, cols: int, dtype: torch.dtype = layer.dtype) -> Tensor:
         return scratch(world, name, rows, cols, dtype)
@@ -86,14 +85,14 @@ def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMem
     return BackwardMemory(
         x=rows_scratch("rows of x", layer.hidden),
         dy=rows_scratch("rows of dy", layer.hidden),
-        preactivation=rows_scratch("both", n),
-        dpreactivation=rows_scratch("dboth", n),
+        preactivation=rows_scratch("preactivation", n),
+        dpreactivation=rows_scratch("dpreactivation", n),
         row_weights=rows_scratch("weights of rows", 1, torch.float32),
         workspace=workspace,
         x_inbox=x_inbox,
-        dweights_inbox=dweights_inbox,
-        ones=world.cached((NAME, "ones", c, k), ones),
-        unused_counters=world.cached((NAME, "uncounted"), lambda: world.zeros((32,), torch.int32)),
+        dweights_inbox=world.cached((name, *shape), lambda: world.symmetric(shape, torch.float32, name)),
+        ones=world.cached((NAME, "ones", *shape), ones),
+        unused_counters=world.cached((NAME, "unused counters"), lambda: world.zeros((32,), torch.int32)),
     )
 
 
@@ -112,6 +111,7 @@ def place_launch(
 def activation_gradient_launch(
     world: World, state: DispatchedState, tables: Tables, weights: Tensor, w: Weights, memory: BackwardMemory
 ) -> GivenLaunch:
+    """Return the launch of `activation_gradient`. weights: float32 [W, max_tokens, k]."""
     gate = 0 if ACTIVATIONS[state.layer.activation] == GELU.value else world.scale.interleave
     form = GradientForm(ACTIVATIONS[state.layer.activation], gate, w.w13.shape[1], world.size, w.b2 is not None)
     moving: dict[str, Moved] = dict(
@@ -141,6 +141,7 @@ class GradientForm(NamedTuple):
 
 
 def gradient_sizes(world: World, state: DispatchedState, form: GradientForm) -> GradientSizes:
+    """Return the sizes of the gradients' kernels."""
     rows, cols = world.scale.gradient_block
     return constants(
         GradientSizes,
@@ -226,6 +227,7 @@ def _row_sums(world: World, state: DispatchedState, n: int, weighted: bool) -> L
 def take_gradients_launch(
     world: World, state: DispatchedState, ids: Tensor, out: Tensor, memory: BackwardMemory
 ) -> GivenLaunch:
+    """Return the launch of `take_gradients`. out: float32 [T, k]."""
     return GivenLaunch(
         _take_gradients(world, state.layer.experts, ids.numel()),
         dict(dweights_inbox=memory.dweights_inbox.local, ids=ids, out=out),

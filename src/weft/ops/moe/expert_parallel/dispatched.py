@@ -269,6 +269,7 @@ def step_counters(world: World, targets: torch.Tensor) -> torch.Tensor:
 def dispatch_launch(
     world: World, state: DispatchedState, x: torch.Tensor, ids: torch.Tensor, workspace: LayerWorkspace
 ) -> GivenLaunch:
+    """Return the launch of `dispatch_rows`."""
     return GivenLaunch(
         _dispatch_launch(world, state), dict(x=x, ids=ids, inboxes=workspace.inbox.addresses, T=x.shape[0])
     )
@@ -297,6 +298,7 @@ def first_gemm(
     workspace: LayerWorkspace,
     preactivation: torch.Tensor | None = None,
 ) -> GivenLaunch:
+    """Return the launch of `grouped_gemm_in`. preactivation: where to save the input of the activation, or None."""
     moving: dict[str, Moved] = dict(
         inbox=workspace.inbox.local,
         sources=tables.sources,
@@ -412,6 +414,7 @@ def combine_launch(
     counters: torch.Tensor,
     workspace: LayerWorkspace,
 ) -> GivenLaunch:
+    """Return the launch of `combine_rows`. counters: those of GEMM 2."""
     moving: dict[str, Moved] = dict(
         routed=rows, targets=targets, counters=counters, outboxes=workspace.outbox.addresses, epoch=workspace.epoch
     )

@@ -101,10 +101,8 @@ def memory(world: World, state: LowLatencyState) -> LowLatencyMemory:
     so that the part of one rank does not overlap another's in the next call, which some ranks begin while others still
     sum.
     """
-    workspace, (ids, weights) = (
-        make_workspace(world, state.layer, state.route_rows.numel()),
-        route_memory(world, state.layer),
-    )
+    workspace = make_workspace(world, state.layer, state.route_rows.numel())
+    ids, weights = route_memory(world, state.layer)
     return LowLatencyMemory(
         workspace.inbox.local,
         workspace.inbox.addresses,

@@ -67,6 +67,7 @@ def weight_gradient_launch(
 def activation_gradient_launch(
     world: World, state: DispatchedState, tables: Tables, preactivation: Tensor, dhidden: Tensor, dpreactivation: Tensor
 ) -> GivenLaunch:
+    """Return the launch of `activation_backward`."""
     launch = _activation_backward(world, state, preactivation.shape[1], dhidden.shape[1])
     moving: dict[str, Moved] = dict(
         preactivation=preactivation,
@@ -93,7 +94,7 @@ def _activation_backward(world: World, state: DispatchedState, n: int, inner: in
 
 def unused_counters(world: World) -> Tensor:
     """Return counters for which nobody waits."""
-    return world.cached((NAME, "uncounted"), lambda: world.zeros((32,), torch.int32))
+    return world.cached((NAME, "unused counters"), lambda: world.zeros((32,), torch.int32))
 
 
 def expert_order(tables: Tables) -> ExpertOrder:
@@ -201,10 +202,10 @@ def first_half(
     world.order(lock(world, NAME), stream)
     n = w13.shape[1]
     x_rows = scratch(world, "rows of x", state.rows, layer.hidden, layer.dtype)
-    preactivation = (
-        scratch(world, "both", state.rows, n, layer.dtype) if kept.preactivation is None else kept.preactivation
-    )
-    dpreactivation = scratch(world, "dboth", state.rows, n, layer.dtype)
+    preactivation = kept.preactivation
+    if preactivation is None:
+        preactivation = scratch(world, "preactivation", state.rows, n, layer.dtype)
+    dpreactivation = scratch(world, "dpreactivation", state.rows, n, layer.dtype)
     dw13, db13 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w13, b13))
     if kept.rows is None:
         gather_rows(world, state, x, tables, x_rows)
@@ -254,7 +255,7 @@ def reduce_dx(
     combine = combine_launch(world, half_state, rows, tables.targets, workspace)
     final_sum = final_sum_launch(world, half_state, rows, ids, None, dx, workspace)
     pairs = [part for step in (gemm, *concurrent) for part in (combine, step)]
-    load(world, state, ("home", len(concurrent), alignment_key(w13, ids, dx)), (*pairs, final_sum))
+    load(world, state, ("dx", len(concurrent), alignment_key(w13, ids, dx)), (*pairs, final_sum))
     start = world.record(stream)
     gemm.on(stream)
     world.wait_event(side, start)

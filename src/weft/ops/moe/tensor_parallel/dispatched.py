@@ -133,6 +133,7 @@ def arena_workspace(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: t
 
 
 def push_shard_launch(world: World, state: DispatchedState, x: torch.Tensor, workspace: LayerWorkspace) -> GivenLaunch:
+    """Return the launch of `push_shard`."""
     return GivenLaunch(
         _push_shard(world, state, workspace.half_size),
         dict(T=x.shape[0], x=x, inboxes=workspace.inbox.addresses, epoch=workspace.epoch),
@@ -177,6 +178,7 @@ def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch
 def combine_launch(
     world: World, half_state: SecondHalfState, routed: RoutedRows, targets: torch.Tensor, workspace: LayerWorkspace
 ) -> GivenLaunch:
+    """Return the launch of `combine_rows` in the second half."""
     return dispatched.combine_launch(world, half_state.dispatched, routed, targets, half_state.counters, workspace)
 
 
@@ -189,6 +191,7 @@ def final_sum_launch(
     out: torch.Tensor,
     workspace: LayerWorkspace,
 ) -> GivenLaunch:
+    """Return the launch of `sum_ranks` in the second half."""
     layer = half_state.dispatched.layer
     assert isinstance(layer, Split)
     return dispatched.final_sum_launch(
