@@ -57,7 +57,7 @@ from weft.ops.all_reduce.kernels import (
 )
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
-from weft.ops.moe.routing.route_tables import share, tables
+from weft.ops.moe.routing.route_tables import build_tables, share
 from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
 from weft.ops.scaled_gemm import PROMOTED, WIDE
@@ -149,8 +149,8 @@ def call(
 
 def shipped() -> list[tuple[str, int, Plan]]:
     """Every (op, world, plan) of the measured tables."""
-    tables = Path(weft.planner.__file__).parent / "tables"
-    rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
+    build_tables = Path(weft.planner.__file__).parent / "tables"
+    rows = [row for path in sorted(build_tables.glob("*.json")) for row in json.loads(path.read_text())]
     found = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
     return sorted((f for f in found if f[2] != Sequential()), key=str)
 
@@ -346,7 +346,7 @@ def decoder(
     )  # fmt: skip
 
     def fn(world: World) -> None:
-        cache = Cache(config, world=world, slots=1, max_len=2000, dtype=dtype)
+        cache = Cache(config, world=world, route_rows=1, max_len=2000, dtype=dtype)
         batch, plan = Batch.prefill([2000]), LayerPlan("woven", 1024, sms)
         Llama(config, world=world, dtype=dtype)(torch.zeros(2000, dtype=torch.int64), batch, cache, plan)
 
@@ -361,7 +361,7 @@ def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[W
         ids, weights = gate(logits, k, world=world, bias=logits[0], groups=2, top_groups=2, scoring="sigmoid")
         gate(logits.bfloat16(), k, world=world)
         ids_all, _ = share(world, ids, weights, tokens)
-        tables(world, ids_all, experts, tokens, block_m)
+        build_tables(world, ids_all, experts, tokens, block_m)
 
     return fn
 
