@@ -12,7 +12,7 @@ SHARD, CHUNK, TILE, COLS = 32, 16, 8, 64  # rows of a shard, rows copied at once
 
 
 @weft.jit
-def rms_norm(x, out, turn, ch, TILES: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr):
+def rms_norm(x, out, epoch, ch, TILES: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr):
     first = wl.rank_of(ch) * (TILES // ch.world)  # own rows first, then the next rank's, in the order they come
     for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
         tile = (first + i) % TILES
@@ -22,16 +22,16 @@ def rms_norm(x, out, turn, ch, TILES: tl.constexpr, TILE: tl.constexpr, COLS: tl
         rows = tl.load(x + at).to(tl.float32)
         scale = tl.rsqrt(tl.sum(rows * rows, axis=1) / COLS + 1e-6)
         tl.store(out + at, (rows * scale[:, None]).to(out.dtype.element_ty))
-    wl.end_call(ch, turn, tl.num_programs(0))
+    wl.end_call(ch, epoch, tl.num_programs(0))
 
 
 def main(world):
     me, size, stream, copies = world.rank, world.size, world.current_stream(), world.side_stream("copy")
     total = size * SHARD
-    gathered = world.symmetric((2, total, COLS), torch.bfloat16, "gathered")  # two halves, used in turn
+    gathered = world.symmetric((2, total, COLS), torch.bfloat16, "gathered")  # two halves, used alternately
     mapping = wl.StaticMapping.over(total, size, tile_rows=TILE, channel_rows=CHUNK, arrivals=1)
     ch = world.channel("rows have come", total // CHUNK, mapping, arrivals=1)
-    turn, call = world.zeros((1,), torch.int32), world.zeros((1,), torch.int32)
+    epoch, call = world.zeros((1,), torch.int32), world.zeros((1,), torch.int32)
     results = []
     for n in range(4):
         shards = torch.randn(size, SHARD, COLS, generator=torch.Generator().manual_seed(n)).bfloat16()
@@ -44,7 +44,7 @@ def main(world):
                 row = me * SHARD + lo
                 wl.rank_copy_data(world, gathered.peers[peer][n % 2, row : row + CHUNK], mine[lo : lo + CHUNK], on)
                 wl.rank_notify(world, ch, row // CHUNK, peer, call, on)
-        args = dict(x=gathered.local[n % 2], out=out, turn=turn, ch=ch, TILES=total // TILE, TILE=TILE, COLS=COLS)
+        args = dict(x=gathered.local[n % 2], out=out, epoch=epoch, ch=ch, TILES=total // TILE, TILE=TILE, COLS=COLS)
         world.launch(rms_norm, world.sm_count, args, dict(num_warps=4), stream)
         world.wait_event(stream, world.record(copies))
         results.append((out, torch.nn.functional.rms_norm(shards.view(-1, COLS).float(), (COLS,), eps=1e-6)))

@@ -8,7 +8,7 @@ receiver's memory, one source after another, and it computes on the rows of a so
 
 What differs from call to call is in tables: a tile's rows, the rank that they go to or come from, the channel. What a
 counter is compared with must not differ (docs/protocol.md, Counters), so every pair of ranks has SENT tiles in every call,
-and an empty one is told of too. This is also what lets the two halves of the memory be used in turn: each rank hears from
+and an empty one is notified too. This also lets calls alternate between the two halves of the memory: each rank hears from
 each in each call.
 
 On emulated ranks:  python examples/all_to_all_table.py --emulated, or weft check examples/all_to_all_table.py
@@ -28,12 +28,12 @@ SENT = -(-MOST // PUSHED)  # tiles that a rank sends to each in every call
 
 @weft.jit
 def exchange_silu(
-    x, lands, buffers, received, out, turn, to, ch, half, SENDS: tl.constexpr, GETS: tl.constexpr,
+    x, lands, buffers, received, out, epoch, to, ch, half, SENDS: tl.constexpr, GETS: tl.constexpr,
     PUSHED: tl.constexpr, TAKEN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """to, ch: one channel with two mappings, of the tiles sent (rows of x; lands: their first row there) and of those that come
     (rows of `received` and of `out`)."""
-    base = (tl.load(turn) & 1) * half
+    base = (tl.load(epoch) & 1) * half
     column = tl.arange(0, COLS)[None, :]
     for tile in range(tl.program_id(0), SENDS, tl.num_programs(0)):  # these wait for nobody, so the others' waits end
         lo, hi = wl.tile_rows(to.mapping, tile)
@@ -48,7 +48,7 @@ def exchange_silu(
         row = lo + tl.arange(0, TAKEN)[:, None]
         rows = tl.load(received + base + row * COLS + column, mask=row < hi, other=0.0).to(tl.float32)
         tl.store(out + row * COLS + column, (rows * tl.sigmoid(rows)).to(out.dtype.element_ty), mask=row < hi)
-    wl.end_call(ch, turn, tl.num_programs(0))
+    wl.end_call(ch, epoch, tl.num_programs(0))
 
 
 def cut(count, rows):
@@ -81,12 +81,12 @@ def channel(world, tiles):
     return world.channel("rows of a source", world.size, mapping, SENT)
 
 
-def exchanged(world, x, counts, memory, turn):
+def exchanged(world, x, counts, memory, epoch):
     """out [rows that come here, COLS]: SiLU of them, source by source."""
     sends, lands, gets = tables(counts, world.rank)
     out = world.empty((sum(to[world.rank] for to in counts), COLS), x.dtype)
     args = dict(
-        x=x, lands=world.tensor(lands, torch.int32), buffers=memory.addresses, received=memory.local, out=out, turn=turn,
+        x=x, lands=world.tensor(lands, torch.int32), buffers=memory.addresses, received=memory.local, out=out, epoch=epoch,
         to=channel(world, sends), ch=channel(world, gets), half=memory.local[0].numel(), SENDS=len(sends), GETS=len(gets),
         PUSHED=PUSHED, TAKEN=TAKEN, COLS=COLS,
     )  # fmt: skip
@@ -96,15 +96,15 @@ def exchanged(world, x, counts, memory, turn):
 
 def main(world):
     size = world.size
-    memory = world.symmetric((2, size * MOST, COLS), torch.bfloat16, "received")  # two halves, used in turn
-    turn = world.zeros((1,), torch.int32)
+    memory = world.symmetric((2, size * MOST, COLS), torch.bfloat16, "received")  # two halves, used alternately
+    epoch = world.zeros((1,), torch.int32)
     results = []
     for n in range(4):
         draw = torch.Generator().manual_seed(n)
         routed = torch.randint(0, MOST + 1, (size, size), generator=draw).tolist()
         xs = [torch.randn(sum(routed[s]), COLS, generator=draw).bfloat16() for s in range(size)]
         counts = world.exchange(routed[world.rank])  # each rank knows its own; now all know all
-        out = exchanged(world, xs[world.rank].to(world.device), counts, memory, turn)
+        out = exchanged(world, xs[world.rank].to(world.device), counts, memory, epoch)
         come = [x.split(to)[world.rank] for x, to in zip(xs, counts, strict=True)]
         results.append((out, torch.nn.functional.silu(torch.cat(come).float())))
     world.synchronize()

@@ -10,7 +10,7 @@ its own partial tile, which it computes just before:
             stage W - 1   rows of rank r:     own tile + what rank r + 1 pushed --> out
 
 A rank receives a tile once a call, from one rank, so a tile's channel is its number and gets one arrival. The received
-tiles lie in two halves, used in turn: before a rank pushes into a half in call n + 2, it has taken, in call n + 1, sums
+tiles are in two halves, used alternately: before a rank pushes into a half in call n + 2, it has taken, in call n + 1, sums
 to which every rank had added, and a rank adds to those of call n + 1 after it is done with the half of call n.
 
 Two things keep it from hanging: programs go through the stages in order on every rank, and the loop is not flattened (a
@@ -37,7 +37,7 @@ BM, BN, BK = 16, 16, 16
 
 @weft.jit
 def gemm_ring(
-    x_desc, w_desc, received, buffers, out, turn, ch, half, N, K,
+    x_desc, w_desc, received, buffers, out, epoch, ch, half, N, K,
     TILES_M: tl.constexpr, TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """x_desc [M, K], w_desc [N, K], out [M / W, N]. received: two halves [M, N], of `half` elements; buffers: address
@@ -45,7 +45,7 @@ def gemm_ring(
     W: tl.constexpr = ch.world
     me = wl.rank_of(ch)
     to = (me + W - 1) % W
-    base = (tl.load(turn) & 1) * half
+    base = (tl.load(epoch) & 1) * half
     for t in range(tl.program_id(0), W * TILES_M * TILES_N, tl.num_programs(0)):
         stage = t // (TILES_M * TILES_N)
         owner = (me + 1 + stage) % W
@@ -62,14 +62,14 @@ def gemm_ring(
             wl.peer_tile_notify(ch, tile, to, False)
         else:
             tl.store(out + at, acc.to(tl.bfloat16))
-    wl.end_call(ch, turn, tl.num_programs(0))
+    wl.end_call(ch, epoch, tl.num_programs(0))
 
 
 def main(world):
     m = world.size * ROWS
     received = world.symmetric((2, m, N), torch.bfloat16, "received")
     ch = world.channel("tile received", m // BM * (N // BN), None)
-    turn, stream = world.zeros((1,), torch.int32), world.current_stream()
+    epoch, stream = world.zeros((1,), torch.int32), world.current_stream()
     results = []
     for n in range(3):
         draw = torch.Generator().manual_seed(n)
@@ -79,7 +79,7 @@ def main(world):
         out = world.empty((ROWS, N), torch.bfloat16)
         args = dict(
             x_desc=TensorDescriptor.from_tensor(x, [BM, BK]), w_desc=TensorDescriptor.from_tensor(w, [BN, BK]),
-            received=received.local, buffers=received.addresses, out=out, turn=turn, ch=ch, half=m * N, N=N, K=K,
+            received=received.local, buffers=received.addresses, out=out, epoch=epoch, ch=ch, half=m * N, N=N, K=K,
             TILES_M=ROWS // BM, TILES_N=N // BN, BM=BM, BN=BN, BK=BK,
         )  # fmt: skip
         world.launch(gemm_ring, world.sm_count, args, dict(num_warps=4), stream)

@@ -124,7 +124,7 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
 def test_call_that_is_not_ended_is_found(seed: int, tmp_path: Path) -> None:
     """Its later waits pass too early; where the copies come first all the same, the calls were not counted."""
     path = tmp_path / "not_ended.py"
-    path.write_text(FIRST.read_text().replace("    wl.end_call(ch, turn, tl.num_programs(0))\n", ""))
+    path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))
     with pytest.raises((Race, SignalError)):
         emulate(path, 2, seed)
 
@@ -187,7 +187,7 @@ def test_the_tables_of_the_all_to_all_on_the_page() -> None:
     "old, new, error, says",
     [
         ("        wl.consumer_tile_wait(ch, tile)\n", "", Race, r"race on received\[.*: read after write"),
-        ("(tl.load(turn) & 1) * half", "0 * half", Race, r"race on received\["),
+        ("(tl.load(epoch) & 1) * half", "0 * half", Race, r"race on received\["),
         ("range(0, MOST, rows)", "range(0, count, rows)", Mismatch, r"exchange_silu .* SENDS=\d+ GETS=\d+; rank 1"),
     ],
     ids=["no wait", "one half only", "no empty tiles"],
