@@ -77,7 +77,8 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
         line = raw.strip()
         if assembly is not None:
             if line.startswith("// end inline asm"):
-                blocks[name].steps.append(Instruction("\n".join(assembly), at[0], at[1], number, at[2]))
+                if any(assembly):  # `keep_before` has none
+                    blocks[name].steps.append(Instruction("\n".join(assembly), at[0], at[1], number, at[2]))
                 assembly = None
             elif not line.startswith(".loc"):  # of its own lines, since Triton 3.9
                 assembly.append(line)
