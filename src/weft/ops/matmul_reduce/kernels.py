@@ -225,8 +225,8 @@ def gemm_reduce(
     """COMPUTE: the programs that compute; else those that forward and pull. One launch each.
 
     x_desc [M, K], w_desc [N, K], or [K, N] (TRANS_B); a half of the arena (`transport.memory.Halves`) holds all owners'
-    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2];
-    PROMOTE: of half the rows, as x_desc's) and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2].
+    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2],
+    PROMOTE: half the rows, as x_desc's) and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2].
     out [m_r, N], or [M, N] (ALL). bias [N] or None. scales: the `Scales` of 8-bit operands, by which tiles are stored,
     or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest shard.
     GROUP_M: a multiple of the world.
