@@ -28,7 +28,7 @@ from .chooser import Choice
 from .plans import Plan, Sequential, TwoLevel
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
-from .world import Kept, World
+from .world import Memo, World
 
 Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple if the op names them (`takes`)
 Returned: TypeAlias = Any  # a tensor or a tuple, which the op's docstring describes
@@ -285,7 +285,9 @@ class Op(ABC, Generic[C]):
             results = torch_library.differentiated(self, world, plan, operands[: self.operands or None], options)
         else:
             results = self.call(world, plan, operands, options, out)
-        return world.behind(self.wrapped(world, plan, operands, options, results) if self.wraps else results, lost)
+        return world.result_or_overflow(
+            self.wrapped(world, plan, operands, options, results) if self.wraps else results, lost
+        )
 
     def typed(self, operands: Sequence[torch.Tensor | None]) -> Operands:
         """Return the operands as the op's NamedTuple, if it has one."""
@@ -392,18 +394,18 @@ class Op(ABC, Generic[C]):
         world.check()
         if asked == "auto" and not world.scale.presets and call.rows and (world.size > 1 or not self.by_library):
             world.choices.trial(self.choice(world, call, operands))
-        plan, settled = self.choose(world, call, asked, world.capturing()), True
+        plan, final = self.choose(world, call, asked, world.capturing()), True
         decisions = self.decisions(world, options)
         if asked == "auto" and world.capturing():
-            plan, settled = self._rehearsed(world, call, plan, operands, out, decisions)
+            plan, final = self._rehearsed(world, call, plan, operands, out, decisions)
         number = self.check_same_on_all_ranks(world, call, plan)
         if not isinstance(plan, Sequential):
             world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
         if asked == "auto" and not world.capturing():
-            settled = self._ready_for_capture(world, call, plan, operands, out, decisions)
+            final = self._ready_for_capture(world, call, plan, operands, out, decisions)
         usual = call.rows > 0 and world.size > 1 and contiguous(*operands)
         known = Known(call, plan, self.direct(world, call, plan) if usual else None, number)
-        if settled:
+        if final:
             decisions[key] = known
         return known
 
@@ -411,7 +413,7 @@ class Op(ABC, Generic[C]):
         """Return what a decision depends on of the addresses of operands and `out`; the same on every rank."""
         return None
 
-    def decisions(self, world: World, options: CallOptions) -> Kept:
+    def decisions(self, world: World, options: CallOptions) -> Memo:
         """Return the store of decisions."""
         return world.decided
 
@@ -419,14 +421,14 @@ class Op(ABC, Generic[C]):
         """Raise Mismatch unless all ranks make this call, with this plan and `further` values. Collective at the first
         call. Returns the call's number for `World.begin`, or None if `execute` takes it.
 
-        For a plan whose waits are bounded, the Mismatch may come at the next check only (`World.tell`): a launch that
-        the other ranks do not make ends by a timeout. A collective of the library that ranks enter with different sizes
-        never ends, and a host can come to wait behind it before any check, for example while CUDA loads a module. Such
-        a plan therefore waits here for all ranks.
+        For a plan whose waits are bounded, the Mismatch may come at the next check only (`World.post_call`): a launch
+        that the other ranks do not make ends by a timeout. A collective of the library that ranks enter with different
+        sizes never ends, and a host can block behind it before any check, for example while CUDA loads a module. Such a
+        plan therefore waits here for all ranks.
         """
         if self.public:
             further["op"] = self.name
-        return (world.tell if plan.bounded else world.check_same_on_all_ranks)(
+        return (world.post_call if plan.bounded else world.check_same_on_all_ranks)(
             self.title, **call.agreed(), plan=plan, **further
         )
 
@@ -437,7 +439,7 @@ class Op(ABC, Generic[C]):
         plan: Plan,
         operands: Operands,
         out: torch.Tensor | None,
-        decisions: Kept,
+        decisions: Memo,
     ) -> bool:
         """Prepare a later capture: if "auto" takes another plan inside a CUDA graph, run that plan once, since a
         capture cannot allocate or compile what it needs. This happens at the second call of a size, because a size
@@ -465,14 +467,14 @@ class Op(ABC, Generic[C]):
         plan: Plan,
         operands: Operands,
         out: torch.Tensor | None,
-        decisions: Kept,
+        decisions: Memo,
     ) -> tuple[Plan, bool]:
         """Return the plan for a capture, and whether that is final: `plan`, or the plan of eager calls after a single
         call."""
         eager = self.choose(world, call, "auto", False)
         if eager == plan or decisions.get(self._rehearsal(world, call, operands, out)) is not ONCE:
             return plan, True
-        world.say_once(
+        world.log_once(
             f"{self.title}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
             f"twice before its capture for {plan.kind}"
         )
@@ -500,7 +502,7 @@ class Op(ABC, Generic[C]):
         if reason is None:
             return plan
         if reason:
-            world.say_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
+            world.log_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
         return Sequential()
 
     def _between_nodes(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
@@ -513,7 +515,7 @@ class Op(ABC, Generic[C]):
             subject, reason = f"{self.title} on", world.nodes_reason
             if world.levels_reason is not None:
                 subject, reason = "every op of", world.levels_reason
-            world.say_once(
+            world.log_once(
                 f"{subject} this World runs by its sequential plan: {reason}; to overlap, give ops the World of one "
                 "node (world.split(world.node), or weft.init(group) of its ranks)"
             )
@@ -528,7 +530,7 @@ class Op(ABC, Generic[C]):
         if reason is None:
             assert isinstance(plan, TwoLevel)
             return plan
-        world.say_once(
+        world.log_once(
             f"{self.title}: sequential instead of {asked if isinstance(asked, str) else asked.kind}: {reason}"
         )
         return Sequential()

@@ -255,8 +255,8 @@ class FusedMoe(Fused):
     """A mixture of experts in one launch of per_sm programs on every SM (ops/moe/expert_parallel/fused_kernels.py).
     Each expert's rows are padded to a multiple of block_m.
 
-    copy_programs: the programs with the lowest ids, which dispatch tokens and return sums, at most copy_rows rows at a
-    time; of tokens each has copy_stages such blocks in flight.
+    copy_programs: the first programs of the launch, which move rows, tokens out and sums back, at most copy_rows at
+    once; each has copy_stages blocks of tokens in flight.
     """
 
     tile: GemmTile = NARROW
@@ -419,13 +419,13 @@ class TwoLevel(Plan):
 
 @dataclass(frozen=True)
 class DispatchedGemms(Plan):
-    """Base of the dispatched plans: an MoE layer's tokens go to their experts' ranks under the first grouped GEMM,
-    whose tiles wait for them; weighted sums go back under the second.
+    """The base of the dispatched plans: an MoE layer's tokens go to the ranks of their experts under the first grouped
+    GEMM, whose tiles wait for them; weighted sums go back under the second.
 
-    tile: of both GEMMs; stages are reduced if an SM has no memory for them. flatten: as in FusedGather, for the first
-    GEMM. dispatch_programs, combine_programs: programs, of side_warps warps each, that share the SMs with a GEMM; more
-    than SMs count as many as SMs. The first send, with send_stages blocks of rows in flight; the second sum, at most
-    sum_rows tokens at a time.
+    tile: of both GEMMs; they have fewer stages where an SM has no memory for them. flatten: whether the first GEMM's
+    loop over tiles is flattened. dispatch_programs, combine_programs: programs, of side_warps warps each, that share
+    the SMs with a GEMM. Dispatch programs have send_stages blocks of rows in flight; combine programs sum at most
+    sum_rows tokens at once. Numbers above that of the SMs count as it.
     """
 
     kind: ClassVar[str] = "dispatched"
@@ -444,7 +444,7 @@ class Dispatched(DispatchedGemms):
     """An MoE layer's experts in four launches (ops/moe/expert_parallel/kernels.py). Each expert's rows are padded to a
     multiple of block_m.
 
-    send_rows: rows of a block that is sent, at most.
+    send_rows: the most rows of a block that is sent.
     """
 
     send_rows: int = 8
@@ -452,8 +452,9 @@ class Dispatched(DispatchedGemms):
 
 @dataclass(frozen=True)
 class DispatchedColumns(DispatchedGemms):
-    """Tensor-parallel experts: a pair of launches in each half (ops/moe/tensor_parallel/op.py). Tiles have 128 rows,
-    which block_m must be. A sent block has the size that side_warps warps hold, and its rows may end anywhere in it."""
+    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/tensor_parallel/op.py). Rows
+    are in tiles of 128, which block_m must be. A block that is sent has as many elements as side_warps hold, whatever
+    rows they belong to."""
 
 
 @dataclass(frozen=True)
@@ -487,12 +488,12 @@ class HeadParallel(Plan):
 
 @dataclass(frozen=True)
 class LowLatency(Plan):
-    """An MoE layer's experts for few tokens, in three launches and without routing tables
+    """An MoE layer's experts for few tokens, in three launches without tables
     (ops/moe/expert_parallel/low_latency_kernels.py).
 
-    tile: of both GEMMs, with per_sm programs on every SM, which read an expert's weights once for each block_n columns,
-    whatever the number of its rows. copy_programs: programs that send rows and sums to other ranks, at most as many as
-    there are.
+    tile: of both GEMMs, of per_sm programs on every SM, which read an expert's weights once for each block_n columns,
+    however many rows it has. copy_programs: programs that send rows and sums to other ranks; numbers above that of all
+    programs count as it.
     """
 
     kind: ClassVar[str] = "low_latency"

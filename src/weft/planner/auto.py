@@ -64,7 +64,7 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
             return planner.sum(m * n * ITEM, passes)
         return planner.nearest(op, m, n, k, mode, limits)
     except NotMeasured as e:
-        world.say_once(f"{op}: sequential: {e}")
+        world.log_once(f"{op}: sequential: {e}")
         return Sequential()
 
 
@@ -135,7 +135,7 @@ def _planner(world: World) -> Planner | str | None:
             problem = f"the planner cannot use its profile: {type(e).__name__}: {e}"
     if problem or profile is None or len(set(digests)) > 1:
         problem = problem or f"the ranks have different profiles ({', '.join(map(str, digests))})"
-        world.say_once(f'"auto" is sequential for shapes that were not measured: {problem}')
+        world.log_once(f'"auto" is sequential for shapes that were not measured: {problem}')
         return UNUSABLE
     drift = None if shares else self_check(profile, world.device)
     if drift is not None and abs(drift - 1) > DRIFT:

@@ -223,7 +223,7 @@ def candidates(
         if collective_name == "reduce_scatter" and m // p.world % PIECES == 0:
             plans.append(Decomposed((1,) * p.world, PIECES))
     if p.over_nodes is not None and collective_name != "all_to_all":
-        plans += [TwoLevel(pieces) for pieces in (1, 2, 4)]
+        plans += [TwoLevel(count) for count in (1, 2, 4)]
     if k % 8 == 0 and n % 8 == 0:
         if collective_name == "all_reduce" or m >= p.world:  # the other collectives need rows on every rank
             plans += p.low_latency_times(collective_name, m * (k if collective_name == "all_gather" else n) * ITEM)

@@ -106,7 +106,12 @@ Say = Callable[[int, int, str], None]  # called with the probes done, their tota
 
 
 def measure(
-    world: World, profile: Profile, seconds: float, probes: Sequence[Probe], save: Callable[[Profile], None], say: Say
+    world: World,
+    profile: Profile,
+    seconds: float,
+    probes: Sequence[Probe],
+    save: Callable[[Profile], None],
+    report: Say,
 ) -> Profile:
     """Return `profile` with what the probes measured in about `seconds`. Rank 0 saves it every few seconds. Collective.
     Raises Timeout if a rank is gone."""
@@ -122,7 +127,7 @@ def measure(
         if max(world.exchange(time.monotonic() - start)) > seconds:
             break
         if world.rank == 0:
-            say(i, len(remaining), probe.name)
+            report(i, len(remaining), probe.name)
         rows: Sequence[Measurement] = ()
         problem = ""
         try:
@@ -141,7 +146,7 @@ def measure(
                 problem = problem or f"{probe.name}: {e}"
         if failed:
             if world.rank == 0:
-                say(i, len(remaining), f"left out: {failed[0]}")
+                report(i, len(remaining), f"left out: {failed[0]}")
             continue
         profile += rows
         if world.rank == 0 and time.monotonic() - saved_at > SAVE_EVERY:
@@ -168,7 +173,7 @@ def start_of(machine: Hardware, path: Path, again: bool = False) -> Profile:
     return profile
 
 
-def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = False) -> tuple[str, int, int]:
+def run(world: World, seconds: float, out: Path | None, report: Say, again: bool = False) -> tuple[str, int, int]:
     """Measure this machine into `out`, or the file in which weft looks for its profile. again: measure everything, and
     replace the file. On several equal nodes only the link between nodes is measured, into the profile of one of them.
     Collective.
@@ -196,7 +201,7 @@ def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = 
     if isinstance(profile, str):
         raise ProfileError(profile)
     probes = list(probes_of(Bench(world, CudaTimer(world))))
-    profile = measure(world, profile, seconds, probes, lambda p: write(p, path), say)
+    profile = measure(world, profile, seconds, probes, lambda p: write(p, path), report)
     wanted = {identity(row) for p in probes for row in p.rows}
     return str(path), len(wanted & {identity(row) for row in profile.rows()}), len(wanted)
 
@@ -211,12 +216,12 @@ def main() -> None:
     a = p.parse_args()
     world, last = init(), [0.0]
 
-    def say(done: int, total: int, operation: str) -> None:
+    def report(done: int, total: int, operation: str) -> None:
         if operation.startswith("left out") or time.monotonic() - last[0] > 5:
             last[0] = time.monotonic()
             print(f"{done}/{total} {operation}", flush=True)
 
-    path, measured, wanted = run(world, a.seconds, a.out, say, a.again)
+    path, measured, wanted = run(world, a.seconds, a.out, report, a.again)
     if world.rank == 0:
         print(f"{path}: {measured} of {wanted} measurements", flush=True)
     torch.distributed.destroy_process_group()

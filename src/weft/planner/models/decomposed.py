@@ -57,12 +57,12 @@ def _gather_chunks(p: PartTimes, plan: Decomposed, m: int, n: int, k: int, fit: 
 def _push_chunks(p: PartTimes, plan: Decomposed, m: int, n: int, k: int, fit: Chunking) -> list[Step]:
     groups, rows = plan.groups or (1,) * p.world, m // p.world
     barrier = barrier_us(p, fit)
-    pieces = plan.pieces if rows % plan.pieces == 0 and set(groups) == {1} else 1
-    rows //= pieces
+    piece_count = plan.pieces if rows % plan.pieces == 0 and set(groups) == {1} else 1
+    rows //= piece_count
     size = rows * n * ITEM
     copy, sum_us = copy_us(p, fit, size), p.optional("sum", size)
     works, lanes = [Work("comm", "enter", barrier)], itertools.cycle(("gemm", "gemm 2"))
-    for _ in range(pieces):
+    for _ in range(piece_count):
         for i, g in enumerate(reversed(groups)):
             chunk = Work(next(lanes), f"gemm {i}", p.gemm(g * rows, n, k))
             is_own = i == len(groups) - 1

@@ -47,46 +47,49 @@ def steps(p: OverNodes, op: str, plan: TwoLevel, m: int, n: int, k: int) -> list
 
 
 def _gather(p: OverNodes, op: str, plan: TwoLevel, m: int, n: int, k: int) -> list[Step]:
-    rows, pieces = m // p.nodes, plan.pieces
-    send_us = p.send(rows // p.node.world // pieces * k * ITEM)
-    place_us = p.node.optional("local", rows // pieces * n * ITEM) if pieces > 1 else 0.0
+    rows, piece_count = m // p.nodes, plan.pieces
+    send_us = p.send(rows // p.node.world // piece_count * k * ITEM)
+    place_us = p.node.optional("local", rows // piece_count * n * ITEM) if piece_count > 1 else 0.0
     computed = p.op(op, rows, n, k)
     steps = [Step("gemm", "own node", 0.0, computed)]
-    for i in range((p.nodes - 1) * pieces):
+    for i in range((p.nodes - 1) * piece_count):
         arrived = (i + 1) * send_us
         steps.append(Step("comm", "send", arrived - send_us, arrived))
-        start, computed = max(computed, arrived), max(computed, arrived) + p.op(op, rows // pieces, n, k) + place_us
+        start, computed = (
+            max(computed, arrived),
+            max(computed, arrived) + p.op(op, rows // piece_count, n, k) + place_us,
+        )
         steps.append(Step("gemm", f"piece {i}", start, computed))
     return steps
 
 
 def _scatter(p: OverNodes, op: str, plan: TwoLevel, m: int, n: int, k: int) -> list[Step]:
-    rows, pieces = m // p.nodes, plan.pieces
+    rows, piece_count = m // p.nodes, plan.pieces
     shard = rows // p.node.world * n * ITEM
-    send_us = p.send(shard // pieces)
-    gather_us = p.node.optional("local", rows // pieces * k * ITEM) if pieces > 1 else 0.0
+    send_us = p.send(shard // piece_count)
+    gather_us = p.node.optional("local", rows // piece_count * k * ITEM) if piece_count > 1 else 0.0
     computed = sent = 0.0
     steps = []
-    for i in range((p.nodes - 1) * pieces):
-        start, computed = computed, computed + gather_us + p.op(op, rows // pieces, n, k)
+    for i in range((p.nodes - 1) * piece_count):
+        start, computed = computed, computed + gather_us + p.op(op, rows // piece_count, n, k)
         steps.append(Step("gemm", f"piece {i}", start, computed))
         start, sent = max(computed, sent), max(computed, sent) + send_us
         steps.append(Step("comm", "send", start, sent))
     done = computed + p.op(op, rows, n, k)
-    summed = max(done, sent) + p.node.optional("local", (p.nodes + 1) * shard / 2)
-    return [*steps, Step("gemm", "own node", computed, done), Step("gemm", "sum", max(done, sent), summed)]
+    sum_end = max(done, sent) + p.node.optional("local", (p.nodes + 1) * shard / 2)
+    return [*steps, Step("gemm", "own node", computed, done), Step("gemm", "sum", max(done, sent), sum_end)]
 
 
 def _reduce(p: OverNodes, plan: TwoLevel, m: int, n: int, k: int) -> list[Step]:
-    pieces, scatter = plan.pieces, op_around("reduce_scatter")
-    rows, steps = m // pieces, []
+    piece_count, scatter = plan.pieces, op_around("reduce_scatter")
+    rows, steps = m // piece_count, []
     part = rows // p.node.world * n * ITEM
     all_reduce_us, gather_us = (
         p.all_reduce(part),
         p.node.world * p.node.latency("copy", part) + p.node.latency("barrier"),
     )
     computed, reduced, ends = 0.0, 0.0, []
-    for i in range(pieces):
+    for i in range(piece_count):
         start, computed = computed, computed + p.op(scatter, rows, n, k)
         steps.append(Step("gemm", f"piece {i}", start, computed))
         start, reduced = max(computed, reduced), max(computed, reduced) + all_reduce_us

@@ -68,8 +68,8 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
         doubling.append(sum(doubling))
     chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
     for op, fused in variants(b.world.capability).items():
-        pieces = [Decomposed((1,) * world, PIECES)] if collective(op) == "reduce_scatter" else []
-        plans: list[Plan] = [Sequential(), *((*chunks, *pieces, *fused) if b.copies else ())]
+        in_pieces = [Decomposed((1,) * world, PIECES)] if collective(op) == "reduce_scatter" else []
+        plans: list[Plan] = [Sequential(), *((*chunks, *in_pieces, *fused) if b.copies else ())]
         yield from (call(b, op, plan, *shape) for plan in plans for shape in shapes_of(b, op, part))
     yield from (
         call(b, op_around("all_to_all"), Sequential(), *shape) for shape in shapes_of(b, op_around("all_to_all"), part)
