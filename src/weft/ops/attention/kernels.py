@@ -8,8 +8,8 @@ push_rows    pushes keys and values with a few programs on a side stream, which 
 push_blocks  pushes blocks of a matrix to several readers, each with its own start and row stride, so that the matrix
              is rearranged on the way
 
-Both pushes only store; what tells the reader that the rows have arrived follows on the same stream (a notification
-after push_rows, a barrier after push_blocks).
+Both pushes only store. The reader learns of the rows from what follows on the same stream: a notification after
+push_rows, a barrier after push_blocks.
 """
 
 import triton.language as tl

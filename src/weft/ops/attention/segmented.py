@@ -3,7 +3,7 @@
     main stream  barrier | attention over local keys | attention over remote keys .. | merge
     copy stream           | push | push | push
 
-Every rank pushes its keys and values into the buffers of the ranks that read them, and notifies the reader behind each
+Every rank pushes its keys and values into the buffers of the ranks that read them, and notifies the reader after each
 range. Readers wait for those notifications between two calls of the library. The barrier at the start says that all
 ranks have finished reading what the previous call pushed, so that their buffers may be written again. No staging buffer
 is needed, and no kernel has to find a free SM while the library's kernel occupies all of them.

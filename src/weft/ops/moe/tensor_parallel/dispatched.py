@@ -126,7 +126,7 @@ def arena_workspace(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: t
     """Return a workspace whose inbox and outbox are the arena."""
     half_size = arena.half // dtype.itemsize
     memory = arena.memory.view(0, (2 * half_size,), dtype)
-    return LayerWorkspace(memory, memory, hidden, y, arena.turn, half_size)
+    return LayerWorkspace(memory, memory, hidden, y, arena.epoch, half_size)
 
 
 # -- the launches ------------------------------------------------------------------------------------------------------
