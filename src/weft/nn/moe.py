@@ -242,8 +242,8 @@ class MoE(nn.Module):
         logical = list(range(experts))
         if self.placement is not None:
             placed(self.placement, experts)
-            places = self.placement.view(experts, -1).tolist()
-            logical = [e for _, e in sorted((p, e) for e, row in enumerate(places) for p in row if p >= 0)]
+            physical = self.placement.view(experts, -1).tolist()
+            logical = [e for _, e in sorted((p, e) for e, row in enumerate(physical) for p in row if p >= 0)]
         return logical[self.split.expert_range]
 
     def _packed(self, t: torch.Tensor, layout: str) -> torch.Tensor:
