@@ -39,7 +39,7 @@ from weft.check.ptx import (
     within,
 )
 from weft.compute.gemm import gemm_tile, matmul
-from weft.compute.scaled_gemm import scaled_gemm_tile, scaled_matmul
+from weft.compute.scaled_gemm import add_step, scaled_gemm_tile, scaled_matmul
 from weft.compute.signaled_gemm import signaled_gemm
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
@@ -434,7 +434,8 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {
-    "all_gather_gemm": (pull_chunks, gemm_tile, scaled_gemm_tile), "copied_gemm": (gemm_tile, scaled_gemm_tile),
+    "all_gather_gemm": (pull_chunks, gemm_tile, scaled_gemm_tile, add_step),
+    "copied_gemm": (gemm_tile, scaled_gemm_tile, add_step),
     "gemm_reduce": (sum_half_tiles, gather_tile),
     "two_shot": (load_row,),
 }  # fmt: skip
@@ -574,7 +575,9 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
     loops = 2 if launch.kernel.__name__ in GATHERS else 1  # an all-gather's own tiles, then the others
-    planned = loops * 2 * launch.options["num_stages"]
+    gather = args["how"].product if launch.kernel is all_gather_gemm else args.get("product")
+    promotes = (args["tile"] if gather is None else gather.tile).PROMOTE.value
+    planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # of x upper and lower rows apart
     assert tiles == (planned if computes(launch) else 0), "loads of the GEMM's tiles"
     if not communicates(launch):
         assert blocks == 0
