@@ -100,9 +100,7 @@ NOT_DONE: frozenset[str] = frozenset(
     models.llama
     nn.linear
     nn.mlp
-    nn.moe
     nn.scaled
-    nn.split
     op
     ops.activation
     ops.all_gather_matmul.call
@@ -123,7 +121,6 @@ NOT_DONE: frozenset[str] = frozenset(
     ops.matmul_reduce.runs
     ops.matmul_reduce.signaled
     ops.moe.call
-    ops.moe.dispatch_combine.op
     ops.moe.tensor_parallel.call
     ops.norm
     ops.product

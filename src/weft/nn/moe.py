@@ -97,7 +97,7 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         super().__init__()
         physical = num_experts if placement is None else placed(placement, num_experts)
-        self.split = split = Share.of(world, parallel, physical, intermediate_size, placement is not None)
+        self.split = split = Share.for_rank(world, parallel, physical, intermediate_size, placement is not None)
         counted = count_received or None
         split.check(dict(placement=placement, max_tokens=max_tokens, max_rows=max_rows, count_received=counted))
         self.capacity_factor, self.drop, self.max_tokens, self.max_rows = capacity_factor, drop, max_tokens, max_rows
