@@ -33,6 +33,7 @@ from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, r
 from cases_reduce import norm_case
 from gpu_async_tp import checks as async_tp_checks
 from gpu_attention import checks as attention_checks
+from gpu_fp8 import checks as fp8_checks
 from gpu_hf import checks as hf_checks
 from gpu_hf_moe import checks as hf_moe_checks
 from gpu_launches import checks as launch_checks
@@ -407,6 +408,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
     yield from ops_checks(world)
     yield from reduce_checks(world)
+    yield from fp8_checks(world)
     yield from launch_checks(world)
     yield from signaled_checks(world)
     yield from moe_checks(world)

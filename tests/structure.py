@@ -89,38 +89,20 @@ NOT_DONE: frozenset[str] = frozenset(
     compute.elementwise
     compute.gemm
     compute.norm
+    compute.quantize
     compute.signaled_gemm
     integrations.torch_async_tp
-    integrations.torch_parallel_styles
-    integrations.transformers.forwards
-    integrations.transformers.generation
-    integrations.transformers.modules
-    integrations.transformers.moe
-    integrations.transformers.paged
-    integrations.transformers.parameters
-    integrations.transformers.shards
-    integrations.transformers.styles
-    integrations.transformers.weave_model
-    integrations.transformers.woven
-    integrations.vllm
     integrations.vllm.dataflow
-    integrations.vllm.interface
     integrations.vllm.plugin
     integrations.vllm.row_all_reduce
     integrations.vllm.row_norm_column
-    integrations.vllm.timing
-    models.attention
-    models.cache
     models.config
-    models.graphs
     models.llama
-    models.mixture
     nn.linear
     nn.mlp
     nn.moe
-    nn.sharded
+    nn.scaled
     nn.split
-    nn.weave
     op
     ops.activation
     ops.all_gather_matmul.call
@@ -131,13 +113,7 @@ NOT_DONE: frozenset[str] = frozenset(
     ops.all_reduce.low_latency_kernels
     ops.all_reduce.op
     ops.all_reduce.runs
-    ops.attention.backward
-    ops.attention.head_parallel
-    ops.attention.kernels
-    ops.attention.key_ranges
-    ops.attention.libraries
     ops.attention.op
-    ops.attention.segmented
     ops.common
     ops.matmul
     ops.matmul_all_to_all.op
@@ -147,35 +123,14 @@ NOT_DONE: frozenset[str] = frozenset(
     ops.matmul_reduce.runs
     ops.matmul_reduce.signaled
     ops.moe.call
-    ops.moe.dispatch_combine.collectives
     ops.moe.dispatch_combine.op
-    ops.moe.expert_parallel.backward
-    ops.moe.expert_parallel.backward_kernels
-    ops.moe.expert_parallel.dispatched
-    ops.moe.expert_parallel.fused
-    ops.moe.expert_parallel.fused_kernels
-    ops.moe.expert_parallel.kernels
-    ops.moe.expert_parallel.low_latency
-    ops.moe.expert_parallel.low_latency_kernels
-    ops.moe.expert_parallel.op
-    ops.moe.expert_parallel.place_rows
-    ops.moe.expert_parallel.place_rows_kernels
-    ops.moe.expert_parallel.sequential
-    ops.moe.routing.capacity
-    ops.moe.routing.kernels
-    ops.moe.routing.placement
-    ops.moe.routing.route_tables
-    ops.moe.routing.router
-    ops.moe.routing.router_kernels
-    ops.moe.tensor_parallel.backward
-    ops.moe.tensor_parallel.backward_kernels
     ops.moe.tensor_parallel.call
-    ops.moe.tensor_parallel.dispatched
-    ops.moe.tensor_parallel.kernels
-    ops.moe.tensor_parallel.op
-    ops.moe.tensor_parallel.sequential
     ops.norm
+    ops.product
+    ops.quantize
+    ops.recipes
     ops.rotary
+    ops.scaled_gemm
     ops.two_level
     planner.auto
     planner.curves

@@ -24,7 +24,7 @@ from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
 from weft.ops.all_reduce.call import NORM, SumCall
 from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM, AllReduceRmsNorm
 from weft.ops.attention import libraries
-from weft.ops.attention.segmented import Heads
+from weft.ops.attention.segmented import AttentionConfig
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands
 from weft.ops.moe.expert_parallel.op import MOE, Moe
 from weft.planner.table import Measured, learn
@@ -242,7 +242,11 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
         monkeypatch.setattr(Op, "execute", lambda self, world, call, plan, operands, out: plan)
         x, weight = torch.zeros(512, 512).bfloat16(), torch.zeros(512, 512).bfloat16()
         plan = REGISTRY[op].call(
-            world, "auto", (x, weight, None), ((None, 0, False) if op == "all_gather_matmul" else (False,)), None
+            world,
+            "auto",
+            (x, weight, None),
+            ((None, 0, False, None, False) if op == "all_gather_matmul" else (False, None, False)),
+            None,
         )
         world.backend.name = "emulated"
         return plan, set(noted(world))
@@ -345,7 +349,7 @@ def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyP
     capturing = [True]
 
     def main(world: weft.World) -> list[str]:
-        of = Heads((), 2, 2, 16, torch.bfloat16, 0.25)
+        of = AttentionConfig((), 2, 2, 16, torch.bfloat16, 0.25)
         found = []
         for capturing[0], keys in ((True, 40), (False, 40), (True, 40), (True, 90), (False, 41)):
             took[fast] = 50.0 if keys != 41 else 99.5

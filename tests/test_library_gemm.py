@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases_fp8 import factors
 
 from weft.backends import library_gemm
 from weft.chooser import Choice, Chooser, Took
@@ -165,3 +166,38 @@ def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> N
         assert ran[-1] == ("torch" if lacks else by)
     library_gemm.multiply_groups(x, w.transpose(1, 2).contiguous().transpose(1, 2), STARTS)
     assert ran[-1] == "torch", "weights that are not contiguous"
+
+
+def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
+    """The first is trusted: it runs where no other one is right, or faster."""
+
+    def way(name: str, value: float) -> Any:
+        def run() -> None:
+            if name == "broken":
+                raise RuntimeError("no kernel of this size")
+            out.fill_(value)
+
+        return run
+
+    out, us = torch.empty(4, 4), {"own": 10.0, "slow": 11.0, "fast": 9.0}
+    monkeypatch.setattr(Chooser, "time", lambda self, choice, name, *_: Took(us[name], us[name]))
+    chooser = Chooser(lambda *_: pytest.fail("really timed"), lambda: False)
+
+    def fastest(**values: float) -> str:
+        ways = {name: way(name, value) for name, value in values.items()}
+        candidates = lambda: library_gemm.right_products(ways, out)  # noqa: E731
+        return chooser.choose(Choice(tuple(values), lambda mode: "own", candidates, lambda name: ways[name]()))
+
+    assert fastest(own=2.0, slow=2.0, wrong=3.0, broken=2.0) == "own"
+    assert fastest(own=2.0, slow=2.0, wrong=3.0, broken=2.0, fast=2.001) == "fast"
+
+
+def test_a_dequantized_product_is_that_of_the_values() -> None:
+    x, w, xs, ws = factors(1, 24, 300, 256, "block", torch.device("cpu"))
+    out, bias = torch.empty(24, 300, dtype=torch.bfloat16), torch.randn(300).bfloat16()
+    library_gemm.dequantized_product(library_gemm.ScaledOperands(x, w, bias, xs, ws, "block", False), out)
+    rows, columns = (
+        s.repeat_interleave(n, 0)[:m].repeat_interleave(128, 1) for s, n, m in ((xs, 1, 24), (ws, 128, 300))
+    )
+    want = (x.double() * rows) @ (w.double() * columns).t() + bias.double()
+    assert ((out.double() - want).norm() / want.norm()).item() < 3e-3

@@ -22,7 +22,7 @@ import report  # noqa: E402
 import table  # noqa: E402
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-MOST_WORDS, OF_MEASUREMENTS = 38_700, 1_500
+MOST_WORDS, OF_MEASUREMENTS = 39_370, 1_500
 SLOW = "docs/planner.md"  # predicts some thousand calls
 
 

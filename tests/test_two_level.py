@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton.language as tl
 from cases import OPS, case, distance, draw, shared_case
+from cases_fp8 import case as fp8_case
 from cases_nn import all_gather_grads, reduce_grads
 from cases_reduce import FP8, bound, norm_case, sum_case
 from cases_signaled import all_to_all_case, drawn
@@ -263,7 +264,7 @@ def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]
-        call = op.check(world, op.typed((draw(1, 4, 32), draw(2, 32, 32), None)), (None, 0, False))
+        call = op.check(world, op.typed((draw(1, 4, 32), draw(2, 32, 32))), (None, 0, False, None, False))
 
         def chosen(plan: str | Plan) -> Plan:
             return op.choose(world, call, plan, False)
@@ -286,6 +287,26 @@ def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "all_gather_matmul: sequential instead of fused: its ranks are on 2 nodes, 2 each"
     assert "gathered_attention on this World runs by its sequential plan: its ranks are on 2 nodes, 2 each" in lines[-1]
+
+
+@pytest.mark.parametrize("plan", ["auto", "two_level"])
+def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls of 8-bit operands, and norms that return scales, are the library's there."""
+
+    def main(world: World) -> None:
+        for op in OPS[:3]:
+            assert fp8_case(world, op, [4] * 4, 32, 128, "row", plan) < BOUND
+        x, weight = draw(1, 8, 128), draw(2, 128)
+        (y, _, scales), same = (
+            weft.all_reduce_rms_norm(x, None, weight, world=world, plan=each, quantize="row")
+            for each in (plan, "sequential")
+        )
+        assert torch.equal(y.view(torch.uint8), same[0].view(torch.uint8)) and torch.equal(scales, same[2])
+
+    over_nodes(main)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (4 if plan == "two_level" else 0), said
+    assert all("sequential instead of two_level" in each and "between nodes" in each for each in said)
 
 
 @pytest.mark.parametrize(("us", "plan"), [(80.0, TwoLevel(2)), (100.0, Sequential())])

@@ -131,7 +131,7 @@ def _attention() -> list[tuple[str, str]]:
     lines = []
     for use in libraries.USES:
         try:
-            reasons = libraries.answers(use, torch.device("cuda", 0), torch.bfloat16, 32, 8, 128)
+            reasons = libraries.library_errors(use, torch.device("cuda", 0), torch.bfloat16, 32, 8, 128)
         except RuntimeError as error:  # for example, out of memory
             reasons = {library: f"{error}".splitlines()[0] for library in (libraries.CUDNN, libraries.FLASH)}
         chosen = next((library.name for library, reason in reasons.items() if not reason), "none")

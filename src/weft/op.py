@@ -92,6 +92,11 @@ class Call:
 C = TypeVar("C", bound=Call)
 
 
+def trial_title(op: str, scaling: str) -> str:
+    """Return the title of an op's trials (`Op.scaling`)."""
+    return f"{op} of 8-bit operands by {scaling}" if scaling else op
+
+
 @dataclass(frozen=True)
 class Known(Generic[C]):
     """What was decided for calls of one key."""
@@ -204,6 +209,14 @@ class Op(ABC, Generic[C]):
         that never could on this machine."""
         return None
 
+    def scaling(self, call: C) -> str:
+        """How 8-bit operands of the call are scaled, of which the planner has no rates; "" for others."""
+        return ""
+
+    def fitted(self, call: C, plan: Plan) -> Plan:
+        """The plan as it serves the call, where its tiles are other calls'."""
+        return plan
+
     def movable(self, plan: Plan, m: int, world: int) -> bool:
         """Whether copy engines can move what the plan wants of them when `world` ranks have M rows together."""
         return True
@@ -252,7 +265,7 @@ class Op(ABC, Generic[C]):
         if torch.is_grad_enabled():
             for t in operands:
                 if t is not None and getattr(t, "requires_grad", False):  # what is no tensor is refused further on
-                    self._check_gradient(out)
+                    self._check_gradient(operands, out)
                     gradient = True
                     break
         if self.keeps:
@@ -273,11 +286,13 @@ class Op(ABC, Generic[C]):
         """Return the operands by name, for an op that names them."""
         return operands if self.takes is None else self.takes(*operands)
 
-    def _check_gradient(self, out: torch.Tensor | None) -> None:
-        if not self.differentiable:
-            raise ValueError(
-                f"{self.title}: an operand requires a gradient, which this op does not have; use torch.no_grad()"
-            )
+    def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
+        """Why a call of these operands has no gradient; None where it has."""
+        return None if self.differentiable else "this op does not have"
+
+    def _check_gradient(self, operands: Sequence[torch.Tensor | None], out: torch.Tensor | None) -> None:
+        if why := self.no_gradient(operands):
+            raise ValueError(f"{self.title}: an operand requires a gradient, which {why}; use torch.no_grad()")
         if out is not None:
             raise ValueError(
                 f"{self.title}: out= has no gradient, and an operand requires one; omit it, or use torch.no_grad()"
@@ -496,8 +511,10 @@ class Op(ABC, Generic[C]):
             )
             return Sequential()
         if asked == "auto":
-            usual = self.default(world, TwoLevel) if world.scale.presets else Sequential()
-            return self._timed(world, call, "graph" if capturing else "eager") or usual
+            usual = self.default(world, TwoLevel)
+            preset = world.scale.presets and self.fits(world, call, usual, asked) is None
+            timed = self._timed(world, call, "graph" if capturing else "eager")
+            return timed or (usual if preset else Sequential())
         plan = self.default(world, TwoLevel) if asked == TwoLevel.kind else asked
         reason = self.fits(world, call, plan, asked) if isinstance(plan, TwoLevel) else world.nodes_reason
         if reason is None:
@@ -532,7 +549,8 @@ class Op(ABC, Generic[C]):
                 named: Sequence[Plan] = self.over_nodes
             else:
                 named = *self.candidates(world, call), *unmeasured(self, world, call)
-            fit = [plan for plan in dict.fromkeys(named) if self.fits(world, call, plan, "auto") is None]
+            fitted = dict.fromkeys(self.fitted(call, plan) for plan in named)
+            fit = [plan for plan in fitted if self.fits(world, call, plan, "auto") is None]
             return [plan for plan in fit if self.choose(world, call, plan, False) == plan]
 
         @functools.cache
@@ -549,7 +567,7 @@ class Op(ABC, Generic[C]):
             candidates,
             run,
             lambda plan: self.check_same_on_all_ranks(world, timed()[0], plan),
-            self.name,
+            trial_title(self.name, self.scaling(call)),
             self.sizes(call),
         )
 

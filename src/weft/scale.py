@@ -4,7 +4,7 @@ backend sets its World's scale, and an op reads it, so that no op asks which one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from .plans import (
     FusedReduceScatter,
     GemmTile,
     LowLatency,
+    Persistent,
     Plan,
     Signaled,
     TileShape,
@@ -26,6 +27,7 @@ from .plans import (
 P = TypeVar("P", bound=Plan)
 
 SMALL_TILE = GemmTile(block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
+SMALL_PERSISTENT = Persistent(tile=replace(SMALL_TILE, block_k=128))
 SMALL_GATHER = FusedGather(tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2)
 SMALL_REDUCE_SCATTER = FusedReduceScatter(
     tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, batch=2
@@ -42,7 +44,7 @@ SMALL_LOW_LATENCY = LowLatency(
     tile=TileShape(block_m=16, block_n=32, block_k=32, warps=4, stages=2), copy_programs=2, per_sm=1
 )
 SMALL_PLANS = (
-    *(SMALL_GATHER, SMALL_REDUCE_SCATTER, SMALL_ALL_REDUCE, SMALL_SIGNALED),
+    *(SMALL_PERSISTENT, SMALL_GATHER, SMALL_REDUCE_SCATTER, SMALL_ALL_REDUCE, SMALL_SIGNALED),
     *(SMALL_MOE, SMALL_DISPATCHED, SMALL_DISPATCHED_COLUMNS, SMALL_LOW_LATENCY, SMALL_REDUCE),
 )
 

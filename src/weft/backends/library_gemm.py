@@ -5,6 +5,9 @@ than cuBLAS on many shapes and slower on some. So the chooser times them beside 
 first call of a size: of those whose numbers are right, the fastest runs from then on. Each rank decides for itself: the
 results are the same up to rounding.
 
+Products of 8-bit operands (`ScaledOperands`) are torch's, DeepGEMM's where it is installed, and weft's own, of which
+the first call of a size takes the fastest in the same way (ops/scaled_gemm.py).
+
 quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`). Where it gives
 the right numbers (`waits`), plan="auto" of all-gather + GEMM tries it.
 """
@@ -12,8 +15,9 @@ the right numbers (`waits`), plan="auto" of all-gather + GEMM tries it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -199,3 +203,105 @@ def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
         return out
 
     return is_right(product, (x, weight, out), x @ weight.t())
+
+
+# -- products of 8-bit operands ----------------------------------------------------------------------------------------
+
+
+class ScaledOperands(NamedTuple):
+    """x [M, K] and weight [N, K] in e4m3, bias [N] or None, and float32 scales of one of the recipes (ops/recipes.py):
+    scaling is "tensor" (each of one element), "row" (of M and of N elements) or "block" ([M, K / 128], and [N / 128
+    rounded up, K / 128])."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    x_scale: torch.Tensor
+    weight_scale: torch.Tensor
+    scaling: str
+    fast_accum: bool
+
+
+ScaledProduct = Callable[[ScaledOperands, torch.Tensor], object]  # of operands and out [M, N]
+
+
+def dequantized(t: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    """float32 values of t [R, K]. rows: of t that share a scale of [R / rows rounded up, K / 128]."""
+    if scale.dim() == 2 and scale.shape[1] * 128 == t.shape[1] and scale.shape[0] * rows >= t.shape[0]:
+        scale = scale.repeat_interleave(rows, 0)[: t.shape[0]].repeat_interleave(128, 1)
+    elif scale.numel() > 1:
+        scale = scale.view(-1, 1)
+    return t.float() * scale
+
+
+def dequantized_product(o: ScaledOperands, out: torch.Tensor) -> None:
+    """Multiply the float32 values, as is done with CPU tensors."""
+    rows = 128 if o.scaling == "block" else 1
+    y = dequantized(o.x, o.x_scale) @ dequantized(o.weight, o.weight_scale, rows).t()
+    out.copy_(y if o.bias is None else y + o.bias.float())
+
+
+def torch_scaled(o: ScaledOperands, out: torch.Tensor) -> None:
+    """torch's, by cuBLAS or CUTLASS as it decides."""
+    x_scale, weight_scale = o.x_scale, o.weight_scale
+    if o.scaling == "row":
+        x_scale, weight_scale = x_scale.view(-1, 1), weight_scale.view(1, -1)
+    torch._scaled_mm(
+        o.x, o.weight.t(), x_scale, weight_scale, o.bias, out_dtype=out.dtype, use_fast_accum=o.fast_accum, out=out
+    )
+
+
+def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
+    """torch's, by cuBLAS, of CUDA 12.9 or later. It takes x's scales column after column, and the weight's with whole
+    16-byte words from a row to the next."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    blocks = o.weight_scale.shape[1]
+    padded = torch.nn.functional.pad(o.weight_scale, (0, -blocks % 4))[:, :blocks]
+    y = scaled_mm(
+        o.x,
+        o.weight.t(),
+        o.x_scale.t().contiguous().t(),
+        ScalingType.BlockWise1x128,
+        padded.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=out.dtype,
+    )
+    out.copy_(y if o.bias is None else y.add_(o.bias))
+
+
+def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
+    """DeepGEMM's, where `pip install sgl-deep-gemm` put it. It compiles a kernel for each size at first use."""
+    import deep_gemm
+
+    deep_gemm.fp8_gemm_nt((o.x, o.x_scale), (o.weight, o.weight_scale), out)
+    if o.bias is not None:
+        out.add_(o.bias)
+
+
+@functools.cache
+def scaled_products(scaling: str) -> dict[str, ScaledProduct]:
+    """The libraries' products of a recipe, by name, that this process may have; one that fails is found so when it is
+    tried (`right_products`)."""
+    if scaling != "block":
+        return {"torch": torch_scaled}
+    found: dict[str, ScaledProduct] = {}
+    if hasattr(torch.nn.functional, "scaled_mm"):
+        found["torch"] = torch_scaled_by_block
+    if find_spec("deep_gemm") is not None:
+        found["deep_gemm"] = deep_gemm_by_block
+    return found
+
+
+def right_products(products: Mapping[str, Callable[[], object]], out: torch.Tensor) -> list[str]:
+    """The names of those of these functions, which write `out`, whose numbers are those of the first."""
+    trusted, *others = products
+    try:
+        products[trusted]()
+        expected = out.clone()
+        return [
+            trusted,
+            *(each for each in others if is_right(lambda *_, run=products[each]: run(), (out, out, out), expected)),
+        ]
+    except torch.OutOfMemoryError:
+        return [trusted]

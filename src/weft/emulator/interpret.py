@@ -157,7 +157,9 @@ def trail() -> tuple[int, ...]:
 
 
 def _f32(h: TensorHandle) -> np.ndarray:
-    """The numbers of a handle; a bf16 handle has their bits."""
+    """The numbers of a handle; a bf16 or e4m3 handle has their bits."""
+    if h.dtype.scalar == tl.float8e4nv:
+        return torch.from_numpy(np.ascontiguousarray(h.data)).view(torch.float8_e4m3fn).float().numpy()
     if h.dtype.scalar is tl.bfloat16 or h.dtype.scalar == tl.bfloat16:
         return (h.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return h.data
@@ -453,7 +455,7 @@ class Builder(stock.InterpreterBuilder):
 
     def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: object) -> TensorHandle:
         hooks.worked(2 * a.data.size * b.data.shape[-1])
-        if a.dtype.primitive_bitwidth == 8:
+        if a.dtype.primitive_bitwidth == 8 and a.dtype.scalar != tl.float8e4nv:
             return super().create_dot(a, b, d, *rest)
         x, y = _f32(a), _f32(b)
         if x.dtype == np.float16:

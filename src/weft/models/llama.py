@@ -21,6 +21,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,14 +40,26 @@ from ..nn.decoder_layer import (
     own_rows,
 )
 from ..nn.mlp import ParallelMLP
-from ..nn.sharded import Sharded, part_of
+from ..nn.scaled import (
+    NAMES,
+    Activation,
+    check_recipe,
+    in_shape,
+    parameters,
+    quantized,
+    quantized_weight,
+    scaled_operand,
+)
+from ..nn.sharded import Sharded, divide_by_ranks
 from ..nn.weave import LayerPlan, LayerTimes, Table, halves, table
-from ..ops.activation import gate
+from ..ops.activation import gate, silu_mul
 from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul import Shares, matmul, tile
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
+from ..ops.product import linear
+from ..ops.recipes import SCALE_BLOCK, Recipe, ScaledFactors
 from ..planner.layers import DecoderSizes, predicted
 from ..transport.memory import lock
 from ..world import World
@@ -65,6 +78,8 @@ class Attention(Sharded):
 
     parameters  qkv [(heads + 2 kv_heads) D / W, H], queries first, then keys, then values; out [H, heads D / W];
                 bias, of the rows of qkv, and norms [2, D], of queries and keys, or None
+    recipe      of 8-bit weights, as in `weft.nn`: {q,k,v,o}_proj.weight_scale, or weight_scale_inv, in qkv_scale and
+                out_scale
     """
 
     sharded_dim = {
@@ -72,53 +87,88 @@ class Attention(Sharded):
         **{f"{part}_norm.weight": None for part in "qk"},
         "o_proj.weight": 1,
     }
-    held = ("qkv", "out", "bias", "norms")
+    sharded_parameters = ("qkv", "out", "bias", "norms", "qkv_scale", "out_scale")
+    qkv_scale: nn.Parameter | None
+    out_scale: nn.Parameter | None
 
-    def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, world: World, dtype: torch.dtype, recipe: str | None = None) -> None:
         super().__init__(world, dtype)
+        self.dtype, self.recipe = dtype, recipe
         self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
-        self.heads, self.head_dim = part_of("num_attention_heads", config.num_attention_heads, world), d
+        self.heads, self.head_dim = divide_by_ranks("num_attention_heads", config.num_attention_heads, world), d
         rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
-        self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
-        self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
+        if recipe is None:
+            self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
+            self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
+            self.register_parameter("qkv_scale", None)
+            self.register_parameter("out_scale", None)
+        else:
+            self._hold_8_bits(recipe, hidden, device)
         bias = torch.zeros(rows, dtype=dtype, device=device) if config.qkv_bias else None
         norms = torch.ones(2, d, dtype=dtype, device=device) if config.qk_norm else None
         self.bias, self.norms = (None if t is None else nn.Parameter(t) for t in (bias, norms))
         self.fill({f"{part}_proj.weight": hidden**-0.5 for part in "qkvo"})
 
+    def _hold_8_bits(self, recipe: str, hidden: int, device: torch.device) -> None:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for n, k in ((q, hidden), (kv, hidden), (hidden, q)):
+            check_recipe("Attention", recipe, n, k)
+        self.qkv, self.qkv_scale = parameters(recipe, q + 2 * kv, hidden, device)
+        self.out, self.out_scale = parameters(recipe, hidden, q, device)
+        dims = {**dict.fromkeys("qkv", 0), "o": 1 if recipe == "block" else None}
+        self.sharded_dim = self.sharded_dim | {f"{part}_proj.{NAMES[recipe]}": dim for part, dim in dims.items()}
+        self.ignored = tuple(f"{part}_proj.input_scale" for part in dims)
+
     def get_shard(self, name: str) -> Tensor | None:
-        if name == "o_proj.weight":
-            return self.out
+        scaled = name.rpartition(".")[2] in NAMES.values()
+        if name.startswith("o_proj."):
+            return self.out_scale if scaled else self.out
         part, of = name[0], name[2:]
         if of == "norm.weight":
             return None if self.norms is None else self.norms["qk".index(part)]
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[part]
-        whole = self.bias if of == "proj.bias" else self.qkv
+        if scaled and self.recipe == "block":
+            lo, n = lo // SCALE_BLOCK, n // SCALE_BLOCK
+        whole = self.qkv_scale if scaled else self.bias if of == "proj.bias" else self.qkv
         return None if whole is None else whole[lo : lo + n]
 
+    def local_shard(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
+        if name.rpartition(".")[2] in NAMES.values():
+            value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
+        return super().local_shard(name, value, shape)
+
     def set_shard(self, name: str, value: Tensor) -> None:
+        """A weight of 16 bits is quantized where the module's are of 8."""
+        if self.recipe is not None and name.endswith("proj.weight") and value.dtype != self.qkv.dtype:
+            value, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
+            self.set_shard(f"{name.removesuffix('weight')}{NAMES[self.recipe]}", scale)
         shard = self.get_shard(name)
         assert shard is not None
         shard.copy_(value)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Config, at: int, world: World, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, config: Config, at: int, world: World, dtype: torch.dtype, seed: int, recipe: str | None
+    ) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, inner = config.hidden_size, config.intermediate_size
         self.input_layernorm = Weight(hidden, world=world, dtype=dtype)
-        self.self_attn = Attention(config, world, dtype)
+        self.self_attn = Attention(config, world, dtype, recipe)
         self.post_attention_layernorm = Weight(hidden, world=world, dtype=dtype)
-        self.mlp = mlp_of(config, at, world, dtype, seed)
+        if recipe is None:
+            self.mlp = mlp_of(config, at, world, dtype, seed)
+        else:
+            self.mlp = ParallelMLP(hidden, inner, world=world, dtype=dtype, recipe=recipe)
 
 
 class _Body(nn.Module):
-    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int, recipe: str | None) -> None:
         super().__init__()
         self.embed_tokens = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
         layers = range(c.num_hidden_layers)
-        self.layers: Any = nn.ModuleList(DecoderLayer(c, at, world, dtype, seed + 2 + 2 * at) for at in layers)
+        self.layers: Any = nn.ModuleList(DecoderLayer(c, at, world, dtype, seed + 2 + 2 * at, recipe) for at in layers)
         self.norm = Weight(c.hidden_size, world=world, dtype=dtype)
 
 
@@ -132,9 +182,10 @@ class Llama(nn.Module):
 
     config: a `transformers.LlamaConfig` or another of `config.MODEL_TYPES`, a dict with its keys, or a `Config`. The
     weights are drawn on the device; those that every rank holds whole are drawn from `seed`, which must be the same on
-    all ranks. parallel: of the experts, "expert", each rank has some, or "tensor", each has some columns of all. Raises
-    ValueError for a config that is not computed (`Config.of`) or does not split over the ranks, TypeError for a dtype
-    other than bfloat16 and float16.
+    all ranks. parallel: of the experts, "expert", each rank has some, or "tensor", each has some columns of all.
+    recipe: "row" or "block", of the projections' 8-bit weights, whose scales state dicts have as checkpoints do
+    (nn/scaled.py); without experts, and without `sms`. Raises ValueError for a config that is not computed
+    (`Config.of`) or does not split over the ranks, TypeError for a dtype other than bfloat16 and float16.
     """
 
     def __init__(
@@ -145,16 +196,19 @@ class Llama(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
         parallel: str = "expert",
+        recipe: str | None = None,
     ) -> None:
         super().__init__()
         c = Config.of(config)
+        if c.mixture is not None and recipe is not None:
+            raise ValueError(f"recipe {recipe!r}: experts have 16-bit weights")
         if c.mixture is not None:
             c = replace(c, mixture=replace(c.mixture, parallel=parallel))
         elif parallel != "expert":
             raise ValueError(f"parallel {parallel!r}: this config has no experts to split")
-        self.config = c
+        self.config, self.recipe = c, recipe
         self.world = world
-        self.model = _Body(c, world, dtype, seed)
+        self.model = _Body(c, world, dtype, seed, recipe)
         if not c.tie_word_embeddings:
             self.lm_head = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
         dense = [mlp for mlp in self.model.modules() if isinstance(mlp, ParallelMLP)]  # shared experts too
@@ -200,6 +254,8 @@ class Llama(nn.Module):
         measured = table(world, c.hidden_size, c.intermediate_size) if c.mixture is None else Table()
         if isinstance(plan, str):
             plan = LayerPlan(plan) if plan != "auto" else self._auto(measured, tokens, mode)
+        if self.recipe is not None and isinstance(plan, LayerPlan) and plan.sms:
+            raise ValueError(f"{plan}: weft's GEMM on some of the SMs has 16-bit operands, and weights are of 8")
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
         if c.mixture is not None and plan.sms:
@@ -223,9 +279,10 @@ class Llama(nn.Module):
 
         def expected(mode: str) -> LayerPlan:
             stored = measured.choose(tokens, mode)
-            return LayerPlan(*predicted(self.world, sizes, tokens, mode)) if stored is None else stored
+            plan = LayerPlan(*predicted(self.world, sizes, tokens, mode)) if stored is None else stored
+            return plan if self.recipe is None else replace(plan, sms=0)
 
-        return self.world.choices.choose(Choice(("decoder", sizes, tokens), expected), mode)
+        return self.world.choices.choose(Choice(("decoder", sizes, tokens, self.recipe), expected), mode)
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
@@ -332,7 +389,7 @@ class Llama(nn.Module):
         plain, normed = plan.kind == "plain", rms_norm(x, *norm, world=world)
         if allreduce_norm is None:
             allreduce_norm = all_reduce_then_norm if plain else all_reduce_rms_norm
-        by: dict[str, Any] = dict(plan=plan.norm_plan, whole=plain, allreduce_norm=allreduce_norm)
+        by: dict[str, Any] = dict(plan=plan.norm_plan, full_residual=plain, allreduce_norm=allreduce_norm)
         return ReplicatedStates(world, x, normed, layout.splits, **by)
 
     def _check_same_on_all_ranks(self, ids: Tensor, layout: Layout) -> None:
@@ -341,7 +398,7 @@ class Llama(nn.Module):
         world = self.world
         world.finish(world.current_stream())
         slots = torch.cat([part.slots for part in layout.parts])
-        batch = [number for part in layout.parts for piece in part.pieces for number in piece]
+        batch = [number for part in layout.parts for chunk in part.chunks for number in chunk]
         world.check_same_on_all_ranks(
             "decoder",
             tokens=layout.tokens,
@@ -366,8 +423,15 @@ class Llama(nn.Module):
             )
         return self._rotary
 
-    def _linear(self, x: Tensor, weight: Tensor, out: Tensor | None, sms: int) -> Tensor:
-        """x @ weight.T, by weft's own GEMM on `sms` SMs, or by the library's; in `out` where there is one."""
+    def _linear(self, x: Activation, weight: Tensor, scale: Tensor | None, out: Tensor | None, sms: int) -> Tensor:
+        """x @ weight.T, by weft's own GEMM on `sms` SMs, or by the library's; in `out` where there is one. scale: of an
+        8-bit weight; x then comes in 16 bits, or in 8 with its scales."""
+        if scale is not None and self.recipe is not None:
+            rows, x_scale = quantized(x, self.recipe, self.world)
+            operands = ScaledFactors(rows, weight, None, x_scale, scale)
+            stream = self.world.current_stream()
+            return linear(self.world, Recipe(self.recipe, True), self.dtype, operands, stream, out)
+        assert isinstance(x, torch.Tensor)
         out = self.world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if sms:
             matmul(x, weight, out, self.world, sms)
@@ -408,17 +472,22 @@ class _SublayerOfPass:
     layout: Layout
     memory: _PassMemory
 
-    def linear(self, x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-        return self.model._linear(x, weight, out, self.layout.plan.sms)
+    def linear(self, x: Activation, weight: Tensor, scale: Tensor | None, out: Tensor | None) -> Tensor:
+        return self.model._linear(x, weight, scale, out, self.layout.plan.sms)
 
     def dense(self, mlp: ParallelMLP, x: Tensor, out: Tensor | None) -> Tensor:
         world, sms = self.model.world, self.layout.plan.sms
         both, inner = (t[: x.shape[0]] for t in self.memory.middles[mlp.gate_up.shape[0], mlp.inner])
+        middle: Activation = inner
         if sms:
             matmul(x, mlp.gate_up, inner, world, sms, gated=mlp.inner)
         else:
-            gate(self.linear(x, mlp.gate_up, both), inner, world, mlp.block)
-        return self.linear(inner, mlp.down, out)
+            self.linear(x, mlp.gate_up, mlp.gate_up_scale, both)
+            if mlp.recipe is None:
+                gate(both, inner, world, mlp.block)
+            else:
+                middle = silu_mul(both, world=world, quantize=mlp.recipe)
+        return self.linear(middle, mlp.down, mlp.down_scale, out)
 
 
 class _AttentionOfPass(_SublayerOfPass):
@@ -430,12 +499,17 @@ class _AttentionOfPass(_SublayerOfPass):
         return self, states.normed
 
     def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
-        qkv = self.linear(x, self.module.qkv, self.memory.qkv[: x.shape[0]])
-        return self.linear(self.heads(qkv, part), self.module.out, out)
+        attention = self.module
+        qkv = self.linear(x, attention.qkv, attention.qkv_scale, self.memory.qkv[: x.shape[0]])
+        return self.linear(self.heads(qkv, part), attention.out, attention.out_scale, out)
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        qkv: Tensor = all_gather_matmul(x, self.module.qkv, world=self.model.world, rows=shards)
-        return matmul_reduce_scatter(self.heads(qkv, 0), self.module.out, world=self.model.world, rows=shards)
+        attention, world = self.module, self.model.world
+        scaled = partial(scaled_operand, recipe=self.model.recipe, dtype=self.model.dtype, world=world)
+        rows, scales = scaled(x, attention.qkv_scale)
+        qkv = all_gather_matmul(rows, attention.qkv, world=world, rows=shards, **scales)
+        heads, scales = scaled(self.heads(qkv, 0), attention.out_scale)
+        return matmul_reduce_scatter(heads, attention.out, world=world, rows=shards, **scales)
 
     def heads(self, qkv: Tensor, part: int) -> Tensor:
         out = self.memory.heads[: qkv.shape[0]]

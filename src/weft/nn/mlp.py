@@ -8,22 +8,27 @@ in every tile of the GEMM, the last two padded with zero rows:
 A tile then holds matching blocks, and where no gradients are needed the GEMM's epilogue computes silu(gate) * up: the
 activation [M, 2 I / W] is never written. With gradients it is, because the backward pass needs it. Padding gets zero
 gradients and stays zero. State dicts know nothing of it.
+
+In 8 bits (`recipe`) gate and up are one block each: SiLU-mul ends in 8-bit rows, which an epilogue of a GEMM, with a
+part of a row, cannot scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
-from ..ops.activation import silu_mul_blocks
+from ..ops.activation import silu_mul, silu_mul_blocks
 from ..ops.all_gather_matmul.op import all_gather_matmul, all_gather_swiglu
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..plans import Plan
 from ..tensor_checks import requires_grad
 from ..world import World
-from .sharded import Sharded, part_of
+from .scaled import NAMES, Activation, check_recipe, in_shape, parameters, quantized_weight, scaled_operand
+from .sharded import Sharded, divide_by_ranks
 
 
 class ParallelMLP(Sharded):
@@ -36,12 +41,16 @@ class ParallelMLP(Sharded):
 
     H hidden_size, I intermediate_size, W ranks, m_r rows of this rank, M of all. keep_gathered: the backward pass finds
     the gathered x [M, H] kept, and does not gather it again. `state_dict()` copies gate_proj and up_proj out of
-    gate_up: write to parameters, not to its values. Raises ValueError if W does not divide I, TypeError for a dtype
-    other than bfloat16 and float16.
+    gate_up: write to parameters, not to its values. recipe: "row" or "block", as in ColumnParallelLinear: weights are
+    e4m3 without a gradient, with weight_scale or weight_scale_inv beside each; x comes in 16 bits, or in 8 as
+    `weft.quantize` returns it, or `all_reduce_rms_norm` with `quantize`. Raises ValueError if W does not divide I,
+    TypeError for a dtype other than bfloat16 and float16.
     """
 
     sharded_dim = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
-    held = ("gate_up", "down")
+    sharded_parameters = ("gate_up", "down", "gate_up_scale", "down_scale")
+    gate_up_scale: nn.Parameter | None
+    down_scale: nn.Parameter | None
 
     def __init__(
         self,
@@ -52,22 +61,36 @@ class ParallelMLP(Sharded):
         keep_gathered: bool = False,
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
+        recipe: str | None = None,
     ) -> None:
-        inner = part_of("ParallelMLP: intermediate_size", intermediate_size, world)
+        inner = divide_by_ranks("ParallelMLP: intermediate_size", intermediate_size, world)
         super().__init__(world, dtype)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
-        self.keep_gathered = keep_gathered
-        self.inner, self.block = inner, world.scale.interleave
-        blocks = -(-inner // self.block)
-        device = world.device
-        self.gate_up = nn.Parameter(torch.zeros(2 * blocks * self.block, hidden_size, dtype=dtype, device=device))
-        self.down = nn.Parameter(torch.empty(hidden_size, inner, dtype=dtype, device=device))
+        self.keep_gathered, self.dtype, self.recipe = keep_gathered, dtype, recipe
+        self.inner, self.block = inner, world.scale.interleave if recipe is None else inner
+        blocks, device = -(-inner // self.block), world.device
+        if recipe is None:
+            self.gate_up = nn.Parameter(torch.zeros(2 * blocks * self.block, hidden_size, dtype=dtype, device=device))
+            self.down = nn.Parameter(torch.empty(hidden_size, inner, dtype=dtype, device=device))
+            self.register_parameter("gate_up_scale", None)
+            self.register_parameter("down_scale", None)
+        else:
+            check_recipe("ParallelMLP", recipe, inner, hidden_size)
+            check_recipe("ParallelMLP", recipe, hidden_size, inner)
+            self.gate_up, self.gate_up_scale = parameters(recipe, 2 * inner, hidden_size, device)
+            self.down, self.down_scale = parameters(recipe, hidden_size, inner, device)
+            parts = {"gate_proj": 0, "up_proj": 0, "down_proj": 1 if recipe == "block" else None}
+            self.sharded_dim = self.sharded_dim | {f"{part}.{NAMES[recipe]}": dim for part, dim in parts.items()}
+            self.ignored = tuple(f"{part}.input_scale" for part in parts)
         bound = hidden_size**-0.5
         self.fill({"gate_proj.weight": bound, "up_proj.weight": bound, "down_proj.weight": intermediate_size**-0.5})
 
-    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
         """rows: rows of every rank's x, where they are not all equal."""
         world, plan = self.world, self.plan
+        if self.recipe is not None:
+            return self._in_8_bits(x, rows, self.recipe)
+        x = cast(torch.Tensor, x)  # what is none is refused by the op
         if torch.is_grad_enabled() and requires_grad(x, self.gate_up, self.down):
             keep = self.keep_gathered and self.gate_up.requires_grad
             made = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows, return_gathered=keep)
@@ -77,17 +100,45 @@ class ParallelMLP(Sharded):
             hidden = all_gather_swiglu(x, self.gate_up, self.inner, world, plan, rows)
         return matmul_reduce_scatter(hidden, self.down, world=world, plan=plan, rows=rows)
 
+    def _in_8_bits(self, x: Activation, rows: Sequence[int] | None, recipe: str) -> torch.Tensor:
+        world, plan = self.world, self.plan
+        operand, scales = scaled_operand(x, self.gate_up_scale, recipe, self.dtype, world)
+        both = all_gather_matmul(operand, self.gate_up, world=world, plan=plan, rows=rows, **scales)
+        hidden = silu_mul(both, world=world, quantize=recipe)
+        operand, scales = scaled_operand(hidden, self.down_scale, recipe, self.dtype, world)
+        return matmul_reduce_scatter(operand, self.down, world=world, plan=plan, rows=rows, **scales)
+
     def _half(self, name: str) -> torch.Tensor:
         """Blocks [S / 2B, B, H] of gate or up, a view."""
         blocks = self.gate_up.view(-1, 2, self.block, self.hidden_size)
         return blocks[:, 0 if name == "gate_proj.weight" else 1]
 
     def get_shard(self, name: str) -> torch.Tensor:
+        part, _, of = name.partition(".")
+        if of in NAMES.values():
+            assert self.gate_up_scale is not None and self.down_scale is not None
+            if part == "down_proj":
+                return self.down_scale
+            return self.gate_up_scale.chunk(2)[part == "up_proj"]
         if name == "down_proj.weight":
             return self.down
+        if self.recipe is not None:
+            return self.gate_up.chunk(2)[part == "up_proj"]
         return self._half(name).reshape(-1, self.hidden_size)[: self.inner]
 
+    def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        if name.rpartition(".")[2] in NAMES.values():
+            value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
+        return super().local_shard(name, value, shape)
+
     def set_shard(self, name: str, value: torch.Tensor) -> None:
+        """A weight of 16 bits is quantized where the module's are of 8."""
+        if self.recipe is not None:
+            if name.endswith(".weight") and value.dtype != self.down.dtype:
+                value, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
+                self.set_shard(f"{name.removesuffix('weight')}{NAMES[self.recipe]}", scale)
+            self.get_shard(name).copy_(value)
+            return
         if name == "down_proj.weight":
             self.down.copy_(value)
             return

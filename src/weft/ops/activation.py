@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from triton import JITFunction
@@ -16,6 +16,7 @@ from ..plans import Plan, Sequential
 from ..tensor_checks import DTYPES, aligned, check_device, dims
 from ..torch_library import Backward, CallOptions
 from ..world import World
+from .quantize import silu_mul_quantized
 
 _OP = "silu_mul"
 
@@ -91,17 +92,31 @@ class SiluMul(Local[SiluCall]):
 SILU_MUL = registered(SiluMul())
 
 
-def silu_mul(x: torch.Tensor, *, world: World) -> torch.Tensor:
+@overload
+def silu_mul(x: torch.Tensor, *, world: World, quantize: None = None, scale: None = None) -> torch.Tensor: ...
+@overload
+def silu_mul(
+    x: torch.Tensor, *, world: World, quantize: str, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def silu_mul(
+    x: torch.Tensor, *, world: World, quantize: str | None = None, scale: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """silu(gate) * up [M, I] for x [M, 2 I], whose columns are gate, then up: the activation of a Llama MLP.
 
     Computed in float32, in one launch; differentiable, also in one launch. x is bfloat16 or float16 on `world.device`.
     Raises ValueError or TypeError for anything else. No rank waits for another.
+
+    quantize: a recipe of `weft.quantize`, "row", "block" or "tensor": the result is e4m3, returned with its scales,
+    from the same launch; without a gradient. scale: float32 [1], needed by "tensor" and taken by no other.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"silu_mul: x must be a tensor, got {type(x).__name__}")
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"silu_mul: x must be [M, 2I], gate then up, got {list(x.shape)}")
-    return silu_mul_blocks(x, x.shape[1] // 2, x.shape[1] // 2, world)
+    columns = x.shape[1] // 2
+    if quantize is not None:
+        return silu_mul_quantized(x, columns, columns, quantize, scale, world)
+    return silu_mul_blocks(x, columns, columns, world)
 
 
 def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> torch.Tensor:

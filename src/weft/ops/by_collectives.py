@@ -18,7 +18,8 @@ import torch
 from ..plans import Decomposed
 from ..transport.copies import group_steps
 from ..world import World
-from .common import Factors, add_bias
+from .common import add_bias
+from .recipes import ScaledFactors
 
 
 def parts_of(plan: Decomposed, rows: int, size: int) -> list[tuple[int, int]]:
@@ -27,9 +28,9 @@ def parts_of(plan: Decomposed, rows: int, size: int) -> list[tuple[int, int]]:
     return [(lo, hi) for lo, hi in parts if hi > lo]
 
 
-def gather(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor) -> torch.Tensor:
+def gather(world: World, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor) -> torch.Tensor:
     """out [M, N]; returns the gathered x [M, K]."""
-    x, weight, bias = operands
+    x, weight, bias, *_ = operands
     (rows, k), n, size = x.shape, weight.shape[0], world.size
     stream, comm = world.current_stream(), world.side_stream("comm")
     arrived, product = world.empty((size * rows, k), x.dtype), world.empty((size * rows, n), x.dtype)
@@ -45,9 +46,9 @@ def gather(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor)
     return gathered
 
 
-def scatter(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor) -> None:
+def scatter(world: World, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor) -> None:
     """out [m, N], this rank's rows of the sum over ranks."""
-    x, weight, bias = operands
+    x, weight, bias, *_ = operands
     (rows, n), k, size = out.shape, x.shape[1], world.size
     stream, comm = world.current_stream(), world.side_stream("comm")
     together, partial = world.empty((size * rows, k), x.dtype), world.empty((size * rows, n), x.dtype)

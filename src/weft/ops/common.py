@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Required, TypedDict, TypeVar
 
 import torch
@@ -16,33 +16,24 @@ from ..compute.gemm import Tile
 from ..errors import Unsupported
 from ..kernel_launch import Matrix
 from ..lang.jit import constants
-from ..op import Call, Op
-from ..plans import Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoLevel, TwoShot, posts
-from ..tensor_checks import DTYPES, bulk, bulky, check_device, dims
+from ..op import Call, Op, Operands
+from ..plans import (
+    Awaiting,
+    Decomposed,
+    Fused,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TileShape,
+    TwoLevel,
+    TwoShot,
+    posts,
+)
+from ..tensor_checks import bulk, bulky
 from ..world import World
+from .recipes import E4M3, Recipe, ScaledFactors, fit_plan, scaled_tile, unfit
 from .tiles import fitting, suited
-
-
-def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
-    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if t is not None or name != "bias":
-            check_device(op, world, name, t)
-    if x.dim() != 2 or weight.dim() != 2:
-        raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
-    if x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"{op}: x {dims(x)} and weight {dims(weight)} disagree on K (weight is [out, in] as in nn.Linear)"
-        )
-    if weight.shape[0] == 0 or weight.shape[1] == 0:
-        raise ValueError(f"{op}: empty weight {dims(weight)}")
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
 
 
 class PlanOptions(TypedDict, total=False):
@@ -64,6 +55,36 @@ class RowOutOptions(RowOptions, OutOptions, total=False):
     pass
 
 
+class DtypeOptions(TypedDict, total=False):
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+
+
+class ScaledOptions(DtypeOptions, total=False):
+    x_scale: torch.Tensor | None
+    weight_scale: torch.Tensor | None
+
+
+class ScaledPlanOptions(PlanOptions, ScaledOptions, total=False):
+    pass
+
+
+class ScaledRowOptions(RowOptions, ScaledOptions, total=False):
+    pass
+
+
+class ScaledOutOptions(OutOptions, ScaledOptions, total=False):
+    pass
+
+
+class ScaledRowOutOptions(RowOutOptions, ScaledOptions, total=False):
+    pass
+
+
+class GatheredOptions(RowOutOptions, DtypeOptions, total=False):
+    """Those of an all-gather + GEMM whose scales its overload names."""
+
+
 class Factors(NamedTuple):
     """Operands of a GEMM x @ weight.T + bias."""
 
@@ -74,13 +95,20 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class MatmulCall(Call):
-    """A GEMM [M, K] x [N, K]^T on every rank, and what goes before or after it. shards: rows of every rank."""
+    """A GEMM [M, K] x [N, K]^T on every rank, and what goes before or after it. shards: rows of every rank. dtype: of
+    the result. recipe: of 8-bit operands; None for operands of the result's dtype."""
 
     shards: tuple[int, ...]
     n: int
     k: int
     dtype: torch.dtype
     bias: bool
+    recipe: Recipe | None = field(default=None, kw_only=True)
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """The dtype of x and the weight."""
+        return self.dtype if self.recipe is None else E4M3
 
     @property
     def rows(self) -> int:
@@ -91,10 +119,12 @@ class MatmulCall(Call):
         return min(self.shards) == max(self.shards)
 
     def agreed(self) -> dict[str, Hashable]:
-        return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias)
+        scaled = {} if self.recipe is None else dict(recipe=self.recipe)
+        return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias) | scaled
 
 
 M = TypeVar("M", bound=MatmulCall)
+AnyFactors = TypeVar("AnyFactors", Factors, ScaledFactors)
 
 
 class MatmulOp(Op[M]):
@@ -103,33 +133,57 @@ class MatmulOp(Op[M]):
     def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
 
-    takes = Factors
+    takes: ClassVar[Callable[..., Operands]] = Factors
     transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] that is laid out as [K, N]
 
     def alike(self, call: M) -> Hashable:
         """Return what calls that share a trial have in common, with rows counted as the library's GEMM counts M."""
         return tuple((call.agreed() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
+    def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
+        dtype = getattr(operands[0], "dtype", None)
+        return "products of float8_e4m3fn do not have" if dtype == E4M3 else super().no_gradient(operands)
+
+    def scaling(self, call: M) -> str:
+        return "" if call.recipe is None else call.recipe.scaling
+
+    def fitted(self, call: M, plan: Plan) -> Plan:
+        """The plan in the tiles that 8-bit operands take, for such a call."""
+        return plan if call.recipe is None else fit_plan(plan, call.recipe)
+
+    def _named(self, world: World, call: M, name: str, capturing: bool) -> Plan:
+        return self.fitted(call, super()._named(world, call, name, capturing))
+
+    def expected(self, world: World, call: M, mode: str) -> Plan:
+        """The planner's rates are of 16-bit operands: for a call of 8-bit ones trials alone decide."""
+        return super().expected(world, call, mode) if call.recipe is None else Sequential()
+
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
 
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
-        """A Plan that was given runs as it is; one that "auto" or a kind's name stands for, in the tiles that suit."""
+        """A Plan that was given runs as it is; one that "auto" or a kind's name stands for, in the tiles that suit. Of
+        8-bit operands each runs in tiles that suit those."""
+        if isinstance(asked, Plan):
+            asked = self.fitted(call, asked)
         plan = super().choose(world, call, asked, capturing)
-        if not isinstance(asked, str):
+        if call.recipe is not None or not isinstance(asked, str):
             return plan
         if self.collective == "all_to_all":
             return fitting(plan, world.capability)
         return suited(plan, call.shards, call.n, world.sm_count, world.capability)
 
-    def laid(self, plan: Plan, operands: Factors) -> Factors:
+    def laid(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
         """A gradient's weight is a transposed one, whose copy would take as long as some collectives do."""
-        x, weight, bias = operands
-        if isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t()):
-            x, bias = bulk((x, bias))  # type: ignore[assignment]
-            return Factors(x, weight, bias)
-        return Factors(*bulk(operands))  # type: ignore[arg-type]
+        x, weight, *others = operands
+        kept = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
+        if kept and weight.dtype != E4M3:
+            dense_x, *rest = bulk((x, *others))
+            return self.takes(dense_x, weight, *rest)
+        return self.takes(*bulk(operands))
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
+        if call.recipe is not None and (reason := self.unscaled(world, call.recipe, plan)):
+            return reason
         if isinstance(plan, OneShot | TwoShot) and posts(plan):
             return world.peer_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
         if isinstance(plan, Fused | TwoShot):
@@ -146,6 +200,16 @@ class MatmulOp(Op[M]):
                 f"{self.name}: {plan.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM"
             )
         return reason
+
+    def unscaled(self, world: World, recipe: Recipe, plan: Plan) -> str | None:
+        """Why the plan does not serve 8-bit operands of a recipe."""
+        if isinstance(plan, Fused):
+            return unfit(recipe, plan.tile)
+        if isinstance(plan, Signaled | Awaiting):
+            return "its GEMM is of 16-bit operands"
+        if isinstance(plan, TwoLevel):
+            return "no scales of 8-bit operands go between nodes"
+        return world.symmetric_reason if isinstance(plan, Decomposed) else None
 
     def lopsided(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         """Why shards of these lengths do not suit the plan: "", which is not said, where nobody asked for it."""
@@ -199,8 +263,10 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def tile_of(tile: TileShape, group_m: int, trans_b: bool = False) -> Tile:
-    """trans_b: the weight [N, K] is laid out as [K, N]."""
+def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, recipe: Recipe | None = None) -> Tile:
+    """trans_b: the weight [N, K] is laid out as [K, N]. recipe: of 8-bit operands."""
+    if recipe is not None:
+        return scaled_tile(tile, group_m, recipe)
     return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)
 
 

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 
-from ..chooser import LAUNCHED, length, span
-from ..op import REGISTRY, Call, Op, collectives
+from ..chooser import LAUNCHED, AnyTrial, length, span
+from ..op import REGISTRY, Call, Op, collectives, trial_title
+from ..ops.recipes import SCALINGS
 from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
 from ..world import World
 from .parts import ITEM, Lacks
@@ -68,13 +69,16 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
 
 def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
     """Return the plans that are timed beside those that the op names, where the machine has neither a profile nor this
-    shape's row, and its GPUs are Hopper's: of a newer one's kernels nobody knows that they are right. Collective the
-    first time."""
+    shape's row, or operands are of 8 bits, for which no profile has rates; and where its GPUs are Hopper's: of a newer
+    one's kernels nobody knows that they are right. Collective the first time."""
     if not op.variants or world.capturing() or world.backend.name != "cuda" or world.symmetric_reason is not None:
         return ()
-    stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCHED)
-    if _generation(world.device) != GENERATION or all(stored) or _known(world) is not None:
+    if _generation(world.device) != GENERATION:
         return ()
+    if not op.scaling(call):
+        stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCHED)
+        if all(stored) or _known(world) is not None:
+            return ()
     return [*op.variants, *(op.default(world, kind) for kind in (Decomposed, OneShot) if kind in op.runs)]
 
 
@@ -212,6 +216,7 @@ def explain(
     mode: str = "graph",
     profile: Profile | Path | str | None = None,
     received: int | None = None,
+    recipe: str | None = None,
 ) -> Decision:
     """What "auto" would run for this shape, among what, and the predicted times of all of it. `weft.explain(...)` is
     this function.
@@ -224,6 +229,8 @@ def explain(
         mode: "graph" (captured in a CUDA graph) or "eager".
         profile: a Profile, a file, or the name of one that ships with weft ("nvidia-h200-x4"). Default: this machine's.
         received: all-to-all: rows that the rank gets which gets most, where that is more than m.
+        recipe: of 8-bit operands, "tensor", "row" or "block". No profile has rates of these, so "auto" times plans at
+            the first call of a size, which `world` knows; without such a call nothing is predicted.
 
     Returns:
         A Decision; print it.
@@ -241,12 +248,14 @@ def explain(
         raise TypeError(f"{op}: M {m!r}, N {n!r} and K {k!r} must be ints") from None
     if min(m, n, k) < 1:
         raise ValueError(f"{op}: M {m}, N {n} and K {k} must be at least 1")
+    if recipe is not None:
+        return _explained_in_8_bits(op, (m, n, k), world, mode, recipe)
     trial = world.choices.last(op, (m, n, k)) if isinstance(world, World) else None
     if op not in collectives():
         if trial is None or not isinstance(world, World):
             raise ValueError(f"the planner knows {sorted(collectives())}, not {op!r}, of which no such call was timed")
-        timed = sorted((Option(plan, took.us(mode)) for plan, took in trial.took.items()), key=lambda o: o.us)
-        return Decision(op, m, n, k, world.size, mode, trial.taken(mode), trial.said(mode), tuple(timed))
+        timed = _timed(trial, mode)
+        return Decision(op, m, n, k, world.size, mode, trial.taken(mode), trial.said(mode), timed)
     size = world.size if isinstance(world, World) else world
     shares = isinstance(world, World) and world.backend.shares_gpu
     found = profile_for(profile, size, shares)
@@ -272,6 +281,26 @@ def explain(
             us = planner.predictor.time(op, plan, m, n, k, mode, received)
             options = tuple(sorted([*options, Option(plan, us)], key=lambda o: o.us))
     return replace(decision, plan=plan, why=why, options=options)
+
+
+def _explained_in_8_bits(
+    op: str, sizes: tuple[int, int, int], world: World | int | None, mode: str, recipe: str
+) -> Decision:
+    """`explain` of 8-bit operands: what the trial of a call found."""
+    if recipe not in SCALINGS:
+        raise ValueError(f"{op}: recipe {recipe!r} is not one of {sorted(SCALINGS)}")
+    trial = world.choices.last(trial_title(op, recipe), sizes) if isinstance(world, World) else None
+    size = world.size if isinstance(world, World) else world or 0
+    if trial is None:
+        why = f"no profile has rates of 8-bit GEMMs ({recipe}), and no call of this size was timed: the first one is"
+        return Decision(op, *sizes, size, mode, Sequential(), why, ())
+    why = f"8-bit operands by {recipe}; {trial.said(mode)}"
+    return Decision(op, *sizes, size, mode, trial.taken(mode), why, _timed(trial, mode))
+
+
+def _timed(trial: AnyTrial, mode: str) -> tuple[Option, ...]:
+    """The plans of a trial, the fastest first."""
+    return tuple(sorted((Option(plan, took.us(mode)) for plan, took in trial.took.items()), key=lambda o: o.us))
 
 
 def profile_for(given: Profile | Path | str | None, size: int | None, shares: bool = False) -> Profile:

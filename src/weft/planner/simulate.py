@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..op import around, collective, collectives
-from ..plans import Fused, Plan
+from ..plans import Fused, Plan, Sequential, Signaled
 from .models.fused import Pulling
 from .models.signaled import Signaling
 from .models.two_level import OverNodes
 from .parts import ITEM, Lacks
 from .predict import Predictor
 from .profile import SEND_TO_NODE, Latency, Profile
-from .search import Planner, brief
+from .search import Decision, Planner, brief, gain
 
 CURVE_SIZES = tuple(1 << i for i in range(16, 33))
 MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # times the tensor
@@ -299,6 +299,7 @@ def simulate(
     *,
     profile: Profile | Path | str | None = None,
     measured_on: Topology | None = None,
+    eight_bits: bool = False,
 ) -> Simulation:
     """Predict an op or a layer on a topology.
 
@@ -310,6 +311,8 @@ def simulate(
         profile: as in `weft.explain`. Default: this machine's.
         measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or
             PCIe 5.
+        eight_bits: operands of GEMMs are of 8 bits, sums and results of 16. No profile has rates of these: a GEMM is
+            taken to be as fast as a 16-bit one of half K, whose rows are of as many bytes. The Simulation says so.
 
     Returns:
         A Simulation.
@@ -331,7 +334,7 @@ def simulate(
     links = measured_on or links_of(found)
     if links.gpus != found.machine.world:
         raise ValueError(f"measured_on has {links.gpus} GPUs, and the profile of {found.machine.name} does not")
-    return simulate_from(Predictor(found), topology, what, sizes, links)
+    return simulate_from(Predictor(found), topology, what, sizes, links, eight_bits)
 
 
 def links_of(profile: Profile) -> Topology:
@@ -344,7 +347,12 @@ def links_of(profile: Profile) -> Topology:
 
 
 def simulate_from(
-    here: Predictor, topology: Topology, what: str, sizes: Sequence[tuple[int, int, int]], measured_on: Topology
+    here: Predictor,
+    topology: Topology,
+    what: str,
+    sizes: Sequence[tuple[int, int, int]],
+    measured_on: Topology,
+    eight_bits: bool = False,
 ) -> Simulation:
     """`simulate` from a predictor of the measured machine, for many topologies in turn."""
     there = Elsewhere(here, topology, measured_on)
@@ -353,11 +361,13 @@ def simulate_from(
         plans: list[Plan] = []
         us = sequential = gemm = comm = 0.0
         for op, m, n, k in calls_of(what, size, topology.gpus):
+            k = max(k // 16 * 8, 8) if eight_bits else k
             decision = planner.decide(op, m, n, k, "graph", m % topology.gpus == 0)
-            if decision.us is None or decision.sequential is None:
+            best = _without_signals(decision) if eight_bits else decision
+            if best.us is None or decision.sequential is None:
                 raise Lacks(f"{op} {m} x {n} x {k} cannot be predicted")
-            plans.append(decision.plan)
-            us, sequential = us + decision.us, sequential + decision.sequential
+            plans.append(best.plan)
+            us, sequential = us + best.us, sequential + decision.sequential
             gemm += there.gemm(m, n, k)
             comm += (
                 there.latency(collective(op), m * (k if collective(op) == "all_gather" else n) * ITEM)
@@ -369,4 +379,16 @@ def simulate_from(
             us, sequential = us + activation, sequential + activation
         rows.append(Simulated(size, us, sequential, gemm, comm, tuple(plans)))
     source = f"from the profile of {here.machine.name}, {here.profile.source}"
+    if eight_bits:
+        source += "; 8-bit operands: GEMMs not measured, taken to be as fast as 16-bit ones of half K"
     return Simulation(topology, what, source, tuple(rows))
+
+
+def _without_signals(decision: Decision) -> Decision:
+    """The decision among the plans that 8-bit operands have."""
+    if not isinstance(decision.plan, Signaled) or decision.sequential is None:
+        return decision
+    others = (o.plan for o in decision.options if not isinstance(o.plan, Signaled))
+    fastest = next(others, Sequential())  # options come by time
+    us = next((o.us for o in decision.options if o.plan == fastest), decision.sequential)
+    return replace(decision, plan=fastest if decision.sequential > gain("graph") * us else Sequential())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..op import around, collective
 from ..plans import Plan
 from .parts import Lacks
 from .predict import Predictor
@@ -16,7 +17,7 @@ from .search import Planner, brief
 
 H, INNER_SIZE = 8192, 28672  # hidden and inner size of Llama-70B
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
-PREDICTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def gains(profile: Profile) -> list[Gain]:
     """Return what is predicted for Llama-70B's MLP, split over the profile's GPUs; without what was not measured."""
     planner, gpus = Planner(Predictor(profile)), profile.machine.world
     found = []
-    for op in PREDICTED:
-        n, k = (2 * INNER_SIZE // gpus, H) if op == PREDICTED[0] else (H, INNER_SIZE // gpus)
+    for op in map(around, COLLECTIVES):
+        n, k = (2 * INNER_SIZE // gpus, H) if collective(op) == "all_gather" else (H, INNER_SIZE // gpus)
         for tokens in TOKENS:
             try:
                 decision = planner.decide(op, tokens, n, k, "graph", tokens % gpus == 0)
@@ -69,10 +70,9 @@ def plot(profile: Profile, path: Path) -> None:
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.subplots()
     every = gains(profile)
-    for op in PREDICTED:
+    for op in dict.fromkeys(gain.op for gain in every):
         points = [(gain.tokens, gain.ratio) for gain in every if gain.op == op]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=op)
+        axes.plot(*zip(*points, strict=True), marker="o", label=op)
     axes.axhline(1.0, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(TOKENS, [f"{tokens:,}" for tokens in TOKENS])

@@ -1,4 +1,5 @@
-"""How each plan runs all-gather + GEMM. A run returns the gathered activation, or None where the call wants none.
+"""How each plan runs all-gather + GEMM. A run returns the gathered activation and the scales of its rows
+(`GatheredRows`), None where the call wants none. Rows of 8 bits and their scales travel as they are.
 
 sequential   NCCL's all-gather, then the library's GEMM
 one_shot     low-latency rows (transport/low_latency.py), then the library's GEMM
@@ -18,7 +19,8 @@ import torch
 
 from ...backends import library_gemm
 from ...backends.base import Stream, SymmetricTensor
-from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, prepared
+from ...compute.scaled_gemm import Scales
+from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
@@ -31,9 +33,11 @@ from ...transport.memory import Halves, flat, half_elements, lock
 from ...world import Arena, World
 from .. import by_collectives
 from ..activation import gate
-from ..common import Factors, add_bias, tile_of, transposed, weight_matrix
-from .call import GATHER_GEMM, GatherCall
-from .kernels import Product, Pull, Shards, all_gather_gemm, copied_gemm
+from ..common import add_bias, tile_of, transposed, weight_matrix
+from ..product import linear
+from ..recipes import E4M3, ScaledFactors, block_rows
+from .call import GATHER_GEMM, GatherCall, GatheredRows
+from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_gemm
 
 
 @contextmanager
@@ -47,23 +51,66 @@ def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch
 
 
 # -- sequential and one shot -------------------------------------------------------------------------------------------
-def run_sequential(world: World, call: GatherCall, plan: Plan, operands: Factors, out: torch.Tensor) -> torch.Tensor:
-    gathered = gather(operands.x, world, call.shards, world.current_stream())
+def scales_of_rows(call: GatherCall, operands: ScaledFactors) -> torch.Tensor | None:
+    """This rank's scales [m_r, ..] that travel with its rows."""
+    scale = operands.x_scale
+    return scale.view(len(operands.x), call.scales_in_row) if scale is not None and call.scales_in_row else None
+
+
+def of_gathered(operands: ScaledFactors, gathered: GatheredRows) -> ScaledFactors:
+    """Return the operands of the whole product."""
+    assert gathered.x is not None
+    return operands._replace(x=gathered.x, x_scale=operands.x_scale if gathered.scales is None else gathered.scales)
+
+
+def run_sequential(
+    world: World, call: GatherCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor
+) -> GatheredRows:
+    stream, scales = world.current_stream(), scales_of_rows(call, operands)
+    x = gather(as_bytes(operands.x), world, call.shards, stream).view(operands.x.dtype)
+    gathered = GatheredRows(x, None if scales is None else gather(scales, world, call.shards, stream))
     _multiply_gathered(world, call, gathered, operands, out)
-    return gathered.clone() if call.gathered and world.size == 1 else gathered  # one rank: it is x itself
+    if not call.gathered or world.size > 1:
+        return gathered
+    return GatheredRows(
+        *(None if t is None else t.clone() for t in gathered)
+    )  # one rank: they are the operands themselves
 
 
-def run_one_shot(world: World, call: GatherCall, plan: OneShot, operands: Factors, out: torch.Tensor) -> torch.Tensor:
-    gathered = low_latency.gather(operands.x, world, plan, call.shards, world.current_stream())
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """x as the library's collectives take it: 8-bit floats as bytes."""
+    return x.view(torch.uint8) if x.dtype == E4M3 else x
+
+
+def run_one_shot(
+    world: World, call: GatherCall, plan: OneShot, operands: ScaledFactors, out: torch.Tensor
+) -> GatheredRows:
+    stream, scales = world.current_stream(), scales_of_rows(call, operands)
+    x = low_latency.gather(operands.x, world, plan, call.shards, stream)
+    gathered = GatheredRows(x, None if scales is None else _gathered_scales(world, call, plan, scales, stream))
     _multiply_gathered(world, call, gathered, operands, out)
     return gathered
 
 
+def _gathered_scales(
+    world: World, call: GatherCall, plan: OneShot, scales: torch.Tensor, stream: Stream
+) -> torch.Tensor:
+    """All rows' scales, which travel in whole 16-byte words."""
+    rows, count = scales.shape
+    if count % 4 == 0:
+        return low_latency.gather(scales, world, plan, call.shards, stream)
+    padded, full = world.zeros((rows, count + -count % 4), scales.dtype), world.empty((call.rows, count), scales.dtype)
+    world.call(lambda: padded[:, :count].copy_(scales), [scales], [padded], stream)
+    arrived = low_latency.gather(padded, world, plan, call.shards, stream)
+    world.call(lambda: full.copy_(arrived[:, :count]), [arrived], [full], stream)
+    return full
+
+
 def _multiply_gathered(
-    world: World, call: GatherCall, gathered: torch.Tensor, operands: Factors, out: torch.Tensor
+    world: World, call: GatherCall, gathered: GatheredRows, operands: ScaledFactors, out: torch.Tensor
 ) -> None:
     with ungated(world, call, out) as full:
-        world.linear(gathered, operands.weight, operands.bias, world.current_stream(), full)
+        linear(world, call.recipe, call.dtype, of_gathered(operands, gathered), world.current_stream(), full)
 
 
 def direct_sequential(world: World, call: GatherCall) -> Direct:
@@ -73,8 +120,8 @@ def direct_sequential(world: World, call: GatherCall) -> Direct:
     m, k, gated = call.rows, call.k, call.gated
 
     def run(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         check()
         stream = current()
         full = empty((m, k), x.dtype)
@@ -84,72 +131,79 @@ def direct_sequential(world: World, call: GatherCall) -> Direct:
             both, y = y, empty((m, gated), x.dtype)
             gate(both, y, world, block)
         finish(stream)
-        return y, full if call.gathered else None
+        return y, full if call.gathered else None, None
 
     return run
 
 
 # -- decomposed --------------------------------------------------------------------------------------------------------
 def run_decomposed(
-    world: World, call: GatherCall, plan: Decomposed, operands: Factors, out: torch.Tensor
-) -> torch.Tensor:
+    world: World, call: GatherCall, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor
+) -> GatheredRows:
     with ungated(world, call, out) as full:
         if world.symmetric_reason:
-            return by_collectives.gather(world, plan, operands, full)
+            return GatheredRows(by_collectives.gather(world, plan, operands, full))
         return _decomposed(world, call, plan, operands, full)
 
 
-def _decomposed(world: World, call: GatherCall, plan: Decomposed, operands: Factors, out: torch.Tensor) -> torch.Tensor:
+def _decomposed(
+    world: World, call: GatherCall, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor
+) -> GatheredRows:
     """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there,
     alternating between two streams, so that one fills the SMs that the last tiles of the one before leave idle. The
     barrier behind the copies keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
-    (x, weight, bias), rows, me = operands, operands.x.shape[0], world.rank
+    rows, me = operands.x.shape[0], world.rank
     stream, copies, second = world.current_stream(), world.side_stream("copy"), world.side_stream("gemm", urgent=False)
     groups = chunks(plan, me, world.size)
     alone = len(groups[0][1]) == 1  # the own rows, which are in x
-    gathered, shard = _staged(x, world, stream, copies, call.gathered or not alone)
-    parts, outs, landed = gathered.split(rows), out.split(rows), []
+    staged = _staged(call, operands, world, stream, copies, call.gathered or not alone)
+    gathered, outs, landed = GatheredRows(*(full for full, _ in staged)), out.split(rows), []
     with world.on(copies):  # once, not for every copy
         for group in groups:
             for p in group[1]:
                 if p != me:
-                    world.copy(parts[p], shard.peers[p], copies)
+                    for full, shard in staged[::-1]:
+                        world.copy(full.split(rows)[p], shard.peers[p], copies)
             landed.append(world.record(copies))
         world.barrier(copies)
     for i, (first, ranks) in enumerate(groups):
         lane, own, one = second if i % 2 else stream, alone and i == 0, len(ranks) == 1
+        part = operands
+        run = slice(first * rows, (first + len(ranks)) * rows)
         if not own:
             world.wait_event(lane, landed[i])
-        run = slice(first * rows, (first + len(ranks)) * rows)
-        part = x if own else parts[first] if one else gathered[run]
-        world.linear(part, weight, bias, lane, outs[first] if one else out[run])
+            part = of_gathered(operands, GatheredRows(*(full[run] for full, _ in staged)))
+        linear(world, call.recipe, call.dtype, part, lane, outs[first] if one else out[run])
     world.wait_event(stream, world.record(second))
     world.wait_event(stream, world.record(copies))
     return gathered
 
 
 def _staged(
-    x: torch.Tensor, world: World, stream: Stream, copies: Stream, whole: bool
-) -> tuple[torch.Tensor, SymmetricTensor]:
-    """A fresh gathered [world x rows, K], with x in this rank's rows (`whole`), and the symmetric shard with x in it;
-    `copies` goes on once every rank has staged its shard. On the caller's stream, before the GEMM: a copy within a GPU
-    takes SMs."""
-    rows, k = x.shape
-    shard = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype)
+    call: GatherCall, operands: ScaledFactors, world: World, stream: Stream, copies: Stream, whole: bool
+) -> list[tuple[torch.Tensor, SymmetricTensor]]:
+    """Return, for x and the scales that travel with it: a fresh tensor of all ranks' rows, with this rank's in place
+    (`whole`), and the symmetric shard with them; `copies` goes on once every rank has staged its shard. On the caller's
+    stream, before the GEMM: a copy within a GPU takes SMs."""
+    scales, staged = scales_of_rows(call, operands), []
+    given = dict(shard=operands.x) if scales is None else {"shard": operands.x, "shard, scales": scales}
+    shards = [world.buffer(name, t.nbytes).view(0, t.shape, t.dtype) for name, t in given.items()]
     world.order(lock(world, COPIES), stream)
-    gathered = world.empty((world.size * rows, k), x.dtype)
-    world.copy(shard.local, x, stream)
+    for shard, t in zip(shards, given.values(), strict=True):
+        staged.append((world.empty((world.size * t.shape[0], t.shape[1]), t.dtype), shard))
+        world.copy(shard.local, t, stream)
     world.wait_event(copies, world.record(stream))
     world.barrier(copies)
-    if whole:
-        world.copy(gathered[world.rank * rows : (world.rank + 1) * rows], x, stream)
-    return gathered, shard
+    for (full, _), t in zip(staged, given.values(), strict=True):
+        if whole:
+            world.copy(full[world.rank * t.shape[0] : (world.rank + 1) * t.shape[0]], t, stream)
+    return staged
 
 
 # -- fused -------------------------------------------------------------------------------------------------------------
 def run_fused(
-    world: World, call: GatherCall, plan: FusedGather, operands: Factors, out: torch.Tensor
-) -> torch.Tensor | None:
+    world: World, call: GatherCall, plan: FusedGather, operands: ScaledFactors, out: torch.Tensor
+) -> GatheredRows:
     if not call.gated or _gated_in_epilogue(world, plan.tile):
         return _pulled(world, call, plan, operands, out, call.gated)
     with ungated(world, call, out) as full:
@@ -157,8 +211,8 @@ def run_fused(
 
 
 def run_fused_by_copies(
-    world: World, call: GatherCall, plan: FusedGatherByCopies, operands: Factors, out: torch.Tensor
-) -> torch.Tensor:
+    world: World, call: GatherCall, plan: FusedGatherByCopies, operands: ScaledFactors, out: torch.Tensor
+) -> GatheredRows:
     if not call.gated or _gated_in_epilogue(world, plan.tile):
         return _copied(world, call, plan, operands, out, call.gated)
     with ungated(world, call, out) as full:
@@ -182,9 +236,9 @@ class Pulls:
     bulk: bool  # chunks are whole blocks, at whole blocks
 
     @classmethod
-    def of(cls, plan: FusedGather, k: int, even: bool) -> Pulls:
+    def of(cls, plan: FusedGather, k: int, even: bool, itemsize: int) -> Pulls:
         chunk, rows = plan.tile.block_m * k, plan.pull_rows
-        cols, split = plan.tile.block_n // 2, plan.split
+        cols, split = plan.tile.block_n // itemsize, plan.split  # of as many bytes, whatever the dtype
         return cls(split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0)
 
 
@@ -222,26 +276,29 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
     return world.cached((GATHER_GEMM, call.shards, call.n, call.k, call.dtype, plan), make)
 
 
-def _gemm_arguments(
-    world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, workers: int, flatten: bool
-) -> dict[str, object]:
+def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool) -> dict[str, object]:
     """Return the arguments that both kernels take for the GEMM."""
-    block = world.scale.interleave
-    columns = block if gated else tile.block_n // 2
+    columns = world.scale.interleave if gated else tile.block_n // 2
+    unscaled: dict[str, object] = {} if call.recipe else dict(scales=None)
     return dict(
         w_desc=weight_matrix(call, tile, trans_b),
-        out_desc=Matrix(call.rows, gated or call.n, (tile.block_m, columns)),
+        out_desc=Matrix(call.rows, gated or call.n, (block_rows(tile, call.recipe), columns)),
         M=call.rows,
         N=call.n,
         K=call.k,
-        product=constants(
-            Product,
-            tile=tile_of(tile, tile.group_m, trans_b),
-            WORKERS=workers,
-            GATED=block if gated else 0,
-            FLATTEN=flatten,
-        ),
+        **unscaled,
     )
+
+
+def _product(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, **more: object) -> Product:
+    gated = world.scale.interleave if gated else 0
+    return constants(Product, tile=tile_of(tile, tile.group_m, trans_b, call.recipe), GATED=gated, **more)
+
+
+def _scales(operands: ScaledFactors) -> dict[str, Moved]:
+    """The argument for the scales, where a launch has one that moves."""
+    _, _, _, x_scale, weight_scale = operands
+    return {} if x_scale is None or weight_scale is None else dict(scales=Scales(x_scale, weight_scale))
 
 
 def _options(plan: FusedGather | FusedGatherByCopies) -> dict[str, int]:
@@ -254,85 +311,126 @@ def _pulled_launch(
 ) -> Launch:
     tile, bm, bk = plan.tile, plan.tile.block_m, plan.tile.block_k
     k, programs = call.k, world.sm_count * plan.per_sm
-    even, half = _whole_tiles(call.shards, tile), half_elements(arena.half, k, call.dtype)
-    pull = Pulls.of(plan, k, even)
+    dtype = call.operand_dtype
+    even, half = _whole_tiles(call.shards, tile), half_elements(arena.half, k, dtype)
+    pull = Pulls.of(plan, k, even, dtype.itemsize)
     ch, shards = _pull_channel(world, call, plan, pull.parts)
     view, granules = flat(world, arena.memory)
     bulk = pull.bulk and view is not None and half % pull.cols == 0
-    whole_arena = Matrix(half // k + call.rows, k, (bm, bk))
-    arena_desc = whole_arena.argument(arena.memory.local.view(call.dtype))
+    blocks = block_rows(tile, call.recipe), bk
+    whole_arena = Matrix(half // k + call.rows, k, blocks)
+    arena_desc = whole_arena.argument(arena.memory.local.view(dtype))
     return Launch(
         world,
         all_gather_gemm,
         programs,
         _options(plan),
         # A shard that is not whole tiles is read from the arena alone.
-        x_desc=Matrix(call.shards[0], k, (bm, bk)) if even else arena_desc,
+        x_desc=Matrix(call.shards[0], k, blocks) if even else arena_desc,
         own=call.shards[0] // bm if even else 0,
         arena=Halves.of(arena, granules, half),
         arena_desc=arena_desc,
-        flat_desc=view.descriptor(call.dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
+        flat_desc=view.descriptor(dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
         ch=ch,
         shards=shards,
-        **_gemm_arguments(world, call, tile, gated, trans_b, programs - plan.pull_programs, plan.flatten and even),
-        pull=constants(
-            Pull,
-            PULLERS=plan.pull_programs,
-            PARTS=pull.parts,
-            SPLIT=pull.split,
-            BULK=bulk,
-            ROWS=pull.rows,
-            COLS=pull.cols,
-            STAGES=plan.pull_stages,
+        **_gemm_arguments(world, call, tile, gated, trans_b),
+        how=Gathering(
+            constants(
+                Pull,
+                PULLERS=plan.pull_programs,
+                PARTS=pull.parts,
+                SPLIT=pull.split,
+                BULK=bulk,
+                ROWS=pull.rows,
+                COLS=pull.cols,
+                STAGES=plan.pull_stages,
+            ),
+            _product(
+                world,
+                call,
+                tile,
+                gated,
+                trans_b,
+                WORKERS=programs - plan.pull_programs,
+                FLATTEN=plan.flatten and even,
+            ),
         ),
     )
 
 
 def _pulled(
-    world: World, call: GatherCall, plan: FusedGather, operands: Factors, out: torch.Tensor, gated: int
-) -> torch.Tensor | None:
+    world: World, call: GatherCall, plan: FusedGather, operands: ScaledFactors, out: torch.Tensor, gated: int
+) -> GatheredRows:
     """One launch: some of its programs pull the peers' shards into the arena, the others compute."""
-    (x, weight, bias), stream = operands, world.current_stream()
-    arena = world.arena(call.rows * call.k * x.element_size(), row=call.k * x.element_size())
+    x, weight, bias, *_ = operands
+    stream, row = world.current_stream(), call.k * x.element_size()
+    arena = world.arena(_scales_begin(call, plan) * row + 4 * call.rows * _slot(call), row=row)
     world.order(arena, stream)
     epoch = arena.epoch.clone() if call.gathered else None
     launch = _pulled_launch(world, call, plan, gated, transposed(weight), arena)
     source = dict(x_desc=x) if "x_desc" in launch.moving else {}
-    launch(stream, x=x, **source, w_desc=weight, bias=bias, out_desc=out)
-    return None if epoch is None else _copy_of_half(world, call, arena, epoch)
+    launch(stream, x=x, **source, w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
+    return GatheredRows(None) if epoch is None else _copy_of_half(world, call, plan, arena, epoch)
 
 
-def _copy_of_half(world: World, call: GatherCall, arena: Arena, epoch: torch.Tensor) -> torch.Tensor:
+def _scales_begin(call: GatherCall, plan: FusedGather) -> int:
+    """The row of an arena's half at which scales begin, if there are any: behind whole tiles, which are loaded."""
+    bm = plan.tile.block_m
+    return -(-call.rows // bm) * bm if call.scales_in_row else call.rows
+
+
+def _slot(call: GatherCall) -> int:
+    """float32 of the scales of a row in the arena: whole 16-byte words."""
+    return call.scales_in_row + -call.scales_in_row % 4
+
+
+def _copy_of_half(world: World, call: GatherCall, plan: FusedGather, arena: Arena, epoch: torch.Tensor) -> GatheredRows:
     """A copy of the arena's half that call number `epoch` filled, row by row: torch copies a few long rows slowly."""
-    m, k, first = call.rows, call.k, half_elements(arena.half, call.k, call.dtype) // call.k
-    gathered, stream = world.empty((m, k), call.dtype), world.current_stream()
-    rows = torch.as_strided(arena.memory.local.view(call.dtype), (first + m, k), (k, 1))
+    m, k, dtype, stream = call.rows, call.k, call.operand_dtype, world.current_stream()
+    first, memory = half_elements(arena.half, k, dtype) // k, arena.memory.local
+    gathered = world.empty((m, k), dtype)
+    words = k * dtype.itemsize // 2  # of 16 bits, which torch can select rows of
+    rows = torch.as_strided(memory.view(torch.int16), (first + m, words), (words, 1))
     numbers = world.cached(("numbers", m), lambda: world.tensor(list(range(m)), torch.int64))
-    world.call(
-        lambda: torch.index_select(rows, 0, numbers + epoch % 2 * first, out=gathered), [rows], [gathered], stream
-    )
-    return gathered
+
+    def select() -> object:
+        return torch.index_select(rows, 0, numbers + epoch % 2 * first, out=gathered.view(torch.int16))
+
+    world.call(select, [rows], [gathered], stream)
+    if not call.scales_in_row:
+        return GatheredRows(gathered)
+    scales, slot = world.empty((m, call.scales_in_row), torch.float32), _slot(call)
+    halves = [
+        memory[start : start + 4 * m * slot].view(torch.float32).view(m, slot)[:, : call.scales_in_row]
+        for start in (_scales_begin(call, plan) * k, (first + _scales_begin(call, plan)) * k)
+    ]
+    world.call(lambda: scales.copy_(torch.where(epoch % 2 == 1, halves[1], halves[0])), halves, [scales], stream)
+    return GatheredRows(gathered, scales)
 
 
 @prepared
 def _copied_launch(
     world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int, trans_b: bool
 ) -> tuple[Launch, Ahead]:
-    rows, bm, bk = call.shards[0], plan.tile.block_m, plan.tile.block_k
+    rows, bm = call.shards[0], plan.tile.block_m
+    blocks = block_rows(plan.tile, call.recipe), plan.tile.block_k
     ch, epoch, offsets = _copy_channel(world, call, plan)
     workers = world.sm_count * plan.per_sm - 1
+    unscaled: dict[str, object] = {} if call.recipe else dict(all_scales=None)
     launch = Launch(
         world,
         copied_gemm,
         workers,
         _options(plan),
-        x_desc=Matrix(rows, call.k, (bm, bk)),
-        gathered_desc=Matrix(call.rows, call.k, (bm, bk)),
+        x_desc=Matrix(rows, call.k, blocks),
+        gathered_desc=Matrix(call.rows, call.k, blocks),
         own=rows // bm if rows % bm == 0 else 0,
         ch=ch,
         turn=epoch,
         offsets=offsets,
-        **_gemm_arguments(world, call, plan.tile, gated, trans_b, workers, plan.flatten),
+        **_gemm_arguments(world, call, plan.tile, gated, trans_b),
+        **unscaled,
+        product=_product(world, call, plan.tile, gated, trans_b, WORKERS=workers, FLATTEN=plan.flatten),
     )
     return launch, Ahead()
 
@@ -355,26 +453,30 @@ def _copy_channel(
 
 
 def _copied(
-    world: World, call: GatherCall, plan: FusedGatherByCopies, operands: Factors, out: torch.Tensor, gated: int
-) -> torch.Tensor:
+    world: World, call: GatherCall, plan: FusedGatherByCopies, operands: ScaledFactors, out: torch.Tensor, gated: int
+) -> GatheredRows:
     """A copy engine pulls shard after shard, nearest peer first, and sets each one's channel behind it; one GEMM kernel
     takes the tiles as they come. It leaves a place on one SM for the barriers that run at the same time. In a CUDA
     graph another stream sets the channels, so that the next copy does not wait for that; launched one by one, the
     host's time for two more calls a peer costs more."""
-    (x, weight, bias), rows, size, me = operands, call.shards[0], world.size, world.rank
+    (x, weight, bias, *_), rows, size, me = operands, call.shards[0], world.size, world.rank
     ch, epoch, _ = _copy_channel(world, call, plan)
     stream, copies, captured = world.current_stream(), world.side_stream("copy"), world.capturing()
     signals = world.side_stream("signal") if captured else copies
-    gathered, shard = _staged(x, world, stream, copies, call.gathered or rows % plan.tile.block_m != 0)
+    staged = _staged(call, operands, world, stream, copies, call.gathered or rows % plan.tile.block_m != 0)
+    gathered = GatheredRows(*(full for full, _ in staged))
     launch, ahead = _copied_launch(world, call, plan, gated, transposed(weight))
-    moving = dict(x_desc=x, gathered_desc=gathered, w_desc=weight, bias=bias, out_desc=out)
+    moving = dict(x_desc=x, gathered_desc=gathered.x, w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
+    if call.recipe is not None:
+        moving["all_scales"] = of_gathered(operands, gathered).x_scale
     ahead((bias,), lambda: (GivenLaunch(launch, moving),))
     launch(stream, **moving)
-    parts, flags = gathered.split(rows), ch.counters.split(1)
+    flags = ch.counters.split(1)
     with world.on(copies):  # once, not for every copy
         for j in range(1, size):
             p = (me + j) % size
-            world.copy(parts[p], shard.peers[p], copies)
+            for full, shard in staged[::-1]:
+                world.copy(full.split(rows)[p], shard.peers[p], copies)
             if captured:
                 world.wait_event(signals, world.record(copies))
             world.signal(flags[p], epoch, signals)
@@ -387,12 +489,16 @@ def _copied(
 # -- awaiting ----------------------------------------------------------------------------------------------------------
 
 
-def run_awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors, out: torch.Tensor) -> torch.Tensor:
+def run_awaiting(
+    world: World, call: GatherCall, plan: Awaiting, operands: ScaledFactors, out: torch.Tensor
+) -> GatheredRows:
     with ungated(world, call, out) as full:
-        return _awaiting(world, call, plan, operands, full)
+        return GatheredRows(_awaiting(world, call, plan, operands, full))
 
 
-def _awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors, out: torch.Tensor) -> torch.Tensor:
+def _awaiting(
+    world: World, call: GatherCall, plan: Awaiting, operands: ScaledFactors, out: torch.Tensor
+) -> torch.Tensor:
     """A copy engine pulls shard after shard, nearest peer first, to symmetric memory, which the library's GEMM reads,
     and behind each one sets the flag for which that GEMM waits.
 
@@ -402,7 +508,7 @@ def _awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors,
     GPU may need an SM: a one that stands there. So the copies end, and with them the GEMM, even where the barrier
     expired. Flags are cleared before the barrier, behind the last call's GEMM, as it compares numbers without a wrap;
     the own one is then set. The GEMM is loaded, and run once, before anything waits in it."""
-    (x, weight, bias), rows, size, me = operands, call.shards[0], world.size, world.rank
+    (x, weight, bias, *_), rows, size, me = operands, call.shards[0], world.size, world.rank
     stream, copies, on_gpu = world.current_stream(), world.side_stream("copy"), world.backend.name == "cuda"
     shards = world.buffer("gathered", call.rows * call.k * x.element_size()).view(0, (size, rows, call.k), x.dtype)
     gathered, parts = shards.local.view(call.rows, call.k), shards.local.unbind(0)

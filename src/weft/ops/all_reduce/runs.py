@@ -175,8 +175,9 @@ def run_two_shot(world: World, call: SumCall, plan: TwoShotCounted, t: Tensors, 
         landing = out = world.buffer("two-shot all-reduce, out", m * h * call.out_dtype.itemsize)
     if call.keep == WHOLE.value:
         sums = world.buffer("two-shot all-reduce, sums", m * h * size)
+    scales = _scales(world, call)
 
-    launch = _two_shot_launch(world, call, plan, staging, source, out, sums)
+    launch = _two_shot_launch(world, call, plan, staging, source, (out, sums, scales))
     instead = {name: t.x for name in ("staging", "stage_desc", "out_desc") if name in launch.moving}
     launch(stream, **t.arguments(), x=t.x, **instead)
     if landing is not None:
@@ -184,6 +185,16 @@ def run_two_shot(world: World, call: SumCall, plan: TwoShotCounted, t: Tensors, 
         world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)
     if sums is not None and t.kept is not None:
         world.copy(t.kept, sums.local[: m * h * size].view(call.dtype).view(m, h), stream)
+    if scales is not None and t.scales is not None:
+        world.copy(t.scales, scales.local, stream)
+
+
+def _scales(world: World, call: SumCall) -> Symmetric:
+    """Memory on every rank for the scales of all rows, where a call has some."""
+    if not call.group:
+        return None
+    rows, groups = call.scales
+    return world.buffer("two-shot all-reduce, scales", rows * groups * 4).view(0, (rows, groups), torch.float32)
 
 
 @prepared
@@ -193,10 +204,11 @@ def _two_shot_launch(
     plan: TwoShotCounted,
     staging: Symmetric,
     source: Symmetric,
-    out: SymmetricTensor,
-    sums: Symmetric,
+    results: tuple[SymmetricTensor, Symmetric, Symmetric],
 ) -> Launch:
-    """Where there is no staging, and where rows are not stored in bulk, x stands for what the kernel does not read."""
+    """Where there is no staging, and where rows are not stored in bulk, x stands for what the kernel does not read.
+    results: the memory of rows, sums and scales."""
+    out, sums, scales = results
     size, programs = call.dtype.itemsize, plan.programs or world.sm_count
     bulk = _moved_by_bulk(call, world, plan, staging, out) if plan.bulk else None
     descriptors, where = bulk or ({}, dict(stagings=(staging or out).addresses, landings=out.addresses))
@@ -212,7 +224,12 @@ def _two_shot_launch(
         programs,
         call.options(plan.warps),
         **fixed,
-        places=Places(parts=(source or out).addresses, sums=(sums or out).addresses, **where),
+        places=Places(
+            parts=(source or out).addresses,
+            sums=(sums or out).addresses,
+            scales=(scales or out).addresses,
+            **where,
+        ),
         turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
         ch=world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", counters, None)),
         M=call.m,
@@ -242,6 +259,7 @@ def run_decomposed(world: World, call: SumCall, plan: Decomposed, t: Tensors, st
         nbytes = m * h * call.out_dtype.itemsize
         out = world.buffer("two-shot all-reduce, out", nbytes).view(0, (m, h), call.out_dtype)
     sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype) if whole else None
+    scales = _scales(world, call)
     staging = world.empty((world.size, most, h), call.dtype)
     kept = t.kept if sums is None else sums.local[ends[me] : ends[me + 1]]
     others = [(me + j) % world.size for j in range(1, world.size)]
@@ -249,14 +267,14 @@ def run_decomposed(world: World, call: SumCall, plan: Decomposed, t: Tensors, st
     world.barrier(copies)
     for p in others if mine else ():
         world.copy(staging[p][:mine], source.peers[p][ends[me] : ends[me + 1]], copies)
-    local = replace(t, x=source.local, out=out.local, kept=kept)
+    local = replace(t, x=source.local, out=out.local, kept=kept, scales=scales.local if scales else None)
     owned = replace(call, keep=OWN.value if call.keep else ABSENT.value)
     _sum_norm(world, owned)(copies, **local.arguments(), x=local.x, out=local.out, staging=staging)
     world.barrier(copies)
     for p in others:
         if shards[p]:
             rows = slice(ends[p], ends[p + 1])
-            for everyone in (out, sums) if sums else (out,):
+            for everyone in (each for each in (out, sums, scales) if each):
                 world.copy(everyone.local[rows], everyone.peers[p][rows], copies)
     world.barrier(copies)
     world.wait_event(stream, world.record(copies))
@@ -264,6 +282,8 @@ def run_decomposed(world: World, call: SumCall, plan: Decomposed, t: Tensors, st
         world.copy(t.out, out.local, stream)
     if sums is not None and t.kept is not None:
         world.copy(t.kept, sums.local, stream)
+    if scales is not None and t.scales is not None:
+        world.copy(t.scales, scales.local, stream)
 
 
 @prepared

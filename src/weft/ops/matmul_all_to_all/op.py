@@ -35,7 +35,8 @@ from ...transport.copies import COPIES
 from ...transport.memory import lock
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
 from ...world import Memo, World, disagreement
-from ..common import Factors, MatmulCall, MatmulOp, tile_of, validate, weight_matrix, whole_words
+from ..common import Factors, MatmulCall, MatmulOp, tile_of, weight_matrix, whole_words
+from ..recipes import validate
 from ..two_level import run_exchange
 
 _OP = "matmul_all_to_all"

@@ -40,6 +40,7 @@ from ...transport.sums import sum_partials
 from ...world import World
 from ..common import Factors, MatmulCall, tile_of, weight_matrix
 from ..norm import Remap, put_rows
+from ..recipes import ScaledFactors
 from .call import ReduceCall
 
 
@@ -89,16 +90,16 @@ def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, ti
     )
 
 
-def launch_on(launch: Launch, operands: Factors, out: torch.Tensor) -> Callable[[Stream], None]:
+def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tensor) -> Callable[[Stream], None]:
     """What launches the signaled GEMM, to `out`, on a stream."""
-    x, weight, bias = operands
+    x, weight, bias, *_ = operands
     return lambda stream: launch(stream, x_desc=x, w_desc=weight, bias=bias, out=out)
 
 
 # -- the library's collectives -----------------------------------------------------------------------------------------
 
 
-def run_signaled(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+def run_signaled(world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor) -> None:
     if plan.copies:
         _by_copies(world, call, plan, operands, out)
         return
@@ -108,7 +109,7 @@ def run_signaled(world: World, call: ReduceCall, plan: Signaled, operands: Facto
 
 
 def reduce_in_tiles(
-    world: World, call: ReduceCall, plan: Signaled, operands: Factors
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors
 ) -> tuple[torch.Tensor, Remap | None]:
     """The sum in tiles [2 x tiles x block_m, block_n / 2], with how they are laid out; moved by copies, in ordinary
     order, and None."""
@@ -146,7 +147,7 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
 
 
 def _by_collectives(
-    world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor | None
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Remap, bool]:
     """The sum in tiles, how they are laid out, and whether they are instead in `out`, in ordinary order."""
     bm, bn, tiles_n = plan.tile.block_m, plan.tile.block_n, -(-call.n // plan.tile.block_n)
@@ -177,12 +178,12 @@ def _by_collectives(
 # -- copy engines ------------------------------------------------------------------------------------------------------
 
 
-def _by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+def _by_copies(world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor) -> None:
     (_reduce_by_copies if call.everywhere else _scatter_by_copies)(world, call, plan, operands, out)
 
 
 def _in_rows(
-    world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor, shard: int
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor, shard: int
 ) -> tuple[Signals, Callable[[Stream], None], list[int]]:
     """A GEMM to `out` [M, N] in groups of whole rows of tiles: what is on the device, what launches it, and the rows
     where groups end, in the order in which they are computed. shard: as signaled_gemm takes it."""
@@ -200,7 +201,9 @@ def _in_rows(
     return signals, gemm, [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
 
 
-def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+def _scatter_by_copies(
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor
+) -> None:
     """Every rank computes the rows of the next rank first, and its own last, under which the last copies end. A copy
     engine pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done,
     the owner sums its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
@@ -243,7 +246,9 @@ def _partial_sum(world: World, n: int, dtype: torch.dtype, first: int, rows: int
     )
 
 
-def _reduce_by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+def _reduce_by_copies(
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor
+) -> None:
     """Group by group: once every rank has computed it, each sums its own part of the group's rows, which it reads from
     all ranks, in fp32 in rank order; once all have, a copy engine pulls the other parts. Each of the two has a stream
     of its own, so that they go on side by side for successive groups (docs/design-notes.md).
