@@ -251,7 +251,7 @@ class EmulatedBackend(Backend):
     def wait_event(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
         _stream(stream)
         if not isinstance(event, EmulatedEvent):
-            raise TypeError(f"an event is what World.record(stream) returned, not a {type(event).__name__}")
+            raise TypeError(f"an event is what World.record(stream) returned, not {type(event).__name__}")
         if not self._dropped("wait_event"):
             self.machine.streams.wait_event(stream, event)
 
