@@ -889,7 +889,7 @@ EQUIVALENT = [
         for order in ("world.order(arena, stream)", "world.order(lock(world, NAME), stream)")
     ],
     Equivalent(
-        ("attention gradients",), "drop wait_event", "world.wait_event(stream, keys.end)",
+        ("attention gradients",), "drop wait_event", "world.wait_event(stream, fetched.end)",
         "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
         "waited for",
     ),
