@@ -226,7 +226,7 @@ def gemm_reduce(
 
     x_desc [M, K], w_desc [N, K], or [K, N] (TRANS_B); a half of the arena (`transport.memory.Halves`) holds all owners'
     tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2];
-    PROMOTE: of half the rows, as x_desc's) and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2].
+    PROMOTE: half the rows, as x_desc's) and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2].
     out [m_r, N], or [M, N] (ALL). bias [N] or None. scales: the `Scales` of 8-bit operands, by which tiles are stored,
     or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest shard.
     GROUP_M: a multiple of the world.
@@ -276,8 +276,8 @@ def gemm_reduce(
             if tile.PROMOTE:
                 of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
                 w = weight_scale(of_tile, col, step * BK, K, tile.SCALED)
-                upper_scale = row_scales(of_tile, 0, step * BK, K, BM // 2, tile.SCALED) * w
-                lower_scale = row_scales(of_tile, BM // 2, step * BK, K, BM // 2, tile.SCALED) * w
+                upper_scale = row_scales(of_tile, 0, step * BK, BM // 2, tile.SCALED) * w
+                lower_scale = row_scales(of_tile, BM // 2, step * BK, BM // 2, tile.SCALED) * w
                 upper, lower = add_step(
                     upper, lower, x_desc, w_desc, row, col, step * BK, upper_scale, lower_scale, tile
                 )
