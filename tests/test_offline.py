@@ -32,9 +32,9 @@ from weft.check.offline import Compiled, OfflineDriver, compile_kernel, standing
 from weft.check.ptx import (
     Instruction,
     Which,
-    behind_the_first_warps_fence,
     descriptors,
-    made_by_thread_zero,
+    signals_not_by_thread_zero,
+    signals_outside_first_warp,
     steps_of,
     within,
 )
@@ -57,7 +57,7 @@ from weft.ops.all_reduce.kernels import (
 )
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
-from weft.ops.moe.routing.route_tables import share, tables
+from weft.ops.moe.routing.route_tables import build_tables, share
 from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
 from weft.ops.scaled_gemm import PROMOTED, WIDE
@@ -149,8 +149,8 @@ def call(
 
 def shipped() -> list[tuple[str, int, Plan]]:
     """Every (op, world, plan) of the measured tables."""
-    tables = Path(weft.planner.__file__).parent / "tables"
-    rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
+    build_tables = Path(weft.planner.__file__).parent / "tables"
+    rows = [row for path in sorted(build_tables.glob("*.json")) for row in json.loads(path.read_text())]
     found = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
     return sorted((f for f in found if f[2] != Sequential()), key=str)
 
@@ -346,7 +346,7 @@ def decoder(
     )  # fmt: skip
 
     def fn(world: World) -> None:
-        cache = Cache(config, world=world, slots=1, max_len=2000, dtype=dtype)
+        cache = Cache(config, world=world, route_rows=1, max_len=2000, dtype=dtype)
         batch, plan = Batch.prefill([2000]), LayerPlan("woven", 1024, sms)
         Llama(config, world=world, dtype=dtype)(torch.zeros(2000, dtype=torch.int64), batch, cache, plan)
 
@@ -361,7 +361,7 @@ def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[W
         ids, weights = gate(logits, k, world=world, bias=logits[0], groups=2, top_groups=2, scoring="sigmoid")
         gate(logits.bfloat16(), k, world=world)
         ids_all, _ = share(world, ids, weights, tokens)
-        tables(world, ids_all, experts, tokens, block_m)
+        build_tables(world, ids_all, experts, tokens, block_m)
 
     return fn
 
@@ -490,8 +490,8 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
             "no lock, no warps of two kinds"
         )
         assert broken_rules(launch, k) == []
-        assert made_by_thread_zero(k.ptx) == []
-        assert behind_the_first_warps_fence(k.ptx) == []
+        assert signals_not_by_thread_zero(k.ptx) == []
+        assert signals_outside_first_warp(k.ptx) == []
         assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
         if launch.kernel in POSTED:
             assert (
@@ -689,5 +689,5 @@ def test_a_count_by_another_warp_than_the_fences_is_found() -> None:
     ((_, k),) = [(launch, k) for launch, k in compiled("all-reduce + norm x8, two shots") if launch.kernel is two_shot]
     predicate = re.search(r"@(%p\d+) (?:atom|red)\.global\.sys\.relaxed", k.ptx)[1]  # type: ignore[index]
     wide = re.sub(rf"(?m)^\s*[a-z][\w.]*\s+{predicate}, .*;", f"setp.lt.u32 {predicate}, %tid.x, 512;", k.ptx)
-    assert wide != k.ptx and behind_the_first_warps_fence(k.ptx) == []
-    assert any("not by the first warp" in said for said in behind_the_first_warps_fence(wide))
+    assert wide != k.ptx and signals_outside_first_warp(k.ptx) == []
+    assert any("not by the first warp" in said for said in signals_outside_first_warp(wide))

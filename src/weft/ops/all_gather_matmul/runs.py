@@ -319,7 +319,7 @@ def _pulled_launch(
     bulk = pull.bulk and view is not None and half % pull.cols == 0
     blocks = block_rows(tile, call.recipe), bk
     whole_arena = Matrix(half // k + call.rows, k, blocks)
-    arena_desc = whole_arena.of(arena.memory.local.view(dtype))
+    arena_desc = whole_arena.argument(arena.memory.local.view(dtype))
     return Launch(
         world,
         all_gather_gemm,
@@ -366,7 +366,7 @@ def _pulled(
     stream, row = world.current_stream(), call.k * x.element_size()
     arena = world.arena(_scales_begin(call, plan) * row + 4 * call.rows * _slot(call), row=row)
     world.order(arena, stream)
-    epoch = arena.turn.clone() if call.gathered else None
+    epoch = arena.epoch.clone() if call.gathered else None
     launch = _pulled_launch(world, call, plan, gated, transposed(weight), arena)
     source = dict(x_desc=x) if "x_desc" in launch.moving else {}
     launch(stream, x=x, **source, w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
