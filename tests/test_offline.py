@@ -396,7 +396,7 @@ def product_of_8_bits(scaling: str, plan: Plan, m: int, n: int, k: int, **more: 
     return fn
 
 
-for scaling, plans in (("tensor", WIDE), ("row", WIDE), ("row", PROMOTED), ("block", PROMOTED)):
+for scaling, plans in (("tensor", WIDE), ("tensor", PROMOTED), ("row", WIDE), ("row", PROMOTED), ("block", PROMOTED)):
     for i, plan in enumerate(plans):
         for m, n, k in ((300, 520, 1024), (1, 8, 128)):
             name = f"8-bit by {scaling}, {'promoted' if plans is PROMOTED else 'wide'} {i}, {m} x {n} x {k}"
