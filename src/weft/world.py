@@ -172,6 +172,7 @@ class World:
         timeout_seconds()  # refused where nothing is waited for, too
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
+        self.other_ranks = tuple((self.rank + step) % self.size for step in range(1, self.size))  # the next one first
         self.nodes_reason = spread(backend.nodes)  # why only the library's collectives serve: several nodes; else None
         # The name is the same in each run, for caches of compiled code. It has the size in it, as torch keeps compiled
         # graphs for later processes by what they are told of a World.

@@ -130,16 +130,9 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
         """rows: rows of every rank's x, where they are not all equal."""
         keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-        operand, scales = self.scaled(x)
+        (operand, scales), world, plan = self.scaled(x), self.world, self.plan
         y = all_gather_matmul(
-            operand,
-            self.weight,
-            self.bias,
-            world=self.world,
-            plan=self.plan,
-            rows=rows,
-            return_gathered=keep,
-            **scales,
+            operand, self.weight, self.bias, world=world, plan=plan, rows=rows, return_gathered=keep, **scales
         )
         return y[0] if isinstance(y, tuple) else y
 

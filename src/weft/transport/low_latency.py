@@ -1,5 +1,5 @@
-"""Launching the kernels of low-latency rows (transport/low_latency_kernels.py), and the all-gather and reduce-scatter
-that GEMMs of few rows take."""
+"""Launching the kernels of low-latency rows (transport/low_latency_kernels.py); the all-gather and reduce-scatter that
+GEMMs of few rows take, as ways with one arrival, and one part, of all rows (interfaces.py)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..kernel_launch import Launch, Moved, Words, prepared
 from ..plans import LowLatencyShot
 from ..tensor_checks import DTYPES
 from ..world import World
+from .collectives import gather_at_once, reduce_at_once
 from .low_latency_kernels import EMPTY, Slots, gather_low_latency, scatter_low_latency
 
 PROGRAMS = 1024  # the most programs that post
@@ -121,13 +122,17 @@ def _posting(
 def gather(
     x: torch.Tensor, world: World, plan: LowLatencyShot, shards: tuple[int, ...], stream: Stream
 ) -> torch.Tensor:
-    """Return all_gather(x) [M, K]. Rows are whole 16-byte words, and every rank has some. plan: programs and warps."""
-    out = world.empty((sum(shards), x.shape[1]), x.dtype)
-    of = world.cached(
-        (gather_low_latency, shards, x.shape[1], x.dtype, plan),
-        lambda: _posting(gather_low_latency, "all_gather", x, world, plan, shards),
-    )
-    launch(world, of, stream, x=x, out=out)
+    """Return all_gather(x) [M, K]. Every rank has some rows; plan: programs and warps. Rows that are no whole 16-byte
+    words travel padded to these."""
+    (rows, columns), word = x.shape, VECTOR // x.itemsize
+    out = world.empty((sum(shards), columns), x.dtype)
+    if columns % word == 0:
+        _post(gather_low_latency, "all_gather", x, world, plan, shards, stream, out)
+        return out
+    padded = world.zeros((rows, columns + -columns % word), x.dtype)
+    world.call(lambda: padded[:, :columns].copy_(x), [x], [padded], stream)
+    arrived = gather(padded, world, plan, shards, stream)
+    world.call(lambda: out.copy_(arrived[:, :columns]), [arrived], [out], stream)
     return out
 
 
@@ -139,9 +144,23 @@ def scatter(
     stream: Stream,
     out: torch.Tensor,
 ) -> None:
-    """Store this rank's rows of the sum over ranks of x [M, N] in `out`; rows and plan are as in `gather`."""
-    of = world.cached(
-        (scatter_low_latency, shards, x.shape[1], x.dtype, plan),
-        lambda: _posting(scatter_low_latency, "reduce_scatter", x, world, plan, shards),
-    )
-    launch(world, of, stream, x=x, out=out)
+    """Store this rank's rows of the sum over ranks of x [M, N] in `out`; rows are whole 16-byte words, and every rank
+    has some."""
+    _post(scatter_low_latency, "reduce_scatter", x, world, plan, shards, stream, out)
+
+
+def _post(
+    kernel: JITFunction,
+    what: str,
+    x: torch.Tensor,
+    world: World,
+    plan: LowLatencyShot,
+    shards: tuple[int, ...],
+    stream: Stream,
+    out: torch.Tensor,
+) -> None:
+    key = kernel, shards, x.shape[1], x.dtype, plan
+    launch(world, world.cached(key, lambda: _posting(kernel, what, x, world, plan, shards)), stream, x=x, out=out)
+
+
+gather_rows, reduce_rows = gather_at_once(gather), reduce_at_once(scatter)

@@ -11,29 +11,23 @@ own: while one rank still copies them another pushes queries of the next call, w
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-import triton.language as tl
 
 from ...backends.base import SymmetricTensor
 from ...kernel_launch import Launch, prepared
 from ...plans import HeadParallel
-from ...tensor_checks import DTYPES
-from ...transport.memory import lock
+from ...transport.memory import lock, workspace
+from ...transport.sm_push import Block, block_launch
 from ...world import World
-from .kernels import push_blocks
 from .key_ranges import Sight, zigzag_chunks
 from .segmented import Heads, Keys, Partial, attend, merged
 
 Tensor = torch.Tensor
-Block = tuple[int, int, int, int, int, int, int]  # reader, rows, columns, first element and row length there, and here
 
 MEMORY = "attention heads"
-ALIGNED = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -143,22 +137,12 @@ def memory_of(world: World, split: HeadSplit) -> list[SymmetricTensor]:
     rows."""
     of, part = split.of, split.part
     total, most = sum(of.shards), max(of.shards)
-    given = [((total, heads, of.dim), of.dtype) for heads in (part.heads, part.kv_heads, part.kv_heads)]
-    made = [((most, of.heads, of.dim), of.dtype), ((most * of.heads,), torch.float32)]
-    return laid_out(world, MEMORY, given) + laid_out(world, f"{MEMORY}, results", made)
-
-
-def laid_out(world: World, name: str, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[SymmetricTensor]:
-    """Return symmetric tensors of these shapes and dtypes, one behind another in the buffer `name`. Collective when the
-    buffer has to grow."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
-    starts = list(accumulate((-(-nbytes // ALIGNED) * ALIGNED for nbytes in sizes), initial=0))
-    memory = world.buffer(name, starts[-1])
-
-    def views() -> list[SymmetricTensor]:
-        return [memory.view(at, shape, dtype) for at, (shape, dtype) in zip(starts, kinds, strict=False)]
-
-    return world.cached((name, *kinds, memory.local.data_ptr()), views)
+    sizes = {"queries": part.heads, "keys": part.kv_heads, "values": part.kv_heads}
+    return [
+        *(workspace(world, f"{MEMORY}, {use}", (total, heads, of.dim), of.dtype) for use, heads in sizes.items()),
+        workspace(world, f"{MEMORY}, results", (most, of.heads, of.dim), of.dtype),
+        workspace(world, f"{MEMORY}, lse", (most * of.heads,), torch.float32),
+    ]
 
 
 def push(
@@ -171,21 +155,4 @@ def push(
 @prepared
 def _push(world: World, programs: int, which: tuple[HeadSplit, str, *tuple[int, ...]], dtype: torch.dtype) -> Launch:
     split, name, *more = which
-    blocks: list[Block] = getattr(split, name)(world.rank, *more)
-    table = world.cached((MEMORY, *which), lambda: world.tensor([word for b in blocks for word in b], torch.int64))
-    cols = min(1 << (max(b[2] for b in blocks) - 1).bit_length(), 1024)
-    rows = max(1, 4 * world.scale.block // cols)
-    return Launch(
-        world,
-        push_blocks,
-        programs or world.sm_count,
-        dict(num_warps=16, local=True),
-        table=table,
-        blocks=len(blocks),
-        across=-(-max(b[2] for b in blocks) // cols),
-        down=-(-max(b[1] for b in blocks) // rows),
-        DTYPE=DTYPES.get(dtype, tl.float32),
-        ALIGN=8 if dtype in DTYPES else 1,
-        ROWS=rows,
-        COLS=cols,
-    )
+    return block_launch(world, programs, (MEMORY, *which), getattr(split, name)(world.rank, *more), dtype)

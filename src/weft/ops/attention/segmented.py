@@ -3,32 +3,31 @@
     main stream  barrier | own attention          | attention over others .. | merge
     copy stream           | push | push | push
 
-Every rank pushes its keys and values to where their readers read them, with a flag behind each piece; readers wait for
-flags between two calls of the library. The barrier says that nobody reads what the last call brought any more. Nothing
-is staged, and no kernel has to find an SM beside the library's, which takes all of them.
+Every rank pushes its keys and values to where their readers read them, with a flag behind each piece
+(`copy_engine.exchange_rows`); readers wait for flags between two calls of the library.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ...backends.base import Event, Stream, SymmetricTensor
+from ...backends.base import Event, Stream
 from ...backends.library_gemm import stepped
 from ...chooser import Choice, Chooser
 from ...kernel_launch import Launch, prepared
-from ...lang.host import rank_notify, rank_wait
 from ...plans import Plan, Segmented
-from ...tensor_checks import DTYPES
 from ...transport.collectives import gather
-from ...transport.memory import lock
+from ...transport.copy_engine import Send, exchange_rows, push
+from ...transport.memory import workspace
+from ...transport.sm_push import pushing
 from ...world import World
 from . import libraries
-from .kernels import merge, push_rows
+from .kernels import merge
 from .key_ranges import Group, Sight, divided, landing
 from .libraries import AttentionLibrary, Bounds, Packed
 
@@ -153,77 +152,34 @@ def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def packed(world: World, t: Tensor, spans: Sequence[tuple[int, int]], stream: Stream) -> Tensor:
-    out, at = world.empty((sum(hi - lo for lo, hi in spans), t.shape[1]), t.dtype), 0
-    for lo, hi in spans:
-        world.copy(out[at : at + hi - lo], t[lo:hi], stream)
-        at += hi - lo
+    rows = [hi - lo for lo, hi in spans]
+    out = world.empty((sum(rows), t.shape[1]), t.dtype)
+    for part, (lo, hi) in zip(out.split(rows), spans, strict=True):
+        world.copy(part, t[lo:hi], stream)
     return out
 
 
 def pushed(world: World, of: Heads, plan: Segmented, own: Keys, groups: Sequence[Group], views: Views) -> Fetched:
     """Push K and V, by copy engine or by a few programs, to where their readers read them. Returns what this rank
     reads."""
-    stream, copies, me, total = world.current_stream(), world.side_stream("copy"), world.rank, sum(of.shards)
-    nbytes = 2 * total * of.kv_heads * of.dim * of.dtype.itemsize
-    memory = world.buffer(KEYS, nbytes).view(0, (2, total, of.kv_heads, of.dim), of.dtype)
-    world.order(lock(world, KEYS), stream)
-    ch = world.channel(f"{KEYS} there", world.size, None)
-    turn = world.barrier(stream, KEYS)
-    world.wait_event(copies, world.record(stream))
-    if plan.push_programs:
-        push = programs_push(world, plan, copies)
-    else:
-        push = functools.partial(engine_push, world, copies)
-    with world.on(copies):  # once, not for every copy
-        for step in range(1, world.size):
-            reader = (me + step) % world.size
-            for piece, at in landing(views[reader]):
-                if piece.source == me:
-                    push(memory, reader, at, own.rows(piece.lo, piece.hi))
-                    rank_notify(world, ch, me, reader, turn, copies)
-        for piece, at in landing(views[me]):
-            if piece.source == me:  # packed sequences have them in one run with the others
-                engine_push(world, copies, memory, me, at, own.rows(piece.lo, piece.hi))
-        end = world.record(copies)
-
-    def there(lo: int, hi: int, sources: Sequence[int]) -> Keys:
-        def wait() -> None:
-            for source in sources:
-                if source == me:
-                    world.wait_event(stream, end)
-                else:
-                    rank_wait(world, ch, source, turn, stream)
-
-        return Keys(memory.local[0, lo:hi], memory.local[1, lo:hi], wait)
-
+    me, total = world.rank, sum(of.shards)
+    memory = workspace(world, KEYS, (2, total, of.kv_heads, of.dim), of.dtype)
+    # Packed sequences have this rank's own in one run with the others.
+    sends = [
+        Send(reader, at, own.rows(piece.lo, piece.hi)[:2])
+        for reader in (*world.other_ranks, me)
+        for piece, at in landing(views[reader])
+        if piece.source == me
+    ]
+    arrived = exchange_rows(world, KEYS, memory, sends, pushing(plan.push_programs) if plan.push_programs else push)
     placed = {piece.source: (piece, at) for piece, at in landing(views[me])}
     others = []
     for group in groups:
         piece, at = placed[group.pieces[0].source]
         lo = at + group.pieces[0].lo - piece.lo
-        others.append((group, there(lo, lo + group.rows, [p.source for p in group.pieces])))
-    return Fetched(others, end)
-
-
-def engine_push(world: World, stream: Stream, memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
-    for plane, t in zip(memory.peers[reader], (keys.k, keys.v), strict=True):
-        world.copy(plane[at : at + len(t)], t, stream)
-
-
-def programs_push(world: World, plan: Segmented, stream: Stream) -> Callable[[SymmetricTensor, int, int, Keys], None]:
-    def push(memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
-        width, total = keys.k[0].numel(), memory.local.shape[1]
-        launch = _push(world, plan.push_programs, reader, at * width, total * width, keys.k.numel(), keys.k.dtype)
-        launch(stream, memory=memory.addresses, k=keys.k, v=keys.v)
-
-    return push
-
-
-@prepared
-def _push(world: World, programs: int, reader: int, start: int, plane: int, count: int, dtype: torch.dtype) -> Launch:
-    sizes = dict(reader=reader, start=start, plane=plane, count=count)
-    block = 4 * world.scale.block  # four 16-byte words a thread under way
-    return Launch(world, push_rows, programs, dict(num_warps=16, local=True), **sizes, DTYPE=DTYPES[dtype], BLOCK=block)
+        k, v = memory.local[:, lo : lo + group.rows]
+        others.append((group, Keys(k, v, partial(arrived.wait, [p.source for p in group.pieces]))))
+    return Fetched(others, arrived.end)
 
 
 # -- what is computed --------------------------------------------------------------------------------------------------

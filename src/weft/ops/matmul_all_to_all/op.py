@@ -31,8 +31,8 @@ from ...op import check_call, registered
 from ...plans import Plan, Sequential, Signaled, TwoLevel
 from ...tensor_checks import check_device
 from ...torch_library import CallOptions
-from ...transport.copies import COPIES
-from ...transport.memory import lock
+from ...transport.copy_engine import COPIES, pull_from_all
+from ...transport.memory import lock, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
 from ...world import Kept, World, disagreement
 from ..common import Factors, MatmulCall, MatmulOp, tile_of, weight_matrix, whole_words
@@ -261,7 +261,7 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
     pools = None
     if plan.copies:  # the barrier says that nobody pulls from the pools any more
         longest = max(len(d) for d in routing.destinations)
-        pools = world.buffer("pool", longest * n * call.dtype.itemsize).view(0, (longest, n), call.dtype)
+        pools = workspace(world, "pool", (longest, n), call.dtype)
         world.order(lock(world, COPIES), stream)
         world.barrier(stream)
     pool = world.empty((m, n), call.dtype) if pools is None else pools.local
@@ -275,21 +275,11 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
         outs = [out[lo : lo + count] for lo, count in zip(groups.comes[g], groups.got[g], strict=True)]
         world.all_to_all(outs, parts, stream, groups.prepared.communicator)
 
-    lanes = [world.side_stream(f"from {j}") for j in range(world.size)] if plan.copies else []
-
     def pull(g: int, stream: Stream) -> None:
-        """A stream for each sender: as many copies at once keep the links busy whatever the counts."""
         assert pools is not None
-        world.barrier(stream)
-        stored = world.record(stream)
-        for j, lane in enumerate(lanes):
-            p = (world.rank + j) % world.size
-            world.wait_event(lane, stored)
-            if count := groups.got[g][p]:
-                lo, held = groups.comes[g][p], groups.held[g][p]
-                world.copy(out[lo : lo + count], pools.peers[p][held : held + count], lane)
-            if g == len(groups.got) - 1:
-                world.wait_event(stream, world.record(lane))
+        cells = zip(pools.peers, groups.comes[g], groups.held[g], groups.got[g], strict=True)
+        parts = [(out[lo : lo + count], theirs[held : held + count]) for theirs, lo, held, count in cells]
+        pull_from_all(world, parts, stream, last=g == len(groups.got) - 1)
 
     exchange_groups(world, groups.prepared, multiply, pull if plan.copies else collective)
 

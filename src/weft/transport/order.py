@@ -1,46 +1,10 @@
-"""Copies of whole shards by the copy engine: the order in which they go, and the sum of what they staged."""
+"""The order in which a decomposed plan's shards go to the other ranks, or come from them."""
 
 from __future__ import annotations
 
 import functools
 
-import torch
-
-from ..backends.base import Stream
-from ..kernel_launch import Launch, prepared
 from ..plans import Decomposed
-from ..world import World
-from .memory import rank_word
-from .sums import sum_staged
-
-
-@prepared
-def _sum(world: World, rows: int, n: int, bias: bool) -> Launch:
-    block = world.scale.block
-    return Launch(
-        world,
-        sum_staged,
-        min(world.sm_count * 4, -(-rows * n // block)),
-        dict(num_warps=8),
-        rows=rows,
-        N=n,
-        me=rank_word(world),
-        W=world.size,
-        BIAS=bias,
-        BLOCK=block,
-        ALIGNED=n % 8 == 0,
-    )
-
-
-def sum_parts(
-    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Stream
-) -> None:
-    """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
-    launch = _sum(world, out.shape[0], out.shape[1], bias is not None)
-    launch(stream, own=own, staging=staging, out=out, bias=out if bias is None else bias)
-
-
-COPIES = "copy buffers"  # the lock on these buffers, of decomposed plans and those moved by copies
 
 
 def group_steps(plan: Decomposed, size: int) -> list[range]:
