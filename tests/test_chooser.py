@@ -24,7 +24,7 @@ from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
 from weft.ops.all_reduce.call import NORM, SumCall
 from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM, AllReduceRmsNorm
 from weft.ops.attention import libraries
-from weft.ops.attention.segmented import Heads
+from weft.ops.attention.segmented import AttentionConfig
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands
 from weft.ops.moe.expert_parallel.op import MOE, Moe
 from weft.planner.table import Measured, learn
@@ -349,7 +349,7 @@ def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyP
     capturing = [True]
 
     def main(world: weft.World) -> list[str]:
-        of = Heads((), 2, 2, 16, torch.bfloat16, 0.25)
+        of = AttentionConfig((), 2, 2, 16, torch.bfloat16, 0.25)
         found = []
         for capturing[0], keys in ((True, 40), (False, 40), (True, 40), (True, 90), (False, 41)):
             took[fast] = 50.0 if keys != 41 else 99.5

@@ -151,8 +151,8 @@ def test_kernel_compiles_and_waits_before_it_loads(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_wrong_with_what_is_compiled(name: str) -> None:
-    made, refused = check.gate(variants(EXAMPLES / f"{name}.py", 3)[0], 90)
-    assert made and refused == [] and [one.wrong for one in made] == [[]] * len(made)
+    made, refused = check.compile_and_check(variants(EXAMPLES / f"{name}.py", 3)[0], 90)
+    assert made and refused == [] and [one.problems for one in made] == [[]] * len(made)
 
 
 # -- docs/writing-kernels.md -------------------------------------------------------------------------------------------
@@ -221,15 +221,15 @@ def test_the_kernel_on_the_page_runs(seed: int, tmp_path: Path) -> None:
 def test_nothing_is_wrong_with_the_kernel_on_the_page(tmp_path: Path) -> None:
     (code,) = (code for mark, _, code in BLOCKS if mark == "runs")
     (tmp_path / "page.py").write_text(code)
-    (one,), refused = check.gate(variants(tmp_path / "page.py", 3)[0], 90)
-    assert (one.wrong, refused) == ([], [])
+    (one,), refused = check.compile_and_check(variants(tmp_path / "page.py", 3)[0], 90)
+    assert (one.problems, refused) == ([], [])
 
 
 def test_the_page_shows_what_is_said_of_compiled_code() -> None:
     (shown,) = (text.removeprefix("compiled ") for mark, _, text in BLOCKS if mark == "compiled")
     ran, _ = variants(FIRST, 2)
     ran.add(variants(FIRST, 3)[0])
-    made, _ = check.gate(ran, 90)
+    made, _ = check.compile_and_check(ran, 90)
     figure = r"\d+(?= reg| bytes of)"
     assert re.sub(figure, "#", shown.strip()) == re.sub(figure, "#", str(made[0]))
 

@@ -88,7 +88,9 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
         world.launch(past_the_end, 1, args, dict(num_warps=1), world.current_stream())
         world.synchronize()
 
-    with pytest.raises(weft.MemoryFault, match=rf'{says} past the end: channel 3 of "three.*", which has 0\.\.2\n'):
+    with pytest.raises(
+        weft.MemoryFault, match=rf'{says} past the end: channel 3 of "three.*", which has channels 0\.\.2\n'
+    ):
         weft.spmd(main, 2, backend="emulated")
 
 
@@ -176,7 +178,7 @@ def test_a_launch_that_no_gpu_takes_is_refused(
 def test_a_launch_is_checked_before_any_backend() -> None:
     class Elsewhere:
         rank, size, device, name, nodes = 0, 1, torch.device("cpu"), "elsewhere", (0,)
-        clock, capturing = None, None
+        clock, capturing = None, Backend.capturing
         name_counters = Backend.name_counters
         name_calls = Backend.name_calls
 

@@ -443,7 +443,7 @@ def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k:
         text = WAITING.get(name)
         waits = lambda step: text is not None and text in step.source  # noqa: B023, E731
         assert any(waits(step) for step in ptx.steps_of(compiled.ptx)) == (text is not None)
-        assert ptx.broken_rules(compiled.ptx, waits) == [] and ptx.made_by_thread_zero(compiled.ptx) == []
+        assert ptx.broken_rules(compiled.ptx, waits) == [] and ptx.signals_not_by_thread_zero(compiled.ptx) == []
     assert len(made) == 7 + (layout == "masked")
     an_sm = {name: -(-a.grid // offline.SMS) for name, (a, _) in made.items()}
     held = {n: an_sm[n] * -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for n, (a, c) in made.items()}

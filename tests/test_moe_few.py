@@ -156,7 +156,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         if i != 1:  # the second's rows, and ids, are of the launch before
             assert any(awaited(step) for step in ptx.steps_of(k.ptx))
             assert ptx.broken_rules(k.ptx, awaited) == []
-        assert ptx.made_by_thread_zero(k.ptx) == [] and "fence.proxy.async;" not in k.ptx
+        assert ptx.signals_not_by_thread_zero(k.ptx) == [] and "fence.proxy.async;" not in k.ptx
         for others in by_rank[1:]:
             assert offline.specialised(launch) == offline.specialised(others[i])
     assert len(by_rank[0]) == 3

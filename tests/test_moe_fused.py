@@ -194,7 +194,7 @@ def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Cal
     record_property("kernel", (f"moe fused {name}", k.registers, k.shared))
     offline.fits(launch, k)
     assert "wgmma.mma_async" in k.ptx and any(awaited(step) for step in ptx.steps_of(k.ptx))
-    assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.made_by_thread_zero(k.ptx) == []
+    assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
     assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
     dispatched, tile = ptx.steps_of(k.ptx), plan.tile
     gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in dispatched)

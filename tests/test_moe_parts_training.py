@@ -204,7 +204,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         def waits(step: Any, text: str | None = text) -> bool:
             return text is not None and text in step.source
 
-        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.made_by_thread_zero(k.ptx) == []
+        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
     biases, keep = CASES[name][6], CASES[name][8]
     missing = (set() if biases else {"row_sums"}) | ({"keep_shards"} if keep == "nothing" else set())
     assert NEW - missing <= set(made)

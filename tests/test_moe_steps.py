@@ -252,7 +252,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         assert any(waits(step) for step in ptx.steps_of(k.ptx)) == (
             kernel in ("grouped_gemm_in", "combine_rows", "sum_ranks")
         )
-        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.made_by_thread_zero(k.ptx) == []
+        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
         assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
     assert len(made) == 5 + 3, "of the layer, and of its routes"
     tiles_come_as_planned(made, plan)

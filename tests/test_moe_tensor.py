@@ -305,7 +305,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
             return text is not None and text in step.source
 
         assert any(waits(step) for step in ptx.steps_of(k.ptx)) == (kernel in AWAITED)
-        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.made_by_thread_zero(k.ptx) == []
+        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
     assert len(made) == 8
     pipelined(made, plan)
     for small, large in (("push_shard", "grouped_gemm_in"), ("combine_rows", "grouped_gemm_out")):

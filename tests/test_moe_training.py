@@ -255,7 +255,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         record_property("kernel", (f"moe backward {name}: {kernel}", k.registers, k.shared))
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == (kernel in ("grouped_gemm_out", "grouped_wgrad"))
-        assert ptx.broken_rules(k.ptx, awaited(kernel)) == [] and ptx.made_by_thread_zero(k.ptx) == []
+        assert ptx.broken_rules(k.ptx, awaited(kernel)) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
     assert NEW - (set() if CASES[name][1] else {"row_sums"}) <= set(made)
     for small in ("dispatch_rows", "combine_rows"):
         for large in ("grouped_gemm_out", "grouped_wgrad"):

@@ -725,8 +725,8 @@ for name, plan in NORMS.items():
         found = [*POSTED, LAST_ROW, LAST, OWNER]
     EPOCHS[name] = found
     # With two ranks a peer goes on only after nearly all programs here have cleared; a full residual is not posted.
-    seldom = [CLEAR_NEXT, *([OWNER.what] if isinstance(plan, OneShot) else [])]
-    EPOCHS[f"{name}, full"] = [m for m in found if m.what not in seldom]
+    seldom = [CLEAR_NEXT, *([OWNER.description] if isinstance(plan, OneShot) else [])]
+    EPOCHS[f"{name}, full"] = [m for m in found if m.description not in seldom]
 
 
 # -- what changes nothing ----------------------------------------------------------------------------------------------
@@ -1006,7 +1006,7 @@ def test_every_mutation_is_caught(name: str, record_property: Callable[[str, obj
             (
                 e
                 for e in unused
-                if e.what == mutation.what and e.code in line_of(mutation) and e.function in mutation.function
+                if e.what == mutation.description and e.code in line_of(mutation) and e.function in mutation.function
             ),
             None,
         )

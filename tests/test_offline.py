@@ -32,9 +32,9 @@ from weft.check.offline import Compiled, OfflineDriver, compile_kernel, standing
 from weft.check.ptx import (
     Instruction,
     Which,
-    behind_the_first_warps_fence,
     descriptors,
-    made_by_thread_zero,
+    signals_not_by_thread_zero,
+    signals_outside_first_warp,
     steps_of,
     within,
 )
@@ -489,8 +489,8 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
             "no lock, no warps of two kinds"
         )
         assert broken_rules(launch, k) == []
-        assert made_by_thread_zero(k.ptx) == []
-        assert behind_the_first_warps_fence(k.ptx) == []
+        assert signals_not_by_thread_zero(k.ptx) == []
+        assert signals_outside_first_warp(k.ptx) == []
         assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
         if launch.kernel in POSTED:
             assert (
@@ -686,5 +686,5 @@ def test_a_count_by_another_warp_than_the_fences_is_found() -> None:
     ((_, k),) = [(launch, k) for launch, k in compiled("all-reduce + norm x8, two shots") if launch.kernel is two_shot]
     predicate = re.search(r"@(%p\d+) (?:atom|red)\.global\.sys\.relaxed", k.ptx)[1]  # type: ignore[index]
     wide = re.sub(rf"(?m)^\s*[a-z][\w.]*\s+{predicate}, .*;", f"setp.lt.u32 {predicate}, %tid.x, 512;", k.ptx)
-    assert wide != k.ptx and behind_the_first_warps_fence(k.ptx) == []
-    assert any("not by the first warp" in said for said in behind_the_first_warps_fence(wide))
+    assert wide != k.ptx and signals_outside_first_warp(k.ptx) == []
+    assert any("not by the first warp" in said for said in signals_outside_first_warp(wide))

@@ -239,9 +239,9 @@ def test_what_goes_torchs_own_way_is_said(mesh: DeviceMesh) -> None:
             ("w2", torch.randn(INNER // 2), "1 dimension"),
         ]
         for name, x, why in cases:
-            given, said = parallel._given(world, block.get_submodule(name), x, (Shard(1),))
+            given, said = parallel._linear_operands(world, block.get_submodule(name), x, (Shard(1),))
             assert given is None and said == why
-        assert parallel._given(None, block.w1, cases[0][1], (Shard(1),)) == (None, "a group on cpu")
+        assert parallel._linear_operands(None, block.w1, cases[0][1], (Shard(1),)) == (None, "a group on cpu")
 
     weft.spmd(main, 2, backend="emulated")
 

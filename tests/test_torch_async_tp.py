@@ -270,7 +270,7 @@ def test_no_world_is_made_for_what_goes_on_to_torch(monkeypatch: pytest.MonkeyPa
     def made(group_name: str) -> weft.World:
         raise AssertionError("of a group of which nothing is computed")
 
-    monkeypatch.setattr("weft.integrations.torch_async_tp._made", made)
+    monkeypatch.setattr("weft.integrations.torch_async_tp._world", made)
     monkeypatch.setattr("weft.integrations.torch_async_tp._torchs", lambda name, x: lambda a, *args, **_: (a, [a]))
 
     def call(x: torch.Tensor, w: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ MODELS["quantized"] = lambda: Model(functools.partial(DecoderLayer, quant_method
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    monkeypatch.setattr(plugin, "of_all_ranks", lambda mine, group: group.world.exchange(mine))
+    monkeypatch.setattr(plugin, "gather_objects", lambda mine, group: group.world.exchange(mine))
     monkeypatch.setattr(plugin, "world_of", lambda group: group.world)
     monkeypatch.setattr(plugin, "_models", [])
     monkeypatch.setattr(interface, "installed", lambda: "0.32.0")
@@ -89,8 +89,8 @@ def test_a_served_model_computes_what_it_did(modules: Any, name: str, tokens: in
 @pytest.mark.parametrize(
     ("name", "served", "by_rows"),
     [
-        ("dense", ["a row-parallel linear with its GEMM, residual and norm (4 times)", "GEMM behind it (3 times)"], True),
-        ("experts", ["sum of experts, residual and norm (2 times)", "linear with its GEMM, residual and norm (2 times)", "GEMM behind it (1 times)"], True),
+        ("dense", ["a row-parallel linear with its GEMM, residual and norm (4 times)", "GEMM after it (3 times)"], True),
+        ("experts", ["sum of experts, residual and norm (2 times)", "linear with its GEMM, residual and norm (2 times)", "GEMM after it (1 times)"], True),
         ("quantized", ["sum of a row-parallel linear, residual and norm (2 times)", "with its GEMM, residual and norm (2 times)"], True),
         ("gemma 2", ["with its GEMM, residual and norm (4 times)"], True),
         ("scaled", ["a row-parallel GEMM and its sum (4 times)"], None),
@@ -490,7 +490,7 @@ def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytes
     slow = 0
 
     def main(world: weft.World) -> Any:
-        found = interface.read_interface().found
+        found = interface.read_interface().objects
         classes = layers.Classes(**{name: found[name] for name in ("row", "column", "norm", "unquantized")})
         flow = flow_of(MODELS["dense"](), classes)
         world.choices.clock = lambda *_: pytest.fail("really timed")

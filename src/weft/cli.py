@@ -165,17 +165,17 @@ def check(
 
 
 def _compile(ran: Ran, capability: int) -> None:
-    from .check import gate
+    from .check import compile_and_check
 
     with progress() as bar:
-        compiled, refused = gate(ran, capability, functools.partial(bar.track, description="compiling"))
+        compiled, refused = compile_and_check(ran, capability, functools.partial(bar.track, description="compiling"))
     for one in compiled:
-        say(f"[bold {'red' if one.wrong else 'green'}]compiled[/] {escape(str(one))}")
-        for line in one.wrong:
+        say(f"[bold {'red' if one.problems else 'green'}]compiled[/] {escape(str(one))}")
+        for line in one.problems:
             say(f"    [bold red]{escape(line)}")
     for line in refused:
         say(f"[bold red]{escape(line)}")
-    if refused or any(one.wrong for one in compiled):
+    if refused or any(one.problems for one in compiled):
         raise typer.Exit(1)
 
 

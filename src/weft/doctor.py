@@ -129,7 +129,7 @@ def _attention() -> list[tuple[str, str]]:
     lines = []
     for use in libraries.USES:
         try:
-            said = libraries.answers(use, torch.device("cuda", 0), torch.bfloat16, 32, 8, 128)
+            said = libraries.library_errors(use, torch.device("cuda", 0), torch.bfloat16, 32, 8, 128)
         except RuntimeError as error:  # no memory, for one
             said = {library: f"{error}".splitlines()[0] for library in (libraries.CUDNN, libraries.FLASH)}
         right = next((library.name for library, reason in said.items() if not reason), "none")

@@ -454,7 +454,9 @@ class World:
         if address < start + nbytes:
             return f"channel {(address - start) // 4} of {name}"
         if address < start + _padded(nbytes // 4) * 4:
-            return f'past the end: channel {(address - start) // 4} of "{name}", which has 0..{nbytes // 4 - 1}'
+            return (
+                f'past the end: channel {(address - start) // 4} of "{name}", which has channels 0..{nbytes // 4 - 1}'
+            )
         return f"address {address:#x}"
 
     def words(self, *tables: Sequence[int]) -> list[torch.Tensor]:

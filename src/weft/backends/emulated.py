@@ -305,9 +305,9 @@ class EmulatedBackend(Backend):
         check_tensors("World.call", *reads, *writes)
         self.machine.streams.call(fn, reads, writes, _stream(stream))
 
-    def meet(self, stream: Stream) -> None:
-        if not self._dropped("meet"):
-            self.machine.streams.meet("meet", stream, among=self.ranks)
+    def stream_barrier(self, stream: Stream) -> None:
+        if not self._dropped("stream_barrier"):
+            self.machine.streams.collective("barrier", stream, among=self.ranks)
 
     def _dropped(self, method: str) -> bool:
         """Whether the mutation under test removes this call; a recorded run notes where it was made."""
@@ -372,7 +372,7 @@ class EmulatedBackend(Backend):
 
         kind = (*parts[0].shape[1:], str(parts[0].dtype))
         hears = [r for r, out in enumerate(outs) if out.numel()]
-        self.machine.streams.meet(
+        self.machine.streams.collective(
             "all_to_all", _stream(stream), kind, list(parts), list(outs), work, hears, on, self.ranks
         )
 
@@ -388,7 +388,7 @@ class EmulatedBackend(Backend):
         """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders
         nothing."""
         hears = range(self.size) if x.numel() else ()
-        self.machine.streams.meet(
+        self.machine.streams.collective(
             kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, hears, on, self.ranks
         )
 

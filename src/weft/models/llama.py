@@ -50,7 +50,7 @@ from ..nn.scaled import (
     quantized_weight,
     scaled_operand,
 )
-from ..nn.sharded import Sharded, part_of
+from ..nn.sharded import Sharded, divide_by_ranks
 from ..nn.weave import LayerPlan, LayerTimes, Table, halves, table
 from ..ops.activation import gate, silu_mul
 from ..ops.all_gather_matmul.op import all_gather_matmul
@@ -87,7 +87,7 @@ class Attention(Sharded):
         **{f"{part}_norm.weight": None for part in "qk"},
         "o_proj.weight": 1,
     }
-    held = ("qkv", "out", "bias", "norms", "qkv_scale", "out_scale")
+    sharded_parameters = ("qkv", "out", "bias", "norms", "qkv_scale", "out_scale")
     qkv_scale: nn.Parameter | None
     out_scale: nn.Parameter | None
 
@@ -95,7 +95,7 @@ class Attention(Sharded):
         super().__init__(world, dtype)
         self.dtype, self.recipe = dtype, recipe
         self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
-        self.heads, self.head_dim = part_of("num_attention_heads", config.num_attention_heads, world), d
+        self.heads, self.head_dim = divide_by_ranks("num_attention_heads", config.num_attention_heads, world), d
         rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
         if recipe is None:
             self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
@@ -133,10 +133,10 @@ class Attention(Sharded):
         whole = self.qkv_scale if scaled else self.bias if of == "proj.bias" else self.qkv
         return None if whole is None else whole[lo : lo + n]
 
-    def own_part(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
+    def local_shard(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
         if name.rpartition(".")[2] in NAMES.values():
             value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
-        return super().own_part(name, value, shape)
+        return super().local_shard(name, value, shape)
 
     def set_shard(self, name: str, value: Tensor) -> None:
         """A weight of 16 bits is quantized where the module's are of 8."""
@@ -389,7 +389,7 @@ class Llama(nn.Module):
         plain, normed = plan.kind == "plain", rms_norm(x, *norm, world=world)
         if allreduce_norm is None:
             allreduce_norm = all_reduce_then_norm if plain else all_reduce_rms_norm
-        by: dict[str, Any] = dict(plan=plan.norm_plan, whole=plain, allreduce_norm=allreduce_norm)
+        by: dict[str, Any] = dict(plan=plan.norm_plan, full_residual=plain, allreduce_norm=allreduce_norm)
         return ReplicatedStates(world, x, normed, layout.splits, **by)
 
     def _check_same_on_all_ranks(self, ids: Tensor, layout: Layout) -> None:
@@ -398,7 +398,7 @@ class Llama(nn.Module):
         world = self.world
         world.finish(world.current_stream())
         slots = torch.cat([part.slots for part in layout.parts])
-        batch = [number for part in layout.parts for piece in part.pieces for number in piece]
+        batch = [number for part in layout.parts for chunk in part.chunks for number in chunk]
         world.check_same_on_all_ranks(
             "decoder",
             tokens=layout.tokens,

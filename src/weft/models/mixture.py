@@ -41,7 +41,7 @@ class Experts(Sharded):
     parameters  w13 as `weft.moe.pack` lays it out, w2 [El, H, Il]
     """
 
-    held = ("w13", "w2")
+    sharded_parameters = ("w13", "w2")
 
     def __init__(self, of: Mixture, hidden: int, world: World, dtype: torch.dtype) -> None:
         super().__init__(world, dtype)
@@ -65,16 +65,16 @@ class Experts(Sharded):
         else:
             self.w13.copy_(pack(value, world=self.world))
 
-    def own_part(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
+    def local_shard(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
         """Return this rank's part of a tensor; that of gate_up_proj has columns of gate and columns of up."""
-        part = super().own_part(name, value, shape)
+        part = super().local_shard(name, value, shape)
         gate_and_up = name == "gate_up_proj" and part is not None and value.shape != shape
-        return self.split.of_first(value, "blocked") if gate_and_up and self.split.sharing > 1 else part
+        return self.split.w13_columns(value, "blocked") if gate_and_up and self.split.tp_size > 1 else part
 
-    def whole(self, name: str, shard: Tensor) -> Tensor:
-        value, sharing = super().whole(name, shard), self.split.sharing
-        if name == "gate_up_proj" and sharing > 1:
-            return value.unflatten(1, (sharing, 2, -1)).transpose(1, 2).flatten(1, 3)
+    def unsharded(self, name: str, shard: Tensor) -> Tensor:
+        value, tp_size = super().unsharded(name, shard), self.split.tp_size
+        if name == "gate_up_proj" and tp_size > 1:
+            return value.unflatten(1, (tp_size, 2, -1)).transpose(1, 2).flatten(1, 3)
         return value
 
 
@@ -115,7 +115,7 @@ class MixtureMLP(nn.Module):
         own = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
 
         def pick() -> None:
-            for to, routes in zip(own, experts.split.own_routes(ids, weights), strict=True):
+            for to, routes in zip(own, experts.split.local_routes(ids, weights), strict=True):
                 to.copy_(routes)
 
         world.call(pick, [ids, weights], own, world.current_stream())

@@ -14,14 +14,14 @@ from ..ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
 from .scaled import NAMES, Activation, check_recipe, in_shape, parameters, quantized_weight, scaled_operand
-from .sharded import Sharded, part_of
+from .sharded import Sharded, divide_by_ranks
 
 
 class _ParallelLinear(Sharded):
     weight: nn.Parameter
     bias: nn.Parameter | None
     weight_scale: nn.Parameter | None
-    held = ("weight", "bias", "weight_scale")
+    sharded_parameters = ("weight", "bias", "weight_scale")
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class _ParallelLinear(Sharded):
             self.set_shard(NAMES[self.recipe], scale)
         self.get_shard(name).copy_(value)  # type: ignore[union-attr]
 
-    def own_part(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         if name in NAMES.values():
             value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
-        return super().own_part(name, value, shape)
+        return super().local_shard(name, value, shape)
 
     def scaled(self, x: Activation) -> tuple[torch.Tensor, ScaledOptions]:
         return scaled_operand(x, self.weight_scale, self.recipe, self.dtype, self.world)
@@ -123,7 +123,7 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype = torch.bfloat16,
         recipe: str | None = None,
     ) -> None:
-        n = part_of("ColumnParallelLinear: out_features", out_features, world)
+        n = divide_by_ranks("ColumnParallelLinear: out_features", out_features, world)
         super().__init__(in_features, out_features, world, bias, plan, dtype, (n, in_features), n, recipe)
         self.keep_gathered = keep_gathered
 
@@ -165,7 +165,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         if reduce not in ("scatter", "all"):
             raise ValueError(f'RowParallelLinear: reduce {reduce!r} is not "scatter" or "all"')
-        k = part_of("RowParallelLinear: in_features", in_features, world)
+        k = divide_by_ranks("RowParallelLinear: in_features", in_features, world)
         self.reduce = reduce
         super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), out_features, recipe)
 

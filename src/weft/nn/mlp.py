@@ -28,7 +28,7 @@ from ..plans import Plan
 from ..tensor_checks import requires_grad
 from ..world import World
 from .scaled import NAMES, Activation, check_recipe, in_shape, parameters, quantized_weight, scaled_operand
-from .sharded import Sharded, part_of
+from .sharded import Sharded, divide_by_ranks
 
 
 class ParallelMLP(Sharded):
@@ -48,7 +48,7 @@ class ParallelMLP(Sharded):
     """
 
     sharded_dim = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
-    held = ("gate_up", "down", "gate_up_scale", "down_scale")
+    sharded_parameters = ("gate_up", "down", "gate_up_scale", "down_scale")
     gate_up_scale: nn.Parameter | None
     down_scale: nn.Parameter | None
 
@@ -63,7 +63,7 @@ class ParallelMLP(Sharded):
         dtype: torch.dtype = torch.bfloat16,
         recipe: str | None = None,
     ) -> None:
-        inner = part_of("ParallelMLP: intermediate_size", intermediate_size, world)
+        inner = divide_by_ranks("ParallelMLP: intermediate_size", intermediate_size, world)
         super().__init__(world, dtype)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
         self.keep_gathered, self.dtype, self.recipe = keep_gathered, dtype, recipe
@@ -126,10 +126,10 @@ class ParallelMLP(Sharded):
             return self.gate_up.chunk(2)[part == "up_proj"]
         return self._half(name).reshape(-1, self.hidden_size)[: self.inner]
 
-    def own_part(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         if name.rpartition(".")[2] in NAMES.values():
             value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
-        return super().own_part(name, value, shape)
+        return super().local_shard(name, value, shape)
 
     def set_shard(self, name: str, value: torch.Tensor) -> None:
         """A weight of 16 bits is quantized where the module's are of 8."""

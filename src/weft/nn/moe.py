@@ -195,7 +195,7 @@ class MoE(nn.Module):
         """Draw the router and this rank's experts. An expert's number seeds its values, so no rank draws those of
         others."""
         split, (experts, hidden) = self.split, self.router.shape
-        inner, wide = split.columns * split.sharing, 1 if self.activation == "gelu" else 2
+        inner, wide = split.columns * split.tp_size, 1 if self.activation == "gelu" else 2
         own = torch.Generator(self.router.device)
 
         def draw(fan_in: int, *shape: int) -> torch.Tensor:
@@ -217,7 +217,7 @@ class MoE(nn.Module):
     def _set_experts(self, layout: str, w13: torch.Tensor, w2: torch.Tensor, *biases: torch.Tensor) -> None:
         """Set this rank's part of the parameters, given all columns of its experts."""
         self._set(self.w13, self._packed(w13, layout))
-        self._set(self.w2, w2.chunk(self.split.sharing, 2)[self.split.part])
+        self._set(self.w2, w2.chunk(self.split.tp_size, 2)[self.split.part])
         if self.b13 is not None:
             self._set(self.b13, self._packed(biases[0], layout))
         if self.b2 is not None:
@@ -230,10 +230,10 @@ class MoE(nn.Module):
             placed(self.placement, experts)
             places = self.placement.view(experts, -1).tolist()
             logical = [e for _, e in sorted((p, e) for e, row in enumerate(places) for p in row if p >= 0)]
-        return logical[self.split.own]
+        return logical[self.split.expert_range]
 
     def _packed(self, t: torch.Tensor, layout: str) -> torch.Tensor:
-        t = self.split.of_first(t, layout if self.activation != "gelu" else "")
+        t = self.split.w13_columns(t, layout if self.activation != "gelu" else "")
         return t if self.activation == "gelu" else pack(t, world=self.world, layout=layout)
 
     def _set(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -242,7 +242,7 @@ class MoE(nn.Module):
         parameter.copy_(value)
 
     def extra_repr(self) -> str:
-        (local, hidden, inner), sharing = self.w2.shape, self.split.sharing
+        (local, hidden, inner), sharing = self.w2.shape, self.split.tp_size
         inner *= sharing
         sizes = f"hidden_size={hidden}, intermediate_size={inner}, experts={local} of {self.router.shape[0]}"
         sizes += f", columns over {sharing}" if sharing > 1 else ""

@@ -273,10 +273,10 @@ def sum_parts(
 
 # -- exchange ----------------------------------------------------------------------------------------------------------
 class Send(NamedTuple):
-    """Tensors [n, ..] for rows `first` to first + n of a rank's memory [tensors, rows, ..]."""
+    """Tensors [n, ..] for rows `row` to row + n of a reader's memory [tensors, rows, ..]."""
 
-    to: int
-    first: int
+    reader: int
+    row: int
     tensors: Tensors
 
 
@@ -292,8 +292,8 @@ class Exchanged(NamedTuple):
 
 
 def push(world: World, memory: SymmetricTensor, send: Send, stream: Stream) -> None:
-    for plane, t in zip(memory.peers[send.to], send.tensors, strict=True):
-        world.copy(plane[send.first : send.first + len(t)], t, stream)
+    for plane, t in zip(memory.peers[send.reader], send.tensors, strict=True):
+        world.copy(plane[send.row : send.row + len(t)], t, stream)
 
 
 def exchange_rows(
@@ -305,16 +305,16 @@ def exchange_rows(
     name: of the memory, its barrier and its flags. push_to_peer: who moves what goes to others."""
     stream, copies, me = world.current_stream(), world.side_stream("copy"), world.rank
     world.order(lock(world, name), stream)
-    ch = world.channel(f"{name} there", world.size, None)
+    ch = world.channel(f"{name} arrived", world.size, None)
     number = world.barrier(stream, name)
     world.wait_event(copies, world.record(stream))
     with world.on(copies):  # once, not for every copy
         for send in sends:
-            if send.to == me:
+            if send.reader == me:
                 push(world, memory, send, copies)
             else:
                 push_to_peer(world, memory, send, copies)
-                rank_notify(world, ch, me, send.to, number, copies)
+                rank_notify(world, ch, me, send.reader, number, copies)
         end = world.record(copies)
 
     def wait(ranks: Iterable[int]) -> None:

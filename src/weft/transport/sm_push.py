@@ -1,9 +1,10 @@
-"""Launching the programs that push rows to their readers (sm_push_kernels.py): a way to exchange rows (interfaces.py),
-alone and for `copy_engine.exchange_rows`, where copy engines are bound by their latency."""
+"""Launches of the kernels that push rows (sm_push_kernels.py). `pushing` moves what `copy_engine.exchange_rows` sends
+to other ranks, which pays below some 16 MB, where a copy engine is bound by latency."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -15,36 +16,49 @@ from ..world import World
 from .copy_engine import Push, Send
 from .sm_push_kernels import push_blocks, push_rows
 
-# reader, rows, columns, first element and row length there, and here
-Block = tuple[int, int, int, int, int, int, int]
+
+class PushBlock(NamedTuple):
+    """A block of a matrix that is pushed to `reader`: an entry of the table that `push_blocks` reads. Starts and row
+    strides are in elements, `dst` in the reader's memory and `src` in this rank's."""
+
+    reader: int
+    rows: int
+    columns: int
+    dst_start: int
+    dst_stride: int
+    src_start: int
+    src_stride: int
 
 
 def pushing(programs: int) -> Push:
-    """What pushes the two tensors of a Send by so many programs."""
+    """Return a function that pushes the two tensors of a Send by a kernel of so many programs."""
 
     def push(world: World, memory: SymmetricTensor, send: Send, stream: Stream) -> None:
         x, y = send.tensors
         width, rows = x[0].numel(), memory.local.shape[1]
-        launch = _rows(world, programs, send.to, send.first * width, rows * width, x.numel(), x.dtype)
+        launch = _push_rows(world, programs, send.reader, send.row * width, rows * width, x.numel(), x.dtype)
         launch(stream, memory=memory.addresses, x=x, y=y)
 
     return push
 
 
 @prepared
-def _rows(world: World, programs: int, reader: int, start: int, plane: int, count: int, dtype: torch.dtype) -> Launch:
-    sizes = dict(reader=reader, start=start, plane=plane, count=count)
-    block = 4 * world.scale.block  # four 16-byte words a thread under way
+def _push_rows(
+    world: World, programs: int, reader: int, start: int, y_offset: int, count: int, dtype: torch.dtype
+) -> Launch:
+    sizes = dict(reader=reader, start=start, y_offset=y_offset, count=count)
+    block = 4 * world.scale.block  # a thread has four 16-byte words in flight
     return Launch(world, push_rows, programs, dict(num_warps=16, local=True), **sizes, DTYPE=DTYPES[dtype], BLOCK=block)
 
 
 def block_launch(
-    world: World, programs: int, key: tuple[Hashable, ...], blocks: Sequence[Block], dtype: torch.dtype
+    world: World, programs: int, key: tuple[Hashable, ...], blocks: Sequence[PushBlock], dtype: torch.dtype
 ) -> Launch:
-    """What pushes blocks of x to their readers' memory, to be launched with both. key: of the blocks, whose table is
-    kept. programs: 0 for as many as the GPU has SMs."""
+    """The launch that pushes blocks of x into their readers' memory; it takes both. `key` names the blocks, whose table
+    is kept. `programs` 0 stands for the number of SMs."""
     table = world.cached(("push", *key), lambda: world.tensor([word for b in blocks for word in b], torch.int64))
-    cols = min(1 << (max(b[2] for b in blocks) - 1).bit_length(), 1024)
+    max_rows, max_columns = max(block.rows for block in blocks), max(block.columns for block in blocks)
+    cols = min(1 << (max_columns - 1).bit_length(), 1024)
     rows = max(1, 4 * world.scale.block // cols)
     return Launch(
         world,
@@ -53,8 +67,8 @@ def block_launch(
         dict(num_warps=16, local=True),
         table=table,
         blocks=len(blocks),
-        across=-(-max(b[2] for b in blocks) // cols),
-        down=-(-max(b[1] for b in blocks) // rows),
+        tiles_across=-(-max_columns // cols),
+        tiles_down=-(-max_rows // rows),
         DTYPE=DTYPES.get(dtype, tl.float32),
         ALIGN=8 if dtype in DTYPES else 1,
         ROWS=rows,

@@ -1,8 +1,11 @@
-"""Programs that push rows to their readers' memory, behind a barrier that says that nobody reads there.
+"""Kernels that push rows into other ranks' memory, behind a barrier that says that no reader still reads there.
 
-push_rows    a few programs on a stream of their own
-push_blocks  parts of a matrix to several readers, each to its own place with its own length of a row, so that they are
+push_rows    pushes two tensors with a few programs on a side stream
+push_blocks  pushes blocks of a matrix to several readers, each with its own start and row stride, so that the matrix is
              rearranged on the way
+
+Both only store; what tells the reader that the rows have arrived follows on the same stream (a notification after
+push_rows, a barrier after push_blocks).
 """
 
 import triton.language as tl
@@ -11,44 +14,49 @@ from ..lang.channel import address_of
 from ..lang.jit import jit
 
 
-@jit(do_not_specialize=("reader", "start", "plane", "count"))
-def push_rows(memory, x, y, reader, start, plane, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store x [count] in rank `reader`'s memory from element `start` on, and y [count] from element `start + plane` on.
-    start, plane and count are multiples of 8."""
-    start, plane, count = start.to(tl.int64) // 8 * 8, plane.to(tl.int64) // 8 * 8, count.to(tl.int64) // 8 * 8
-    to = address_of(memory, reader, DTYPE) + start
+@jit(do_not_specialize=("reader", "start", "y_offset", "count"))
+def push_rows(memory, x, y, reader, start, y_offset, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store x [count] into the memory of rank `reader` from element `start` on, and y [count] from element
+    `start + y_offset` on. start, y_offset and count are multiples of 8."""
+    start, y_offset = start.to(tl.int64) // 8 * 8, y_offset.to(tl.int64) // 8 * 8
+    count = count.to(tl.int64) // 8 * 8
+    dst = address_of(memory, reader, DTYPE) + start
     i = tl.arange(0, BLOCK)
     for b in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        here = b.to(tl.int64) * BLOCK
-        ok = i < count - here
-        tl.store(to + here + i, tl.load(x + here + i, mask=ok), mask=ok)
-        tl.store(to + plane + here + i, tl.load(y + here + i, mask=ok), mask=ok)
+        offset = b.to(tl.int64) * BLOCK
+        mask = i < count - offset
+        tl.store(dst + offset + i, tl.load(x + offset + i, mask=mask), mask=mask)
+        tl.store(dst + y_offset + offset + i, tl.load(y + offset + i, mask=mask), mask=mask)
 
 
-@jit(do_not_specialize=("blocks", "across", "down"))
+@jit(do_not_specialize=("blocks", "tiles_across", "tiles_down"))
 def push_blocks(
     x,
     memory,
     table,
     blocks,
-    across,
-    down,
+    tiles_across,
+    tiles_down,
     DTYPE: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """table, int64 [blocks, 7]: of a block of x its reader, rows and columns; and its first element and the length of a
-    row, in the reader's memory and in x, multiples of ALIGN. In tiles of ROWS x COLS, of which the longest block has
-    down x across; blocks take turns, so that not all ranks push to one."""
+    """Store blocks of the matrix x into the memory of their readers.
+
+    table int64 [blocks, 7] has for each block its reader, rows and columns, its start and row stride in the reader's
+    memory, and its start and row stride in x, in elements; all but the reader and the rows are multiples of ALIGN. A
+    tile is ROWS x COLS, and the largest block has tiles_down x tiles_across of them. Consecutive tiles belong to
+    different blocks, so that the programs do not all push to one reader at a time.
+    """
     i, j = tl.arange(0, ROWS), tl.arange(0, COLS)
-    for t in range(tl.program_id(0), blocks * across * down, tl.num_programs(0)):
+    for t in range(tl.program_id(0), blocks * tiles_across * tiles_down, tl.num_programs(0)):
         block, tile = table + t % blocks * 7, t // blocks
         rows, cols = tl.load(block + 1), tl.load(block + 2) // ALIGN * ALIGN
-        row, col = (tile // across).to(tl.int64) * ROWS + i, tile % across * COLS + j
-        there, here = tl.load(block + 3) // ALIGN * ALIGN, tl.load(block + 5) // ALIGN * ALIGN
-        long_there, long_here = tl.load(block + 4) // ALIGN * ALIGN, tl.load(block + 6) // ALIGN * ALIGN
-        ok = (row < rows)[:, None] & (col < cols)[None, :]
-        part = tl.load(x + here + row[:, None] * long_here + col[None, :], mask=ok)
-        to = address_of(memory, tl.load(block), DTYPE) + there
-        tl.store(to + row[:, None] * long_there + col[None, :], part, mask=ok)
+        row, col = (tile // tiles_across).to(tl.int64) * ROWS + i, tile % tiles_across * COLS + j
+        dst_start, src_start = tl.load(block + 3) // ALIGN * ALIGN, tl.load(block + 5) // ALIGN * ALIGN
+        dst_stride, src_stride = tl.load(block + 4) // ALIGN * ALIGN, tl.load(block + 6) // ALIGN * ALIGN
+        mask = (row < rows)[:, None] & (col < cols)[None, :]
+        values = tl.load(x + src_start + row[:, None] * src_stride + col[None, :], mask=mask)
+        dst = address_of(memory, tl.load(block), DTYPE) + dst_start
+        tl.store(dst + row[:, None] * dst_stride + col[None, :], values, mask=mask)

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from ...compute.quantize import over_scales
-from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of
+from ...lang.channel import address_of, calls_of, end_call, rank_of, select
 from ...lang.intrinsics import flush_stores, release_fence, wait_until, window_fence, window_store, window_sum
 from ...lang.jit import jit
 from ...lang.mapping import first_row
@@ -199,7 +199,7 @@ def push_rows(x, stage_desc, stages, boxes, me, pid, M, most, norm, shots, W: tl
         there = i < first_row(owner + 1, M, W) - lo
         ok = there & (cols < H)
         part = tl.load(x + (lo + i).to(tl.int64) * H + cols, mask=ok, other=0.0)
-        stage = place_of(stages, step, W - 1)
+        stage = select(stages, step, W - 1)
         if shots.BULK:  # a row past the last is outside the descriptor's tensor
             store_bulk(stage_desc, stage, tl.where(there, me * most + i, 1 << 24), part, P)
         else:
@@ -208,7 +208,7 @@ def push_rows(x, stage_desc, stages, boxes, me, pid, M, most, norm, shots, W: tl
             flush_stores(shots.BULK)
             release_fence("sys")
             for k in tl.static_range(D):
-                box = pointer(place_of(boxes, unit % GROUPS * D + k, W - 1), tl.int32)
+                box = pointer(select(boxes, unit % GROUPS * D + k, W - 1), tl.int32)
                 tl.atomic_add(box + block, 1, sem="relaxed", scope="sys")
 
 
@@ -229,7 +229,7 @@ def sum_rows(
     for q in tl.range(0, count * SOURCES, num_stages=STAGES):
         source = q % SOURCES
         i = (first + q // SOURCES).to(tl.int64)
-        part = load_row(pointer(place_of(sources, source, SOURCES), DTYPE) + i * H, H, P)
+        part = load_row(pointer(select(sources, source, SOURCES), DTYPE) + i * H, H, P)
         acc = tl.where(source == 0, 0.0, acc) + part.to(tl.float32)
         if source == SOURCES - 1:
             w, b, divisor = parameters(weights, norm)

@@ -38,7 +38,7 @@ import triton.language as tl
 
 from ...compute.gemm import FLUSHED, column_halves, grouped_tile, second_operand
 from ...compute.scaled_gemm import add_product, scale_half, tile_scales
-from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
+from ...lang.channel import address_of, calls_of, end_call, rank_of, select, take_ticket
 from ...lang.descriptors import tiles_of
 from ...lang.intrinsics import flush_stores, wait_until
 from ...lang.jit import jit
@@ -88,7 +88,7 @@ def sum_half_tiles(
         part = q // W % PARTS
         lm, tn = grouped_tile(half_tile // 2, tiles_m, tiles_n, GROUP)
         flat_row = first_row + ((me * tiles_m + lm) * tiles_n + tn) * (2 * BM) + half_tile % 2 * BM + part * R
-        block = tl.reshape(flat_desc.load([place_of(places, rank, W), flat_row, 0]), (R, COLS))
+        block = tl.reshape(flat_desc.load([select(places, rank, W), flat_row, 0]), (R, COLS))
         acc = tl.where(rank == 0, 0.0, acc) + block.to(tl.float32)
         if rank == W - 1:
             row = lm * BM + part * R
@@ -118,7 +118,7 @@ def gather_tile(flat_desc, places, first_row, number, me, out, offsets, grid, ti
         s = (me + 1 + q // PARTS) % W
         part = q % PARTS
         flat_row = first_row + ((s * tiles_m + lm) * tiles_n + tn) * (2 * BM) + part * R
-        block = tl.reshape(flat_desc.load([place_of(places, s, W), flat_row, 0]), (R, COLS))
+        block = tl.reshape(flat_desc.load([select(places, s, W), flat_row, 0]), (R, COLS))
         lo = tl.load(offsets + s)
         row = lo + lm * BM + part * R % BM + r
         col = (tn * 2 + part * R // BM) * COLS + c
@@ -240,7 +240,7 @@ def gemm_reduce(
                 tm, tn = grouped_tile(t, W * tiles_m, tiles_n, tile.GROUP_M)
                 owner = (tm + me + 1) % W
                 lm = tm // W
-                row = place_of(firsts, owner, W) + lm * BM
+                row = select(firsts, owner, W) + lm * BM
                 col = tn * BN
                 channel = lm * tiles_n + tn
                 flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)

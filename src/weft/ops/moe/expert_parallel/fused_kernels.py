@@ -35,7 +35,7 @@ import triton.language as tl
 
 from ....compute.gemm import column_halves, gemm_tile, grouped_tile
 from ....lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
-from ....lang.intrinsics import flush_stores, now, wait_until
+from ....lang.intrinsics import flush_stores, globaltimer, wait_until
 from ....lang.jit import jit
 from ....lang.primitives import channel_broadcast, channel_notify
 from ..routing.kernels import clear_sources, count_block, place_units, push_routes
@@ -129,13 +129,13 @@ def stamp(at, what, began):
     """Add the time since `began` to this program's time for `what`."""
     if at.stamps is not None:
         word = at.stamps + tl.program_id(0) * STAMPS + what
-        tl.store(word, tl.load(word) + now() - began)
+        tl.store(word, tl.load(word) + globaltimer() - began)
 
 
 @jit
 def clock(at):
     """Return the time in ns, where times are taken, else 0."""
-    return 0 if at.stamps is None else now()
+    return 0 if at.stamps is None else globaltimer()
 
 
 @jit
