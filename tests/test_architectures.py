@@ -182,21 +182,21 @@ def test_why_ranks_cannot_count_in_each_others_memory(monkeypatch: pytest.Monkey
         return lambda name: SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
 
     monkeypatch.setattr(cuda.ctypes, "CDLL", of(0))
-    assert cuda._cannot_count(two) == f"{NO_ATOMICS} (rank 0)"
-    assert cuda._cannot_count([two[0], two[0]]) is None
+    assert cuda._why_no_atomics(two) == f"{NO_ATOMICS} (rank 0)"
+    assert cuda._why_no_atomics([two[0], two[0]]) is None
     monkeypatch.setattr(cuda.ctypes, "CDLL", of(1))
-    assert cuda._cannot_count(two) is None
+    assert cuda._why_no_atomics(two) is None
 
     def missing(name: str) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
-    assert cuda._cannot_count(two) is None
+    assert cuda._why_no_atomics(two) is None
 
 
 def test_an_architecture_is_named_as_nvidia_does() -> None:
     assert architectures.lacks(89, 90, "these") == "these need compute capability 9.0, and this GPU has 8.9"
-    assert architectures.lacks(120, 90, "these") is None and architectures.spoken(120) == "12.0"
+    assert architectures.lacks(120, 90, "these") is None and architectures.dotted(120) == "12.0"
 
 
 def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_them() -> None:

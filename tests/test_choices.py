@@ -67,7 +67,7 @@ def stub(size: int) -> Any:
     backend = SimpleNamespace(name="cuda", limits_ctas=True, shares_gpu=False)
     said: list[str] = []
     return SimpleNamespace(
-        size=size, rank=0, device=None, backend=backend, cached=lambda key, make: planner, say_once=said.append
+        size=size, rank=0, device=None, backend=backend, cached=lambda key, make: planner, log_once=said.append
     )
 
 

@@ -165,7 +165,7 @@ class Machine:
     def cached(self, key: Any, make: Any) -> Any:
         return self.kept.setdefault(key, None) or self.kept.update({key: make()}) or self.kept[key]
 
-    def say_once(self, message: str) -> None:
+    def log_once(self, message: str) -> None:
         self.said.append(message)
 
 

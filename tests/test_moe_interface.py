@@ -125,7 +125,7 @@ def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> No
         assert received.tolist() == ([0, 80, 0, 0] if world.rank == 0 else [0, 0, 0, 0])
         if world.rank == 0:
             with pytest.raises(
-                weft.Overflow, match="rank 0: 20 rows more came to its experts than max_rows .or max_m. has room for"
+                weft.Overflow, match="rank 0: its experts received 20 rows more than max_rows .or max_m. has room for"
             ):
                 world.synchronize()
         world.synchronize()  # it is said once

@@ -234,7 +234,7 @@ def test_a_world_is_neither_copied_nor_pickled() -> None:
     def rank(world: weft.World) -> None:
         twin = copy.deepcopy(torch.nn.Sequential(Holder(world), weft.nn.ParallelMLP(64, 80, world=world)))
         assert twin[0].world is world and twin[1].world is world
-        with pytest.raises(TypeError, match=r"a World cannot be pickled; of a module, save state_dict\(\)"):
+        with pytest.raises(TypeError, match=r"a World cannot be pickled; save a module.s state_dict\(\) instead"):
             pickle.dumps(twin)
 
     emulate(rank, 2)

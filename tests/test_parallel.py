@@ -196,7 +196,7 @@ def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPa
         for module, now in zip(modules, captures, strict=True):
             world: Any = SimpleNamespace(name="captured", size=1, capturing=lambda now=now: now)
             operands = parallel.LinearOperands(x, module.weight.detach(), None)
-            parallel.gathered(world, module, x, operands, 0, "auto")
+            parallel.gathered_linear(world, module, x, operands, 0, "auto")
         assert gathers == list(modules if any(captures) else modules[:1]), captures
 
 

@@ -1031,7 +1031,7 @@ class Stub:
             self.kept[key] = make()
         return self.kept[key]
 
-    def say_once(self, message: str) -> None:
+    def log_once(self, message: str) -> None:
         if message not in self.said:
             self.said.append(message)
 

@@ -37,7 +37,7 @@ import weft
 from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton
 from weft.backends import cuda, processes, shared_gpu
 from weft.backends.base import timeout_seconds
-from weft.backends.cuda import CudaBackend, GpuBackend, _apart, _device_of
+from weft.backends.cuda import CudaBackend, GpuBackend, _device_of, _why_unreachable
 from weft.backends.launcher import Launcher
 from weft.backends.shared_gpu import RankDevice
 from weft.emulator.bounds import ADDRESS
@@ -701,8 +701,8 @@ def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -
 
 def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None:
     def main(world: weft.World) -> bool:
-        turn = weakref.ref(world.arena(64).turn)
-        assert world.arena(4096).turn is not turn()
+        turn = weakref.ref(world.arena(64).epoch)
+        assert world.arena(4096).epoch is not turn()
         gc.collect()
         return turn() is not None
 
@@ -834,7 +834,7 @@ def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) 
     backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None)
     backend.check = lambda: GpuBackend.check(backend)
     backend.left_out = lambda: GpuBackend.left_out(backend)
-    backend.others_waits = lambda own: ["", own]
+    backend.waits_of_all_ranks = lambda own: ["", own]
     backend.record_words = SimpleNamespace(words=np.array(words, np.int64))
     return backend
 
@@ -888,16 +888,16 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     launcher = Launcher(SimpleNamespace(sm_count=132, capability=90, device=None))  # type: ignore[arg-type]
     kernel = Kernel(made(100))
     launcher.load(kernel, 264, {}, {})
-    with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 a SM"):
+    with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 an SM"):
         launcher.load(kernel, 265, {}, {})
     large = Kernel(made(180))
-    with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 a SM"):
+    with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 an SM"):
         launcher.load(large, 133, {}, {})
     launcher.load(Kernel(made(46)), 132, {}, dict(co_resident=True))
     assert len(small) == 1
     launcher.load(large, 132, {}, {})  # 46 and 180 KiB share an SM
     launcher.load(Kernel(made(48)), 132, {}, dict(co_resident=True))
-    with pytest.raises(Unsupported, match="the pulling programs do not fit on an SM beside the computing ones"):
+    with pytest.raises(Unsupported, match="the pull programs do not fit on an SM together with the computing ones"):
         launcher.load(large, 132, {}, {})
     for alone in (large, Kernel(made(220))):
         launcher.load(alone, 132, {}, {})
@@ -1069,11 +1069,11 @@ def test_a_wish_to_share_that_is_neither_yes_nor_no_is_refused(one_gpu: pytest.M
 def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
     """And not whether they were asked to: a World whose ranks happen to be on one GPU shares it as well."""
     devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
-    assert shared_gpu.sharing(devices) == 2 and shared_gpu.sharing(devices[:2]) == 0
-    shared_gpu.say.cache_clear()
+    assert shared_gpu.shared_gpus(devices) == 2 and shared_gpu.shared_gpus(devices[:2]) == 0
+    shared_gpu.log_sharing.cache_clear()
     for _ in range(2):
-        shared_gpu.say(5, 2)
-    shared_gpu.say(4, 1)
+        shared_gpu.log_sharing(5, 2)
+    shared_gpu.log_sharing(4, 1)
     assert [r.message for r in caplog.records] == [
         "5 ranks share 2 GPUs, which take them in turn: for function, not for speed",
         "4 ranks share 1 GPU, which takes them in turn: for function, not for speed",
@@ -1253,7 +1253,7 @@ def test_why_ranks_cannot_address_each_other(
         return {index, other} != {2, 3}
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", access)
-    found = _apart([RankDevice(*rank) for rank in ranks])
+    found = _why_unreachable([RankDevice(*rank) for rank in ranks])
     assert found is None if says is None else says in str(found), found
 
 

@@ -119,7 +119,7 @@ class Ranks(Protocol):
 
     def exchange(self, obj: R) -> list[R]: ...
     def wait_for_streams(self) -> None: ...
-    def say_once(self, message: str) -> None: ...
+    def log_once(self, message: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -156,7 +156,7 @@ class Chooser:
             if known is not None:
                 self.trials[choice.key] = known
         elif self.ranks is not None and choice.candidates():
-            self.ranks.say_once(f"{choice.title}: a size first seen inside a CUDA graph capture cannot be timed")
+            self.ranks.log_once(f"{choice.title}: a size first seen inside a CUDA graph capture cannot be timed")
         return known
 
     def last(self, title: str, sizes: tuple[int, ...]) -> AnyTrial | None:

@@ -27,7 +27,7 @@ from .chooser import Choice
 from .plans import Plan, Sequential, TwoLevel
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
-from .world import Kept, World
+from .world import Memo, World
 
 Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple where the op names them (`takes`)
 Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
@@ -278,7 +278,9 @@ class Op(ABC, Generic[C]):
             results = torch_library.differentiated(self, world, plan, operands[: self.operands or None], options)
         else:
             results = self.call(world, plan, operands, options, out)
-        return world.behind(self.wrapped(world, plan, operands, options, results) if self.wraps else results, lost)
+        return world.result_or_overflow(
+            self.wrapped(world, plan, operands, options, results) if self.wraps else results, lost
+        )
 
     def typed(self, operands: Sequence[torch.Tensor | None]) -> Operands:
         """Return the operands by name, for an op that names them."""
@@ -404,7 +406,7 @@ class Op(ABC, Generic[C]):
         """Where operands and `out` lie, as far as a decision depends on it. The same on every rank."""
         return None
 
-    def decisions(self, world: World, options: CallOptions) -> Kept:
+    def decisions(self, world: World, options: CallOptions) -> Memo:
         """Where what was decided is kept."""
         return world.decided
 
@@ -412,13 +414,13 @@ class Op(ABC, Generic[C]):
         """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`; its
         number, for `World.begin`, or None where that is left to `execute`.
 
-        For a plan whose waits are bounded, the Mismatch may come at the next check only (`World.tell`): a launch that
-        the other ranks do not make ends in an expired wait. A collective of the library that ranks enter with other
-        sizes never ends, and a host can come to wait behind it before any check, as where CUDA loads a module: such a
-        plan waits here for all."""
+        For a plan whose waits are bounded, Mismatch may be raised at the next check only (`World.post_call`): a launch
+        that the other ranks do not make ends in an expired wait. An NCCL collective that ranks enter with different
+        sizes never ends, and a host can block behind it before any check, for example where CUDA loads a module: such a
+        plan waits here for all ranks."""
         if self.public:
             more["op"] = self.name
-        return (world.tell if plan.bounded else world.check_same_on_all_ranks)(
+        return (world.post_call if plan.bounded else world.check_same_on_all_ranks)(
             self.title, **call.agreed(), plan=plan, **more
         )
 
@@ -429,7 +431,7 @@ class Op(ABC, Generic[C]):
         plan: Plan,
         operands: Operands,
         out: torch.Tensor | None,
-        decisions: Kept,
+        decisions: Memo,
     ) -> bool:
         """Where "auto" takes another plan inside a CUDA graph, run that once: a capture cannot make what it needs. This
         is at the second call of a size, since one that is called once should pay nothing for a graph that never comes,
@@ -456,13 +458,13 @@ class Op(ABC, Generic[C]):
         plan: Plan,
         operands: Operands,
         out: torch.Tensor | None,
-        decisions: Kept,
+        decisions: Memo,
     ) -> tuple[Plan, bool]:
         """What a capture takes, and whether that is final: `plan`, or that of eager calls after a single one."""
         eager = self.choose(world, call, "auto", False)
         if eager == plan or decisions.get(self._rehearsal(world, call, operands, out)) is not ONCE:
             return plan, True
-        world.say_once(
+        world.log_once(
             f"{self.title}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
             f"twice before its capture for {plan.kind}"
         )
@@ -490,7 +492,7 @@ class Op(ABC, Generic[C]):
         if reason is None:
             return plan
         if reason:
-            world.say_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
+            world.log_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
         return Sequential()
 
     def _between_nodes(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
@@ -503,7 +505,7 @@ class Op(ABC, Generic[C]):
             which, reason = f"{self.title} on", world.nodes_reason
             if world.levels_reason is not None:
                 which, reason = "every op of", world.levels_reason
-            world.say_once(
+            world.log_once(
                 f"{which} this World runs by its sequential plan: {reason}; to overlap, give ops the World of one node "
                 "(world.split(world.node), or weft.init(group) of its ranks)"
             )
@@ -518,7 +520,7 @@ class Op(ABC, Generic[C]):
         if reason is None:
             assert isinstance(plan, TwoLevel)
             return plan
-        world.say_once(
+        world.log_once(
             f"{self.title}: sequential instead of {asked if isinstance(asked, str) else asked.kind}: {reason}"
         )
         return Sequential()

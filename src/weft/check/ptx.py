@@ -129,7 +129,7 @@ def is_stream_local(step: Instruction) -> bool:
     return "ch.state" in step.source or re.search(r"tl\.store\((\w+), tl\.load\(\1\) \+ 1\)", step.source) is not None
 
 
-State = tuple[int, int, int]  # ordinary stores, bulk stores, acquire
+ProtocolState = tuple[int, int, int]  # ordinary stores, bulk stores, acquire
 Which = Callable[[Instruction], bool]
 
 
@@ -156,7 +156,9 @@ def within(step: Instruction, functions: Sequence[JITFunction]) -> bool:
     return False
 
 
-def follow(state: State, step: Instruction, broken: list[str] | None, waits: Which, signal: Which) -> State:
+def follow(
+    state: ProtocolState, step: Instruction, broken: list[str] | None, waits: Which, signal: Which
+) -> ProtocolState:
     """The state after a step. Appends to `broken` the rules that the step breaks in the state before."""
     plain, bulk, acquired = state
     for token in TOKEN.finditer(step.text):
@@ -238,7 +240,7 @@ def broken_rules(ptx: str, waits: Which = no_instruction, signal: Which = any_in
     atomics others wait for."""
     blocks = blocks_of(ptx)
     after = paths(blocks)
-    states: dict[str, State] = {"entry": (RELEASED, RELEASED, NOTHING)}
+    states: dict[str, ProtocolState] = {"entry": (RELEASED, RELEASED, NOTHING)}
     queue = ["entry"]
     while queue:
         name = queue.pop()
@@ -351,7 +353,7 @@ def loads_before_waits(ptx: str, waits: Which) -> list[str]:
     order = {name: i for i, name in enumerate(forward(blocks))}
     before, broken = {"entry": NOTHING}, list[str]()
     for name in order:
-        state: State = (RELEASED, RELEASED, before[name])
+        state: ProtocolState = (RELEASED, RELEASED, before[name])
         for step in blocks[name].steps:
             state = follow(state, step, broken, waits, no_instruction)
         for target in blocks[name].after:

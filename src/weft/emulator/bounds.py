@@ -68,7 +68,7 @@ def _gaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
     return gaps
 
 
-class Bounds:
+class PointerBounds:
     """The tensors that kernels of a run have as arguments, by number."""
 
     def __init__(self) -> None:

@@ -35,12 +35,12 @@ from ..errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Unsuppo
 from ..lang.channel import CALLS, DONE
 from ..trace.span import Span
 from . import deadlock, interpret
-from .bounds import Bounds, Extent
+from .bounds import Extent, PointerBounds
 from .host import HostThread
 from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, NEAR, READ, WRITE, Finding, Memory, Region, verb
 from .programs import Programs
 from .streams import Streams
-from .tasks import Collective, KernelRun, Owner, Poll, Report, Site, Task, Update, Wait, merged, place, reached
+from .tasks import Collective, KernelRun, Owner, Poll, Report, SourceSite, Task, Update, Wait, merged, place, reached
 
 if TYPE_CHECKING:
     from .mutate import Mutation
@@ -76,7 +76,7 @@ class Machine:
         self.rng = random.Random(seed)
         self.mode = MODES[seed % len(MODES)]
         self.memory = Memory(self, races)
-        self.bounds = Bounds()
+        self.bounds = PointerBounds()
         self.races = races
         self.report = Report(seed, self.mode, size)
         # tasks
@@ -95,7 +95,7 @@ class Machine:
         self.ranks: list[int] = []  # by agent
         self.owners: list[list[tuple[int, Owner]]] = []  # by agent, (first tick, owner of the accesses from it on)
         self.width = 64
-        self.sites: list[Site] = [()]
+        self.sites: list[SourceSite] = [()]
         self.site_ids: dict[tuple[int, ...], int] = {}  # by `interpret.trail`
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag

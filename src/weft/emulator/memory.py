@@ -42,7 +42,7 @@ Stamp = tuple[int, int, int, int]  # agent, tick, kind of access, site
 
 
 @dataclass(frozen=True)
-class State:
+class AccessState:
     """The history of an element. `write`: the last ordinary write; `reads`: unordered reads since; `atoms`: unordered
     atomics since."""
 
@@ -136,8 +136,8 @@ class Memory:
     def __init__(self, machine: Machine, races: bool) -> None:
         self.machine = machine
         self.races = races
-        self.states = [State(), State()]  # UNWRITTEN, INITIAL
-        self.known: dict[State, int] = {}
+        self.states = [AccessState(), AccessState()]  # UNWRITTEN, INITIAL
+        self.known: dict[AccessState, int] = {}
         self.regions: list[Region] = []
         self.bases: list[int] = []
         self.last: Region | None = None
@@ -256,7 +256,7 @@ class Memory:
             raise
         region.states[index] = block
 
-    def _intern(self, state: State) -> int:
+    def _intern(self, state: AccessState) -> int:
         i = self.known.get(state)
         if i is None:
             i = self.known[state] = len(self.states)
@@ -285,13 +285,13 @@ class Memory:
         if kind in (READ, BULK_READ) and w is not None:
             self.machine.loaded(w[0], w[1], site)
         if kind == WRITE:
-            return self._intern(State((task.agent, task.tick, kind, site)))
+            return self._intern(AccessState((task.agent, task.tick, kind, site)))
         if kind == BULK_WRITE:
-            return self._intern(State((task.bulk_agent, task.bulk_clock, kind, site)))
+            return self._intern(AccessState((task.bulk_agent, task.bulk_clock, kind, site)))
         if kind < ATOMIC_READ:
             agent = task.agent
             reads = tuple(r for r in state.reads if r[0] != agent and clock[r[0]] < r[1])
-            return self._intern(State(w, (*reads, (agent, task.tick, kind, site)), state.atoms))
+            return self._intern(AccessState(w, (*reads, (agent, task.tick, kind, site)), state.atoms))
         agent, tick = (task.agent, task.tick) if many else (task.atomic_agent, task.atomic_clock)
         keep, ranks = [], self.machine.ranks
         for a in state.atoms:
@@ -305,7 +305,7 @@ class Memory:
                     self._report(task, region, block, number, stamp, a)
             if not covered or (a[2] & 7 == ATOMIC_WRITE and kind == ATOMIC_READ):
                 keep.append(a)
-        return self._intern(State(w, state.reads, (*keep, (agent, tick, stamp, site))))
+        return self._intern(AccessState(w, state.reads, (*keep, (agent, tick, stamp, site))))
 
     def _report(
         self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, stamp: Stamp | None

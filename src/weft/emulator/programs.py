@@ -30,7 +30,7 @@ from .memory import (
 )
 from .ran import Function
 from .tasks import FLOPS, Poll, Task
-from .threads import Block, moved
+from .threads import AccessedBlock, moved
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -41,7 +41,7 @@ SPIN = 512  # reads of one address, without any change in between, after which a
 R = TypeVar("R")
 
 Mask = np.ndarray | None
-Whole = tuple[np.ndarray, Mask]  # addresses and mask of a block
+WholeBlock = tuple[np.ndarray, Mask]  # addresses and mask of a block
 Box = tuple[slice, ...]  # the slices of a block that are inside a tensor
 
 _rewritten: dict[tuple[Function, bool], Function] = {}
@@ -93,11 +93,11 @@ class Programs:
         self,
         ptrs: np.ndarray,
         mask: Mask,
-        other: np.ndarray | None,
+        fill: np.ndarray | None,
         dtype: np.dtype,
         volatile: bool,
         polls: bool = True,
-        whole: Whole | None = None,
+        whole: WholeBlock | None = None,
     ) -> np.ndarray:
         """The elements at `ptrs`. polls: a volatile load is a program's look at a word that it waits for, unless the
         program calls `look_again` itself. whole: the block and mask of which this call loads the part where the mask is
@@ -114,11 +114,11 @@ class Programs:
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
-                out = _fill(ptrs.shape, dtype, other)
+                out = _fill(ptrs.shape, dtype, fill)
                 self._gather(ptrs[mask], dtype, kind, out, np.asarray(mask), whole)
                 return out
             if rows is not True:
-                out = _fill(ptrs.shape, dtype, other)
+                out = _fill(ptrs.shape, dtype, fill)
                 if ptrs[rows].size:
                     out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls, whole)
                 return out
@@ -227,19 +227,19 @@ class Programs:
             left = left[~inside]
         return out
 
-    def _note_or_check_store(self, region: Region, whole: Whole, size: int, lo: int, hi: int, kind: int) -> None:
+    def _note_or_check_store(self, region: Region, whole: WholeBlock, size: int, lo: int, hi: int, kind: int) -> None:
         """Note a store, or check a load against the stores since the last barrier of the program's threads."""
         task = self.machine.current
         if kind == WRITE:
-            block = Block(*whole, size, lo, hi, self.machine.site())
+            block = AccessedBlock(*whole, size, lo, hi, self.machine.site())
             task.stored.setdefault(region, {})[block.key] = block
         elif kind == READ and task.stored and (stores := task.stored.get(region)):
-            loaded = Block(*whole, size, lo, hi)
+            loaded = AccessedBlock(*whole, size, lo, hi)
             for block in stores.values():
                 if (address := moved(block, loaded)) is not None:
                     self.machine.unsynchronized(address, block.site)
 
-    def _touch_scattered(self, region: Region, offsets: np.ndarray, size: int, kind: int, whole: Whole) -> None:
+    def _touch_scattered(self, region: Region, offsets: np.ndarray, size: int, kind: int, whole: WholeBlock) -> None:
         if self.machine.races:
             self.machine.report.accesses += 1
             try:
@@ -249,7 +249,9 @@ class Programs:
             lo, hi = region.base + int(offsets.min()), region.base + int(offsets.max()) + size
             self._note_or_check_store(region, whole, size, lo, hi, kind)
 
-    def _gather(self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Mask, whole: Whole) -> None:
+    def _gather(
+        self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Mask, whole: WholeBlock
+    ) -> None:
         values = np.empty(ptrs.size, dtype)
         for region, which, offsets in self._by_region(ptrs, dtype.itemsize, kind):
             self._touch_scattered(region, offsets, dtype.itemsize, kind, whole)
@@ -260,7 +262,7 @@ class Programs:
         else:
             out[mask] = values
 
-    def _scatter(self, ptrs: np.ndarray, values: np.ndarray, kind: int, whole: Whole) -> None:
+    def _scatter(self, ptrs: np.ndarray, values: np.ndarray, kind: int, whole: WholeBlock) -> None:
         size = values.dtype.itemsize
         for region, which, offsets in self._by_region(ptrs, size, kind):
             self._touch_scattered(region, offsets, size, kind, whole)
@@ -433,9 +435,9 @@ class Programs:
         self.machine.current.fence()
 
 
-def _fill(shape: tuple[int, ...], dtype: np.dtype, other: np.ndarray | None) -> np.ndarray:
+def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
     """The value of a load where its mask is off: `other`, or without it the poison that a GPU may have left there."""
-    value = np.tile(POISON, 4)[: dtype.itemsize].view(dtype) if other is None else other
+    value = np.tile(POISON, 4)[: dtype.itemsize].view(dtype) if value is None else value
     return np.array(np.broadcast_to(value, shape))
 
 

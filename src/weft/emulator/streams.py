@@ -28,13 +28,13 @@ from ..lang.channel import CALLS, DONE, BlockChannel
 from . import interpret, memory
 from .memory import ATOMIC_WRITE, READ, WRITE, extent
 from .ran import Function
-from .tasks import FLOPS, LINK, Arrival, Collective, Event, KernelRun, Owner, Stream, Task, merged
+from .tasks import FLOPS, LINK, Arrival, Collective, EmulatedEvent, EmulatedStream, KernelRun, Owner, Task, merged
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 R = TypeVar("R")
-Ranks = tuple[int, ...]  # the machine's ranks that a World consists of
+WorldRanks = tuple[int, ...]  # the machine's ranks that a World consists of
 
 
 class Streams:
@@ -43,18 +43,18 @@ class Streams:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         size = machine.size
-        self.streams: dict[tuple[int, str], Stream] = {}
+        self.streams: dict[tuple[int, str], EmulatedStream] = {}
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
         self.free = [[0.0] * machine.sm_count for _ in range(size)]  # by rank, since when each free SM is free
         self.resident: list[list[Task]] = [[] for _ in range(size)]
         self.crowded: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free SM
-        self.current: list[Stream | None] = [None] * size  # by rank; None: the main stream is current
-        self.collectives: dict[Ranks, list[Collective]] = defaultdict(list)
-        self.collective_counts: Counter[tuple[Ranks, int]] = Counter()
+        self.current: list[EmulatedStream | None] = [None] * size  # by rank; None: the main stream is current
+        self.collectives: dict[WorldRanks, list[Collective]] = defaultdict(list)
+        self.collective_counts: Counter[tuple[WorldRanks, int]] = Counter()
         # The collective that was enqueued last, by rank and communicator.
-        self.latest: dict[tuple[int, Ranks, str | None], Collective] = {}
-        self.exchanges: dict[Ranks, list[dict[int, object]]] = defaultdict(list)
-        self.exchanged: Counter[tuple[Ranks, int]] = Counter()
+        self.latest: dict[tuple[int, WorldRanks, str | None], Collective] = {}
+        self.exchanges: dict[WorldRanks, list[dict[int, object]]] = defaultdict(list)
+        self.exchanged: Counter[tuple[WorldRanks, int]] = Counter()
         self.enqueued = [0] * size  # the number of operations that each rank's host code has enqueued
         self.launches: dict[tuple[int, Function], list[int]] = defaultdict(list)  # enqueue indices by rank and kernel
         self.launched: Counter[int] = Counter()  # launches by the address of a channel's state
@@ -69,19 +69,19 @@ class Streams:
         for stream in self.streams.values():
             stream.queue.clear()
 
-    def stream(self, rank: int, name: str) -> Stream:
+    def stream(self, rank: int, name: str) -> EmulatedStream:
         """The rank's stream of that name, made on first use."""
         if (rank, name) not in self.streams:
             task = self.machine.task(
                 f"rank {rank} stream {name}", rank, "stream", f"stream:{name}", ("stream", rank, name)
             )
             task.bulk_view = task.clock
-            stream = self.streams[rank, name] = Stream(rank, name, task)
+            stream = self.streams[rank, name] = EmulatedStream(rank, name, task)
             self.machine.start(task, lambda: self._serve(stream))
             self.machine.unready(task)
         return self.streams[rank, name]
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: EmulatedStream) -> None:
         """Run the stream's operations in order, as the body of its task."""
         task = stream.task
         while True:
@@ -107,7 +107,7 @@ class Streams:
             stream.busy = ""
             self.machine.progress += 1
 
-    def enqueue(self, stream: Stream, text: str, do: Callable[[], None]) -> None:
+    def enqueue(self, stream: EmulatedStream, text: str, do: Callable[[], None]) -> None:
         host = self.machine.hosts[stream.rank]
         file, line = call_site()
         owner = Owner(
@@ -120,7 +120,7 @@ class Streams:
                 self.machine.wake(stream.task)
         self.machine.pause()
 
-    def finish(self, stream: Stream) -> None:
+    def finish(self, stream: EmulatedStream) -> None:
         """Block the host until the stream is drained. On a GPU `finish` does nothing, so here it adds no happens-before
         edge."""
         host = self.machine.current
@@ -135,8 +135,8 @@ class Streams:
             self.finish(stream)
             host.join(stream.task.clock)
 
-    def record_event(self, stream: Stream) -> Event:
-        event = Event(text=f"an event of stream {stream.name} of rank {stream.rank}")
+    def record_event(self, stream: EmulatedStream) -> EmulatedEvent:
+        event = EmulatedEvent(text=f"an event of stream {stream.name} of rank {stream.rank}")
 
         def do() -> None:
             task = stream.task
@@ -149,7 +149,7 @@ class Streams:
         self.enqueue(stream, "record", do)
         return event
 
-    def wait_event(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
         def do() -> None:
             task = stream.task
             while not event.done:
@@ -166,7 +166,7 @@ class Streams:
         kernel: JITFunction,
         grid: tuple[int, int, int],
         args: Mapping[str, object],
-        stream: Stream,
+        stream: EmulatedStream,
         co_resident: bool = False,
         per_sm: int = 1,
     ) -> None:
@@ -257,7 +257,7 @@ class Streams:
             for pid in range(first_pid, run.started):
                 self._start_program(run, pid, max(free_since, run.begun), running)
 
-    def _room(self, stream: Stream, work: str) -> None:
+    def _room(self, stream: EmulatedStream, work: str) -> None:
         """Block until the rank has a free SM on which library work can begin. The work takes no SM from programs: it
         ends whatever they do."""
         rank = stream.rank
@@ -339,7 +339,7 @@ class Streams:
             lo, hi, _ = extent(tensor.data_ptr(), tensor.shape, [s * size for s in tensor.stride()], size)
             self.machine.range_changed(lo, hi, self.machine.region(lo, hi, WRITE))
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:
         self.track("", dst, stream.rank)
         self.track("", src, stream.rank)
 
@@ -362,7 +362,11 @@ class Streams:
         self.enqueue(stream, f"copy of {list(src.shape)}", do)
 
     def call(
-        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+        self,
+        fn: Callable[[], object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: EmulatedStream,
     ) -> None:
         fn, reads, writes = bound(fn), list(reads), list(writes)
         for t in (*reads, *writes):
@@ -386,7 +390,7 @@ class Streams:
 
         self.enqueue(stream, f"call of {name}", do)
 
-    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
         self.track("", word, stream.rank)
         self.track("", value, stream.rank)
 
@@ -403,7 +407,7 @@ class Streams:
 
         self.enqueue(stream, "signal", do)
 
-    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
         self.track("", word, stream.rank)
         self.track("", value, stream.rank)
 
@@ -416,14 +420,14 @@ class Streams:
     def collective(
         self,
         kind: str,
-        stream: Stream,
+        stream: EmulatedStream,
         signature: tuple[Hashable, ...] = (),
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
         work: Callable[[list[Arrival]], None] | None = None,
         sources: Sequence[int] | None = None,
         communicator: str | None = None,
-        among: Ranks = (),
+        among: WorldRanks = (),
     ) -> None:
         """Enqueue a barrier or a collective of the streams of the ranks `among`; the last rank to arrive runs `work`.
         sources: the indices of the ranks whose data this one receives, by default all. communicator: its collectives
@@ -506,7 +510,7 @@ class Streams:
             self.machine.current = previous
         return sum(t.numel() * t.element_size() for t in (*arrival.reads, *arrival.writes)) * LINK
 
-    def exchange(self, rank: int, obj: R, among: Ranks) -> list[R]:
+    def exchange(self, rank: int, obj: R, among: WorldRanks) -> list[R]:
         """All-gather an object on the hosts of the ranks `among`, of which `rank` is one."""
         number = self.exchanged[among, rank]
         self.exchanged[among, rank] += 1

@@ -19,16 +19,16 @@ from .ran import Function, Ran
 if TYPE_CHECKING:
     from .machine import Machine
     from .memory import Region
-    from .threads import Block
+    from .threads import AccessedBlock
 
 # Virtual time: 1 is the time in which one SM touches 1 kB. The other two constants are in proportion to that, for an
 # H200 (690 TFLOP/s on 132 SMs, 330 GB/s a link, about 80 GB/s an SM).
 FLOPS, LINK = 1 / 65_000, 0.25e-3
 
-Site = tuple[tuple[str, int, str], ...]
+SourceSite = tuple[tuple[str, int, str], ...]
 
 
-def place(site: Site) -> str:
+def place(site: SourceSite) -> str:
     """A site as text, innermost frame first."""
     return " < ".join(f"{file}:{line} ({name})" for file, line, name in site) or "?"
 
@@ -70,7 +70,7 @@ class Task:
     polled: tuple[int, ...] = ()
     reads: dict[int, int] = field(default_factory=dict)  # the number of plain loads of each address since `reads_at`
     reads_at: int = 0  # a value of `machine.progress`
-    stored: dict[Region, dict[Hashable, Block]] = field(default_factory=dict)  # since its threads' last barrier
+    stored: dict[Region, dict[Hashable, AccessedBlock]] = field(default_factory=dict)  # since its threads' last barrier
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None
@@ -124,7 +124,7 @@ class Wait:
     target: int
     tile: int
     peer: int
-    site: Site
+    site: SourceSite
 
 
 @dataclass(eq=False)
@@ -132,7 +132,7 @@ class Poll:
     """The reason of a task that spins on a word which does not change."""
 
     address: int | None
-    site: Site
+    site: SourceSite
     plain: bool = False  # whether it spins by ordinary loads
 
 
@@ -155,7 +155,7 @@ class KernelRun:
     body: Function
     args: dict[str, object]
     grid: tuple[int, int, int]
-    stream: Stream
+    stream: EmulatedStream
     left: int  # programs that have not ended
     begun: float
     ended: float
@@ -181,7 +181,7 @@ class Owner:
 
 
 @dataclass(eq=False)
-class Event:
+class EmulatedEvent:
     """An event that a stream records, and the tasks that wait for it."""
 
     done: bool = False
@@ -193,7 +193,7 @@ class Event:
 
 
 @dataclass(eq=False)
-class Stream:
+class EmulatedStream:
     """A stream of one rank: its task runs the operations of `queue` in order."""
 
     rank: int

@@ -17,7 +17,7 @@ from .bounds import ADDRESS
 
 
 @dataclass(eq=False)
-class Block:
+class AccessedBlock:
     """The addresses that one statement stores or loads."""
 
     ptrs: np.ndarray
@@ -40,7 +40,7 @@ class Block:
         return self.lo, self.hi, self.size, self.ptrs.shape
 
 
-def moved(stored: Block, loaded: Block) -> int | None:
+def moved(stored: AccessedBlock, loaded: AccessedBlock) -> int | None:
     """The address of an element that one thread has stored and another one may load; None where there is none."""
     if stored.hi <= loaded.lo or loaded.hi <= stored.lo:
         return None

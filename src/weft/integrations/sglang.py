@@ -1,4 +1,4 @@
-"""weft under SGLang: `pip install weft` beside it, and `--enable-layernorm-sp`.
+"""weft in SGLang: `pip install weft` into SGLang's environment, and `--enable-layernorm-sp`.
 
 With that option SGLang (0.5.20 and later) shards the tokens of a prefill between the sublayers of a dense layer, and
 calls torch's fused operators, `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`, for the

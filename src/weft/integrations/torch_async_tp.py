@@ -198,15 +198,15 @@ def gather_scaled(
         return y.view(*lead, y.shape[1]).movedim(0, dim)
 
     widest = max(range(len(products)), key=lambda i: products[i].weight.shape[1])
-    of = products[widest]
+    product = products[widest]
     y, gathered, scales = all_gather_matmul(
         rows,
-        of.weight.t(),
-        of.bias,
+        product.weight.t(),
+        product.bias,
         x_scale=scale,
-        weight_scale=of.scale,
-        out_dtype=of.dtype,
-        use_fast_accum=of.fast_accum,
+        weight_scale=product.scale,
+        out_dtype=product.dtype,
+        use_fast_accum=product.fast_accum,
         world=world,
         plan=plan,
         return_gathered=True,
@@ -318,7 +318,7 @@ def _scaled_reduce_scatter(
 def _unscaled(
     x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, result_scale: Tensor | None, dtype: torch.dtype | None
 ) -> str | None:
-    """Why weft does not multiply by these scales; None if it does."""
+    """Return why weft does not multiply by these scales, or None."""
     if result_scale is not None:
         return "a scale of the result"
     if dtype not in DTYPES:

@@ -126,10 +126,10 @@ def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
     try:
         actual = torch.cat([_flash(q, several, keys, values), _flash(q[:2], single, keys, values)])
     except (RuntimeError, TypeError) as error:
-        world.say_once(f"attention runs request by request: flash attention does not run on this GPU ({error})")
+        world.log_once(f"attention runs request by request: flash attention does not run on this GPU ({error})")
         return False
     if (actual.float() - torch.cat(expected)).abs().max() > 0.02:
-        world.say_once(
+        world.log_once(
             "attention runs request by request: flash attention over requests of any lengths is wrong on this GPU"
         )
         return False

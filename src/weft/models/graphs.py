@@ -38,7 +38,9 @@ class Graphs:
     ) -> None:
         sizes = tuple(sizes)
         if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)) or several < 0:
-            raise ValueError(f"sizes {sizes} must rise from at least 1, and several {several} must be at least 0")
+            raise ValueError(
+                f"sizes {sizes}, several {several}: sizes must rise from at least 1, several must be at least 0"
+            )
         if model.world.device.type == "cuda" and not model.flash:
             raise Unsupported(f"CUDA graphs need flash attention for {model.dtype}, heads of {model.config.head_dim}")
         self.model, self.cache, self.sizes, self.several, self.plan = model, cache, sizes, several, plan

@@ -63,7 +63,7 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
             return planner.sum(m * n * ITEM, passed)
         return planner.nearest(op, m, n, k, mode, limits)
     except Lacks as e:
-        world.say_once(f"{op}: sequential: {e}")
+        world.log_once(f"{op}: sequential: {e}")
         return Sequential()
 
 
@@ -134,7 +134,7 @@ def _planner(world: World) -> Planner | str | None:
             said = f"the planner cannot use its profile: {type(e).__name__}: {e}"
     if said or profile is None or len(set(seen)) > 1:
         said = said or f"the ranks have different profiles ({', '.join(map(str, seen))})"
-        world.say_once(f'"auto" is sequential for shapes that were not measured: {said}')
+        world.log_once(f'"auto" is sequential for shapes that were not measured: {said}')
         return UNUSABLE
     drift = None if shares else self_check(profile, world.device)
     if drift is not None and abs(drift - 1) > DRIFT:

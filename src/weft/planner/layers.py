@@ -193,5 +193,5 @@ def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
     try:
         return layers.best(near(tokens, planner.predictor.world), mode)
     except Lacks as e:
-        world.say_once(f"decoder: plain: {e}")
+        world.log_once(f"decoder: plain: {e}")
         return _PLAIN

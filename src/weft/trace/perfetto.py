@@ -13,13 +13,13 @@ from typing import Any
 from .span import Span
 from .tracks import lanes
 
-Event = dict[str, Any]  # as the JSON has it
+TraceEvent = dict[str, Any]  # as the JSON has it
 
 
-def events(spans: Sequence[Span]) -> list[Event]:
+def events(spans: Sequence[Span]) -> list[TraceEvent]:
     """Trace events with times in microseconds (the emulator's unit, one kB, counts as a microsecond)."""
     thread = {lane: number for number, lane in enumerate(lanes(spans))}
-    out: list[Event] = []
+    out: list[TraceEvent] = []
     for rank in sorted({rank for rank, _ in thread}):
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
     for (rank, track), number in thread.items():

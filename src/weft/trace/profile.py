@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ..world import World
-from .perfetto import Event
+from .perfetto import TraceEvent
 from .span import Span
 
 ACTIVITIES = (ProfilerActivity.CUDA,)
@@ -60,7 +60,7 @@ def profiled(world: World, fn: Callable[[], object]) -> list[Span]:
     return spans_of(world.rank, recorded(world, fn))
 
 
-def recorded(world: World, fn: Callable[[], object]) -> list[Event]:
+def recorded(world: World, fn: Callable[[], object]) -> list[TraceEvent]:
     """Trace events of a barrier and of a call of `fn` after it. A call that is not recorded comes before: starting the
     profiler takes one rank 0.1 s longer than another."""
     word = world.zeros((1,), torch.float32)
@@ -82,7 +82,7 @@ def recorded(world: World, fn: Callable[[], object]) -> list[Event]:
         return json.loads(path.read_text())["traceEvents"]
 
 
-def spans_of(rank: int, events: Iterable[Event]) -> list[Span]:
+def spans_of(rank: int, events: Iterable[TraceEvent]) -> list[Span]:
     """The spans after the barrier, which is the first NCCL kernel among one rank's events; none without it. Times are
     in microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
     work = sorted((e for e in events if e.get("cat") in CATEGORIES), key=lambda e: e["ts"])
@@ -97,7 +97,7 @@ def spans_of(rank: int, events: Iterable[Event]) -> list[Span]:
     return apart(spans)
 
 
-def _kernel(event: Event) -> str:
+def _kernel(event: TraceEvent) -> str:
     name = event["name"].removeprefix("void ").replace("(anonymous namespace)::", "")
     return name if event["cat"] != "kernel" else re.split("[(<]", name)[0].strip()
 
@@ -106,11 +106,11 @@ def _role(kernel: str) -> Role:
     return next((role for name, role in ROLES.items() if re.match(name, kernel)), Role("compute", kernel, "compute"))
 
 
-def _threads(event: Event) -> int:
+def _threads(event: TraceEvent) -> int:
     return math.prod((*event["args"].get("grid", (0,)), *event["args"].get("block", (0,))))
 
 
-def _helps(event: Event, call: Sequence[Event]) -> bool:
+def _helps(event: TraceEvent, call: Sequence[TraceEvent]) -> bool:
     """Whether the event is the launch of `gemm_reduce` that sums tiles: of two that overlap, the one with fewer threads
     sums tiles, and the other computes them."""
     lo, hi = event["ts"], event["ts"] + event["dur"]

@@ -1,5 +1,5 @@
-"""The library's collectives, for shards of unequal length too: as ways to gather and to reduce they have one arrival,
-and one part, of all rows (interfaces.py)."""
+"""NCCL's collectives, for shards of unequal length too, and the transports by them, which have one arrival or one part
+(interfaces.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..backends.base import Stream
 from ..plans import Decomposed, Plan
 from ..world import World
-from .interfaces import ArrivedRows, Gather, GatheredTensors, PartialRows, Reduce, Tensors
+from .interfaces import ArrivedRows, GatheredTensors, GatherTransport, PartialRows, ReduceTransport, TensorList
 from .order import group_steps
 
 
@@ -48,12 +48,12 @@ def scattered_sum(
             if len(part):
                 world.copy(to[: len(part)], part, stream)
         x = padded
-    mine = world.empty((most, n), x.dtype) if out is None or most > rows else out
-    world.reduce_scatter(mine, x, stream)
-    if mine is out or out is None:
-        return mine[:rows] if most > rows else mine
+    total = world.empty((most, n), x.dtype) if out is None or most > rows else out
+    world.reduce_scatter(total, x, stream)
+    if total is out or out is None:
+        return total[:rows] if most > rows else total
     if rows:
-        world.copy(out, mine[:rows], stream)
+        world.copy(out, total[:rows], stream)
     return out
 
 
@@ -61,8 +61,8 @@ def scattered_sum(
 def reduce_all_rows(
     world: World, plan: Plan, shards: Sequence[int], out: torch.Tensor, bias: torch.Tensor | None
 ) -> Iterator[Iterable[PartialRows]]:
-    """All rows of the sum to `out` [M, N], where this rank's parts are computed: all at once, or, decomposed, one group
-    of shards after the other, each all-reduced under what comes behind it. Fewer CTAs for NCCL: NCCL_MAX_CTAS."""
+    """Sum all rows in `out` [M, N], into which this rank's parts are computed: all at once, or, if decomposed, group by
+    group of the shards, each all-reduced under the computation of the next. NCCL_MAX_CTAS leaves NCCL fewer CTAs."""
     stream = world.current_stream()
     if not isinstance(plan, Decomposed):
         yield [PartialRows(None, out, stream, lambda partial: world.all_reduce(partial, stream))]
@@ -85,12 +85,12 @@ def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream:
         world.call(lambda: out.add_(bias), [out, bias], [out], stream)
 
 
-def gather_at_once(gather: Callable[..., torch.Tensor]) -> Gather:
-    """The way with one arrival, of all rows, by a function of (tensor, world, plan, shards, stream)."""
+def gather_at_once(gather: Callable[..., torch.Tensor]) -> GatherTransport:
+    """Return the transport with one arrival, which calls gather(tensor, world, plan, shards, stream)."""
 
     @contextmanager
     def gather_rows(
-        world: World, plan: Plan, shards: tuple[int, ...], tensors: Tensors, keep: bool
+        world: World, plan: Plan, shards: tuple[int, ...], tensors: TensorList, keep: bool
     ) -> Iterator[GatheredTensors]:
         stream = world.current_stream()
         full = [gather(t, world, plan, shards, stream) for t in tensors]
@@ -99,8 +99,8 @@ def gather_at_once(gather: Callable[..., torch.Tensor]) -> Gather:
     return gather_rows
 
 
-def reduce_at_once(reduce: Callable[..., object]) -> Reduce:
-    """The way with one part, of all rows, by a function of (partial, world, plan, shards, stream, out)."""
+def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
+    """Return the transport with one part, which calls reduce(partial, world, plan, shards, stream, out)."""
 
     @contextmanager
     def reduce_rows(
@@ -115,7 +115,7 @@ def reduce_at_once(reduce: Callable[..., object]) -> Reduce:
 
 @gather_at_once
 def gather_rows(x: torch.Tensor, world: World, plan: Plan, shards: Sequence[int], stream: Stream) -> torch.Tensor:
-    """`gather`, where floats of 8 bits travel as bytes."""
+    """Gather x with NCCL, to which 8-bit floats are bytes."""
     return gather(x.view(torch.uint8) if x.itemsize == 1 else x, world, shards, stream).view(x.dtype)
 
 

@@ -1,21 +1,19 @@
-"""What an op sees of a transport, whoever moves the bytes: arrivals to compute on, or parts to compute and send.
+"""The interfaces of transports: an op computes on arrivals as they come, or computes parts and sends them.
 
-    Gather    every rank gets the rows of all ranks          with gather(..) as (full, arrivals): compute each arrival
-    Reduce    every rank gets the sum over ranks of its      with reduce(..) as parts: compute each part, send it
-              rows, or of all rows
-    Scatter   rows that a rank computed go to their owners   Reduce's first half: a part that is sent
-    Exchange  every rank's rows go to the ranks that read    arrived = exchange(..): wait for what a rank sent
-              them
+    gather    every rank gets the rows of all ranks     with gather(..) as (full, arrivals): compute on each arrival
+    reduce    every rank gets its rows, or all rows,    with reduce(..) as parts: compute each part, then send it
+              of the sum over ranks
+    exchange  rows go to the ranks that read them       exchanged = exchange(..): wait for what some ranks sent
 
-A way to do one of these is a function of one of the types below, in the file of what moves the bytes: the library's
-collectives (collectives.py), copy engines (copy_engine.py), low-latency rows (low_latency.py), programs that push
-(sm_push.py), two levels of nodes (two_level.py). It orders the streams, and what it yields says on which stream, the
-`lane`, an op computes: by turns on the caller's and on a second one where there are several parts, so that one fills
-the SMs that the last tiles of the one before leave idle. Entering waits for no arrival. Leaving orders the caller's
-stream behind all that is computed and moved, and behind the last use of this rank's memory by others.
+A transport is a function of one of these kinds, in the file of what moves the bytes: NCCL (collectives.py), copy
+engines (copy_engine.py), low-latency rows (low_latency.py), kernels that push (sm_push.py), two levels of nodes
+(two_level.py). No transport knows what an op computes. It orders the streams, and says for each arrival and each part
+on which stream, the `lane`, the op computes. Where there are several, the lanes are the caller's stream and a second
+one in turn, so that one computation fills the SMs that the last tiles of the one before leave idle. When the context
+ends, the caller's stream is ordered behind all that was computed and moved.
 
-Programs of a GEMM's own launch that pull, push or sum (ops/*/kernels.py) are no ways of these: they share registers and
-SMs with the tiles that wait for them.
+The programs that pull, push or sum in the same launch as a GEMM (ops/*/kernels.py) are no transports of this kind: they
+share SMs and registers with the tiles that wait for them.
 """
 
 from __future__ import annotations
@@ -28,30 +26,30 @@ import torch
 
 from ..backends.base import Stream
 
-Tensors: TypeAlias = Sequence[torch.Tensor]
+TensorList: TypeAlias = Sequence[torch.Tensor]
 
 
 class ArrivedRows(NamedTuple):
-    """Rows that are there. rows: of the whole. tensors: these rows of each tensor that is gathered. lane: the stream on
-    which they may be read."""
+    """Rows that have arrived. `rows` says which rows of the whole they are, `tensors` holds them, one tensor for each
+    that is gathered, and `lane` is the stream that may read them."""
 
     rows: slice
-    tensors: Tensors
+    tensors: TensorList
     lane: Stream
 
 
 class GatheredTensors(NamedTuple):
-    """full: each tensor with the rows of all ranks, in the order of the ranks; complete on the caller's stream when the
-    gather ends. arrivals: the rows as they come; taking one orders its lane behind it."""
+    """`full` is each tensor with the rows of all ranks in the order of the ranks, complete when the gather ends.
+    Taking the next of `arrivals` makes its lane wait for it."""
 
-    full: Tensors
+    full: TensorList
     arrivals: Iterable[ArrivedRows]
 
 
 class PartialRows(NamedTuple):
-    """Rows to compute next. rows: of the whole, None for all of them. partial: where to write this rank's part of their
-    sum, None for new memory. lane: the stream to compute on. send: called with what was computed, as soon as it was
-    given to the lane."""
+    """Rows to compute next. `rows` says which of the whole, None all of them; `partial` is where this rank's part of
+    the sum goes, None new memory; `lane` is the stream to compute on. `send` takes what was computed, right after it
+    was enqueued on the lane."""
 
     rows: slice | None
     partial: torch.Tensor | None
@@ -59,7 +57,7 @@ class PartialRows(NamedTuple):
     send: Callable[[torch.Tensor], object]
 
 
-# (world, plan, rows of every rank, this rank's tensors [m_r, ..], keep): with `keep` `full` has this rank's rows too.
-Gather: TypeAlias = Callable[..., AbstractContextManager[GatheredTensors]]
-# (world, plan, rows of every rank, out, bias): out is this rank's rows of the sum, + bias.
-Reduce: TypeAlias = Callable[..., AbstractContextManager[Iterable[PartialRows]]]
+# (world, plan, rows of every rank, this rank's tensors [m_r, ..], keep); `keep` puts this rank's rows into `full` too.
+GatherTransport: TypeAlias = Callable[..., AbstractContextManager[GatheredTensors]]
+# (world, plan, rows of every rank, out, bias); `out` gets this rank's rows of the sum + bias.
+ReduceTransport: TypeAlias = Callable[..., AbstractContextManager[Iterable[PartialRows]]]

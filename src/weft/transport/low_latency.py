@@ -1,5 +1,5 @@
-"""Launching the kernels of low-latency rows (transport/low_latency_kernels.py); the all-gather and reduce-scatter that
-GEMMs of few rows take, as ways with one arrival, and one part, of all rows (interfaces.py)."""
+"""Launches of the kernels of low-latency rows (low_latency_kernels.py), and the all-gather and reduce-scatter of a few
+rows as transports with one arrival, or one part (interfaces.py)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def launch(world: World, posting: Posting, stream: Stream, **moving: Moved) -> N
 
 def _posting(
     kernel: JITFunction,
-    what: str,
+    name: str,
     x: torch.Tensor,
     world: World,
     plan: LowLatencyShot,
@@ -114,7 +114,7 @@ def _posting(
     if kernel is scatter_low_latency:
         constants |= dict(DTYPE=DTYPES[x.dtype], P=block * VECTOR // x.element_size())
         filled = world.size * most
-    name = f"{what} {list(shards)} x {x.shape[1]} {x.dtype}"
+    name = f"{name} {list(shards)} x {x.shape[1]} {x.dtype}"
     options = dict(num_warps=warps, maxnreg=min(255, 2048 // warps))
     return Posting(kernel, name, plan, filled * VECTOR, options, constants)
 
@@ -151,7 +151,7 @@ def scatter(
 
 def _post(
     kernel: JITFunction,
-    what: str,
+    name: str,
     x: torch.Tensor,
     world: World,
     plan: LowLatencyShot,
@@ -160,7 +160,7 @@ def _post(
     out: torch.Tensor,
 ) -> None:
     key = kernel, shards, x.shape[1], x.dtype, plan
-    launch(world, world.cached(key, lambda: _posting(kernel, what, x, world, plan, shards)), stream, x=x, out=out)
+    launch(world, world.cached(key, lambda: _posting(kernel, name, x, world, plan, shards)), stream, x=x, out=out)
 
 
 gather_rows, reduce_rows = gather_at_once(gather), reduce_at_once(scatter)

@@ -86,7 +86,7 @@ class Halves(NamedTuple):
 
     @classmethod
     def of(cls, arena: Arena, granules: torch.Tensor, half: int) -> Halves:
-        return cls(arena.memory.addresses, granules, arena.turn, half)
+        return cls(arena.memory.addresses, granules, arena.epoch, half)
 
 
 def workspace(world: World, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:

@@ -12,14 +12,13 @@ def group_steps(plan: Decomposed, size: int) -> list[range]:
     group of 2^i steps is one contiguous run of ranks. Other world sizes: each shard by itself, in ring order."""
     if size & (size - 1):
         return [range(s, s + 1) for s in range(size)]
-    groups, steps = plan.groups or (1,) * size, []
-    at = 0
+    groups, steps, start = plan.groups or (1,) * size, [], 0
     for g in groups:
-        if g < 1 or g & (g - 1) or at % g:
+        if g < 1 or g & (g - 1) or start % g:
             raise ValueError(f"groups {groups}: each must be a power of two that divides the shards before it")
-        steps.append(range(at, at + g))
-        at += g
-    if at != size:
+        steps.append(range(start, start + g))
+        start += g
+    if start != size:
         raise ValueError(f"groups {groups} do not sum to the world size {size}")
     return steps
 

@@ -4,8 +4,8 @@ push_rows    pushes two tensors with a few programs on a side stream
 push_blocks  pushes blocks of a matrix to several readers, each with its own start and row stride, so that the matrix is
              rearranged on the way
 
-Both only store; what tells the reader that the rows have arrived follows on the same stream (a notification after
-push_rows, a barrier after push_blocks).
+Both only store. The reader learns of the rows from what follows on the same stream: a notification after push_rows, a
+barrier after push_blocks.
 """
 
 import triton.language as tl

@@ -33,7 +33,7 @@ class Carried(NamedTuple):
     states: HiddenStates
 
 
-def model_forward(base: Any, done: Woven) -> Callable[..., Any]:
+def model_forward(base: Any, woven: Woven) -> Callable[..., Any]:
     """Return the forward pass of all layers. It notes whether the mask is only causal: inside a CUDA graph capture
     Transformers passes attention a dense mask even then, and torch has no fast attention with a mask."""
     base_forward = base.forward
@@ -44,11 +44,13 @@ def model_forward(base: Any, done: Woven) -> Callable[..., Any]:
 
     def forward(input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            done.check(base)
-        alone = attention_mask is None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None
-        done.causal = alone and base.config._attn_implementation == "sdpa"
-        done.recorded = requested("output_hidden_states", kwargs)
-        if requested("output_attentions", kwargs) and done.world.size > 1:
+            woven.check(base)
+        only_ids = (
+            attention_mask is None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None
+        )
+        woven.causal = only_ids and base.config._attn_implementation == "sdpa"
+        woven.recorded = requested("output_hidden_states", kwargs)
+        if requested("output_attentions", kwargs) and woven.world.size > 1:
             raise Unsupported(
                 "output_attentions: each rank of a woven model has only the attention weights of its own heads; "
                 "weft.hf.unweave(model) returns those of all heads"
@@ -60,7 +62,7 @@ def model_forward(base: Any, done: Woven) -> Callable[..., Any]:
 
 
 def layer_forward(
-    layer: Module, following: Module, attention: HeadsShard, mlp: Sublayer, last: bool, done: Woven
+    layer: Module, following: Module, attention: HeadsShard, mlp: Sublayer, last: bool, woven: Woven
 ) -> Callable[..., Carried]:
     """Return the forward pass of a decoder layer, from Carried, or from the embedding's hidden states, to Carried.
     `following` is the next layer's norm."""
@@ -71,33 +73,33 @@ def layer_forward(
         if isinstance(hidden_states, Carried):
             states = hidden_states.states
         else:
-            states = first_states(done, hidden_states, layer.input_layernorm(hidden_states))
-        mask = None if done.causal and attention.window is None else attention_mask
+            states = first_states(woven, hidden_states, layer.input_layernorm(hidden_states))
+        mask = None if woven.causal and attention.window is None else attention_mask
 
         def heads(states: HiddenStates) -> tuple[RowShard, torch.Tensor]:
             return attention.out, attend(states.normed, attention_mask=mask, project=states.project, **kwargs)[0]
 
         decoder_layer(states, heads, mlp, (norm_of(between), norm_of(following)), last)
         residual = states.residual
-        return Carried(residual.view(states.shape) if done.recorded else residual, states)
+        return Carried(residual.view(states.shape) if woven.recorded else residual, states)
 
     return forward
 
 
-def first_states(done: Woven, hidden: torch.Tensor, normed: torch.Tensor) -> HiddenStates:
+def first_states(woven: Woven, hidden: torch.Tensor, normed: torch.Tensor) -> HiddenStates:
     """Return the hidden states before the first layer, from the embedding's [.., H]: of many tokens in two parts, or
     sharded if all layers have experts, unless Transformers records tensors that would span ranks or parts."""
-    world, tokens, recorded = done.world, hidden.shape[:-1].numel(), done.recorded
-    records_routers = done.experts and records_router_logits()
-    two = done.two_parts is not None and tokens >= max(2, done.two_parts) and world.size > 1
+    world, tokens, recorded = woven.world, hidden.shape[:-1].numel(), woven.recorded
+    records_routers = woven.experts and records_router_logits()
+    two = woven.two_parts is not None and tokens >= max(2, woven.two_parts) and world.size > 1
     two &= not (recorded or records_routers or torch.compiler.is_compiling())
-    if done.shards_tokens and tokens >= SHARDED_FROM and world.size > 1 and not (two or recorded or records_routers):
+    if woven.shards_tokens and tokens >= SHARDED_FROM and world.size > 1 and not (two or recorded or records_routers):
         residual_rows, normed_rows = (own_rows(t.flatten(0, -2), world) for t in (hidden, normed))
         return ShardedStates(world, residual_rows, normed_rows, hidden.shape)
     if two:
         cut = halves(tokens)
-        return ReplicatedStates(world, hidden, normed, (cut, tokens - cut), plan=done.two_parts_plan)
-    return ReplicatedStates(world, hidden, normed, plan=done.plan, full_residual=recorded)
+        return ReplicatedStates(world, hidden, normed, (cut, tokens - cut), plan=woven.two_parts_plan)
+    return ReplicatedStates(world, hidden, normed, plan=woven.plan, full_residual=recorded)
 
 
 def records_router_logits() -> bool:

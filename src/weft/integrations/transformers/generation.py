@@ -46,8 +46,8 @@ def without_draws() -> AbstractContextManager[object]:
     """Return a context for a forward pass inside `generate`, which draws nothing: it turns RankZeroDraws off, to save
     its host time at every function. In compiled code the mode is never active."""
     modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
-    alone = len(modes) == 1 and isinstance(modes[0], RankZeroDraws)
-    return torch._C.DisableTorchFunction() if alone else nullcontext()
+    only_mode = len(modes) == 1 and isinstance(modes[0], RankZeroDraws)
+    return torch._C.DisableTorchFunction() if only_mode else nullcontext()
 
 
 def same_draws(method: Method, world: World) -> Method:

@@ -235,18 +235,18 @@ class Projections(HeadsShard):
         self.attend = lambda normed, *, project, **kwargs: attention(project(self.qkv, normed), **kwargs)
 
 
-def weave_attention(attention: Module, done: Woven) -> Projections:
+def weave_attention(attention: Module, woven: Woven) -> Projections:
     """Make `attention` take projected queries, keys and values in place of hidden states and return its heads'
     output."""
-    projections, start = Projections(attention, done.world), 0
-    done.follow(projections.qkv, projections.out)
+    projections, start = Projections(attention, woven.world), 0
+    woven.follow(projections.qkv, projections.out)
     for linear, width in zip(projections.qkv.linears, projections.qkv.widths, strict=True):
-        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=start, length=width))
+        woven.forward(linear, functools.partial(torch.narrow, dim=-1, start=start, length=width))
         start += width
-    done.forward(attention.o_proj, lambda heads: heads)
+    woven.forward(attention.o_proj, lambda heads: heads)
     if hasattr(attention, "sinks"):
-        done.follow(Sinks(attention, done.world))
-        done.undo.append(lambda: attention.__dict__.pop("sinks"))
+        woven.follow(Sinks(attention, woven.world))
+        woven.undo.append(lambda: attention.__dict__.pop("sinks"))
     return projections
 
 
@@ -278,11 +278,11 @@ class RoutedExperts(NamedTuple):
         return self.experts.over_ranks(x, ids, weights, shards)
 
 
-def weave_experts(mlp: Module, done: Woven) -> RoutedExperts:
-    router, experts = router_of(mlp), RankExperts(mlp.experts, done.world)
-    woven_router = Router(router, experts.kind, done.world)
-    done.follow(experts, woven_router)
-    done.forward(router, woven_router.forward)
+def weave_experts(mlp: Module, woven: Woven) -> RoutedExperts:
+    router, experts = router_of(mlp), RankExperts(mlp.experts, woven.world)
+    woven_router = Router(router, experts.kind, woven.world)
+    woven.follow(experts, woven_router)
+    woven.forward(router, woven_router.forward)
     return RoutedExperts(router, experts)
 
 

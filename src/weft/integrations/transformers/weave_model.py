@@ -74,39 +74,39 @@ def weave(
     check_modules(layers, called)
     with_experts = [hasattr(layer.mlp, "experts") for layer in layers]
     two_parts_from, two_parts_plan = _two_parts(world, layers[0], plan, two_parts)
-    done = Woven(world, plan, two_parts_from, two_parts_plan, any(with_experts), all(with_experts))
+    woven = Woven(world, plan, two_parts_from, two_parts_plan, any(with_experts), all(with_experts))
     try:
-        _weave_layers(layers, base.norm, done)
-        done.replaced.append(_describe_parts(done))
-        _weave_model(model, base, done)
+        _weave_layers(layers, base.norm, woven)
+        woven.replaced.append(_describe_parts(woven))
+        _weave_model(model, base, woven)
     except BaseException:
-        done.undo_all()
+        woven.undo_all()
         raise
-    done.layers = Layers(base, layers, called)
-    setattr(model, WOVEN_ATTRIBUTE, done)
+    woven.layers = Layers(base, layers, called)
+    setattr(model, WOVEN_ATTRIBUTE, woven)
     return model
 
 
-def _weave_model(model: nn.Module, base: Module, done: Woven) -> None:
-    done.forward(base, model_forward(base, done))
-    loaded = base.register_load_state_dict_post_hook(lambda *_: done.refresh(base))
-    done.undo.append(loaded.remove)
+def _weave_model(model: nn.Module, base: Module, woven: Woven) -> None:
+    woven.forward(base, model_forward(base, woven))
+    loaded = base.register_load_state_dict_post_hook(lambda *_: woven.refresh(base))
+    woven.undo.append(loaded.remove)
     head: Module = getattr(model, "lm_head", None)
-    if split := HeadShard.fits(head, done.world):
-        shard = HeadShard(head, done.world)
-        done.follow(shard)
-        done.forward(head, shard.forward)
-        done.replaced.append("lm_head: this rank's columns, gathered")
+    if split := HeadShard.fits(head, woven.world):
+        shard = HeadShard(head, woven.world)
+        woven.follow(shard)
+        woven.forward(head, shard.forward)
+        woven.replaced.append("lm_head: this rank's columns, gathered")
     untouched = [name for name, module in _other_modules(model, base) if module is not head or not split]
-    done.left += [(name, "Transformers' own") for name in untouched]
-    _generate(model, done)
+    woven.left += [(name, "Transformers' own") for name in untouched]
+    _generate(model, woven)
 
 
-def _generate(model: Module, done: Woven) -> None:
-    if hasattr(model, "generate") and done.world.size > 1:
-        done.replace(model, "generate", same_draws(model.generate, done.world))
-    if hasattr(model, "generate_batch") and done.world.backend.name == "emulated":
-        done.replace(model, "generate_batch", not_emulated(model.generate_batch))
+def _generate(model: Module, woven: Woven) -> None:
+    if hasattr(model, "generate") and woven.world.size > 1:
+        woven.replace(model, "generate", same_draws(model.generate, woven.world))
+    if hasattr(model, "generate_batch") and woven.world.backend.name == "emulated":
+        woven.replace(model, "generate_batch", not_emulated(model.generate_batch))
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
@@ -120,36 +120,36 @@ def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
             yield from (router._forward_hooks, router._forward_pre_hooks)
 
 
-def _weave_layers(layers: list[Module], last: nn.Module, done: Woven) -> None:
+def _weave_layers(layers: list[Module], last: nn.Module, woven: Woven) -> None:
     norms = [layer.input_layernorm for layer in layers[1:]] + [last]
     for layer, norm in zip(layers, norms, strict=True):
-        attention, mlp = _weave_attention(layer, done), _weave_mlp(layer.mlp, done)
-        done.forward(layer, layer_forward(layer, norm, attention, mlp, norm is last, done))
-    done.forward(last, norm_forward)
-    done.replaced += _describe_layers(layers, done)
+        attention, mlp = _weave_attention(layer, woven), _weave_mlp(layer.mlp, woven)
+        woven.forward(layer, layer_forward(layer, norm, attention, mlp, norm is last, woven))
+    woven.forward(last, norm_forward)
+    woven.replaced += _describe_layers(layers, woven)
 
 
-def _weave_attention(layer: Module, done: Woven) -> HeadsShard:
+def _weave_attention(layer: Module, woven: Woven) -> HeadsShard:
     if type(layer).__name__ in moe.LAYERS:
-        return moe.weave_attention(layer.self_attn, done)
-    attention = AttentionShard(layer.self_attn, done.world)
-    done.follow(attention, attention.qkv, attention.out)
-    done.forward(layer.self_attn, attention.forward)
+        return moe.weave_attention(layer.self_attn, woven)
+    attention = AttentionShard(layer.self_attn, woven.world)
+    woven.follow(attention, attention.qkv, attention.out)
+    woven.forward(layer.self_attn, attention.forward)
     return attention
 
 
-def _weave_mlp(mlp: Module, done: Woven) -> Sublayer:
+def _weave_mlp(mlp: Module, woven: Woven) -> Sublayer:
     if hasattr(mlp, "experts"):
-        return moe.weave_experts(mlp, done)
-    shard = MlpShard(mlp, done.world)
-    done.follow(shard.gate_up, shard.down)
+        return moe.weave_experts(mlp, woven)
+    shard = MlpShard(mlp, woven.world)
+    woven.follow(shard.gate_up, shard.down)
     return shard
 
 
 def unweave(model: nn.Module) -> nn.Module:
     """Restore the model as it was before `weave`, and return it. Raises ValueError for a model that is not woven."""
-    done = _woven(model)
-    done.undo_all()
+    woven = _woven(model)
+    woven.undo_all()
     delattr(model, WOVEN_ATTRIBUTE)
     return model
 
@@ -162,13 +162,13 @@ def repack(model: nn.Module) -> nn.Module:
     torch does not count, such as those of a collective (`torch.distributed.broadcast`) or a kernel, and before the
     replay of a CUDA graph: packed experts keep their memory. Other weights are the parameters' own memory.
     """
-    done = getattr(model, WOVEN_ATTRIBUTE, None)
+    woven = getattr(model, WOVEN_ATTRIBUTE, None)
     registered = [
         vars(module)[moe.EXPERTS_ATTRIBUTE].parameters
         for module in model.modules()
         if moe.EXPERTS_ATTRIBUTE in vars(module)
     ]
-    for parameters in (*registered, *(done.parameters if isinstance(done, Woven) else ())):
+    for parameters in (*registered, *(woven.parameters if isinstance(woven, Woven) else ())):
         if parameters.packed:
             parameters.bind()
     return model
@@ -177,11 +177,11 @@ def repack(model: nn.Module) -> nn.Module:
 def report(model: nn.Module) -> str:
     """Return what `weave` replaced and what it left alone, a line each. Raises ValueError for a model that is not
     woven."""
-    done = _woven(model)
-    world = done.world
+    woven = _woven(model)
+    world = woven.world
     lines = [f"woven over {world.size} ranks, this one {world.rank}"]
-    lines += [f"  {line}" for line in done.replaced]
-    return "\n".join([*lines, *(f"  {name}: {why}" for name, why in done.left)])
+    lines += [f"  {line}" for line in woven.replaced]
+    return "\n".join([*lines, *(f"  {name}: {why}" for name, why in woven.left)])
 
 
 def _two_parts(
@@ -203,9 +203,9 @@ def _two_parts(
     return two_parts, measured_plan if plan == "auto" else plan
 
 
-def _describe_layers(layers: list[Module], done: Woven) -> Iterator[str]:
-    attention, alone = layers[0].self_attn, done.world.size == 1
-    gemms = "in one GEMM" if alone or isinstance(attention.q_proj.weight, DTensor) else "by a GEMM each"
+def _describe_layers(layers: list[Module], woven: Woven) -> Iterator[str]:
+    attention, single_rank = layers[0].self_attn, woven.world.size == 1
+    gemms = "in one GEMM" if single_rank or isinstance(attention.q_proj.weight, DTensor) else "by a GEMM each"
     norms = "norms of heads and rotary" if hasattr(attention, "q_norm") else "rotary"
     if type(layers[0]).__name__ in moe.LAYERS:
         yield "layers.*.self_attn.q_proj, k_proj, v_proj: one GEMM of this rank's heads; o_proj: this rank's columns"
@@ -215,27 +215,26 @@ def _describe_layers(layers: list[Module], done: Woven) -> Iterator[str]:
         if hasattr(mlp, "experts"):
             yield f"layers.*.mlp ({type(mlp).__name__}): weft.moe, {moe.split_of(mlp.experts)} on every rank"
         else:
-            without = " without experts" if done.experts else ""
+            without = " without experts" if woven.experts else ""
             yield f"layers.*.mlp{without}: gate and up {gemms}, SiLU-mul in one launch; down_proj: a partial sum"
-    norm = f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm"
-    yield norm + (f", below {SHARDED_FROM} tokens and in two parts; else rows by their owners" * done.shards_tokens)
+    norm = f"layers.*, norm: all_reduce_rms_norm, plan {woven.plan}, in place of all-reduce, add and norm"
+    yield norm + (f", below {SHARDED_FROM} tokens and in two parts; else rows by their owners" * woven.shards_tokens)
 
 
-def _describe_parts(done: Woven) -> str:
-    if done.two_parts is None:
+def _describe_parts(woven: Woven) -> str:
+    if woven.two_parts is None:
         return "in one part, whatever the tokens"
-    plan = done.two_parts_plan if isinstance(done.two_parts_plan, str) else done.two_parts_plan.kind
-    return (
-        f"from {done.two_parts} tokens on in two parts, one's all_reduce_rms_norm, plan {plan}, under the other's GEMMs"
-    )
+    plan = woven.two_parts_plan if isinstance(woven.two_parts_plan, str) else woven.two_parts_plan.kind
+    norms = f"one's all_reduce_rms_norm, plan {plan}, under the other's GEMMs"
+    return f"from {woven.two_parts} tokens on in two parts, {norms}"
 
 
 def _woven(model: nn.Module) -> Woven:
-    done = getattr(model, WOVEN_ATTRIBUTE, None)
-    if done is None:
+    woven = getattr(model, WOVEN_ATTRIBUTE, None)
+    if woven is None:
         raise ValueError(f"{type(model).__name__} is not woven")
-    assert isinstance(done, Woven)
-    return done
+    assert isinstance(woven, Woven)
+    return woven
 
 
 # -- what can be woven -------------------------------------------------------------------------------------------------

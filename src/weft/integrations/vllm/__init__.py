@@ -1,4 +1,4 @@
-"""weft under vLLM: `pip install weft` beside it, and `vllm serve` as ever.
+"""weft in vLLM: `pip install weft` into vLLM's environment, then `vllm serve` as before.
 
 vLLM calls the entry point in its group `vllm.general_plugins` in each of its processes. Once a tensor-parallel model is
 loaded, weft's operators replace its sums over ranks:

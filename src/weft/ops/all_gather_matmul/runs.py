@@ -36,7 +36,7 @@ from ...plans import (
 )
 from ...transport import collectives, copy_engine, low_latency
 from ...transport.collectives import add_bias
-from ...transport.interfaces import Gather
+from ...transport.interfaces import GatherTransport
 from ...transport.memory import Halves, flat, half_elements
 from ...world import Arena, World
 from .. import by_collectives
@@ -58,9 +58,9 @@ def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch
         gate(full, out, world, world.scale.interleave)
 
 
-# -- rows first, then the library's GEMM -------------------------------------------------------------------------------
-# How each plan's rows come.
-GATHERS: Mapping[type[Plan], Gather] = {
+# -- the library's GEMM of gathered rows -------------------------------------------------------------------------------
+# The transport of the rows of each plan.
+GATHERS: Mapping[type[Plan], GatherTransport] = {
     Sequential: collectives.gather_rows,
     OneShot: low_latency.gather_rows,
     Decomposed: copy_engine.gather_rows,
@@ -83,7 +83,7 @@ def of_gathered(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor)
 def run_gathered(
     world: World, call: GatherCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:
-    """The GEMM of rows as they come, by the way of the plan."""
+    """Compute the GEMM of the rows as they arrive by the plan's transport."""
     with ungated(world, call, out) as full:
         if isinstance(plan, Decomposed) and world.symmetric_reason:
             return GatheredRows(by_collectives.gather(world, plan, operands, full))
@@ -233,7 +233,7 @@ def _pulled_launch(
     view, granules = flat(world, arena.memory)
     bulk = pull.bulk and view is not None and half % pull.cols == 0
     whole_arena = Matrix(half // k + call.rows, k, (bm, bk))
-    arena_desc = whole_arena.of(arena.memory.local.view(dtype))
+    arena_desc = whole_arena.argument(arena.memory.local.view(dtype))
     return Launch(
         world,
         all_gather_gemm,
@@ -280,7 +280,7 @@ def _pulled(
     stream, row = world.current_stream(), call.k * x.element_size()
     arena = world.arena(_scales_begin(call, plan) * row + 4 * call.rows * _slot(call), row=row)
     world.order(arena, stream)
-    epoch = arena.turn.clone() if call.gathered else None
+    epoch = arena.epoch.clone() if call.gathered else None
     launch = _pulled_launch(world, call, plan, gated, transposed(weight), arena)
     source = dict(x_desc=x) if "x_desc" in launch.moving else {}
     launch(stream, x=x, **source, w_desc=weight, bias=bias, out_desc=out, **_scales(operands))

@@ -3,7 +3,7 @@
     main stream  barrier | attention over local keys | attention over remote keys .. | merge
     copy stream           | push | push | push
 
-Every rank pushes its keys and values into the buffers of the ranks that read them, and notifies the reader behind each
+Every rank pushes its keys and values into the buffers of the ranks that read them, and notifies the reader after each
 range (`copy_engine.exchange_rows`). Readers wait for those notifications between two calls of the library.
 """
 

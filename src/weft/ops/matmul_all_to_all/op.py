@@ -34,7 +34,7 @@ from ...torch_library import CallOptions
 from ...transport.copy_engine import COPIES, pull_from_all
 from ...transport.memory import lock, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
-from ...world import Kept, World, disagreement
+from ...world import Memo, World, disagreement
 from ..common import Factors, MatmulCall, MatmulOp, tile_of, weight_matrix, whole_words
 from ..recipes import validate
 from ..two_level import run_exchange
@@ -56,7 +56,7 @@ class Routing:
     destinations: tuple[np.ndarray, ...] = field(repr=False)  # int64 [rows], by rank
     key: str
     world: weakref.ref[World] = field(repr=False)
-    prepared: Kept = field(default_factory=dict, repr=False)
+    prepared: Memo = field(default_factory=dict, repr=False)
 
     def keep(self, world: World, key: Hashable, make: Callable[[], R]) -> R:
         """What was prepared for this routing, made at the first use."""
@@ -316,7 +316,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         reason = super().fits(world, call, plan, asked)
         return reason if isinstance(plan, TwoLevel) else reason or whole_words(N=call.n)
 
-    def decisions(self, world: World, options: CallOptions) -> Kept:
+    def decisions(self, world: World, options: CallOptions) -> Memo:
         return options[0].prepared
 
     def check_same_on_all_ranks(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> int | None:
@@ -337,7 +337,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         plan: Plan,
         operands: Factors,
         out: torch.Tensor | None,
-        decisions: Kept,
+        decisions: Memo,
     ) -> bool:
         return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
 

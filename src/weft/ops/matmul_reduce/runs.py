@@ -37,7 +37,7 @@ from ...plans import (
 )
 from ...transport import collectives, copy_engine, low_latency
 from ...transport.collectives import add_bias
-from ...transport.interfaces import Reduce
+from ...transport.interfaces import ReduceTransport
 from ...transport.memory import Halves, flat
 from ...world import Arena, World
 from .. import by_collectives
@@ -53,8 +53,8 @@ SUM_REGISTERS = 112  # registers of a thread that sums, beside GEMMs of 8-bit op
 
 
 # -- the library's GEMM ------------------------------------------------------------------------------------------------
-# How each plan's partial rows are summed at their owners.
-REDUCES: Mapping[type[Plan], Reduce] = {
+# The transport that sums the partial rows of each plan at their owners.
+REDUCES: Mapping[type[Plan], ReduceTransport] = {
     Sequential: collectives.reduce_rows,
     OneShot: low_latency.reduce_rows,
     Decomposed: copy_engine.reduce_rows,
@@ -77,15 +77,15 @@ def multiply(
 
 
 def run_reduced(world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor) -> None:
-    """The GEMM part by part, each of which is sent to be summed, by the way of the plan."""
+    """Compute the GEMM part by part, and send each part to be summed by the plan's transport."""
     if world.size == 1:
         linear(world, call.recipe, call.dtype, operands, world.current_stream(), out)
         return
     if isinstance(plan, Decomposed) and world.symmetric_reason and not call.everywhere:
         by_collectives.scatter(world, plan, operands, out)
         return
-    way = collectives.reduce_all_rows if call.everywhere else REDUCES[type(plan)]
-    with way(world, plan, call.shards, out, operands.bias) as parts:
+    transport = collectives.reduce_all_rows if call.everywhere else REDUCES[type(plan)]
+    with transport(world, plan, call.shards, out, operands.bias) as parts:
         for part in parts:
             part.send(multiply(world, call, operands, part.lane, part.partial, part.rows))
 

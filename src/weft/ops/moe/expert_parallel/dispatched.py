@@ -183,7 +183,7 @@ def plan_state(world: World, layer: Layer, plan: Dispatched) -> Prepared:
         rows, local = layer_rows(world, layer, plan.tile.block_m), layer.experts // world.size
         if layer.max_rows is None:
             mib = memory(world, layer, plan.tile.block_m).scratch / 2**20
-            world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
+            world.log_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
         words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
         calls = world.calls(NAME)
         return Prepared(layer, plan, local, rows, senders, summers, came, summed, calls, words, floats)

@@ -98,7 +98,7 @@ def halves(world: World, layer: Split) -> Arena:
 def space(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: torch.Tensor) -> Space:
     half = arena.half // dtype.itemsize
     memory = arena.memory.view(0, (2 * half,), dtype)
-    return Space(memory, memory, hidden, y, arena.turn, half)
+    return Space(memory, memory, hidden, y, arena.epoch, half)
 
 
 # -- the launches ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from ....architectures import HOPPER, lacks
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import DispatchedColumns, Plan, Sequential
-from ....tensor_checks import DTYPES, Wanted, check_operands, dense, dims
+from ....tensor_checks import DTYPES, Expected, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import given_rows, plain_rows
@@ -196,7 +196,7 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
         if x.dtype not in DTYPES:
             raise TypeError(f"{self.title}: x is {dims(x)}; bfloat16 and float16 are supported")
         (tokens, h), (local, n, _), k, dtype = x.shape, w13.shape, ids.shape[1], x.dtype
-        wanted: Wanted = {
+        wanted: Expected = {
             "x": (x, (tokens, h), dtype),
             "ids": (ids, (tokens, k), torch.int32),
             "weights": (weights, (tokens, k), torch.float32),
@@ -273,7 +273,7 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
             raise TypeError(f"{self.title}: hidden is {dims(hidden)}; bfloat16 and float16 are supported")
         tokens, (local, h, inner), dtype = self.given(world, rows, ids), w2.shape, hidden.dtype
         layer = self.layer(world, ids, tokens, (local, h, inner), dtype, "", sharing)
-        wanted: Wanted = {
+        wanted: Expected = {
             "hidden": (hidden, (layer.rows(world), inner), dtype),
             "routes": (routes, (sum(sections(world, layer)),), FLOATS if routes.dtype == FLOATS else torch.int32),
             "ids": (ids, (None, None), torch.int32),
