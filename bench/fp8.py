@@ -34,7 +34,8 @@ import weft
 from weft.backends import library_gemm
 from weft.backends.library_gemm import ScaledOperands, dequantized
 from weft.compute.scaled_gemm import Scales, scaled_matmul
-from weft.ops.recipes import Recipe, scaled_tile
+from weft.ops.recipes import Recipe, block_rows, scaled_tile
+from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.plans import GemmTile, Persistent
 from weft.transport.memory import descriptor
 
@@ -50,18 +51,10 @@ def form(block_m: int, block_n: int, warps: int, stages: int, per_sm: int = 1, f
     return Persistent(GemmTile(block_m, block_n, 128, warps, stages), per_sm, flatten)
 
 
-FORMS = {
-    "row": [
-        form(128, 256, 8, 4), form(128, 256, 8, 3), form(128, 256, 8, 4, flatten=False), form(128, 128, 4, 3, 2),
-        form(256, 128, 8, 4), form(128, 128, 8, 5), form(64, 256, 4, 4), form(64, 128, 4, 4, 2), form(64, 128, 4, 3, 2),
-    ],
-    "slow": [form(128, 128, 8, 4), form(128, 128, 8, 5), form(64, 128, 4, 4, 2), form(64, 128, 4, 2, 3), form(64, 256, 8, 3)],
-    "block": [
-        form(128, 128, 8, 4), form(128, 128, 8, 5), form(128, 128, 8, 4, flatten=False), form(64, 128, 4, 4, 2),
-        form(64, 128, 4, 2, 3), form(64, 128, 4, 4, 2, False), form(64, 64, 4, 4, 3),
-    ],
-}  # fmt: skip
-FORMS["tensor"] = FORMS["row"][:2]
+# What "auto" chooses from; and, where sums are promoted, a tile whose halves two warp groups split by columns, as the
+# sums over ranks have it, and one of half the columns, for few tiles.
+PROMOTES = [*PROMOTED, form(128, 128, 8, 4, 1, False), form(128, 64, 4, 4, 2, False)]
+FORMS = {"tensor": list(WIDE), "row": list(WIDE), "slow": PROMOTES, "block": PROMOTES}
 QUANTIZED = [
     (4096, 8192, 7168),
     (1024, 8192, 3584),
@@ -82,8 +75,9 @@ def launched(
     """A launch of weft's own kernel without a World, for the compiling processes too."""
     (m, k), n, tile = o.x.shape, len(o.weight), plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
-    a, b = descriptor(o.x, m, k, (bm, bk)), descriptor(o.weight, n, k, (bn, bk))
-    c = descriptor(out, m, n, (bm, bn // 2))
+    rows = block_rows(tile, recipe)
+    a, b = descriptor(o.x, m, k, (rows, bk)), descriptor(o.weight, n, k, (bn, bk))
+    c = descriptor(out, m, n, (rows, bn // 2))
     grid = (min(sms * plan.per_sm, -(-m // bm) * -(-n // bn)),)
     args = dict(
         x_desc=a, w_desc=b, out_desc=c, bias=o.bias, scales=Scales(o.x_scale, o.weight_scale), M=m, N=n, K=k,

@@ -460,6 +460,23 @@ def in_ops(low: float, high: float) -> str:
     return span(found, x)
 
 
+def promoted_loop(form: str, recipe: str = "block") -> str:
+    """DeepGEMM's time, or torch's with promoted sums by row ("slow"), over that of a loop of 8-bit operands, of all sizes."""
+    library = {"block": "deep_gemm", "slow": "torch"}[recipe]
+    us = [r["us"] for r in rows(1, "fp8-block-forms.jsonl")]
+    return span((t[f"{recipe}: {library}"] / t[f"{recipe}: weft {form}"] for t in us), x)
+
+
+LOOPS = {
+    "tall": "128x128 w8 s4 x1 nested",
+    "short": "64x128 w4 s4 x2 nested",
+    "prefetched": "64x128 w4 s4 x2 prefetched",
+    "ahead": "128x128 w8 s3 x1 ahead",
+    "ahead-short": "64x128 w4 s2 x2 ahead",
+    "unrolled": "128x128 w8 s3 x1 unrolled",
+    "halves": "128x128 w4 s3 x2 halves",
+    "specialized": "128x128 w4 s2 x1 unrolled specialized",
+}
 EACH, BY_WAVE = "each tile counted", "counted by wave"  # runs of grouped GEMMs alone
 THREE, TWO = "128x256, 3 stages", "128x128, 2 an SM"
 
@@ -628,6 +645,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "turned-copies": lambda: f"{sum(trained('transposed copy')) / 1000:.1f} ms",
     "turned-layer": lambda: f"{trained_layer():.0f} ms",
     "turned-ratio": lambda: spread(trained("auto, turned"), trained("auto")),
+    **{f"promoted-{name}": partial(promoted_loop, form) for name, form in LOOPS.items()},
+    **{
+        f"promoted-{name}-slow": partial(promoted_loop, LOOPS[name], "slow")
+        for name in ("short", "halves", "specialized")
+    },
     "short-before": partial(short, "before"),
     "short-after": partial(short, "after"),
 }

@@ -39,8 +39,8 @@ def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: in
         offsets.append(row)
     listed = [(first, expert, lo, last) for last, expert, first, lo in sorted(tiles)]
     return dict(
-        slots=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
-        count=torch.tensor([len(listed)]), listed=torch.tensor([sum(t[3] <= j for t in listed) for j in range(ranks)]), received=torch.tensor(received), targets=targets,
+        route_rows=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
+        tile_count=torch.tensor([len(listed)]), cumulative_tiles=torch.tensor([sum(t[3] <= j for t in listed) for j in range(ranks)]), received=torch.tensor(received), targets=targets,
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ def reference(
 ) -> dict[str, torch.Tensor]:
     """float64 gradients: of this rank's x and weights, and of its columns of its experts, as they lie."""
     dx, dweights, w13, w2, b13, b2 = whole_gradients(model, given, me)
-    local = model.layer.experts * model.sharing // world.size
-    group, part = divmod(me, model.sharing)
+    local = model.layer.experts * model.tp_size // world.size
+    group, part = divmod(me, model.tp_size)
     own, cols = slice(group * local, (group + 1) * local), slice(part * model.inner, (part + 1) * model.inner)
 
     def columns(t: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ def gradients(
     there = {
         name: None if t is None else t.detach().clone().requires_grad_(name in wants) for name, t in values.items()
     }
-    common: dict[str, Any] = dict(rows=rows, sharing=model.sharing, world=world, plan=plan)
+    common: dict[str, Any] = dict(rows=rows, tp_size=model.tp_size, world=world, plan=plan)
     hidden, routes = weft.all_gather_grouped_matmul(
         there["x"], ids, there["weights"], there["w13"], b13=there["b13"], activation=model.layer.activation,
         inner=model.inner, keep=keep, **common,
@@ -59,14 +59,14 @@ def gradients(
 
 def parts_training_case(
     world: weft.World, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 16, tokens: Sequence[int] = (7, 5, 0, 9),
-    sharing: int | None = None, activation: str = "swiglu", biases: bool = False, calls: int = 3, ids_of: Ids = at_random,
+    tp_size: int | None = None, activation: str = "swiglu", biases: bool = False, calls: int = 3, ids_of: Ids = at_random,
     plan: Any = "dispatched", keep: Sequence[str] = moe.KEEPS, dtype: torch.dtype = torch.bfloat16, wants: Sequence[str] = NAMES,
 ) -> dict[str, float]:  # fmt: skip
     """Largest error by operand, over calls with new tokens and routings that keep other things; nothing synchronises
     between them. inner: columns of a rank."""
-    sharing = sharing or world.size
-    layer = Layer(max(tokens), experts, k, hidden, inner * sharing, dtype, activation)
-    model, kept = Parts(world, layer, sharing, biases), []
+    tp_size = tp_size or world.size
+    layer = Layer(max(tokens), experts, k, hidden, inner * tp_size, dtype, activation)
+    model, kept = Parts(world, layer, tp_size, biases), []
     for call in range(calls):
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
         given = [routed(call, r, t, layer, world.size, ids_of) for r, t in enumerate(counts)]

@@ -14,7 +14,7 @@ from cases_moe_routing import reference
 
 import weft
 from weft.ops.moe.call import Layer, Weights
-from weft.ops.moe.tensor_parallel.call import Split, parts
+from weft.ops.moe.tensor_parallel.call import Split, route_parts
 from weft.plans import Plan
 from weft.scale import SMALL_DISPATCHED
 
@@ -22,11 +22,11 @@ from weft.scale import SMALL_DISPATCHED
 class Parts(Model):
     """All ranks' weights of one layer, and on its device this rank's columns of its experts."""
 
-    def __init__(self, world: weft.World, layer: Layer, sharing: int, biases: bool, seed: int = 0) -> None:
+    def __init__(self, world: weft.World, layer: Layer, tp_size: int, biases: bool, seed: int = 0) -> None:
         super().__init__(world, replace(layer, experts=layer.experts), biases, seed)
-        self.sharing, self.inner = sharing, layer.inner // sharing
-        local = layer.experts * sharing // world.size
-        group, part = divmod(world.rank, sharing)
+        self.tp_size, self.inner = tp_size, layer.inner // tp_size
+        local = layer.experts * tp_size // world.size
+        group, part = divmod(world.rank, tp_size)
         own, cols = slice(group * local, (group + 1) * local), slice(part * self.inner, (part + 1) * self.inner)
 
         def columns(t: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Parts(Model):
         then: str | Plan | None = None,
     ) -> torch.Tensor:
         """Both halves. then: the plan of the second, where it is another."""
-        w, common = self.own, dict(rows=rows, sharing=self.sharing, world=world)
+        w, common = self.own, dict(rows=rows, tp_size=self.tp_size, world=world)
         hidden, routes = weft.all_gather_grouped_matmul(
             *given, w.w13, b13=w.b13, activation=self.layer.activation, inner=self.inner, plan=plan, **common
         )
@@ -66,16 +66,18 @@ def drawn(layer: Layer, world: weft.World, tokens: int, call: int, ids_of: Ids) 
 
 
 def tensor_case(
-    world: weft.World, plan: str | Plan = "dispatched", tokens: Sequence[int] = (7, 5, 0, 9), sharing: int | None = None,
+    world: weft.World, plan: str | Plan = "dispatched", tokens: Sequence[int] = (7, 5, 0, 9), tp_size: int | None = None,
     ids_of: Ids = at_random, biases: bool = False, shared: bool = False, calls: int = 3, streams: Sequence[str] = ("main",),
     layers: int = 1, then: str | Plan | None = None, **changes: Any,
 ) -> float:  # fmt: skip
     """Largest error over calls with new tokens and routings, each through all layers, on the streams in turn. Nothing synchronises
     between them: inputs are written again, and results taken, by work on the stream."""
-    sizes = dict(capacity=max(tokens), experts=4, k=2, hidden=32, inner=16 * world.size, dtype=torch.bfloat16)
+    sizes = dict(
+        max_tokens_per_rank=max(tokens), experts=4, k=2, hidden=32, inner=16 * world.size, dtype=torch.bfloat16
+    )
     layer = Layer(**sizes | changes)  # type: ignore[arg-type]
     models = [
-        Parts(world, replace(layer, hidden=layer.hidden + 8 * j), sharing or world.size, biases, 10 * j)
+        Parts(world, replace(layer, hidden=layer.hidden + 8 * j), tp_size or world.size, biases, 10 * j)
         for j in range(layers)
     ]
     held: dict[Any, torch.Tensor] = {}
@@ -157,35 +159,35 @@ def other_second_halves(world: weft.World) -> None:
     world.synchronize()
 
 
-def routes_case(world: weft.World, plan: str, tokens: Sequence[int], sharing: int, ids_of: Ids = at_random) -> None:
+def routes_case(world: weft.World, plan: str, tokens: Sequence[int], tp_size: int, ids_of: Ids = at_random) -> None:
     """The routes of a call are those of plain Python."""
     layer = Layer(max(tokens), 4, 2, 32, 16 * world.size, torch.bfloat16)
-    model, me = Parts(world, layer, sharing, False), world.rank
+    model, me = Parts(world, layer, tp_size, False), world.rank
     every = [ids_of(0, r, t, layer, world.size).tolist() for r, t in enumerate(tokens)]
     w, given = model.own, drawn(layer, world, tokens[me], 0, ids_of)
     hidden, routes = weft.all_gather_grouped_matmul(
-        *given, w.w13, inner=model.inner, rows=tokens, sharing=sharing, world=world, plan=plan
+        *given, w.w13, inner=model.inner, rows=tokens, tp_size=tp_size, world=world, plan=plan
     )
     world.synchronize()
-    split = Split(layer.capacity, 4, 2, 32, model.inner, layer.dtype, sharing=sharing, tile=16)
-    made = parts(world, split, routes)
+    split = Split(layer.max_tokens_per_rank, 4, 2, 32, model.inner, layer.dtype, tp_size=tp_size, tile=16)
+    made = route_parts(world, split, routes)
     local = split.local(world)
-    group = [[[e - me // sharing * local for e in t] for t in ids] for ids in every]
-    want = reference(Routed(world.size, local, 2, layer.capacity, 16), 0, group)
+    group = [[[e - me // tp_size * local for e in t] for t in ids] for ids in every]
+    want = reference(Routed(world.size, local, 2, layer.max_tokens_per_rank, 16), 0, group)
     del want["sources"], want["received"]
-    want = rotated(want, group, Routed(world.size, local, 2, layer.capacity, 16), me)
+    want = rotated(want, group, Routed(world.size, local, 2, layer.max_tokens_per_rank, 16), me)
     assert hidden.shape[0] == split.rows(world)
-    assert made.slots.tolist()[: len(want["slots"])] == want["slots"]
+    assert made.route_rows.tolist()[: len(want["route_rows"])] == want["route_rows"]
     assert made.offsets.tolist()[: local + 1] == want["offsets"]
-    assert made.tile_count[0] == want["count"][0] and made.targets.tolist()[: world.size] == want["touched"]
-    assert made.tiles.view(-1, 4)[: want["count"][0]].tolist() == want["tiles"]
+    assert made.tile_count[0] == want["tile_count"][0] and made.targets.tolist()[: world.size] == want["touched"]
+    assert made.tiles.view(-1, 4)[: want["tile_count"][0]].tolist() == want["tiles"]
 
 
 def rotated(want: dict[str, Any], ids: list[Any], layer: Routed, me: int) -> dict[str, Any]:
     """The tables as rank `me` has them of experts that are numbered from its own first on."""
     turned = [ids[(s + me) % layer.ranks] for s in range(layer.ranks)]
     made = reference(layer, 0, turned)
-    each = layer.capacity * layer.k
-    by = [made["slots"][s * each : (s + 1) * each] for s in range(layer.ranks)]
+    each = layer.max_tokens_per_rank * layer.k
+    by = [made["route_rows"][s * each : (s + 1) * each] for s in range(layer.ranks)]
     slots = [slot for s in range(layer.ranks) for slot in by[(s - me) % layer.ranks]]
-    return dict(made, slots=slots)
+    return dict(made, route_rows=slots)

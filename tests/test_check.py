@@ -215,6 +215,23 @@ def test_a_kernel_without_signals_breaks_no_rule() -> None:
     assert any(said.startswith("release: ") for said in broken_rules(one.compiled.ptx)), "if its atomics were signals"
 
 
+def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
+    ptx = """.visible .entry k(
+)
+.reqntid 32
+{
+	// begin inline asm
+	
+	// end inline asm
+	// begin inline asm
+	nanosleep.u32 20;
+	// end inline asm
+	ret;
+}
+"""
+    assert [step.text for step in steps_of(ptx)] == ["nanosleep.u32 20;"]
+
+
 def test_one_line_that_is_called_before_a_wait_and_behind_it_is_two_loads() -> None:
     """With no own turn only the load that needs the wait is seen to run; the other, compiled too, needs none."""
     place = (__file__, 10)

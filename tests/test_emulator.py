@@ -1500,7 +1500,7 @@ def test_a_world_is_of_no_use_after_its_run() -> None:
             lambda world: world.empty((2,), torch.float32),
             lambda world: weft.all_gather_matmul(x, x, world=world),
         ):
-            with pytest.raises(weft.WeftError, match=r"rank 0's World is of an emulated run that has ended"):
+            with pytest.raises(weft.WeftError, match=r"rank 0's World belongs to an emulated run that has ended"):
                 use(worlds[0])
 
 

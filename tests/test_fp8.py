@@ -18,8 +18,8 @@ from weft.backends.library_gemm import dequantized
 from weft.chooser import Choice, Chooser, Took
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY, Op
-from weft.ops.recipes import E4M3, Recipe, ScaledFactors, fit_plan
-from weft.plans import FusedGather, FusedGatherByCopies, GemmTile, Persistent, Plan
+from weft.ops.recipes import E4M3, Recipe, ScaledFactors, block_rows, fit_plan
+from weft.plans import FusedGather, FusedGatherByCopies, FusedReduceScatter, GemmTile, Persistent, Plan
 from weft.scale import SMALL_TILE
 
 BF16 = 3e-3  # relative error of bfloat16 results of exact sums
@@ -244,6 +244,26 @@ def test_gradients_and_scales_that_do_not_fit_are_refused(op: str) -> None:
 def test_a_plan_without_8_bit_products_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert errors(OPS[1], [16, 16], 40, 128, "row", "signaled") < SUMMED
     assert "sequential instead of signaled: its GEMM is of 16-bit operands" in caplog.text
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_promoted_tiles_that_are_short_of_rows(scaling: str) -> None:
+    """The lower half of a tile, or a part of either half, is past the last row, and its scales are not read."""
+    plan = Persistent(tile=GemmTile(32, 32, 128, 4, 3, 2), flatten=False)
+    for m in (1, 15, 16, 17, 33, 63):
+        assert alone(lambda w, m=m: matmul_case(w, m, 40, 384, scaling, plan, True, seed=m)) < BF16
+
+
+def test_the_tiles_of_promoted_sums() -> None:
+    """128 x 128 of four warps, two programs an SM; beside the programs that sum over ranks one of eight warps."""
+    for recipe in (Recipe("block"), Recipe("row", False)):
+        for plan in (FusedGather(), FusedGatherByCopies(), FusedGather(tile=GemmTile(64, 256, 64, 4, 5))):
+            fitted = fit_plan(plan, recipe)
+            assert fitted.tile == GemmTile(128, 128, 128, 4, 3) and fitted.per_sm == 2 and not fitted.flatten
+        assert fit_plan(FusedReduceScatter(), recipe).tile == GemmTile(128, 128, 128, 8, 4)
+        assert block_rows(fitted.tile, recipe) == 64
+    fast = fit_plan(FusedGather(), Recipe("row", True))
+    assert fast == FusedGather(tile=GemmTile(block_k=128)) and block_rows(fast.tile, Recipe("row", True)) == 128
 
 
 # -- what plan ---------------------------------------------------------------------------------------------------------

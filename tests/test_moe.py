@@ -27,7 +27,9 @@ def case(world: weft.World, plan: Any, tokens: list[int], **changes: Any) -> flo
         changes.pop("shared", False),
         changes.pop("ids_of", at_random),
     )
-    layer = Layer(**dict(capacity=max(tokens), experts=12, k=2, hidden=32, inner=24, dtype=torch.bfloat16) | changes)
+    layer = Layer(
+        **dict(max_tokens_per_rank=max(tokens), experts=12, k=2, hidden=32, inner=24, dtype=torch.bfloat16) | changes
+    )
     model, me = Model(world, layer, biases), world.rank
     kept = []
     for call in range(3):

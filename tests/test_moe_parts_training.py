@@ -39,7 +39,7 @@ def worst(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> floa
 
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 @pytest.mark.parametrize(
-    "ranks, changes", [(1, dict()), (2, dict()), (3, dict(calls=1)), (4, dict(sharing=2, calls=1))], ids=str
+    "ranks, changes", [(1, dict()), (2, dict()), (3, dict(calls=1)), (4, dict(tp_size=2, calls=1))], ids=str
 )
 def test_against_float64(ranks: int, changes: dict[str, Any], plan: str) -> None:
     """Other tokens on every rank, none on some; every operand; other things kept in every call; also of experts that
@@ -163,7 +163,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     def main(world: weft.World) -> None:
         block = world.scale.interleave
         n, t = i if activation == "gelu" else -(-i // block) * 2 * block, 30 + world.rank
-        layer = Split(64, e, k, h, i, dtype, activation, sharing=world.size)
+        layer = Split(64, e, k, h, i, dtype, activation, tp_size=world.size)
 
         def held(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype)
@@ -181,7 +181,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     return main
 
 
-AWAITED = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox", "grouped_gemm_in": "tl.load(at + k"}  # fmt: skip
+AWAITED = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox", "grouped_gemm_in": "tl.load(pointers + k"}  # fmt: skip
 
 
 @pytest.mark.gate

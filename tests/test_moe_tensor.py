@@ -32,10 +32,10 @@ def errors(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> lis
 
 
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-@pytest.mark.parametrize(("ranks", "sharing"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
-def test_any_world_against_torch(ranks: int, sharing: int, plan: str) -> None:
+@pytest.mark.parametrize(("ranks", "tp_size"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
+def test_any_world_against_torch(ranks: int, tp_size: int, plan: str) -> None:
     """Also mixed, of experts that only some of the ranks share; and each with experts of its own."""
-    assert max(errors(ranks, plan=plan, sharing=sharing)) < BOUND
+    assert max(errors(ranks, plan=plan, tp_size=tp_size)) < BOUND
 
 
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
@@ -44,11 +44,11 @@ def test_routings(ids_of: Any, plan: str) -> None:
     assert max(errors(2, plan=plan, ids_of=ids_of, shared=True, tokens=(18, 3))) < BOUND
 
 
-@pytest.mark.parametrize("sharing", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-def test_the_routes(plan: str, sharing: int) -> None:
-    weft.spmd(lambda world: routes_case(world, plan, (20, 7), sharing), 2, backend="emulated")
-    weft.spmd(lambda world: routes_case(world, plan, (20, 0), sharing, some_nowhere), 2, backend="emulated")
+def test_the_routes(plan: str, tp_size: int) -> None:
+    weft.spmd(lambda world: routes_case(world, plan, (20, 7), tp_size), 2, backend="emulated")
+    weft.spmd(lambda world: routes_case(world, plan, (20, 0), tp_size, some_nowhere), 2, backend="emulated")
 
 
 @pytest.mark.parametrize("then", ["sequential", S])
@@ -97,7 +97,7 @@ def test_no_tokens_at_all() -> None:
 
 def one(world: weft.World, seed: int = 0, **changes: Any) -> tuple[Parts, list[torch.Tensor]]:
     """A layer of 6 tokens a rank, and what is routed to it."""
-    sizes = dict(capacity=6, experts=4, k=2, hidden=32, inner=16 * world.size, dtype=torch.bfloat16)
+    sizes = dict(max_tokens_per_rank=6, experts=4, k=2, hidden=32, inner=16 * world.size, dtype=torch.bfloat16)
     layer = Layer(**sizes | changes)  # type: ignore[arg-type]
     return Parts(world, layer, world.size, False), drawn(layer, world, 6, seed, at_random)
 
@@ -192,7 +192,7 @@ def test_errors_quote_what_was_given() -> None:
         first(ValueError, "w13 .* is not what weft.moe.pack makes", w13=w.w13.flatten(1, 3))
         first(ValueError, "not what weft.moe.pack makes of 40 columns", inner=40)
         first(ValueError, "k 9 of ids", ids=torch.zeros(6, 9, dtype=torch.int32), weights=torch.zeros(6, 9))
-        first(ValueError, "sharing 3 does not divide 2 ranks", sharing=3)
+        first(ValueError, "tp_size 3 does not divide 2 ranks", tp_size=3)
         first(ValueError, "rows .* must name 2 ranks", rows=[6])
         first(ValueError, "keep 'all' is not one of", x=x.clone().requires_grad_(), keep="all")
         first(ValueError, "out= has no gradient", x=x.clone().requires_grad_(), out=x)
@@ -283,7 +283,7 @@ def held(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype)
 
 
-AWAITED = {"grouped_gemm_in": "tl.load(at + k", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox"}
+AWAITED = {"grouped_gemm_in": "tl.load(pointers + k", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox"}
 
 
 @pytest.mark.gate
@@ -321,7 +321,9 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 def pipelined(made: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) -> None:
     """Both operands in as many stages as planned: by TMA, or gathered in whole 16-byte words; and shards in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in made.items()}
-    gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps["grouped_gemm_in"])
+    gathered = sum(
+        "cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in steps["grouped_gemm_in"]
+    )
     assert gathered == made["grouped_gemm_in"][0].options["num_stages"] * plan.tile.block_m * plan.tile.block_k * 2 // (
         plan.tile.warps * 32 * 16
     )

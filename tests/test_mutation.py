@@ -47,17 +47,17 @@ from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
 from weft.ops.moe.expert_parallel.backward_kernels import take_gradients
 from weft.ops.moe.expert_parallel.fused_kernels import (
+    grid_barrier,
     make_tables,
-    meet_here,
     moe_layer,
     tiles_done,
+    wait_for_step,
     wait_for_sums,
-    wait_for_wave,
 )
-from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
-from weft.ops.moe.expert_parallel.low_latency_kernels import few_gemm, routes_of
+from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_offset, sum_ranks
+from weft.ops.moe.expert_parallel.low_latency_kernels import low_latency_gemm, routes_of_expert
 from weft.ops.moe.expert_parallel.place_rows_kernels import mask_rows, place_rows
-from weft.ops.moe.routing.kernels import own_half
+from weft.ops.moe.routing.kernels import half_start_of
 from weft.ops.moe.tensor_parallel.kernels import keep_shards, push_shard
 from weft.plans import (  # fmt: skip
     Awaiting,
@@ -650,41 +650,47 @@ EPOCHS["GEMM, shared tiles"] = [instead(gemm, "add the previous call's parts", (
 EPOCHS["moe dispatched"] = [
     instead(grouped_gemm_in, "wait for the previous call's rows", ("calls_of(ch) * s.ARRIVALS", "(calls_of(ch) - 1) * s.ARRIVALS")),
     instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
-    instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
-    instead(grouped_gemm_out, "count tiles again with the next wave's", ("shares = tl.zeros_like(shares)", "shares += 0")),
+    instead(combine_rows, "wait for the next source step", ("counters + source_step", "counters + (source_step + 1) % W")),
+    instead(grouped_gemm_out, "count tiles again with the next source step's", ("tl.zeros_like(increments)", "increments")),
 ]  # fmt: skip
 EPOCHS["MoE exchange"] = [
     OLD_WAIT, EPOCHS["moe dispatched"][1],
     instead(place_rows, "wait for the previous call's rows", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
-    instead(place_rows, "wait for the next wave", ("ch.counters + wave", "ch.counters + (wave + 1) % W")),
+    instead(place_rows, "wait for the next source step", ("ch.counters + source_step", "ch.counters + (source_step + 1) % W")),
 ]  # fmt: skip
 EPOCHS["MoE exchange, masked"] = EPOCHS["MoE exchange"]
 EPOCHS["MoE in one launch"] = [
-    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
-    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
-    instead(wait_for_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % 2")),
-    instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
-    instead(make_tables, "count the previous call's routes", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
-    instead(meet_here, "meet in the previous call", ("(tl.load(at.turn) + 1)", "tl.load(at.turn)")),
+    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
+    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
+    instead(wait_for_step, "wait for the next source step", ("memory.counters + source_step", "memory.counters + (source_step + 1) % 2")),
+    instead(tiles_done, "count tiles in one half", ("tl.load(memory.epoch) & 1", "0 * tl.load(memory.epoch)")),
+    instead(make_tables, "count the previous call's routes", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
+    instead(grid_barrier, "meet in the previous call", ("tl.load(memory.epoch) + 1", "tl.load(memory.epoch)")),
 ]  # fmt: skip
 EPOCHS["MoE of few tokens"] = [
     instead(
-        few_gemm, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")
+        low_latency_gemm,
+        "wait for the previous call's rows",
+        ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs"),
     ),
     EPOCHS["MoE in one launch"][1],
 ]
 EPOCHS["experts in parts"] = [
-    instead(half_of, "use one half of the arena in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")),
+    instead(half_offset, "use one half of the arena in every call", ("tl.load(epoch) & 1", "0 * tl.load(epoch)")),
     *EPOCHS["moe dispatched"],
 ]  # fmt: skip
 EPOCHS["experts in parts, first half alone"] = [
     *EPOCHS["experts in parts"][:2],
-    instead(own_half, "use one half of the routes in every call", ("calls_of(ch) % HALVES", "0 * calls_of(ch)")),
+    instead(half_start_of, "use one half of the routes in every call", ("calls_of(ch) & 1", "0 * calls_of(ch)")),
 ]
 EPOCHS["gradients of experts in parts"] = [
     EPOCHS["experts in parts"][0],
     *EPOCHS["MoE exchange"][2:],
-    instead(keep_shards, "keep the other half", ("inbox + half - half_of(turn, half)", "inbox + half_of(turn, half)")),
+    instead(
+        keep_shards,
+        "keep the other half",
+        ("inbox + half_size - half_offset(epoch, half_size)", "inbox + half_offset(epoch, half_size)"),
+    ),
 ]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
@@ -811,7 +817,7 @@ EQUIVALENT = [
         for cases, what, code, function in (
             (POSTING, "remove compare_calls(...)", "compare_calls(calls", ""),
             (POSTING, "remove same_call(...)", "same_call(calls", "compare_calls"),
-            (("MoE of few tokens",), "remove same_call(...)", "same_call(at.calls", "few_gemm"),
+            (("MoE of few tokens",), "remove same_call(...)", "same_call(memory.calls", "low_latency_gemm"),
             (("MoE in one launch",), "remove same_call(...)", "same_call(calls", "compare"),
             (("MoE in one launch",), "drop compare", "self._run(", ""),
             ((MOE[0], *ROUTING), "remove same_call(...)", "same_call(calls", "share"),
@@ -852,7 +858,7 @@ EQUIVALENT = [
     ),
     *[
         Equivalent(
-            EXCHANGE, what, "wait_until(counters + wave",
+            EXCHANGE, what, "wait_until(counters + source_step",
             "y is there by the stream's order: counters and targets are zero, and stay so",
         )
         for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
@@ -928,22 +934,23 @@ def left_out(world: World) -> None:
     assert exchange_case(world, calls=3, flight=1, **case) == 0
 
 
-TABLES, TOKENS = "make_tables(at, ch, C, s, p)", "send_tokens(given.x, given.ids, at, ch, T, C, s)"
+TOKENS = "send_tokens(operands.x, operands.ids, memory, ch, T, max_tokens, s)"
+ROUTES = "share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)"
 PLANTED = {
     "send tokens before the tables": Planted(
-        instead(moe_layer, "send tokens first", (TOKENS, "None"), ("share_routes(given.ids, given.weights, at, ch, T, C, s)", f"(share_routes(given.ids, given.weights, at, ch, T, C, s), {TOKENS})")),
+        instead(moe_layer, "send tokens first", (TOKENS, "None"), (ROUTES, f"({ROUTES}, {TOKENS})")),
         layers_in_one_launch,
         ranks=3,
     ),
     "forget the rows of pieces before": Planted(
-        instead(routes_of, "begin at 0", ("tl.sum(mine, 0)", "0 * tl.sum(mine, 0)")), many_few_tokens
+        instead(routes_of_expert, "begin at 0", ("tl.sum(matches, 0)", "0 * tl.sum(matches, 0)")), many_few_tokens
     ),
     "take a route that was left out for one of others": Planted(
-        instead(mask_rows, "-1 for -2", ("tl.where(at < MOST, e * MOST + at, -2)", "tl.where(at < MOST, e * MOST + at, -1)")),
+        instead(mask_rows, "-1 for -2", ("tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -2)", "tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -1)")),
         left_out,
     ),
     "leave gradients for the next call": Planted(
-        instead(take_gradients, "do not clear", ("tl.zeros((BLOCK,), tl.float32)", "tl.load(home + i, mask=i < given)")),
+        instead(take_gradients, "do not clear", ("tl.zeros((BLOCK,), tl.float32)", "tl.load(dweights_inbox + i, mask=i < num_routes)")),
         no_room_case,
     ),
 }  # fmt: skip
@@ -1019,6 +1026,8 @@ def test_every_mutation_is_caught(name: str, record_property: Callable[[str, obj
             unused.remove(entry)
         if found is None and entry is None:
             wrong.append(f"not caught: {mutation}: {line_of(mutation)}")
+        if found is not None and found.startswith("LookupError"):
+            wrong.append(f"not made: {mutation}: {found}")
         if found is not None and entry is not None:
             wrong.append(f"listed as equivalent, but caught: {mutation}: {found}")
     wrong += [f"listed as equivalent, but not there: {e.what}: {e.code}" for e in unused]

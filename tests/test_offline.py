@@ -39,7 +39,7 @@ from weft.check.ptx import (
     within,
 )
 from weft.compute.gemm import gemm_tile, matmul
-from weft.compute.scaled_gemm import scaled_gemm_tile, scaled_matmul
+from weft.compute.scaled_gemm import add_step, scaled_gemm_tile, scaled_matmul
 from weft.compute.signaled_gemm import signaled_gemm
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
@@ -57,7 +57,7 @@ from weft.ops.all_reduce.kernels import (
 )
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
-from weft.ops.moe.routing.route_tables import share, tables
+from weft.ops.moe.routing.route_tables import build_tables, share
 from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
 from weft.ops.scaled_gemm import PROMOTED, WIDE
@@ -149,8 +149,8 @@ def call(
 
 def shipped() -> list[tuple[str, int, Plan]]:
     """Every (op, world, plan) of the measured tables."""
-    tables = Path(weft.planner.__file__).parent / "tables"
-    rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
+    build_tables = Path(weft.planner.__file__).parent / "tables"
+    rows = [row for path in sorted(build_tables.glob("*.json")) for row in json.loads(path.read_text())]
     found = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
     return sorted((f for f in found if f[2] != Sequential()), key=str)
 
@@ -346,7 +346,7 @@ def decoder(
     )  # fmt: skip
 
     def fn(world: World) -> None:
-        cache = Cache(config, world=world, slots=1, max_len=2000, dtype=dtype)
+        cache = Cache(config, world=world, route_rows=1, max_len=2000, dtype=dtype)
         batch, plan = Batch.prefill([2000]), LayerPlan("woven", 1024, sms)
         Llama(config, world=world, dtype=dtype)(torch.zeros(2000, dtype=torch.int64), batch, cache, plan)
 
@@ -361,7 +361,7 @@ def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[W
         ids, weights = gate(logits, k, world=world, bias=logits[0], groups=2, top_groups=2, scoring="sigmoid")
         gate(logits.bfloat16(), k, world=world)
         ids_all, _ = share(world, ids, weights, tokens)
-        tables(world, ids_all, experts, tokens, block_m)
+        build_tables(world, ids_all, experts, tokens, block_m)
 
     return fn
 
@@ -434,7 +434,8 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {
-    "all_gather_gemm": (pull_chunks, gemm_tile, scaled_gemm_tile), "copied_gemm": (gemm_tile, scaled_gemm_tile),
+    "all_gather_gemm": (pull_chunks, gemm_tile, scaled_gemm_tile, add_step),
+    "copied_gemm": (gemm_tile, scaled_gemm_tile, add_step),
     "gemm_reduce": (sum_half_tiles, gather_tile),
     "two_shot": (load_row,),
 }  # fmt: skip
@@ -574,7 +575,9 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
     loops = 2 if launch.kernel.__name__ in GATHERS else 1  # an all-gather's own tiles, then the others
-    planned = loops * 2 * launch.options["num_stages"]
+    gather = args["how"].product if launch.kernel is all_gather_gemm else args.get("product")
+    promotes = (args["tile"] if gather is None else gather.tile).PROMOTE.value
+    planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # of x upper and lower rows apart
     assert tiles == (planned if computes(launch) else 0), "loads of the GEMM's tiles"
     if not communicates(launch):
         assert blocks == 0

@@ -287,7 +287,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return heard
 
-    monkeypatch.setattr(EmulatedBackend, "tell", tell)
+    monkeypatch.setattr(EmulatedBackend, "post", tell)
     monkeypatch.setattr(EmulatedBackend, "compares", False)  # which tells at the call itself
 
 

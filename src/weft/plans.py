@@ -255,8 +255,8 @@ class FusedMoe(Fused):
     """A mixture of experts in one launch of per_sm programs on every SM (ops/moe/expert_parallel/fused_kernels.py).
     Experts are padded to block_m rows.
 
-    copy_programs: the first programs, which move rows, tokens out and sums back, at most copy_rows at a time; of tokens
-    each has copy_stages of these under way.
+    copy_programs: the first programs of the launch, which move rows, tokens out and sums back, at most copy_rows at
+    once; each has copy_stages blocks of tokens in flight.
     """
 
     tile: GemmTile = NARROW
@@ -419,13 +419,13 @@ class TwoLevel(Plan):
 
 @dataclass(frozen=True)
 class DispatchedGemms(Plan):
-    """What the dispatched plans have in common: an MoE layer's tokens go to the ranks of their experts under the first
-    grouped GEMM, whose tiles wait for them; weighted sums go back under the second.
+    """The base of the dispatched plans: an MoE layer's tokens go to the ranks of their experts under the first grouped
+    GEMM, whose tiles wait for them; weighted sums go back under the second.
 
-    tile: of both GEMMs; there are fewer stages where an SM has no memory for them. flatten: the first one's loop over
-    tiles. dispatch_programs, combine_programs: programs, of side_warps warps each, that share the SMs with a GEMM: of
-    the sends, with send_stages blocks of rows under way; and of the sums, sum_rows tokens (at most) at a time. More
-    than SMs count as these.
+    tile: of both GEMMs; they have fewer stages where an SM has no memory for them. flatten: whether the first GEMM's
+    loop over tiles is flattened. dispatch_programs, combine_programs: programs, of side_warps warps each, that share
+    the SMs with a GEMM. Dispatch programs have send_stages blocks of rows in flight; combine programs sum at most
+    sum_rows tokens at once. Numbers above that of the SMs count as it.
     """
 
     kind: ClassVar[str] = "dispatched"
@@ -443,7 +443,7 @@ class DispatchedGemms(Plan):
 class Dispatched(DispatchedGemms):
     """An MoE layer's experts in four launches (ops/moe/expert_parallel/kernels.py). Experts are padded to block_m rows.
 
-    send_rows: of a block that is sent, at most.
+    send_rows: the most rows of a block that is sent.
     """
 
     send_rows: int = 8
@@ -451,9 +451,9 @@ class Dispatched(DispatchedGemms):
 
 @dataclass(frozen=True)
 class DispatchedColumns(DispatchedGemms):
-    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/tensor_parallel/op.py). The
-    rows are in tiles of 128, which block_m must be; a block that is sent is what side_warps hold, wherever its rows
-    end."""
+    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/tensor_parallel/op.py). Rows
+    are in tiles of 128, which block_m must be. A block that is sent has as many elements as side_warps hold, whatever
+    rows they belong to."""
 
 
 @dataclass(frozen=True)
@@ -486,12 +486,12 @@ class HeadParallel(Plan):
 
 @dataclass(frozen=True)
 class LowLatency(Plan):
-    """An MoE layer's experts for a few tokens, in three launches and without tables
+    """An MoE layer's experts for few tokens, in three launches without tables
     (ops/moe/expert_parallel/low_latency_kernels.py).
 
     tile: of both GEMMs, of per_sm programs on every SM, which read an expert's weights once for each block_n columns,
-    whatever rows it has. copy_programs: programs that send rows, and sums, to other ranks; more than there are count as
-    these.
+    however many rows it has. copy_programs: programs that send rows and sums to other ranks; numbers above that of all
+    programs count as it.
     """
 
     kind: ClassVar[str] = "low_latency"

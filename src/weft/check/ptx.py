@@ -77,9 +77,9 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
         line = raw.strip()
         if assembly is not None:
             if line.startswith("// end inline asm"):
-                blocks[name].steps.append(
-                    Instruction("\n".join(assembly), location[0], location[1], number, location[2])
-                )
+                if any(assembly):  # `keep_before` has none
+                    text = "\n".join(assembly)
+                    blocks[name].steps.append(Instruction(text, location[0], location[1], number, location[2]))
                 assembly = None
             elif not line.startswith(".loc"):  # since Triton 3.9 there are some between its lines
                 assembly.append(line)

@@ -6,12 +6,14 @@
 
 The first two do not depend on K, so the epilogue multiplies by them; the third multiplies each 128 of K before it is
 added. Hopper's tensor cores add 8-bit products in about 14 bits (DeepSeek-V3, section 3.3.2). PROMOTE: every step of K
-is added in float32 by the ordinary cores, as `use_fast_accum=False` asks of torch._scaled_mm; BY_BLOCK always is. That
-takes a second set of accumulators, for which 128 x 256 tiles of 8 warps have no registers (compiled for sm_90a: 255 of
-them and 256 bytes of spills), but 128 x 128 of 8 warps (162) and 64 x 128 of 4 warps (156 to 161) have.
+is added in float32 by the ordinary cores, as BY_BLOCK always is, and BY_ROW and BY_TENSOR for `use_fast_accum=False` of
+torch._scaled_mm. Such a tile is computed as two halves of its rows in turn: a product needs accumulators of half a tile
+beside the sums, and with two programs an SM the tensor cores work on one program's product while the other adds.
 
-Measured with the compiler alone and dropped: two products of BY_BLOCK in turn, of which one is scaled under the other.
-ptxas makes the tensor cores wait for each other in such a loop ("wgmma.mma_async instructions are serialized").
+    upper sums   | a0 b | wait, add |                   | ..
+    lower sums   |                  | a1 b | wait, add  | ..
+
+Other loops that were measured stand in docs/design-notes.md.
 """
 
 from typing import NamedTuple
@@ -20,6 +22,7 @@ import torch
 import triton.language as tl
 
 from ..lang.descriptors import tiles_of
+from ..lang.intrinsics import keep_before
 from ..lang.jit import jit
 from .gemm import Tile, column_halves, gemm_tile, grouped_tile, silu, silu_gate, store_tile
 
@@ -37,8 +40,8 @@ class Scales(NamedTuple):
 
 class TileScales(NamedTuple):
     """The scales of a tile. x: where those of its first row begin; rows: how many of its rows are there; stride and
-    block_stride: elements from a row to the next one, and from 128 of K to the next (BY_TENSOR: no matter); w: those of
-    all of w."""
+    block_stride: elements from a row to the next one (BY_TENSOR: 0), and from 128 of K to the next; w: those of all of
+    w."""
 
     x: tl.tensor
     w: tl.tensor
@@ -60,38 +63,75 @@ def scales_of_rows(x_scale, row, K, SCALED: tl.constexpr):
 @jit
 def tile_scales(scales, x_scale, row, M, K, SCALED: tl.constexpr):
     """The TileScales of a tile whose first row is `row` of M, with the contiguous x_scale in place of scales.x."""
-    stride = 1
-    if SCALED == BY_BLOCK:
+    stride = 0
+    if SCALED == BY_ROW:
+        stride = 1
+    elif SCALED == BY_BLOCK:
         stride = K // BLOCK
     return TileScales(scales_of_rows(x_scale, row, K, SCALED), scales.w, M - row, stride, 1)
 
 
 @jit
-def add_product(a, b, acc, scales, col, k, K, tile):
-    """acc + a [BM, BK] @ b [BK, BN], the 8-bit blocks at column `col` of the product and at k."""
-    tl.static_assert(tile.SCALED != BY_BLOCK or (tile.BK == BLOCK and tile.BN <= BLOCK), "a block has one scale of w")
-    if tile.SCALED == BY_BLOCK:
-        r = tl.arange(0, tile.BM)
-        of_x = scales.x + r * scales.stride + k // BLOCK * scales.block_stride
-        scale = tl.load(of_x, mask=r < scales.rows, other=0.0)
-        scale *= tl.load(scales.w + col // BLOCK * (K // BLOCK) + k // BLOCK)
-        acc += tl.dot(a, b) * scale[:, None]
-    elif tile.PROMOTE:
-        acc += tl.dot(a, b)
+def rows_below(scales, ROWS: tl.constexpr):
+    """The TileScales of a tile's rows from its row ROWS on."""
+    begin = scales.x + ROWS * scales.stride
+    return TileScales(begin, scales.w, scales.rows - ROWS, scales.stride, scales.block_stride)
+
+
+@jit
+def row_scales(scales, row, k, K, ROWS: tl.constexpr, SCALED: tl.constexpr):
+    """float32 [ROWS]: what rows of a tile from its row `row` on are multiplied by at k, which may be past K; for
+    scales that do not depend on K, 1."""
+    if SCALED == BY_BLOCK:
+        r = row + tl.arange(0, ROWS)
+        address = scales.x + r * scales.stride + k // BLOCK * scales.block_stride
+        scale = tl.load(address, mask=(r < scales.rows) & (k < K), other=0.0)
     else:
-        acc = tl.dot(a, b, acc)
+        scale = tl.full((ROWS,), 1.0, tl.float32)
+    return scale
+
+
+@jit
+def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
+    """What columns of a tile at `col` are multiplied by at k, as `row_scales`."""
+    scale = 1.0
+    if SCALED == BY_BLOCK:
+        scale = tl.load(scales.w + col // BLOCK * (K // BLOCK) + k // BLOCK, mask=k < K, other=0.0)
+    return scale
+
+
+@jit
+def add_product(acc, a, b, scale, SCALED: tl.constexpr):
+    """acc + (a @ b) * scale [rows of a], added by the ordinary cores."""
+    if SCALED == BY_BLOCK:
+        acc += tl.dot(a, b) * scale[:, None]
+    else:
+        acc += tl.dot(a, b)
     return acc
 
 
 @jit
-def scale_half(half, bias, scales, col, N, tile):
-    """Half of a tile, [BM, BN / 2] from column `col` on, times the scales that do not depend on K, + bias (or None)."""
-    r = tl.arange(0, tile.BM)
-    c = col + tl.arange(0, tile.BN // 2)
-    if tile.SCALED == BY_ROW:
+def add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale, tile):
+    """One step of K of both halves of a promoted tile. The first is added before the second product starts: the product
+    needs its registers. The rows of the second are loaded behind that, so that they are waited for there: with one wait
+    for all three blocks a thread needs 255 registers and spills (compiled for sm_90a; so it needs 243)."""
+    HALF: tl.constexpr = tile.BM // 2
+    tl.static_assert(tile.SCALED != BY_BLOCK or (tile.BK == BLOCK and tile.BN <= BLOCK), "a block has one scale of w")
+    b = b_desc.load([col, k]).T
+    upper = keep_before(add_product(upper, a_desc.load([row, k]), b, upper_scale, tile.SCALED))
+    lower = add_product(lower, a_desc.load([row + HALF, k]), b, lower_scale, tile.SCALED)
+    return upper, lower
+
+
+@jit
+def scale_half(half, bias, scales, col, N, SCALED: tl.constexpr):
+    """Half of a tile's columns, those from `col` on, times the scales that do not depend on K, + bias (or None)."""
+    r = tl.arange(0, half.shape[0])
+    c = col + tl.arange(0, half.shape[1])
+    if SCALED == BY_ROW:
         half *= tl.load(scales.x + r * scales.stride, mask=r < scales.rows, other=0.0)[:, None]
         half *= tl.load(scales.w + c, mask=c < N, other=0.0)[None, :]
-    elif tile.SCALED == BY_TENSOR:
+    elif SCALED == BY_TENSOR:
         half *= tl.load(scales.x) * tl.load(scales.w)
     if bias is not None:
         half += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
@@ -99,43 +139,76 @@ def scale_half(half, bias, scales, col, N, tile):
 
 
 @jit
-def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, tile, GATED: tl.constexpr):
-    """Epilogue of `add_product`'s tile; out_desc, bias and GATED as in `store_tile`. A half is stored before the other
-    one's scales are loaded: those of a whole tile's columns take as many registers as its accumulators (compiled for
-    sm_90a: 254 registers against 196)."""
-    BM: tl.constexpr = tile.BM
-    HALF: tl.constexpr = tile.BN // 2
-    left, right = column_halves(acc, BM, tile.BN)
-    left = scale_half(left, bias, scales, col, N, tile)
+def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, SCALED: tl.constexpr, GATED: tl.constexpr):
+    """Epilogue of a tile, acc [rows, columns]; out_desc, bias and GATED as in `store_tile`. A half is stored before the
+    other one's scales are loaded: those of a whole tile's columns take as many registers as its accumulators (compiled
+    for sm_90a: 254 registers against 196)."""
+    BM: tl.constexpr = acc.shape[0]
+    HALF: tl.constexpr = acc.shape[1] // 2
+    left, right = column_halves(acc, BM, acc.shape[1])
+    left = scale_half(left, bias, scales, col, N, SCALED)
     if GATED == HALF:
-        right = scale_half(right, bias, scales, col + HALF, N, tile)
+        right = scale_half(right, bias, scales, col + HALF, N, SCALED)
         out_desc.store([row, col // 2], (silu(left) * right).to(out_desc.dtype))
     elif GATED:
         out_desc.store([row, col // 2], silu_gate(left, BM, HALF).to(out_desc.dtype))
-        right = scale_half(right, bias, scales, col + HALF, N, tile)
+        right = scale_half(right, bias, scales, col + HALF, N, SCALED)
         out_desc.store([row, col // 2 + GATED], silu_gate(right, BM, HALF).to(out_desc.dtype))
     else:
         out_desc.store([row, col], left.to(out_desc.dtype))
-        right = scale_half(right, bias, scales, col + HALF, N, tile)
+        right = scale_half(right, bias, scales, col + HALF, N, SCALED)
         out_desc.store([row, col + HALF], right.to(out_desc.dtype))
 
 
 @jit
-def scaled_gemm_tile(a_desc, b_desc, row, col, scales, K, tile):
+def scaled_gemm_tile(a_desc, b_desc, row, col, K, tile):
     """float32 [BM, BN] at (row, col), for `store_scaled_tile`: rows of a, rows of b (columns of the product)."""
     acc = tl.zeros((tile.BM, tile.BN), tl.float32)
     for k in range(0, K, tile.BK):
-        acc = add_product(a_desc.load([row, k]), b_desc.load([col, k]).T, acc, scales, col, k, K, tile)
+        acc = tl.dot(a_desc.load([row, k]), b_desc.load([col, k]).T, acc)
     return acc
+
+
+@jit
+def promoted_halves(a_desc, b_desc, row, col, scales, K, tile):
+    """The upper and the lower half of a tile, float32 [BM / 2, BN] each, for `store_halves_of_rows`. a_desc has blocks
+    of BM / 2 rows. The scales of the next step are loaded while the products of this one run."""
+    HALF: tl.constexpr = tile.BM // 2
+    upper = tl.zeros((HALF, tile.BN), tl.float32)
+    lower = tl.zeros((HALF, tile.BN), tl.float32)
+    w = weight_scale(scales, col, 0, K, tile.SCALED)
+    upper_scale = row_scales(scales, 0, 0, K, HALF, tile.SCALED) * w
+    lower_scale = row_scales(scales, HALF, 0, K, HALF, tile.SCALED) * w
+    for k in range(0, K, tile.BK):
+        next_upper = row_scales(scales, 0, k + tile.BK, K, HALF, tile.SCALED)
+        next_lower = row_scales(scales, HALF, k + tile.BK, K, HALF, tile.SCALED)
+        w = weight_scale(scales, col, k + tile.BK, K, tile.SCALED)
+        upper, lower = add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale, tile)
+        upper_scale = next_upper * w
+        lower_scale = next_lower * w
+    return upper, lower
+
+
+@jit
+def store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED: tl.constexpr):
+    """Epilogue of `promoted_halves`, by `store_scaled_tile` for each half, whose out_desc has blocks of BM / 2 rows."""
+    HALF: tl.constexpr = tile.BM // 2
+    store_scaled_tile(out_desc, upper, bias, scales, row, col, N, tile.SCALED, GATED)
+    scales = rows_below(scales, HALF)
+    store_scaled_tile(out_desc, lower, bias, scales, row + HALF, col, N, tile.SCALED, GATED)
 
 
 @jit
 def product_tile(a_desc, b_desc, out_desc, bias, scales, a_row, row, col, N, K, tile, GATED: tl.constexpr):
     """Compute and store one tile at (row, col) of the product, whose rows of `a` begin at a_row. scales: TileScales of
-    8-bit operands, or None. out_desc, bias and GATED as in `store_tile`."""
-    if tile.SCALED:
-        acc = scaled_gemm_tile(a_desc, b_desc, a_row, col, scales, K, tile)
-        store_scaled_tile(out_desc, acc, bias, scales, row, col, N, tile, GATED)
+    8-bit operands, or None. out_desc, bias and GATED as in `store_tile`; PROMOTE, a_desc and out_desc have blocks of
+    half a tile's rows."""
+    if tile.PROMOTE:
+        upper, lower = promoted_halves(a_desc, b_desc, a_row, col, scales, K, tile)
+        store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED)
+    elif tile.SCALED:
+        acc = scaled_gemm_tile(a_desc, b_desc, a_row, col, K, tile)
+        store_scaled_tile(out_desc, acc, bias, scales, row, col, N, tile.SCALED, GATED)
     else:
         acc = gemm_tile(a_desc, b_desc, a_row, col, K, tile.BM, tile.BN, tile.BK, tile.TRANS_B)
         store_tile(out_desc, acc, bias, row, col, N, tile.BM, tile.BN, GATED)

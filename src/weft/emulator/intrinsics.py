@@ -107,6 +107,11 @@ def globaltimer() -> tl.tensor:
     return tl.tensor(interpret.TensorHandle(np.zeros(1, np.int64), tl.int64), tl.int64)
 
 
+def keep_before(x: tl.tensor) -> tl.tensor:
+    """Nothing is moved here."""
+    return x
+
+
 def window_fence() -> None:
     """Do nothing: addresses have no aliases here."""
 
@@ -140,5 +145,5 @@ Intrinsic.emulated.update(
 Intrinsic.emulated.update(
     post=post, peek=peek, store_pairs=store_pairs, load_pairs=load_pairs, look_again=look_again, globaltimer=globaltimer
 )
-Intrinsic.emulated.update(count_lost=count_lost, same_call=same_call)
+Intrinsic.emulated.update(count_lost=count_lost, same_call=same_call, keep_before=keep_before)
 Intrinsic.emulated.update(window_fence=window_fence, window_sum=window_sum, window_store=window_store)

@@ -379,3 +379,10 @@ def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@intrinsic
+def keep_before(x):
+    """x (float32), computed before all assembly that follows: tensor-core products and their waits among it. LLVM would
+    else move arithmetic behind a product that is under way, where it needs registers that the product writes."""
+    return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)

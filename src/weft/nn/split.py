@@ -96,6 +96,6 @@ def routed(
             x, ids, weights, w13, w2, b2=b2, shared=shared, **w13_options, **common, **expert_options
         )
         return out
-    common["sharing"] = split.tp_size
+    common["tp_size"] = split.tp_size
     hidden, routes = all_gather_grouped_matmul(x, ids, weights, w13, inner=split.columns, **w13_options, **common)
     return grouped_matmul_reduce_scatter(hidden, routes, ids, w2, b2=b2, shared=shared, **common)

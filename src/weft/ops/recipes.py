@@ -12,7 +12,7 @@ from ..compute.gemm import Tile
 from ..compute.scaled_gemm import BLOCK, BY_BLOCK, BY_ROW, BY_TENSOR
 from ..errors import Unsupported
 from ..lang.jit import constants
-from ..plans import Fused, Plan, TileShape
+from ..plans import Fused, FusedGather, FusedGatherByCopies, Plan, TileShape
 from ..tensor_checks import DTYPES, check_device, dims
 from ..world import World
 
@@ -31,7 +31,7 @@ class Recipe:
 
     @property
     def promotes(self) -> bool:
-        """Whether a second set of accumulators is needed."""
+        """Whether every step of K is added in float32."""
         return self.scaling == "block" or not self.fast_accum
 
 
@@ -170,18 +170,29 @@ def unfit(recipe: Recipe, tile: TileShape) -> str | None:
 
 def fit_plan(plan: P, recipe: Recipe) -> P:
     """The plan with tiles for 8-bit operands, where it has those of 16-bit ones: steps of K of as many bytes, and where
-    a second set of accumulators is needed at most 64 of each in a thread (compute/scaled_gemm.py), with one stage
-    more."""
+    sums are promoted 128 x 128, of two programs an SM, or of one of twice the warps where another kernel's programs
+    are on the same SMs."""
     if not isinstance(plan, Fused):
         return plan
     tile = plan.tile
     if tile.block_k == 64 or recipe.scaling == "block":
         tile = replace(tile, block_k=SCALE_BLOCK)
-    if recipe.promotes and tile.block_n > SCALE_BLOCK:
-        tile = replace(tile, block_n=SCALE_BLOCK, stages=tile.stages + 1)
-    if recipe.promotes and tile.block_m * tile.block_n > 64 * 32 * tile.warps:
-        tile = replace(tile, block_m=tile.block_m // 2)
+    if not recipe.promotes:
+        return replace(plan, tile=tile)
+    wide = tile.block_n > SCALE_BLOCK
+    if wide:
+        tile = replace(tile, block_m=128, block_n=SCALE_BLOCK, warps=8, stages=4)
+    if isinstance(plan, FusedGather | FusedGatherByCopies):
+        if wide:
+            tile = replace(tile, warps=4, stages=3)
+        return replace(plan, tile=tile, per_sm=2 if wide else plan.per_sm, flatten=False)
     return replace(plan, tile=tile)
+
+
+def block_rows(tile: TileShape, recipe: Recipe | None) -> int:
+    """Rows of the blocks in which tiles are loaded and stored: promoted sums are those of half a tile's rows at a time
+    (compute/scaled_gemm.py)."""
+    return tile.block_m // 2 if recipe is not None and recipe.promotes else tile.block_m
 
 
 def scaled_tile(tile: TileShape, group_m: int, recipe: Recipe) -> Tile:
@@ -194,5 +205,5 @@ def scaled_tile(tile: TileShape, group_m: int, recipe: Recipe) -> Tile:
         GROUP_M=group_m,
         TRANS_B=False,
         SCALED=SCALINGS[recipe.scaling].value,
-        PROMOTE=not recipe.fast_accum,
+        PROMOTE=recipe.promotes,
     )

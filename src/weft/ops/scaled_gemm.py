@@ -19,18 +19,14 @@ from ..compute.scaled_gemm import Scales, scaled_matmul
 from ..kernel_launch import Launch, Matrix, prepared
 from ..plans import GemmTile, Persistent
 from ..world import World
-from .recipes import Recipe, scaled_tile
+from .recipes import Recipe, block_rows, scaled_tile
 
 # Of which the first call of a size takes the fastest. The first of each serves where nothing was measured.
 WIDE = (
     Persistent(tile=GemmTile(block_k=128, stages=4)),
-    Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3), per_sm=2),
+    Persistent(tile=GemmTile(block_n=128, block_k=128, stages=5)),
 )
-PROMOTED = (
-    Persistent(tile=GemmTile(block_n=128, block_k=128, stages=4)),
-    Persistent(tile=GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=4), per_sm=2),
-    Persistent(tile=GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=2), per_sm=3),
-)
+PROMOTED = (Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3), per_sm=2, flatten=False),)
 OWN_PLANS = {str(plan): plan for plan in (*WIDE, *PROMOTED)}
 
 
@@ -59,14 +55,15 @@ def _own(world: World, recipe: Recipe, plan: Persistent, size: tuple[int, int, i
     """size: M, N, K."""
     (m, n, k), tile = size, plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
+    rows = block_rows(tile, recipe)
     return Launch(
         world,
         scaled_matmul,
         min(world.sm_count * plan.per_sm, -(-m // bm) * -(-n // bn)),
         dict(num_warps=tile.warps, num_stages=tile.stages, per_sm=plan.per_sm, local=True),
-        x_desc=Matrix(m, k, (bm, bk)),
+        x_desc=Matrix(m, k, (rows, bk)),
         w_desc=Matrix(n, k, (bn, bk)),
-        out_desc=Matrix(m, n, (bm, bn // 2)),
+        out_desc=Matrix(m, n, (rows, bn // 2)),
         M=m,
         N=n,
         K=k,

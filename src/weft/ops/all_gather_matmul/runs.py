@@ -43,7 +43,7 @@ from .. import by_collectives
 from ..activation import gate
 from ..common import tile_of, transposed, weight_matrix
 from ..product import linear
-from ..recipes import ScaledFactors
+from ..recipes import ScaledFactors, block_rows
 from .call import GATHER_GEMM, GatherCall, GatheredRows
 from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_gemm
 
@@ -197,7 +197,7 @@ def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, 
     unscaled: dict[str, object] = {} if call.recipe else dict(scales=None)
     return dict(
         w_desc=weight_matrix(call, tile, trans_b),
-        out_desc=Matrix(call.rows, gated or call.n, (tile.block_m, columns)),
+        out_desc=Matrix(call.rows, gated or call.n, (block_rows(tile, call.recipe), columns)),
         M=call.rows,
         N=call.n,
         K=call.k,
@@ -232,7 +232,8 @@ def _pulled_launch(
     ch, shards = _pull_channel(world, call, plan, pull.parts)
     view, granules = flat(world, arena.memory)
     bulk = pull.bulk and view is not None and half % pull.cols == 0
-    whole_arena = Matrix(half // k + call.rows, k, (bm, bk))
+    blocks = block_rows(tile, call.recipe), bk
+    whole_arena = Matrix(half // k + call.rows, k, blocks)
     arena_desc = whole_arena.argument(arena.memory.local.view(dtype))
     return Launch(
         world,
@@ -240,7 +241,7 @@ def _pulled_launch(
         programs,
         _options(plan),
         # A shard that is not whole tiles is read from the arena alone.
-        x_desc=Matrix(call.shards[0], k, (bm, bk)) if even else arena_desc,
+        x_desc=Matrix(call.shards[0], k, blocks) if even else arena_desc,
         own=call.shards[0] // bm if even else 0,
         arena=Halves.of(arena, granules, half),
         arena_desc=arena_desc,
@@ -326,7 +327,8 @@ def _copy_of_half(world: World, call: GatherCall, plan: FusedGather, arena: Aren
 def _copied_launch(
     world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int, trans_b: bool
 ) -> tuple[Launch, Ahead]:
-    rows, bm, bk = call.shards[0], plan.tile.block_m, plan.tile.block_k
+    rows, bm = call.shards[0], plan.tile.block_m
+    blocks = block_rows(plan.tile, call.recipe), plan.tile.block_k
     ch, epoch, offsets = _copy_channel(world, call, plan)
     workers = world.sm_count * plan.per_sm - 1
     unscaled: dict[str, object] = {} if call.recipe else dict(all_scales=None)
@@ -335,8 +337,8 @@ def _copied_launch(
         copied_gemm,
         workers,
         _options(plan),
-        x_desc=Matrix(rows, call.k, (bm, bk)),
-        gathered_desc=Matrix(call.rows, call.k, (bm, bk)),
+        x_desc=Matrix(rows, call.k, blocks),
+        gathered_desc=Matrix(call.rows, call.k, blocks),
         own=rows // bm if rows % bm == 0 else 0,
         ch=ch,
         turn=epoch,

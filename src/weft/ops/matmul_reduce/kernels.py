@@ -37,7 +37,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ...compute.gemm import FLUSHED, column_halves, grouped_tile, second_operand
-from ...compute.scaled_gemm import add_product, scale_half, tile_scales
+from ...compute.scaled_gemm import add_step, row_scales, rows_below, scale_half, tile_scales, weight_scale
 from ...lang.channel import address_of, calls_of, end_call, rank_of, select, take_ticket
 from ...lang.descriptors import tiles_of
 from ...lang.intrinsics import flush_stores, wait_until
@@ -189,6 +189,34 @@ def forward_tiles(ch, grid, pid, FORWARD: tl.constexpr, GROUP: tl.constexpr):
         channel_broadcast(ch, tile, False)
 
 
+@jit
+def empty_sums(tile):
+    """The float32 accumulators of a tile, [BM, BN], and of its halves of rows, [BM / 2, BN] each: 0 for what a loop of
+    these tiles does not have."""
+    acc, upper, lower = 0, 0, 0
+    if tile.PROMOTE:
+        upper = tl.zeros((tile.BM // 2, tile.BN), tl.float32)
+        lower = tl.zeros((tile.BM // 2, tile.BN), tl.float32)
+    else:
+        acc = tl.zeros((tile.BM, tile.BN), tl.float32)
+    return acc, upper, lower
+
+
+@jit
+def store_partial(arena_desc, acc, scales, granule, flat_row, col, N, tile):
+    """Store a tile's sums, or those of a half of its rows, as its left half from flat_row of the arena on and its right
+    one BM rows behind. scales: TileScales of 8-bit operands, or None."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLS: tl.constexpr = tile.BN // 2
+    left, right = column_halves(acc, ROWS, tile.BN)
+    if tile.SCALED:
+        left = scale_half(left, None, scales, col, N, tile.SCALED)
+    arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, ROWS, COLS)))
+    if tile.SCALED:  # behind the store: `store_scaled_tile` says why
+        right = scale_half(right, None, scales, col + COLS, N, tile.SCALED)
+    arena_desc.store([granule, flat_row + tile.BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, ROWS, COLS)))
+
+
 @jit(do_not_specialize=("tiles_m",))
 def gemm_reduce(
     x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, offsets, tiles_m, N, K, tile, how,
@@ -197,10 +225,11 @@ def gemm_reduce(
     """COMPUTE: the programs that compute; else those that forward and pull. One launch each.
 
     x_desc [M, K], w_desc [N, K], or [K, N] (TRANS_B); a half of the arena (`transport.memory.Halves`) holds all owners'
-    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2])
-    and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2]. out [m_r, N], or [M, N] (ALL). bias
-    [N] or None. scales: the `Scales` of 8-bit operands, by which tiles are stored, or None. offsets: int32 [world + 1],
-    the first row of every rank's shard; tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world.
+    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2],
+    PROMOTE: half the rows, as x_desc's) and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2].
+    out [m_r, N], or [M, N] (ALL). bias [N] or None. scales: the `Scales` of 8-bit operands, by which tiles are stored,
+    or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest shard.
+    GROUP_M: a multiple of the world.
     Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has stored, which only its
     own programs count."""
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
@@ -228,7 +257,7 @@ def gemm_reduce(
         late = min(FLUSHED, steps - 1)
         t = pid - WORKERS
         step, row, col, flat_row, channel, stored = steps - 1, 0, 0, 0, 0, -1
-        acc = tl.zeros((BM, BN), tl.float32)
+        acc, upper, lower = empty_sums(tile)
         # signaled_gemm's loop could go through the same tiles, each a group of its own: without its table of turns,
         # which costs a look in every tile, and with this arena as one more place to store to. Compiled for sm_90a so,
         # this kernel had 173 registers for 165 and 1,112 instructions for 1,072 (8 ranks: 181 for 175, 1,160 for
@@ -244,10 +273,14 @@ def gemm_reduce(
                 col = tn * BN
                 channel = lm * tiles_n + tn
                 flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
-            if tile.SCALED:
+            if tile.PROMOTE:
                 of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
-                block = x_desc.load([row, step * BK])
-                acc = add_product(block, w_desc.load([col, step * BK]).T, acc, of_tile, col, step * BK, K, tile)
+                w = weight_scale(of_tile, col, step * BK, K, tile.SCALED)
+                upper_scale = row_scales(of_tile, 0, step * BK, K, BM // 2, tile.SCALED) * w
+                lower_scale = row_scales(of_tile, BM // 2, step * BK, K, BM // 2, tile.SCALED) * w
+                upper, lower = add_step(
+                    upper, lower, x_desc, w_desc, row, col, step * BK, upper_scale, lower_scale, tile
+                )
             else:
                 acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TRANS_B), acc)
             if (step == late) & (stored >= 0):
@@ -255,16 +288,17 @@ def gemm_reduce(
                 tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
                 stored = -1
             if step == steps - 1:
-                left, right = column_halves(acc, BM, BN)
+                of_tile = None
                 if tile.SCALED:
                     of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
-                    left = scale_half(left, None, of_tile, col, N, tile)
-                arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, BM, COLS)))
-                if tile.SCALED:  # behind the store: `store_scaled_tile` says why
-                    right = scale_half(right, None, of_tile, col + COLS, N, tile)
-                arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, BM, COLS)))
+                if tile.PROMOTE:
+                    store_partial(arena_desc, upper, of_tile, granule, flat_row, col, N, tile)
+                    of_tile = rows_below(of_tile, BM // 2)
+                    store_partial(arena_desc, lower, of_tile, granule, flat_row + BM // 2, col, N, tile)
+                else:
+                    store_partial(arena_desc, acc, of_tile, granule, flat_row, col, N, tile)
                 stored = channel
-                acc = tl.zeros((BM, BN), tl.float32)
+                acc, upper, lower = empty_sums(tile)
         if stored >= 0:
             flush_stores(True)
             tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")

@@ -45,7 +45,7 @@ from ..all_reduce.op import ALL_REDUCE
 from ..all_reduce.runs import sum_few
 from ..common import tile_of, transposed, weight_matrix
 from ..product import linear
-from ..recipes import ScaledFactors, scales_of_part
+from ..recipes import ScaledFactors, block_rows, scales_of_part
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
 
@@ -180,10 +180,10 @@ def _fused_launches(
     if view is None:
         raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
     fixed: dict[str, object] = dict(
-        x_desc=Matrix(call.m, call.k, (bm, bk)),
+        x_desc=Matrix(call.m, call.k, (block_rows(tile, call.recipe), bk)),
         w_desc=weight_matrix(call, tile, trans_b),
         arena=Halves.of(arena, granules, arena.half // call.dtype.itemsize),
-        arena_desc=view.descriptor(call.dtype, bm, bn // 2),
+        arena_desc=view.descriptor(call.dtype, block_rows(tile, call.recipe), bn // 2),
         flat_desc=view.descriptor(call.dtype, block, bn // 2),
         ch=ch,
         offsets=offsets,
