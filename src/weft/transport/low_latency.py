@@ -3,6 +3,7 @@ rows as transports with one arrival, or one part (interfaces.py)."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -119,36 +120,6 @@ def _posting(
     return Posting(kernel, name, plan, filled * VECTOR, options, constants)
 
 
-def gather(
-    x: torch.Tensor, world: World, plan: LowLatencyShot, shards: tuple[int, ...], stream: Stream
-) -> torch.Tensor:
-    """Return all_gather(x) [M, K]. Every rank has some rows; plan: programs and warps. Rows that are no whole 16-byte
-    words travel padded to these."""
-    (rows, columns), word = x.shape, VECTOR // x.itemsize
-    out = world.empty((sum(shards), columns), x.dtype)
-    if columns % word == 0:
-        _post(gather_low_latency, "all_gather", x, world, plan, shards, stream, out)
-        return out
-    padded = world.zeros((rows, columns + -columns % word), x.dtype)
-    world.call(lambda: padded[:, :columns].copy_(x), [x], [padded], stream)
-    arrived = gather(padded, world, plan, shards, stream)
-    world.call(lambda: out.copy_(arrived[:, :columns]), [arrived], [out], stream)
-    return out
-
-
-def scatter(
-    x: torch.Tensor,
-    world: World,
-    plan: LowLatencyShot,
-    shards: tuple[int, ...],
-    stream: Stream,
-    out: torch.Tensor,
-) -> None:
-    """Store this rank's rows of the sum over ranks of x [M, N] in `out`; rows are whole 16-byte words, and every rank
-    has some."""
-    _post(scatter_low_latency, "reduce_scatter", x, world, plan, shards, stream, out)
-
-
 def _post(
     kernel: JITFunction,
     name: str,
@@ -163,4 +134,24 @@ def _post(
     launch(world, world.cached(key, lambda: _posting(kernel, name, x, world, plan, shards)), stream, x=x, out=out)
 
 
+def gather(
+    x: torch.Tensor, world: World, plan: LowLatencyShot, shards: tuple[int, ...], stream: Stream
+) -> torch.Tensor:
+    """Return all_gather(x) [M, K]. Every rank has some rows; `plan` has programs and warps. Rows that are no whole
+    16-byte words travel padded to these."""
+    (rows, columns), word = x.shape, VECTOR // x.itemsize
+    out = world.empty((sum(shards), columns), x.dtype)
+    if columns % word == 0:
+        _post(gather_low_latency, "all_gather", x, world, plan, shards, stream, out)
+        return out
+    padded = world.zeros((rows, columns + -columns % word), x.dtype)
+    world.call(lambda: padded[:, :columns].copy_(x), [x], [padded], stream)
+    arrived = gather(padded, world, plan, shards, stream)
+    world.call(lambda: out.copy_(arrived[:, :columns]), [arrived], [out], stream)
+    return out
+
+
+# Stores this rank's rows of the sum over ranks of x [M, N] in `out`. Rows are whole 16-byte words, and every rank has
+# some; the arguments are x, world, plan, shards, stream and out.
+scatter = functools.partial(_post, scatter_low_latency, "reduce_scatter")
 gather_rows, reduce_rows = gather_at_once(gather), reduce_at_once(scatter)

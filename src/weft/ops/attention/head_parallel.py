@@ -110,9 +110,14 @@ def forward(
         padded = world.zeros((n, config.heads, config.dim), config.dtype)
         world.copy(padded[n - m :], q, stream)
         q = padded
-    push(world, plan, (split, "dispatch_blocks", rank_config.heads), q, q_memory)
-    push(world, plan, (split, "dispatch_blocks", rank_config.kv_heads), local_kv.k, k_memory)
-    push(world, plan, (split, "dispatch_blocks", rank_config.kv_heads), local_kv.v, v_memory)
+
+    def push(t: Tensor, memory: SymmetricTensor, method: str, *args: int) -> None:
+        """Push the blocks that this method of the split returns, given the rank and `args`."""
+        _push(world, plan.programs, (split, method, *args), t.dtype)(stream, x=t, memory=memory.addresses)
+
+    push(q, q_memory, "dispatch_blocks", rank_config.heads)
+    push(local_kv.k, k_memory, "dispatch_blocks", rank_config.kv_heads)
+    push(local_kv.v, v_memory, "dispatch_blocks", rank_config.kv_heads)
     world.barrier(stream, MEMORY)
     sequence_kv, block = KeyValues(k_memory.local, v_memory.local), key_ranges.local[0]
     result = attend(world, rank_config, 0, q_memory.local, sequence_kv, key_ranges.packed or block.causal)
@@ -121,8 +126,8 @@ def forward(
         result = Partial(0, world.empty(partial.out.shape, config.dtype), world.empty(partial.lse.shape, torch.float32))
         rank_sinks = sinks[rank * rank_config.heads : (rank + 1) * rank_config.heads]
         merge_partials(world, [partial], rank_sinks, result.out, result.lse)
-    push(world, plan, (split, "combine_blocks"), result.out, out_memory)
-    push(world, plan, (split, "lse_blocks"), result.lse, lse_memory)
+    push(result.out, out_memory, "combine_blocks")
+    push(result.lse, lse_memory, "lse_blocks")
     world.barrier(stream, MEMORY)
     lse = world.empty((config.heads, m), torch.float32)
     received_out = out_memory.local[n - m : n]
@@ -146,18 +151,6 @@ def symmetric_tensors(world: World, split: HeadSplit) -> list[SymmetricTensor]:
         workspace(world, f"{MEMORY}, out", (max_rows, config.heads, config.dim), config.dtype),
         workspace(world, f"{MEMORY}, lse", (max_rows * config.heads,), torch.float32),
     ]
-
-
-def push(
-    world: World,
-    plan: HeadParallel,
-    block_source: tuple[HeadSplit, str, *tuple[int, ...]],
-    t: Tensor,
-    memory: SymmetricTensor,
-) -> None:
-    """Push blocks of t into the readers' `memory`. `block_source` is a HeadSplit, the name of its method that returns
-    the blocks, and that method's arguments after the rank."""
-    _push(world, plan.programs, block_source, t.dtype)(world.current_stream(), x=t, memory=memory.addresses)
 
 
 @prepared

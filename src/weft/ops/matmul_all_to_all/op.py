@@ -21,12 +21,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ...architectures import HOPPER
 from ...backends.base import Stream
-from ...compute.signaled_gemm import Order, signaled_gemm
 from ...errors import Mismatch
-from ...kernel_launch import Launch, Matrix
-from ...lang.jit import constants
+from ...kernel_launch import Launch
 from ...op import check_call, registered
 from ...plans import Plan, Sequential, Signaled, TwoLevel
 from ...tensor_checks import check_device
@@ -35,7 +32,8 @@ from ...transport.copy_engine import COPIES, pull_from_all
 from ...transport.memory import lock, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
 from ...world import Memo, World, disagreement
-from ..common import Factors, MatmulCall, MatmulOp, tile_of, weight_matrix, whole_words
+from ..common import Factors, MatmulCall, MatmulOp, whole_words
+from ..matmul_reduce.signaled import Tiling, gemm_launch
 from ..recipes import validate
 from ..two_level import run_exchange
 
@@ -229,27 +227,11 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTable
 
 
 def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -> Launch:
-    """The signaled GEMM of x_desc and w_desc, + bias, whose rows go where `groups` says."""
-    return Launch(
-        world,
-        signaled_gemm,
-        world.sm_count - plan.ctas,
-        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages, local=True, few_registers=True),
-        x_desc=Matrix(call.sent, call.k, (plan.tile.block_m, plan.tile.block_k)),
-        w_desc=weight_matrix(call, plan.tile),
-        ch=groups.prepared.ch,
-        rows=groups.rows,
-        turns=groups.prepared.turns,
-        offsets=groups.prepared.offsets,
-        shard=0,
-        order=constants(Order, OWNERS=1, IN_ORDER=False, ROTATE=False, FLAT=world.capability >= HOPPER),
-        tiles=groups.prepared.schedule.bounds[-1],
-        tiles_m=-(-call.sent // plan.tile.block_m),
-        M=call.sent,
-        N=call.n,
-        K=call.k,
-        tile=tile_of(plan.tile, groups.group_m),
-    )
+    """The signaled GEMM, whose rows go where `groups` says."""
+    tiles, tiles_m = groups.prepared.schedule.bounds[-1], -(-call.sent // plan.tile.block_m)
+    tiling = Tiling(call.sent, call.n, tiles, tiles_m, 1, groups.group_m, False)
+    fixed = dict(rows=groups.rows)
+    return gemm_launch(world, call, plan, groups.prepared, tiling, call.sent, fixed, local=True, few_registers=True)
 
 
 def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:

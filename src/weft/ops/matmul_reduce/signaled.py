@@ -19,7 +19,7 @@ a `Remap`: `weft.rms_norm` and `weft.residual_add` read through it, or a kernel 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -57,23 +57,29 @@ class Tiling(NamedTuple):
     shard: int = 0
 
 
-@prepared
-def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
-    """The signaled GEMM of x_desc and w_desc, + bias, to `out`."""
-    bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
+def gemm_launch(
+    world: World,
+    call: MatmulCall,
+    plan: Signaled,
+    signals: Signals,
+    tiling: Tiling,
+    m: int,
+    fixed: Mapping[str, object],
+    **options: int,
+) -> Launch:
+    """The signaled GEMM of x_desc [m, K] and w_desc, + bias, to `out`. `fixed` holds more of its fixed arguments."""
+    bm, bk = plan.tile.block_m, plan.tile.block_k
     return Launch(
         world,
         signaled_gemm,
         world.sm_count - plan.ctas,
-        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages),
-        x_desc=Matrix(call.rows, call.k, (bm, bk)),
+        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages, **options),
+        x_desc=Matrix(m, call.k, (bm, bk)),
         w_desc=weight_matrix(call, plan.tile),
-        out=Matrix(tiling.rows, tiling.cols, (bm, bn // 2)),
         ch=signals.ch,
         turns=signals.turns,
         offsets=signals.offsets,
-        rows=None,
-        M=call.rows,
+        M=m,
         N=call.n,
         K=call.k,
         tiles=tiling.tiles,
@@ -87,7 +93,14 @@ def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, ti
             ROTATE=tiling.shard > 0,
             FLAT=world.capability >= HOPPER,
         ),
+        **fixed,
     )
+
+
+@prepared
+def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
+    out = Matrix(tiling.rows, tiling.cols, (plan.tile.block_m, plan.tile.block_n // 2))
+    return gemm_launch(world, call, plan, signals, tiling, call.rows, dict(out=out, rows=None))
 
 
 def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tensor) -> Callable[[Stream], None]:
