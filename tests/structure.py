@@ -124,7 +124,6 @@ NOT_DONE: frozenset[str] = frozenset(
     plans
     transport.barrier
     transport.collectives
-    transport.copies
     transport.low_latency
     transport.low_latency_kernels
     transport.memory

@@ -175,6 +175,7 @@ class World:
         timeout_seconds()  # raises for a wrong WEFT_TIMEOUT even where nothing waits
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
+        self.other_ranks = tuple((self.rank + step) % self.size for step in range(1, self.size))  # the next one first
         self.nodes_reason = spread(backend.nodes)  # why only NCCL can move data: several nodes; None with one node
         # The name is the same in each run, for caches of compiled code. It has the size in it, since torch caches
         # compiled graphs for later processes under the World's name.
