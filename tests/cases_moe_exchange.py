@@ -198,7 +198,7 @@ def noticed(world: weft.World) -> int:
         world.synchronize()
     except weft.Overflow as e:
         world.synchronize()
-        return int(str(e).split(": ")[1].split()[0])
+        return int(str(e).split(" experts received ")[1].split()[0])
     return 0
 
 

@@ -92,7 +92,7 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             world.synchronize()
         except Overflow as e:
             said = str(e)
-        assert said.startswith(f"rank {world.rank}: {lost} rows ") if lost else not said
+        assert said.startswith(f"rank {world.rank}: its experts received {lost} rows more") if lost else not said
         targets = [0] * layer.ranks
         for n, (ids_all, weights_all, *made) in enumerate(seen):
             ids = routed(n)

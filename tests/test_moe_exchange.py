@@ -94,7 +94,7 @@ def test_what_finds_no_place_is_dropped_and_counted(max_m: int) -> None:
     assert wrong(2, layout="masked", max_m=max_m, tokens=(20, 13), ids_of=in_turn) == 0
 
 
-def test_what_is_left_out_of_a_slot_that_was_full_adds_nothing() -> None:
+def test_what_is_left_out_of_a_buffer_that_was_full_adds_nothing() -> None:
     assert wrong(2, layout="masked", max_m=13, tokens=(20, 13), ids_of=overfull, calls=3, flight=1) == 0
 
 
@@ -448,7 +448,7 @@ def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k:
     an_sm = {name: -(-a.grid // offline.SMS) for name, (a, _) in made.items()}
     held = {n: an_sm[n] * -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for n, (a, c) in made.items()}
     waiting = max(held[name] for name in WAITING if name != "combine_rows")
-    assert 2 * waiting + held["dispatch_rows"] <= 65536, f"two slots wait, and none could send: {held}"
+    assert 2 * waiting + held["dispatch_rows"] <= 65536, f"two buffers wait, and none could send: {held}"
     rows = [
         s
         for s in ptx.steps_of(made["place_rows"][1].ptx)

@@ -158,7 +158,7 @@ def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
         own = Model(world, LAYER, False).own[:2]
         moe.moe(*all_to(world, 4, 50), *own, max_rows=0, world=world)
         if world.rank == 1:
-            with pytest.raises(weft.Overflow, match="rank 1: 36 rows"):
+            with pytest.raises(weft.Overflow, match="rank 1: its experts received 36 rows"):
                 weft.silu_mul(torch.ones(2, 32, dtype=torch.bfloat16), world=world)
 
     emulate(main)
@@ -295,7 +295,9 @@ def test_an_expert_that_comes_twice_counts_twice(plan: str) -> None:
             ids = torch.zeros(t, 2, dtype=torch.int32)
             y = moe.moe(x[:t], ids, weights[:t], *model.own[:2], world=world, plan=plan)
             if t == 40 and plan == "dispatched" and world.rank == 0:
-                with pytest.raises(weft.Overflow, match="rank 0: 64 rows"):  # 160 came, room is for 80 and a tile
+                with pytest.raises(
+                    weft.Overflow, match="rank 0: its experts received 64 rows"
+                ):  # 160 came, room is for 80 and a tile
                     world.synchronize()
                 continue
             world.synchronize()
