@@ -95,9 +95,7 @@ NOT_DONE: frozenset[str] = frozenset(
     integrations.vllm.row_all_reduce
     integrations.vllm.row_norm_column
     models.config
-    nn.moe
     nn.scaled
-    nn.split
     op
     ops.all_gather_matmul.call
     ops.all_gather_matmul.kernels
@@ -117,7 +115,6 @@ NOT_DONE: frozenset[str] = frozenset(
     ops.matmul_reduce.runs
     ops.matmul_reduce.signaled
     ops.moe.call
-    ops.moe.dispatch_combine.op
     ops.moe.tensor_parallel.call
     ops.product
     ops.quantize
@@ -127,7 +124,6 @@ NOT_DONE: frozenset[str] = frozenset(
     plans
     transport.barrier
     transport.collectives
-    transport.copies
     transport.low_latency
     transport.low_latency_kernels
     transport.memory

@@ -23,6 +23,7 @@ from weft.ops.attention import backward, libraries, segmented
 from weft.ops.attention.key_ranges import causal_key_ranges, packed_key_ranges, split_groups, zigzag_rows
 from weft.ops.attention.libraries import BackwardOperands
 from weft.plans import HeadParallel, Plan, Segmented, Sequential
+from weft.transport import sm_push_kernels
 
 BF, HALF = torch.bfloat16, torch.float16
 PUSHED = Segmented(calls=3, push_programs=2)
@@ -457,7 +458,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         weft.gathered_attention(*given.there(), **given.options(), plan=plan)
 
     by_rank = offline.launches(main, len(of.rows))
-    own = [[a for a in made if a.kernel.__module__ == segmented.merge.__module__] for made in by_rank]
+    modules = segmented.merge.__module__, sm_push_kernels.__name__
+    own = [[a for a in made if a.kernel.__module__ in modules] for made in by_rank]
     by_heads = isinstance(plan, HeadParallel)
     assert {a.kernel.__name__ for a in own[0]} == (
         {"push_blocks"} if by_heads else {"merge", "push_rows"} if plan.push_programs else {"merge"}
@@ -468,14 +470,14 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         offline.fits(launch, made)
         assert ptx.broken_rules(made.ptx, lambda step: False) == [] and ptx.signals_not_by_thread_zero(made.ptx) == []
         found = ptx.steps_of(made.ptx)
-        moved = "outs[n]", "k + offset", "v + offset", "dst + offset", "dst + v_offset", "x + src_start", "dst + row"
+        moved = "outs[n]", "x + offset", "y + offset", "dst + offset", "dst + y_offset", "x + src_start", "dst + row"
         rows = [
             s for s in found if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)
         ]
         if by_heads and launch.args["x"].dtype == torch.float32:
             continue  # one number a query and head
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
-    pushes = [[offline.specialised(a) for a in made if a.kernel is segmented.push_rows] for made in own]
+    pushes = [[offline.specialised(a) for a in made if a.kernel is sm_push_kernels.push_rows] for made in own]
     assert len({repr(p) for made in pushes for p in made}) <= 1  # which rows, and whose, is not compiled in
 
 

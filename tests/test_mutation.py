@@ -677,7 +677,7 @@ EPOCHS["MoE of few tokens"] = [
 ]
 EPOCHS["experts in parts"] = [
     instead(half_offset, "use one half of the arena in every call", ("tl.load(epoch) & 1", "0 * tl.load(epoch)")),
-    *EPOCHS["moe dispatched"],
+    *EPOCHS["moe dispatched"][:3],  # no program has tiles of two last source steps here, so it counts only once
 ]  # fmt: skip
 EPOCHS["experts in parts, first half alone"] = [
     *EPOCHS["experts in parts"][:2],
@@ -935,10 +935,10 @@ def left_out(world: World) -> None:
 
 
 TOKENS = "send_tokens(operands.x, operands.ids, memory, ch, T, max_tokens, s)"
-ROUTES = "share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)"
+SHARE = "share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)"
 PLANTED = {
     "send tokens before the tables": Planted(
-        instead(moe_layer, "send tokens first", (TOKENS, "None"), (ROUTES, f"({ROUTES}, {TOKENS})")),
+        instead(moe_layer, "send tokens first", (TOKENS, "None"), (SHARE, f"({SHARE}, {TOKENS})")),
         layers_in_one_launch,
         ranks=3,
     ),

@@ -67,7 +67,7 @@ from weft.plans import (
     TwoShotPush,
     partition,
 )
-from weft.transport.copies import group_steps
+from weft.transport.order import group_steps
 from weft.transport.signals import schedule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))

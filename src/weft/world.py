@@ -175,6 +175,7 @@ class World:
         timeout_seconds()  # raises for a wrong WEFT_TIMEOUT even where nothing waits
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
+        self.other_ranks = tuple((self.rank + step) % self.size for step in range(1, self.size))  # the next one first
         self.nodes_reason = spread(backend.nodes)  # why only NCCL can move data: several nodes; None with one node
         # The name is the same in each run, for caches of compiled code. It has the size in it, since torch caches
         # compiled graphs for later processes under the World's name.
@@ -227,7 +228,10 @@ class World:
         torch.distributed's ranks.
         """
         colors = self.exchange(color)
-        groups = [[rank for rank, p in enumerate(colors) if p == group_color] for group_color in dict.fromkeys(colors)]
+        groups = [
+            [rank for rank, rank_color in enumerate(colors) if rank_color == group_color]
+            for group_color in dict.fromkeys(colors)
+        ]
         return World(self.backend.split(groups))
 
     @property

@@ -40,17 +40,8 @@ from ..nn.decoder_layer import (
     own_rows,
 )
 from ..nn.mlp import ParallelMLP
-from ..nn.scaled import (
-    NAMES,
-    Activation,
-    check_recipe,
-    in_shape,
-    parameters,
-    quantized,
-    quantized_weight,
-    scaled_operand,
-)
-from ..nn.sharded import Sharded, divide_by_ranks
+from ..nn.scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, quantized, scaled_operand
+from ..nn.sharded import divide_by_ranks
 from ..nn.weave import LayerPlan, LayerTimes, Table, halves, table
 from ..ops.activation import launch_silu_mul, silu_mul
 from ..ops.all_gather_matmul.op import all_gather_matmul
@@ -72,7 +63,7 @@ from .weight import Weight
 Tensor = torch.Tensor
 
 
-class Attention(Sharded):
+class Attention(ScaledModule):
     """Projections of this rank's heads. State dict: {q,k,v,o}_proj.weight and, if the config has them,
     {q,k,v}_proj.bias and {q,k}_norm.weight, as in Transformers' LlamaAttention, Qwen2Attention and Qwen3Attention.
 
@@ -115,9 +106,8 @@ class Attention(Sharded):
             check_recipe("Attention", recipe, n, k)
         self.qkv, self.qkv_scale = parameters(recipe, q + 2 * kv, hidden, device)
         self.out, self.out_scale = parameters(recipe, hidden, q, device)
-        dims = {**dict.fromkeys("qkv", 0), "o": 1 if recipe == "block" else None}
-        self.sharded_dim = self.sharded_dim | {f"{p}_proj.{NAMES[recipe]}": dim for p, dim in dims.items()}
-        self.ignored = tuple(f"{p}_proj.input_scale" for p in dims)
+        dims = dict.fromkeys(("q_proj.", "k_proj.", "v_proj."), 0)
+        self.hold_scales(recipe, {**dims, "o_proj.": 1 if recipe == "block" else None})
 
     def get_shard(self, name: str) -> Tensor | None:
         scaled = name.rpartition(".")[2] in NAMES.values()
@@ -132,20 +122,6 @@ class Attention(Sharded):
             lo, n = lo // SCALE_BLOCK, n // SCALE_BLOCK
         whole = self.qkv_scale if scaled else self.bias if parameter == "proj.bias" else self.qkv
         return None if whole is None else whole[lo : lo + n]
-
-    def local_shard(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
-        if name.rpartition(".")[2] in NAMES.values():
-            value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
-        return super().local_shard(name, value, shape)
-
-    def set_shard(self, name: str, value: Tensor) -> None:
-        """Copy a shard into the module; a 16-bit weight is quantized if the module has a recipe."""
-        if self.recipe is not None and name.endswith("proj.weight") and value.dtype != self.qkv.dtype:
-            value, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
-            self.set_shard(f"{name.removesuffix('weight')}{NAMES[self.recipe]}", scale)
-        shard = self.get_shard(name)
-        assert shard is not None
-        shard.copy_(value)
 
 
 class DecoderLayer(nn.Module):

@@ -13,11 +13,11 @@ from ..ops.common import ScaledOptions
 from ..ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
-from .scaled import NAMES, Activation, check_recipe, in_shape, parameters, quantized_weight, scaled_operand
-from .sharded import Sharded, divide_by_ranks
+from .scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, quantized_weight, scaled_operand
+from .sharded import divide_by_ranks
 
 
-class _ParallelLinear(Sharded):
+class _ParallelLinear(ScaledModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
     weight_scale: nn.Parameter | None
@@ -45,8 +45,7 @@ class _ParallelLinear(Sharded):
         else:
             self.weight, self.weight_scale = parameters(recipe, *weight_shape, world.device)
             dim = self.sharded_dim["weight"]
-            self.sharded_dim = self.sharded_dim | {NAMES[recipe]: None if dim == 1 and recipe == "row" else dim}
-            self.ignored = ("input_scale",)
+            self.hold_scales(recipe, {"": None if dim == 1 and recipe == "row" else dim})
         self.bias = None
         if bias:
             zeros = torch.zeros(bias_shape, dtype=dtype, device=world.device)
@@ -55,18 +54,6 @@ class _ParallelLinear(Sharded):
 
     def get_shard(self, name: str) -> torch.Tensor | None:
         return self.weight_scale if name in NAMES.values() else self.weight if name == "weight" else self.bias
-
-    def set_shard(self, name: str, value: torch.Tensor) -> None:
-        """Copy a shard into the module; a 16-bit weight is quantized if the module has a recipe."""
-        if name == "weight" and self.recipe is not None and value.dtype != self.weight.dtype:
-            value, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
-            self.set_shard(NAMES[self.recipe], scale)
-        self.get_shard(name).copy_(value)  # type: ignore[union-attr]
-
-    def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        if name in NAMES.values():
-            value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
-        return super().local_shard(name, value, shape)
 
     def scaled(self, x: Activation) -> tuple[torch.Tensor, ScaledOptions]:
         return scaled_operand(x, self.weight_scale, self.recipe, self.dtype, self.world)
@@ -130,16 +117,9 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Apply the layer. rows: rows of every rank's x, if they are not all equal."""
         keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-        operand, scales = self.scaled(x)
+        (operand, scales), world, plan = self.scaled(x), self.world, self.plan
         y = all_gather_matmul(
-            operand,
-            self.weight,
-            self.bias,
-            world=self.world,
-            plan=self.plan,
-            rows=rows,
-            return_gathered=keep,
-            **scales,
+            operand, self.weight, self.bias, world=world, plan=plan, rows=rows, return_gathered=keep, **scales
         )
         return y[0] if isinstance(y, tuple) else y
 

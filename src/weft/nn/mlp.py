@@ -27,11 +27,11 @@ from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..plans import Plan
 from ..tensor_checks import requires_grad
 from ..world import World
-from .scaled import NAMES, Activation, check_recipe, in_shape, parameters, quantized_weight, scaled_operand
-from .sharded import Sharded, divide_by_ranks
+from .scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, scaled_operand
+from .sharded import divide_by_ranks
 
 
-class ParallelMLP(Sharded):
+class ParallelMLP(ScaledModule):
     """SwiGLU: (silu(x @ gate_proj.T) * (x @ up_proj.T)) @ down_proj.T, without biases; a rank holds I / W of the hidden
     columns.
 
@@ -80,9 +80,8 @@ class ParallelMLP(Sharded):
             check_recipe("ParallelMLP", recipe, hidden_size, inner)
             self.gate_up, self.gate_up_scale = parameters(recipe, 2 * inner, hidden_size, device)
             self.down, self.down_scale = parameters(recipe, hidden_size, inner, device)
-            parts = {"gate_proj": 0, "up_proj": 0, "down_proj": 1 if recipe == "block" else None}
-            self.sharded_dim = self.sharded_dim | {f"{part}.{NAMES[recipe]}": dim for part, dim in parts.items()}
-            self.ignored = tuple(f"{part}.input_scale" for part in parts)
+            dims = {"gate_proj.": 0, "up_proj.": 0, "down_proj.": 1 if recipe == "block" else None}
+            self.hold_scales(recipe, dims)
         bound = hidden_size**-0.5
         self.fill({"gate_proj.weight": bound, "up_proj.weight": bound, "down_proj.weight": intermediate_size**-0.5})
 
@@ -127,21 +126,9 @@ class ParallelMLP(Sharded):
             return self.gate_up.chunk(2)[projection == "up_proj"]
         return self._half(name).reshape(-1, self.hidden_size)[: self.inner]
 
-    def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        if name.rpartition(".")[2] in NAMES.values():
-            value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
-        return super().local_shard(name, value, shape)
-
     def set_shard(self, name: str, value: torch.Tensor) -> None:
-        """Copy a shard into the module; a 16-bit weight is quantized if the module has a recipe."""
-        if self.recipe is not None:
-            if name.endswith(".weight") and value.dtype != self.down.dtype:
-                value, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
-                self.set_shard(f"{name.removesuffix('weight')}{NAMES[self.recipe]}", scale)
-            self.get_shard(name).copy_(value)
-            return
-        if name == "down_proj.weight":
-            self.down.copy_(value)
+        if self.recipe is not None or name == "down_proj.weight":
+            super().set_shard(name, value)
             return
         half = self._half(name)
         padding = half.shape[0] * self.block - self.inner

@@ -10,6 +10,7 @@ is passed over.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -19,6 +20,7 @@ from ..ops.common import ScaledOptions
 from ..ops.quantize import quantize
 from ..ops.recipes import E4M3, SCALE_BLOCK
 from ..world import World
+from .sharded import Sharded
 
 NAMES = {"row": "weight_scale", "block": "weight_scale_inv"}
 Activation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # in 16 bits, or in 8 with its scales
@@ -77,3 +79,30 @@ def scaled_operand(
         return cast(torch.Tensor, x), {}  # what is none is refused by the op
     rows, x_scale = quantized(x, recipe, world)
     return rows, dict(x_scale=x_scale, weight_scale=scale, out_dtype=dtype, use_fast_accum=True)
+
+
+class ScaledModule(Sharded):
+    """A module whose weights may be of 8 bits. With a `recipe` its state dict has their scales (NAMES), and 16-bit
+    weights are rounded to `dtype` and quantized when they are stored."""
+
+    dtype: torch.dtype
+    recipe: str | None
+
+    def hold_scales(self, recipe: str, dims: Mapping[str, int | None]) -> None:
+        """Name the scales of weights in the state dict. `dims` has, by the prefix of the name, the dimension that ranks
+        split."""
+        self.sharded_dim = self.sharded_dim | {f"{prefix}{NAMES[recipe]}": dim for prefix, dim in dims.items()}
+        self.ignored = tuple(f"{prefix}input_scale" for prefix in dims)
+
+    def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        if name.rpartition(".")[2] in NAMES.values():
+            value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
+        return super().local_shard(name, value, shape)
+
+    def set_shard(self, name: str, value: torch.Tensor) -> None:
+        shard = self.get_shard(name)
+        assert shard is not None
+        if self.recipe is not None and shard.dtype == E4M3 and value.dtype != E4M3:
+            value, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
+            self.set_shard(f"{name.removesuffix('weight')}{NAMES[self.recipe]}", scale)
+        shard.copy_(value)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 
 from ..plans import Decomposed
-from ..transport.copies import group_steps
+from ..transport.collectives import add_bias
+from ..transport.order import group_steps
 from ..world import World
-from .common import add_bias
 from .recipes import ScaledFactors
 
 

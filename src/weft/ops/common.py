@@ -11,7 +11,6 @@ import torch
 
 from ..architectures import EARLIEST, lacks
 from ..backends import library_gemm
-from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
 from ..kernel_launch import Matrix
@@ -286,8 +285,3 @@ def weight_matrix(call: MatmulCall, tile: TileShape, trans_b: bool = False) -> M
     """Return the weight's descriptor, in the tiles of a GEMM."""
     (n, k), (bn, bk) = (call.n, call.k), (tile.block_n, tile.block_k)
     return Matrix(k, n, (bk, bn)) if trans_b else Matrix(n, k, (bn, bk))
-
-
-def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Stream) -> None:
-    if bias is not None:
-        world.call(lambda: out.add_(bias), [out, bias], [out], stream)

@@ -116,6 +116,8 @@ def check_shapes(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, b
         )
     if weight.shape[0] == 0 or weight.shape[1] == 0:
         raise ValueError(f"{op}: empty weight {dims(weight)}")
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
 
 
 def validate(
@@ -129,8 +131,6 @@ def validate(
             raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
     if x.dtype not in DTYPES:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16{others} are supported")
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
 
 
 def check_product(
@@ -153,8 +153,6 @@ def check_product(
         raise TypeError(f"{op}: out_dtype {dtype}; bfloat16 and float16 are supported")
     if bias is not None and bias.dtype != dtype:
         raise TypeError(f"{op}: bias is {dims(bias)}, and the result {dtype}: one dtype is needed")
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
     return recipe, dtype
 
 

@@ -32,15 +32,16 @@ import torch
 from ..backends.base import Stream, SymmetricTensor
 from ..op import REGISTRY
 from ..plans import TwoLevel
-from ..transport.copies import COPIES, sum_parts
-from ..transport.memory import lock
+from ..transport.collectives import add_bias
+from ..transport.copy_engine import COPIES, sum_parts
+from ..transport.memory import lock, workspace
 from ..transport.two_level import BETWEEN, RowPiece, hops, of_node, pull_rows, send, sum_rows
 from ..world import World
 from .all_gather_matmul.call import GATHER_GEMM, GatherCall, GatheredRows
 from .all_reduce.call import PLAIN_SUM, SumCall, Tensors
 from .all_reduce.kernels import ABSENT, OWN, WHOLE
 from .all_reduce.runs import norm_rows
-from .common import Factors, add_bias, split_rows
+from .common import Factors, split_rows
 from .matmul_reduce.call import GEMM_REDUCE_SCATTER, ReduceCall
 from .recipes import ScaledFactors
 
@@ -166,8 +167,7 @@ def _pieces(world: World, m: int, plan: TwoLevel) -> list[RowPiece]:
 def _held(world: World, name: str, pieces: Sequence[RowPiece], columns: int, dtype: torch.dtype) -> SymmetricTensor:
     """Symmetric memory of the node for the rows that each of its ranks owns of every piece."""
     shape = len(pieces), max(max(piece.shards) for piece in pieces), columns
-    nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
-    return world.levels.node.buffer(f"two levels, {name}", nbytes).view(0, shape, dtype)
+    return workspace(world.levels.node, f"two levels, {name}", shape, dtype)
 
 
 def run_reduce_all(world: World, call: ReduceCall, plan: TwoLevel, operands: ScaledFactors, out: torch.Tensor) -> None:
@@ -195,8 +195,7 @@ def run_sum(world: World, call: SumCall, plan: TwoLevel, t: Tensors, stream: Str
     node, across, between = world.levels.node, world.levels.across, world.side_stream(BETWEEN)
     pieces, plain = _pieces(world, call.m, plan), call.op == PLAIN_SUM
     node.order(lock(node, COPIES), stream)
-    nbytes = call.m * call.h * call.dtype.itemsize
-    source = node.buffer("two levels, x", nbytes).view(0, (call.m, call.h), call.dtype)
+    source = workspace(node, "two levels, x", (call.m, call.h), call.dtype)
     held = _held(world, "rows", pieces, call.h, call.out_dtype)
     sums = _held(world, "sums", pieces, call.h, call.dtype) if call.keep else None
     own = split_rows(world, call.m)
@@ -258,9 +257,7 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
     order, ordered = routing.by_destination(world), world.empty((call.sent, call.k), call.dtype)
     node.order(lock(node, COPIES), stream)
     longest = max(_pool_rows(world, routing, rank)[-1] for rank in range(world.size))
-    pool = node.buffer("two levels, pool", longest * call.n * call.dtype.itemsize).view(
-        0, (longest, call.n), call.dtype
-    )
+    pool = workspace(node, "two levels, pool", (longest, call.n), call.dtype)
     begins = _pool_rows(world, routing, world.rank)
     world.call(lambda: torch.index_select(x, 0, order, out=ordered), [x, order], [ordered], stream)
 
@@ -300,7 +297,7 @@ def _pull_routed(
     the same place here."""
     node, me = world.levels.node, world.rank
     node.barrier(stream)
-    for p in ((node.rank + j) % node.size for j in range(node.size)):
+    for p in (node.rank, *node.other_ranks):
         sender = source * node.size + p
         begin = _pool_rows(world, routing, world.node * node.size + p)[source]
         begin += sum(of_node(world, world.node, routing.counts[sender])[: node.rank])

@@ -33,11 +33,8 @@ from .call import GATHER_GEMM, GatherCall, GatheredRows
 from .runs import (
     direct_sequential,
     run_awaiting,
-    run_decomposed,
     run_fused,
-    run_fused_by_copies,
-    run_one_shot,
-    run_sequential,
+    run_gathered,
     usable,
 )
 
@@ -56,12 +53,12 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     collective = "all_gather"
     transposes = Sequential, Decomposed, Fused, OneShot, TwoLevel
     runs = {
-        Sequential: run_sequential,
-        Decomposed: run_decomposed,
+        Sequential: run_gathered,
+        Decomposed: run_gathered,
         FusedGather: run_fused,
-        FusedGatherByCopies: run_fused_by_copies,
+        FusedGatherByCopies: run_fused,
         Awaiting: run_awaiting,
-        OneShot: run_one_shot,
+        OneShot: run_gathered,
         TwoLevel: run_gather,
     }
     refuses = {Decomposed: ("pieces",)}

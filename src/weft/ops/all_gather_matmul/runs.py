@@ -11,31 +11,39 @@ awaiting     quack's GEMM, whose tiles wait for the shards that a copy engine pu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ...backends import library_gemm
-from ...backends.base import Stream, SymmetricTensor
 from ...compute.scaled_gemm import Scales
 from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
 from ...op import Direct
-from ...plans import Awaiting, Decomposed, FusedGather, FusedGatherByCopies, GemmTile, OneShot, Plan
-from ...transport import low_latency
-from ...transport.collectives import gather
-from ...transport.copies import COPIES, chunks
-from ...transport.memory import Halves, flat, half_elements, lock
+from ...plans import (
+    Awaiting,
+    Decomposed,
+    FusedGather,
+    FusedGatherByCopies,
+    GemmTile,
+    OneShot,
+    Plan,
+    Sequential,
+)
+from ...transport import collectives, copy_engine, low_latency
+from ...transport.collectives import add_bias
+from ...transport.interfaces import GatherTransport
+from ...transport.memory import Halves, flat, half_elements
 from ...world import Arena, World
 from .. import by_collectives
 from ..activation import launch_silu_mul
-from ..common import add_bias, tile_of, transposed, weight_matrix
+from ..common import tile_of, transposed, weight_matrix
 from ..product import linear
-from ..recipes import E4M3, ScaledFactors, block_rows
+from ..recipes import ScaledFactors, block_rows
 from .call import GATHER_GEMM, GatherCall, GatheredRows
 from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_gemm
 
@@ -50,67 +58,42 @@ def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch
         launch_silu_mul(full, out, world, world.scale.interleave)
 
 
-# -- sequential and one shot -------------------------------------------------------------------------------------------
-def scales_of_rows(call: GatherCall, operands: ScaledFactors) -> torch.Tensor | None:
-    """This rank's scales [m_r, ..] that travel with its rows."""
+# -- the library's GEMM of gathered rows -------------------------------------------------------------------------------
+# The transport of the rows of each plan.
+GATHERS: Mapping[type[Plan], GatherTransport] = {
+    Sequential: collectives.gather_rows,
+    OneShot: low_latency.gather_rows,
+    Decomposed: copy_engine.gather_rows,
+}
+
+
+def travelling(call: GatherCall, operands: ScaledFactors) -> list[torch.Tensor]:
+    """Return this rank's rows of x, and its scales [m_r, ..] if these travel with them."""
     scale = operands.x_scale
-    return scale.view(len(operands.x), call.scales_in_row) if scale is not None and call.scales_in_row else None
+    if scale is None or not call.scales_in_row:
+        return [operands.x]
+    return [operands.x, scale.view(len(operands.x), call.scales_in_row)]
 
 
-def of_gathered(operands: ScaledFactors, gathered: GatheredRows) -> ScaledFactors:
-    """Return the operands of the whole product."""
-    assert gathered.x is not None
-    return operands._replace(x=gathered.x, x_scale=operands.x_scale if gathered.scales is None else gathered.scales)
+def of_gathered(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor) -> ScaledFactors:
+    """Return the operands of the product of gathered rows."""
+    return operands._replace(x=x, x_scale=scales[0] if scales else operands.x_scale)
 
 
-def run_sequential(
+def run_gathered(
     world: World, call: GatherCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:
-    stream, scales = world.current_stream(), scales_of_rows(call, operands)
-    x = gather(as_bytes(operands.x), world, call.shards, stream).view(operands.x.dtype)
-    gathered = GatheredRows(x, None if scales is None else gather(scales, world, call.shards, stream))
-    _multiply_gathered(world, call, gathered, operands, out)
-    if not call.gathered or world.size > 1:
-        return gathered
-    return GatheredRows(
-        *(None if t is None else t.clone() for t in gathered)
-    )  # one rank: they are the operands themselves
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """x as the library's collectives take it: 8-bit floats as bytes."""
-    return x.view(torch.uint8) if x.dtype == E4M3 else x
-
-
-def run_one_shot(
-    world: World, call: GatherCall, plan: OneShot, operands: ScaledFactors, out: torch.Tensor
-) -> GatheredRows:
-    stream, scales = world.current_stream(), scales_of_rows(call, operands)
-    x = low_latency.gather(operands.x, world, plan, call.shards, stream)
-    gathered = GatheredRows(x, None if scales is None else _gathered_scales(world, call, plan, scales, stream))
-    _multiply_gathered(world, call, gathered, operands, out)
-    return gathered
-
-
-def _gathered_scales(
-    world: World, call: GatherCall, plan: OneShot, scales: torch.Tensor, stream: Stream
-) -> torch.Tensor:
-    """All rows' scales, which travel in whole 16-byte words."""
-    rows, count = scales.shape
-    if count % 4 == 0:
-        return low_latency.gather(scales, world, plan, call.shards, stream)
-    padded, full = world.zeros((rows, count + -count % 4), scales.dtype), world.empty((call.rows, count), scales.dtype)
-    world.call(lambda: padded[:, :count].copy_(scales), [scales], [padded], stream)
-    arrived = low_latency.gather(padded, world, plan, call.shards, stream)
-    world.call(lambda: full.copy_(arrived[:, :count]), [arrived], [full], stream)
-    return full
-
-
-def _multiply_gathered(
-    world: World, call: GatherCall, gathered: GatheredRows, operands: ScaledFactors, out: torch.Tensor
-) -> None:
+    """Compute the GEMM of the rows as they arrive by the plan's transport."""
     with ungated(world, call, out) as full:
-        linear(world, call.recipe, call.dtype, of_gathered(operands, gathered), world.current_stream(), full)
+        if isinstance(plan, Decomposed) and world.symmetric_reason:
+            return GatheredRows(by_collectives.gather(world, plan, operands, full))
+        tensors = travelling(call, operands)
+        with GATHERS[type(plan)](world, plan, call.shards, tensors, call.gathered) as (gathered, arrivals):
+            for rows, parts, lane in arrivals:
+                linear(world, call.recipe, call.dtype, of_gathered(operands, *parts), lane, full[rows])
+    if not call.gathered or world.size > 1:
+        return GatheredRows(*gathered)
+    return GatheredRows(*(t.clone() for t in gathered))  # one rank: they are the operands themselves
 
 
 def direct_sequential(world: World, call: GatherCall) -> Direct:
@@ -136,87 +119,19 @@ def direct_sequential(world: World, call: GatherCall) -> Direct:
     return run
 
 
-# -- decomposed --------------------------------------------------------------------------------------------------------
-def run_decomposed(
-    world: World, call: GatherCall, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor
-) -> GatheredRows:
-    with ungated(world, call, out) as full:
-        if world.symmetric_reason:
-            return GatheredRows(by_collectives.gather(world, plan, operands, full))
-        return _decomposed(world, call, plan, operands, full)
-
-
-def _decomposed(
-    world: World, call: GatherCall, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor
-) -> GatheredRows:
-    """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there,
-    alternating between two streams, so that one fills the SMs that the last tiles of the one before leave idle. The
-    barrier behind the copies keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
-    rows, me = operands.x.shape[0], world.rank
-    stream, copies, second = world.current_stream(), world.side_stream("copy"), world.side_stream("gemm", urgent=False)
-    groups = chunks(plan, me, world.size)
-    alone = len(groups[0][1]) == 1  # the own rows, which are in x
-    staged = _staged(call, operands, world, stream, copies, call.gathered or not alone)
-    gathered, outs, landed = GatheredRows(*(full for full, _ in staged)), out.split(rows), []
-    with world.on(copies):  # once, not for every copy
-        for group in groups:
-            for p in group[1]:
-                if p != me:
-                    for full, shard in staged[::-1]:
-                        world.copy(full.split(rows)[p], shard.peers[p], copies)
-            landed.append(world.record(copies))
-        world.barrier(copies)
-    for i, (first, ranks) in enumerate(groups):
-        lane, own, one = second if i % 2 else stream, alone and i == 0, len(ranks) == 1
-        part = operands
-        run = slice(first * rows, (first + len(ranks)) * rows)
-        if not own:
-            world.wait_event(lane, landed[i])
-            part = of_gathered(operands, GatheredRows(*(full[run] for full, _ in staged)))
-        linear(world, call.recipe, call.dtype, part, lane, outs[first] if one else out[run])
-    world.wait_event(stream, world.record(second))
-    world.wait_event(stream, world.record(copies))
-    return gathered
-
-
-def _staged(
-    call: GatherCall, operands: ScaledFactors, world: World, stream: Stream, copies: Stream, whole: bool
-) -> list[tuple[torch.Tensor, SymmetricTensor]]:
-    """Return, for x and the scales that travel with it: a fresh tensor of all ranks' rows, with this rank's in place
-    (`whole`), and the symmetric shard with them; `copies` goes on once every rank has staged its shard. On the caller's
-    stream, before the GEMM: a copy within a GPU takes SMs."""
-    scales, staged = scales_of_rows(call, operands), []
-    given = dict(shard=operands.x) if scales is None else {"shard": operands.x, "shard, scales": scales}
-    shards = [world.buffer(name, t.nbytes).view(0, t.shape, t.dtype) for name, t in given.items()]
-    world.order(lock(world, COPIES), stream)
-    for shard, t in zip(shards, given.values(), strict=True):
-        staged.append((world.empty((world.size * t.shape[0], t.shape[1]), t.dtype), shard))
-        world.copy(shard.local, t, stream)
-    world.wait_event(copies, world.record(stream))
-    world.barrier(copies)
-    for (full, _), t in zip(staged, given.values(), strict=True):
-        if whole:
-            world.copy(full[world.rank * t.shape[0] : (world.rank + 1) * t.shape[0]], t, stream)
-    return staged
-
-
 # -- fused -------------------------------------------------------------------------------------------------------------
 def run_fused(
-    world: World, call: GatherCall, plan: FusedGather, operands: ScaledFactors, out: torch.Tensor
+    world: World,
+    call: GatherCall,
+    plan: FusedGather | FusedGatherByCopies,
+    operands: ScaledFactors,
+    out: torch.Tensor,
 ) -> GatheredRows:
+    run: Callable[..., GatheredRows] = _pulled if isinstance(plan, FusedGather) else _copied
     if not call.gated or _gated_in_epilogue(world, plan.tile):
-        return _pulled(world, call, plan, operands, out, call.gated)
+        return run(world, call, plan, operands, out, call.gated)
     with ungated(world, call, out) as full:
-        return _pulled(world, call, plan, operands, full, 0)
-
-
-def run_fused_by_copies(
-    world: World, call: GatherCall, plan: FusedGatherByCopies, operands: ScaledFactors, out: torch.Tensor
-) -> GatheredRows:
-    if not call.gated or _gated_in_epilogue(world, plan.tile):
-        return _copied(world, call, plan, operands, out, call.gated)
-    with ungated(world, call, out) as full:
-        return _copied(world, call, plan, operands, full, 0)
+        return run(world, call, plan, operands, full, 0)
 
 
 def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
@@ -455,35 +370,19 @@ def _copy_channel(
 def _copied(
     world: World, call: GatherCall, plan: FusedGatherByCopies, operands: ScaledFactors, out: torch.Tensor, gated: int
 ) -> GatheredRows:
-    """A copy engine pulls shard after shard, nearest peer first, and sets each one's channel behind it; one GEMM kernel
-    takes the tiles as they come. It leaves a place on one SM for the barriers that run at the same time. In a CUDA
-    graph another stream sets the channels, so that the next copy does not wait for that; launched one by one, the
-    host's time for two more calls a peer costs more."""
-    (x, weight, bias, *_), rows, size, me = operands, call.shards[0], world.size, world.rank
+    """A copy engine pulls shard after shard, and sets each one's channel behind it; one GEMM kernel takes the tiles as
+    they come. It leaves a place on one SM for the barriers that run at the same time."""
+    x, weight, bias, *_ = operands
     ch, epoch, _ = _copy_channel(world, call, plan)
-    stream, copies, captured = world.current_stream(), world.side_stream("copy"), world.capturing()
-    signals = world.side_stream("signal") if captured else copies
-    staged = _staged(call, operands, world, stream, copies, call.gathered or rows % plan.tile.block_m != 0)
-    gathered = GatheredRows(*(full for full, _ in staged))
-    launch, ahead = _copied_launch(world, call, plan, gated, transposed(weight))
-    moving = dict(x_desc=x, gathered_desc=gathered.x, w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
-    if call.recipe is not None:
-        moving["all_scales"] = of_gathered(operands, gathered).x_scale
-    ahead((bias,), lambda: (GivenLaunch(launch, moving),))
-    launch(stream, **moving)
-    flags = ch.counters.split(1)
-    with world.on(copies):  # once, not for every copy
-        for j in range(1, size):
-            p = (me + j) % size
-            for full, shard in staged[::-1]:
-                world.copy(full.split(rows)[p], shard.peers[p], copies)
-            if captured:
-                world.wait_event(signals, world.record(copies))
-            world.signal(flags[p], epoch, signals)
-        world.barrier(copies)
-    for other in (copies, signals) if captured else (copies,):
-        world.wait_event(stream, world.record(other))
-    return gathered
+    keep, tensors = call.gathered or call.shards[0] % plan.tile.block_m != 0, travelling(call, operands)
+    with copy_engine.gather_to_flags(world, tensors, keep, ch.counters.split(1), epoch) as gathered:
+        launch, ahead = _copied_launch(world, call, plan, gated, transposed(weight))
+        moving = dict(x_desc=x, gathered_desc=gathered[0], w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
+        if call.recipe is not None:
+            moving["all_scales"] = of_gathered(operands, *gathered).x_scale
+        ahead((bias,), lambda: (GivenLaunch(launch, moving),))
+        launch(world.current_stream(), **moving)
+    return GatheredRows(*gathered)
 
 
 # -- awaiting ----------------------------------------------------------------------------------------------------------
@@ -492,65 +391,38 @@ def _copied(
 def run_awaiting(
     world: World, call: GatherCall, plan: Awaiting, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:
+    """A copy engine pulls shard after shard to symmetric memory, which the library's GEMM reads, and behind each one
+    sets the flag for which that GEMM waits, without a limit (`copy_engine.FlaggedShards`). The GEMM is loaded, and run
+    once, before anything waits in it."""
+    (x, weight, bias, *_), rows, form = operands, call.shards[0], gemm_form(plan)
+    stream, on_gpu, shards = world.current_stream(), world.backend.name == "cuda", copy_engine.FlaggedShards(world, x)
+    gathered, flags, one = shards.gathered, shards.flags, shards.one
+
     with ungated(world, call, out) as full:
-        return GatheredRows(_awaiting(world, call, plan, operands, full))
 
+        def multiply() -> bool:
+            if on_gpu:
+                library_gemm.awaiting(gathered, weight, full, flags, one, world.rank, form)
+            return on_gpu
 
-def _awaiting(
-    world: World, call: GatherCall, plan: Awaiting, operands: ScaledFactors, out: torch.Tensor
-) -> torch.Tensor:
-    """A copy engine pulls shard after shard, nearest peer first, to symmetric memory, which the library's GEMM reads,
-    and behind each one sets the flag for which that GEMM waits.
+        def load() -> bool:
+            flags.fill_(1)
+            return multiply()
 
-    The GEMM takes every SM, registers and all, and looks at its flags without a limit. So they must come to be set
-    without an SM, and without a peer. All ranks have met in a barrier before it starts, which is bounded, and nothing
-    but that barrier stands before the copies that set them. Each is copied from its peer's memory, as a copy within a
-    GPU may need an SM: a one that stands there. So the copies end, and with them the GEMM, even where the barrier
-    expired. Flags are cleared before the barrier, behind the last call's GEMM, as it compares numbers without a wrap;
-    the own one is then set. The GEMM is loaded, and run once, before anything waits in it."""
-    (x, weight, bias, *_), rows, size, me = operands, call.shards[0], world.size, world.rank
-    stream, copies, on_gpu = world.current_stream(), world.side_stream("copy"), world.backend.name == "cuda"
-    shards = world.buffer("gathered", call.rows * call.k * x.element_size()).view(0, (size, rows, call.k), x.dtype)
-    gathered, parts = shards.local.view(call.rows, call.k), shards.local.unbind(0)
-    form = gemm_form(plan)
-    flags, own, ones = world.cached((GATHER_GEMM, "flags"), lambda: _flags(world))
-    words, one = flags.split(1), ones.local
-
-    def multiply() -> bool:
-        if on_gpu:
-            library_gemm.awaiting(gathered, weight, out, flags, one, me, form)
-        return on_gpu
-
-    def load() -> bool:
-        flags.fill_(1)
-        return multiply()
-
-    world.cached(("awaiting", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), load)
-    world.order(lock(world, COPIES), stream)
-    world.copy(parts[me], x, stream)
-    world.copy(flags, own, stream)
-    world.wait_event(copies, world.record(stream))
-    world.barrier(copies)
-    all_staged = world.record(copies)
-    world.wait_event(stream, all_staged)
-    with world.on(copies):
-        for p in ((me + j) % size for j in range(1, size)):
-            world.copy(parts[p], shards.peers[p][p], copies)
-            world.signal(words[p], ones.peers[p], copies)
-        world.barrier(copies)
-    if on_gpu:
-        world.call(multiply, [gathered, weight, flags, one], [out], stream)
-    else:  # what the kernel does, shard by shard
-        for p in ((me + j) % size for j in range(size)):
-            world.wait(words[p], one, stream)
-            world.linear(parts[p], weight, None, stream, out[p * rows : (p + 1) * rows])
-    add_bias(world, out, bias, stream)
-    world.wait_event(stream, world.record(copies))
+        world.cached(("awaiting", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), load)
+        with shards.gathering(x):
+            if on_gpu:
+                world.call(multiply, [gathered, weight, flags, one], [full], stream)
+            else:  # what the kernel does, shard by shard
+                for p in (world.rank, *world.other_ranks):
+                    world.wait(flags[p : p + 1], one, stream)
+                    world.linear(gathered.split(rows)[p], weight, None, stream, full.split(rows)[p])
+            add_bias(world, full, bias, stream)
     if not call.gathered:
-        return gathered
+        return GatheredRows(gathered)
     kept = world.empty((call.rows, call.k), x.dtype)
     world.copy(kept, gathered, stream)
-    return kept
+    return GatheredRows(kept)
 
 
 def usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[Awaiting]:
@@ -562,14 +434,3 @@ def usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[
 
 def gemm_form(plan: Awaiting) -> library_gemm.Form:
     return library_gemm.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
-
-
-def _flags(world: World) -> tuple[torch.Tensor, torch.Tensor, SymmetricTensor]:
-    """A flag for each rank's shard, int32; what they are where this rank's alone is set; and a one on every rank."""
-    with torch.inference_mode(False):  # copies write the flags in calls that come outside it too
-        ones = world.symmetric((1,), torch.int32, f"{GATHER_GEMM}, a one")
-        ones.local.fill_(1)
-        world.wait_for_streams()
-        world.exchange(GATHER_GEMM)  # nobody copies another's before it is there
-        own = world.tensor([int(rank == world.rank) for rank in range(world.size)], torch.int32)
-        return world.zeros((world.size,), torch.int32), own, ones

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, overload
+from typing import ClassVar, Unpack, overload
 
 import torch
 
@@ -30,7 +30,7 @@ from ...tensor_checks import aligned, check_device, dense, dims, output, overlap
 from ...torch_library import CallOptions
 from ...transport.low_latency import VECTOR
 from ...world import World
-from ..common import split_rows
+from ..common import OutOptions, split_rows
 from ..recipes import E4M3, SCALE_BLOCK
 from ..two_level import run_sum
 from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
@@ -273,6 +273,14 @@ class AllReduce(Reduce):
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = registered(AllReduceRmsNorm()), registered(AllReduce())
 
 
+class NormOptions(OutOptions, total=False):
+    bias: torch.Tensor | None
+    norm: str
+    out_dtype: torch.dtype | None
+    scale: torch.Tensor | None
+    full_residual: bool
+
+
 @overload
 def all_reduce_rms_norm(
     x: torch.Tensor,
@@ -280,15 +288,8 @@ def all_reduce_rms_norm(
     weight: torch.Tensor,
     eps: float = 1e-6,
     *,
-    bias: torch.Tensor | None = None,
-    norm: str = "rms",
-    out_dtype: torch.dtype | None = None,
-    scale: torch.Tensor | None = None,
-    full_residual: bool = False,
     quantize: None = None,
-    out: torch.Tensor | None = None,
-    world: World,
-    plan: str | Plan = "auto",
+    **options: Unpack[NormOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def all_reduce_rms_norm(
@@ -297,15 +298,8 @@ def all_reduce_rms_norm(
     weight: torch.Tensor,
     eps: float = 1e-6,
     *,
-    bias: torch.Tensor | None = None,
-    norm: str = "rms",
-    out_dtype: torch.dtype | None = None,
-    scale: torch.Tensor | None = None,
-    full_residual: bool = False,
     quantize: str,
-    out: torch.Tensor | None = None,
-    world: World,
-    plan: str | Plan = "auto",
+    **options: Unpack[NormOptions],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 def all_reduce_rms_norm(
     x: torch.Tensor,

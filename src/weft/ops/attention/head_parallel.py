@@ -7,49 +7,30 @@ heads on the way, and rows of all heads again on the way back. A causal mask is 
 work for all ranks in any layout, and no partial results are merged.
 
 What the barriers order: after the first one, all rows have arrived, and no rank still reads the results of the previous
-call. After the second one, all results have arrived, and no rank still reads queries or keys. Results have a buffer of
-their own, because a rank may still copy them while another one pushes the queries of the next call, whose sizes may
+call. After the second one, all results have arrived, and no rank still reads queries or keys. Each tensor has a buffer
+of its own, because a rank may still copy results while another one pushes the queries of the next call, whose sizes may
 differ.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
-import triton.language as tl
 
 from ...backends.base import SymmetricTensor
 from ...kernel_launch import Launch, prepared
 from ...plans import HeadParallel
-from ...tensor_checks import DTYPES
-from ...transport.memory import lock
+from ...transport.memory import lock, workspace
+from ...transport.sm_push import PushBlock, block_launch
 from ...world import World
-from .kernels import push_blocks
 from .key_ranges import KeyRanges, zigzag_chunks
 from .segmented import AttentionConfig, KeyValues, Partial, attend, merge_partials
 
 Tensor = torch.Tensor
 
 MEMORY = "attention heads"
-ALIGNMENT = 16  # bytes
-
-
-class PushBlock(NamedTuple):
-    """A block of a matrix that is pushed to `reader`: an entry of the table that `push_blocks` reads. Starts and row
-    strides are in elements, `dst` in the reader's memory and `src` in this rank's."""
-
-    reader: int
-    rows: int
-    columns: int
-    dst_start: int
-    dst_stride: int
-    src_start: int
-    src_stride: int
 
 
 @dataclass(frozen=True)
@@ -129,9 +110,14 @@ def forward(
         padded = world.zeros((n, config.heads, config.dim), config.dtype)
         world.copy(padded[n - m :], q, stream)
         q = padded
-    push(world, plan, (split, "dispatch_blocks", rank_config.heads), q, q_memory)
-    push(world, plan, (split, "dispatch_blocks", rank_config.kv_heads), local_kv.k, k_memory)
-    push(world, plan, (split, "dispatch_blocks", rank_config.kv_heads), local_kv.v, v_memory)
+
+    def push(t: Tensor, memory: SymmetricTensor, method: str, *args: int) -> None:
+        """Push the blocks that this method of the split returns, given the rank and `args`."""
+        _push(world, plan.programs, (split, method, *args), t.dtype)(stream, x=t, memory=memory.addresses)
+
+    push(q, q_memory, "dispatch_blocks", rank_config.heads)
+    push(local_kv.k, k_memory, "dispatch_blocks", rank_config.kv_heads)
+    push(local_kv.v, v_memory, "dispatch_blocks", rank_config.kv_heads)
     world.barrier(stream, MEMORY)
     sequence_kv, block = KeyValues(k_memory.local, v_memory.local), key_ranges.local[0]
     result = attend(world, rank_config, 0, q_memory.local, sequence_kv, key_ranges.packed or block.causal)
@@ -140,8 +126,8 @@ def forward(
         result = Partial(0, world.empty(partial.out.shape, config.dtype), world.empty(partial.lse.shape, torch.float32))
         rank_sinks = sinks[rank * rank_config.heads : (rank + 1) * rank_config.heads]
         merge_partials(world, [partial], rank_sinks, result.out, result.lse)
-    push(world, plan, (split, "combine_blocks"), result.out, out_memory)
-    push(world, plan, (split, "lse_blocks"), result.lse, lse_memory)
+    push(result.out, out_memory, "combine_blocks")
+    push(result.lse, lse_memory, "lse_blocks")
     world.barrier(stream, MEMORY)
     lse = world.empty((config.heads, m), torch.float32)
     received_out = out_memory.local[n - m : n]
@@ -159,35 +145,12 @@ def symmetric_tensors(world: World, split: HeadSplit) -> list[SymmetricTensor]:
     """Return the symmetric tensors of a call: q, k and v of this rank's heads, then out and lse of this rank's rows."""
     config, rank_config = split.config, split.rank_config
     total, max_rows = sum(config.shards), max(config.shards)
-    qkv_heads = rank_config.heads, rank_config.kv_heads, rank_config.kv_heads
-    operands = [((total, heads, config.dim), config.dtype) for heads in qkv_heads]
-    results = [((max_rows, config.heads, config.dim), config.dtype), ((max_rows * config.heads,), torch.float32)]
-    return allocate(world, MEMORY, operands) + allocate(world, f"{MEMORY}, results", results)
-
-
-def allocate(world: World, name: str, specs: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[SymmetricTensor]:
-    """Return symmetric tensors of these shapes and dtypes, one after another in the buffer `name`. The call is
-    collective when the buffer has to grow."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
-    starts = list(accumulate((-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes), initial=0))
-    memory = world.buffer(name, starts[-1])
-
-    def views() -> list[SymmetricTensor]:
-        return [memory.view(start, shape, dtype) for start, (shape, dtype) in zip(starts, specs, strict=False)]
-
-    return world.cached((name, *specs, memory.local.data_ptr()), views)
-
-
-def push(
-    world: World,
-    plan: HeadParallel,
-    block_source: tuple[HeadSplit, str, *tuple[int, ...]],
-    t: Tensor,
-    memory: SymmetricTensor,
-) -> None:
-    """Push blocks of t into the readers' `memory`. `block_source` is a HeadSplit, the name of its method that returns
-    the blocks, and that method's arguments after the rank."""
-    _push(world, plan.programs, block_source, t.dtype)(world.current_stream(), x=t, memory=memory.addresses)
+    heads = {"q": rank_config.heads, "k": rank_config.kv_heads, "v": rank_config.kv_heads}
+    return [
+        *(workspace(world, f"{MEMORY}, {name}", (total, n, config.dim), config.dtype) for name, n in heads.items()),
+        workspace(world, f"{MEMORY}, out", (max_rows, config.heads, config.dim), config.dtype),
+        workspace(world, f"{MEMORY}, lse", (max_rows * config.heads,), torch.float32),
+    ]
 
 
 @prepared
@@ -195,24 +158,4 @@ def _push(
     world: World, programs: int, block_source: tuple[HeadSplit, str, *tuple[int, ...]], dtype: torch.dtype
 ) -> Launch:
     split, method, *args = block_source
-    blocks: list[PushBlock] = getattr(split, method)(world.rank, *args)
-    table = world.cached(
-        (MEMORY, *block_source), lambda: world.tensor([word for block in blocks for word in block], torch.int64)
-    )
-    max_rows, max_columns = max(block.rows for block in blocks), max(block.columns for block in blocks)
-    cols = min(1 << (max_columns - 1).bit_length(), 1024)
-    rows = max(1, 4 * world.scale.block // cols)
-    return Launch(
-        world,
-        push_blocks,
-        programs or world.sm_count,
-        dict(num_warps=16, local=True),
-        table=table,
-        blocks=len(blocks),
-        tiles_across=-(-max_columns // cols),
-        tiles_down=-(-max_rows // rows),
-        DTYPE=DTYPES.get(dtype, tl.float32),
-        ALIGN=8 if dtype in DTYPES else 1,
-        ROWS=rows,
-        COLS=cols,
-    )
+    return block_launch(world, programs, block_source, getattr(split, method)(world.rank, *args), dtype)

@@ -4,32 +4,30 @@
     copy stream           | push | push | push
 
 Every rank pushes its keys and values into the buffers of the ranks that read them, and notifies the reader after each
-range. Readers wait for those notifications between two calls of the library. The barrier at the start says that all
-ranks have finished reading what the previous call pushed, so that their buffers may be written again. No staging buffer
-is needed, and no kernel has to find a free SM while the library's kernel occupies all of them.
+range (`copy_engine.exchange_rows`). Readers wait for those notifications between two calls of the library.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ...backends.base import Event, Stream, SymmetricTensor
+from ...backends.base import Event, Stream
 from ...backends.library_gemm import stepped
 from ...chooser import Choice, Chooser
 from ...kernel_launch import Launch, prepared
-from ...lang.host import rank_notify, rank_wait
 from ...plans import Plan, Segmented
-from ...tensor_checks import DTYPES
 from ...transport.collectives import gather
-from ...transport.memory import lock
+from ...transport.copy_engine import Send, exchange_rows, push
+from ...transport.memory import workspace
+from ...transport.sm_push import pushing
 from ...world import World
 from . import libraries
-from .kernels import merge, push_rows
+from .kernels import merge
 from .key_ranges import KeyGroup, KeyRanges, buffer_rows, split_groups
 from .libraries import AttentionLibrary, Packed, SequenceOffsets
 
@@ -167,10 +165,10 @@ def merge_adjacent(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def concatenate(world: World, t: Tensor, spans: Sequence[tuple[int, int]], stream: Stream) -> Tensor:
     """Return the rows of `t` in `spans` as one tensor."""
-    out, start = world.empty((sum(hi - lo for lo, hi in spans), t.shape[1]), t.dtype), 0
-    for lo, hi in spans:
-        world.copy(out[start : start + hi - lo], t[lo:hi], stream)
-        start += hi - lo
+    rows = [hi - lo for lo, hi in spans]
+    out = world.empty((sum(rows), t.shape[1]), t.dtype)
+    for part, (lo, hi) in zip(out.split(rows), spans, strict=True):
+        world.copy(part, t[lo:hi], stream)
     return out
 
 
@@ -184,75 +182,22 @@ def push_key_values(
 ) -> FetchedKeyValues:
     """Push local keys and values into the buffers of the ranks that read them, by copy engine or by a few programs.
     Return the keys and values that the other ranks push into this rank's buffer."""
-    stream, copies, me, total = world.current_stream(), world.side_stream("copy"), world.rank, sum(config.shards)
-    nbytes = 2 * total * config.kv_heads * config.dim * config.dtype.itemsize
-    memory = world.buffer(KEYS, nbytes).view(0, (2, total, config.kv_heads, config.dim), config.dtype)
-    world.order(lock(world, KEYS), stream)
-    ch = world.channel(f"{KEYS} arrived", world.size, None)
-    epoch = world.barrier(stream, KEYS)
-    world.wait_event(copies, world.record(stream))
-    if plan.push_programs:
-        push = make_sm_push(world, plan, copies)
-    else:
-        push = functools.partial(copy_engine_push, world, copies)
-    with world.on(copies):  # entering the stream once costs less host time than entering it for every copy
-        for step in range(1, world.size):
-            reader = (me + step) % world.size
-            for key_range, row in buffer_rows(groups_by_rank[reader]):
-                if key_range.source == me:
-                    push(memory, reader, row, local_kv.rows(key_range.lo, key_range.hi))
-                    rank_notify(world, ch, me, reader, epoch, copies)
-        for key_range, row in buffer_rows(groups_by_rank[me]):
-            if key_range.source == me:  # packed sequences have local keys in one run with remote ones
-                copy_engine_push(world, copies, memory, me, row, local_kv.rows(key_range.lo, key_range.hi))
-        end = world.record(copies)
-
-    def arriving(lo: int, hi: int, sources: Sequence[int]) -> KeyValues:
-        def wait() -> None:
-            for source in sources:
-                if source == me:
-                    world.wait_event(stream, end)
-                else:
-                    rank_wait(world, ch, source, epoch, stream)
-
-        return KeyValues(memory.local[0, lo:hi], memory.local[1, lo:hi], wait)
-
+    me, total = world.rank, sum(config.shards)
+    memory = workspace(world, KEYS, (2, total, config.kv_heads, config.dim), config.dtype)
+    sends = [
+        Send(reader, row, local_kv.rows(key_range.lo, key_range.hi)[:2])
+        for reader in (*world.other_ranks, me)  # packed sequences have local keys in one run with remote ones
+        for key_range, row in buffer_rows(groups_by_rank[reader])
+        if key_range.source == me
+    ]
+    exchanged = exchange_rows(world, KEYS, memory, sends, pushing(plan.push_programs) if plan.push_programs else push)
     row_of_source = {key_range.source: row - key_range.lo for key_range, row in buffer_rows(groups_by_rank[me])}
     remote = []
     for group in groups:
         start = row_of_source[group.ranges[0].source] + group.ranges[0].lo
-        remote.append((group, arriving(start, start + group.rows, [r.source for r in group.ranges])))
-    return FetchedKeyValues(remote, end)
-
-
-def copy_engine_push(
-    world: World, stream: Stream, memory: SymmetricTensor, reader: int, row: int, local_kv: KeyValues
-) -> None:
-    for plane, t in zip(memory.peers[reader], (local_kv.k, local_kv.v), strict=True):
-        world.copy(plane[row : row + len(t)], t, stream)
-
-
-def make_sm_push(
-    world: World, plan: Segmented, stream: Stream
-) -> Callable[[SymmetricTensor, int, int, KeyValues], None]:
-    """Return a function that pushes keys and values by a kernel of `plan.push_programs` programs."""
-
-    def push(memory: SymmetricTensor, reader: int, row: int, local_kv: KeyValues) -> None:
-        k, v, _ = local_kv
-        width, total = k[0].numel(), memory.local.shape[1]
-        launch = _push(world, plan.push_programs, reader, row * width, total * width, k.numel(), k.dtype)
-        launch(stream, memory=memory.addresses, k=k, v=v)
-
-    return push
-
-
-@prepared
-def _push(
-    world: World, programs: int, reader: int, start: int, v_offset: int, count: int, dtype: torch.dtype
-) -> Launch:
-    sizes = dict(reader=reader, start=start, v_offset=v_offset, count=count)
-    block = 4 * world.scale.block  # a thread has four 16-byte loads in flight
-    return Launch(world, push_rows, programs, dict(num_warps=16, local=True), **sizes, DTYPE=DTYPES[dtype], BLOCK=block)
+        k, v = memory.local[:, start : start + group.rows]
+        remote.append((group, KeyValues(k, v, partial(exchanged.wait, [r.source for r in group.ranges]))))
+    return FetchedKeyValues(remote, exchanged.end)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -45,11 +45,8 @@ from ..two_level import run_reduce_all, run_scatter
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .runs import (
     direct_sequential,
-    run_decomposed_all,
-    run_decomposed_scatter,
     run_fused,
-    run_one_shot,
-    run_sequential,
+    run_reduced,
     run_shots,
 )
 from .signaled import reduce_in_tiles, run_signaled
@@ -121,10 +118,10 @@ class MatmulReduceScatter(MatmulReduce):
         FusedReduceScatter(pull_programs=64, forward_programs=2),
     )
     runs = {
-        Sequential: run_sequential,
-        Decomposed: run_decomposed_scatter,
+        Sequential: run_reduced,
+        Decomposed: run_reduced,
         FusedReduceScatter: run_fused,
-        OneShot: run_one_shot,
+        OneShot: run_reduced,
         Signaled: run_signaled,
         TwoLevel: run_scatter,
     }
@@ -174,8 +171,8 @@ class MatmulAllReduce(MatmulReduce):
     )
     scatters_rows = False
     runs = {
-        Sequential: run_sequential,
-        Decomposed: run_decomposed_all,
+        Sequential: run_reduced,
+        Decomposed: run_reduced,
         FusedAllReduce: run_fused,
         OneShot: run_shots,
         TwoShotPush: run_shots,

@@ -13,7 +13,7 @@ fused               one GEMM whose finished tiles programs of a second launch, o
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping
 
 import torch
 
@@ -24,16 +24,26 @@ from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...op import Direct
-from ...plans import Decomposed, FusedAllReduce, FusedReduce, FusedReduceScatter, OneShot, Plan, TwoShot, is_low_latency
-from ...transport import low_latency
-from ...transport.collectives import scattered_sum
-from ...transport.copies import COPIES, chunks, group_steps, sum_parts
-from ...transport.memory import Halves, flat, lock
+from ...plans import (
+    Decomposed,
+    FusedAllReduce,
+    FusedReduce,
+    FusedReduceScatter,
+    OneShot,
+    Plan,
+    Sequential,
+    TwoShot,
+    is_low_latency,
+)
+from ...transport import collectives, copy_engine, low_latency
+from ...transport.collectives import add_bias
+from ...transport.interfaces import ReduceTransport
+from ...transport.memory import Halves, flat
 from ...world import Arena, World
 from .. import by_collectives
 from ..all_reduce.op import ALL_REDUCE
 from ..all_reduce.runs import sum_few
-from ..common import add_bias, tile_of, transposed, weight_matrix
+from ..common import tile_of, transposed, weight_matrix
 from ..product import linear
 from ..recipes import ScaledFactors, block_rows, scales_of_part
 from .call import ReduceCall
@@ -42,7 +52,15 @@ from .kernels import Sums, gemm_reduce
 SUM_REGISTERS = 112  # registers of a thread that sums, beside GEMMs of 8-bit operands
 
 
-# -- sequential and few rows -------------------------------------------------------------------------------------------
+# -- the library's GEMM ------------------------------------------------------------------------------------------------
+# The transport that sums the partial rows of each plan at their owners.
+REDUCES: Mapping[type[Plan], ReduceTransport] = {
+    Sequential: collectives.reduce_rows,
+    OneShot: low_latency.reduce_rows,
+    Decomposed: copy_engine.reduce_rows,
+}
+
+
 def multiply(
     world: World,
     call: ReduceCall,
@@ -58,17 +76,18 @@ def multiply(
     return linear(world, call.recipe, call.dtype, part, stream, out)
 
 
-def run_sequential(world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor) -> None:
-    stream = world.current_stream()
+def run_reduced(world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor) -> None:
+    """Compute the GEMM part by part, and send each part to be summed by the plan's transport."""
     if world.size == 1:
-        linear(world, call.recipe, call.dtype, operands, stream, out)
+        linear(world, call.recipe, call.dtype, operands, world.current_stream(), out)
         return
-    if call.everywhere:
-        multiply(world, call, operands, stream, out)
-        world.all_reduce(out, stream)
-    else:
-        scattered_sum(multiply(world, call, operands, stream), world, call.shards, stream, out)
-    add_bias(world, out, operands.bias, stream)
+    if isinstance(plan, Decomposed) and world.symmetric_reason and not call.everywhere:
+        by_collectives.scatter(world, plan, operands, out)
+        return
+    transport = collectives.reduce_all_rows if call.everywhere else REDUCES[type(plan)]
+    with transport(world, plan, call.shards, out, operands.bias) as parts:
+        for part in parts:
+            part.send(multiply(world, call, operands, part.lane, part.partial, part.rows))
 
 
 def direct_sequential(world: World, call: ReduceCall) -> Direct:
@@ -95,12 +114,6 @@ def direct_sequential(world: World, call: ReduceCall) -> Direct:
     return run
 
 
-def run_one_shot(world: World, call: ReduceCall, plan: OneShot, operands: ScaledFactors, out: torch.Tensor) -> None:
-    stream = world.current_stream()
-    low_latency.scatter(multiply(world, call, operands, stream), world, plan, call.shards, stream, out)
-    add_bias(world, out, operands.bias, stream)
-
-
 def run_shots(
     world: World, call: ReduceCall, plan: OneShot | TwoShot, operands: ScaledFactors, out: torch.Tensor
 ) -> None:
@@ -110,72 +123,6 @@ def run_shots(
         sum_few(partial, world, plan, stream, out)
     else:
         ALL_REDUCE.call(world, plan, (partial,), (), out)
-    add_bias(world, out, operands.bias, stream)
-
-
-# -- decomposed --------------------------------------------------------------------------------------------------------
-def run_decomposed_scatter(
-    world: World, call: ReduceCall, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor
-) -> None:
-    if world.symmetric_reason:
-        by_collectives.scatter(world, plan, operands, out)
-    else:
-        _decomposed_scatter(world, call, plan, operands, out)
-
-
-def _decomposed_scatter(
-    world: World, call: ReduceCall, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor
-) -> None:
-    """The first barrier says that every staging slot may be written again, the others that every push of a piece has
-    landed. GEMMs alternate between two streams, so that one fills the SMs that the last tiles of the one before leave
-    idle."""
-    (rows, n), me, size = out.shape, world.rank, world.size
-    groups = chunks(plan, me, size)[::-1]
-    pieces = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
-    part = rows // pieces
-    stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
-    second = world.side_stream("gemm", urgent=False)
-    lanes = itertools.cycle((stream, second))
-    memory = world.buffer("staging", size * rows * n * call.dtype.itemsize)
-    world.order(lock(world, COPIES), stream)
-    staging = memory.view(0, (pieces, size, part, n), call.dtype)
-    partial = world.empty((size * rows, n), call.dtype)
-    parts = partial.split(part)  # `pieces` of each rank
-    start = world.record(stream)
-    world.wait_event(second, start)
-    world.wait_event(copies, start)
-    world.barrier(copies)
-    for piece in range(pieces):
-        for first, ranks in groups:
-            lane, one = next(lanes), len(ranks) == 1
-            begin = first * rows + piece * part
-            run = slice(begin, begin + part) if one else slice(first * rows, (first + len(ranks)) * rows)
-            multiply(world, call, operands, lane, partial[run], run)
-            world.wait_event(copies, world.record(lane))
-            for p in ranks:
-                if p != me:
-                    world.copy(staging.peers[p][piece, me], parts[p * pieces + piece], copies)
-        world.barrier(copies)
-        world.wait_event(sums, world.record(copies))  # the own rows' GEMM too: the last that `copies` waited for
-        own, result = parts[me * pieces + piece], out[piece * part :][:part]
-        sum_parts(own, staging.local[piece], result, operands.bias, world, sums)
-    for other in (second, sums):
-        world.wait_event(stream, world.record(other))
-
-
-def run_decomposed_all(
-    world: World, call: ReduceCall, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor
-) -> None:
-    """Chunks of rows: the library's all-reduce of one under the GEMM of the next. Fewer CTAs for NCCL:
-    NCCL_MAX_CTAS."""
-    stream, comm = world.current_stream(), world.side_stream("comm")
-    rows = call.rows // world.size
-    for group in group_steps(plan, world.size):
-        lo, hi = group.start * rows, group.stop * rows
-        multiply(world, call, operands, stream, out[lo:hi], slice(lo, hi))
-        world.wait_event(comm, world.record(stream))
-        world.all_reduce(out[lo:hi], comm)
-    world.wait_event(stream, world.record(comm))
     add_bias(world, out, operands.bias, stream)
 
 

@@ -19,7 +19,7 @@ a `Remap`: `weft.rms_norm` and `weft.residual_add` read through it, or a kernel 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -33,8 +33,8 @@ from ...lang.jit import constants
 from ...lang.mapping import balanced_rows
 from ...plans import Signaled
 from ...tensor_checks import DTYPES
-from ...transport.copies import COPIES, sum_parts
-from ...transport.memory import lock, rank_word
+from ...transport.copy_engine import COPIES, staging_slots, sum_parts
+from ...transport.memory import lock, rank_word, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule
 from ...transport.sums import sum_partials
 from ...world import World
@@ -57,23 +57,29 @@ class Tiling(NamedTuple):
     shard: int = 0
 
 
-@prepared
-def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
-    """The signaled GEMM of x_desc and w_desc, + bias, to `out`."""
-    bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
+def gemm_launch(
+    world: World,
+    call: MatmulCall,
+    plan: Signaled,
+    signals: Signals,
+    tiling: Tiling,
+    m: int,
+    fixed: Mapping[str, object],
+    **options: int,
+) -> Launch:
+    """The signaled GEMM of x_desc [m, K] and w_desc, + bias, to `out`. `fixed` holds more of its fixed arguments."""
+    bm, bk = plan.tile.block_m, plan.tile.block_k
     return Launch(
         world,
         signaled_gemm,
         world.sm_count - plan.ctas,
-        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages),
-        x_desc=Matrix(call.rows, call.k, (bm, bk)),
+        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages, **options),
+        x_desc=Matrix(m, call.k, (bm, bk)),
         w_desc=weight_matrix(call, plan.tile),
-        out=Matrix(tiling.rows, tiling.cols, (bm, bn // 2)),
         ch=signals.ch,
         turns=signals.turns,
         offsets=signals.offsets,
-        rows=None,
-        M=call.rows,
+        M=m,
         N=call.n,
         K=call.k,
         tiles=tiling.tiles,
@@ -87,7 +93,14 @@ def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, ti
             ROTATE=tiling.shard > 0,
             FLAT=world.capability >= HOPPER,
         ),
+        **fixed,
     )
+
+
+@prepared
+def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
+    out = Matrix(tiling.rows, tiling.cols, (plan.tile.block_m, plan.tile.block_n // 2))
+    return gemm_launch(world, call, plan, signals, tiling, call.rows, dict(out=out, rows=None))
 
 
 def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tensor) -> Callable[[Stream], None]:
@@ -208,17 +221,16 @@ def _scatter_by_copies(
     engine pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done,
     the owner sums its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
     (rows, n), m, me, size = out.shape, call.m, world.rank, world.size
-    world.order(lock(world, COPIES), world.current_stream())
-    staging = world.buffer("staging", m * n * call.dtype.itemsize).view(0, (size, rows, n), call.dtype)
+    staging = staging_slots(world, (size, rows, n), call.dtype)
     partial = world.empty((m, n), call.dtype)
     signals, gemm, ends = _in_rows(world, call, plan, operands, partial, rows // plan.tile.block_m)
 
     def push(g: int, stream: Stream) -> None:
         a, b = ends[g : g + 2]
-        for j in range(a // rows, min(size - 1, -(-b // rows))):
-            p = (me + 1 + j) % size
+        for j, p in enumerate(world.other_ranks):
             lo, hi = max(a - j * rows, 0), min(b - j * rows, rows)
-            world.copy(staging.peers[p][me, lo:hi], partial[p * rows + lo : p * rows + hi], stream)
+            if lo < hi:
+                world.copy(staging.peers[p][me, lo:hi], partial[p * rows + lo : p * rows + hi], stream)
         if a < m - rows <= b:
             world.barrier(stream)
 
@@ -255,15 +267,15 @@ def _reduce_by_copies(
 
     Who is past the second barrier of a call's last group knows that nobody reads its partial sums any more, and who is
     past the first one of the next call, that nobody pulls its sums any more."""
-    (m, n), me, size, nbytes = out.shape, world.rank, world.size, call.dtype.itemsize
+    (m, n), me, size = out.shape, world.rank, world.size
     stream, adds, pulls = world.current_stream(), world.side_stream("sum"), world.side_stream("pull")
     world.order(lock(world, COPIES), stream)
-    partials = world.buffer("partials", m * n * nbytes).view(0, (m, n), call.dtype)
+    partials = workspace(world, "partials", (m, n), call.dtype)
     signals, gemm, ends = _in_rows(world, call, plan, operands, partials.local, 0)
     parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
     # By group: rows of `sums` before it, as many on every rank (the first rank's, which has the most).
     starts = list(accumulate((p[1] - p[0] for p in parts), initial=0))
-    sums = world.buffer("sums", starts[-1] * n * nbytes).view(0, (starts[-1], n), call.dtype)
+    sums = workspace(world, "sums", (starts[-1], n), call.dtype)
 
     def reduce_group(g: int, comm: Stream) -> None:
         world.barrier(comm)
@@ -274,7 +286,7 @@ def _reduce_by_copies(
             launch(adds, partials=partials.addresses, out=out[lo:hi], sums=sums.local[starts[g] :])
         world.barrier(adds, "meet sums")
         world.wait_event(pulls, world.record(adds))
-        for p in ((me + j) % size for j in range(1, size)):
+        for p in world.other_ranks:
             rows = slice(*parts[g][p : p + 2])
             if count := rows.stop - rows.start:
                 world.copy(out[rows], sums.peers[p][starts[g] : starts[g] + count], pulls)

@@ -15,7 +15,8 @@ from ...op import REGISTRY
 from ...op import collective as collective_of
 from ...plans import LowLatencyShot
 from ...transport import low_latency as low_latency
-from ...transport.copies import peer_at, sum_parts
+from ...transport.copy_engine import sum_parts
+from ...transport.order import peer_at
 from ...transport.two_level import hops, send
 from ..parts import low_latency_name
 from ..profile import SEND_TO_NODE, Latency, Measurement, Slowdown, UsedCtas
