@@ -286,9 +286,9 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
             call = MOE.check(world, operands, (*options, False))
             timed, given = MOE.balanced(world, call, operands)
             counts = torch.bincount(given.ids.flatten(), minlength=experts)
-            assert timed.own == len(given.x) and counts.max() - counts.min() <= 1 and given.shared is None
+            assert timed.own_tokens == len(given.x) and counts.max() - counts.min() <= 1 and given.shared is None
             assert all(len({*row}) == k for row in given.ids.tolist())
-            found.append((timed.own, MOE.choose(world, call, "auto", True).kind))
+            found.append((timed.own_tokens, MOE.choose(world, call, "auto", True).kind))
             world.choices.trial(MOE.choice(world, call, operands))
             found.append(MOE.choose(world, call, "auto", True).kind)
             trained = MOE.check(world, operands, (*options, True))  # which not all of the timed plans serve
