@@ -167,7 +167,7 @@ def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
         case = all_gather_case if op == GATHER else partial(reduce_case, everywhere=op == ALL)
         error = case(world, [m // world.size] * world.size if op == GATHER else m, n, k, "auto", calls=3)
     trial = world.choices.last(op, (m, n, k))
-    assert trial is not None and len(trial.took) > 2, trial
+    assert trial is not None and len(trial.times) > 2, trial
     return error
 
 
@@ -178,9 +178,9 @@ def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
     with mock.patch.object(world.choices, "clock", cuda_clock), mock.patch.object(world.backend, "clock", cuda_clock):
         error = case()
     trials = [trial for key, trial in world.choices.trials.items() if key not in before and trial.title == op]
-    said = [(trial.sizes, len(trial.took), str(trial.faster)) for trial in trials]
+    said = [(trial.sizes, len(trial.times), str(trial.faster)) for trial in trials]
     if world.rank == 0:
-        print(*(trial.said("graph") for trial in trials), sep="\n")
+        print(*(trial.timings("graph") for trial in trials), sep="\n")
     same = all(theirs == said for theirs in world.exchange(said))
     return error if said and same and all(count > 1 for _, count, _ in said) else float("inf")
 
@@ -202,7 +202,7 @@ def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
         worst = max(worst, distance(y, want))
     world.synchronize()
     trial = world.choices.last(GATHER, (m, n, k))
-    said = trial and [trial.said("graph"), str(trial.faster)]
+    said = trial and [trial.timings("graph"), str(trial.faster)]
     if world.rank == 0:
         print(said)
     return worst if said and all(theirs == said for theirs in world.exchange(said)) else float("inf")

@@ -37,7 +37,7 @@ from weft.plans import (
     Signaled,
     TwoShotLowLatency,
     TwoShotPush,
-    posts,
+    is_low_latency,
 )
 from weft.scale import SMALL_SIGNALED
 
@@ -110,7 +110,7 @@ def test_what_only_stores_needs_no_atomics_over_the_link(caplog: Any) -> None:
             y = weft.all_reduce(x, world=world, plan=plan)
             world.synchronize()
             assert torch.equal(y.float(), torch.full((4, 64), 3.0)), plan
-            counting += not posts(plan) and plan != Sequential()
+            counting += not is_low_latency(plan) and plan != Sequential()
         return max(worst, run(world, AG, "fused", 8, 32, 32)), counting
 
     with caplog.at_level(logging.WARNING, "weft"):
@@ -203,7 +203,7 @@ def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_
     """The profile of a machine over PCIe has collectives and GEMMs alone."""
     moved = ("copy", "barrier", "one_shot", "two_shot")
     whole = made(machine=replace(MACHINE, link="pcie"))
-    profile = replace(whole, latencies=tuple(x for x in whole.latencies if not x.what.startswith(moved)))
+    profile = replace(whole, latencies=tuple(x for x in whole.latencies if not x.operation.startswith(moved)))
     planner = Planner(Predictor(profile))
     for op in (RS, AR, "matmul_all_to_all"):
         for mode in ("graph", "eager"):

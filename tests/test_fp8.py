@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import weft
 from weft.backends.emulated import EmulatedBackend
 from weft.backends.library_gemm import dequantized
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY, Op
 from weft.ops.recipes import E4M3, Recipe, ScaledFactors, block_rows, fit_plan
@@ -243,7 +243,7 @@ def test_gradients_and_scales_that_do_not_fit_are_refused(op: str) -> None:
 
 def test_a_plan_without_8_bit_products_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert errors(OPS[1], [16, 16], 40, 128, "row", "signaled") < SUMMED
-    assert "sequential instead of signaled: its GEMM is of 16-bit operands" in caplog.text
+    assert "sequential instead of signaled: its GEMM takes 16-bit operands" in caplog.text
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -273,8 +273,8 @@ def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("weft.planner.auto._generation", lambda device: 9)
     best = fit_plan(REGISTRY[op].variants[0], Recipe("block"))
 
-    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> Took:
-        return Took(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
+        return CallTime(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
 
     monkeypatch.setattr(Chooser, "time", time)
     monkeypatch.setattr(EmulatedBackend, "clock", staticmethod(lambda *_: pytest.fail("really timed")))
@@ -428,7 +428,7 @@ def test_a_decoder_of_a_checkpoint(recipe: str) -> None:
             return y.clone()
 
         want = logits(wide, "plain")
-        with pytest.raises(ValueError, match="weights are of 8"):
+        with pytest.raises(ValueError, match="weights have 8 bits"):
             model.plan(LayerPlan("woven", sms=5), 12)
         return max(distance(logits(model, plan), want) for plan in ("plain", "fused", "woven", "sequence"))
 

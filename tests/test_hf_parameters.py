@@ -275,7 +275,7 @@ def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None
             check()
     with pytest.raises(weft.Unsupported, match="along dimension 1 only"):
         RowShard(split_linear(mesh, 4), world)
-    with pytest.raises(weft.Unsupported, match="along dimension 0 alone"):
+    with pytest.raises(weft.Unsupported, match="along dimension 0 only"):
         ColumnShards([split_linear(mesh, 4, 1)], world)
 
 

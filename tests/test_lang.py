@@ -284,7 +284,7 @@ def test_streams_and_events_are_the_worlds() -> None:
             ):
                 with pytest.raises(TypeError, match=r"a stream is World.current_stream\(\) or a World.side_stream"):
                     give(wrong)
-        with pytest.raises(TypeError, match=r"an event is what World.record\(stream\) returned, not a Stream"):
+        with pytest.raises(TypeError, match=r"an event is what World.record\(stream\) returned, not EmulatedStream"):
             world.wait_event(stream, world.side_stream("copy"))
         with pytest.raises(TypeError, match="World.call takes a function .* not Tensor"):
             world.call(x.add_(1), [x], [x], stream)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 from cases_fp8 import factors
 
 from weft.backends import library_gemm
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypat
     took = {library_gemm.cublas: 100.0, right: us, wrong: 1.0, broken: 1.0}
     monkeypatch.setattr(library_gemm, "FORMS", (right, wrong, broken))
     monkeypatch.setattr(library_gemm, "quack_form", lambda product: product)
-    monkeypatch.setattr(Chooser.alone, "time", lambda choice, product, *_: Took(took[product], 500.0))
+    monkeypatch.setattr(Chooser.alone, "time", lambda choice, product, *_: CallTime(took[product], 500.0))
     monkeypatch.setattr(Chooser.alone, "capturing", lambda: False)
     assert library_gemm.fastest(library_gemm.cublas, *operands()) is takes
 
@@ -89,9 +89,9 @@ def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypat
 def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> None:
     counted: list[Any] = []
 
-    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> Took:
+    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> CallTime:
         counted.append(product)
-        return Took(50.0 if product is right else 100.0, 1.0)
+        return CallTime(50.0 if product is right else 100.0, 1.0)
 
     def captures(now: bool) -> None:
         monkeypatch.setattr(Chooser.alone, "capturing", lambda: now)
@@ -100,7 +100,7 @@ def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> Non
         assert not Chooser.alone.capturing(), "a look at the numbers, which no capture allows"
         return [library, right]
 
-    monkeypatch.setattr(library_gemm, "right", candidates)
+    monkeypatch.setattr(library_gemm, "correct_products", candidates)
     monkeypatch.setattr(Chooser.alone, "time", time)
     x, w, out = operands()
     captures(True)
@@ -146,10 +146,10 @@ def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> N
         ran.append("torch")
         return of_groups(x, w.transpose(1, 2))
 
-    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> Took:
+    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> CallTime:
         ran.clear()
         choice.run(product)
-        return Took(us if ran == ["quack"] else 100.0, 500.0)
+        return CallTime(us if ran == ["quack"] else 100.0, 500.0)
 
     module = type("Module", (), {"gemm": staticmethod(gemm)})
     monkeypatch.setitem(__import__("sys").modules, "quack", module)
@@ -180,12 +180,12 @@ def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
         return run
 
     out, us = torch.empty(4, 4), {"own": 10.0, "slow": 11.0, "fast": 9.0}
-    monkeypatch.setattr(Chooser, "time", lambda self, choice, name, *_: Took(us[name], us[name]))
+    monkeypatch.setattr(Chooser, "time", lambda self, choice, name, *_: CallTime(us[name], us[name]))
     chooser = Chooser(lambda *_: pytest.fail("really timed"), lambda: False)
 
     def fastest(**values: float) -> str:
         ways = {name: way(name, value) for name, value in values.items()}
-        candidates = lambda: library_gemm.right_products(ways, out)  # noqa: E731
+        candidates = lambda: library_gemm.correct_names(ways, out)  # noqa: E731
         return chooser.choose(Choice(tuple(values), lambda mode: "own", candidates, lambda name: ways[name]()))
 
     assert fastest(own=2.0, slow=2.0, wrong=3.0, broken=2.0) == "own"

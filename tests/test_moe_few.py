@@ -139,7 +139,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 def awaited(step: Any) -> bool:
     """Loads of what other ranks write; of rows by their first GEMM, whose wait is in its launch."""
-    return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(outbox", "tl.load(addresses"))
+    return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(outbox", "tl.load(id_addresses"))
 
 
 @pytest.mark.gate

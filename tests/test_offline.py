@@ -149,8 +149,8 @@ def call(
 
 def shipped() -> list[tuple[str, int, Plan]]:
     """Every (op, world, plan) of the measured tables."""
-    build_tables = Path(weft.planner.__file__).parent / "tables"
-    rows = [row for path in sorted(build_tables.glob("*.json")) for row in json.loads(path.read_text())]
+    tables = Path(weft.planner.__file__).parent / "tables"
+    rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
     found = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
     return sorted((f for f in found if f[2] != Sequential()), key=str)
 
@@ -346,7 +346,7 @@ def decoder(
     )  # fmt: skip
 
     def fn(world: World) -> None:
-        cache = Cache(config, world=world, route_rows=1, max_len=2000, dtype=dtype)
+        cache = Cache(config, world=world, slots=1, max_len=2000, dtype=dtype)
         batch, plan = Batch.prefill([2000]), LayerPlan("woven", 1024, sms)
         Llama(config, world=world, dtype=dtype)(torch.zeros(2000, dtype=torch.int64), batch, cache, plan)
 
@@ -396,7 +396,7 @@ def product_of_8_bits(scaling: str, plan: Plan, m: int, n: int, k: int, **more: 
     return fn
 
 
-for scaling, plans in (("tensor", WIDE), ("row", WIDE), ("row", PROMOTED), ("block", PROMOTED)):
+for scaling, plans in (("tensor", WIDE), ("tensor", PROMOTED), ("row", WIDE), ("row", PROMOTED), ("block", PROMOTED)):
     for i, plan in enumerate(plans):
         for m, n, k in ((300, 520, 1024), (1, 8, 128)):
             name = f"8-bit by {scaling}, {'promoted' if plans is PROMOTED else 'wide'} {i}, {m} x {n} x {k}"

@@ -351,7 +351,7 @@ def test_late_ranks_that_agree_go_on_and_ask_once() -> None:
         for _ in range(3):
             weft.matmul_reduce_scatter(x, w, world=world, plan="sequential")
         world.synchronize()
-        assert not world._as_call
+        assert not world._uncompared
         return len(asked)
 
     assert weft.spmd(main, 2, backend="emulated") == [1, 1]
@@ -362,7 +362,7 @@ def test_late_ranks_that_agree_go_on_and_ask_once() -> None:
 def test_what_was_told_is_compared_before_anything_that_waits(then: str) -> None:
     def main(world: weft.World) -> None:
         world.post_call("a call", size=world.rank)
-        assert world._as_call
+        assert world._uncompared
         if then == "another":
             world.check_same_on_all_ranks("another")
         else:
@@ -377,7 +377,7 @@ def test_a_rank_is_not_more_calls_ahead_than_there_is_room_for() -> None:
         most = 0
         for i in range(3 * LATE):
             world.post_call("call", i=i)
-            most = max(most, len(world._as_call))
+            most = max(most, len(world._uncompared))
         return most
 
     assert weft.spmd(main, 2, backend="emulated") == [LATE] * 2 and LATE < LEAD

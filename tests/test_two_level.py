@@ -23,7 +23,7 @@ import weft
 from weft import MemoryFault, Unsupported, World
 from weft.backends.emulated import EmulatedBackend
 from weft.backends.emulated import spmd as emulated
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 from weft.op import REGISTRY, Known
 from weft.ops import two_level
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
@@ -313,10 +313,10 @@ def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixt
 def test_auto_takes_what_was_measured_faster(us: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library over all ranks takes 100 us, two levels in one piece 120."""
 
-    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *rest: Any) -> Took:
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *rest: Any) -> CallTime:
         world: Any = self.ranks
         took = us if plan == TwoLevel(2) else 120.0 if isinstance(plan, TwoLevel) else 100.0
-        return Took(took if world.size == 4 else 1.0, 1.0)
+        return CallTime(took if world.size == 4 else 1.0, 1.0)
 
     monkeypatch.setattr(Chooser, "time", time)
     monkeypatch.setattr(EmulatedBackend, "clock", staticmethod(lambda *_: pytest.fail("really timed")))

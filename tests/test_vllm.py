@@ -18,7 +18,7 @@ from torch import nn
 from vllm_standin import BF, DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
 
 import weft
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 from weft.integrations import vllm
 from weft.integrations.vllm import interface, layers, plugin, timing
 from weft.integrations.vllm.dataflow import flow_of
@@ -467,17 +467,21 @@ def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans(call(4096, rows_from=0)) == ("engine", ["sequential"])
     assert plans(call(4096)) == ("sequential", ["sequence_parallel"])
     assert plans(call(4096, woven_from=4096)) == ("woven", [])
-    assert ROW_NORM_COLUMN.alike(call(65)) == ROW_NORM_COLUMN.alike(call(128)) != ROW_NORM_COLUMN.alike(call(129))
+    assert (
+        ROW_NORM_COLUMN.trial_key(call(65))
+        == ROW_NORM_COLUMN.trial_key(call(128))
+        != ROW_NORM_COLUMN.trial_key(call(129))
+    )
 
 
 def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are faster up to the most tokens; each kind of site as often as there are such."""
 
-    def time(self: Chooser, choice: Choice[int], rows_from: int, *_: Any) -> Took:
+    def time(self: Chooser, choice: Choice[int], rows_from: int, *_: Any) -> CallTime:
         """By rows pays from 32 tokens on, but for `slow`."""
         (tokens,) = choice.sizes
         us = 1.0 if not rows_from else 0.5 if tokens >= 32 and tokens != slow else 2.0
-        return Took(us, us)
+        return CallTime(us, us)
 
     def one_pass(world: weft.World, sites: Any, rows_from: int) -> None:
         calls.extend((len(t.x), rows_from, t.row is not None, t.column is not None) for t, _ in sites)

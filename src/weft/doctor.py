@@ -280,7 +280,7 @@ def _verdict(gpus: int) -> tuple[str, str]:
     except ProfileError as e:
         return "cuda", f'{serves}; plan="auto" is sequential but for the shapes measured on {model}: {e}'
     if profile:
-        return "cuda", f"{serves}, and plans predicted from the profile of {profile.made[:10]}"
+        return "cuda", f"{serves}, and plans predicted from the profile of {profile.created[:10]}"
     if not load(model):
         action = (
             "measures plans at the first call of a size"

@@ -228,7 +228,10 @@ class World:
         torch.distributed's ranks.
         """
         colors = self.exchange(color)
-        groups = [[rank for rank, p in enumerate(colors) if p == group_color] for group_color in dict.fromkeys(colors)]
+        groups = [
+            [rank for rank, rank_color in enumerate(colors) if rank_color == group_color]
+            for group_color in dict.fromkeys(colors)
+        ]
         return World(self.backend.split(groups))
 
     @property

@@ -74,7 +74,7 @@ class GpuBackend(Backend):
 
     def __init__(self, rank: int, size: int, device: torch.device, sm_count: int) -> None:
         self.rank, self.size, self.device, self.sm_count = rank, size, device, sm_count
-        self.scale = Scale.of(sm_count)
+        self.scale = Scale.for_programs(sm_count)
         self.capability = architectures.device_capability(device)
         self.record_words = Record(device)
         self.launcher = Launcher(self)

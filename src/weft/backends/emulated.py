@@ -101,7 +101,7 @@ class EmulatedBackend(Backend):
         self.peer_reason = self.symmetric_reason = spread(self.nodes)
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
-        self.scale = Scale.of(machine.sm_count)
+        self.scale = Scale.for_programs(machine.sm_count)
         self._guard: torch.Tensor | None = None
 
     @property
@@ -167,7 +167,7 @@ class EmulatedBackend(Backend):
         raw, start = fresh(nbytes, ALIGN, poison)
         self.machine.memory.add(
             raw.data_ptr() + start, max(nbytes, 1), raw.untyped_storage(), name, self.machine_rank, granule, not poison
-        ).placed = True
+        ).node_local = True
         return raw[start : start + nbytes]
 
     def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
@@ -182,7 +182,7 @@ class EmulatedBackend(Backend):
             region = self.machine.memory.add(
                 copy.data_ptr(), max(nbytes, 1), raw.untyped_storage(), name, rank, 4, True
             )
-            region.placed = True
+            region.node_local = True
         return copies
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
@@ -251,7 +251,7 @@ class EmulatedBackend(Backend):
     def wait_event(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
         _stream(stream)
         if not isinstance(event, EmulatedEvent):
-            raise TypeError(f"an event is what World.record(stream) returned, not a {type(event).__name__}")
+            raise TypeError(f"an event is what World.record(stream) returned, not {type(event).__name__}")
         if not self._dropped("wait_event"):
             self.machine.streams.wait_event(stream, event)
 

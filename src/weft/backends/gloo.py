@@ -52,9 +52,9 @@ SCALE = replace(
     block=EMULATED_BLOCK,
     norm_block=EMULATED_BLOCK,
     gate_block=EMULATED_BLOCK,
-    run=Scale.run,
+    run_columns=Scale.run_columns,
     interleave=Scale.interleave,
-    whole=Scale.whole,
+    replicated_bytes=Scale.replicated_bytes,
 )
 _emulating = threading.Lock()  # the emulator changes Triton's language while it runs
 

@@ -49,9 +49,8 @@ class SharedMemoryExchange:
                 if opens:
                     file = os.open(path, os.O_RDWR | (0 if rank else os.O_CREAT | os.O_EXCL), 0o600)
                     if rank == 0:
-                        os.posix_fallocate(
-                            file, 0, size * (_PART + _SLOT)
-                        )  # so that no rank is killed where there is no room
+                        # Without room for the file, a later write would kill a rank.
+                        os.posix_fallocate(file, 0, size * (_PART + _SLOT))
                     shm = SharedMemoryExchange(file, rank, size, seconds)
             except OSError:
                 pass

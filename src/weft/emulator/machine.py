@@ -37,7 +37,19 @@ from ..trace.span import Span
 from . import deadlock, interpret
 from .bounds import Extent, PointerBounds
 from .host import HostThread
-from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, NEAR, READ, WRITE, Finding, Memory, Region, verb
+from .memory import (
+    ATOMIC_READ,
+    ATOMIC_WRITE,
+    BULK_READ,
+    BULK_WRITE,
+    GPU_SCOPE,
+    READ,
+    WRITE,
+    Finding,
+    Memory,
+    Region,
+    verb,
+)
 from .programs import Programs
 from .streams import Streams
 from .tasks import Collective, KernelRun, Owner, Poll, Report, SourceSite, Task, Update, Wait, merged, place, reached
@@ -104,7 +116,7 @@ class Machine:
         self.windows: list[tuple[int, list[int]]] = []
         self.waiting: dict[int, list[Task]] = {}
         self.polling: list[Task] = []
-        self.crowded: dict[KernelRun, str] = {}  # the error message for launches that signal but are not resident
+        self.not_resident: dict[KernelRun, str] = {}  # the error message for launches that signal but are not resident
         self.hosts: list[Task] = []
         self.program_of_agent: dict[int, int] = {}  # of an agent of a program, the program's own agent
         # Filled by `EmulatedBackend.register_channel`.
@@ -164,8 +176,8 @@ class Machine:
                 self.ended = True
                 torch.set_num_threads(threads)
         self._check_channels()
-        if self.crowded:
-            raise Unsupported(next(iter(self.crowded.values())))
+        if self.not_resident:
+            raise Unsupported(next(iter(self.not_resident.values())))
         return [results[rank] for rank in range(self.size)]
 
     def _loop(self) -> None:
@@ -407,7 +419,7 @@ class Machine:
             self.report.sys_lines.add(interpret.where()[0][:2])
         self.signals("waits")
         self.pause()
-        look = ATOMIC_READ if scope_sys else ATOMIC_READ | NEAR
+        look = ATOMIC_READ if scope_sys else ATOMIC_READ | GPU_SCOPE
         self.word(address, look)
         while not reached(self.peek(address), target):
             self.waiting.setdefault(address, []).append(task)
@@ -429,8 +441,8 @@ class Machine:
         """Note that the current task waits or notifies: if it is a program, all of its grid should be resident at
         once."""
         run = self.current.run
-        if run is not None and not run.fits and run not in self.crowded:
-            self.crowded[run] = (
+        if run is not None and not run.fits and run not in self.not_resident:
+            self.not_resident[run] = (
                 f"{run.kernel.__name__}: {math.prod(run.grid)} programs are not resident at once on the "
                 f"{self.sm_count} SMs of rank {self.current.rank}, {run.per_sm} an SM, and one of them {action}: a "
                 f"program that never starts never signals (launch at most world.sm_count)\n{self.me()}"
@@ -519,7 +531,7 @@ class Machine:
             if near:
                 hint = f"; the access begins or ends in {near.label(max(lo, near.base))}"
             raise MemoryFault(f"{verb(kind)} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
-        if region.placed and self.nodes[region.rank] != self.nodes[self.current.rank]:
+        if region.node_local and self.nodes[region.rank] != self.nodes[self.current.rank]:
             rank, owner = self.current.rank, region.rank
             raise MemoryFault(
                 f"{verb(kind)} of {region.label(lo)} by rank {rank}: rank {rank} is on node {self.nodes[rank]}, rank "
@@ -589,7 +601,7 @@ class Machine:
             reason = "the program's own bulk and ordinary accesses are not ordered without flush_stores or bulk_fence"
         elif access.kind in (BULK_READ, BULK_WRITE) and task.clock[agent] >= clock:
             reason = "acquired, but no proxy fence (wait_until, bulk_fence) stands before this bulk access"
-        elif (kind | access.kind) & NEAR:
+        elif (kind | access.kind) & GPU_SCOPE:
             reason = 'atomics of two ranks need scope "sys", both of them: else one may miss or undo the other'
         elif early := self._early(earlier, kind, later, access.kind):
             reason = early

@@ -28,14 +28,15 @@ POISON = np.array([0xFB, 0x7F], np.uint8)  # a NaN in bf16, fp16, fp32 and fp64
 MARGIN = 256  # an access at most so many bytes outside a tensor is reported as a small mistake in its index
 UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
-MANY = 8  # flag of an atomic kind: many threads of the program make it, each for some elements of a block
-NEAR = 16  # flag of an atomic kind: it has scope "gpu", and so is not atomic to other ranks
+BY_MANY_THREADS = 8  # flag of an atomic kind: many threads of the program make it, each for some elements of a block
+GPU_SCOPE = 16  # flag of an atomic kind: it has scope "gpu", and so is not atomic to other ranks
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
 WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
 
 def verb(kind: int) -> str:
-    return VERB[kind & 7] + (' at scope "gpu"' if kind & NEAR else "")
+    """The kind of an access in words."""
+    return VERB[kind & 7] + (' at scope "gpu"' if kind & GPU_SCOPE else "")
 
 
 Stamp = tuple[int, int, int, int]  # agent, tick, kind of access, site
@@ -81,9 +82,9 @@ class View:
 class Region:
     """A range of tracked addresses and the states of its granules."""
 
-    base: int
-    end: int
-    granule: int
+    base: int  # the first address
+    end: int  # the address after the last
+    granule: int  # bytes for which there is one state
     name: str
     rank: int
     storage: StorageWeakRef
@@ -91,7 +92,7 @@ class Region:
     bytes: np.ndarray
     fresh: bool  # whether it may have elements that are not written yet
     words: bool = False  # whether it has counters or flags through which accesses were released
-    placed: bool = False  # whether only the rank's node can address it, as memory that the backend allocates
+    node_local: bool = False  # whether only the rank's node can address it, as memory that the backend allocates
     views: dict[tuple[str, int, tuple[int, ...]], View] = field(default_factory=dict)
 
     def refine(self, granule: int) -> None:
@@ -266,7 +267,7 @@ class Memory:
     def _step(self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, site: int) -> int:
         """The state after the access; raises Finding where the access is a race or an unwritten read."""
         state = self.states[number]
-        many, kind, stamp = kind & MANY, kind & 7, kind & ~MANY
+        many, kind, stamp = kind & BY_MANY_THREADS, kind & 7, kind & ~BY_MANY_THREADS
         clock = task.bulk_view if kind in (BULK_READ, BULK_WRITE) else task.clock
         writes = kind in WRITES
         if number == UNWRITTEN and kind not in (WRITE, BULK_WRITE):
@@ -300,7 +301,7 @@ class Memory:
                 a[0] == agent and a[1] == tick and a[2] | stamp == a[2]
             ):  # the earlier atomic at this tick covers this one
                 return number
-            if not covered and (a[2] | stamp) & NEAR and ranks[a[0]] != task.rank:
+            if not covered and (a[2] | stamp) & GPU_SCOPE and ranks[a[0]] != task.rank:
                 if ATOMIC_WRITE in (kind, a[2] & 7):
                     self._report(task, region, block, number, stamp, a)
             if not covered or (a[2] & 7 == ATOMIC_WRITE and kind == ATOMIC_READ):

@@ -19,8 +19,8 @@ from .memory import (
     ATOMIC_WRITE,
     BULK_READ,
     BULK_WRITE,
-    MANY,
-    NEAR,
+    BY_MANY_THREADS,
+    GPU_SCOPE,
     POISON,
     READ,
     WRITE,
@@ -110,7 +110,7 @@ class Programs:
             self._maybe_pause()
             self._not_yet_waited()
         out = None
-        kind = ATOMIC_READ | (MANY if ptrs.size > 1 else 0) if volatile else READ
+        kind = ATOMIC_READ | (BY_MANY_THREADS if ptrs.size > 1 else 0) if volatile else READ
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
@@ -146,7 +146,7 @@ class Programs:
             self.machine.pause()
         else:
             self._maybe_pause()
-        kind = ATOMIC_WRITE | MANY if low_latency else WRITE
+        kind = ATOMIC_WRITE | BY_MANY_THREADS if low_latency else WRITE
         whole = ptrs, mask
         if mask is not None:
             rows = sub_block(ptrs, mask)
@@ -294,6 +294,7 @@ class Programs:
         return tuple(inner), lo, hi, region, np.ndarray(shape, dtype, region.bytes, start, strides)
 
     def bulk_load(self, desc: interpret.Desc, offsets: list[int]) -> np.ndarray:
+        """The block of a descriptor at `offsets`, by a bulk (TMA) load."""
         self._maybe_pause()
         self._not_yet_waited()
         box = self._box(desc, offsets, BULK_READ)
@@ -305,6 +306,7 @@ class Programs:
         return out
 
     def bulk_store(self, desc: interpret.Desc, offsets: list[int], value: np.ndarray) -> None:
+        """Store the block of a descriptor at `offsets` by a bulk (TMA) store."""
         self._maybe_pause()
         box = self._box(desc, offsets, BULK_WRITE)
         if box is not None:
@@ -321,6 +323,7 @@ class Programs:
         release: bool,
         scope_sys: bool,
     ) -> R:
+        """Run an atomic operation `do` on each element, and record its access, its acquire and its release."""
         self.machine.pause()
         task = self.machine.current
         if self.machine.record and scope_sys:
@@ -329,7 +332,7 @@ class Programs:
         flat = ptrs.ravel() if mask is None else ptrs[np.broadcast_to(mask, ptrs.shape)]
         addresses = [self._address(int(a), ATOMIC_WRITE, size) for a in flat.ravel()]
         task.time += len(addresses) * size / 1000
-        how = (MANY if ptrs.size > 1 else 0) | (0 if scope_sys else NEAR)
+        how = (BY_MANY_THREADS if ptrs.size > 1 else 0) | (0 if scope_sys else GPU_SCOPE)
         before = [ctypes.string_at(a, size) for a in addresses]
         result = do()
         after = [ctypes.string_at(a, size) for a in addresses]
@@ -392,6 +395,7 @@ class Programs:
         task.polled = ()
 
     def flush_stores(self, bulk: bool) -> None:
+        """Order the program's stores so far before its next release; bulk: its bulk stores too."""
         self.machine.pause()
         task = self.machine.current
         task.flushed = task.tick
@@ -407,6 +411,7 @@ class Programs:
             task.advance()
 
     def release_fence(self, scope_sys: bool) -> None:
+        """Note the clock that relaxed atomics of this program release from now on."""
         self.machine.pause()
         task = self.machine.current
         if self.machine.record and scope_sys:
@@ -414,9 +419,11 @@ class Programs:
         task.fenced = (self.machine.covered(task), scope_sys)
 
     def worked(self, flops: float) -> None:
+        """Add the time of so many FLOPs to the program's virtual time."""
         self.machine.current.time += flops * FLOPS
 
     def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
+        """Block until the word at a pointer has reached `target`, then acquire; return its value."""
         value = self.machine.await_word(self._address(address, ATOMIC_READ), target, tile, peer, scope_sys)
         self.machine.current.stored.clear()
         self.machine.current.fence()
@@ -431,6 +438,7 @@ class Programs:
         return self.machine.window(address)
 
     def bulk_fence(self) -> None:
+        """Order the program's earlier accesses before its later bulk accesses."""
         self.machine.pause()
         self.machine.current.fence()
 

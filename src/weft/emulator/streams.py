@@ -47,7 +47,7 @@ class Streams:
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
         self.free = [[0.0] * machine.sm_count for _ in range(size)]  # by rank, since when each free SM is free
         self.resident: list[list[Task]] = [[] for _ in range(size)]
-        self.crowded: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free SM
+        self.waiting_for_sm: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free SM
         self.current: list[EmulatedStream | None] = [None] * size  # by rank; None: the main stream is current
         self.collectives: dict[WorldRanks, list[Collective]] = defaultdict(list)
         self.collective_counts: Counter[tuple[WorldRanks, int]] = Counter()
@@ -108,6 +108,7 @@ class Streams:
             self.machine.progress += 1
 
     def enqueue(self, stream: EmulatedStream, text: str, do: Callable[[], None]) -> None:
+        """Append an operation to the stream's queue, with the host's clock; `text` describes it in reports."""
         host = self.machine.hosts[stream.rank]
         file, line = call_site()
         owner = Owner(
@@ -130,12 +131,14 @@ class Streams:
         host.time = max(host.time, stream.task.time)
 
     def synchronize(self, rank: int) -> None:
+        """Block the host until all the rank's streams are drained, and order it after them."""
         host = self.machine.current
         for stream in [s for (r, _), s in self.streams.items() if r == rank]:
             self.finish(stream)
             host.join(stream.task.clock)
 
     def record_event(self, stream: EmulatedStream) -> EmulatedEvent:
+        """Enqueue the recording of a new event, with the stream's clock at that point."""
         event = EmulatedEvent(text=f"an event of stream {stream.name} of rank {stream.rank}")
 
         def do() -> None:
@@ -150,6 +153,8 @@ class Streams:
         return event
 
     def wait_event(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
+        """Enqueue a wait of the stream for the event."""
+
         def do() -> None:
             task = stream.task
             while not event.done:
@@ -170,6 +175,8 @@ class Streams:
         co_resident: bool = False,
         per_sm: int = 1,
     ) -> None:
+        """Enqueue a launch. co_resident: its programs become resident at once, and take no SM from others. per_sm: the
+        number of programs that share an SM."""
         rank = stream.rank
         for name, value in args.items():
             self.track(name, value, rank)
@@ -241,10 +248,10 @@ class Streams:
         """Make programs resident while the rank has free SMs."""
         free, pending = self.free[rank], self.pending[rank]
         if free:
-            for task in self.crowded[rank]:
+            for task in self.waiting_for_sm[rank]:
                 task.time = max(task.time, min(free))
                 self.machine.wake(task)
-            self.crowded[rank].clear()
+            self.waiting_for_sm[rank].clear()
         while free and pending:
             run = pending[0] if len(pending) == 1 else self.machine.rng.choice(pending)
             first_pid, count = run.started, run.grid[0] * run.grid[1] * run.grid[2]
@@ -257,13 +264,13 @@ class Streams:
             for pid in range(first_pid, run.started):
                 self._start_program(run, pid, max(free_since, run.begun), running)
 
-    def _room(self, stream: EmulatedStream, work: str) -> None:
+    def _wait_for_free_sm(self, stream: EmulatedStream, work: str) -> None:
         """Block until the rank has a free SM on which library work can begin. The work takes no SM from programs: it
         ends whatever they do."""
         rank = stream.rank
         if not self.free[rank]:
             held = ", ".join(t.name for t in self.resident[rank])
-            self.crowded[rank].append(stream.task)
+            self.waiting_for_sm[rank].append(stream.task)
             self.machine.block(f"an SM for {work}: all {self.machine.sm_count} SMs of the rank are held by {held}")
 
     def _start_program(self, run: KernelRun, pid: int, time: float, running_on_sm: list[int]) -> None:
@@ -321,7 +328,7 @@ class Streams:
 
         self.machine.start(task, body)
 
-    def whole(self, tensor: torch.Tensor, kind: int) -> None:
+    def access_all(self, tensor: torch.Tensor, kind: int) -> None:
         """Record an access of the current stream to all of a tensor."""
         if tensor.numel() == 0:
             return
@@ -340,6 +347,7 @@ class Streams:
             self.machine.range_changed(lo, hi, self.machine.region(lo, hi, WRITE))
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:
+        """Enqueue a copy, in up to four chunks, between which other tasks may run."""
         self.track("", dst, stream.rank)
         self.track("", src, stream.rank)
 
@@ -352,8 +360,8 @@ class Streams:
                 chunks = list(zip(dst.tensor_split(count), src.tensor_split(count), strict=True))
             for dst_chunk, src_chunk in chunks:
                 self.machine.pause()
-                self.whole(src_chunk, READ)
-                self.whole(dst_chunk, WRITE)
+                self.access_all(src_chunk, READ)
+                self.access_all(dst_chunk, WRITE)
                 dst_chunk.copy_(src_chunk)
                 task.time += dst_chunk.numel() * dst_chunk.element_size() * LINK
                 self.changed(dst_chunk)
@@ -368,6 +376,7 @@ class Streams:
         writes: Sequence[torch.Tensor],
         stream: EmulatedStream,
     ) -> None:
+        """Enqueue a library call, which reads and writes these tensors."""
         fn, reads, writes = bound(fn), list(reads), list(writes)
         for t in (*reads, *writes):
             self.track("", t, stream.rank)
@@ -377,12 +386,12 @@ class Streams:
             task = stream.task
             start = task.time
             self.machine.pause()
-            self._room(stream, name)
+            self._wait_for_free_sm(stream, name)
             for t in reads:
-                self.whole(t, READ)
+                self.access_all(t, READ)
             fn()
             for t in writes:
-                self.whole(t, WRITE)
+                self.access_all(t, WRITE)
                 self.changed(t)
             task.time += _call_time(reads, writes, self.machine.sm_count)
             self.machine.pause()
@@ -391,13 +400,14 @@ class Streams:
         self.enqueue(stream, f"call of {name}", do)
 
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
+        """Enqueue a release-store of `value` to `word`."""
         self.track("", word, stream.rank)
         self.track("", value, stream.rank)
 
         def do() -> None:
             task = stream.task
             self.machine.pause()
-            self.whole(value, READ)
+            self.access_all(value, READ)
             address = word.data_ptr()
             self.machine.word(address, ATOMIC_WRITE)
             word.copy_(value)
@@ -408,11 +418,12 @@ class Streams:
         self.enqueue(stream, "signal", do)
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
+        """Enqueue a wait (acquire) until `word` has reached `value`."""
         self.track("", word, stream.rank)
         self.track("", value, stream.rank)
 
         def do() -> None:
-            self.whole(value, READ)
+            self.access_all(value, READ)
             self.machine.await_word(word.data_ptr(), int(value.item()), -1, -1, True)
 
         self.enqueue(stream, "wait", do)
@@ -464,7 +475,7 @@ class Streams:
                 before.next.append(task)
                 self.machine.block(before)
             if moves:
-                self._room(stream, kind)
+                self._wait_for_free_sm(stream, kind)
             collective.arrived[rank] = Arrival(task, reads, writes, source_ranks)
             if len(collective.arrived) < len(among):
                 while not collective.done:
@@ -485,7 +496,7 @@ class Streams:
             arrival.task.advance()
             for r in arrival.sources:
                 arrival.task.join(clocks[r])
-            end += self._moves(arrival)
+            end += self._access_tensors(arrival)
         if work is not None:
             work(arrivals)
         collective.done = True
@@ -499,13 +510,13 @@ class Streams:
         for waiting in collective.next:
             self.machine.wake(waiting)
 
-    def _moves(self, arrival: Arrival) -> float:
+    def _access_tensors(self, arrival: Arrival) -> float:
         """Record a rank's reads and writes in a collective; return the time that they take."""
         previous, self.machine.current = self.machine.current, arrival.task
         try:
             for kind, tensors in ((READ, arrival.reads), (WRITE, arrival.writes)):
                 for t in tensors:
-                    self.whole(t, kind)
+                    self.access_all(t, kind)
         finally:
             self.machine.current = previous
         return sum(t.numel() * t.element_size() for t in (*arrival.reads, *arrival.writes)) * LINK

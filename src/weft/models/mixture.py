@@ -44,7 +44,9 @@ class Experts(Sharded):
 
     def __init__(self, mixture: Mixture, hidden: int, world: World, dtype: torch.dtype) -> None:
         super().__init__(world, dtype)
-        self.split = split = Share.of(world, mixture.parallel, mixture.num_experts, mixture.intermediate_size, False)
+        self.split = split = Share.for_rank(
+            world, mixture.parallel, mixture.num_experts, mixture.intermediate_size, False
+        )
         columns, inner, block = mixture.parallel == "tensor", split.columns, world.scale.interleave
         self.sharded_dim = {"gate_up_proj": 1, "down_proj": 2} if columns else {"gate_up_proj": 0, "down_proj": 0}
         shape = split.experts, -(-inner // block), 2, block, hidden

@@ -228,7 +228,7 @@ def own_rows(rows: Tensor, world: World) -> Tensor:
 def shards_residual(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
     """Whether each rank holds only its own rows of a residual of `rows` tokens. It holds all of them in small messages,
     of which every rank sums all rows itself."""
-    return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.whole
+    return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.replicated_bytes
 
 
 def all_reduce_then_norm(

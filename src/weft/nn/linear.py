@@ -48,8 +48,8 @@ class _ParallelLinear(ScaledModule):
             self.hold_scales(recipe, {"": None if dim == 1 and recipe == "row" else dim})
         self.bias = None
         if bias:
-            held = torch.zeros(bias_shape, dtype=dtype, device=world.device)
-            self.bias = nn.Parameter(held, requires_grad=recipe is None)
+            zeros = torch.zeros(bias_shape, dtype=dtype, device=world.device)
+            self.bias = nn.Parameter(zeros, requires_grad=recipe is None)
         self.fill({"weight": in_features**-0.5})
 
     def get_shard(self, name: str) -> torch.Tensor | None:
@@ -60,23 +60,23 @@ class _ParallelLinear(ScaledModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Self:
-        """This rank's part of a whole `nn.Linear`, which must be the same on all ranks; copies it to `world.device`,
-        with a `recipe` in 8 bits. What is frozen stays so. dtype: the linear's, if it is not given. Raises as the
-        constructor."""
+        """Return this rank's part of a whole `nn.Linear`, which must be the same on all ranks, copied to `world.device`
+        and, with a `recipe`, quantized. Parameters that are frozen stay frozen. dtype: by default the linear's. Raises
+        as the constructor."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: an nn.Linear is needed, got {type(linear).__name__}")
         options.setdefault("dtype", linear.weight.dtype)
-        made = cls(
+        module = cls(
             linear.in_features, linear.out_features, world=world, bias=linear.bias is not None, plan=plan, **options
         )
         state = linear.state_dict()
-        if made.recipe is not None:
-            weight = state["weight"].to(made.dtype)
-            state["weight"], state[NAMES[made.recipe]] = quantized_weight(weight, made.recipe, world)
-        made.load_state_dict(state)
+        if module.recipe is not None:
+            weight = state["weight"].to(module.dtype)
+            state["weight"], state[NAMES[module.recipe]] = quantized_weight(weight, module.recipe, world)
+        module.load_state_dict(state)
         for name, p in linear.named_parameters():
-            getattr(made, name).requires_grad_(p.requires_grad and made.recipe is None)
-        return made
+            getattr(module, name).requires_grad_(p.requires_grad and module.recipe is None)
+        return module
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -89,9 +89,9 @@ class ColumnParallelLinear(_ParallelLinear):
         forward     x [m_r, in_features] -> [M, out_features / W]
         parameters  weight [out_features / W, in_features], bias [out_features / W]
 
-    keep_gathered: the backward pass finds the gathered x [M, in_features] kept, and does not gather it again. recipe:
+    keep_gathered: keep the gathered x [M, in_features] for the backward pass, which otherwise gathers it again. recipe:
     "row" or "block": the weight is e4m3, with float32 weight_scale [out_features / W, 1] or weight_scale_inv
-    [out_features / W / 128, in_features / 128], and no gradient (nn/scaled.py); x comes in 16 bits, or in 8 as
+    [out_features / W / 128, in_features / 128], and no gradient (nn/scaled.py); x has 16 bits, or 8 bits as
     `weft.quantize` returns it. State dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W
     does not divide out_features, TypeError for a dtype other than bfloat16 and float16.
     """
@@ -115,7 +115,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.keep_gathered = keep_gathered
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: rows of every rank's x, where they are not all equal."""
+        """Apply the layer. rows: rows of every rank's x, if they are not all equal."""
         keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
         (operand, scales), world, plan = self.scaled(x), self.world, self.plan
         y = all_gather_matmul(
@@ -157,8 +157,8 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), out_features, recipe)
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: rows that every rank gets; None: as evenly as possible, longer shards first. With reduce="all" every
-        rank gets all of them, whatever `rows` says."""
+        """Apply the layer. rows: rows that every rank gets; None: as evenly as possible, longer shards on lower ranks.
+        With reduce="all" every rank gets all rows, and `rows` is ignored."""
         (operand, scales), world, plan = self.scaled(x), self.world, self.plan
         if self.reduce == "all":
             return matmul_all_reduce(operand, self.weight, self.bias, world=world, plan=plan, **scales)

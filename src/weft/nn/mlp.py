@@ -1,16 +1,16 @@
 """The MLP of a Llama layer: x shard -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard.
 
-One parameter holds gate and up, so that one GEMM computes both. Its rows alternate blocks of gate and of up, whole ones
-in every tile of the GEMM, the last two padded with zero rows:
+One parameter holds gate and up, so that one GEMM computes both. Blocks of gate rows and of up rows alternate, whole
+ones in every tile of the GEMM, the last two padded with zero rows:
 
     gate_up [S, H]    gate 0..B | up 0..B | gate B..2B | up B..2B | ... | gate, 0 | up, 0
 
-A tile then holds matching blocks, and where no gradients are needed the GEMM's epilogue computes silu(gate) * up: the
-activation [M, 2 I / W] is never written. With gradients it is, because the backward pass needs it. Padding gets zero
-gradients and stays zero. State dicts know nothing of it.
+A tile then holds matching blocks, and without gradients the GEMM's epilogue computes silu(gate) * up, so that the
+activation [M, 2 I / W] is never written. With gradients it is written, because the backward pass needs it. Padding gets
+zero gradients and stays zero. State dicts do not contain it.
 
-In 8 bits (`recipe`) gate and up are one block each: SiLU-mul ends in 8-bit rows, which an epilogue of a GEMM, with a
-part of a row, cannot scale.
+With 8-bit weights (`recipe`) gate and up are one block each: SiLU-mul writes 8-bit rows with their scales, and a GEMM's
+epilogue, which has only a part of a row, cannot compute these.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from .sharded import divide_by_ranks
 
 
 class ParallelMLP(ScaledModule):
-    """SwiGLU: (silu(x @ gate_proj.T) * (x @ up_proj.T)) @ down_proj.T, no biases; a rank holds I / W of the middle.
+    """SwiGLU: (silu(x @ gate_proj.T) * (x @ up_proj.T)) @ down_proj.T, without biases; a rank holds I / W of the hidden
+    columns.
 
         forward     x [m_r, H] -> [m_r, H], the same rows
         state dict  gate_proj.weight, up_proj.weight [I / W, H], down_proj.weight [H, I / W]; the names are those of
                     Hugging Face's LlamaMLP, whose state dict `load_state_dict` takes; see `weft.nn.full_state_dict`
         parameters  gate_up [S, H], down [H, I / W]; S is 2 I / W rounded up to whole blocks
 
-    H hidden_size, I intermediate_size, W ranks, m_r rows of this rank, M of all. keep_gathered: the backward pass finds
-    the gathered x [M, H] kept, and does not gather it again. `state_dict()` copies gate_proj and up_proj out of
-    gate_up: write to parameters, not to its values. recipe: "row" or "block", as in ColumnParallelLinear: weights are
-    e4m3 without a gradient, with weight_scale or weight_scale_inv beside each; x comes in 16 bits, or in 8 as
-    `weft.quantize` returns it, or `all_reduce_rms_norm` with `quantize`. Raises ValueError if W does not divide I,
-    TypeError for a dtype other than bfloat16 and float16.
+    H is hidden_size, I intermediate_size, W the number of ranks, m_r the rows of this rank, M those of all ranks.
+    keep_gathered: keep the gathered x [M, H] for the backward pass, which otherwise gathers it again. `state_dict()`
+    copies gate_proj and up_proj out of gate_up: write to parameters, not to its values. recipe: "row" or "block", as in
+    ColumnParallelLinear: weights are e4m3 without a gradient, each with a weight_scale or weight_scale_inv; x has 16
+    bits, or 8 bits as `weft.quantize`, or `all_reduce_rms_norm` with `quantize`, returns it. Raises ValueError if W
+    does not divide I, TypeError for a dtype other than bfloat16 and float16.
     """
 
     sharded_dim = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
@@ -85,16 +86,16 @@ class ParallelMLP(ScaledModule):
         self.fill({"gate_proj.weight": bound, "up_proj.weight": bound, "down_proj.weight": intermediate_size**-0.5})
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: rows of every rank's x, where they are not all equal."""
+        """Apply the MLP. rows: rows of every rank's x, if they are not all equal."""
         world, plan = self.world, self.plan
         if self.recipe is not None:
             return self._in_8_bits(x, rows, self.recipe)
-        x = cast(torch.Tensor, x)  # what is none is refused by the op
+        x = cast(torch.Tensor, x)  # the op refuses anything else
         if torch.is_grad_enabled() and requires_grad(x, self.gate_up, self.down):
             keep = self.keep_gathered and self.gate_up.requires_grad
-            made = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows, return_gathered=keep)
-            both = made[0] if isinstance(made, tuple) else made
-            hidden = silu_mul_blocks(both, self.inner, self.block, world)
+            gathered = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows, return_gathered=keep)
+            gate_up = gathered[0] if isinstance(gathered, tuple) else gathered
+            hidden = silu_mul_blocks(gate_up, self.inner, self.block, world)
         else:
             hidden = all_gather_swiglu(x, self.gate_up, self.inner, world, plan, rows)
         return matmul_reduce_scatter(hidden, self.down, world=world, plan=plan, rows=rows)
@@ -102,27 +103,27 @@ class ParallelMLP(ScaledModule):
     def _in_8_bits(self, x: Activation, rows: Sequence[int] | None, recipe: str) -> torch.Tensor:
         world, plan = self.world, self.plan
         operand, scales = scaled_operand(x, self.gate_up_scale, recipe, self.dtype, world)
-        both = all_gather_matmul(operand, self.gate_up, world=world, plan=plan, rows=rows, **scales)
-        hidden = silu_mul(both, world=world, quantize=recipe)
+        gate_up = all_gather_matmul(operand, self.gate_up, world=world, plan=plan, rows=rows, **scales)
+        hidden = silu_mul(gate_up, world=world, quantize=recipe)
         operand, scales = scaled_operand(hidden, self.down_scale, recipe, self.dtype, world)
         return matmul_reduce_scatter(operand, self.down, world=world, plan=plan, rows=rows, **scales)
 
     def _half(self, name: str) -> torch.Tensor:
-        """Blocks [S / 2B, B, H] of gate or up, a view."""
+        """Return blocks [S / 2B, B, H] of gate or up, as a view."""
         blocks = self.gate_up.view(-1, 2, self.block, self.hidden_size)
         return blocks[:, 0 if name == "gate_proj.weight" else 1]
 
     def get_shard(self, name: str) -> torch.Tensor:
-        part, _, of = name.partition(".")
-        if of in NAMES.values():
+        projection, _, parameter = name.partition(".")
+        if parameter in NAMES.values():
             assert self.gate_up_scale is not None and self.down_scale is not None
-            if part == "down_proj":
+            if projection == "down_proj":
                 return self.down_scale
-            return self.gate_up_scale.chunk(2)[part == "up_proj"]
+            return self.gate_up_scale.chunk(2)[projection == "up_proj"]
         if name == "down_proj.weight":
             return self.down
         if self.recipe is not None:
-            return self.gate_up.chunk(2)[part == "up_proj"]
+            return self.gate_up.chunk(2)[projection == "up_proj"]
         return self._half(name).reshape(-1, self.hidden_size)[: self.inner]
 
     def set_shard(self, name: str, value: torch.Tensor) -> None:

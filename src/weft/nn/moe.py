@@ -97,7 +97,7 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         super().__init__()
         physical = num_experts if placement is None else placed(placement, num_experts)
-        self.split = split = Share.of(world, parallel, physical, intermediate_size, placement is not None)
+        self.split = split = Share.for_rank(world, parallel, physical, intermediate_size, placement is not None)
         counted = count_received or None
         split.check(dict(placement=placement, max_tokens=max_tokens, max_rows=max_rows, count_received=counted))
         self.capacity_factor, self.drop, self.max_tokens, self.max_rows = capacity_factor, drop, max_tokens, max_rows
@@ -242,8 +242,8 @@ class MoE(nn.Module):
         logical = list(range(experts))
         if self.placement is not None:
             placed(self.placement, experts)
-            places = self.placement.view(experts, -1).tolist()
-            logical = [e for _, e in sorted((p, e) for e, row in enumerate(places) for p in row if p >= 0)]
+            physical = self.placement.view(experts, -1).tolist()
+            logical = [e for _, e in sorted((p, e) for e, row in enumerate(physical) for p in row if p >= 0)]
         return logical[self.split.expert_range]
 
     def _packed(self, t: torch.Tensor, layout: str) -> torch.Tensor:

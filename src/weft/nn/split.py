@@ -26,7 +26,7 @@ class Share:
     part: int
 
     @classmethod
-    def of(cls, world: World, parallel: str | int, experts: int, inner: int, physical: bool) -> Share:
+    def for_rank(cls, world: World, parallel: str | int, experts: int, inner: int, physical: bool) -> Share:
         """Return this rank's share. `physical` says whether the experts are those of a placement. Raises ValueError for
         sizes that the ranks do not divide."""
         tp_size = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel

@@ -1,4 +1,4 @@
-"""What the ops around one GEMM have in common: checks, which plans fit, descriptors, sums of staged rows."""
+"""What ops with one GEMM share: checks, which plans fit, descriptors, options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..plans import (
     TileShape,
     TwoLevel,
     TwoShot,
-    posts,
+    is_low_latency,
 )
 from ..tensor_checks import bulk, bulky
 from ..world import World
@@ -36,7 +36,7 @@ from .tiles import fitting, suited
 
 
 class PlanOptions(TypedDict, total=False):
-    """Keywords that ops have in common, for the overloads of a function: what each means, its own docstring says."""
+    """Keywords that ops have in common, for the overloads of a function. The function's docstring describes them."""
 
     world: Required[World]
     plan: str | Plan
@@ -81,7 +81,7 @@ class ScaledRowOutOptions(RowOutOptions, ScaledOptions, total=False):
 
 
 class GatheredOptions(RowOutOptions, DtypeOptions, total=False):
-    """Those of an all-gather + GEMM whose scales its overload names."""
+    """Options of all-gather + GEMM, except the scales, which its overload names."""
 
 
 class Factors(NamedTuple):
@@ -94,8 +94,8 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class MatmulCall(Call):
-    """A GEMM [M, K] x [N, K]^T on every rank, and what goes before or after it. shards: rows of every rank. dtype: of
-    the result. recipe: of 8-bit operands; None for operands of the result's dtype."""
+    """A GEMM [M, K] x [N, K]^T on every rank, and its collective. shards: rows of every rank. dtype: of the result.
+    recipe: of 8-bit operands; None for operands of the result's dtype."""
 
     shards: tuple[int, ...]
     n: int
@@ -127,16 +127,16 @@ AnyFactors = TypeVar("AnyFactors", Factors, ScaledFactors)
 
 
 class MatmulOp(Op[M]):
-    """What the ops around one GEMM have in common. Operands: x, weight, bias."""
+    """Base of the ops with one GEMM. Operands: x, weight, bias."""
 
     def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
 
     takes: ClassVar[Callable[..., Operands]] = Factors
-    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] that is laid out as [K, N]
+    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] stored as [K, N]
 
-    def alike(self, call: M) -> Hashable:
-        """Return what calls that share a trial have in common, with rows counted as the library's GEMM counts M."""
+    def trial_key(self, call: M) -> Hashable:
+        """Return what calls that share a trial have in common, with rows rounded as for the library's GEMM."""
         return tuple((call.agreed() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
@@ -147,21 +147,22 @@ class MatmulOp(Op[M]):
         return "" if call.recipe is None else call.recipe.scaling
 
     def fitted(self, call: M, plan: Plan) -> Plan:
-        """The plan in the tiles that 8-bit operands take, for such a call."""
+        """Return the plan, with tiles for 8-bit operands if the call has them."""
         return plan if call.recipe is None else fit_plan(plan, call.recipe)
 
     def _named(self, world: World, call: M, name: str, capturing: bool) -> Plan:
         return self.fitted(call, super()._named(world, call, name, capturing))
 
     def expected(self, world: World, call: M, mode: str) -> Plan:
-        """The planner's rates are of 16-bit operands: for a call of 8-bit ones trials alone decide."""
+        """Return the expected plan; sequential for 8-bit operands, for which the planner has no rates and only trials
+        decide."""
         return super().expected(world, call, mode) if call.recipe is None else Sequential()
 
-    scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
+    scatters_rows: ClassVar[bool] = True  # rows are sharded over ranks, before or after
 
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
-        """A Plan that was given runs as it is; one that "auto" or a kind's name stands for, in the tiles that suit. Of
-        8-bit operands each runs in tiles that suit those."""
+        """Return the Plan to run. A Plan given by the caller keeps its tiles; the plan of "auto" or of a kind's name
+        gets tiles that suit the shape. With 8-bit operands every plan gets tiles that suit these."""
         if isinstance(asked, Plan):
             asked = self.fitted(call, asked)
         plan = super().choose(world, call, asked, capturing)
@@ -171,8 +172,9 @@ class MatmulOp(Op[M]):
             return fitting(plan, world.capability)
         return suited(plan, call.shards, call.n, world.sm_count, world.capability)
 
-    def laid(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
-        """A gradient's weight is a transposed one, whose copy would take as long as some collectives do."""
+    def dense_operands(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
+        """Return dense operands. A weight stored as [K, N], as a gradient's GEMM has, is not copied if the plan takes
+        it: the copy would take as long as some collectives."""
         x, weight, *others = operands
         kept = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
         if kept and weight.dtype != E4M3:
@@ -181,14 +183,16 @@ class MatmulOp(Op[M]):
         return self.takes(*bulk(operands))
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
-        if call.recipe is not None and (reason := self.unscaled(world, call.recipe, plan)):
+        if call.recipe is not None and (reason := self.why_not_8_bits(world, call.recipe, plan)):
             return reason
-        if isinstance(plan, OneShot | TwoShot) and posts(plan):
-            return world.peer_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
+        if isinstance(plan, OneShot | TwoShot) and is_low_latency(plan):
+            return world.peer_reason or whole_words(K=call.k, N=call.n) or self.why_uneven(world, call, plan, asked)
         if isinstance(plan, Fused | TwoShot):
-            return world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
+            return (
+                world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.why_uneven(world, call, plan, asked)
+            )
         if isinstance(plan, Decomposed):
-            return self.lopsided(world, call, plan, asked)
+            return self.why_uneven(world, call, plan, asked)
         if isinstance(plan, TwoLevel):
             return None
         assert isinstance(plan, Signaled)
@@ -200,35 +204,36 @@ class MatmulOp(Op[M]):
             )
         return reason
 
-    def unscaled(self, world: World, recipe: Recipe, plan: Plan) -> str | None:
-        """Why the plan does not serve 8-bit operands of a recipe."""
+    def why_not_8_bits(self, world: World, recipe: Recipe, plan: Plan) -> str | None:
+        """Return why the plan does not serve 8-bit operands of a recipe, or None."""
         if isinstance(plan, Fused):
             return unfit(recipe, plan.tile)
         if isinstance(plan, Signaled | Awaiting):
-            return "its GEMM is of 16-bit operands"
+            return "its GEMM takes 16-bit operands"
         if isinstance(plan, TwoLevel):
             return "no scales of 8-bit operands go between nodes"
         return world.symmetric_reason if isinstance(plan, Decomposed) else None
 
-    def lopsided(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
-        """Why shards of these lengths do not suit the plan: "", which is not said, where nobody asked for it."""
+    def why_uneven(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
+        """Return why the plan does not serve shards of these lengths, or None. The reason is "", which is not logged,
+        if nobody asked for the plan."""
         why = None
         if isinstance(plan, OneShot) and self.scatters_rows:
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
-                return ""  # its memory is of the longest part for every rank
+                return ""  # it would allocate the longest part for every rank
             if min(call.shards) == 0 < max(call.shards):
-                why = "a rank without rows would not wait for the others"
+                why = "a rank without rows would not wait for the other ranks"
         elif not call.even and self.copies_shards(plan):
             why = "copies are of shards of one length"
         return "" if why and asked == "auto" else why
 
     def copies_shards(self, plan: Plan) -> bool:
-        """Whether a copy engine moves whole shards."""
+        """Return whether a copy engine moves whole shards."""
         return isinstance(plan, Decomposed)
 
 
 def whole_words(**sizes: int) -> str | None:
-    """Why rows of so many elements do not suit bulk copies."""
+    """Return why rows of so many elements do not suit bulk copies, or None."""
     for name, size in sizes.items():
         if size % 8:
             return f"{name} {size} must be a multiple of 8 (16-byte rows for bulk copies)"
@@ -236,26 +241,28 @@ def whole_words(**sizes: int) -> str | None:
 
 
 def given_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whole: bool) -> tuple[int, ...]:
-    """Rows of every rank, as given: x has all of them (`whole`), or this rank's."""
-    named, mine = len(rows) == world.size and min(rows) >= 0, x.shape[0]
-    if whole and not (named and sum(rows) == mine):
+    """Check and return the caller's `rows`, the number of rows of every rank. whole: x has the rows of all ranks, not
+    this rank's alone."""
+    valid, own_rows = len(rows) == world.size and min(rows) >= 0, x.shape[0]
+    if whole and not (valid and sum(rows) == own_rows):
         raise ValueError(
             f"{op}: rows {list(rows)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}"
         )
-    if not whole and not (named and rows[world.rank] == mine):
-        raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and {mine} for rank {world.rank}")
+    if not whole and not (valid and rows[world.rank] == own_rows):
+        raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and {own_rows} for rank {world.rank}")
     return tuple(rows)
 
 
 def split_rows(world: World, m: int) -> tuple[int, ...]:
-    """`balanced_rows` of M without a comparison, for sizes that torch.compile has as symbols."""
+    """Return `balanced_rows` of M, computed without comparisons, for sizes that are symbols under torch.compile."""
     return tuple((m + world.size - 1 - r) // world.size for r in range(world.size))
 
 
 def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The caller's list or tensor as it is now: the backward pass reads it again, and decisions are kept by it."""
+    """Return a copy of the caller's list or tensor as a tuple: it is part of the key of decisions, and the backward
+    pass reads it later."""
     if rows is None or torch.compiler.is_compiling():
-        return rows  # type: ignore[return-value]  # symbols, maybe
+        return rows  # type: ignore[return-value]  # may hold symbols
     try:
         return tuple(operator.index(r) for r in rows)
     except TypeError:
@@ -263,18 +270,18 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, recipe: Recipe | None = None) -> Tile:
-    """trans_b: the weight [N, K] is laid out as [K, N]. recipe: of 8-bit operands."""
+    """Return a kernel's Tile. trans_b: the weight [N, K] is stored as [K, N]. recipe: of 8-bit operands."""
     if recipe is not None:
         return scaled_tile(tile, group_m, recipe)
     return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)
 
 
 def transposed(weight: torch.Tensor) -> bool:
-    """Whether a weight [N, K], as a plan takes it, is laid out as [K, N]."""
+    """Return whether a dense weight [N, K] is stored as [K, N]."""
     return not weight.is_contiguous()
 
 
 def weight_matrix(call: MatmulCall, tile: TileShape, trans_b: bool = False) -> Matrix:
-    """The weight's descriptor in the tiles of a GEMM."""
+    """Return the weight's descriptor, in the tiles of a GEMM."""
     (n, k), (bn, bk) = (call.n, call.k), (tile.block_n, tile.block_k)
     return Matrix(k, n, (bk, bn)) if trans_b else Matrix(n, k, (bn, bk))

@@ -101,7 +101,7 @@ class Matmul(Local[ProductCall]):
             asked = default_plan(world, call.recipe)
         return super().choose(world, call, asked, capturing)
 
-    def laid(self, plan: Plan, operands: ScaledFactors) -> ScaledFactors:
+    def dense_operands(self, plan: Plan, operands: ScaledFactors) -> ScaledFactors:
         """Scales by block of x that are laid out column after column stay so."""
         x, weight, bias, x_scale, weight_scale = operands
         x, weight, bias, weight_scale = bulk((x, weight, bias, weight_scale))  # type: ignore[assignment]

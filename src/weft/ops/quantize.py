@@ -120,7 +120,7 @@ class Quantize(Local[QuantizeCall]):
     def sizes(self, call: QuantizeCall) -> tuple[int, int, int]:
         return call.m, call.n, 1
 
-    def laid(self, plan: Plan, operands: QuantizeOperands) -> QuantizeOperands:
+    def dense_operands(self, plan: Plan, operands: QuantizeOperands) -> QuantizeOperands:
         return QuantizeOperands(*bulk(operands))  # type: ignore[arg-type]
 
     def returned(self, world: World, call: QuantizeCall, result: torch.Tensor, more: object) -> Returned:

@@ -102,7 +102,7 @@ def fastest(world: World, recipe: Recipe, operands: ScaledOperands, out: torch.T
     key = multiply, library_gemm.stepped(len(x)), *weight.shape, x.device, *layout
     known = Chooser.alone.trials.get(key)
     if known is not None:
-        return known.taken("graph")
+        return known.chosen("graph")
     own = [str(plan) for plan in own_plans(recipe)]
     names = [*own, *library_gemm.scaled_products(recipe.scaling)]
     products = {each: partial(product(world, recipe, each), operands, out) for each in names}
@@ -110,7 +110,7 @@ def fastest(world: World, recipe: Recipe, operands: ScaledOperands, out: torch.T
         Choice(
             key,
             lambda mode: own[0],
-            lambda: library_gemm.right_products(products, out),
+            lambda: library_gemm.correct_names(products, out),
             lambda name: products[name](),
         )
     )

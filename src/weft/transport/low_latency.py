@@ -53,7 +53,7 @@ class Posting:
 def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
     """Return memory whose thirds have at least `nbytes`, a power of two: batches grow row by row, and what graphs hold
     stays. Collective when it has to grow."""
-    held = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staged))
+    held = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staging_bytes))
 
     def make() -> Thirds:
         words = held.local.view(torch.int32)

@@ -104,7 +104,7 @@ class RankExperts:
         inner, count = w2.shape[1 if self.kind.transposed else 2], w13.shape[0]
         parallel = parallel_of(w13)
         ranks = self.alone if local and parallel == "expert" else world
-        self.split = Share.of(ranks, parallel, count, inner, False)
+        self.split = Share.for_rank(ranks, parallel, count, inner, False)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
         self.b13: Tensor | None = None

@@ -290,7 +290,7 @@ def thresholds(flow: Flow, config: VllmObject, classes: Classes, world: World) -
     if not flow.by_rows or world.symmetric_reason:
         return 0, 0
     weight: VllmObject = flow.sites[0].norm.weight
-    min_tokens = world.scale.whole // (weight.numel() * weight.element_size()) + 1
+    min_tokens = world.scale.replicated_bytes // (weight.numel() * weight.element_size()) + 1
     if world.backend.clock is not None:
         min_tokens = timing.rows_from(flow, classes, world, min_tokens, config.scheduler_config.max_num_batched_tokens)
     text_config = getattr(config.model_config, "hf_text_config", None)

@@ -71,7 +71,7 @@ class RowAllReduce(Op[RowCall]):
     def expected(self, world: World, call: RowCall, mode: str) -> Plan:
         return Engine() if world.device.type == "cuda" else Sequential()
 
-    def alike(self, call: RowCall) -> Hashable:
+    def trial_key(self, call: RowCall) -> Hashable:
         """Return the call with its number of tokens rounded up to a power of two."""
         return replace(call, m=1 << (call.m - 1).bit_length())
 

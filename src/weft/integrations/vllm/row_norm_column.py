@@ -286,7 +286,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         plan = Sequential() if call.layout is ResidualRows.WHOLE else ShardedTokens()
         return (plan,) if self.fits(world, call, plan, "auto") is None else ()
 
-    def alike(self, call: RowNormColumnCall) -> Hashable:
+    def trial_key(self, call: RowNormColumnCall) -> Hashable:
         """Return the call with its number of tokens rounded up to a power of two."""
         return replace(call, m=1 << (call.m - 1).bit_length())
 

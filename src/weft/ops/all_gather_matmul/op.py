@@ -148,7 +148,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     def _not_awaiting(self, world: World, call: GatherCall, plan: Awaiting, asked: str | Plan) -> str | None:
         missing = library_gemm.lacks() if world.backend.name == "cuda" else None
         reason = world.symmetric_reason or whole_words(K=call.k, N=call.n) or missing and f"quack: {missing}"
-        reason = reason or self.lopsided(world, call, plan, asked)
+        reason = reason or self.why_uneven(world, call, plan, asked)
         if reason is None and not self.movable(plan, call.rows, world.size):
             reason = f"shards of {call.shards[0]} rows are not whole clusters of {plan.cluster_m} x {plan.tile_m}"
         return reason

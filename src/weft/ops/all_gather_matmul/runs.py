@@ -40,7 +40,7 @@ from ...transport.interfaces import GatherTransport
 from ...transport.memory import Halves, flat, half_elements
 from ...world import Arena, World
 from .. import by_collectives
-from ..activation import gate
+from ..activation import launch_silu_mul
 from ..common import tile_of, transposed, weight_matrix
 from ..product import linear
 from ..recipes import ScaledFactors, block_rows
@@ -55,7 +55,7 @@ def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch
     full = world.empty((call.rows, call.n), call.dtype) if call.gated else out
     yield full
     if call.gated:
-        gate(full, out, world, world.scale.interleave)
+        launch_silu_mul(full, out, world, world.scale.interleave)
 
 
 # -- the library's GEMM of gathered rows -------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def direct_sequential(world: World, call: GatherCall) -> Direct:
         y = linear(full, weight, bias, stream)
         if gated:
             both, y = y, empty((m, gated), x.dtype)
-            gate(both, y, world, block)
+            launch_silu_mul(both, y, world, block)
         finish(stream)
         return y, full if call.gathered else None, None
 

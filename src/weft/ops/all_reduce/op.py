@@ -24,7 +24,7 @@ from ...plans import (
     TwoShotLowLatency,
     TwoShotPull,
     TwoShotPush,
-    posts,
+    is_low_latency,
 )
 from ...tensor_checks import aligned, check_device, dense, dims, output, overlap
 from ...torch_library import CallOptions
@@ -67,15 +67,15 @@ class Reduce(Op[SumCall]):
     refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
     small = TwoShotPush
     over_nodes: ClassVar[Sequence[Plan]] = (TwoLevel(), TwoLevel(4))
-    looks_at_addresses = True
+    depends_on_addresses = True
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
         """Return the plans whose memory for staged rows is in proportion: low-latency rows take (W + 1) times theirs,
         three times over, in one shot."""
         nbytes = call.m * call.h * call.dtype.itemsize
-        return [plan for plan in self.tries if not posts(plan) or 3 * (world.size + 1) * nbytes <= STAGED]
+        return [plan for plan in self.tries if not is_low_latency(plan) or 3 * (world.size + 1) * nbytes <= STAGED]
 
-    def alike(self, call: SumCall) -> Hashable:
+    def trial_key(self, call: SumCall) -> Hashable:
         """Return the call with its number of rows as the library's GEMM counts M."""
         return replace(call, m=stepped(call.m))
 
@@ -92,7 +92,8 @@ class Reduce(Op[SumCall]):
             return f"{call.m * call.h} elements are no whole 16-byte words"
         if isinstance(plan, TwoLevel):
             return "scales of rows do not go between nodes" if call.group else None
-        if posts(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):  # else rows are counted
+        # With another dtype of the output a two-shot plan counts rows.
+        if is_low_latency(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):
             return world.peer_reason
         reason = world.symmetric_reason
         if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShotCounted) and plan.bulk)):
@@ -106,7 +107,8 @@ class Reduce(Op[SumCall]):
         x, residual, weight, bias, scale = operands
         x, stream = dense(x) if call.h else x, world.current_stream()
         # A program may be done with a row that another has yet to read: here of x, and below.
-        if isinstance(out, torch.Tensor) and overlap(out, x) and (posts(plan) or out.data_ptr() != x.data_ptr()):
+        in_place = not is_low_latency(plan) and isinstance(out, torch.Tensor) and out.data_ptr() == x.data_ptr()
+        if isinstance(out, torch.Tensor) and overlap(out, x) and not in_place:
             x = _apart(x, world, stream)
         place = (
             world.shared(out) if isinstance(out, torch.Tensor) and out.data_ptr() % 16 == 0 else None
@@ -135,7 +137,7 @@ class Reduce(Op[SumCall]):
             super().check_same_on_all_ranks(world, call, plan, **places) if places else None
         )  # as `execute` knows them
 
-    def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
+    def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """Return where x and `out` lie in symmetric memory, None for one that does not: there plans read and write
         directly, which a capture must find prepared."""
         x = operands[0]
@@ -174,7 +176,7 @@ class AllReduceRmsNorm(Reduce):
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
         """Return a direct function for plans of few rows, where the host's time is most of a call's; None for
         others."""
-        if not posts(plan) or call.out_dtype != call.dtype:
+        if not is_low_latency(plan) or call.out_dtype != call.dtype:
             return None
         number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # as `execute` has it
         prepared_for = posting(world, call, plan)
@@ -238,11 +240,11 @@ class AllReduce(Reduce):
         return call.h * call.dtype.itemsize < SHORT and call.m > world.sm_count
 
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
-        if not isinstance(plan, Sequential) and not posts(plan):
+        if not isinstance(plan, Sequential) and not is_low_latency(plan):
             return None
         number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # as `execute` has it
         check, current, finish = world.check, world.current_stream, world.finish
-        if not posts(plan):
+        if not is_low_latency(plan):
             copied, all_reduce = world.results, world.all_reduce
 
             def sum_copy(x: torch.Tensor) -> torch.Tensor:
@@ -372,7 +374,7 @@ def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Pla
     def chosen() -> bool:
         layout = OWN.value if world.size > 1 else WHOLE.value
         call = SumCall(NORM, m, h, dtype, dtype, RMS.value, 0.0, layout, layout, False, False)
-        return posts(ALL_REDUCE_RMS_NORM.choose(world, call, plan, False))
+        return is_low_latency(ALL_REDUCE_RMS_NORM.choose(world, call, plan, False))
 
     found: bool = world.cached((NORM, "posts", m, h, dtype, plan), chosen)
     return found

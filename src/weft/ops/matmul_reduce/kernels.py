@@ -276,8 +276,8 @@ def gemm_reduce(
             if tile.PROMOTE:
                 of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
                 w = weight_scale(of_tile, col, step * BK, K, tile.SCALED)
-                upper_scale = row_scales(of_tile, 0, step * BK, K, BM // 2, tile.SCALED) * w
-                lower_scale = row_scales(of_tile, BM // 2, step * BK, K, BM // 2, tile.SCALED) * w
+                upper_scale = row_scales(of_tile, 0, step * BK, BM // 2, tile.SCALED) * w
+                lower_scale = row_scales(of_tile, BM // 2, step * BK, BM // 2, tile.SCALED) * w
                 upper, lower = add_step(
                     upper, lower, x_desc, w_desc, row, col, step * BK, upper_scale, lower_scale, tile
                 )

@@ -91,7 +91,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         if call.reorder or not isinstance(plan, Signaled) or not call.rows:
             return super().execute(world, call, plan, operands, out)
         world.check()
-        tiles = reduce_in_tiles(world, call, plan, self.laid(plan, operands))
+        tiles = reduce_in_tiles(world, call, plan, self.dense_operands(plan, operands))
         world.finish(world.current_stream())
         return tiles
 

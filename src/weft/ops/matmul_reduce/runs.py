@@ -33,7 +33,7 @@ from ...plans import (
     Plan,
     Sequential,
     TwoShot,
-    posts,
+    is_low_latency,
 )
 from ...transport import collectives, copy_engine, low_latency
 from ...transport.collectives import add_bias
@@ -119,7 +119,7 @@ def run_shots(
 ) -> None:
     stream = world.current_stream()
     partial = multiply(world, call, operands, stream)
-    if posts(plan):
+    if is_low_latency(plan):
         sum_few(partial, world, plan, stream, out)
     else:
         ALL_REDUCE.call(world, plan, (partial,), (), out)

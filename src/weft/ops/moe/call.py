@@ -113,7 +113,7 @@ class MoeCall(Call):
 
     def agreed(self) -> dict[str, Hashable]:
         layer = self.layer
-        agreed: dict[str, Hashable] = dict(
+        values: dict[str, Hashable] = dict(
             rows=self.tokens,
             max_tokens=layer.max_tokens_per_rank,
             max_rows=layer.max_rows,
@@ -124,7 +124,7 @@ class MoeCall(Call):
             dtype=str(layer.dtype),
             activation=layer.activation,
         )
-        return agreed if self.keep is None else dict(agreed, keep=self.keep)
+        return values if self.keep is None else dict(values, keep=self.keep)
 
     def kept(self, world: World, block_m: int) -> Shapes:
         """Return the shapes and dtypes of the tensors in `Kept`, for rows in tiles of block_m."""

@@ -86,7 +86,7 @@ class Exchange:
             world, layer.max_tokens_per_rank, layer.k, local_experts, self.alignment
         ), layer.hidden
 
-    def agreed(self, buffer_index: int) -> dict[str, Hashable]:
+    def compared_values(self, buffer_index: int) -> dict[str, Hashable]:
         layer = self.layer
         sizes = dict(experts=layer.experts, k=layer.k, H=layer.hidden, dtype=str(layer.dtype))
         return dict(
@@ -465,7 +465,7 @@ def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: i
     """Return the state of calls of this kind, plan and buffer. The call is collective the first time."""
 
     def make() -> ExchangeState:
-        kind = dict(exchange.agreed(buffer_index), plan=plan)
+        kind = dict(exchange.compared_values(buffer_index), plan=plan)
         numbers = world.check_same_on_all_ranks(DISPATCH, **kind), world.check_same_on_all_ranks(COMBINE, **kind)
         local_experts, shape = exchange.layer.experts // world.size, exchange.shape(world)
         common = dict(
@@ -822,7 +822,7 @@ class Combine(ExchangeOp):
         layer = call.exchange.layer
         return [((call.exchange.tokens[world.rank], layer.hidden), layer.dtype)]
 
-    def laid(self, plan: Plan, operands: CombineOperands) -> CombineOperands:
+    def dense_operands(self, plan: Plan, operands: CombineOperands) -> CombineOperands:
         y, shared = bulk((operands.y, operands.shared))
         assert y is not None
         return operands._replace(y=y, shared=shared)

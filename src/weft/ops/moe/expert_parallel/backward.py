@@ -157,7 +157,7 @@ def gradient_sizes(world: World, state: DispatchedState, form: GradientForm) -> 
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
     """Return the number of programs of a launch between two GEMMs, as many as fit on the GPU, and its options."""
-    return world.sm_count * world.scale.between, dict(num_warps=4, maxnreg=96, co_resident=True)
+    return world.sm_count * world.scale.programs_between_gemms, dict(num_warps=4, maxnreg=96, co_resident=True)
 
 
 @prepared

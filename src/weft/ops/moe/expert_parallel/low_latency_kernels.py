@@ -62,9 +62,9 @@ def own_expert_of(ids, memory, r, me, T, max_tokens, s, W: tl.constexpr):
     rank's own ids are read from `ids`."""
     own_route = r - me * max_tokens * s.K
     is_own = (own_route >= 0) & (own_route < max_tokens * s.K)
-    addresses = tl.where(is_own, ids + own_route, memory.ids + r)
+    id_addresses = tl.where(is_own, ids + own_route, memory.ids + r)
     exists = (r < W * max_tokens * s.K) & ((own_route < T * s.K) | (own_route >= max_tokens * s.K))
-    e = tl.load(addresses, mask=exists, other=-1) - me * s.EL
+    e = tl.load(id_addresses, mask=exists, other=-1) - me * s.EL
     return tl.where((e >= 0) & (e < s.EL), e, -1)
 
 

@@ -261,7 +261,7 @@ class Moe(Op[MoeCall]):
         """Return the average number of rows of an expert."""
         return call.layer.max_tokens_per_rank * world.size * call.layer.k / call.layer.experts
 
-    def alike(self, call: MoeCall) -> Hashable:
+    def trial_key(self, call: MoeCall) -> Hashable:
         """Return the layer with its number of tokens rounded up to a power of two, and what is saved."""
         return call.keep, replace(
             call.layer, max_tokens_per_rank=1 << (call.layer.max_tokens_per_rank - 1).bit_length()
@@ -294,7 +294,7 @@ class Moe(Op[MoeCall]):
             reason = dispatched.fits(world, call.layer, plan)
         return world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels") or reason
 
-    def laid(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
+    def dense_operands(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
         """Make all operands contiguous but `received`, which is written and must stay where it is."""
         *read, received = operands
         return MoeOperands._make([*bulk(read), received])

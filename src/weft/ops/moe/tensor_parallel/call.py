@@ -94,8 +94,8 @@ class FirstHalfCall(GroupedCall):
     keep: str | None = None
 
     def agreed(self) -> dict[str, Hashable]:
-        agreed = super().agreed()
-        return agreed if self.keep is None else dict(agreed, keep=self.keep)
+        values = super().agreed()
+        return values if self.keep is None else dict(values, keep=self.keep)
 
     def outputs(self, world: World) -> Shapes:
         """Return the shapes and dtypes of hidden and of the routes."""
