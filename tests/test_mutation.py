@@ -791,8 +791,8 @@ EQUIVALENT = [
     ),
     Equivalent(
         ("examples/all_gather_rowwise.py",),
-        "remove tl.store(...)", "tl.store(turn,",
-        "nobody reads `turn`: no flag is set to it, and the example's host code picks the half",
+        "remove tl.store(...)", "tl.store(epoch,",
+        "nobody reads `epoch`: no flag is set to it, and the example's host code picks the half",
     ),
     *[
         Equivalent(
@@ -801,8 +801,8 @@ EQUIVALENT = [
         )
     ] * 3,
     Equivalent(
-        TWO_SHOTS + SHARED, "remove tl.store(...)", "tl.store(turn,",
-        "nobody reads `turn`: these need no second half of anything",
+        TWO_SHOTS + SHARED, "remove tl.store(...)", "tl.store(epoch,",
+        "nobody reads `epoch`: these need no second half of anything",
     ),
     Equivalent(
         POSTING, "remove flush_stores(...)", "flush_stores(False)",
