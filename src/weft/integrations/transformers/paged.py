@@ -21,8 +21,8 @@ def paged(model: nn.Module) -> nn.Module:
 
     The attention is registered with Transformers' `AttentionInterface` and set: as "paged|weft" if continuous batching
     has attentions of its own, else (Transformers 5.23 and later) as "weft_flash", since those versions refuse names
-    without "flash". It serves only continuous batching: call `model.set_attn_implementation("sdpa")` before `forward` and
-    `generate`. With "paged|weft" CUDA graphs need `ContinuousBatchingConfig(use_cuda_graph=True)`.
+    without "flash". It serves only continuous batching: call `model.set_attn_implementation("sdpa")` before `forward`
+    and `generate`. With "paged|weft" CUDA graphs need `ContinuousBatchingConfig(use_cuda_graph=True)`.
     """
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
