@@ -105,9 +105,8 @@ class Caller:
         x, w, b = self.put("x", xs[me]), self.put("w", ws[me]), self.put("b", bs[me]) if bias and me % 2 == 0 else None
         destinations = self.put("destinations", torch.tensor(routing[me], dtype=torch.int32))
         out = self.put("out", torch.ones(world.size, *ys[0].shape, dtype=self.dtype)) if into else None
+        x, w, b = (None if t is None else t.detach().requires_grad_(gradient) for t in (x, w, b))
         operands = [t for t in (x, w, b) if t is not None]
-        for t in operands:
-            t.requires_grad_(gradient)
         result, counts = weft.matmul_all_to_all_routed(
             x, w, b, destinations=destinations, world=world, plan=self.plan, out=out
         )
@@ -123,8 +122,6 @@ class Caller:
             wants = dy @ ws[me].double(), dy.t() @ xs[me].double(), dy.sum(0)
             for name, t, want in zip(("dx", "dw", "db"), gradients, wants, strict=False):
                 self.see(name, t, want)
-        for t in operands:
-            t.requires_grad_(False)
 
     def error(self) -> float:
         """The largest error of the results; counts and rows that are zero must be exact."""
@@ -141,7 +138,9 @@ class Caller:
                 assert name == "counts" or not result.any(), name
                 continue
             worst = max(worst, distance(result.double().cpu(), wanted.double()))
-            assert ((result.double().cpu() - wanted.double()).abs() <= 2.0**-6 * scale).all(), f"{name}: element by element"
+            assert ((result.double().cpu() - wanted.double()).abs() <= 2.0**-6 * scale).all(), (
+                f"{name}: element by element"
+            )
         return worst
 
 

@@ -48,6 +48,7 @@ from gpu_ops import checks as ops_checks
 from gpu_parallel import checks as parallel_checks
 from gpu_queue import WEFT, Queue, ordered, part_of, recorded, tree_of, tree_of_part
 from gpu_reduce import checks as reduce_checks
+from gpu_routed import checks as routed_checks
 from gpu_signaled import checks as signaled_checks
 
 import weft
@@ -411,6 +412,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from fp8_checks(world)
     yield from launch_checks(world)
     yield from signaled_checks(world)
+    yield from routed_checks(world)
     yield from moe_checks(world)
     yield from exchange_checks(world)
     yield from attention_checks(world)

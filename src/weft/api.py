@@ -30,7 +30,7 @@ __all__ = [
     "Routing", "SignalError", "Timeout", "Unsupported", "WeftError", "World", "all_gather_grouped_matmul",
     "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention",
     "grouped_matmul_reduce_scatter", "hf", "init", "jit", "lang", "matmul", "matmul_all_reduce", "matmul_all_to_all",
-    "matmul_all_to_all_routed", "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare", "prepared", "quantize",
-    "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "vllm", "zigzag_positions",
-    "zigzag_restore", "zigzag_rows", "zigzag_split",
+    "matmul_all_to_all_routed", "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare",
+    "prepared", "quantize", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "vllm",
+    "zigzag_positions", "zigzag_restore", "zigzag_rows", "zigzag_split",
 ]  # fmt: skip

@@ -252,8 +252,8 @@ class FusedAllReduce(FusedReduce):
 
 @dataclass(frozen=True)
 class FusedAllToAll(Fused):
-    """GEMM + all-to-all by a routing that only the device knows: a GEMM whose epilogue stores each row on the rank that it
-    goes to (ops/matmul_all_to_all_routed/kernels.py)."""
+    """GEMM + all-to-all by a routing that only the device knows: a GEMM whose epilogue stores each row on the rank that
+    it goes to (ops/matmul_all_to_all_routed/kernels.py)."""
 
 
 @dataclass(frozen=True)

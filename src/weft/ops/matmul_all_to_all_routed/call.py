@@ -24,8 +24,8 @@ class RoutedFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticCall(MatmulCall):
-    """A call whose shapes do not depend on the routing. shards: the rows of one rank, since all ranks have as many. A bias is
-    each rank's own, and a gradient each rank's own matter, so ranks do not compare them."""
+    """A call whose shapes do not depend on the routing. shards: the rows of one rank, since all ranks have as many. A
+    bias is each rank's own, and a gradient each rank's own matter, so ranks do not compare them."""
 
     gradient: bool = field(kw_only=True)
 

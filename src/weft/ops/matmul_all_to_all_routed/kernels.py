@@ -1,26 +1,28 @@
 """GEMM + all-to-all whose routing only the device knows, and the way back of the gradient.
 
     number_rows      numbers the rows of each destination in their order here; pushes to each rank how many it gets
-    gemm_to_ranks    persistent GEMM whose epilogue stores each row of a tile in the inbox of the rank that it goes to; a
-                     program that has run out of tiles notifies all ranks
+    gemm_to_ranks    persistent GEMM whose epilogue stores each row of a tile in the inbox of the rank that it goes to;
+                     a program that has run out of tiles notifies all ranks
     receive_rows     waits for one source after another, and copies its rows to the output, with zeros behind them
 
-    stream of rank r  | number_rows | gemm_to_ranks: tiles, rows to the inboxes of all ranks | receive_rows: wait, copy |
+    stream   | number_rows | gemm_to_ranks: tiles, and their rows to all inboxes | receive_rows: wait, copy |
 
-    return_rows      in the backward pass: pushes the gradient of received rows to the ranks that they came from, notifies
-                     these, waits for all ranks, and puts the rows that came back in the order of the forward pass
+    return_rows      in the backward pass: pushes the gradient of received rows to the ranks that they came from,
+                     notifies these, waits for all ranks, and puts the rows that came back in the order of the forward
+                     pass
 
-A GEMM program stores rows for other ranks as it does those for its own, so nothing is left to be sent when the GEMM ends,
-and the host needs to know no count: an inbox has room for all m rows of every source, at row source * m + number.
+A GEMM program stores rows for other ranks as it does those for its own, so nothing is left to be sent when the GEMM
+ends, and the host needs to know no count: an inbox has room for all m rows of every source, at row source * m + number.
 
-Who waits for whom. Counter s of a rank has the notifies of source s, one of each program, whatever the routing is, so the
-number of arrivals in a call is always the same, and one rank alone notifies a counter. The notify is a release at scope sys
-of what the program stored in its inboxes, and of the counts that `number_rows` stored before it on the stream. GEMM programs
-wait for nobody. `return_rows` first sends all, then waits, and its programs are all resident, so every wait ends.
+Who waits for whom. Counter s of a rank has the notifies of source s, one of each program, whatever the routing is, so
+the number of arrivals in a call is always the same, and one rank alone notifies a counter. The notify is a release at
+scope sys of what the program stored in its inboxes, and of the counts that `number_rows` stored before it on the
+stream. GEMM programs wait for nobody. `return_rows` first sends all, then waits, and its programs are all resident, so
+every wait ends.
 
-Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call n + 2 has
-ended its call n + 1, in which it acquired from every rank: by stream order that rank's notify came after it had read the half
-in call n. The tables of a call are read by later launches of the same stream only.
+Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call n + 2
+has ended its call n + 1, in which it acquired from every rank: by stream order that rank's notify came after it had
+read the half in call n. The tables of a call are read by later launches of the same stream only.
 """
 
 from typing import NamedTuple
@@ -40,8 +42,8 @@ ITEM = tl.constexpr(2)  # bytes of an element
 
 
 class Inbox(NamedTuple):
-    """An arena as these kernels use it: two halves in the memory of every rank, with W m rows of N elements of 16 bits, and
-    behind them int32 [W], the number of rows that came from each source."""
+    """An arena as these kernels use it: two halves in the memory of every rank, with W m rows of N elements of 16 bits,
+    and behind them int32 [W], the number of rows that came from each source."""
 
     addresses: torch.Tensor  # int64 [W], of every rank's memory
     epoch: torch.Tensor  # int32 [1], whose parity selects the half
@@ -85,12 +87,12 @@ def rows_by_rank(destinations, i, m, WP: tl.constexpr, W: tl.constexpr):
 
 @jit(do_not_specialize=("m",))
 def number_rows(destinations, target_rows, row_addresses, inbox, ch, m, N, BLOCK: tl.constexpr):
-    """target_rows int32 [m] = destination * m + the number of earlier rows with that destination; -1 for a row that goes
-    nowhere, as its destination, int32, is no rank. row_addresses int64 [m] = where the row lies in its destination's inbox,
-    or 0. The program of the last block stores in all inboxes how many rows this rank sends there.
+    """target_rows int32 [m] = destination * m + the number of earlier rows with that destination; -1 for a row that
+    goes nowhere, as its destination, int32, is no rank. row_addresses int64 [m] = where the row lies in its
+    destination's inbox, or 0. The program of the last block stores in all inboxes how many rows this rank sends there.
 
-    Each program counts the rows before its blocks by itself, so that none waits for another: of 65,536 rows it reads at most
-    256 KiB, from L2.
+    Each program counts the rows before its blocks by itself, so that none waits for another: of 65,536 rows it reads at
+    most 256 KiB, from L2.
     """
     W: tl.constexpr = ch.world
     WP: tl.constexpr = triton.next_power_of_2(W)
@@ -131,11 +133,11 @@ def store_rows(address, acc, bias, col, N, DTYPE: tl.constexpr, tile):
 
 @jit(do_not_specialize=("m",))
 def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.constexpr, tile):
-    """Store the rows of x_desc [m, K] @ w_desc [N, K]^T + bias [N], or None, at row_addresses, and add one arrival of this
-    program to counter `me` of every rank. N is a multiple of 8.
+    """Store the rows of x_desc [m, K] @ w_desc [N, K]^T + bias [N], or None, at row_addresses, and add one arrival of
+    this program to counter `me` of every rank. N is a multiple of 8.
 
-    Ranks begin at different rows, a W-th of all apart: where rows are sorted by destination, they do not all store to one
-    rank at the same time.
+    Ranks begin at different rows, a W-th of all apart: where rows are sorted by destination, they do not all store to
+    one rank at the same time.
     """
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     BM: tl.constexpr = tile.BM
@@ -183,8 +185,9 @@ def copy_rows(dst, src, count, end, N, program, PROGRAMS, shape):
 
 @jit(do_not_specialize=("m",))
 def receive_rows(out, counts, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
-    """out [W, m, N] = the rows that came from each rank, then zeros; counts int32 [W] = how many came. The rank's own rows
-    are copied while those of others may still be on their way. ARRIVALS: notifies of a source in a call."""
+    """out [W, m, N] = the rows that came from each rank, then zeros; counts int32 [W] = how many came. The rank's own
+    rows are copied while those of others may still be on their way. ARRIVALS: notifies of a source in a call.
+    """
     W: tl.constexpr = ch.world
     N = N // 8 * 8
     me, program = rank_of(ch), tl.program_id(0)
@@ -202,9 +205,10 @@ def receive_rows(out, counts, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
 
 @jit(do_not_specialize=("m",))
 def return_rows(dout, counts, target_rows, returned, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
-    """returned [m, N] = the gradients of the rows that this rank sent, zero for those that went nowhere: row i is that of row
-    target_rows[i] of the inbox, where its destination has stored it. dout [W, m, N]: of the rows received, counts int32 [W]
-    from each rank; the rows behind these are not read."""
+    """returned [m, N] = the gradients of the rows that this rank sent, zero for those that went nowhere: row i is that
+    of row target_rows[i] of the inbox, where its destination has stored it. dout [W, m, N]: of the rows received,
+    counts int32 [W] from each rank; the rows behind these are not read.
+    """
     W: tl.constexpr = ch.world
     N = N // 8 * 8
     me, program, PROGRAMS = rank_of(ch), tl.program_id(0), tl.num_programs(0)

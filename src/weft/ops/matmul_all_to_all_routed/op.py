@@ -1,10 +1,10 @@
-"""x @ weight.T, whose rows each go to a rank that only the device knows: static shapes for CUDA graphs and torch.compile, and
-a gradient (FlashOverlap's GEMM + all-to-all without an exchange of the routing among hosts; the result has the static form
-of torch's `all_to_all_vdev`).
+"""x @ weight.T, whose rows each go to a rank that only the device knows: static shapes for CUDA graphs and
+torch.compile, and a gradient (FlashOverlap, section 4.2, without an exchange of the routing among hosts).
 
-    fused        three launches: the rows of a destination are numbered, a GEMM stores its rows on the ranks that they go
-                 to, and the rows that came are copied to the result (kernels.py)
-    sequential   the library's GEMM, rows sorted into one block for each rank, and the library's all-to-all of whole blocks
+    fused        three launches: the rows of a destination are numbered, a GEMM stores its rows on the ranks that they
+                 go to, and the rows that came are copied to the result (kernels.py)
+    sequential   the library's GEMM, rows sorted into one block for each rank, and the library's all-to-all of such
+                 blocks
 
 In the backward pass the gradients of received rows go back the same way, and the library's GEMMs do the rest.
 """
@@ -38,8 +38,8 @@ def matmul_all_to_all_routed(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank destinations[i], which
-    no host reads (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
+    """The rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank destinations[i],
+    which no host reads (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
 
     W is the number of ranks, at most 32 for "fused".
 
@@ -47,27 +47,27 @@ def matmul_all_to_all_routed(
         x: [m, K], this rank's rows. Every rank has the same m, of which any number may go nowhere. m may be 0.
         weight: [N, K], this rank's own, laid out as in `nn.Linear`. N and K are the same on all ranks.
         bias: [N], this rank's own, or None.
-        destinations: int32 [m] on this rank's device, the rank that each row goes to, in any order and of any balance; a
-            row goes nowhere if its destination is -1, or any other number that is no rank. A CUDA graph may be replayed
-            with other values.
+        destinations: int32 [m] on this rank's device, the rank that each row goes to, in any order and of any balance;
+            a row goes nowhere if its destination is -1, or any other number that is no rank. A CUDA graph may be
+            replayed with other values.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "fused" or such a Plan; the same on all ranks. "auto" is "fused" where that serves the
-            call, and else "sequential": the planner has no model of either.
+        plan: "auto", "sequential", "fused" or such a Plan; the same on all ranks. "auto" is "fused" where that serves
+            the call, and else "sequential": the planner has no model of either.
         out: [W, m, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
 
     Returns:
         out [W, m, N] and counts int32 [W]: the first counts[s] rows of out[s] are those that came from rank s, in their
             order there; the rows behind them are zero.
 
-    x, weight and bias are all bfloat16 or all float16. "fused" needs N and K that are multiples of 8, and symmetric memory;
-    else the op runs sequentially, and says so once. Errors are those of `matmul_reduce_scatter`.
+    x, weight and bias are all bfloat16 or all float16. "fused" needs N and K that are multiples of 8, and symmetric
+    memory; else the op runs sequentially, and says so once. Errors are those of `matmul_reduce_scatter`.
 
-    Backward: the gradients of received rows go back to the ranks that the rows came from; rows of a gradient behind the first
-    counts[s] are not read. dx is 0 for a row that went nowhere. The gradients of weight and bias are of this rank's rows
-    alone. It communicates whichever gradients are asked for, so all ranks must ask for some.
+    Backward: the gradients of received rows go back to the ranks that the rows came from; rows of a gradient behind the
+    first counts[s] are not read. dx is 0 for a row that went nowhere. The gradients of weight and bias are of this
+    rank's rows alone. It communicates whichever gradients are asked for, so all ranks must ask for some.
 
-    Memory beside the result: symmetric, shared by all ops of the World, 2 W m N elements (fused); during the call (W + 1) m N
-    elements (sequential). The sequential all-to-all sends all W m rows, also those without contents.
+    Memory beside the result: symmetric, shared by all ops of the World, 2 W m N elements (fused); during the call
+    (W + 1) m N elements (sequential). The sequential all-to-all sends all W m rows, also those without contents.
     """
     operands = RoutedFactors(x, weight, bias, destinations)
     result: tuple[torch.Tensor, torch.Tensor] = MATMUL_ALL_TO_ALL_ROUTED(world, plan, operands, (), out)
@@ -75,8 +75,8 @@ def matmul_all_to_all_routed(
 
 
 class MatmulAllToAllRouted(MatmulOp[StaticCall]):
-    """The definition of `matmul_all_to_all_routed`. Option: whether a gradient is wanted. Results: out, counts. A run keeps
-    int32 [m], where each row went (`kernels.number_rows`)."""
+    """The definition of `matmul_all_to_all_routed`. Option: whether a gradient is wanted. Results: out, counts. A run
+    keeps int32 [m], where each row went (`kernels.number_rows`)."""
 
     name = GEMM_ALL_TO_ALL_ROUTED
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor destinations, bool gradient"

@@ -27,8 +27,8 @@ Tensor = torch.Tensor
 def run_sequential(
     world: World, call: StaticCall, plan: Plan, operands: RoutedFactors, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The library's GEMM; its rows in one block for each rank, with zeros behind them; and all-to-alls of these and of the
-    numbers of rows."""
+    """The library's GEMM; its rows in one block for each rank, with zeros behind them; and all-to-alls of these and of
+    the numbers of rows."""
     stream, size, (m, n) = world.current_stream(), world.size, (call.rows, call.n)
     x, weight, bias, destinations = operands
     y = world.linear(x, weight, bias, stream)
