@@ -18,6 +18,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -85,8 +86,19 @@ def _texts_of(instance: Plan | TileShape, prefix: str) -> list[str]:
     names: tuple[str, ...] = instance.__match_args__
     for name in names:
         value = getattr(instance, name)
-        texts += _texts_of(value, f"{name}.") if isinstance(value, TileShape) else [f"{prefix}{name}={value}"]
+        if isinstance(value, TileShape):
+            texts += _texts_of(value, f"{name}.")
+        else:
+            texts.append(f"{prefix}{name}={_constant(value)}")
     return texts
+
+
+def _constant(value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """Return a field's value. In a graph with dynamic shapes an int of a plan is a symbol, which has no text, until
+    `index` makes a constant of it."""
+    if isinstance(value, tuple):
+        return tuple([index(number) for number in value])
+    return value if isinstance(value, bool) else index(value)
 
 
 @functools.lru_cache
