@@ -389,14 +389,14 @@ OLD_GRADIENTS = mutation.instead(return_rows, "wait for the previous call's grad
 OTHER_SOURCE = mutation.instead(
     receive_rows, "wait for the next source", ("ch.counters + source", "ch.counters + (source + 1) % W")
 )
-OTHER_HALF = mutation.instead(
+ROWS_OF_TWO_BLOCKS = mutation.instead(
     number_rows, "number the rows before the block without those of its predecessor",
     ("block * BLOCK", "(block - 1) * BLOCK"),
 )  # fmt: skip
-FORWARD = [ONE_HALF, OLD_ROWS, OTHER_SOURCE, OTHER_HALF]
+FORWARD = [ONE_HALF, OLD_ROWS, ROWS_OF_TWO_BLOCKS]
 MUTATED: dict[str, tuple[mutation.Case, list[Mutation]]] = {
     "routed": (mutation.Case(calls(calls=4), 2), FORWARD),
-    "routed, three ranks": (mutation.Case(calls(calls=4, draws=(none, uniform)), 3), FORWARD),
+    "routed, three ranks": (mutation.Case(calls(calls=4, draws=(none, uniform)), 3), [*FORWARD, OTHER_SOURCE]),
     "routed, gradients": (mutation.Case(calls(calls=4, gradient=True), 2), [*FORWARD, OLD_GRADIENTS]),
     "routed, two streams": (mutation.Case(on_two_streams(False), 2, kernels=False), []),
     "routed, gradients, two streams": (mutation.Case(on_two_streams(True), 2, kernels=False), []),
@@ -426,7 +426,8 @@ COMPILED = {  # ranks, m, n, k, dtype, bias, plan
     "x8": (8, 4096, 4096, 2048, BF, True, FusedAllToAll()),
     "x2": (2, 4096, 7168, 2048, BF, False, FusedAllToAll()),
     "odd": (4, 300, 520, 264, HALF, True, FusedAllToAll(tile=GemmTile(block_n=128, warps=4, stages=4))),
-    "half tiles": (2, 1000, 8, 8, HALF, False, FusedAllToAll(tile=GemmTile(block_m=64, warps=4, stages=4))),
+    "half tiles": (2, 1000, 512, 8, HALF, True, FusedAllToAll(tile=GemmTile(block_m=64, warps=4, stages=4))),
+    "narrow": (2, 1000, 16, 8, HALF, False, FusedAllToAll()),
     "x32": (32, 1, 512, 256, BF, False, FusedAllToAll()),
 }
 AWAITED = {"receive_rows": ("tl.load(src +", "tl.load(counts_here"), "return_rows": ("tl.load(rows +",)}

@@ -38,7 +38,7 @@ from ...lang.intrinsics import wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast
 
-ITEM = tl.constexpr(2)  # bytes of an element
+ELEMENT_BYTES = tl.constexpr(2)
 
 
 class Inbox(NamedTuple):
@@ -73,7 +73,7 @@ def inbox_rows(inbox, rank, DTYPE: tl.constexpr):
 @jit
 def inbox_counts(inbox, rank, m, N, W: tl.constexpr):
     """Return pointers to the counts in this call's half of the memory of `rank`."""
-    return (half_address(inbox, rank) + W * m * N.to(tl.int64) * ITEM).to(tl.pointer_type(tl.int32))
+    return (half_address(inbox, rank) + W * m * N.to(tl.int64) * ELEMENT_BYTES).to(tl.pointer_type(tl.int32))
 
 
 @jit
@@ -109,7 +109,7 @@ def number_rows(destinations, target_rows, row_addresses, inbox, ch, m, N, BLOCK
         number = tl.sum(goes * (tl.cumsum(goes, 0) - goes + before[None, :]), 1)
         is_sent = tl.sum(goes, 1) > 0
         tl.store(target_rows + i, tl.where(is_sent, rank * m + number, -1), mask=i < m)
-        address = half_address(inbox, tl.where(is_sent, rank, 0)) + (me * m + number).to(tl.int64) * N * ITEM
+        address = half_address(inbox, tl.where(is_sent, rank, 0)) + (me * m + number).to(tl.int64) * N * ELEMENT_BYTES
         tl.store(row_addresses + i, tl.where(is_sent, address, 0), mask=i < m)
         if block == tl.cdiv(m, BLOCK) - 1:
             counts = inbox_counts(inbox, tl.minimum(r, W - 1), m, N, W)
@@ -152,7 +152,6 @@ def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.co
     k_steps = tl.cdiv(K, BK)
     t = tl.program_id(0) - PROGRAMS
     k_step, row, col = k_steps - 1, 0, 0
-    address = tl.zeros((BM,), tl.int64)
     acc = tl.zeros((BM, BN), tl.float32)
     for _ in tl.range(0, tl.cdiv(tiles_m * tiles_n - tl.program_id(0), PROGRAMS) * k_steps):
         k_step = tl.where(k_step == k_steps - 1, 0, k_step + 1)
@@ -161,10 +160,10 @@ def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.co
             tm, tn = grouped_tile(t, tiles_m, tiles_n, tile.GROUP_M)
             row = (tm + start) % tiles_m * BM
             col = tn * BN
-            r = row + tl.arange(0, BM)
-            address = tl.load(row_addresses + r, mask=r < m, other=0)
         acc = tl.dot(x_desc.load([row, k_step * BK]), w_desc.load([col, k_step * BK]).T, acc)
         if k_step == k_steps - 1:
+            r = row + tl.arange(0, BM)
+            address = tl.load(row_addresses + r, mask=r < m, other=0)
             store_rows(address, acc, bias, col, N, DTYPE, tile)
             acc = tl.zeros((BM, BN), tl.float32)
     channel_broadcast(ch, me, False)

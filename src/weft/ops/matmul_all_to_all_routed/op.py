@@ -98,16 +98,11 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
     def kept(self, world: World, call: StaticCall, plan: str | Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((call.rows,), torch.int32)]
 
-    def returned(
-        self,
-        world: World,
-        call: StaticCall,
-        result: torch.Tensor,
-        counts_and_targets: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> Returned:
-        if counts_and_targets is None:  # there are no rows
-            counts_and_targets = world.zeros((world.size,), torch.int32), world.zeros((0,), torch.int32)
-        return result, *counts_and_targets[: 1 + call.gradient]
+    def returned(self, world: World, call: StaticCall, result: torch.Tensor, extra: object) -> Returned:
+        """Return out, counts and, with a gradient, where each row went."""
+        tables = extra if isinstance(extra, tuple) else (world.zeros((n,), torch.int32) for n in (world.size, 0))
+        counts, target_rows = tables
+        return (result, counts, target_rows) if call.gradient else (result, counts)
 
     def expected(self, world: World, call: StaticCall, mode: str) -> Plan:
         return self.default(world, FusedAllToAll)

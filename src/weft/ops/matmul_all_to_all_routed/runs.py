@@ -4,6 +4,7 @@ kernels.py)."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ...lang.channel import BlockChannel
@@ -18,7 +19,6 @@ from .kernels import BlockShape, Inbox, gemm_to_ranks, number_rows, receive_rows
 
 NUMBER_WARPS, NUMBERED_ELEMENTS = 8, 4096  # of a program of `number_rows`, which holds rows by ranks in registers
 COPY_WARPS, COPY_STAGES = 16, 3  # a program that copies rows has 48 KiB in flight, enough for an SM by itself
-Tensor = torch.Tensor
 
 
 # -- the library's collectives -----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def _inbox(arena: Arena) -> Inbox:
 def _block_shape(world: World, n: int) -> BlockShape:
     """The block that a program copies at once: two 16-byte words of each thread."""
     elements = 2 * world.scale.block
-    cols = min(1 << (n - 1).bit_length(), elements)
+    cols = min(power(n), elements, 1024)
     return constants(BlockShape, ROWS=elements // cols, COLS=cols, STAGES=COPY_STAGES)
 
 
