@@ -113,8 +113,9 @@ def of_moe(name: str, world: weft.World, plan: str) -> tuple[Operands, Function]
 
 
 OPS = (
-    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "matmul_all_to_all_routed",
-    "all_reduce", "all_reduce_rms_norm", "gathered_attention", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter",
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_reduce",
+    "all_reduce_rms_norm", "gathered_attention", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter",
+    "matmul_all_to_all_routed",
 )  # fmt: skip
 FUNCTIONS = {name: REGISTRY[name].kinds for name in OPS}  # as a user calls them, and their plans
 FUNCTIONS |= {"moe.moe": REGISTRY["moe"].kinds, "moe.moe received": REGISTRY["moe"].kinds}
