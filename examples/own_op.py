@@ -1,7 +1,7 @@
 """An op of one's own, y [W m, H] = RMSNorm(all_gather(x)): the library's all-gather and a norm, or one kernel that stores its rows
 on every rank and normalises what comes. plan="auto", CUDA graphs, torch.compile and gradients follow from the class.
 Checked on emulated ranks:  weft check examples/own_op.py
-A row in the benchmark:     torchrun --nproc-per-node 2 bench/run.py --out DIR --file examples/own_op.py
+A row in the benchmark:     torchrun --nproc-per-node 2 -m bench.measure.run --out DIR --file examples/own_op.py
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ T tiles on P programs take T / P waves, rounded up: a last wave that leaves SMs 
 Tiles of 64 x 256 with four warps take half a wave, so they pay where 128 x 256 tiles fill one wave and at most half of
 the next. The same product takes 3 to 8% longer in them where all SMs are busy, and more beside communication, since an
 SM reads as many columns for half the rows: with more waves they were at most 5% ahead in a GEMM alone, and up to 35%
-behind in a sum over ranks (bench/gemm.py, bench/tiles.py, docs/design-notes.md).
+behind in a sum over ranks (bench/measure/gemm.py, bench/measure/tiles.py, docs/design-notes.md).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ What all ways have alike (attention, rotary positions) is left out. GEMMs of a p
 come from memory, and the power limit holds the clock down. While links work and tensor cores do not, a GPU cools, so
 that GEMMs run faster afterwards: sums by SMs cost less than they take, and what copy engines move under GEMMs costs
 little, but not nothing. HEAT, RESTS and MOVES say how much; they and the other constants are of layers of Llama-70B's
-sizes on two and four H200s, and were checked against those of two other models (tests/test_layers.py).
+sizes on two and four H200s, and were checked against those of two other models (tests/planner/test_layers.py).
 """
 
 from __future__ import annotations

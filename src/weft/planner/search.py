@@ -101,17 +101,18 @@ class Decision:
 
 
 def gain(mode: str) -> float:
-    """How many times as fast as the sequential plan one has to be predicted. Of eager calls (bench/host.py, "auto" on 2
-    GPUs) those predicted to win by less than EAGER_GAIN lost as often as they won: hosts differ from call to call."""
+    """How many times as fast as the sequential plan one has to be predicted. Of eager calls (bench/measure/host.py,
+    "auto" on 2 GPUs) those predicted to win by less than EAGER_GAIN lost as often as they won: hosts differ from call
+    to call."""
     return GAIN if mode == "graph" else EAGER_GAIN
 
 
 def slowness(plan: Plan, mode: str) -> float:
     """Return how many times as slow as in the profile the host is assumed to be when an eager plan has to be predicted
-    to win. A host is often slower than in the shortest call, from which the profile is made (bench/host.py, sequential
-    calls of the smallest sizes on 2 GPUs: 53 us there; in two runs 61 to 147 us, 100 in the median). That delays plans
-    of few launches no more than the sequential one; a plan of several streams launches three times as much, and has to
-    hide that even then."""
+    to win. A host is often slower than in the shortest call, from which the profile is made (bench/measure/host.py,
+    sequential calls of the smallest sizes on 2 GPUs: 53 us there; in two runs 61 to 147 us, 100 in the median). That
+    delays plans of few launches no more than the sequential one; a plan of several streams launches three times as
+    much, and has to hide that even then."""
     return SLOW_HOST if mode == "eager" and isinstance(plan, Decomposed | Signaled) else 1.0
 
 

@@ -1,9 +1,9 @@
 """Measured plans: what was best for which shape, per GPU model and per way of launching.
 
-`tables/<gpu>.json` is made by `bench/table.py` from the results of `bench/run.py --tune`. A row names op, world, M, N,
-K (global sizes of the GEMM on one rank), mode ("graph": captured in a CUDA graph, "eager"), the plan that won and its
-speed relative to cuBLAS + NCCL: as the benchmark confirmed it, or as the tuning run had it less what such runs
-overstated elsewhere.
+`tables/<gpu>.json` is made by `bench/pages/table.py` from the results of `bench/measure/run.py --tune`. A row names op,
+world, M, N, K (global sizes of the GEMM on one rank), mode ("graph": captured in a CUDA graph, "eager"), the plan that
+won and its speed relative to cuBLAS + NCCL: as the benchmark confirmed it, or as the tuning run had it less what such
+runs overstated elsewhere.
 """
 
 from __future__ import annotations

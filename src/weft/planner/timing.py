@@ -2,8 +2,8 @@
 
 `chooser.span` is what every timing in weft rests on: two events around work, on one stream. What runs between them
 differs, and so does what is measured. `CudaTimer` replays one call back to back from a graph, with all ranks at once,
-for the profile. bench/timing.py and the demo time several functions in turns, so that a GPU that gets hot slows all of
-them alike. The self-check (auto.py) times a GEMM on one GPU, without other ranks and in 20 ms.
+for the profile. bench/common/timing.py and the demo time several functions in turns, so that a GPU that gets hot slows
+all of them alike. The self-check (auto.py) times a GEMM on one GPU, without other ranks and in 20 ms.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""Every page that is made of stored results, with its plots: python -m bench.pages.pages (or make pages)
+
+docs/measurements.md is made whole; of README.md, docs/planner.md, docs/moe.md, docs/attention.md, docs/transformers.md,
+docs/models.md, docs/torch.md and docs/design-notes.md what lies between their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from bench.measure import models as known
+from bench.pages import (
+    api_page,
+    front,
+    hardware_page,
+    layer_picture,
+    moe_page,
+    notes,
+    predict,
+    quack_page,
+    report,
+    signaled_page,
+    simulate,
+    suites_page,
+    tables,
+    vllm_page,
+    ways,
+)
+from weft.errors import WeftError
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench/results"
+MEASUREMENTS = f"""# Measurements
+
+<!-- made by bench/pages/pages.py from bench/results; do not edit -->
+
+{report.INTRODUCTION}
+`make measure` measures again, `make pages` writes this page. How well all this is predicted is on the
+[planner's](planner.md#how-well-it-predicts).
+"""
+
+
+def measurements() -> str:
+    machines = report.load_all(RESULTS)
+    chapters = [report.digest(name, rows, front.layers(RESULTS / name)) for name, rows in machines.items()]
+    chapters += [ways.moe(RESULTS), signaled_page.digest(signaled_page.machines(), signaled_page.sms())]
+    chapters += [ways.ways(RESULTS), ways.host(RESULTS)]
+    return "\n".join([MEASUREMENTS, *(chapter.rstrip() + "\n" for chapter in chapters if chapter)])
+
+
+def predictions() -> str:
+    made = "\n".join([predict.chapter(predict.runs_of(machines())), simulate.chapter()]).rstrip()
+    return moe_page.between((ROOT / "docs/planner.md").read_text(), tables.BEGIN, tables.END, made)
+
+
+def tables_of(machine: str) -> str:
+    return report.chapter(machine, report.load_all(RESULTS)[machine])
+
+
+def machines() -> list[str]:
+    return sorted(path.name for path in RESULTS.iterdir())
+
+
+def readme() -> str:
+    block = report.block(report.load_all(RESULTS), lambda machine: front.layers(RESULTS / machine))
+    text = report.between_marks((ROOT / "README.md").read_text(), block)
+    return moe_page.between(text, tables.BEGIN, tables.END, front.line(RESULTS))
+
+
+def marked(name: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
+    made = "\n\n".join(tables.page(RESULTS, file, table) for file, table in made_of)
+    return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, made)
+
+
+def models() -> str:
+    sizes = {}
+    for name, (config, lengths) in known.MODELS.items():
+        if config["model_type"] == "llama":
+            sizes[name] = sum(lengths), config["hidden_size"], config["intermediate_size"]
+    measured = tables.page(RESULTS, "models.jsonl", tables.models)
+    predicted = f"4 GPUs, predicted, one layer:\n\n{simulate.projections(sizes, 4)}"
+    text = (ROOT / "docs/models.md").read_text()
+    return moe_page.between(text, tables.BEGIN, tables.END, f"{measured}\n\n{predicted}")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/measurements.md": measurements,
+    "docs/planner.md": predictions,
+    "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
+    "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
+    "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),
+    "docs/quack.md": lambda: marked(
+        "docs/quack.md", ("quack/gemms.jsonl", quack_page.gemms), ("quack/all_gather_matmul.jsonl", quack_page.gathered)
+    ),
+    "docs/transformers.md": lambda: marked(
+        "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
+    ),
+    "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
+    "docs/vllm.md": lambda: marked("docs/vllm.md", ("vllm.jsonl", vllm_page.answers)),
+    "docs/models.md": models,
+    "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
+    "docs/hardware.md": lambda: moe_page.between(
+        (ROOT / "docs/hardware.md").read_text(), hardware_page.BEGIN, tables.END, hardware_page.tables()
+    ),
+    "README.md": readme,
+    signaled_page.TABLES: lambda: signaled_page.chapter(signaled_page.machines(), signaled_page.sms()),
+    **{report.table_name(name): partial(tables_of, name) for name in report.new(report.load_all(RESULTS))},
+}
+
+
+def plots(folder: Path) -> list[Path]:
+    made = report.plots(report.load_all(RESULTS), folder) + signaled_page.plots(folder)
+    made += predict.plots(predict.runs_of(machines()), folder) + simulate.plots(folder)
+    return made + layer_picture.plots(RESULTS, folder)
+
+
+def main() -> None:
+    try:
+        for name, text in {name: make() for name, make in PAGES.items()}.items():
+            (ROOT / name).write_text(text)
+            print(f"wrote {name}")
+    except WeftError as error:
+        raise SystemExit(str(error)) from None
+    print(f"and {len(plots(ROOT / 'docs/img'))} plots")
+
+
+if __name__ == "__main__":
+    main()

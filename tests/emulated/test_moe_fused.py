@@ -1,0 +1,212 @@
+"""An MoE layer in one launch, on emulated ranks, against torch and to the bit against the plan of several launches; and its kernel
+compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulated.cases import changed, draw
+from tests.emulated.cases_moe import Model, in_turn, moe_case, nowhere, some_nowhere, to_few
+from tests.gates import some
+from tests.offline import test_offline as offline
+from weft import moe
+from weft.check import ptx
+from weft.check.offline import compile_kernel
+from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
+from weft.ops.moe.expert_parallel import dispatched, fused
+from weft.plans import FusedMoe, GemmTile, Plan
+from weft.scale import SMALL_DISPATCHED, SMALL_LOW_LATENCY, SMALL_MOE
+
+BF, HALF = torch.bfloat16, torch.float16
+S = SMALL_MOE
+
+
+def errors(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> list[float]:
+    case = dict(plan=S) | case
+    return weft.spmd(lambda world: moe_case(world, **case), ranks, backend="emulated", seed=seed, preempt=preempt)
+
+
+@pytest.mark.parametrize(("ranks", "experts", "k"), [(2, 4, 3), (3, 6, 2), (4, 8, 4), (4, 4, 1)])
+def test_any_world_against_torch(ranks: int, experts: int, k: int) -> None:
+    assert max(errors(ranks, experts=experts, k=k)) < 5e-3
+
+
+@pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)
+def test_routings(ids_of: Any) -> None:
+    """All tokens to one rank's experts; experts, ranks and calls without rows; routes to nowhere."""
+    assert max(errors(2, ids_of=ids_of, calls=4, shared=True)) < 5e-3
+    assert max(errors(3, experts=3, k=1, ids_of=ids_of, calls=4, tokens=(18, 3, 0))) < 5e-3
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
+def test_activations(activation: str) -> None:
+    """Of widths that are no whole tiles, in either direction."""
+    for dtype, biases, sizes in ((BF, True, dict(hidden=72, inner=40)), (HALF, False, dict(hidden=24, inner=72))):
+        found = errors(2, activation=activation, biases=biases, dtype=dtype, calls=1, **sizes)
+        assert max(found) < 5e-3
+
+
+PLANS = [
+    changed(S, block_k=16, copy_programs=1, copy_rows=1),
+    changed(S, block_n=64, group_m=3, copy_programs=4, copy_rows=4, copy_stages=1),
+    changed(S, block_m=32, block_k=64, group_m=8, stages=3, copy_programs=3, per_sm=2, copy_stages=3),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_plan_parameters(plan: FusedMoe) -> None:
+    """Several tiles an expert, whose rows come from several ranks; columns of a row in several parts."""
+    assert max(errors(2, hidden=72, inner=40, tokens=(40, 31), calls=2, plan=plan)) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(8), 2))
+def test_schedules(seed: int) -> None:
+    assert max(errors(3, seed, 0.2, experts=6, k=3, hidden=40, tokens=(13, 0, 20), calls=4, ids_of=in_turn)) < 5e-3
+
+
+@pytest.mark.parametrize("tokens", [(3, 2, 4, 1), (40, 40, 40, 40)], ids=["in one tile", "in many tiles"])
+def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
+    """A tile with rows of all waves, behind which alone they are summed; and waves with tiles of their own."""
+    assert max(errors(4, 1, 0.2, experts=4, k=2, tokens=tokens, calls=2)) < 5e-3
+
+
+def test_layers_of_different_sizes_share_memory_and_counters() -> None:
+    assert max(errors(2, hidden=32, layers=3, calls=3, ids_of=some_nowhere)) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(4)))
+def test_calls_on_two_streams(seed: int) -> None:
+    assert max(errors(2, seed, 0.2, calls=4, streams=("first", "second"))) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(4), 2))
+@pytest.mark.parametrize("other", [SMALL_DISPATCHED, SMALL_LOW_LATENCY], ids=lambda plan: plan.kind)
+def test_a_smaller_layer_behind_it_by_another_plan(other: Plan, seed: int) -> None:
+    """Whose rows a rank may send while others still read what had come for the larger one: in one inbox they would meet."""
+    case = dict(experts=3, k=1, hidden=16, inner=16, layers=2, calls=2, tokens=(36,) * 3, plan=(other, S))
+    assert max(errors(3, seed, 0.2, **case)) < 5e-3
+
+
+def test_the_bits_of_the_plan_of_several_launches() -> None:
+    """In turn with it, through one memory and one set of counters."""
+
+    def rank(world: weft.World) -> None:
+        layer = Layer(20, 6, 3, 40, 24, BF)
+        w, kept = Model(world, layer, True).own, []
+        for call in range(3):
+            x, weights = draw(10 * call + world.rank, 20, 40), draw(call + 7, 20, 3, dtype=torch.float32).abs()
+            ids = some_nowhere(call, world.rank, 20, layer, world.size).int()
+            more = draw(5 + world.rank, 20, 40)
+            args = (x, ids, weights, w.w13, w.w2)
+            for plan in (S, SMALL_DISPATCHED):
+                kept.append(moe.moe(*args, b13=w.b13, b2=w.b2, shared=more, world=world, plan=plan).clone())
+                world.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(kept[::2], kept[1::2], strict=True))
+
+    weft.spmd(rank, 3, backend="emulated")
+
+
+def test_stamps_are_of_what_programs_did() -> None:
+    """The emulator's clock stands still, so only that the kernel with stamps computes the same."""
+
+    def rank(world: weft.World) -> float:
+        times = fused.stamped(world, world.sm_count)
+        error = moe_case(world, plan=S, calls=2)
+        assert times.shape == (world.sm_count, 6) and times is fused.stamped(world, world.sm_count)
+        return error
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < 5e-3
+
+
+def test_what_a_plan_cannot_serve() -> None:
+    def rank(world: weft.World) -> None:
+        layer = Layer(8, 4, 2, 32, 24, BF)
+        assert fused.fits(world, layer, S) is None
+        assert fused.fits(world, layer, replace(S, copy_programs=world.sm_count)) is None
+        assert "are more than" in str(fused.fits(world, layer, replace(S, copy_programs=world.sm_count + 1)))
+        assert "H 36" in str(fused.fits(world, replace(layer, hidden=36), S))
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_memory_is_what_a_call_takes() -> None:
+    def rank(world: weft.World) -> None:
+        layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
+        of, want = fused.plan_state(world, layer, S), dispatched.memory(world, layer, S.tile.block_m)
+        at, routes = dispatched.space(world, layer, of.rows), of.filling.routes
+        shared = (at.inbox, at.outbox, routes.shared_ids, routes.shared_weights)
+        assert sum(t.local.nbytes for t in shared) == want.symmetric
+        assert sum(t.nbytes for t in (of.tables.slots, of.tables.sources, of.tables.tiles)) == want.tables
+        assert at.hidden.nbytes + at.y.nbytes == want.scratch
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+ONE_AN_SM = FusedMoe(tile=GemmTile(), per_sm=1, copy_programs=16, copy_stages=3)
+CASES = {  # hidden, inner, experts, k; activation, biases and a shared expert, ...
+    "Qwen3-30B": ((2048, 768, 128, 8), "swiglu", False, BF, FusedMoe(), 2),
+    "Qwen3-30B, 1 an SM": ((2048, 768, 128, 8), "swiglu", False, HALF, ONE_AN_SM, 4),
+    "GPT-OSS": ((2880, 2880, 128, 4), "gpt_oss", True, BF, FusedMoe(), 4),
+    "DeepSeek-V3": ((7168, 2048, 256, 8), "swiglu", False, BF, FusedMoe(), 8),
+    "odd": ((1032, 520, 16, 3), "swiglu", True, HALF, FusedMoe(), 8),
+    "gelu": ((2048, 2048, 32, 2), "gelu", False, BF, FusedMoe(), 4),
+}
+
+
+def launching(name: str) -> Callable[[weft.World], None]:
+    (h, i, e, k), activation, biases, dtype, plan, ranks = CASES[name]
+
+    def main(world: weft.World) -> None:
+        layer = Layer(64, e, k, h, i, dtype, activation)
+        assert fused.fits(world, layer, plan) is None
+        block, local = world.scale.interleave, e // ranks
+        n = i if activation == "gelu" else -(-i // block) * 2 * block
+        shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
+        t = 30 + world.rank
+        x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
+        own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
+        shared, out = x if biases else None, torch.empty_like(x)
+        fused.run_fused(world, MoeCall(t, None, layer), plan, MoeOperands(x, ids, weights, *own, shared=shared), out)
+
+    return main
+
+
+def awaited(step: Any) -> bool:
+    """Loads of what other programs or ranks write."""
+    return any(text in step.source for text in ("tl.load(at + k", "tl.load(y +", "tl.load(outbox"))
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
+    plan, ranks = CASES[name][-2:]
+    by_rank = offline.launches(launching(name), ranks)
+    launch = by_rank[0][-1]  # behind the one that compares calls
+    k = compile_kernel(launch.kernel, launch.args, launch.options)
+    record_property("kernel", (f"moe fused {name}", k.registers, k.shared))
+    offline.fits(launch, k)
+    assert "wgmma.mma_async" in k.ptx and any(awaited(step) for step in ptx.steps_of(k.ptx))
+    assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.made_by_thread_zero(k.ptx) == []
+    assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
+    dispatched, tile = ptx.steps_of(k.ptx), plan.tile
+    gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in dispatched)
+    assert gathered == tile.stages * tile.block_m * tile.block_k * 2 // (tile.warps * 32 * 16)
+    assert sum("cp.async.bulk.tensor.2d.shared" in s.text for s in dispatched) == 3 * tile.stages
+    for others in by_rank[1:]:
+        assert offline.specialised(launch) == offline.specialised(others[-1])
+
+
+@pytest.mark.gate
+def test_a_missing_wait_is_found_in_the_code() -> None:
+    launch = offline.launches(launching("odd"), 8)[0][-1]
+    text = compile_kernel(launch.kernel, launch.args, launch.options).ptx
+    broken = ptx.broken_rules(text.replace("ld.acquire.", "ld.relaxed."), awaited)
+    assert any(said.startswith("acquire: ") for said in broken)
