@@ -42,7 +42,7 @@ for part in $parts; do
       mkdir -p "$out/profile"
       ranks profile "$limit" -m weft.planner.tune --out "$profile" && tail -1 "$out/profile.log" || continue
       if grep -Eq ': ([0-9]+) of \1 measurements' "$out/profile.log" || [ ! -f "$kept" ]; then cp "$profile" "$kept"; fi ;;
-    predictions) ranks predictions "$limit" -m bench.pages.predict --measure "$out/predictions" --profile "$kept" ;;
+    predictions) ranks predictions "$limit" -m bench.measure.predictions --out "$out/predictions" --profile "$kept" ;;
     ops) ranks ops $((2 * limit)) -m bench.measure.run --tune --out "$out/results" ;;
     norm) ranks norm "$limit" -m bench.measure.norm --modes graph --out "$out/results" ;;
     decoder) ranks decoder $((2 * limit)) -m bench.measure.decoder --tune --profile 0 --sms "$sms" --norms auto decomposed \

@@ -1,47 +1,26 @@
-"""What the steps of an MoE layer must compute; each function runs on one rank."""
+"""Layers of experts, whole or split by columns: shapes, weights and routings, and what a call and its gradients must give by whichever
+plan. Each function runs on one rank.
+
+How a layer is called is a `Run`: cases_expert_parallel.py and cases_tensor_parallel.py have one or two each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 import weft
 from tests.emulated.cases import distance, draw, on_stream
-from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
-from weft.ops.moe.expert_parallel import dispatched, fused, low_latency
-from weft.ops.moe.expert_parallel.op import MOE
-from weft.plans import Dispatched, FusedMoe, LowLatency, Plan
-from weft.scale import SMALL_DISPATCHED
+from weft import moe
+from weft.ops.moe.call import Layer, Weights
+from weft.plans import Plan
 
 Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
-
-
-def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: int) -> dict[str, torch.Tensor]:
-    ranks, capacity, k = ids_all.shape
-    slots, sources = torch.full((ranks, capacity, k), -1), torch.full((rows,), -1)
-    offsets, tiles, received, targets, row = [0], [], [], torch.zeros(ranks, dtype=torch.int64), 0
-    for expert in range(local):
-        first, of_row = row, []
-        for wave in range(ranks):
-            source = (me - wave) % ranks
-            for t, slot in (ids_all[source] == me * local + expert).nonzero().tolist():
-                slots[source, t, slot], sources[row] = row, source * capacity + t
-                of_row.append(wave)
-                row += 1
-        for lo in range(0, len(of_row), block_m):
-            inside = of_row[lo : lo + block_m]
-            tiles.append((inside[-1], expert, first + lo, inside[0]))
-            targets[inside[0] : inside[-1] + 1] += 1
-        received.append(row - first)
-        row = -(-row // block_m) * block_m
-        offsets.append(row)
-    listed = [(first, expert, lo, last) for last, expert, first, lo in sorted(tiles)]
-    return dict(
-        slots=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
-        count=torch.tensor([len(listed)]), listed=torch.tensor([sum(t[3] <= j for t in listed) for j in range(ranks)]), received=torch.tensor(received), targets=targets,
-    )  # fmt: skip
+Tensors = Mapping[str, torch.Tensor | None]
+Run = Callable[..., torch.Tensor]  # world, model, ids, Tensors by NAMES; options: rows, plan, keep
+NAMES = ("x", "weights", "w13", "w2", "b13", "b2", "shared")
 
 
 # -- routings ----------------------------------------------------------------------------------------------------------
@@ -71,7 +50,16 @@ def in_turn(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Ten
     return (at_random, to_few, nowhere, some_nowhere)[call % 4](call, rank, t, layer, world)
 
 
-# -- a layer -----------------------------------------------------------------------------------------------------------
+# -- one layer ---------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {  # of layers and routings, for `layer_case` and `training_case`
+    "gelu": dict(activation="gelu", biases=True, inner=40),
+    "gpt_oss": dict(activation="gpt_oss", biases=True, hidden=24, dtype=torch.float16),
+    "some nowhere": dict(ids_of=some_nowhere, k=3),
+    "to few": dict(ids_of=to_few, k=1, biases=True),
+    "nowhere": dict(ids_of=nowhere),
+    "uneven": dict(tokens=(40, 31)),
+}
 
 
 def interleaved(w: torch.Tensor, block: int) -> torch.Tensor:
@@ -101,26 +89,41 @@ def expert(
 
 
 class Model:
-    """All ranks' weights of one layer, and this rank's on its device."""
+    """All ranks' weights of one layer, and on its device this rank's: whole experts, or where `sharing` ranks share each expert, its
+    columns of them. inner: columns of an expert that the rank has."""
 
-    def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0) -> None:
+    def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0, sharing: int = 1) -> None:
         e, h, i, wide = layer.experts, layer.hidden, layer.inner, 1 if layer.activation == "gelu" else 2
-        self.layer, dtype = layer, layer.dtype
-        self.w13, self.w2 = (
-            draw(seed + 1, e, wide * i, h, dtype=dtype) * 0.2,
-            draw(seed + 2, e, h, i, dtype=dtype) * 0.2,
-        )
-        self.b13, self.b2 = (draw(seed + j, e, n, dtype=dtype) * biases for j, n in ((3, wide * i), (4, h)))
+        self.layer, self.sharing, self.inner = layer, sharing, i // sharing
+        self.ranks, self.rank, self.block = world.size, world.rank, world.scale.interleave
+        self.w13 = draw(seed + 1, e, wide * i, h, dtype=layer.dtype) * 0.2
+        self.w2 = draw(seed + 2, e, h, i, dtype=layer.dtype) * 0.2
+        self.b13, self.b2 = (draw(seed + j, e, n, dtype=layer.dtype) * biases for j, n in ((3, wide * i), (4, h)))
         if layer.activation == "gpt_oss":
             self.w13 *= 8  # so that some are clamped
-        local = e // world.size
-        own = slice(world.rank * local, (world.rank + 1) * local)
-        block = world.scale.interleave
-        w13, b13 = self.w13[own], self.b13[own]
-        if wide == 2:
-            w13, b13 = interleaved(w13, block), interleaved(b13, block)
-        there = [t.contiguous().to(world.device) for t in (w13, self.w2[own], b13, self.b2[own])]
-        self.own = Weights(*there[: 4 if biases else 2])
+        w13, w2, b13, b2 = (t.contiguous().to(world.device) for t in self.part(*self.whole))
+        adds_b2 = biases and self.rank % sharing == 0
+        self.own = Weights(w13, w2, b13 if biases else None, b2 if adds_b2 else None)
+
+    @property
+    def whole(self) -> tuple[torch.Tensor, ...]:
+        return self.w13, self.w2, self.b13, self.b2
+
+    def part(
+        self, w13: torch.Tensor, w2: torch.Tensor, b13: torch.Tensor, b2: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """This rank's part of all experts' weights or gradients, in the layout that ops take."""
+        local = self.layer.experts * self.sharing // self.ranks
+        group, part = divmod(self.rank, self.sharing)
+        experts, columns = slice(group * local, (group + 1) * local), slice(part * self.inner, (part + 1) * self.inner)
+
+        def first(t: torch.Tensor) -> torch.Tensor:
+            if self.layer.activation == "gelu":
+                return t[experts, columns]
+            halves = [half[:, columns] for half in t[experts].chunk(2, 1)]
+            return interleaved(torch.cat(halves, 1), self.block)
+
+        return first(w13), w2[experts][:, :, columns], first(b13), b2[experts]
 
     @property
     def flat(self) -> Weights:
@@ -134,82 +137,162 @@ class Model:
         out = torch.zeros(x.shape, dtype=torch.float32)
         for e in range(self.layer.experts):
             t, slot = (ids == e).nonzero(as_tuple=True)
-            y = expert(
-                x[t].float(), *(w[e].float() for w in (self.w13, self.w2, self.b13, self.b2)), self.layer.activation
-            )
+            y = expert(x[t].float(), *(w[e].float() for w in self.whole), self.layer.activation)
             out.index_add_(0, t, weights[t, slot, None] * y)
         return out
 
 
-def of_plan(plan: Plan) -> Any:
-    """The module that runs such plans."""
-    return {Dispatched: dispatched, FusedMoe: fused, LowLatency: low_latency}[type(plan)]
+class Routed(NamedTuple):
+    """A rank's operands of one call, on the host. dy: the gradient of the result."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    shared: torch.Tensor
+    dy: torch.Tensor
 
 
-def moe_case(
-    world: weft.World, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 24, tokens: Sequence[int] = (7, 5, 0, 9),
-    activation: str = "swiglu", biases: bool = False, shared: bool = False, calls: int = 3, ids_of: Ids = at_random,
-    plan: Plan | Sequence[Plan] = SMALL_DISPATCHED, dtype: torch.dtype = torch.bfloat16, layers: int = 1, streams: Sequence[str] = ("main",),
+def routed(call: int, rank: int, t: int, layer: Layer, world: int, ids_of: Ids = at_random) -> Routed:
+    seed = 1000 * call + 10 * rank
+    return Routed(
+        draw(seed, t, layer.hidden, dtype=layer.dtype),
+        ids_of(call, rank, t, layer, world).int().contiguous(),
+        draw(seed + 1, t, layer.k, dtype=torch.float32).abs(),
+        draw(seed + 2, t, layer.hidden, dtype=layer.dtype),
+        draw(seed + 3, t, layer.hidden, dtype=layer.dtype),
+    )
+
+
+def counts_of(tokens: Sequence[int], call: int, ranks: int) -> list[int]:
+    """Tokens of every rank, others in every call."""
+    return [tokens[(rank + call) % len(tokens)] for rank in range(ranks)]
+
+
+def values_of(model: Model, operands: Sequence[torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """What a `Run` takes, by NAMES: of x, weights, shared, and the model's own."""
+    x, weights, shared = operands
+    return dict(zip(NAMES, (x, weights, *model.own, shared), strict=True))
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """A rank's operands as a stream-ordered program has them: written again for every call, and results copied, by work on the current
+    stream, and nothing synchronises."""
+
+    def __init__(self, world: weft.World) -> None:
+        self.world, self.tensors = world, dict[Any, torch.Tensor]()
+
+    def write(self, name: Any, values: torch.Tensor) -> torch.Tensor:
+        stream = self.world.current_stream()
+        held = self.tensors.setdefault((stream, name, values.shape), self.world.empty(values.shape, values.dtype))
+        self.world.call(lambda: held.copy_(values), [], [held], stream)
+        return held
+
+    def copy(self, t: torch.Tensor) -> torch.Tensor:
+        copied = self.world.empty(t.shape, t.dtype)
+        self.world.call(lambda: copied.copy_(t), [t], [copied], self.world.current_stream())
+        return copied
+
+    def call(
+        self, run: Run, model: Model, operands: Routed, shared: bool = False, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result of a layer, and what it must be."""
+        x, ids, weights, more, _ = operands
+        values = values_of(model, [self.write("x", x), self.write("weights", weights), self.write("shared", more)])
+        values |= dict(out=self.write("out", x)) | ({} if shared else dict(shared=None))
+        got = self.copy(run(self.world, model, self.write("ids", ids), values, **options))
+        want = model(x, ids, weights)
+        return got, want + more.float() if shared else want
+
+
+def layer_case(
+    world: weft.World, run: Run, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 24,
+    tokens: Sequence[int] = (7, 5, 0, 9), activation: str = "swiglu", biases: bool = False, shared: bool = False, calls: int = 3,
+    ids_of: Ids = at_random, plan: str | Plan | Sequence[Plan] = "dispatched", dtype: torch.dtype = torch.bfloat16,
+    sharing: int = 1, layers: int = 1, streams: Sequence[str] = ("main",), **options: Any,
 ) -> float:  # fmt: skip
-    """Largest error over calls with new tokens and routings, each through all layers, by the plans and on the streams in turn. Nothing synchronises between
-    them: inputs are written again, and results taken, by work on the stream."""
+    """Largest error over calls with new tokens and routings, each through all layers, by the plans and on the streams in turn. Nothing
+    synchronises between them. inner: columns of a rank."""
     models = [
         Model(
-            world, Layer(max(tokens) + 1 + 5 * j, experts, k, hidden + 8 * j, inner, dtype, activation), biases, 10 * j
+            world, Layer(max(tokens) + 1 + 5 * j, experts, k, hidden + 8 * j, inner * sharing, dtype, activation), biases,
+            10 * j, sharing,
         )
         for j in range(layers)
-    ]
-    plans = [plan] if isinstance(plan, Plan) else plan
-    for model in models:
-        assert all(of_plan(p).fits(world, model.layer, p) is None for p in plans)
-    buffers: dict[Any, torch.Tensor] = {}
-    kept = []
+    ]  # fmt: skip
+    plans = [plan] if isinstance(plan, str | Plan) else plan
+    memory, pairs = Memory(world), list[tuple[torch.Tensor, torch.Tensor]]()
     for call in range(calls):
-        for j, model in enumerate(models):
-            counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
-            name = streams[call % len(streams)]
-            with on_stream(world, name):
-                one = one_call(
-                    world,
-                    model,
-                    counts,
-                    1000 * call + 100 * j,
-                    call,
-                    ids_of,
-                    plans[len(kept) % len(plans)],
-                    shared,
-                    (buffers, name),
-                )
-                kept.append(one)
+        counts = counts_of(tokens, call, world.size)
+        with on_stream(world, streams[call % len(streams)]):
+            for j, model in enumerate(models):
+                operands = routed(call + 20 * j, world.rank, counts[world.rank], model.layer, world.size, ids_of)
+                chosen = plans[len(pairs) % len(plans)]
+                pairs.append(memory.call(run, model, operands, shared, rows=counts, plan=chosen, **options))
     world.synchronize()
-    return max(distance(got, want) for got, want in kept)
+    return max((distance(got, want) for got, want in pairs if got.numel()), default=0.0)
 
 
-def one_call(
-    world: weft.World, model: Model, counts: Sequence[int], seed: int, call: int, ids_of: Ids, plan: Plan,
-    shared: bool, held: tuple[dict[Any, torch.Tensor], str],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The result, and what it should be."""
-    layer, me, stream = model.layer, world.rank, world.current_stream()
-    xs = [draw(seed + r, t, layer.hidden, dtype=layer.dtype) for r, t in enumerate(counts)]
-    theirs = [
-        (ids_of(call, r, t, layer, world.size).int(), draw(seed + 50 + r, t, layer.k, dtype=torch.float32).abs())
-        for r, t in enumerate(counts)
-    ]
-    ids, weights = theirs[me]
-    more = draw(seed + 99, *xs[me].shape, dtype=layer.dtype)
+# -- gradients ---------------------------------------------------------------------------------------------------------
 
-    def there(name: str, values: torch.Tensor) -> torch.Tensor:
-        """In memory that is written again for every call."""
-        t = held[0].setdefault((held[1], name, values.shape), world.empty(values.shape, values.dtype))
-        world.call(lambda: t.copy_(values), [], [t], stream)
-        return t
 
-    given = [there("x", xs[me]), there("ids", ids), there("weights", weights), *model.flat]
-    operands = MoeOperands(*given, shared=there("shared", more) if shared else None)
-    result = there("out", xs[me])
-    MOE.runs[type(plan)](world, MoeCall(counts[me], None, layer), plan, operands, result)
-    got = world.empty(result.shape, layer.dtype)
-    world.call(lambda: got.copy_(result), [result], [got], stream)
-    want = model(xs[me], ids, weights)
-    return got, want + more.float() if shared else want
+def reference_gradients(model: Model, operands: Sequence[Routed]) -> dict[str, torch.Tensor]:
+    """float64 gradients of this rank's x, weights and shared, and of its part of the experts, against the whole layer in one process.
+    operands: every rank's. The input of the activation is rounded as it is kept: on which side of a clamp's end it lies decides
+    whether it has a gradient."""
+    me, experts = model.rank, [t.double().requires_grad_() for t in model.whole]
+    xs = [o.x.double().requires_grad_() for o in operands]
+    weights = [o.weights.double().requires_grad_() for o in operands]
+    total = torch.zeros((), dtype=torch.float64)
+    for x, weight, o in zip(xs, weights, operands, strict=True):
+        for e in range(model.layer.experts):
+            t, slot = (o.ids == e).nonzero(as_tuple=True)
+            y = expert(x[t], *(w[e] for w in experts), model.layer.activation, model.layer.dtype)
+            total = total + (weight[t, slot, None] * y * o.dy.double()[t]).sum()
+    wanted = [xs[me], weights[me], *experts]
+    found = torch.autograd.grad(total, wanted, allow_unused=True)
+    dx, dweights, *of_experts = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+    return dict(zip(NAMES, (dx, dweights, *model.part(*of_experts), operands[me].dy), strict=True))
+
+
+def gradients(
+    world: weft.World, run: Run, model: Model, operands: Routed, wants: Sequence[str] = NAMES, **options: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    """The result, and the gradients of what is wanted."""
+    x, ids, weights, shared, dy = (t.to(world.device) for t in operands)
+    leaves = {
+        name: None if t is None else t.detach().clone().requires_grad_(name in wants)
+        for name, t in values_of(model, (x, weights, shared)).items()
+    }
+    y = run(world, model, ids, leaves, **options)
+    y.backward(dy)
+    return y.detach(), {name: None if t is None else t.grad for name, t in leaves.items()}
+
+
+def training_case(
+    world: weft.World, run: Run, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 24,
+    tokens: Sequence[int] = (7, 5, 0, 9), sharing: int = 1, activation: str = "swiglu", biases: bool = False, calls: int = 3,
+    ids_of: Ids = at_random, plan: Any = "dispatched", keep: Sequence[str] = moe.KEEPS, dtype: torch.dtype = torch.bfloat16,
+    wants: Sequence[str] = NAMES,
+) -> dict[str, float]:  # fmt: skip
+    """Largest error by operand, over calls with new tokens and routings that keep other things; nothing synchronises
+    between them. inner: columns of a rank."""
+    layer = Layer(max(tokens), experts, k, hidden, inner * sharing, dtype, activation)
+    model, pairs = Model(world, layer, biases, sharing=sharing), []
+    for call in range(calls):
+        counts = counts_of(tokens, call, world.size)
+        operands = [routed(call, r, t, layer, world.size, ids_of) for r, t in enumerate(counts)]
+        kept = keep[call % len(keep)]
+        _, got = gradients(world, run, model, operands[world.rank], wants, rows=counts, plan=plan, keep=kept)
+        pairs.append((got, reference_gradients(model, operands)))
+    world.synchronize()
+    worst = dict.fromkeys(wants, 0.0)
+    for got, want in pairs:
+        for name in NAMES:
+            gradient, has = got[name], getattr(model.own, name, 0) is not None
+            assert (gradient is not None) == (name in wants and has)
+            if gradient is not None and gradient.numel():
+                worst[name] = max(worst[name], distance(gradient.cpu(), want[name]))
+    return worst

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases import case, distance, draw, on_stream
-from tests.emulated.cases_reduce import FP8, PLANS, bound, norm_case, random_case, sum_case
+from tests.emulated.cases import distance, draw, on_stream
+from tests.emulated.cases_all_reduce import FP8, PLANS, bound, norm_case, random_case, sum_case
+from tests.emulated.cases_ops import case
 from tests.gates import some
 from weft.lang.mapping import balanced_rows
 from weft.ops.all_reduce import op as reduce_plans

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases import FUSED, OPS, all_gather_case, reduce_case
-from tests.emulated.cases_signaled import all_to_all_case, drawn
+from tests.emulated.cases_all_gather_matmul import all_gather_case
+from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
+from tests.emulated.cases_matmul_reduce import reduce_case
+from tests.emulated.cases_ops import FUSED, OPS
 from tests.gates import some
 from tests.planner.test_predict import MACHINE, made
 from weft import architectures

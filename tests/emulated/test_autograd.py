@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases import OPS, SMALL_FUSED, draw
+from tests.emulated.cases import draw
 from tests.emulated.cases_nn import all_gather_grads, emulate, gpu_errors, leaf, reduce_grads, silu_grads
+from tests.emulated.cases_ops import OPS, SMALL_FUSED
 from tests.gates import some
 from weft.ops.all_gather_matmul import op as all_gather_matmul
 from weft.plans import Decomposed, Plan

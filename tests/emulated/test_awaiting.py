@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases import all_gather_case
+from tests.emulated.cases_all_gather_matmul import all_gather_case
 from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend
 from weft.plans import Awaiting

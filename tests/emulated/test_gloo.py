@@ -15,14 +15,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import weft
-from tests.emulated.cases import case, distance, draw
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_all_reduce import norm_case, sum_case
 from tests.emulated.cases_attention import Shape, attention_case, gradients_case
+from tests.emulated.cases_dispatch_combine import exchange_case, exchanged
+from tests.emulated.cases_expert_parallel import whole_experts
+from tests.emulated.cases_matmul_all_to_all import all_to_all_case
 from tests.emulated.cases_models import chunked
-from tests.emulated.cases_moe import nowhere, some_nowhere, to_few
-from tests.emulated.cases_moe_exchange import exchange_case
-from tests.emulated.cases_moe_parts_training import parts_training_case
-from tests.emulated.cases_moe_tensor import routes_case, tensor_case
-from tests.emulated.cases_moe_training import exchanged, training_case
+from tests.emulated.cases_moe import layer_case, nowhere, some_nowhere, to_few, training_case
 from tests.emulated.cases_nn import (
     all_gather_grads,
     compiled_ops,
@@ -32,8 +32,8 @@ from tests.emulated.cases_nn import (
     reduce_grads,
     silu_grads,
 )
-from tests.emulated.cases_reduce import norm_case, sum_case
-from tests.emulated.cases_signaled import all_to_all_case
+from tests.emulated.cases_ops import case
+from tests.emulated.cases_tensor_parallel import both_halves, routes_case
 from weft import moe
 
 BF16, EXPERTS, DECODER = 5e-3, 1.2e-2, 2.5e-2  # as the emulated ranks are held to
@@ -66,12 +66,21 @@ def mixtures(world: weft.World) -> Iterator[Case]:
     yield "exchange, aligned", 0.0, lambda: exchange_case(world, experts, alignment=16)
     wants = ("x", "weights", "shared")
     yield "exchange, gradients", EXPERTS, lambda: exchanged(world, wants, layout="masked")
+    halves = dict(inner=16, sharing=world.size, plan="auto")
     for ids_of in (some_nowhere, to_few):
         more = dict(ids_of=ids_of, biases=True)
         kind = ids_of.__name__
-        yield f"tensor-parallel, {kind}", EXPERTS, lambda more=more: tensor_case(world, "auto", shared=True, **more)
-        yield f"moe, {kind}", EXPERTS, lambda more=more: largest(training_case(world, experts, plan="auto", **more))
-        yield f"parts, {kind}", EXPERTS, lambda more=more: largest(parts_training_case(world, plan="auto", **more))
+        yield (
+            f"tensor-parallel, {kind}",
+            EXPERTS,
+            lambda more=more: layer_case(world, both_halves, shared=True, **halves, **more),
+        )
+        yield (
+            f"moe, {kind}",
+            EXPERTS,
+            lambda more=more: largest(training_case(world, whole_experts, experts, plan="auto", **more)),
+        )
+        yield f"parts, {kind}", EXPERTS, lambda more=more: largest(training_case(world, both_halves, **halves, **more))
     yield "routes", 0.0, lambda: routes_case(world, "auto", (20, 7, 0)[: world.size], world.size) or 0.0
 
 

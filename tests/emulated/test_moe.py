@@ -10,7 +10,7 @@ from torch import nn
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_moe import Model, at_random, some_nowhere, to_few
+from tests.emulated.cases_moe import Model, at_random
 from weft import moe
 from weft.ops.moe.call import Layer, MoeCall
 from weft.ops.moe.expert_parallel.op import MOE
@@ -18,53 +18,6 @@ from weft.plans import Dispatched, LowLatency
 from weft.scale import SMALL_DISPATCHED
 
 BOUND = 1.2e-2  # two roundings to bf16 on the way
-
-
-def case(world: weft.World, plan: Any, tokens: list[int], **changes: Any) -> float:
-    """Largest error over calls of changing routings, without a synchronisation between."""
-    biases, shared, ids_of = (
-        changes.pop("biases", False),
-        changes.pop("shared", False),
-        changes.pop("ids_of", at_random),
-    )
-    layer = Layer(**dict(capacity=max(tokens), experts=12, k=2, hidden=32, inner=24, dtype=torch.bfloat16) | changes)
-    model, me = Model(world, layer, biases), world.rank
-    kept = []
-    for call in range(3):
-        counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
-        x = draw(10 * call + me, counts[me], layer.hidden, dtype=layer.dtype)
-        ids = ids_of(call, me, counts[me], layer, world.size).int()
-        weights = draw(10 * call + 5 + me, counts[me], layer.k, dtype=torch.float32).abs()
-        more = draw(99 + me, *x.shape, dtype=layer.dtype) if shared else None
-        w = model.own
-        there = [t.to(world.device) for t in (x, ids, weights)]
-        y = moe.moe(
-            *there, w.w13, w.w2, b13=w.b13, b2=w.b2, shared=None if more is None else more.to(world.device),
-            activation=layer.activation, rows=counts, world=world, plan=plan,
-        )  # fmt: skip
-        want = model(x, ids, weights)
-        kept.append((y, want if more is None else want + more.float()))
-    world.synchronize()
-    return max((distance(got, want) for got, want in kept if got.numel()), default=0.0)
-
-
-@pytest.mark.parametrize("plan", ["sequential", "dispatched", "fused", "low_latency", "auto"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_against_the_reference(ranks: int, plan: str) -> None:
-    assert max(weft.spmd(lambda w: case(w, plan, [5, 0, 7]), ranks, backend="emulated")) < BOUND
-
-
-@pytest.mark.parametrize("plan", ["sequential", "dispatched", "fused", "low_latency"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(activation="gelu", biases=True), dict(activation="gpt_oss", biases=True, shared=True),
-        dict(ids_of=some_nowhere, k=3), dict(ids_of=to_few, k=1), dict(dtype=torch.float16, shared=True),
-    ],
-    ids=["gelu", "gpt_oss", "nowhere", "few", "float16"],
-)  # fmt: skip
-def test_kinds_of_experts_and_routings(changes: dict[str, Any], plan: str) -> None:
-    assert max(weft.spmd(lambda w: case(w, plan, [4, 6], **changes), 2, backend="emulated")) < BOUND
 
 
 def test_the_same_bits_by_any_schedule() -> None:

@@ -11,8 +11,7 @@ import torch.utils.checkpoint
 
 import weft
 from tests.emulated.cases import draw
-from tests.emulated.cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
-from tests.emulated.cases_moe_exchange import (
+from tests.emulated.cases_dispatch_combine import (
     Routes,
     by_grouped_gemm,
     exchange_case,
@@ -25,6 +24,7 @@ from tests.emulated.cases_moe_exchange import (
     trained,
     two_under_way,
 )
+from tests.emulated.cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
 from tests.gates import some
 from tests.offline import test_offline as offline
 from weft import moe

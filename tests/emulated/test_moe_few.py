@@ -12,8 +12,7 @@ import torch
 
 import weft
 from tests.emulated.cases import changed, draw
-from tests.emulated.cases_moe import Model, in_turn, moe_case, nowhere, some_nowhere, to_few
-from tests.gates import some
+from tests.emulated.cases_moe import Model, some_nowhere
 from tests.offline import test_offline as offline
 from weft import moe
 from weft.check import ptx
@@ -25,55 +24,6 @@ from weft.scale import SMALL_DISPATCHED, SMALL_LOW_LATENCY, SMALL_MOE
 
 BF, HALF = torch.bfloat16, torch.float16
 S = SMALL_LOW_LATENCY
-
-
-def errors(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> list[float]:
-    case = dict(plan=S) | case
-    return weft.spmd(lambda world: moe_case(world, **case), ranks, backend="emulated", seed=seed, preempt=preempt)
-
-
-@pytest.mark.parametrize(("ranks", "experts", "k"), [(2, 4, 3), (3, 6, 2), (4, 8, 4)])
-def test_any_world_against_torch(ranks: int, experts: int, k: int) -> None:
-    assert max(errors(ranks, experts=experts, k=k)) < 5e-3
-
-
-@pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)
-def test_routings(ids_of: Any) -> None:
-    """More rows of an expert than a tile has; experts, ranks and calls without rows; routes to nowhere."""
-    assert max(errors(2, ids_of=ids_of, calls=4, shared=True)) < 5e-3
-    assert max(errors(3, experts=3, k=1, ids_of=ids_of, calls=4, tokens=(18, 3, 0))) < 5e-3
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
-def test_activations(activation: str) -> None:
-    for dtype, biases, sizes in ((BF, True, dict(hidden=72, inner=40)), (HALF, False, dict(hidden=24, inner=72))):
-        found = errors(2, activation=activation, biases=biases, dtype=dtype, calls=1, **sizes)
-        assert max(found) < 5e-3
-
-
-PLANS = [changed(S, copy_programs=99, block_k=16), changed(S, copy_programs=1, block_m=32, stages=3)]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_plan_parameters(plan: LowLatency) -> None:
-    assert max(errors(2, hidden=72, inner=40, tokens=(40, 31), calls=2, plan=plan)) < 5e-3
-
-
-@pytest.mark.parametrize("seed", some(range(8), 2))
-def test_schedules(seed: int) -> None:
-    assert max(errors(3, seed, 0.2, experts=6, k=3, hidden=40, tokens=(3, 0, 2), calls=4, ids_of=in_turn)) < 5e-3
-
-
-@pytest.mark.parametrize("seed", some(range(4)))
-def test_layers_and_streams_share_memory(seed: int) -> None:
-    assert max(errors(2, seed, 0.2, calls=4, layers=2, streams=("first", "second"))) < 5e-3
-
-
-@pytest.mark.parametrize("seed", some(range(8), 2))
-def test_layers_of_other_sizes_by_all_plans_in_turn(seed: int) -> None:
-    plans = (SMALL_MOE, SMALL_DISPATCHED, S, SMALL_MOE, S, SMALL_DISPATCHED, SMALL_MOE)
-    case = dict(experts=6, k=2, layers=3, calls=5, tokens=(9, 2, 6), ids_of=some_nowhere, plan=plans)
-    assert max(errors(3, seed, 0.2, **case)) < 5e-3
 
 
 def test_the_bits_of_the_other_plans() -> None:

@@ -11,86 +11,20 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases import changed, draw
-from tests.emulated.cases_moe import Model, in_turn, moe_case, nowhere, some_nowhere, to_few
-from tests.gates import some
+from tests.emulated.cases import draw
+from tests.emulated.cases_expert_parallel import steps
+from tests.emulated.cases_moe import Model, layer_case, some_nowhere
 from tests.offline import test_offline as offline
 from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.expert_parallel import dispatched, fused
-from weft.plans import FusedMoe, GemmTile, Plan
-from weft.scale import SMALL_DISPATCHED, SMALL_LOW_LATENCY, SMALL_MOE
+from weft.plans import FusedMoe, GemmTile
+from weft.scale import SMALL_DISPATCHED, SMALL_MOE
 
 BF, HALF = torch.bfloat16, torch.float16
 S = SMALL_MOE
-
-
-def errors(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> list[float]:
-    case = dict(plan=S) | case
-    return weft.spmd(lambda world: moe_case(world, **case), ranks, backend="emulated", seed=seed, preempt=preempt)
-
-
-@pytest.mark.parametrize(("ranks", "experts", "k"), [(2, 4, 3), (3, 6, 2), (4, 8, 4), (4, 4, 1)])
-def test_any_world_against_torch(ranks: int, experts: int, k: int) -> None:
-    assert max(errors(ranks, experts=experts, k=k)) < 5e-3
-
-
-@pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)
-def test_routings(ids_of: Any) -> None:
-    """All tokens to one rank's experts; experts, ranks and calls without rows; routes to nowhere."""
-    assert max(errors(2, ids_of=ids_of, calls=4, shared=True)) < 5e-3
-    assert max(errors(3, experts=3, k=1, ids_of=ids_of, calls=4, tokens=(18, 3, 0))) < 5e-3
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
-def test_activations(activation: str) -> None:
-    """Of widths that are no whole tiles, in either direction."""
-    for dtype, biases, sizes in ((BF, True, dict(hidden=72, inner=40)), (HALF, False, dict(hidden=24, inner=72))):
-        found = errors(2, activation=activation, biases=biases, dtype=dtype, calls=1, **sizes)
-        assert max(found) < 5e-3
-
-
-PLANS = [
-    changed(S, block_k=16, copy_programs=1, copy_rows=1),
-    changed(S, block_n=64, group_m=3, copy_programs=4, copy_rows=4, copy_stages=1),
-    changed(S, block_m=32, block_k=64, group_m=8, stages=3, copy_programs=3, per_sm=2, copy_stages=3),
-]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_plan_parameters(plan: FusedMoe) -> None:
-    """Several tiles an expert, whose rows come from several ranks; columns of a row in several parts."""
-    assert max(errors(2, hidden=72, inner=40, tokens=(40, 31), calls=2, plan=plan)) < 5e-3
-
-
-@pytest.mark.parametrize("seed", some(range(8), 2))
-def test_schedules(seed: int) -> None:
-    assert max(errors(3, seed, 0.2, experts=6, k=3, hidden=40, tokens=(13, 0, 20), calls=4, ids_of=in_turn)) < 5e-3
-
-
-@pytest.mark.parametrize("tokens", [(3, 2, 4, 1), (40, 40, 40, 40)], ids=["in one tile", "in many tiles"])
-def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
-    """A tile with rows of all waves, behind which alone they are summed; and waves with tiles of their own."""
-    assert max(errors(4, 1, 0.2, experts=4, k=2, tokens=tokens, calls=2)) < 5e-3
-
-
-def test_layers_of_different_sizes_share_memory_and_counters() -> None:
-    assert max(errors(2, hidden=32, layers=3, calls=3, ids_of=some_nowhere)) < 5e-3
-
-
-@pytest.mark.parametrize("seed", some(range(4)))
-def test_calls_on_two_streams(seed: int) -> None:
-    assert max(errors(2, seed, 0.2, calls=4, streams=("first", "second"))) < 5e-3
-
-
-@pytest.mark.parametrize("seed", some(range(4), 2))
-@pytest.mark.parametrize("other", [SMALL_DISPATCHED, SMALL_LOW_LATENCY], ids=lambda plan: plan.kind)
-def test_a_smaller_layer_behind_it_by_another_plan(other: Plan, seed: int) -> None:
-    """Whose rows a rank may send while others still read what had come for the larger one: in one inbox they would meet."""
-    case = dict(experts=3, k=1, hidden=16, inner=16, layers=2, calls=2, tokens=(36,) * 3, plan=(other, S))
-    assert max(errors(3, seed, 0.2, **case)) < 5e-3
 
 
 def test_the_bits_of_the_plan_of_several_launches() -> None:
@@ -117,7 +51,7 @@ def test_stamps_are_of_what_programs_did() -> None:
 
     def rank(world: weft.World) -> float:
         times = fused.stamped(world, world.sm_count)
-        error = moe_case(world, plan=S, calls=2)
+        error = layer_case(world, steps, plan=S, calls=2)
         assert times.shape == (world.sm_count, 6) and times is fused.stamped(world, world.sm_count)
         return error
 

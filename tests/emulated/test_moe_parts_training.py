@@ -1,5 +1,5 @@
-"""Gradients of layers whose experts' columns are split over ranks, on emulated ranks against float64; what trains with them; and the
-kernels compiled."""
+"""Gradients of layers whose experts' columns are split over ranks: what is kept, what stands between the halves, what the benchmark times;
+and the kernels compiled. Against float64: test_moe_training.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import torch
 
 import weft
 from tests.emulated.cases import distance
-from tests.emulated.cases_moe import at_random, in_turn, nowhere, some_nowhere, to_few
-from tests.emulated.cases_moe_parts_training import gradients, parts_training_case
-from tests.emulated.cases_moe_tensor import Parts
-from tests.emulated.cases_moe_training import routed
-from tests.gates import some
+from tests.emulated.cases_moe import Model, at_random, gradients, routed
+from tests.emulated.cases_tensor_parallel import both_halves
 from tests.offline import test_offline as offline
 from weft import moe
 from weft.check import ptx
@@ -29,61 +26,14 @@ BF, HALF = torch.bfloat16, torch.float16
 BOUND = 1.2e-2
 
 
-def worst(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> float:
-    found = weft.spmd(
-        lambda world: parts_training_case(world, **case), ranks, backend="emulated", seed=seed, preempt=preempt
-    )
-    return max(error for of_rank in found for error in of_rank.values())
-
-
-@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-@pytest.mark.parametrize(
-    "ranks, changes", [(1, dict()), (2, dict()), (3, dict(calls=1)), (4, dict(sharing=2, calls=1))], ids=str
-)
-def test_against_float64(ranks: int, changes: dict[str, Any], plan: str) -> None:
-    """Other tokens on every rank, none on some; every operand; other things kept in every call; also of experts that
-    only some of the ranks share."""
-    assert worst(ranks, plan=plan, **changes) < BOUND
-
-
-@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(activation="gelu", biases=True, inner=40), dict(activation="gpt_oss", biases=True, hidden=24, dtype=HALF),
-        dict(ids_of=some_nowhere, k=3), dict(ids_of=to_few, k=1, biases=True), dict(ids_of=nowhere), dict(tokens=(40, 31)),
-    ],
-    ids=["gelu", "gpt_oss", "some nowhere", "to few", "nowhere", "uneven"],
-)  # fmt: skip
-def test_kinds_of_layers(changes: dict[str, Any], plan: str) -> None:
-    """Activations, biases, routes to nowhere, experts without rows and with several tiles."""
-    assert worst(2, plan=plan, calls=1, **changes) < BOUND
-
-
-@pytest.mark.parametrize("wants", [("x",), ("weights",), ("w13",), ("w2",), ("x", "b13"), ("w2", "b2"), ("shared",)])
-@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-def test_only_some_operands(wants: tuple[str, ...], plan: str) -> None:
-    assert worst(2, plan=plan, wants=wants, biases=True, calls=1, keep=("nothing",)) < BOUND
-
-
-@pytest.mark.parametrize("seed", some(range(4), 1))
-def test_schedules(seed: int) -> None:
-    assert worst(3, seed, 0.2, hidden=24, inner=8, experts=3, k=1, tokens=(5, 0, 9), calls=4, ids_of=in_turn) < BOUND
-
-
-def test_no_tokens_at_all() -> None:
-    assert worst(2, tokens=(0,), calls=1, wants=("x", "weights", "shared")) == 0
-    assert worst(2, tokens=(0,), calls=1) == 0
-
-
 def bits(world: weft.World) -> list[torch.Tensor]:
     """Of the same call by everything that may be kept: the result and the gradients."""
     layer = Layer(5, 4, 2, 32, 16 * world.size, BF)
-    model = Parts(world, layer, world.size, True)
+    model = Model(world, layer, True, sharing=world.size)
     given = routed(0, world.rank, 5, layer, world.size, at_random)
     kept = []
     for keep in (*moe.KEEPS, "rows"):
-        y, made = gradients(world, model, given, keep=keep)
+        y, made = gradients(world, both_halves, model, given, keep=keep)
         world.synchronize()
         kept.append([y.clone(), *(t.clone() for t in made.values() if t is not None)])
     for others in kept[1:]:
@@ -101,7 +51,7 @@ def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
 def between_and_twice(world: weft.World, plan: str) -> float:
     """The first half is not differentiable by itself alone: of its result times a scale, by two second halves on the same rows."""
     layer = Layer(9, 4, 2, 32, 16 * world.size, BF)
-    model = Parts(world, layer, world.size, False)
+    model = Model(world, layer, False, sharing=world.size)
     x, ids, weights, _, dy = routed(0, world.rank, 9, layer, world.size, at_random)
     w, common = model.own, dict(world=world, plan=plan)
     errors = []

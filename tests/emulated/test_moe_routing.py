@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases_moe_routing import Ids, Layer, copied, drawn, numbers, reference, routing
+from tests.emulated.cases_routing import Ids, Layer, copied, drawn, numbers, reference, routing
 from tests.gates import some
 from weft.ops.moe.routing.route_tables import rows_of, share, tables
 

@@ -11,8 +11,8 @@ import torch
 
 import weft
 from tests.emulated.cases import changed, distance, draw
-from tests.emulated.cases_moe import Model, at_random, in_turn, moe_case, nowhere, some_nowhere, tables_of, to_few
-from tests.gates import some
+from tests.emulated.cases_moe import Model, at_random
+from tests.emulated.cases_routing import tables_of
 from tests.offline import test_offline as offline
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
@@ -24,69 +24,6 @@ from weft.scale import SMALL_DISPATCHED
 
 BF, HALF = torch.bfloat16, torch.float16
 S = SMALL_DISPATCHED
-
-
-def errors(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> list[float]:
-    return weft.spmd(lambda world: moe_case(world, **case), ranks, backend="emulated", seed=seed, preempt=preempt)
-
-
-@pytest.mark.parametrize(("ranks", "experts", "k"), [(1, 3, 2), (2, 4, 3), (3, 6, 2), (4, 8, 4), (4, 4, 1)])
-def test_any_world_against_torch(ranks: int, experts: int, k: int) -> None:
-    assert max(errors(ranks, experts=experts, k=k)) < 5e-3
-
-
-@pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)
-def test_routings(ids_of: Any) -> None:
-    """All tokens to one rank's experts; experts, ranks and calls without rows; routes to nowhere."""
-    assert max(errors(2, ids_of=ids_of, calls=4, shared=True)) < 5e-3
-    assert max(errors(3, experts=3, k=1, ids_of=ids_of, calls=4, tokens=(18, 3, 0))) < 5e-3
-
-
-@pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
-def test_activations(activation: str, biases: bool) -> None:
-    """Of widths that are no whole tiles, in either direction."""
-    for dtype, sizes in ((BF, dict(hidden=72, inner=40)), (HALF, dict(hidden=24, inner=72))):
-        found = errors(2, activation=activation, biases=biases, dtype=dtype, calls=1, **sizes)
-        assert max(found) < 5e-3
-
-
-PLANS = [
-    changed(S, flatten=False, block_k=16, dispatch_programs=1, combine_programs=5),
-    changed(S, block_n=64, group_m=3, dispatch_programs=6, send_rows=4, send_stages=1, combine_programs=1, sum_rows=1),
-    changed(
-        S,
-        block_m=32,
-        block_k=64,
-        group_m=8,
-        stages=3,
-        dispatch_programs=3,
-        send_rows=1,
-        send_stages=3,
-        combine_programs=99,
-    ),
-]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_plan_parameters(plan: Dispatched) -> None:
-    """Several tiles an expert, whose rows come from several ranks; columns of a row in several parts."""
-    assert max(errors(2, hidden=72, inner=40, tokens=(40, 31), calls=2, plan=plan)) < 5e-3
-
-
-@pytest.mark.parametrize("seed", some(range(8), 2))
-def test_schedules(seed: int) -> None:
-    assert max(errors(3, seed, 0.2, experts=6, k=3, hidden=40, tokens=(13, 0, 20), calls=4, ids_of=in_turn)) < 5e-3
-
-
-def test_layers_of_different_sizes_share_memory_and_counters() -> None:
-    """The second's rows are more tiles wide, of tables whose targets may be the first's."""
-    assert max(errors(2, hidden=32, layers=3, calls=3, ids_of=some_nowhere)) < 5e-3
-
-
-@pytest.mark.parametrize("seed", some(range(4)))
-def test_calls_on_two_streams(seed: int) -> None:
-    assert max(errors(2, seed, 0.2, calls=4, streams=("first", "second"))) < 5e-3
 
 
 def run(world: weft.World, tokens: int, hidden: int, call: int = 0, plan: Dispatched = S) -> Any:

@@ -4,7 +4,7 @@ operators, their kernels compiled, and the module."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 
 import weft
 from tests.emulated.cases import changed
-from tests.emulated.cases_moe import at_random, in_turn, nowhere, some_nowhere, to_few
-from tests.emulated.cases_moe_tensor import Parts, drawn, first_halves, routes_case, tensor_case
+from tests.emulated.cases_moe import Model, at_random, layer_case, some_nowhere
+from tests.emulated.cases_tensor_parallel import both_halves, first_halves, operands_of, routes_case
 from tests.gates import some
 from tests.offline import test_offline as offline
 from weft.check import ptx
@@ -27,23 +27,6 @@ from weft.scale import SMALL_DISPATCHED_COLUMNS as S
 BOUND = 1.2e-2  # roundings to bf16 on the way: of a route's result, and of each rank's sum
 
 
-def errors(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> list[float]:
-    return weft.spmd(lambda world: tensor_case(world, **case), ranks, backend="emulated", seed=seed, preempt=preempt)
-
-
-@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-@pytest.mark.parametrize(("ranks", "sharing"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
-def test_any_world_against_torch(ranks: int, sharing: int, plan: str) -> None:
-    """Also mixed, of experts that only some of the ranks share; and each with experts of its own."""
-    assert max(errors(ranks, plan=plan, sharing=sharing)) < BOUND
-
-
-@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-@pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere], ids=lambda f: f.__name__)
-def test_routings(ids_of: Any, plan: str) -> None:
-    assert max(errors(2, plan=plan, ids_of=ids_of, shared=True, tokens=(18, 3))) < BOUND
-
-
 @pytest.mark.parametrize("sharing", [1, 2])
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 def test_the_routes(plan: str, sharing: int) -> None:
@@ -51,55 +34,18 @@ def test_the_routes(plan: str, sharing: int) -> None:
     weft.spmd(lambda world: routes_case(world, plan, (20, 0), sharing, some_nowhere), 2, backend="emulated")
 
 
-@pytest.mark.parametrize("then", ["sequential", S])
-def test_halves_of_different_plans(then: Any) -> None:
-    first = S if then == "sequential" else "sequential"
-    assert max(errors(2, plan=first, then=then, tokens=(21, 9))) < BOUND
-
-
-@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
-def test_activations_and_biases(activation: str, plan: str) -> None:
-    """Of widths that are no whole blocks or tiles, in either direction, in float16 too."""
-    for dtype, sizes in ((torch.bfloat16, dict(hidden=72, inner=48)), (torch.float16, dict(hidden=24, inner=80))):
-        assert max(errors(2, plan=plan, activation=activation, biases=True, dtype=dtype, calls=1, **sizes)) < BOUND
-
-
-PLANS = [
-    changed(S, flatten=False, block_k=16, dispatch_programs=1, combine_programs=5),
-    changed(S, block_n=64, group_m=3, dispatch_programs=6, send_stages=1, combine_programs=1, sum_rows=1),
-    changed(S, block_k=64, group_m=8, stages=3, dispatch_programs=3, send_stages=3, combine_programs=99),
-]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_plan_parameters(plan: Any) -> None:
-    assert max(errors(2, plan=plan, hidden=72, tokens=(40, 31), calls=2)) < BOUND
-
-
-@pytest.mark.parametrize("seed", some(range(8), 2))
-def test_schedules(seed: int) -> None:
-    assert max(errors(3, seed, 0.2, plan=S, hidden=40, tokens=(13, 0, 20), calls=5, ids_of=in_turn)) < BOUND
-
-
-def test_layers_share_memory_and_counters() -> None:
-    assert max(errors(2, plan=S, layers=3, calls=2, ids_of=some_nowhere)) < BOUND
-
-
-@pytest.mark.parametrize("seed", some(range(4)))
-def test_calls_on_two_streams(seed: int) -> None:
-    assert max(errors(2, seed, 0.2, plan=S, calls=4, streams=("first", "second"))) < BOUND
-
-
-def test_no_tokens_at_all() -> None:
-    assert errors(2, tokens=(0,), calls=1) == [0.0, 0.0]
-
-
-def one(world: weft.World, seed: int = 0, **changes: Any) -> tuple[Parts, list[torch.Tensor]]:
+def one(world: weft.World, seed: int = 0, **changes: Any) -> tuple[Model, tuple[torch.Tensor, ...]]:
     """A layer of 6 tokens a rank, and what is routed to it."""
     sizes = dict(capacity=6, experts=4, k=2, hidden=32, inner=16 * world.size, dtype=torch.bfloat16)
     layer = Layer(**sizes | changes)  # type: ignore[arg-type]
-    return Parts(world, layer, world.size, False), drawn(layer, world, 6, seed, at_random)
+    return Model(world, layer, False, sharing=world.size), operands_of(layer, world, 6, seed, at_random)
+
+
+def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """By plan "auto"."""
+    x, ids, weights = operands
+    w = model.own
+    return both_halves(world, model, ids, dict(x=x, weights=weights, shared=None, **w._asdict()), plan="auto")
 
 
 @pytest.mark.parametrize("seed", some(range(4)))
@@ -112,7 +58,7 @@ def test_the_first_half_again_and_again(seed: int) -> None:
 def test_the_same_bits_by_any_schedule() -> None:
     def main(world: weft.World) -> torch.Tensor:
         model, given = one(world)
-        y = model.run(world, given, "auto")
+        y = halves(world, model, given)
         world.synchronize()
         return y.clone()
 
@@ -125,10 +71,8 @@ def test_the_same_bits_by_any_schedule() -> None:
 def test_compiled_whole() -> None:
     def main(world: weft.World) -> None:
         model, (x, ids, weights) = one(world)
-        fn = torch.compile(
-            lambda x: model.run(world, (x, ids, weights), "auto") * 2, backend="aot_eager", fullgraph=True
-        )
-        got, want = fn(x), model.run(world, (x, ids, weights), "auto") * 2
+        fn = torch.compile(lambda x: halves(world, model, (x, ids, weights)) * 2, backend="aot_eager", fullgraph=True)
+        got, want = fn(x), halves(world, model, (x, ids, weights)) * 2
         world.synchronize()
         assert torch.equal(got, want)
 
@@ -225,9 +169,14 @@ def test_ranks_that_disagree() -> None:
 
 def test_what_a_plan_cannot_serve_is_sequential(caplog: pytest.LogCaptureFixture) -> None:
     """Said once, with the reason."""
-    assert max(errors(2, plan=S, hidden=36, calls=1)) < BOUND
+
+    def error(**case: Any) -> float:
+        case = dict(inner=16, sharing=2, calls=1) | case
+        return max(weft.spmd(lambda world: layer_case(world, both_halves, **case), 2, backend="emulated"))
+
+    assert error(plan=S, hidden=36) < BOUND
     assert "sequential instead of dispatched: rows must be whole 16-byte words, and H 36" in caplog.text
-    assert max(errors(2, plan=changed(S, block_m=32), calls=1)) < BOUND
+    assert error(plan=changed(S, block_m=32)) < BOUND
     assert "rows lie in tiles of 16, not of 32" in caplog.text
 
 

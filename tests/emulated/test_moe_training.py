@@ -1,4 +1,5 @@
-"""Gradients of `weft.moe` on emulated ranks against float64; what trains with them; and the kernels compiled."""
+"""Gradients of layers of experts, whole or split by columns, on emulated ranks against float64; what trains with those of whole experts; and
+the kernels compiled."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ import torch.utils.checkpoint
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_moe import Model, at_random, some_nowhere, to_few
-from tests.emulated.cases_moe_training import NAMES, exchanged, gradients, no_room_case, routed, training_case
+from tests.emulated.cases_dispatch_combine import exchanged
+from tests.emulated.cases_expert_parallel import no_room_case, whole_experts
+from tests.emulated.cases_moe import KINDS, NAMES, Model, Run, at_random, gradients, in_turn, routed, training_case
+from tests.emulated.cases_tensor_parallel import both_halves
 from tests.gates import some
 from tests.offline import test_offline as offline
 from weft import moe
@@ -26,36 +29,72 @@ BF, HALF = torch.bfloat16, torch.float16
 BOUND = 1.2e-2
 
 
-def worst(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> float:
-    found = weft.spmd(lambda world: training_case(world, **case), ranks, backend="emulated", seed=seed, preempt=preempt)
-    return max(error for of_rank in found for error in of_rank.values())
+WAYS: dict[str, tuple[Run, dict[str, Any]]] = {"whole": (whole_experts, {}), "columns": (both_halves, dict(inner=16))}
+
+
+def right(way: str, ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> bool:
+    """Whether all gradients are within the bound."""
+    run, sizes = WAYS[way]
+    case = sizes | (dict(sharing=ranks) if way == "columns" else {}) | case
+    errors = weft.spmd(
+        lambda world: training_case(world, run, **case), ranks, backend="emulated", seed=seed, preempt=preempt
+    )
+    return all(error < BOUND for rank in errors for error in rank.values())
+
+
+WORLDS: list[tuple[str, int, dict[str, Any]]] = [
+    ("whole", 1, dict(experts=3)), ("whole", 2, dict()), ("whole", 4, dict(experts=8, k=3, calls=2)),
+    ("columns", 1, dict()), ("columns", 2, dict()), ("columns", 3, dict(calls=1)), ("columns", 4, dict(sharing=2, calls=1)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-@pytest.mark.parametrize("ranks, changes", [(1, dict(experts=3)), (2, dict()), (4, dict(experts=8, k=3, calls=2))])
-def test_against_float64(ranks: int, changes: dict[str, Any], plan: str) -> None:
-    """Other tokens on every rank, none on some; every operand; other things kept in every call."""
-    assert worst(ranks, plan=plan, **changes) < BOUND
+@pytest.mark.parametrize(("way", "ranks", "changes"), WORLDS, ids=str)
+def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: str) -> None:
+    """Other tokens on every rank, none on some; every operand; other things kept in every call; also columns of experts that only some
+    of the ranks share."""
+    assert right(way, ranks, plan=plan, **changes)
 
 
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(activation="gelu", biases=True, inner=40), dict(activation="gpt_oss", biases=True, hidden=24, dtype=HALF),
-        dict(ids_of=some_nowhere, k=3, dtype=HALF), dict(ids_of=to_few, k=1, biases=True), dict(tokens=(40, 31), calls=1),
-    ],
-    ids=["gelu", "gpt_oss", "some nowhere", "to few", "uneven"],
-)  # fmt: skip
-def test_kinds_of_layers(changes: dict[str, Any], plan: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_kinds_of_layers(way: str, kind: str, plan: str) -> None:
     """Activations, biases, routes to nowhere, experts without rows and with several tiles."""
-    assert worst(2, plan=plan, **changes) < BOUND
+    calls = 1 if way == "columns" or kind == "uneven" else 3
+    assert right(way, 2, plan=plan, calls=calls, **KINDS[kind])
 
 
-@pytest.mark.parametrize("wants", [("x",), ("weights",), ("w2",), ("x", "b13"), ("shared",)])
-def test_only_some_operands(wants: tuple[str, ...]) -> None:
+WANTS = {
+    "whole": [("x",), ("weights",), ("w2",), ("x", "b13"), ("shared",)],
+    "columns": [("x",), ("weights",), ("w13",), ("w2",), ("x", "b13"), ("w2", "b2"), ("shared",)],
+}
+
+
+@pytest.mark.parametrize(("way", "wants"), [(way, each) for way, wants in WANTS.items() for each in wants], ids=str)
+def test_only_some_operands(way: str, wants: tuple[str, ...]) -> None:
+    keep = moe.KEEPS if way == "whole" else ("nothing",)
     for plan in ("sequential", "dispatched"):
-        assert worst(2, plan=plan, wants=wants, biases=True, calls=1) < BOUND
+        assert right(way, 2, plan=plan, wants=wants, biases=True, calls=1, keep=keep)
+
+
+@pytest.mark.parametrize("seed", some(range(6)))
+def test_schedules(seed: int) -> None:
+    assert right("whole", 3, seed, 0.2, experts=6, k=3, hidden=40, tokens=(13, 0, 20))
+
+
+@pytest.mark.parametrize("seed", some(range(4)))
+def test_schedules_of_columns(seed: int) -> None:
+    case = dict(hidden=24, inner=8, experts=3, k=1, tokens=(5, 0, 9), calls=4, ids_of=in_turn)
+    assert right("columns", 3, seed, 0.2, **case)
+
+
+def test_no_tokens_at_all() -> None:
+    """Gradients that are zero: no error is relative to them."""
+    for wants in (("x", "weights", "shared"), NAMES):
+        case = dict(inner=16, sharing=2, tokens=(0,), calls=1, wants=wants)
+        errors = weft.spmd(lambda world, case=case: training_case(world, both_halves, **case), 2, backend="emulated")
+        assert all(error == 0 for rank in errors for error in rank.values())
 
 
 def test_shared_rows_that_are_not_contiguous() -> None:
@@ -75,11 +114,6 @@ def test_shared_rows_that_are_not_contiguous() -> None:
     assert all(weft.spmd(rank, 2, backend="emulated"))
 
 
-@pytest.mark.parametrize("seed", some(range(6)))
-def test_schedules(seed: int) -> None:
-    assert worst(3, seed, 0.2, experts=6, k=3, hidden=40, tokens=(13, 0, 20), plan="dispatched") < BOUND
-
-
 def bits(world: weft.World) -> list[torch.Tensor]:
     """Of the same call by everything that may be kept: the result and the gradients."""
     layer = Layer(21, 4, 2, 32, 24, BF)
@@ -87,7 +121,7 @@ def bits(world: weft.World) -> list[torch.Tensor]:
     given = routed(0, world.rank, 21, layer, world.size, at_random)
     kept = []
     for keep in (*moe.KEEPS, "rows"):
-        y, made = gradients(world, model, given, plan="dispatched", keep=keep)
+        y, made = gradients(world, whole_experts, model, given, plan="dispatched", keep=keep)
         world.synchronize()
         kept.append([y.clone(), *(made[name].clone() for name in NAMES)])  # type: ignore[union-attr]
     for others in kept[1:]:

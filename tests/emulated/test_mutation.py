@@ -22,14 +22,13 @@ import triton.language as tl
 
 import weft
 from tests.emulated.cases import distance, draw
+from tests.emulated.cases_all_reduce import PLANS
 from tests.emulated.cases_attention import Given, Shape, attention, attention_case
-from tests.emulated.cases_moe import in_turn, moe_case
-from tests.emulated.cases_moe_exchange import exchange_case, overfull
-from tests.emulated.cases_moe_parts_training import parts_training_case
-from tests.emulated.cases_moe_routing import Layer, drawn, routing
-from tests.emulated.cases_moe_tensor import around_layer, first_halves, other_second_halves, tensor_case
-from tests.emulated.cases_moe_training import no_room_case, training_case
-from tests.emulated.cases_reduce import PLANS
+from tests.emulated.cases_dispatch_combine import exchange_case, overfull
+from tests.emulated.cases_expert_parallel import no_room_case, steps, whole_experts
+from tests.emulated.cases_moe import in_turn, layer_case, training_case
+from tests.emulated.cases_routing import Layer, drawn, routing
+from tests.emulated.cases_tensor_parallel import around_layer, both_halves, first_halves, other_second_halves
 from weft import World, check
 from weft.architectures import AMPERE
 from weft.backends.emulated import spmd
@@ -301,7 +300,9 @@ def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
 
     def main(world: World) -> None:
         assert (
-            moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams, plan=plan)
+            layer_case(
+                world, steps, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams, plan=plan
+            )
             < 5e-3
         )
 
@@ -311,21 +312,24 @@ def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
 def moe_gradients(world: World) -> None:
     """Of small layers, that keep nothing or rows, routed in another way in every call."""
     sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(5, 3), ids_of=in_turn, keep=("nothing", "rows"))
-    assert max(training_case(world, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
+    assert max(training_case(world, whole_experts, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
 
 
 def gradients_in_parts(world: World) -> None:
     """Likewise, of experts whose columns are split over the ranks."""
     sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(3, 2), ids_of=in_turn, keep=("nothing", "rows"))
-    assert max(parts_training_case(world, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
+    assert (
+        max(training_case(world, both_halves, sharing=world.size, calls=4, wants=("x", "weights"), **sizes).values())
+        < 1.2e-2
+    )
 
 
 def in_parts(*streams: str) -> Main:
     """Likewise, of experts whose columns are split over the ranks."""
 
     def main(world: World) -> None:
-        sizes = dict(tokens=(18, 5), experts=2, k=1, hidden=40, inner=32, calls=4)
-        assert tensor_case(world, **sizes, streams=streams) < 1.2e-2
+        sizes = dict(tokens=(18, 5), experts=2, k=1, hidden=40, inner=16, calls=4)
+        assert layer_case(world, both_halves, sharing=world.size, **sizes, streams=streams) < 1.2e-2
 
     return main
 
@@ -861,12 +865,14 @@ def by_wave(call: int, rank: int, t: int, layer: Any, world: int) -> torch.Tenso
 def layers_in_one_launch(world: World) -> None:
     """Of other sizes, one behind the other: what a rank sends may lie where a third one's rows are still read, which it
     need not have heard of."""
-    assert moe_case(world, experts=6, tokens=(9, 7, 8), ids_of=by_wave, calls=2, layers=2, plan=SMALL_MOE) < 5e-3
+    assert (
+        layer_case(world, steps, experts=6, tokens=(9, 7, 8), ids_of=by_wave, calls=2, layers=2, plan=SMALL_MOE) < 5e-3
+    )
 
 
 def many_few_tokens(world: World) -> None:
     """An expert's routes lie in several of the pieces in which they are looked for."""
-    assert moe_case(world, k=4, hidden=16, inner=8, tokens=(70, 66), calls=1, plan=SMALL_LOW_LATENCY) < 5e-3
+    assert layer_case(world, steps, k=4, hidden=16, inner=8, tokens=(70, 66), calls=1, plan=SMALL_LOW_LATENCY) < 5e-3
 
 
 def left_out(world: World) -> None:

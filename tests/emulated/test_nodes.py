@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import weft
-from tests.emulated.cases import case
+from tests.emulated.cases_ops import case
 from tests.emulated.test_world import of_gpus
 from weft import Unsupported
 from weft.backends import cuda, shm_exchange

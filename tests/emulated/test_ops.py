@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
-from tests.emulated.cases import FUSED, KINDS, OPS, SMALL_FUSED, case, distance, draw, on_stream, shared_case
+from tests.emulated.cases import distance, draw, on_stream
+from tests.emulated.cases_ops import FUSED, KINDS, OPS, SMALL_FUSED, case, shared_case
 from tests.gates import some
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY

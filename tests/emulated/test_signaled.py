@@ -17,8 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
-from tests.emulated.cases import case, changed, distance, draw, on_stream
-from tests.emulated.cases_signaled import all_to_all_case, drawn, tiles_case
+from tests.emulated.cases import changed, distance, draw, on_stream
+from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
+from tests.emulated.cases_norm import tiles_case
+from tests.emulated.cases_ops import case
 from tests.gates import some
 from weft.architectures import AMPERE
 from weft.lang.mapping import balanced_rows

@@ -14,10 +14,11 @@ import torch
 import triton.language as tl
 
 import weft
-from tests.emulated.cases import OPS, case, distance, draw, shared_case
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_all_reduce import FP8, bound, norm_case, sum_case
+from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
 from tests.emulated.cases_nn import all_gather_grads, reduce_grads
-from tests.emulated.cases_reduce import FP8, bound, norm_case, sum_case
-from tests.emulated.cases_signaled import all_to_all_case, drawn
+from tests.emulated.cases_ops import OPS, case, shared_case
 from tests.emulated.test_mutation import Caller, to_ranks
 from weft import MemoryFault, Unsupported, World
 from weft.backends.emulated import EmulatedBackend

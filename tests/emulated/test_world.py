@@ -32,7 +32,8 @@ from triton import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
-from tests.emulated.cases import FUSED, KINDS, OPS, SMALL_FUSED, case, changed, draw
+from tests.emulated.cases import changed, draw
+from tests.emulated.cases_ops import FUSED, KINDS, OPS, SMALL_FUSED, case
 from tests.gates import some
 from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton
 from weft.backends import cuda, processes, shared_gpu

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from tests.emulated.cases import FUSED, SMALL_FUSED
+from tests.emulated.cases_ops import FUSED, SMALL_FUSED
 from tests.gpu.fuzz_calls import (
     ALL,
     ATTENTION,

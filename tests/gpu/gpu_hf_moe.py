@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.gpu.gpu_hf import BOUND, ids_of, replayed, written
-from tests.integrations.cases_hf_moe import compared
+from tests.integrations.cases_transformers import compared
 from weft import hf
 from weft.integrations.transformers.forwards import SHARDED_FROM
 

@@ -26,11 +26,14 @@ import torch
 import torch.distributed as dist
 
 import weft
-from tests.emulated.cases import FUSED, all_gather_case, distance, draw, reduce_case, shared_case
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_all_gather_matmul import all_gather_case
+from tests.emulated.cases_all_reduce import norm_case
 from tests.emulated.cases_attention import Shape
+from tests.emulated.cases_matmul_reduce import reduce_case
 from tests.emulated.cases_models import gpu_cases as model_checks
 from tests.emulated.cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
-from tests.emulated.cases_reduce import norm_case
+from tests.emulated.cases_ops import FUSED, shared_case
 from tests.gpu import gpu_attention, gpu_moe
 from tests.gpu.gpu_async_tp import checks as async_tp_checks
 from tests.gpu.gpu_attention import checks as attention_checks

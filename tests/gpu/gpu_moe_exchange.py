@@ -11,9 +11,9 @@ import torch
 
 import weft
 from tests.emulated.cases import distance, draw
+from tests.emulated.cases_dispatch_combine import noticed, one_by_one, summed, trained
+from tests.emulated.cases_dispatch_combine import two_under_way as two_with_gradients
 from tests.emulated.cases_moe import Model, at_random, in_turn, some_nowhere, to_few
-from tests.emulated.cases_moe_exchange import noticed, one_by_one, summed, trained
-from tests.emulated.cases_moe_exchange import two_under_way as two_with_gradients
 from tests.gpu.gpu_moe import BF, routed
 from tests.gpu.gpu_moe_training import replayed
 from weft import moe

@@ -10,10 +10,15 @@ import torch
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_moe import in_turn, some_nowhere
-from tests.emulated.cases_moe_parts_training import gradients, reference
-from tests.emulated.cases_moe_tensor import Parts
-from tests.emulated.cases_moe_training import NAMES, routed
+from tests.emulated.cases_moe import (
+    Model,
+    gradients,
+    in_turn,
+    routed,
+    some_nowhere,
+    training_case,
+)
+from tests.emulated.cases_tensor_parallel import both_halves
 from tests.gpu.gpu_moe import BF, BOUND
 from tests.gpu.gpu_moe_training import replayed
 from weft import moe
@@ -22,22 +27,32 @@ from weft.ops.moe.call import Layer
 
 def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biases: bool = False) -> float:
     """Calls that keep other things, without a synchronisation between; the reference runs on the host."""
-    model, kept = Parts(world, layer, world.size, biases), []
-    for call, keep in enumerate(moe.KEEPS):
-        counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
-        given = [routed(call, r, t, layer, world.size, some_nowhere) for r, t in enumerate(counts)]
-        _, got = gradients(world, model, given[world.rank], keep=keep, rows=counts, plan=plan)
-        kept.append((got, reference(model, given, world.rank, world)))
-    world.synchronize()
-    found = [(got[name], want[name]) for got, want in kept for name in NAMES]
-    return max(distance(t.cpu(), want) for t, want in found if t is not None and t.numel())
+    sizes = dict(
+        experts=layer.experts,
+        k=layer.k,
+        hidden=layer.hidden,
+        inner=layer.inner // world.size,
+        activation=layer.activation,
+    )
+    errors = training_case(
+        world,
+        both_halves,
+        tokens=tokens,
+        biases=biases,
+        ids_of=some_nowhere,
+        plan=plan,
+        dtype=layer.dtype,
+        sharing=world.size,
+        **sizes,
+    )
+    return max(errors.values())
 
 
 def graph_replays(world: weft.World, plan: str, keep: str) -> float:
     """Forward and backward in a CUDA graph, with other tokens and routings in every replay: the bits of eager calls, of the library's
     plan to rounding."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
-    model = Parts(world, layer, world.size, False)
+    model = Model(world, layer, False, sharing=world.size)
     w13, w2 = (t.requires_grad_() for t in model.own[:2])
     common = dict(world=world, plan=plan)
 
@@ -60,14 +75,14 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
 def same_bits(world: weft.World) -> float:
     """Of the same call, time and again, by everything that may be kept, ranks late by chance."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
-    model = Parts(world, layer, world.size, True)
+    model = Model(world, layer, True, sharing=world.size)
     given = routed(0, world.rank, 300, layer, world.size, some_nowhere)
     first: list[torch.Tensor] = []
     wrong = 0
     for call in range(12):
         if (call + world.rank) % 3 == 0:
             torch.cuda._sleep(300000)
-        y, made = gradients(world, model, given, keep=moe.KEEPS[call % 3])
+        y, made = gradients(world, both_halves, model, given, keep=moe.KEEPS[call % 3])
         found = [y, *(t for t in made.values() if t is not None)]
         first = first or found
         wrong += sum(not torch.equal(a, b) for a, b in zip(first, found, strict=True))

@@ -4,15 +4,16 @@ and a function."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_moe import Ids, at_random, in_turn, nowhere, some_nowhere, to_few
-from tests.emulated.cases_moe_tensor import Parts, drawn
+from tests.emulated.cases_moe import Ids, Model, at_random, in_turn, nowhere, some_nowhere, to_few
+from tests.emulated.cases_tensor_parallel import both_halves, operands_of
 from weft import moe
 from weft.ops.moe.call import Layer
 from weft.plans import DispatchedColumns, GemmTile, Plan
@@ -22,7 +23,17 @@ BF = torch.bfloat16
 
 
 def there(world: weft.World, layer: Layer, tokens: int, call: int, ids_of: Ids = at_random) -> list[torch.Tensor]:
-    return [t.to(world.device) for t in drawn(layer, world, tokens, call, ids_of)]
+    return [t.to(world.device) for t in operands_of(layer, world, tokens, call, ids_of)]
+
+
+def run(
+    world: weft.World, model: Model, operands: Sequence[torch.Tensor], plan: str | Plan,
+    shared: torch.Tensor | None = None, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Both halves."""
+    x, ids, weights = operands
+    tensors = dict(x=x, weights=weights, shared=shared, **model.own._asdict())
+    return both_halves(world, model, ids, tensors, plan=plan, **options)
 
 
 def against(
@@ -33,15 +44,16 @@ def against(
     ids_of: Ids = at_random,
     biases: bool = False,
     sharing: int | None = None,
-    then: str | None = None,
+    second: str | None = None,
 ) -> float:
     """Calls without a synchronisation between; the reference runs on the host."""
-    model, kept = Parts(world, layer, sharing or world.size, biases), []
+    model, kept = Model(world, layer, biases, sharing=sharing or world.size), []
     for call in range(4):
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
         given = there(world, layer, counts[world.rank], call, ids_of)
         shared = draw(77, *given[0].shape).to(world.device, layer.dtype) if call % 2 else None
-        got, want = model.run(world, given, plan, counts, shared, then), model(*(t.cpu() for t in given))
+        got = run(world, model, given, plan, rows=counts, shared=shared, second=second)
+        want = model(*(t.cpu() for t in given))
         kept.append((got, want if shared is None else want + shared.float().cpu()))
     world.synchronize()
     return max((distance(got.cpu(), want) for got, want in kept if got.numel()), default=0.0)
@@ -50,16 +62,16 @@ def against(
 def graph_replays(world: weft.World, plan: str | Plan) -> float:
     """A CUDA graph with other tokens and routings in every replay, as eager calls have them: dispatched, to the bit."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
-    model = Parts(world, layer, world.size, False)
+    model = Model(world, layer, False, sharing=world.size)
     held = there(world, layer, 256, 0)
-    model.run(world, held, plan)
+    run(world, model, held, plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = model.run(world, held, plan)
+        out = run(world, model, held, plan)
     worst = 0.0
     for call in range(1, 7):
         fresh = there(world, layer, 256, call, in_turn)
-        want = model.run(world, fresh, plan).clone()
+        want = run(world, model, fresh, plan).clone()
         for t, new in zip(held, fresh, strict=True):
             t.copy_(new)
         graph.replay()
@@ -71,10 +83,10 @@ def graph_replays(world: weft.World, plan: str | Plan) -> float:
 def many_calls(world: weft.World, count: int) -> float:
     """Routings in turn, ranks late by chance, now and then a first half alone: the same bits every time."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
-    model = Parts(world, layer, world.size, False)
+    model = Model(world, layer, False, sharing=world.size)
     kinds = (at_random, to_few, some_nowhere, nowhere)
     given = [there(world, layer, 300, call, ids_of) for call, ids_of in enumerate(kinds)]
-    want = [model.run(world, g, "dispatched").clone() for g in given]
+    want = [run(world, model, g, "dispatched").clone() for g in given]
     rng, same = random.Random(world.rank), random.Random(99)
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for i in range(count):
@@ -82,7 +94,7 @@ def many_calls(world: weft.World, count: int) -> float:
             torch.cuda._sleep(rng.randrange(1000, 400000))
         if same.random() < 0.2:
             weft.all_gather_grouped_matmul(*given[(i + 1) % 4], model.own.w13, inner=model.inner, world=world)
-        wrong += (model.run(world, given[i % 4], "dispatched") != want[i % 4]).any()
+        wrong += (run(world, model, given[i % 4], "dispatched") != want[i % 4]).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
@@ -128,7 +140,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     narrow = partial(against, world, DispatchedColumns(flatten=False, tile=GemmTile(stages=4, block_n=128)))
     yield "moe in parts dispatched, 128 columns a tile", BOUND, partial(narrow, layer(capacity=260), [260])
     both = partial(against, world, "dispatched", layer(capacity=130), [130, 20])
-    yield "moe in parts, one half of each plan", BOUND, partial(both, then="sequential")
+    yield "moe in parts, one half of each plan", BOUND, partial(both, second="sequential")
     if size > 2:
         yield "moe in parts, mixed", BOUND, partial(both, sharing=size // 2)
     yield "moe in parts, a module", BOUND, partial(module_case, world)

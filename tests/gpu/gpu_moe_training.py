@@ -9,8 +9,17 @@ import torch
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_moe import Model, at_random, in_turn, some_nowhere
-from tests.emulated.cases_moe_training import NAMES, exchanged, gradients, reference, routed
+from tests.emulated.cases_dispatch_combine import exchanged
+from tests.emulated.cases_expert_parallel import whole_experts
+from tests.emulated.cases_moe import (
+    Model,
+    at_random,
+    gradients,
+    in_turn,
+    routed,
+    some_nowhere,
+    training_case,
+)
 from tests.gpu.gpu_moe import BF, BOUND
 from weft import moe
 from weft.ops.moe.call import Layer
@@ -18,20 +27,11 @@ from weft.ops.moe.call import Layer
 
 def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biases: bool = False) -> float:
     """Calls that keep other things, without a synchronisation between; the reference runs on the host."""
-    model, kept = Model(world, layer, biases), []
-    for call, keep in enumerate(moe.KEEPS):
-        counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
-        given = [routed(call, r, t, layer, world.size, some_nowhere) for r, t in enumerate(counts)]
-        _, got = gradients(world, model, given[world.rank], rows=counts, plan=plan, keep=keep)
-        kept.append((got, reference(model, given, world.rank, world)))
-    world.synchronize()
-    wrong = 0.0
-    for got, want in kept:
-        for name in NAMES:
-            gradient = got[name]
-            if gradient is not None and gradient.numel():
-                wrong = max(wrong, distance(gradient.cpu(), want[name]))
-    return wrong
+    sizes = dict(experts=layer.experts, k=layer.k, hidden=layer.hidden, inner=layer.inner, activation=layer.activation)
+    errors = training_case(
+        world, whole_experts, tokens=tokens, biases=biases, ids_of=some_nowhere, plan=plan, dtype=layer.dtype, **sizes
+    )
+    return max(errors.values())
 
 
 def replayed(
@@ -85,7 +85,7 @@ def same_bits(world: weft.World) -> float:
     for call in range(12):
         if (call + world.rank) % 3 == 0:
             torch.cuda._sleep(300000)
-        y, made = gradients(world, model, given, plan="dispatched", keep=moe.KEEPS[call % 3])
+        y, made = gradients(world, whole_experts, model, given, plan="dispatched", keep=moe.KEEPS[call % 3])
         found = [y, *(t for t in made.values() if t is not None)]
         first = first or found
         wrong += sum(not torch.equal(a, b) for a, b in zip(first, found, strict=True))

@@ -32,10 +32,11 @@ from typing import Any
 import torch
 
 import weft
-from tests.emulated.cases import OPS, case, distance, draw, shared_case
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_all_reduce import FP8, bound, norm_case, sum_case
+from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
 from tests.emulated.cases_nn import all_gather_grads, reduce_grads
-from tests.emulated.cases_reduce import FP8, bound, norm_case, sum_case
-from tests.emulated.cases_signaled import all_to_all_case, drawn
+from tests.emulated.cases_ops import OPS, case, shared_case
 from weft.op import Known
 from weft.plans import Plan, Sequential, TwoLevel
 

@@ -28,9 +28,13 @@ import torch.distributed as dist
 import triton.language as tl
 
 import weft
-from tests.emulated.cases import FUSED, all_gather_case, distance, draw, reduce_case
-from tests.emulated.cases_reduce import bound, norm_case, sum_case
-from tests.emulated.cases_signaled import all_to_all_case, drawn, tiles_case
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_all_gather_matmul import all_gather_case
+from tests.emulated.cases_all_reduce import bound, norm_case, sum_case
+from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
+from tests.emulated.cases_matmul_reduce import reduce_case
+from tests.emulated.cases_norm import tiles_case
+from tests.emulated.cases_ops import FUSED
 from tests.gpu import older
 from tests.gpu.gpu_main import ALL, BF16, GATHER, SCATTER, SECOND, delays, replay, run
 from tests.gpu.gpu_queue import WEFT, Queue, tree_of

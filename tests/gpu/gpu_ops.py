@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 import weft
-from tests.emulated.cases import FUSED, OPS, case, changed, draw, on_stream
-from tests.emulated.cases_reduce import bound, norm_case
-from tests.emulated.cases_signaled import all_to_all_case, drawn
+from tests.emulated.cases import changed, draw, on_stream
+from tests.emulated.cases_all_reduce import bound, norm_case
+from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
+from tests.emulated.cases_ops import FUSED, OPS, case
 from weft.lang.mapping import balanced_rows
 from weft.plans import (
     Decomposed,

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_reduce import FP8, bound, norm_case, random_case, sum_case
+from tests.emulated.cases_all_reduce import FP8, bound, norm_case, random_case, sum_case
 from weft.lang.mapping import balanced_rows
 from weft.plans import Decomposed, OneShot, Plan, TwoShotLowLatency, TwoShotPull, TwoShotPush
 

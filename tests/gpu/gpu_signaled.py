@@ -13,8 +13,10 @@ from functools import partial
 import torch
 
 import weft
-from tests.emulated.cases import draw, reduce_case
-from tests.emulated.cases_signaled import all_to_all_case, drawn, tiles_case
+from tests.emulated.cases import draw
+from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
+from tests.emulated.cases_matmul_reduce import reduce_case
+from tests.emulated.cases_norm import tiles_case
 from weft.plans import GemmTile, Signaled
 
 BF16 = 5e-3

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.gates import some
-from tests.integrations.cases_hf_moe import Compared, compared
+from tests.integrations.cases_transformers import Compared, compared
 from tests.integrations.test_hf import IDS, SIZES, run
 from weft import hf
 from weft.integrations.transformers import forwards

@@ -26,7 +26,8 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from tests.emulated.cases import FUSED, changed
+from tests.emulated.cases import changed
+from tests.emulated.cases_ops import FUSED
 from tests.gpu.gpu_queue import WEFT, tree_of
 from tests.offline.test_offline import (
     ALONE,

@@ -22,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.planner
-from tests.emulated.cases import FUSED, OPS, changed
+from tests.emulated.cases import changed
+from tests.emulated.cases_ops import FUSED, OPS
 from tests.gpu.gpu_main import SECOND
 from weft import World
 from weft.architectures import HOPPER

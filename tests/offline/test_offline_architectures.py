@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases import OPS, SMALL_FUSED
+from tests.emulated.cases_ops import OPS, SMALL_FUSED
 from tests.offline import architectures
 from weft import check
 from weft.op import REGISTRY

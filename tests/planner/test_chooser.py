@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases import all_gather_case, draw
+from tests.emulated.cases import draw
+from tests.emulated.cases_all_gather_matmul import all_gather_case
 from weft import chooser
 from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases import FUSED, changed
+from tests.emulated.cases import changed
+from tests.emulated.cases_ops import FUSED
 from weft.op import REGISTRY
 from weft.ops.tiles import half_suits, suited
 from weft.plans import (

@@ -16,7 +16,8 @@ from triton import OutOfResources
 from typer.testing import CliRunner
 
 import weft
-from tests.emulated.cases import SMALL_FUSED, changed
+from tests.emulated.cases import changed
+from tests.emulated.cases_ops import SMALL_FUSED
 from tests.offline.test_offline import launches
 from weft.check.offline import compile_kernel
 from weft.check.ptx import broken_rules

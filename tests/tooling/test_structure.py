@@ -47,6 +47,15 @@ def test_two_ops_of_one_name_are_refused() -> None:
         registered(AllReduce())
 
 
+CASES = Path(__file__).parents[1] / "emulated"
+
+
+@pytest.mark.parametrize("package", sorted(p.parent.name for p in (SOURCE / "ops").rglob("op.py")))
+def test_the_cases_of_an_op_are_found_by_its_name(package: str) -> None:
+    text = (CASES / f"cases_{package}.py").read_text()
+    assert [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.args.args]
+
+
 # -- the counters of tests/tooling/structure.py find what they are for ---------------------------------------------------------
 LAYERS = (("base",), ("left", "right"), ("top",), ("weft",))
 

@@ -10,8 +10,10 @@ import torch
 import triton.language as tl
 
 import weft
-from tests.emulated.cases import draw, on_stream
-from tests.emulated.cases_moe import Ids, at_random, tables_of
+from tests.emulated.cases import distance, draw, on_stream
+from tests.emulated.cases_moe import Ids, Memory, at_random, routed, some_nowhere
+from tests.emulated.cases_routing import tables_of
+from weft import moe
 from weft.ops.moe.call import Layer
 from weft.ops.moe.dispatch_combine import op
 from weft.ops.moe.expert_parallel import dispatched
@@ -124,10 +126,10 @@ def launch_combine(
 
 @dataclass
 class Caller:
-    """A rank's calls as a stream-ordered program makes them: inputs are written again for each of them, and results taken, by work on
-    the stream, and nothing synchronises."""
+    """A rank's calls, whose operands are in `memory` and whose results are copied from it."""
 
     world: weft.World
+    memory: Memory
     layer: Layer
     tokens: Sequence[int]
     ids_of: Ids
@@ -135,20 +137,10 @@ class Caller:
     alignment: int
     max_m: int
     dropped: int = 0
-    held: dict[Any, torch.Tensor] = field(default_factory=dict)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # what came, and what should have
 
-    def there(self, name: Any, values: torch.Tensor) -> torch.Tensor:
-        t = self.held.setdefault(
-            (self.world.current_stream(), name, values.shape), self.world.empty(values.shape, values.dtype)
-        )
-        self.world.call(lambda: t.copy_(values), [], [t], self.world.current_stream())
-        return t
-
     def see(self, got: torch.Tensor, want: torch.Tensor) -> None:
-        kept = torch.empty_like(got)
-        self.world.call(lambda: kept.copy_(got), [got], [kept], self.world.current_stream())
-        self.seen.append((kept, want))
+        self.seen.append((self.memory.copy(got), want))
 
     def dispatch(self, call: int, place: int) -> tuple[Any, ...]:
         """place: whose memory the inputs have."""
@@ -156,21 +148,21 @@ class Caller:
         counts = tuple(self.tokens[(r + call) % len(self.tokens)] for r in range(world.size))
         every, masked = world.size * max(1, *counts), self.layout == "masked"
         ids = [self.ids_of(call, r, t, layer, world.size).int() for r, t in enumerate(counts)]
-        routed = Routed(ids, layer.experts, 1 if masked else self.alignment, masked * min(self.max_m or every, every))
+        routes = Routed(ids, layer.experts, 1 if masked else self.alignment, masked * min(self.max_m or every, every))
         x = draw(10 * call + me, counts[me], layer.hidden, dtype=layer.dtype)
         weights = draw(10 * call + 5 + me, counts[me], layer.k, dtype=torch.float32)
-        values = dict(x=x, ids=routed.ids[me], weights=weights)
-        given = [self.there((place, name), t) for name, t in values.items()]
+        values = dict(x=x, ids=routes.ids[me], weights=weights)
+        given = [self.memory.write((place, name), t) for name, t in values.items()]
         options = (counts, layer.experts, self.layout, self.alignment, self.max_m or None, None)
         rows, handle = launch_dispatch(world, op.DispatchOperands(*given), options)
-        self.there((place, "ids"), torch.full_like(values["ids"], 99))  # the caller's again
-        tables = routed.tables(me)
+        self.memory.write((place, "ids"), torch.full_like(values["ids"], 99))  # the caller's again
+        tables = routes.tables(me)
         self.dropped += int((tables["received"] - tables["counts"]).sum())
         for name in ("counts", "offsets", "sources"):
             got = getattr(handle, name)
             self.see(got, tables[name].flatten()[: got.numel()].view(got.shape))
-        want = summed(x, routed.kept(me), weights, draw(call, *x.shape), layer.experts, world.size)
-        return rows, handle, self.there((place, "shared"), draw(call, *x.shape)), want
+        want = summed(x, routes.kept(me), weights, draw(call, *x.shape), layer.experts, world.size)
+        return rows, handle, self.memory.write((place, "shared"), draw(call, *x.shape)), want
 
     def experts(self, rows: torch.Tensor, handle: weft.moe.Handle) -> torch.Tensor:
         """Of the rows that the experts have; the others hold what nobody may read. Padding is zero."""
@@ -187,7 +179,7 @@ class Caller:
     def combine(
         self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, want: torch.Tensor, place: int
     ) -> None:
-        out = self.there((place, "out"), torch.zeros_like(want))
+        out = self.memory.write((place, "out"), torch.zeros_like(want))
         launch_combine(self.world, y, handle, shared, out)
         self.see(out, want)
 
@@ -217,7 +209,7 @@ def exchange_case(
 ) -> int:  # fmt: skip
     """How many results are wrong. `flight` calls are under way at once, on the streams in turn."""
     layer = Layer(max(tokens), experts, k, hidden, 8, BF)
-    caller = Caller(world, layer, tokens, ids_of, layout, alignment, max_m)
+    caller = Caller(world, Memory(world), layer, tokens, ids_of, layout, alignment, max_m)
     for call in range(calls):
         made = []
         for j in range(flight):
@@ -287,3 +279,26 @@ def trained(
     y, counts = step(world, (leaves["x"], ids, leaves["weights"]), leaves["w1"], leaves["w2"], **options)
     gradients = torch.autograd.grad(y, [leaves[name] for name in wants], y.detach().flip(0))
     return [y.detach(), counts, *gradients]
+
+
+def exchanged(world: weft.World, wants: tuple[str, ...], **options: Any) -> float:
+    """Error of the gradients of dispatch, an expert's scale between, and combine; two microbatches."""
+    counts, experts, k, h = [[9, 5, 7, 0][r % 4] for r in range(world.size)], 2 * world.size, 2, 32
+    layer, kept = Layer(max(counts), experts, k, h, 8, torch.bfloat16), []
+    for call in range(2):
+        given = routed(call, world.rank, counts[world.rank], layer, world.size, some_nowhere)
+        x, ids, weights, shared, dy = (t.to(world.device) for t in given)
+        leaves = dict(x=x, weights=weights, shared=shared)
+        leaves = {name: t.clone().requires_grad_(name in wants) for name, t in leaves.items()}
+        rows, handle = moe.dispatch(
+            leaves["x"], ids, leaves["weights"], experts=experts, world=world, rows=counts, **options
+        )
+        scale = torch.full((), 3.0, dtype=torch.bfloat16, device=world.device, requires_grad=True)
+        y = moe.combine(rows * scale, handle, shared=leaves["shared"])
+        y.backward(dy)
+        wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
+        weight = torch.where(ids >= 0, wide["weights"], 0.0).sum(1, keepdim=True)
+        (3 * weight * wide["x"] + wide["shared"]).backward(dy.double())
+        kept += [(leaves[name].grad, wide[name].grad) for name in wants]
+    world.synchronize()
+    return max((distance(got, want) for got, want in kept if got.numel()), default=0.0)  # type: ignore[arg-type, union-attr]

@@ -125,3 +125,30 @@ def numbers(made: list[torch.Tensor]) -> dict[str, Any]:
     rows = out["offsets"][-1]
     assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)
     return dict(out, sources=out["sources"][:rows], tiles=out["tiles"][: out["count"][0]])
+
+
+def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: int) -> dict[str, torch.Tensor]:
+    """The tables of rank `me` as tensors. ids_all [ranks, capacity, k]; local: experts of the rank."""
+    ranks, capacity, k = ids_all.shape
+    slots, sources = torch.full((ranks, capacity, k), -1), torch.full((rows,), -1)
+    offsets, tiles, received, targets, row = [0], [], [], torch.zeros(ranks, dtype=torch.int64), 0
+    for expert in range(local):
+        first, of_row = row, []
+        for wave in range(ranks):
+            source = (me - wave) % ranks
+            for t, slot in (ids_all[source] == me * local + expert).nonzero().tolist():
+                slots[source, t, slot], sources[row] = row, source * capacity + t
+                of_row.append(wave)
+                row += 1
+        for lo in range(0, len(of_row), block_m):
+            inside = of_row[lo : lo + block_m]
+            tiles.append((inside[-1], expert, first + lo, inside[0]))
+            targets[inside[0] : inside[-1] + 1] += 1
+        received.append(row - first)
+        row = -(-row // block_m) * block_m
+        offsets.append(row)
+    listed = [(first, expert, lo, last) for last, expert, first, lo in sorted(tiles)]
+    return dict(
+        slots=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
+        count=torch.tensor([len(listed)]), listed=torch.tensor([sum(t[3] <= j for t in listed) for j in range(ranks)]), received=torch.tensor(received), targets=targets,
+    )  # fmt: skip
