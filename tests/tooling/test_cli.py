@@ -333,9 +333,10 @@ import weft, sys
 assert "torch" not in sys.modules and "spmd" in dir(weft)
 from weft.planner import table
 from weft.op import REGISTRY
-assert set(weft.__all__) <= set(vars(weft)) and "matmul_all_reduce" in REGISTRY
+assert set(weft.__all__) - set(vars(weft)) == {"hf", "parallel"} and "matmul_all_reduce" in REGISTRY
+assert not {"weft.hf", "weft.parallel", "torch.distributed.tensor._api"} & set(sys.modules)
 from weft import *
-print(World is weft.World, weft.torch.__name__, hasattr(weft, "nonsense"))
+print(World is weft.World and hf is weft.hf and parallel is sys.modules["weft.parallel"], weft.torch.__name__, hasattr(weft, "nonsense"))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout == "True weft.torch False\n", run.stdout + run.stderr
