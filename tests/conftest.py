@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gates import covered_by
 from weft.planner import table
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -28,9 +29,12 @@ def nothing_learned_stays() -> Iterator[None]:
         table.learn([])
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()
     for item in items:
+        if covered_by(item.nodeid.removeprefix("tests/")):
+            item.add_marker(pytest.mark.gate)
         mark = item.get_closest_marker("gpu")
         if mark is None:
             continue

@@ -56,7 +56,9 @@ WORLDS = {  # ranks, experts, k
 }
 
 
-@pytest.mark.parametrize(("name", "world"), [(name, world) for name, worlds in WORLDS.items() for world in worlds])
+@pytest.mark.parametrize(
+    ("name", "world"), [(name, world) for name, worlds in WORLDS.items() for world in worlds], ids=str
+)
 def test_any_world(name: str, world: tuple[int, int, int]) -> None:
     ranks, experts, k = world
     assert right(WAYS[name], ranks, experts=experts, k=k)

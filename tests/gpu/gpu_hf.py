@@ -148,13 +148,13 @@ def generate(world: weft.World, static: bool) -> float:
 
 
 @torch.no_grad()
-def forced(world: weft.World, kind: str) -> float:
-    """Over 64 steps, each behind the tokens that Transformers chooses on one GPU, the token that it chooses next, but
+def forced(world: weft.World, kind: str, steps: int = 64) -> float:
+    """Over many steps, each behind the tokens that Transformers chooses on one GPU, the token that it chooses next, but
     where its two best logits lie within 4 ulps of bfloat16."""
     from transformers import DynamicCache
 
     whole, ids = unsplit(kind).to(world.device), ids_of(world, 2, 17)
-    told = dict(max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    told = dict(max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
     tokens = whole.generate(ids, attention_mask=torch.ones_like(ids), **told)
     first, count = ids.shape[1], tokens.shape[1] - ids.shape[1]
     best = whole(tokens, use_cache=False).logits[:, first - 1 : -1].float().topk(2).values
@@ -164,7 +164,7 @@ def forced(world: weft.World, kind: str) -> float:
     given = [ids, *tokens[:, first:-1].split(1, 1)]
     got = torch.cat([model(t, past_key_values=cache).logits[:, -1:].argmax(-1) for t in given], 1)
     right = (got == tokens[:, first:]) | near
-    return 0.0 if count == 64 and right.all() and near.float().mean() < 0.5 else 1.0
+    return 0.0 if count == steps and right.all() and near.float().mean() < 0.5 else 1.0
 
 
 def serve(world: weft.World, graph: bool) -> float:

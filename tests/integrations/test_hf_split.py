@@ -60,10 +60,10 @@ def woven_and_served() -> None:
 
 
 def tokens_of_one_rank() -> None:
-    """What GPUs are held to, with fewer columns."""
+    """What GPUs are held to, with fewer columns and steps."""
     few = dict(hidden_size=64, intermediate_size=176, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     with mock.patch.dict(gpu_hf.SIZES, few):
-        assert gpu_hf.forced(weft.init(), "Llama") == 0.0
+        assert gpu_hf.forced(weft.init(), "Llama", steps=16) == 0.0
 
 
 def mixture() -> None:
