@@ -1,4 +1,4 @@
-"""Context-parallel prefill of a Llama: every rank holds all weights and some rows of one long prompt.
+"""Context-parallel prefill of a Llama: every rank has all weights and some rows of one long prompt.
 
 On GPUs:            torchrun --nproc-per-node 2 examples/context_parallel.py
 On emulated ranks:  python examples/context_parallel.py --emulated
@@ -12,7 +12,7 @@ from torch.nn.functional import embedding
 import weft
 from weft.models import Batch, Cache, Llama
 
-LLAMA_8B = dict(  # of the vocabulary and the layers a few
+LLAMA_8B = dict(  # with a small vocabulary and few layers
     vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,
     num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
 )  # fmt: skip
@@ -23,7 +23,7 @@ SMALL = LLAMA_8B | dict(
 
 
 def whole_model(sizes, world):
-    """The same weights on every rank, as if it were alone."""
+    """Return a model with the same weights on every rank, in a World of that rank alone."""
     model, draw = Llama(sizes, world=world.split(world.rank)), torch.Generator(world.device).manual_seed(0)
     for weight in model.parameters():
         if weight.dim() == 2:
@@ -40,8 +40,8 @@ def zigzag_attention(world, plan="auto"):
 
 @torch.no_grad()
 def prefill(model, ids, positions, rotary, attention):
-    """The normalised output [n, H] of the last layer of this rank's rows of a prompt, which stand at `positions`.
-    rotary: cosines and sines of all positions. attention(q, k, v): of all ranks' rows."""
+    """Return the normalised output [n, H] of the last layer for this rank's rows of a prompt, which have these `positions`.
+    `rotary` has the cosines and sines of all positions; attention(q, k, v) attends to all ranks' rows."""
     c, alone, d = model.config, model.world, model.config.head_dim
     cos, sin = rotary[positions][:, None].chunk(2, -1)
 
@@ -63,24 +63,26 @@ def prefill(model, ids, positions, rotary, attention):
 
 
 def main(world, sizes=SMALL, rows=8):
-    """The last token's logits, against those of the model's own forward pass of the whole prompt."""
+    """Compare the last token's logits with those of the model's own forward pass of the whole prompt."""
     model, length = whole_model(sizes, world), rows * world.size
     draw = torch.Generator(world.device).manual_seed(1)
     ids = torch.randint(model.config.vocab_size, (length,), device=world.device, generator=draw)
-    mine, positions = weft.zigzag_split(ids, world), weft.zigzag_positions(length, world)
+    rank_ids, positions = weft.zigzag_split(ids, world), weft.zigzag_positions(length, world)
     rotary = model.config.rotary(length, world.device)
     for plan in ("sequential", "auto", "auto"):
         world.synchronize()
         start = time.perf_counter()
-        hidden = prefill(model, mine, positions, rotary, zigzag_attention(world, plan))
+        hidden = prefill(model, rank_ids, positions, rotary, zigzag_attention(world, plan))
         world.synchronize()
         if world.rank == 0 and world.backend.name == "cuda":
-            print(f"{plan}: {(time.perf_counter() - start) * 1e3:.1f} ms")  # a plan's first call tries and prepares
-    if world.rank == 0:  # which has the last chunk
+            print(
+                f"{plan}: {(time.perf_counter() - start) * 1e3:.1f} ms"
+            )  # the first call of a plan includes trials and preparation
+    if world.rank == 0:  # in the zigzag layout rank 0 has the last chunk
         alone = model.world
-        want = model(ids, Batch.prefill([length]), Cache(sizes, world=alone, slots=1, max_len=length), "plain")[0]
-        got = hidden[-1] @ model.lm_head.weight.t()
-        error = (got.float() - want.float()).norm() / want.float().norm()
+        expected = model(ids, Batch.prefill([length]), Cache(sizes, world=alone, slots=1, max_len=length), "plain")[0]
+        actual = hidden[-1] @ model.lm_head.weight.t()
+        error = (actual.float() - expected.float()).norm() / expected.float().norm()
         assert error < 0.05, f"logits are off by {error:.3f}"
 
 

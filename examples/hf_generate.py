@@ -1,4 +1,4 @@
-"""Tokens of a Transformers model, split over all GPUs, its communication by weft: one line on the model.
+"""Generate tokens with a Transformers model that is split over all GPUs. One line gives its communication to weft.
 
 torchrun --nproc-per-node N examples/hf_generate.py meta-llama/Llama-3.1-8B-Instruct
 python examples/hf_generate.py --emulated     a small random model on two emulated ranks, on a CPU
@@ -20,9 +20,8 @@ def emulated(world: weft.World) -> list[int]:
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, pad_token_id=0,
     )  # fmt: skip
-    model = weft.hf.weave(
-        transformers.LlamaForCausalLM(config).bfloat16().eval(), world
-    )  # whole: each rank takes its part
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()  # whole on every rank
+    model = weft.hf.weave(model, world)  # each rank computes with its shard
     ids = torch.arange(1, 9)[None]
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0].tolist()
 
@@ -33,10 +32,10 @@ def main(name: str) -> None:
     world = weft.init()
     split = DistributedConfig(tp_size=world.size, tp_plan="auto")
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, distributed_config=split)
-    model = weft.hf.weave(model)  # the line
+    model = weft.hf.weave(model)  # the one line
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    given = tokenizer("Weaving is", return_tensors="pt").to(world.device)
-    tokens = model.generate(**given, max_new_tokens=64, do_sample=False)
+    inputs = tokenizer("Weaving is", return_tensors="pt").to(world.device)
+    tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False)
     if world.rank == 0:
         print(weft.hf.report(model))
         print(tokenizer.decode(tokens[0]))

@@ -1,7 +1,7 @@
-"""Many requests at once: Transformers' continuous batching, split over all GPUs, its communication and attention by weft.
+"""Serve many requests: Transformers' continuous batching, split over all GPUs, with weft's communication and attention.
 
 torchrun --nproc-per-node N examples/hf_serve.py meta-llama/Llama-3.1-8B-Instruct
-python examples/hf_serve.py --small     a small random model in one process, on a CPU, where there is nothing to weave
+python examples/hf_serve.py --small     a small random model in one process on a CPU, with nothing to weave
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ def small() -> list[list[int]]:
         num_key_value_heads=2, pad_token_id=0, max_position_embeddings=64,
     )  # fmt: skip
     model = weft.hf.paged(transformers.LlamaForCausalLM(config).eval())
-    room = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16)
-    wanted = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    made = model.generate_batch([[1, 2, 3], [4], [5, 6]], generation_config=wanted, continuous_batching_config=room)
-    return [request.generated_tokens for request in made.values()]
+    batching = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16)
+    generation = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    answers = model.generate_batch(
+        [[1, 2, 3], [4], [5, 6]], generation_config=generation, continuous_batching_config=batching
+    )
+    return [request.generated_tokens for request in answers.values()]
 
 
 def main(name: str) -> None:
@@ -36,11 +38,11 @@ def main(name: str) -> None:
     world = weft.init()
     split = DistributedConfig(tp_size=world.size, tp_plan="auto")
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, distributed_config=split)
-    model = weft.hf.paged(weft.hf.weave(model))  # the line
+    model = weft.hf.paged(weft.hf.weave(model))  # the one line
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    made = model.generate_batch(tokenizer(PROMPTS)["input_ids"], max_new_tokens=64)
+    answers = model.generate_batch(tokenizer(PROMPTS)["input_ids"], max_new_tokens=64)
     if world.rank == 0:
-        for prompt, request in zip(PROMPTS, made.values(), strict=True):
+        for prompt, request in zip(PROMPTS, answers.values(), strict=True):
             print(prompt + tokenizer.decode(request.generated_tokens))
     torch.distributed.destroy_process_group()
 

@@ -1,4 +1,5 @@
-"""Layers trained by Lightning's `ModelParallelStrategy`: torch's tensor-parallel styles, then weft's, 20 steps each, the same losses.
+"""Train layers with Lightning's `ModelParallelStrategy`, 20 steps with torch's tensor-parallel styles and 20 with weft's, and compare
+the losses.
 
 torchrun --nproc-per-node N examples/lightning_tp.py       on N GPUs
 python examples/lightning_tp.py --gloo                     on two CPU processes
@@ -39,7 +40,7 @@ class MLP(nn.Module):
 
 
 class Layers(pl.LightningModule):
-    """Rows of the sequence are split over the ranks between layers: x [batch, rows / ranks, hidden]."""
+    """Layers between which the rows of the sequence are split over the ranks: x [batch, rows / ranks, hidden]."""
 
     def __init__(self, styles: ModuleType, hidden: int, rows: int) -> None:
         super().__init__()
@@ -62,9 +63,9 @@ class Layers(pl.LightningModule):
         ranks, rank = self.trainer.world_size, self.global_rank
         x = batch.chunk(ranks, 1)[rank]
         loss = (self.layers(x).float() - x.float().roll(1, -1)).square().mean() / ranks
-        whole = loss.detach().clone()
-        torch.distributed.all_reduce(whole)
-        self.losses.append(whole.item())
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        self.losses.append(total.item())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -103,7 +104,7 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def of_gloo(rank: int) -> None:
+def gloo_rank(rank: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(20000 + os.getppid() % 20000)
@@ -113,6 +114,6 @@ def of_gloo(rank: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--gloo"]:
-        mp.spawn(of_gloo, nprocs=2)
+        mp.spawn(gloo_rank, nprocs=2)
     else:
         main()

@@ -1,5 +1,5 @@
-"""An op of one's own, y [W m, H] = RMSNorm(all_gather(x)): the library's all-gather and a norm, or one kernel that stores its rows
-on every rank and normalises what comes. plan="auto", CUDA graphs, torch.compile and gradients follow from the class.
+"""Your own operator, y [W m, H] = RMSNorm(all_gather(x)): NCCL's all-gather and a norm, or one kernel that pushes its rows to every
+rank and normalises those that arrive. The class provides plan="auto", CUDA graphs, torch.compile and gradients.
 Checked on emulated ranks:  weft check examples/own_op.py
 A row in the benchmark:     torchrun --nproc-per-node 2 -m bench.measure.run --out DIR --file examples/own_op.py
 """
@@ -18,27 +18,27 @@ from weft.plans import Sequential
 @dataclass(frozen=True)
 class Pushed(weft.Plan):
     kind = "pushed"
-    rows: int = 4  # of a block
+    rows: int = 4  # the rows of a block
 
 
 @weft.jit
 def push_and_norm(x, memory, peers, out, ch, M: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
-    """memory: two halves, used in turn: a rank in a call has all rows of the last one, so all have read the one before."""
+    """`memory` has two halves, used alternately: a rank in a call has all rows of the last one, so all have read the one before."""
     me, blocks = wl.rank_of(ch), M // ROWS
-    half = (wl.calls_of(ch) & 1) * (ch.world * M * H)  # also past 2^31 calls
+    half = (wl.calls_of(ch) & 1) * (ch.world * M * H)  # correct also after 2^31 calls
     column = tl.arange(0, triton.next_power_of_2(H))[None, :]
-    at, ok = tl.arange(0, ROWS)[:, None] * H + column, column < H
+    offsets, mask = tl.arange(0, ROWS)[:, None] * H + column, column < H
     for b in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        rows = tl.load(x + b * ROWS * H + at, mask=ok, other=0.0)
+        rows = tl.load(x + b * ROWS * H + offsets, mask=mask, other=0.0)
         for rank in range(ch.world):
-            wl.tile_push_data(peers, rank, half + (me * M + b * ROWS) * H + at, rows, ok)
-        wl.channel_broadcast(ch, me * blocks + b, False)  # behind this program's stores to all ranks
+            wl.tile_push_data(peers, rank, half + (me * M + b * ROWS) * H + offsets, rows, mask)
+        wl.channel_broadcast(ch, me * blocks + b, False)  # after this program's stores to all ranks
     for i in range(tl.program_id(0), ch.world * blocks, tl.num_programs(0)):
-        block = (me * blocks + i) % (ch.world * blocks)  # own rows first
+        block = (me * blocks + i) % (ch.world * blocks)  # local rows first
         wl.channel_wait(ch, block, 1, block, block // blocks)
-        rows = tl.load(memory + half + block * ROWS * H + at, mask=ok, other=0.0).to(tl.float32)
+        rows = tl.load(memory + half + block * ROWS * H + offsets, mask=mask, other=0.0).to(tl.float32)
         y = rows * tl.rsqrt(tl.sum(rows * rows, axis=1) / H + 1e-6)[:, None]
-        tl.store(out + block * ROWS * H + at, y.to(out.dtype.element_ty), mask=ok)
+        tl.store(out + block * ROWS * H + offsets, y.to(out.dtype.element_ty), mask=mask)
     wl.end_call(ch, None, tl.num_programs(0))
 
 
@@ -58,7 +58,7 @@ def run_sequential(world, call, plan, operands, out):
 
 
 @weft.prepared
-def pushes(world, call, plan):  # what is the same in each call: x and out are not
+def pushes(world, call, plan):  # what all calls share: all but x and out
     memory = world.cached((call, plan), lambda: world.symmetric((2, call.rows, call.h), call.dtype, "gathered rows"))
     ch = world.channel(f"{call} {plan}", call.rows // plan.rows, None, 1)
     fixed = dict(memory=memory.local, peers=memory.addresses, ch=ch, M=call.m, H=call.h, ROWS=plan.rows)
@@ -74,7 +74,7 @@ class GatherNorm(weft.Op):
     signature = "Tensor x"
     runs = {Sequential: run_sequential, Pushed: run_pushed}
     small = Pushed(rows=2)  # what "auto" runs in the emulator
-    tries = (Pushed(), Pushed(rows=1), Pushed(rows=8))  # what "auto" times beside sequential on GPUs
+    tries = (Pushed(), Pushed(rows=1), Pushed(rows=8))  # what "auto" times against sequential on GPUs
 
     def check(self, world, operands, options):
         if operands[0].dim() != 2:
@@ -84,19 +84,19 @@ class GatherNorm(weft.Op):
     def outputs(self, world, call):
         return [((call.rows, call.h), call.dtype)]
 
-    def fits(self, world, call, plan, asked):
-        return world.symmetric_reason or (f"{call.m} rows are no whole blocks" if call.m % plan.rows else None)
+    def fits(self, world, call, plan, requested):
+        return world.symmetric_reason or (f"{plan.rows} does not divide {call.m} rows" if call.m % plan.rows else None)
 
-    def backward(self, world, given):  # the norm's Jacobian is the same on every rank: once, of the sum
-        (x,), (dy,) = given.saved, given.gradients
+    def backward(self, world, ctx):  # the norm's Jacobian is the same on every rank, so it is applied once, to the sum
+        (x,), (dy,) = ctx.saved, ctx.gradients
         dx, g, stream = world.empty(x.shape, x.dtype), world.empty(x.shape, dy.dtype), world.current_stream()
         world.reduce_scatter(g, dy.contiguous(), stream)
 
-        def through_norm():
+        def norm_backward():
             scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6)
             dx.copy_(scale * (g - x * scale * (g * x * scale).mean(1, keepdim=True)))
 
-        world.call(through_norm, [x, g], [dx], stream)
+        world.call(norm_backward, [x, g], [dx], stream)
         return [dx]
 
     def examples(self, world):
@@ -115,5 +115,5 @@ def main(world):
         shards = torch.randn(world.size, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
         y = all_gather_rms_norm(shards[world.rank].to(world.device), world=world, plan=plan)
         world.synchronize()
-        want = torch.rms_norm(shards.view(-1, 64).float(), (64,), eps=1e-6)
-        assert (y.cpu().float() - want).abs().max() < 0.02
+        expected = torch.rms_norm(shards.view(-1, 64).float(), (64,), eps=1e-6)
+        assert (y.cpu().float() - expected).abs().max() < 0.02

@@ -1,6 +1,6 @@
-"""Training a small decoder with mixtures of experts (as Mixtral: attention, then top-2 of the experts): every rank has sequences of
-its own and some of the experts, and a copy of all else, whose gradients are summed. The losses are those of the whole model in
-one process, to rounding.
+"""Train a small decoder with mixtures of experts (as Mixtral: attention, then the top 2 experts). Every rank has its own sequences,
+some of the experts, and a copy of the other parameters, whose gradients are summed. The losses equal those of the whole model in
+one process to rounding.
 
 On GPUs:            torchrun --nproc-per-node 2 examples/train_moe.py
 On emulated ranks:  python examples/train_moe.py --emulated
@@ -14,8 +14,8 @@ from weft import moe
 K = 2  # experts of a token
 
 
-def made(vocab, hidden, inner, layers, experts, device):
-    """Parameters by name, float32, the same on every rank."""
+def make_parameters(vocab, hidden, inner, layers, experts, device):
+    """Return float32 parameters by name, the same on every rank."""
     draw = torch.Generator(device).manual_seed(0)
 
     def randn(*shape, scale=hidden**-0.5):
@@ -30,20 +30,21 @@ def made(vocab, hidden, inner, layers, experts, device):
 
 
 def loss_of(p, layers, tokens, experts):
-    """Sum over tokens [B, S] of the next one's cross entropy. experts: what a layer's number makes of rows [B S, H]."""
+    """Return the sum over tokens [B, S] of the cross entropy of the next token. experts(i, x) computes layer i's experts for rows
+    x [B S, H]."""
     x = p["embedding"][tokens[:, :-1]]
     b, s, h = x.shape
     for i in range(layers):
         q, k, v = (F.rms_norm(x, (h,)) @ p[f"{i}.qkv"].t()).view(b, s, 3, -1, 16).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + seen.transpose(1, 2).reshape(b, s, h) @ p[f"{i}.out"].t()
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + heads.transpose(1, 2).reshape(b, s, h) @ p[f"{i}.out"].t()
         x = x + experts(i, F.rms_norm(x, (h,)).view(-1, h)).view(b, s, h)
     logits = F.rms_norm(x, (h,)) @ p["embedding"].t() * h**-0.5
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
 def over_ranks(world, p):
-    """Experts of which this rank has its own, in bfloat16."""
+    """Return the bfloat16 experts of a layer, split over the ranks."""
 
     def experts(i, x):
         ids, weights = moe.gate(x @ p[f"{i}.router"].t(), K, world=world)
@@ -54,23 +55,23 @@ def over_ranks(world, p):
 
 
 def in_one_process(p):
-    """All experts, of which a token's are picked, in bfloat16."""
+    """Return the bfloat16 experts of a layer, all on this rank."""
 
     def experts(i, x):
         scores, ids = (x @ p[f"{i}.router"].t()).softmax(-1).topk(K, -1)
         w13, w2, out = p[f"{i}.w13"].bfloat16(), p[f"{i}.w2"].bfloat16(), torch.zeros_like(x)
         weights = scores / scores.sum(-1, keepdim=True)
         for e in range(w13.shape[0]):
-            t, slot = (ids == e).nonzero(as_tuple=True)
+            t, topk_slot = (ids == e).nonzero(as_tuple=True)
             gate, up = (x[t].bfloat16() @ w13[e].t()).chunk(2, -1)
-            out = out.index_add(0, t, weights[t, slot, None] * ((F.silu(gate) * up) @ w2[e].t()).float())
+            out = out.index_add(0, t, weights[t, topk_slot, None] * ((F.silu(gate) * up) @ w2[e].t()).float())
         return out
 
     return experts
 
 
 def train(world, p, layers, tokens, steps, experts, shared):
-    """Losses a token. shared: names of the parameters whose gradients, as the losses, are summed over the ranks."""
+    """Return the loss of each step a token. The gradients of the parameters `shared`, and the losses, are summed over the ranks."""
     losses, optimizer = [], torch.optim.SGD(p.values(), lr=0.3, momentum=0.9)
     for _ in range(steps):
         loss = loss_of(p, layers, tokens, experts)
@@ -94,17 +95,21 @@ def train(world, p, layers, tokens, steps, experts, shared):
 def main(world, vocab=16, hidden=16, inner=16, layers=1, sequences=1, length=5, steps=2):
     experts = 2 * world.size
     tokens = torch.randint(vocab, (world.size, sequences, length), generator=torch.Generator().manual_seed(1))
-    tokens, mine = tokens.to(world.device), slice(2 * world.rank, 2 * world.rank + 2)
-    whole = {name: t.requires_grad_() for name, t in made(vocab, hidden, inner, layers, experts, world.device).items()}
-    own = {
-        name: t.detach()[mine if ".w" in name else slice(None)].clone().requires_grad_() for name, t in whole.items()
+    tokens, local_experts = tokens.to(world.device), slice(2 * world.rank, 2 * world.rank + 2)
+    unsharded = {
+        name: t.requires_grad_()
+        for name, t in make_parameters(vocab, hidden, inner, layers, experts, world.device).items()
     }
-    copied = [name for name in own if ".w" not in name]
-    losses = train(world, own, layers, tokens[world.rank], steps, over_ranks(world, own), copied)
-    want = train(world, whole, layers, tokens.flatten(0, 1), steps, in_one_process(whole), [])
-    torch.testing.assert_close(losses, want, rtol=0.01, atol=0.01)
+    sharded = {
+        name: t.detach()[local_experts if ".w" in name else slice(None)].clone().requires_grad_()
+        for name, t in unsharded.items()
+    }
+    replicated = [name for name in sharded if ".w" not in name]
+    losses = train(world, sharded, layers, tokens[world.rank], steps, over_ranks(world, sharded), replicated)
+    expected = train(world, unsharded, layers, tokens.flatten(0, 1), steps, in_one_process(unsharded), [])
+    torch.testing.assert_close(losses, expected, rtol=0.01, atol=0.01)
     if world.rank == 0:
-        print(f"{steps} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}; in one process to {want[-1]:.4f}")
+        print(f"{steps} steps: loss {losses[0]:.4f} to {losses[-1]:.4f}; in one process to {expected[-1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Tensor parallelism inside each node, FSDP between nodes: an MLP is trained for some steps, and every step's loss compared with
-that of the whole MLP on one rank.
+"""Tensor parallelism inside each node, FSDP between nodes: train an MLP for some steps, and compare every loss with that of the
+unsharded MLP on one rank.
 
 On two nodes of 8 GPUs, node 0 at ADDRESS, on each of them:
     torchrun --nnodes 2 --node-rank 0|1 --nproc-per-node 8 --master-addr ADDRESS --master-port 29500 examples/two_nodes.py
@@ -23,7 +23,7 @@ STEPS, RATE, ROUNDING = 8, 0.5, 1e-2
 
 
 def whole_losses(weights, batches):
-    """The loss of each step of the whole MLP, in float32, over the tokens [nodes, tokens, hidden] of all nodes."""
+    """Return the loss of each step of the unsharded MLP in float32, over the tokens [nodes, tokens, hidden] of all nodes."""
     weights = {name: value.float().requires_grad_() for name, value in weights.items()}
     optimizer, losses = torch.optim.SGD(weights.values(), lr=RATE), []
     for x in (batch.flatten(0, 1).float() for batch in batches):
@@ -37,14 +37,14 @@ def whole_losses(weights, batches):
 
 
 def train(mesh, weights, batches):
-    """The same losses by this job: a node has one row of each batch, and its ranks the tokens of that row in parts."""
+    """Return the same losses computed by all ranks. A node has one row of each batch, whose tokens its ranks split."""
     world = weft.init(mesh["tensor"].get_group())  # the ranks of this node
     hidden, intermediate = weights["down_proj.weight"].shape
     mlp = weft.nn.ParallelMLP(hidden, intermediate, world=world)
     mlp.load_state_dict(weights)
-    fully_shard(mlp, mesh=mesh["data"])  # what this rank has of the weights, over the ranks of its index on all nodes
+    fully_shard(mlp, mesh=mesh["data"])  # shards this rank's weights over the ranks with its index on all nodes
     if world.device.type == "cpu":
-        mlp.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+        mlp.set_force_sum_reduction_for_comms(True)  # gloo cannot average
     optimizer, losses = torch.optim.SGD(mlp.parameters(), lr=RATE), []
     for batch in batches:
         tokens = batch[mesh["data"].get_local_rank()]
@@ -63,10 +63,12 @@ def main(hidden=64, intermediate=96, tokens=32):
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    each = int(os.environ["LOCAL_WORLD_SIZE"])
-    mesh = init_device_mesh(device, (dist.get_world_size() // each, each), mesh_dim_names=("data", "tensor"))
+    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = init_device_mesh(
+        device, (dist.get_world_size() // ranks_per_node, ranks_per_node), mesh_dim_names=("data", "tensor")
+    )
 
-    draw = torch.Generator(device).manual_seed(0)  # whole tensors, the same on every rank
+    draw = torch.Generator(device).manual_seed(0)  # unsharded tensors, the same on every rank
 
     def randn(*shape, scale=1.0):
         return (torch.randn(*shape, generator=draw, device=device) * scale).bfloat16()
@@ -74,24 +76,26 @@ def main(hidden=64, intermediate=96, tokens=32):
     weights = {f"{name}_proj.weight": randn(intermediate, hidden, scale=hidden**-0.5) for name in ("gate", "up")}
     weights["down_proj.weight"] = randn(hidden, intermediate, scale=intermediate**-0.5)
     batches = [randn(mesh["data"].size(), tokens, hidden)] * STEPS
-    losses, want = train(mesh, weights, batches), whole_losses(weights, batches)
-    torch.testing.assert_close(losses, want, rtol=ROUNDING, atol=0.0)
-    assert want[-1] < 0.9 * want[0]
-    everyone = weft.init()
-    if everyone.rank == 0:
-        nodes = max(everyone.nodes) + 1
-        print(f"losses {losses[0]:.3f} to {losses[-1]:.3f}: right on {nodes} nodes of {each} ranks", flush=True)
+    losses, expected = train(mesh, weights, batches), whole_losses(weights, batches)
+    torch.testing.assert_close(losses, expected, rtol=ROUNDING, atol=0.0)
+    assert expected[-1] < 0.9 * expected[0]
+    world = weft.init()
+    if world.rank == 0:
+        nodes = max(world.nodes) + 1
+        print(
+            f"losses {losses[0]:.3f} to {losses[-1]:.3f}: right on {nodes} nodes of {ranks_per_node} ranks", flush=True
+        )
     dist.destroy_process_group()
 
 
-def nodes_of_cpus(nodes=2, each=2):
-    """One torchrun a node, as on several machines. WEFT_NODE names a node, where the host's name would."""
+def nodes_of_cpus(nodes=2, ranks_per_node=2):
+    """Start one torchrun a node, as on several machines. WEFT_NODE replaces the host name as the name of a node."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = ["--master-addr", "127.0.0.1", "--master-port", str(s.getsockname()[1])]
     started = []
     for node in range(nodes):
-        shape = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(each)]
+        shape = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks_per_node)]
         environment = {**os.environ, "WEFT_NODE": f"node {node}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", *shape, *address, __file__]
         started.append(subprocess.Popen(command, env=environment))

@@ -1,4 +1,4 @@
-"""A model in vLLM with weft's operators at its sums over ranks: nothing but weft's being installed puts them there.
+"""Run a model in vLLM with weft's operators for its sums over ranks. It is enough that weft is installed.
 
     python examples/vllm_serve.py meta-llama/Llama-3.1-8B-Instruct -n 2
 
@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("-n", type=int, default=2, help="GPUs")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
     args = parser.parse_args()
 
     llm = LLM(args.model, tensor_parallel_size=args.n)

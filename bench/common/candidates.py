@@ -10,7 +10,7 @@ import weft
 from bench.common.timing import RIGHT, error_of
 from weft.backends import library_gemm
 from weft.planner.parts import SHOTS
-from weft.planner.probes.calls import posts_up_to
+from weft.planner.probes.calls import most_low_latency_bytes
 from weft.planner.search import SINGLE
 from weft.plans import (
     TWO_AN_SM,
@@ -44,7 +44,7 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
         out += [FusedAllReduce(pull_programs=p, forward_programs=f) for p, f in ((96, 16), (96, 4), (64, 4))]
     if op != "all_gather_matmul":
         out += [Signaled(ctas=4, copies=True), Signaled(ctas=4, copies=True, groups=SINGLE)]
-    return out + [plan for plan in SHOTS if nbytes <= posts_up_to(op, plan, world)]
+    return out + [plan for plan in SHOTS if nbytes <= most_low_latency_bytes(op, plan, world)]
 
 
 def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:

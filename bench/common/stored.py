@@ -21,7 +21,7 @@ import numpy as np
 from weft.op import collective, collectives
 from weft.planner.curves import least_squares
 from weft.planner.predict import Predictor
-from weft.planner.profile import Beside, Gemm, Hardware, Latency, Profile, TimedCall, Wave
+from weft.planner.profile import Gemm, Hardware, Latency, Profile, Slowdown, TimedCall, Wave
 from weft.plans import Decomposed, Plan, Sequential
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -131,8 +131,8 @@ def fitted(known: Sequence[Row], world: int) -> Profile:
 
 def _with_copies(profile: Profile) -> Profile:
     """Copies, barriers and contention that make the decomposed plans' predicted times fit the measured ones."""
-    chunks = [r for r in profile.ran if json.loads(r.plan)["kind"] == "decomposed"]
-    bare = replace(profile, ran=())
+    chunks = [r for r in profile.calls if json.loads(r.plan)["kind"] == "decomposed"]
+    bare = replace(profile, calls=())
     start = dict(copy=6.0, rate=370.0, barrier=9.0, gemm=1.08, other=1.05, sum=6.0, nccl=1.2)
 
     def given(x: np.ndarray) -> Profile:
@@ -142,8 +142,8 @@ def _with_copies(profile: Profile) -> Profile:
         sums = [Latency("sum", 0, s, p["sum"] + s * (profile.machine.world + 1) / 3.5e6) for s in sizes]
         local = [Latency("local", 0, s, 2 + s * 2 / 3.5e6) for s in sizes]
         beside = [
-            Beside("copy", 0, max(p["gemm"], 1), max(p["other"], 1)),
-            Beside("all_reduce", 0, max(p["nccl"], 1), max(p["nccl"], 1)),
+            Slowdown("copy", 0, max(p["gemm"], 1), max(p["other"], 1)),
+            Slowdown("all_reduce", 0, max(p["nccl"], 1), max(p["nccl"], 1)),
         ]
         return bare + [*copies, *sums, *local, Latency("barrier", 0, 0, p["barrier"]), *beside]
 
@@ -154,4 +154,4 @@ def _with_copies(profile: Profile) -> Profile:
 
     first = np.log(list(start.values()))
     made = given(least_squares(misses, first, rounds=8) if chunks else first)
-    return made + profile.ran
+    return made + profile.calls

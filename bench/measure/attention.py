@@ -38,7 +38,7 @@ from bench.common.timing import error_of, time_interleaved
 from bench.measure.run import capturable, commit
 from weft.op import REGISTRY
 from weft.ops.attention import libraries
-from weft.ops.attention.key_ranges import Group, Piece, sight
+from weft.ops.attention.key_ranges import KeyGroup, KeyRange, causal_key_ranges
 from weft.plans import Plan
 
 BF = torch.bfloat16
@@ -94,11 +94,11 @@ class Attention:
 
         self.q, self.k, self.v = (draw(of.rows, heads) for heads in (of.heads, of.kv_heads, of.kv_heads))
         shards = (of.rows,) * world.size
-        self.seen = sight(world.rank, shards, of.rows, of.causal, of.mask == "zigzag")
+        self.key_ranges = causal_key_ranges(world.rank, shards, of.rows, of.causal, of.mask == "zigzag")
         if not of.causal:
-            every = Group(0, tuple(Piece(r, 0, of.rows) for r in range(world.size)))
-            self.seen = self.seen._replace(own=(), others=(every,))
-        self.there = [(draw(g.rows, of.kv_heads), draw(g.rows, of.kv_heads)) for g in self.seen.others]
+            every = KeyGroup(0, tuple(KeyRange(r, 0, of.rows) for r in range(world.size)))
+            self.key_ranges = self.key_ranges._replace(local=(), remote=(every,))
+        self.there = [(draw(g.rows, of.kv_heads), draw(g.rows, of.kv_heads)) for g in self.key_ranges.remote]
         self.library = libraries.right("forward", world.device, BF, of.heads, of.kv_heads, D)[0]
         self.layout = "zigzag" if of.mask == "zigzag" else "contiguous"
 
@@ -125,20 +125,20 @@ class Attention:
         return self.library.forward(self.q, *self.gathered(), False, D**-0.5)[0]
 
     def compute(self) -> None:
-        for square in self.seen.own:
-            keys = self.k[square.lo : square.hi], self.v[square.lo : square.hi]
-            self.library.forward(self.q, *keys, square.causal, D**-0.5)
-        for group, keys in zip(self.seen.others, self.there, strict=True):
-            self.library.forward(self.q[group.first :], *keys, False, D**-0.5)
+        for block in self.key_ranges.local:
+            keys = self.k[block.lo : block.hi], self.v[block.lo : block.hi]
+            self.library.forward(self.q, *keys, block.causal, D**-0.5)
+        for group, keys in zip(self.key_ranges.remote, self.there, strict=True):
+            self.library.forward(self.q[group.first_query :], *keys, False, D**-0.5)
 
     def limit(self, link: float) -> float:
         """us. link: GB/s."""
         of, pairs, received = self.of, 0.0, 0
-        for square in self.seen.own:
-            pairs += of.rows * (square.hi - square.lo) * (0.5 if square.causal else 1)
-        for group in self.seen.others:
-            pairs += (of.rows - group.first) * group.rows
-            received += sum(p.hi - p.lo for p in group.pieces if p.source != self.world.rank)
+        for block in self.key_ranges.local:
+            pairs += of.rows * (block.hi - block.lo) * (0.5 if block.causal else 1)
+        for group in self.key_ranges.remote:
+            pairs += (of.rows - group.first_query) * group.rows
+            received += sum(p.hi - p.lo for p in group.ranges if p.source != self.world.rank)
         flops, nbytes = 4 * pairs * of.heads * D, received * 2 * of.kv_heads * D * 2
         return max(self.world.exchange(max(flops / RATE / 1e6, nbytes / link / 1e3)))
 

@@ -47,16 +47,16 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     world.synchronize()
     _, made, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
     tables = route_tables.Tables(*(t.clone() for t in made))  # the next call's are another routing's
-    came = world.channel("nobody to wait for", world.size, None)
-    came.counters.fill_(1 << 30)
-    of = replace(dispatched.plan_state(world, kind, plan), came=came)
-    inbox = torch.randn(world.size * kind.capacity, kind.hidden, dtype=x.dtype, device=x.device)
+    dispatch_flags = world.channel("nobody to wait for", world.size, None)
+    dispatch_flags.counters.fill_(1 << 30)
+    of = replace(dispatched.plan_state(world, kind, plan), dispatch_flags=dispatch_flags)
+    inbox = torch.randn(world.size * kind.max_tokens_per_rank, kind.hidden, dtype=x.dtype, device=x.device)
     hidden, y = (inbox.new_empty(of.rows, cols) for cols in (kind.inner, kind.hidden))
-    at = dispatched.Space(SimpleNamespace(local=inbox), None, hidden, y)
+    at = dispatched.LayerWorkspace(SimpleNamespace(local=inbox), None, hidden, y)
     counters = torch.zeros(32, dtype=torch.int32, device=x.device)
     launches = dict(
-        first=dispatched.gemm_in(world, of, w, tables, at),
-        second=dispatched.gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters),
+        first=dispatched.first_gemm(world, of, w, tables, at),
+        second=dispatched.grouped_gemm(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters),
     )
     return {half: lambda step=step: step.on(world.current_stream()) for half, step in launches.items()}
 
@@ -72,14 +72,14 @@ def tables(layer: Layer) -> Callable[[], object]:
     rows come back that would tell of their end."""
     world, of, capacity = layer.world, layer.of, layer.tokens
     sizes = route_tables.TableSizes(of.experts // world.size, capacity, Dispatched.tile.block_m)
-    shared = route_tables.routes_of(world, capacity, of.k, turns=True)
-    filling = route_tables.prepare(world, shared, sizes, running=False)
-    made = route_tables._tables(world, filling, sizes, listed=True)
+    shared = route_tables.routes_of(world, capacity, of.k, alternating=True)
+    builder = route_tables.make_builder(world, shared, sizes, cumulative_targets=False)
+    made = route_tables._tables(world, builder, sizes, list_tiles=True)
     here = world.empty((world.size * capacity * of.k,), torch.float32)
 
     def run() -> None:
         _, ids, weights = layer.routed()
-        route_tables.share(world, ids, weights, capacity, turns=True)
-        route_tables.fill(world, filling, made, here)
+        route_tables.share(world, ids, weights, capacity, alternating=True)
+        route_tables.run_builder(world, builder, made, here)
 
     return run

@@ -34,9 +34,9 @@ from weft.ops.moe.call import Weights
 from weft.ops.moe.expert_parallel import dispatched
 from weft.ops.moe.expert_parallel.op import packed
 from weft.ops.moe.routing import route_tables
-from weft.ops.moe.tensor_parallel.call import GatherOperands, parts
-from weft.ops.moe.tensor_parallel.dispatched import first
-from weft.ops.moe.tensor_parallel.op import FIRST_HALF, GATHERING
+from weft.ops.moe.tensor_parallel.call import GatherOperands, route_parts
+from weft.ops.moe.tensor_parallel.dispatched import first_half_state
+from weft.ops.moe.tensor_parallel.op import FIRST_HALF, GATHER_NAME
 from weft.plans import DispatchedColumns, Plan
 
 BF = torch.bfloat16
@@ -145,21 +145,21 @@ class Library:
 def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """weft's GEMMs alone, of the routing of the last call, which gave `given`: nothing to wait for, nobody beside them."""
     world, (hidden, routes, ids) = layer.world, given
-    w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
+    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.of.activation)
     operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size, "rows", False))
-    made = first(world, call.layer, DispatchedColumns())
-    came = world.channel("nobody to wait for", world.size, None)
-    came.counters.fill_(1 << 30)
-    counters = torch.zeros_like(came.counters)
-    of = replace(made.of, came=came)
-    tables = made.tables(parts(world, call.layer, routes))
+    made = first_half_state(world, call.layer, DispatchedColumns())
+    dispatch_flags = world.channel("nobody to wait for", world.size, None)
+    dispatch_flags.counters.fill_(1 << 30)
+    counters = torch.zeros_like(dispatch_flags.counters)
+    of = replace(made.dispatched, dispatch_flags=dispatch_flags)
+    tables = made.tables(route_parts(world, call.layer, routes))
     y, full = hidden.new_empty(hidden.shape[0], layer.of.hidden), library.gathered(layer.x)
-    at = dispatched.Space(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
+    at = dispatched.LayerWorkspace(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
     w = Weights(w13, layer.w2)
     launches = dict(
-        first=dispatched.gemm_in(world, of, w, tables, at),
-        second=dispatched.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
+        first=dispatched.first_gemm(world, of, w, tables, at),
+        second=dispatched.grouped_gemm(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
     )
     return {name: lambda step=step: step.on(world.current_stream()) for name, step in launches.items()}
 
@@ -168,15 +168,15 @@ def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], 
     """What stands before the first GEMM of a call: the routes shared with all ranks, and the tables made of them."""
     world, (_, routes, ids) = layer.world, given
     weights, routes = layer.routes[0][1], routes.clone()
-    w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
+    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.of.activation)
     operands = GatherOperands(layer.x, ids, weights, w13)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size, "rows", False))
-    made, at = first(world, call.layer, DispatchedColumns()), parts(world, call.layer, routes)
+    made, at = first_half_state(world, call.layer, DispatchedColumns()), route_parts(world, call.layer, routes)
     tables = made.tables(at)
 
     def run() -> None:
-        route_tables.share(world, ids, weights, call.layer.capacity, turns=True)
-        route_tables.fill(world, made.filling, tables, at.weights)
+        route_tables.share(world, ids, weights, call.layer.max_tokens_per_rank, alternating=True)
+        route_tables.run_builder(world, made.builder, tables, at.weights)
 
     return run
 

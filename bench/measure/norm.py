@@ -222,7 +222,7 @@ class Bench:
             return
         names = {p.to_json(): brief(p) for p in plans(m, h, world.size)}
         trial = world.choices.last(OP, (m, h, 1))
-        seq, auto = times["sequential"], (trial.taken(mode) if trial else chosen(OP, world, m, h, 1, mode)).to_json()
+        seq, auto = times["sequential"], (trial.chosen(mode) if trial else chosen(OP, world, m, h, 1, mode)).to_json()
         with open(self.out / f"{OP}.jsonl", "a") as f:
             for method, us in times.items():
                 plan = auto if method == "auto" else method if method.startswith("{") else None

@@ -47,14 +47,14 @@ def parts(start: str, shape: str = "MLP-1") -> dict[str, float]:
 
 def variants(name: str, shape: str = "MLP-1", op: str = "matmul_reduce_scatter") -> dict[str, float]:
     """Of 4 GPUs, the times of one op's variants by label."""
-    (found,) = (r for r in rows(4, name) if (r["op"], r["name"], r["mode"]) == (op, shape, "graph"))
-    return found["times"]
+    (row,) = (r for r in rows(4, name) if (r["op"], r["name"], r["mode"]) == (op, shape, "graph"))
+    return row["times"]
 
 
 def dicts(machine: int, name: str, pattern: str) -> dict[tuple[str, ...], dict[str, float]]:
     """Of every line that matches: the times behind the pattern, by its groups."""
-    found = ((re.match(pattern, line), line) for line in log(machine, name))
-    return {m.groups(): ast.literal_eval(line[m.end() :]) for m, line in found if m}
+    matches = ((re.match(pattern, line), line) for line in log(machine, name))
+    return {m.groups(): ast.literal_eval(line[m.end() :]) for m, line in matches if m}
 
 
 # -- saying ------------------------------------------------------------------------------------------------------------
@@ -87,52 +87,50 @@ def x(value: float) -> str:
 def timeline(traced: str) -> list[tuple[int, int]]:
     """us of main loop and epilogue of the tiles that ended in one tenth of a traced call after the other."""
     lines = log(8, "timelines-tiles.log")
-    behind = lines[next(i for i, line in enumerate(lines) if line.startswith(f"{traced}: ")) + 1]
-    return [(int(a), int(b)) for a, b in re.findall(r":(\d+)\+(\d+) x", behind)]
+    tiles = lines[next(i for i, line in enumerate(lines) if line.startswith(f"{traced}: ")) + 1]
+    return [(int(a), int(b)) for a, b in re.findall(r":(\d+)\+(\d+) x", tiles)]
 
 
 def chain(barrier: str) -> str:
     """The slowest rank of a ring of pulls on idle GPUs."""
-    (found,) = (line for line in log(8, "timelines.log") if line.startswith(f"CE idle ring pull sync {barrier}: "))
-    return us(max(map(float, found.split("[")[1].rstrip("]").split(","))))
+    (line,) = (line for line in log(8, "timelines.log") if line.startswith(f"CE idle ring pull sync {barrier}: "))
+    return us(max(map(float, line.split("[")[1].rstrip("]").split(","))))
 
 
 def sequential(machine: str, op: str, name: str, method: str) -> str:
     """us of an eager call that the benchmark timed."""
-    (found,) = (
-        c for c in report.cases(report.load(RESULTS / machine), op, int(machine[-1]), "eager") if c.name == name
-    )
-    return us(found.rows[method]["us"])
+    (case,) = (c for c in report.cases(report.load(RESULTS / machine), op, int(machine[-1]), "eager") if c.name == name)
+    return us(case.rows[method]["us"])
 
 
 def host_shared(method: str, tree: str = "new") -> str:
     """Host time of GEMM + all-reduce with two ranks that share an H100, of the tree before launches were objects and after."""
-    found = rows("nvidia-h100-x1", "host-shared.jsonl")
-    (row,) = (r for r in found if (r["op"], r["method"]) == ("matmul_all_reduce", method))
+    stored = rows("nvidia-h100-x1", "host-shared.jsonl")
+    (row,) = (r for r in stored if (r["op"], r["method"]) == ("matmul_all_reduce", method))
     return us(round(row["us"][tree]))
 
 
 def eager_copies() -> str:
     """us of MLP-1's all-gather eager on 8 GPUs: by a copy engine."""
     path = RESULTS / "nvidia-h200-x8/tuning/x8-4.jsonl"
-    of = [json.loads(line) for line in path.read_text().splitlines()]
-    (found,) = (r for r in of if (r["op"], r["name"], r["mode"]) == ("all_gather_matmul", "MLP-1", "eager"))
-    plans = {text: json.loads(text) for text in found["times"] if text.startswith("{")}
-    return us(min(found["times"][t] for t, p in plans.items() if p.get("class") == "FusedGatherByCopies"))
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    (row,) = (r for r in stored if (r["op"], r["name"], r["mode"]) == ("all_gather_matmul", "MLP-1", "eager"))
+    plans = {text: json.loads(text) for text in row["times"] if text.startswith("{")}
+    return us(min(row["times"][t] for t, p in plans.items() if p.get("class") == "FusedGatherByCopies"))
 
 
 def same_stream(mode: str) -> str:
     """Flags behind the copies over flags beside them, two programs an SM."""
-    found = dicts(4, "signals-and-groups.log", r"\d+s (\w+) (\d+) (\d+) (\d+) ")
-    return percent(t["two same"] / t["two"] for (m, *_), t in found.items() if m == mode)
+    times = dicts(4, "signals-and-groups.log", r"\d+s (\w+) (\d+) (\d+) (\d+) ")
+    return percent(t["two same"] / t["two"] for (m, *_), t in times.items() if m == mode)
 
 
 def views_kept() -> str:
-    by: dict[tuple, dict[str, dict[str, float]]] = defaultdict(dict)
+    times: dict[tuple, dict[str, dict[str, float]]] = defaultdict(dict)
     for r in rows(2, "pieces-and-staging.jsonl"):
         if r["op"] == "eager":
-            by[r["M"], r["N"], r["K"]][r["tag"]] = r["us"]
-    return percent(t["new"]["AG dec"] / t["old"]["AG dec"] for t in by.values())
+            times[r["M"], r["N"], r["K"]][r["tag"]] = r["us"]
+    return percent(t["new"]["AG dec"] / t["old"]["AG dec"] for t in times.values())
 
 
 def summed(way: str) -> str:
@@ -143,15 +141,15 @@ def summed(way: str) -> str:
 
 def signaled(op: str, machine: int, copies: bool) -> str:
     """Mean speedup of the best signaled plans over cuBLAS + NCCL."""
-    found = signaled_page.op_cases(signaled_page.machines()[f"nvidia-h200-x{machine}"])[op]
-    best = ((by["sequential"]["us"], signaled_page.fastest(by, copies)) for by in found.values())
+    cases = signaled_page.op_cases(signaled_page.machines()[f"nvidia-h200-x{machine}"])[op]
+    best = ((methods["sequential"]["us"], signaled_page.fastest(methods, copies)) for methods in cases.values())
     return x(report.mean(base / row["us"] for base, row in best if row) or 0)
 
 
 def signals(variant: str) -> str:
     """us that a GEMM with signals takes beyond the same loop without, the smallest shape."""
-    first = next(r for r in rows(1, "gemm-signals.jsonl") if r["run"] == "start")
-    return us(first["us"][f"{variant} o1"] - first["us"]["plain"])
+    row = next(r for r in rows(1, "gemm-signals.jsonl") if r["run"] == "start")
+    return us(row["us"][f"{variant} o1"] - row["us"]["plain"])
 
 
 def told(op: str) -> str:
@@ -166,30 +164,32 @@ def fences() -> str:
 
 def posted(tokens: Sequence[int]) -> str:
     """Speedup of posted rows over counted ones with the lighter fences, two shots."""
-    found = {int(r["what"].split()[1]): r["us"] for r in rows(2, "posted-rows.jsonl")}
-    return span((found[n]["fences two"] / found[n]["posted post 16"] for n in tokens), x)
+    times = {int(r["what"].split()[1]): r["us"] for r in rows(2, "posted-rows.jsonl")}
+    return span((times[n]["fences two"] / times[n]["posted post 16"] for n in tokens), x)
 
 
 def collectives(kib: Sequence[int]) -> str:
     """The library's collectives over those by posted rows, 2 GPUs, from the profile."""
     profile = shipped("nvidia-h200-x2")
     assert profile is not None
-    known = {(t.what, t.nbytes): t.us for t in profile.latencies if not t.ctas}
+    known = {(t.operation, t.nbytes): t.us for t in profile.latencies if not t.ctas}
     whats = ("all_gather", "reduce_scatter", "all_reduce")
     return span((known[w, n << 10] / known[f"one_shot {w}", n << 10] for w in whats for n in kib), x)
 
 
 def tiles(way: str, what: str, shape: str = "2048 2560 8192") -> str:
-    (found,) = (line for line in log(1, "shared-tiles.log") if line.startswith(f"{way} {shape} "))
-    return us(float(re.search(rf"{what} ([\d.]+)", found)[1]))  # type: ignore[index]
+    (line,) = (line for line in log(1, "shared-tiles.log") if line.startswith(f"{way} {shape} "))
+    return us(float(re.search(rf"{what} ([\d.]+)", line)[1]))  # type: ignore[index]
 
 
 def serialized() -> str:
-    by: dict[str, dict[str, float]] = defaultdict(dict)
+    times: dict[str, dict[str, float]] = defaultdict(dict)
     for line in log(1, "shared-tiles.log"):
         way, m, n, k, *rest = line.split()
-        by[f"{m} {n} {k}"][way] = float(rest[rest.index("shared") + 1])
-    return percent(t["serialized"] / t["continuous"] for t in by.values() if {"serialized", "continuous"} <= t.keys())
+        times[f"{m} {n} {k}"][way] = float(rest[rest.index("shared") + 1])
+    return percent(
+        t["serialized"] / t["continuous"] for t in times.values() if {"serialized", "continuous"} <= t.keys()
+    )
 
 
 def broken_wave(programs: int) -> str:
@@ -204,8 +204,8 @@ def few_tiles(way: str) -> str:
 
 def moe(method: str) -> str:
     """An MoE layer whose small programs divided the SMs' memory: by what ran, or with the programs that they left alone."""
-    found = {r["method"]: r["us"] for r in rows(2, "moe-memory-divided.jsonl") if r["name"] == "Qwen3-30B-8192"}
-    return us(found[method])
+    times = {r["method"]: r["us"] for r in rows(2, "moe-memory-divided.jsonl") if r["name"] == "Qwen3-30B-8192"}
+    return us(times[method])
 
 
 def one_launch(**settings: object) -> str:
@@ -220,63 +220,63 @@ def one_launch(**settings: object) -> str:
 
 def moe_now() -> str:
     path = RESULTS / "nvidia-h200-x2/moe.jsonl"
-    of = [json.loads(line) for line in path.read_text().splitlines()]
-    return us([r["us"] for r in of if (r["name"], r["method"], r["zipf"]) == ("Qwen3-30B-8192", "auto", 0.0)][-1])
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    return us([r["us"] for r in stored if (r["name"], r["method"], r["zipf"]) == ("Qwen3-30B-8192", "auto", 0.0)][-1])
 
 
 def moe_tiles(tokens: int) -> str:
     """Tiles of 64 rows in groups of 16 over tiles of 128."""
-    by: dict[str, dict[str, float]] = defaultdict(dict)
+    times: dict[str, dict[str, float]] = defaultdict(dict)
     for r in rows(2, "moe-tiles.jsonl"):
         plan = json.loads(r["method"]) if r["method"].startswith("{") else {}
         kind = "64" if (plan.get("block_m"), plan.get("group_m")) == (64, 16) else r["method"]
-        by[r["name"]][kind] = r["us"]
-    return percent(t["64"] / t["auto"] for name, t in by.items() if name.endswith(f"-{tokens}"))
+        times[r["name"]][kind] = r["us"]
+    return percent(t["64"] / t["auto"] for name, t in times.items() if name.endswith(f"-{tokens}"))
 
 
 def in_parts(method: str, op: str = "moe_tp", than: str = "auto") -> str:
     """Of layers whose experts' columns are split, on 2 GPUs."""
-    by: dict[str, dict[str, float]] = defaultdict(dict)
+    times: dict[str, dict[str, float]] = defaultdict(dict)
     for r in rows(2, "moe-in-parts.jsonl"):
         if r["op"] == op:
-            by[r["name"]][r["method"]] = r["us"]
-    return percent(t[method] / t[than] for t in by.values())
+            times[r["name"]][r["method"]] = r["us"]
+    return percent(t[method] / t[than] for t in times.values())
 
 
 def layers(name: str, method: str, than: str, tokens: int = 8192) -> str:
     """Of whole MoE layers on 2 GPUs, in one experiment."""
-    by: dict[str, dict[str, float]] = defaultdict(dict)
+    times: dict[str, dict[str, float]] = defaultdict(dict)
     for r in rows(2, name):
         if r["name"].endswith(f"-{tokens}"):
-            by[r["name"]][r["method"]] = r["us"]
-    return percent(t[method] / t[than] for t in by.values() if method in t)
+            times[r["name"]][r["method"]] = r["us"]
+    return percent(t[method] / t[than] for t in times.values() if method in t)
 
 
 def grouped(half: str, run: str, method: str, than: str, *names: str) -> str:
     """A grouped GEMM of an MoE layer alone, "first" or "second", one way over another of the same run."""
-    by: dict[str, dict[str, float]] = defaultdict(dict)
+    times: dict[str, dict[str, float]] = defaultdict(dict)
     for r in rows(1, "grouped-gemms.jsonl"):
         if (r["half"], r["run"]) == (half, run) and (not names or r["name"] in names):
-            by[r["name"]][r["method"]] = r["us"]
-    return percent(t[method] / t[than] for t in by.values())
+            times[r["name"]][r["method"]] = r["us"]
+    return percent(t[method] / t[than] for t in times.values())
 
 
 def stages(name: str, **changed: int) -> str:
     """A layer of 8,192 tokens on 2 GPUs by four stages, or by a plan changed from these, over that by three."""
-    found = {}
+    times = {}
     for r in rows(2, "moe-stages.jsonl"):
         if r["name"] == f"{name}-8192" and r["method"].startswith("{"):
-            found[tuple(json.loads(r["method"]).items())] = r["us"]
-    return percent([found[("stages", 4), *changed.items()] / found[()]])
+            times[tuple(json.loads(r["method"]).items())] = r["us"]
+    return percent([times[("stages", 4), *changed.items()] / times[()]])
 
 
 def last_sums() -> str:
     """By how much the forms of the last sums with several programs an SM differ, at most, in one layer."""
-    by: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for r in rows(2, "moe-last-sums.jsonl"):
         if not r["method"].endswith(", 1 an SM"):
-            by[r["name"]].append(r["us"])
-    return f"{100 * (max(max(us) / min(us) for us in by.values()) - 1):.0f}%"
+            times[r["name"]].append(r["us"])
+    return f"{100 * (max(max(us) / min(us) for us in times.values()) - 1):.0f}%"
 
 
 def decoder(tokens: int, way: str) -> str:
@@ -292,32 +292,34 @@ def decoder(tokens: int, way: str) -> str:
 def mix(method: str, key: str) -> str:
     """The newest run of the Azure mix on 4 GPUs: clock, or times as fast as sequential layers."""
     path = RESULTS / "nvidia-h200-x4/decoder.jsonl"
-    of = [json.loads(line) for line in path.read_text().splitlines()]
-    found = {r["method"]: r for r in of if r["name"] == "70B-Azure"}
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    methods = {r["method"]: r for r in stored if r["name"] == "70B-Azure"}
     if key == "clock":
-        return f"{found[method]['sm_mhz']} MHz"
-    return x(found["sequential"]["us"] / (found[method]["gemm_us"] if key == "bound" else found[method]["us"]))
+        return f"{methods[method]['sm_mhz']} MHz"
+    return x(methods["sequential"]["us"] / (methods[method]["gemm_us"] if key == "bound" else methods[method]["us"]))
 
 
 def saving(method: str, tag: str = "as it is") -> str:
     """ShareGPT's mix on 2 GPUs: times as fast as sequential layers of the same run."""
-    found = {
+    methods = {
         r["method"]: r for r in rows(2, "mixes-that-save-power.jsonl") if (r["name"], r["tag"]) == ("70B-ShareGPT", tag)
     }
-    own = found["sequential"]
-    return x(own["us"] / (own["gemm_us"] if method == "bound" else found[method]["us"]))
+    sequential_row = methods["sequential"]
+    return x(sequential_row["us"] / (sequential_row["gemm_us"] if method == "bound" else methods[method]["us"]))
 
 
 def drawn(method: str) -> str:
-    found = [r for r in rows(2, "mixes-that-save-power.jsonl") if r["name"] == "70B-ShareGPT" and r["method"] == method]
-    return f"{span((r['watts'] for r in found), str)} W"
+    stored = [
+        r for r in rows(2, "mixes-that-save-power.jsonl") if r["name"] == "70B-ShareGPT" and r["method"] == method
+    ]
+    return f"{span((r['watts'] for r in stored), str)} W"
 
 
 def serves(method: str, mode: str = "eager", newest: bool = True) -> str:
     """Continuous batching on 2 GPUs: the newest run, or the oldest."""
-    of = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / "hf.jsonl").read_text().splitlines()]
-    found = [r["tokens_s"] for r in of if "tokens_s" in r and (r["method"], r["mode"]) == (method, mode)]
-    return f"{found[-1 if newest else 0]:,.0f} tokens a second"
+    stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / "hf.jsonl").read_text().splitlines()]
+    rates = [r["tokens_s"] for r in stored if "tokens_s" in r and (r["method"], r["mode"]) == (method, mode)]
+    return f"{rates[-1 if newest else 0]:,.0f} tokens a second"
 
 
 def asleep(name: str) -> str:
@@ -330,14 +332,16 @@ def asleep(name: str) -> str:
 
 def host_time(file: str, what: str) -> str:
     """Of a sequential all-gather + GEMM on 2 GPUs."""
-    of = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
-    (found,) = (r["us"] for r in of if (r["what"], r["op"], r["method"]) == (what, "all_gather_matmul", "sequential"))
-    return us(found)
+    stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
+    (time,) = (
+        r["us"] for r in stored if (r["what"], r["op"], r["method"]) == (what, "all_gather_matmul", "sequential")
+    )
+    return us(time)
 
 
 def short(when: str) -> str:
-    (found,) = (r for r in rows(4, "short-curves.jsonl") if r["what"] == "one_shot all_reduce")
-    return us(found[when]["524288"])
+    (row,) = (r for r in rows(4, "short-curves.jsonl") if r["what"] == "one_shot all_reduce")
+    return us(row[when]["524288"])
 
 
 OWN = "own sums from the rows"
@@ -362,8 +366,8 @@ ATTENTION = {
 def attention_times(name: str) -> dict[str, float]:
     if name == "attention-parts.jsonl":
         return rows(2, name)[0]["us"]
-    found = {r["method"]: r["us"] for r in rows(2, name) if r["name"] == "32x32-16384-none"}
-    return found | {"nccl": found["communication alone"]}
+    times = {r["method"]: r["us"] for r in rows(2, name) if r["name"] == "32x32-16384-none"}
+    return times | {"nccl": times["communication alone"]}
 
 
 def attention_parts(what: str) -> str:
@@ -377,8 +381,8 @@ def attention_early(sixteenths: int) -> str:
 
 
 def hidden(name: str, method: str) -> str:
-    found = attention_times(name)
-    return f"{100 * (found['compute alone'] + found['nccl'] - found[method]) / found['nccl']:.0f}%"
+    times = attention_times(name)
+    return f"{100 * (times['compute alone'] + times['nccl'] - times[method]) / times['nccl']:.0f}%"
 
 
 BACKWARD = (("all_gather_matmul", 14336, 8192), ("all_gather_matmul", 4096, 8192),
@@ -387,8 +391,8 @@ BACKWARD = (("all_gather_matmul", 14336, 8192), ("all_gather_matmul", 4096, 8192
 
 def trained(method: str) -> list[float]:
     """us of the four calls of a backward pass of Llama-70B's layer, 16,384 tokens on two GPUs."""
-    found = {(r["op"], r["N"], r["K"], r["method"]): r["us"] for r in rows(2, "training-calls.jsonl")}
-    return [found[*call, method] for call in BACKWARD]
+    times = {(r["op"], r["N"], r["K"], r["method"]): r["us"] for r in rows(2, "training-calls.jsonl")}
+    return [times[*call, method] for call in BACKWARD]
 
 
 def trained_layer() -> float:
@@ -400,8 +404,8 @@ def trained_layer() -> float:
 
 def spread(ours: Sequence[float], others: Sequence[float]) -> str:
     """The least and the largest ratio."""
-    found = sorted(a / b for a, b in zip(ours, others, strict=True))
-    return f"{found[0]:.2f}x to {found[-1]:.2f}x"
+    ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
+    return f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x"
 
 
 OWN_WAVES = 16  # of 8,192 queries and 32 heads in tiles of 128 queries, one an SM, on 132 SMs
@@ -409,16 +413,16 @@ OWN_WAVES = 16  # of 8,192 queries and 32 heads in tiles of 128 queries, one an 
 
 def own_attention(*, causal: bool) -> str:
     """cuDNN's time over that of the best form of a kernel of our own."""
-    found = [r["us"] for r in rows("nvidia-h100-x1", "attention-own.jsonl") if r["name"].endswith("causal") == causal]
-    shares = sorted({f"{100 * us['cudnn'] / min(t for q, t in us.items() if q != 'cudnn'):.0f}%" for us in found})
+    times = [r["us"] for r in rows("nvidia-h100-x1", "attention-own.jsonl") if r["name"].endswith("causal") == causal]
+    shares = sorted({f"{100 * us['cudnn'] / min(t for q, t in us.items() if q != 'cudnn'):.0f}%" for us in times})
     return shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
 
 
 def gathered(method: str) -> float:
     """us, of 32 heads and 16,384 rows without a mask, of two GPUs."""
     lines = (RESULTS / "nvidia-h200-x2/attention.jsonl").read_text().splitlines()
-    found = {r["method"]: r["us"] for r in map(json.loads, lines) if r["name"] == "32x32-16384-none"}
-    return found[method]
+    times = {r["method"]: r["us"] for r in map(json.loads, lines) if r["name"] == "32x32-16384-none"}
+    return times[method]
 
 
 def own_needs(method: str) -> str:
@@ -432,32 +436,49 @@ USUAL, HALF = "128x256 w8 s3 x1", "64x256 w4 s5 x1"
 
 def forms(form: str, over: str, low: float, high: float, loop: str = "flat") -> list[float]:
     """Times over those of another form, or of cuBLAS, of all shapes of `low` to `high` waves of 128 x 256 tiles on 132 SMs."""
-    named = lambda q: q if q in ("cuBLAS", "shared") else f"{loop} {q}"  # noqa: E731
-    found = []
+    label = lambda q: q if q in ("cuBLAS", "shared") else f"{loop} {q}"  # noqa: E731
+    ratios = []
     for r in rows(1, "tile-forms.jsonl"):
         waves = -(-r["M"] // 128) * -(-r["N"] // 256) / 132
-        if low <= waves <= high and named(form) in r["us"]:
-            found.append(r["us"][named(form)] / r["us"][named(over)])
-    return found
+        if low <= waves <= high and label(form) in r["us"]:
+            ratios.append(r["us"][label(form)] / r["us"][label(over)])
+    return ratios
 
 
 def apart() -> str:
     """By how much the ratio of two forms differs, at most, between two runs of one shape of many waves."""
-    by: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    ratios: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for r in rows(1, "tile-forms.jsonl"):
-        by[r["M"], r["N"], r["K"]].append(r["us"][f"flat {HALF}"] / r["us"][f"flat {USUAL}"])
-    return f"{100 * (max(max(v) / min(v) for v in by.values()) - 1):.0f}%"
+        ratios[r["M"], r["N"], r["K"]].append(r["us"][f"flat {HALF}"] / r["us"][f"flat {USUAL}"])
+    return f"{100 * (max(max(v) / min(v) for v in ratios.values()) - 1):.0f}%"
 
 
 def in_ops(low: float, high: float) -> str:
     """Time of whole ops in half tiles over the usual ones, every op and way to move, at so many waves."""
-    found = []
+    ratios = []
     for r in rows(2, "tile-plans.jsonl"):
         if low <= -(-r["M"] // 128) * -(-r["N"] // 256) / 132 <= high:
-            found += [r["us"][f"{way} half"] / r["us"][f"{way} usual"] for way in r["chosen"]]
-    return span(found, x)
+            ratios += [r["us"][f"{way} half"] / r["us"][f"{way} usual"] for way in r["chosen"]]
+    return span(ratios, x)
 
 
+def promoted_loop(form: str, recipe: str = "block") -> str:
+    """DeepGEMM's time, or torch's with promoted sums by row ("slow"), over that of a loop of 8-bit operands, of all sizes."""
+    library = {"block": "deep_gemm", "slow": "torch"}[recipe]
+    us = [r["us"] for r in rows(1, "fp8-block-forms.jsonl")]
+    return span((t[f"{recipe}: {library}"] / t[f"{recipe}: weft {form}"] for t in us), x)
+
+
+LOOPS = {
+    "tall": "128x128 w8 s4 x1 nested",
+    "short": "64x128 w4 s4 x2 nested",
+    "prefetched": "64x128 w4 s4 x2 prefetched",
+    "ahead": "128x128 w8 s3 x1 ahead",
+    "ahead-short": "64x128 w4 s2 x2 ahead",
+    "unrolled": "128x128 w8 s3 x1 unrolled",
+    "halves": "128x128 w4 s3 x2 halves",
+    "specialized": "128x128 w4 s2 x1 unrolled specialized",
+}
 EACH, BY_WAVE = "each tile counted", "counted by wave"  # runs of grouped GEMMs alone
 THREE, TWO = "128x256, 3 stages", "128x128, 2 an SM"
 
@@ -626,6 +647,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "turned-copies": lambda: f"{sum(trained('transposed copy')) / 1000:.1f} ms",
     "turned-layer": lambda: f"{trained_layer():.0f} ms",
     "turned-ratio": lambda: spread(trained("auto, turned"), trained("auto")),
+    **{f"promoted-{name}": partial(promoted_loop, form) for name, form in LOOPS.items()},
+    **{
+        f"promoted-{name}-slow": partial(promoted_loop, LOOPS[name], "slow")
+        for name in ("short", "halves", "specialized")
+    },
     "short-before": partial(short, "before"),
     "short-after": partial(short, "after"),
 }

@@ -1,7 +1,7 @@
 """Every page that is made of stored results, with its plots: python -m bench.pages.pages (or make pages)
 
 docs/measurements.md is made whole; of README.md, docs/planner.md, docs/moe.md, docs/attention.md, docs/transformers.md,
-docs/models.md, docs/torch.md and docs/design-notes.md what lies between their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
+docs/models.md, docs/torch.md, docs/fp8.md and docs/design-notes.md what lies between their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from bench.measure import models as known
 from bench.pages import (
     api_page,
+    fp8_page,
     front,
     hardware_page,
     layer_picture,
@@ -90,6 +91,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/planner.md": predictions,
     "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
+    "docs/fp8.md": lambda: marked("docs/fp8.md", ("fp8.jsonl", fp8_page.gemms)),
     "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),
     "docs/quack.md": lambda: marked(
         "docs/quack.md", ("quack/gemms.jsonl", quack_page.gemms), ("quack/all_gather_matmul.jsonl", quack_page.gathered)

@@ -62,7 +62,7 @@ def tuned(machine: str) -> dict[str, list[Point]]:
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
-INTRODUCTION = """Predicted from a profile of `weft tune` before the calls ran, on shapes that it had not measured. An *error* is predicted / measured - 1. *Of the best* is the measured time of the best plan that was run over
+INTRODUCTION = """The times were predicted from a profile of `weft tune` before the calls ran, on shapes that the profile does not have. An *error* is predicted / measured - 1. *Of the best* is the measured time of the best plan that was run over
 the measured time of the plan that was predicted fastest among those that were run.
 """
 RUNS = {  # by run: which predictor, profile and shapes
@@ -231,7 +231,7 @@ def chapter(runs: dict[str, list[Point]]) -> str:
     text += "".join(f"**{name}**. {choices(points)}\n" for name, points in runs.items())
     return (
         text
-        + f"### Groups\n\nSignaled plans grouped otherwise, mean time over that of the chosen groups:\n\n{ablations(runs)}"
+        + f"### Groups\n\nMean time of signaled plans with other groups, over that with the chosen groups:\n\n{ablations(runs)}"
     )
 
 

@@ -11,10 +11,10 @@ from statistics import fmean
 from bench.common import stored
 from bench.pages.predict import percent, table
 from weft.planner.auto import profile_for
-from weft.planner.parts import Lacks
+from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
 from weft.planner.simulate import (
-    Elsewhere,
+    ScaledPredictor,
     Simulation,
     Topology,
     cluster,
@@ -30,11 +30,10 @@ LAYER = {"Llama-70B's": (8192, 28672), "a layer twice as wide": (16384, 53248)} 
 DECODERS = {"Llama-70B": (8192, 28672), "DeepSeek-V3, dense": (7168, 18432)}  # hidden, intermediate
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PROFILE, PLOT = "nvidia-h200-x4", "simulation-nodes.svg"
-INTRODUCTION = """## Of machines that nobody here has
+INTRODUCTION = """## Machines that were not measured
 
-`weft.simulate(topology, what, sizes)` predicts ops and layers there: the planner's predictor with GEMMs, tiles and contention as
-they were measured, and everything that moves bytes scaled to the topology (`src/weft/planner/simulate.py` says how). Nothing in
-this chapter but the last table's errors was measured.
+`weft.simulate(topology, workload, sizes)` predicts ops and layers on another topology: GEMMs, tiles and slow-downs stay as measured,
+and transfers are scaled (`src/weft/planner/simulate.py` says how). Only the errors in the last table are measurements.
 """
 USE = """
 ```python
@@ -70,7 +69,7 @@ def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
     found = simulate(nvlink(gpus), "decoder", sizes.values(), profile=PROFILE)
     rows = []
     for name, r in zip(sizes, found.rows, strict=True):
-        limit, us = r.speedup / r.of_limit, [f"{us:.0f}" for us in (r.sequential, r.gemm, r.comm, r.us)]
+        limit, us = r.speedup / r.bound_share, [f"{us:.0f}" for us in (r.sequential, r.gemm, r.comm, r.us)]
         rows.append([name, f"{r.size[0]:,}", *us, f"{r.speedup:.2f}x", f"{limit:.2f}x"])
     head = "model", "tokens", "sequential us", "GEMMs", "transfers", "best plans", "ratio", "limit"
     return table(head, rows)
@@ -109,11 +108,11 @@ def validation(here: Predictor, on: Topology) -> str:
         for r in stored.rows(folder.name):
             if r.call.mode != "graph" or r.run in stored.OLD:
                 continue
-            there = Elsewhere(here, on.of(r.world), on) if r.world != here.world else here
+            there = ScaledPredictor(here, on.resized(r.world), on) if r.world != here.world else here
             plan = Plan.from_json(r.call.plan)
             try:
                 predicted = there.time(r.call.op, plan, *r.shape)
-            except Lacks:
+            except NotMeasured:
                 continue
             found[r.run, r.world, r.call.op, r.shape][plan] = predicted, r.call.us
     errors: dict[tuple[int, str, str], list[float]] = defaultdict(list)
@@ -164,7 +163,7 @@ def decoders() -> str:
             (r,) = simulate_from(here, cluster(8 * nodes, gbs=50.0), "decoder", [(32768, hidden, inner)], on).rows
             kinds = ", ".join(dict.fromkeys(p.kind for p in r.plans))
             us = [f"{us:.0f}" for us in (r.sequential, r.us)]
-            rows.append([name, str(nodes), *us, f"{r.speedup:.2f}x", f"{r.speedup / r.of_limit:.2f}x", kinds])
+            rows.append([name, str(nodes), *us, f"{r.speedup:.2f}x", f"{r.speedup / r.bound_share:.2f}x", kinds])
     return table(("layer", "nodes", "sequential us", "best us", "speedup", "limit", "plans"), rows, 1)
 
 
@@ -182,7 +181,7 @@ def plots(folder: Path) -> list[Path]:
 def chapter() -> str:
     here, on = measured()
     profile = here.profile
-    text = INTRODUCTION + USE + f"\nThe profile: {profile.machine.name}, {profile.source}, {profile.made[:10]}.\n"
+    text = INTRODUCTION + USE + f"\nThe profile: {profile.machine.name}, {profile.source}, {profile.created[:10]}.\n"
 
     hidden, inner = LAYER["Llama-70B's"]
     sizes = [(m, hidden, inner) for m in (2048, 8192, 32768)]
@@ -190,14 +189,14 @@ def chapter() -> str:
     text += table(TABLE, lines_of([simulate_from(here, t, "mlp", sizes, on) for t in topologies()]), 1)
 
     text += "\n### Many nodes\n\nOne tensor-parallel MLP over all GPUs, hidden 16384, intermediate 53248, 32768 tokens; nodes of 8\n"
-    text += "GPUs on NVLink, and a network of 50 GB/s a GPU. What can overlap are the library's all-reduce or reduce-scatter over all\n"
-    text += "ranks, and two levels ([several nodes](nodes.md)).\n\n"
+    text += "GPUs on NVLink, and a network of 50 GB/s a GPU. The plans that overlap are those with the library's all-reduce or\n"
+    text += "reduce-scatter over all ranks, and two-level plans ([several nodes](nodes.md)).\n\n"
     text += f"![layers on 8 to 1024 GPUs](img/{PLOT})\n\n"
-    text += "Projections of a decoder layer, likewise predicted. Sequential is NCCL over all ranks: rings pass every node's boundary\n"
-    text += "with the whole tensor once, over all of its cards.\n\n"
+    text += "The projections of a decoder layer, also predicted. Sequential is NCCL over all ranks: rings carry the whole tensor across every\n"
+    text += "node's boundary once, over all of its network cards.\n\n"
     text += decoders() + "\n"
 
-    text += "### Against measurements\n\nStored calls (`bench/results`), predicted from the one profile above. On as many GPUs as the\n"
-    text += "profile has this is the planner's own prediction, on others it is simulated. The calls are of other machines and hours than the\n"
-    text += "profile; the last column, the error of the predicted speedup against sequential, leaves that out.\n\n"
+    text += "### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above; on another number of GPUs\n"
+    text += "than the profile's they are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"
+    text += "the predicted speedup over sequential, in the last column, does not depend on that.\n\n"
     return text + validation(here, on)

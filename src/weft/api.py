@@ -19,6 +19,8 @@ from .ops.matmul_all_to_all.op import Routing, matmul_all_to_all, route
 from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from .ops.moe.tensor_parallel.op import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
 from .ops.norm import Remap, residual_add, rms_norm
+from .ops.product import matmul
+from .ops.quantize import quantize
 from .planner.auto import explain
 from .planner.prepare import prepare
 from .planner.simulate import simulate
@@ -32,8 +34,8 @@ __all__ = [
     "Call", "Deadlock", "Launch", "Matrix", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "Remap",
     "Routing", "SignalError", "Timeout", "Unsupported", "WeftError", "World", "all_gather_grouped_matmul",
     "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention",
-    "grouped_matmul_reduce_scatter", "hf", "init", "jit", "lang", "matmul_all_reduce", "matmul_all_to_all",
-    "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare", "prepared", "registered",
-    "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "vllm", "zigzag_positions", "zigzag_restore",
-    "zigzag_rows", "zigzag_split",
+    "grouped_matmul_reduce_scatter", "hf", "init", "jit", "lang", "matmul", "matmul_all_reduce", "matmul_all_to_all",
+    "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare", "prepared", "quantize",
+    "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "vllm", "zigzag_positions",
+    "zigzag_restore", "zigzag_rows", "zigzag_split",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The `weft` command: says what was asked, calls what does it, shows what came back."""
+"""The `weft` command: parses arguments, calls the functions that do the work, prints their results."""
 
 from __future__ import annotations
 
@@ -38,30 +38,31 @@ Seeds = Annotated[int, typer.Option(min=1, help="Schedules to try at each world 
 
 
 def progress() -> Progress:
-    """A bar that says what is running, how far it is and for how long; gone when done, and absent from a log."""
+    """A progress bar with a description, counts and the elapsed time; it disappears when done, and is not written to a
+    log."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def say(text: str) -> None:
-    """A line that the terminal may wrap but that stays one line when copied."""
+def print_line(text: str) -> None:
+    """Print a line that the terminal may wrap but that stays one line when copied."""
     console.print(text, highlight=False, soft_wrap=True)
 
 
 def fail(message: str) -> typer.Exit:
-    say(f"[bold red]{escape(message)}")
+    print_line(f"[bold red]{escape(message)}")
     return typer.Exit(1)
 
 
-def into(path: Path) -> None:
-    """Said before what takes long, and not after."""
+def check_folder(path: Path) -> None:
+    """Fail early where the folder of a result does not exist."""
     if not path.parent.is_dir():
         raise fail(f"{path.parent}: no such folder")
 
 
-def _say_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
-        say(metadata.version("weft"))
+        print_line(metadata.version("weft"))
         raise typer.Exit
 
 
@@ -69,12 +70,12 @@ def _say_version(asked: bool) -> None:
 def _weft(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     if "--help" in sys.argv:
         return
-    from . import _triton  # with torch, which takes seconds: what needs none is done
+    from . import _triton  # imports torch, which takes seconds
     from .backends.base import timeout_seconds
 
     try:
@@ -89,16 +90,16 @@ def _weft(
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Do not measure bandwidth.")] = False,
 ) -> None:
-    """What this machine offers, and what weft will use and why."""
+    """What this machine offers, and which backend weft will use and why."""
     from .doctor import examine
 
-    found = examine(measure=not quick)
+    findings = examine(measure=not quick)
     table = Table.grid(padding=(0, 2))
-    for section, lines in found.sections.items():
+    for section, lines in findings.sections.items():
         table.add_row(f"[bold]{section}", "")
-        for what, value in lines:
-            table.add_row(f"  {escape(what)}", escape(value))
-    table.add_row("[bold]weft will use", f"[bold green]{found.backend}[/]: {escape(found.why)}")
+        for name, value in lines:
+            table.add_row(f"  {escape(name)}", escape(value))
+    table.add_row("[bold]weft will use", f"[bold green]{findings.backend}[/]: {escape(findings.why)}")
     console.print(table, highlight=False)
 
 
@@ -109,7 +110,7 @@ def demo(
     """A tensor-parallel MLP: on all GPUs against cuBLAS + NCCL, or without GPUs in the emulator."""
     from .demo import run
 
-    into(out)
+    check_folder(out)
     try:
         with progress() as bar:
             result = run(out, bar)
@@ -117,7 +118,7 @@ def demo(
         raise fail(str(error)) from None
     console.print(result.table)
     for line in result.notes:
-        say(line)
+        print_line(line)
     if not result.ok:
         raise typer.Exit(1)
 
@@ -146,18 +147,20 @@ def check(
         raise fail(str(error)) from None
     for size in world or (2, 3, 4):
         with progress() as bar:
-            found = search(main, size, bar.track(range(seed, seed + seeds), description=f"{size} ranks"))
-        for number, finding in found.findings:
+            exploration = search(main, size, bar.track(range(seed, seed + seeds), description=f"{size} ranks"))
+        for number, finding in exploration.findings:
             if not isinstance(finding, WeftError):
-                say(escape("".join(traceback.format_exception(finding))))
-            say(f"[bold red]{type(finding).__name__}[/] with {size} ranks, seed {number}:\n{escape(str(finding))}")
+                print_line(escape("".join(traceback.format_exception(finding))))
+            print_line(
+                f"[bold red]{type(finding).__name__}[/] with {size} ranks, seed {number}:\n{escape(str(finding))}"
+            )
             again = f"weft check {shlex.quote(target)} --world {size} --seed {number} --seeds 1"
-            say(f"The same again: {escape(again)}")
+            print_line(f"The same again: {escape(again)}")
             raise typer.Exit(1)
-        ran.add(found.ran)
-        programs += found.programs
-        said = "[bold green]clean[/]" if found.programs else "no kernel ran"
-        say(f"{said} with {size} ranks: {found.runs} seeds, {found.schedules} different schedules")
+        ran.add(exploration.ran)
+        programs += exploration.programs
+        status = "[bold green]clean[/]" if exploration.programs else "no kernel ran"
+        print_line(f"{status} with {size} ranks: {exploration.runs} seeds, {exploration.schedules} different schedules")
     if not programs:
         raise fail(f"{target} launches no kernel, so there was nothing to check")
     if not no_compile:
@@ -165,17 +168,17 @@ def check(
 
 
 def _compile(ran: Ran, capability: int) -> None:
-    from .check import gate
+    from .check import compile_and_check
 
     with progress() as bar:
-        compiled, refused = gate(ran, capability, functools.partial(bar.track, description="compiling"))
-    for one in compiled:
-        say(f"[bold {'red' if one.wrong else 'green'}]compiled[/] {escape(str(one))}")
-        for line in one.wrong:
-            say(f"    [bold red]{escape(line)}")
+        compiled, refused = compile_and_check(ran, capability, functools.partial(bar.track, description="compiling"))
+    for kernel in compiled:
+        print_line(f"[bold {'red' if kernel.problems else 'green'}]compiled[/] {escape(str(kernel))}")
+        for line in kernel.problems:
+            print_line(f"    [bold red]{escape(line)}")
     for line in refused:
-        say(f"[bold red]{escape(line)}")
-    if refused or any(one.wrong for one in compiled):
+        print_line(f"[bold red]{escape(line)}")
+    if refused or any(kernel.problems for kernel in compiled):
         raise typer.Exit(1)
 
 
@@ -190,12 +193,12 @@ def trace(
         Path | None, typer.Option(help="Where the timeline goes; .json and .png are added. Default: nowhere.")
     ] = None,
 ) -> None:
-    """How long the programs of each rank compute and wait in one emulated run, up to where it fails if it does; with
-    --out the timeline: JSON for ui.perfetto.dev, and a picture."""
+    """How long the programs of each rank compute and wait in one emulated run, up to the error if it fails; with --out
+    the timeline: JSON for ui.perfetto.dev, and a picture."""
     from .demo import UNIT, layer
 
     if out is not None:
-        into(out)
+        check_folder(out)
     try:
         from .check import load, run
 
@@ -209,15 +212,15 @@ def trace(
         _write_timeline(report.timeline, out, title, UNIT)
     elif report.timeline:
         for rank in range(world):
-            own = [span for span in report.timeline if span.rank == rank]
-            compute, wait = (sum(s.end - s.start for s in own if s.kind == kind) for kind in ("compute", "wait"))
-            say(f"rank {rank}: its programs compute for {compute:.0f} and wait for {wait:.0f}")
-        say(f"in {UNIT}; --out PATH writes the timeline")
+            spans = [span for span in report.timeline if span.rank == rank]
+            compute, wait = (sum(s.end - s.start for s in spans if s.kind == kind) for kind in ("compute", "wait"))
+            print_line(f"rank {rank}: its programs compute for {compute:.0f} and wait for {wait:.0f}")
+        print_line(f"in {UNIT}; --out PATH writes the timeline")
     elif failure is None:
         raise fail(f"{target} launches nothing, so there is nothing to draw")
     if failure is not None:
         if not isinstance(failure, WeftError):
-            say(escape("".join(traceback.format_exception(failure))))
+            print_line(escape("".join(traceback.format_exception(failure))))
         raise fail(f"{type(failure).__name__}: {failure}")
 
 
@@ -229,16 +232,16 @@ def _write_timeline(timeline: list[Span], out: Path, title: str, unit: str) -> N
     events, picture = (base.with_name(base.name + suffix) for suffix in (".json", ".png"))
     write_json(timeline, events)
     draw({title: timeline}, picture, unit=unit)
-    say(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
+    print_line(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
 
 
 @app.command()
 def tune(
-    seconds: Annotated[float, typer.Option(min=1, help="How long to measure, beside a few seconds to start.")] = 100,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure, after a few seconds to start.")] = 100,
     out: Annotated[
         Path | None, typer.Option(help="The file. Default: where weft looks for this machine's profile.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure all of it, in place of what the file has.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure everything again, and replace the file.")] = False,
 ) -> None:
     """Measure this machine for the planner; another run goes on where one ended. Alone or under torchrun."""
     import torch
@@ -258,19 +261,19 @@ def tune(
         raise fail(error.msg.strip().splitlines()[-1]) from error
     if os.environ.get("RANK", "0") == "0":
         after = "`weft tune --again` measures anew" if have == wanted else "`weft tune` goes on"
-        say(f"{path}: {have} of {wanted} measurements; {after}")
+        print_line(f"{path}: {have} of {wanted} measurements; {after}")
         _show_gains(Path(path))
 
 
 def _show_gains(path: Path) -> None:
-    """What the profile is good for: a table, and a plot beside the file."""
+    """Print what the profile predicts as a table, and plot it next to the file."""
     from .planner import summary
     from .planner.profile import read
 
     profile, picture = read(path), path.with_suffix(".png")
     console.print(summary.table(profile))
     summary.plot(profile, picture)
-    say(f"{picture}: the same as a plot")
+    print_line(f"{picture}: the same as a plot")
 
 
 def _tune_rank(world: World, seconds: float, out: Path | None, again: bool) -> tuple[str, int, int]:
@@ -279,11 +282,11 @@ def _tune_rank(world: World, seconds: float, out: Path | None, again: bool) -> t
     with progress() if world.rank == 0 else contextlib.nullcontext() as bar:
         task = bar.add_task("measuring") if bar else None
 
-        def show(done: int, total: int, what: str) -> None:
+        def show(done: int, total: int, step: str) -> None:
             assert bar is not None and task is not None
-            if what.startswith("left out"):
-                bar.console.print(escape(what), highlight=False)
-            bar.update(task, completed=done, total=total, description=escape(what))
+            if step.startswith("left out"):
+                bar.console.print(escape(step), highlight=False)
+            bar.update(task, completed=done, total=total, description=escape(step))
 
         return run(world, seconds, out, show, again)
 

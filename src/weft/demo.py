@@ -2,9 +2,10 @@
 
     x shard [M / W, H] -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard [M / W, H]
 
-With two or more GPUs: a process each, a real shape, sequential (cuBLAS, then NCCL) against `auto`, and against what is
-computed alone, without communication; the picture has one call of either plan. Otherwise: four emulated ranks, a small
-shape, every plan kind under several schedules, each checked for races and deadlocks; the picture has the last kind.
+With two or more GPUs there is one process per GPU and a real shape. It compares sequential (cuBLAS, then NCCL) with
+`auto` and with the computation alone, without communication; the picture has one call of either plan. Otherwise there
+are four emulated ranks and a small shape. Every plan kind runs under several schedules, each checked for races and
+deadlocks; the picture has the last kind.
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ from .trace.profile import profiled
 from .trace.span import Span
 from .world import World
 
-UNIT = "virtual time (1 = one SM touches 1 kB)"  # of the emulator's spans
+UNIT = "virtual time (1 = one SM touches 1 kB)"  # the unit of the emulator's spans
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
 EMULATED = (128, 64, 128)  # M, H, I in the emulator
 EMULATED_RANKS, SCHEDULES = 4, 8
 SHOWN = 1  # the seed whose timeline is drawn
 EMULATED_PLANS = ("sequential", "decomposed", "fused")
-GPU_PLANS = {"sequential": "sequential (cuBLAS, then NCCL)", "auto": "auto"}  # and how the picture calls them
+GPU_PLANS = {"sequential": "sequential (cuBLAS, then NCCL)", "auto": "auto"}  # with their names in the picture
 DRAWN = "CUDA graph"  # how the calls are launched whose timelines are drawn
-SHOWN_RANKS = 4  # at most, of those on GPUs
-HIDDEN = ("silu_mul", "all_gather_gemm", "copied_gemm")  # kernels, the last of which ends the layer's first half
-TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops, one after the other
+SHOWN_RANKS = 4  # the most ranks on GPUs that the picture has
+HIDDEN = ("silu_mul", "all_gather_gemm", "copied_gemm")  # kernels of the layer's first half; the last one ends it
+TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops in sequence
 
 
 @dataclass
-class Result:
+class DemoResult:
+    """The table, the lines below it, and whether all results were right."""
+
     table: Table
     notes: list[str] = field(default_factory=list)
     ok: bool = True
@@ -75,31 +78,31 @@ class DemoLayer:
         return mlp
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank's weights add to the result for all tokens x [M, H], in torch, at the precision of `x`."""
-        gate, up, down = (w.to(x.dtype).T for w in self.weights.values())
-        return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
+        """This rank's partial sum of the result for all tokens x [M, H], in torch, at the precision of `x`."""
+        w_gate, w_up, w_down = (w.to(x.dtype).T for w in self.weights.values())
+        return (torch.nn.functional.silu(x @ w_gate) * (x @ w_up)) @ w_down
 
 
 def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
     return ((y.to(reference.dtype) - reference).norm() / reference.norm()).item()
 
 
-def run(picture: Path, bar: Progress) -> Result:
+def run(picture: Path, bar: Progress) -> DemoResult:
     gpus = torch.cuda.device_count()
     return on_gpus(gpus, picture, bar) if gpus > 1 else emulated(picture, bar)
 
 
 # -- emulator ----------------------------------------------------------------------------------------------------------
 def layer(world: World, plan: str = EMULATED_PLANS[-1]) -> float:
-    """One rank of the emulated demo; returns its error against torch in float64."""
-    mine = DemoLayer(world, EMULATED)
-    y = mine.module(plan)(mine.x)
-    x = torch.cat(world.exchange(mine.x)).double()
-    parts = world.exchange(mine.partial(x))
-    return relative_error(y, torch.stack(parts).sum(0).chunk(world.size)[world.rank])
+    """Run one rank of the emulated demo; return its error against torch in float64."""
+    demo_layer = DemoLayer(world, EMULATED)
+    y = demo_layer.module(plan)(demo_layer.x)
+    x = torch.cat(world.exchange(demo_layer.x)).double()
+    partials = world.exchange(demo_layer.partial(x))
+    return relative_error(y, torch.stack(partials).sum(0).chunk(world.size)[world.rank])
 
 
-def emulated(picture: Path, bar: Progress) -> Result:
+def emulated(picture: Path, bar: Progress) -> DemoResult:
     from .backends.emulated import spmd as spmd_with_report
     from .check.schedules import explore
 
@@ -113,26 +116,26 @@ def emulated(picture: Path, bar: Progress) -> Result:
         "error against torch",
     ):
         table.add_column(column, justify="left" if column == "plan" else "right")
-    result = Result(table)
+    result = DemoResult(table)
     for plan in EMULATED_PLANS:
         errors: list[float] = []
 
         def rank(backend: Backend, plan: str = plan, errors: list[float] = errors) -> None:
             errors.append(layer(World(backend), plan))
 
-        found = explore(rank, EMULATED_RANKS, bar.track(range(SCHEDULES), description=plan))
+        exploration = explore(rank, EMULATED_RANKS, bar.track(range(SCHEDULES), description=plan))
         worst = max(errors, default=math.inf)
         correct = worst < TOLERANCE
         table.add_row(
             plan,
-            str(found.schedules),
-            str(sum(found.switches)),
-            str(len(found.races)),
-            str(len(found.deadlocks)),
+            str(exploration.schedules),
+            str(sum(exploration.switches)),
+            str(len(exploration.races)),
+            str(len(exploration.deadlocks)),
             f"{worst:.1e}" + ("" if correct else " [bold red]wrong"),
         )
-        result.ok &= correct and not found.findings
-        for seed, error in found.findings[:1]:
+        result.ok &= correct and not exploration.findings
+        for seed, error in exploration.findings[:1]:
             result.notes.append(f"[bold red]{plan}, seed {seed}: {type(error).__name__}[/]: {escape(str(error))}")
     if result.ok:
         _, report = spmd_with_report(lambda b: layer(World(b)), EMULATED_RANKS, seed=SHOWN)
@@ -150,7 +153,7 @@ class RankTimes:
     error: float
     times: dict[str, float]
     spans: list[Span]
-    alone: float = math.nan  # of what it computes, without communication, in a graph
+    alone: float = math.nan  # microseconds of the computation without communication, in a CUDA graph
 
 
 def _repeated(fn: Callable[[], object], calls: int) -> None:
@@ -159,7 +162,8 @@ def _repeated(fn: Callable[[], object], calls: int) -> None:
 
 
 def _median_us(runs: dict[str, Callable[[], object]], world: World, calls: int = 10) -> dict[str, float]:
-    """Time of one call of each function: rounds of back-to-back calls, interleaved; the slowest rank's median."""
+    """The time in microseconds of one call of each function: rounds of back-to-back calls, interleaved; the slowest
+    rank's median."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(9):
         for name, fn in runs.items():
@@ -173,26 +177,26 @@ def _median_us(runs: dict[str, Callable[[], object]], world: World, calls: int =
 
 
 def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ...]) -> dict[str, RankTimes]:
-    """One rank of the GPU demo."""
-    mine = DemoLayer(world, shape)
+    """Run one rank of the GPU demo."""
+    demo_layer = DemoLayer(world, shape)
     x = torch.empty(shape[0], shape[1], dtype=torch.bfloat16, device=world.device)
-    world.all_gather(x, mine.x, world.current_stream())
-    reference = torch.empty(mine.x.shape, dtype=torch.float32, device=world.device)
-    world.reduce_scatter(reference, mine.partial(x.float()), world.current_stream())
+    world.all_gather(x, demo_layer.x, world.current_stream())
+    reference = torch.empty(demo_layer.x.shape, dtype=torch.float32, device=world.device)
+    world.reduce_scatter(reference, demo_layer.partial(x.float()), world.current_stream())
 
-    modules = {p: mine.module(p) for p in plans}
-    errors = {p: relative_error(mlp(mine.x), reference) for p, mlp in modules.items()}
-    eager: dict[str, Callable[[], object]] = {p: partial(mlp, mine.x) for p, mlp in modules.items()}
+    modules = {p: demo_layer.module(p) for p in plans}
+    errors = {p: relative_error(mlp(demo_layer.x), reference) for p, mlp in modules.items()}
+    eager: dict[str, Callable[[], object]] = {p: partial(mlp, demo_layer.x) for p, mlp in modules.items()}
     graphs: dict[str, Callable[[], object]] = {}
     for plan in plans:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            modules[plan](mine.x)
+            modules[plan](demo_layer.x)
         graphs[plan] = graph.replay
     computed = torch.cuda.CUDAGraph()
-    mine.partial(x)
+    demo_layer.partial(x)
     with torch.cuda.graph(computed):
-        mine.partial(x)
+        demo_layer.partial(x)
     captured = _median_us(graphs | {"alone": computed.replay}, world)
     times = {"eager": _median_us(eager, world), DRAWN: captured}
     spans = {plan: staged(profiled(world, graphs[plan])) for plan in plans}
@@ -201,20 +205,21 @@ def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ..
 
 
 def staged(spans: Sequence[Span]) -> list[Span]:
-    """Spans of the layer with its stages' names: which GEMM one is, and which collective a copy is a part of."""
+    """Spans of the layer with the names of its stages: which GEMM a span is, and which collective a copy is a part
+    of."""
     half = max((s.end for s in spans if s.detail in HIDDEN), default=0.0)
 
     def named(s: Span) -> Span:
-        first = s.start < half
+        in_first_half = s.start < half
         if s.kind == "copy":
-            name, kind = ("all-gather", "gather") if first else ("reduce-scatter", "reduce")
+            name, kind = ("all-gather", "gather") if in_first_half else ("reduce-scatter", "reduce")
             return replace(s, name=name, kind=kind)
-        return replace(s, name=s.name.replace("GEMM", "gate, up GEMM" if first else "down GEMM"))
+        return replace(s, name=s.name.replace("GEMM", "gate, up GEMM" if in_first_half else "down GEMM"))
 
     return [named(s) for s in spans]
 
 
-def on_gpus(gpus: int, picture: Path, bar: Progress) -> Result:
+def on_gpus(gpus: int, picture: Path, bar: Progress) -> DemoResult:
     ranks = 1 << (gpus.bit_length() - 1)  # the shape splits over powers of two
     bar.add_task(f"tensor-parallel MLP on {ranks} GPUs", total=None)
     results: list[dict[str, RankTimes]] = spmd(partial(measure_rank, shape=REAL, plans=tuple(GPU_PLANS)), ranks)
@@ -224,29 +229,29 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> Result:
     for column in ("eager, us", "vs sequential", "CUDA graph, us", "vs sequential", "error against fp32"):
         table.add_column(column, justify="right")
     ok = True
-    for plan, got in results[0].items():
+    for plan, times in results[0].items():
         cells = []
-        for mode, us in got.times.items():
+        for mode, us in times.times.items():
             cells += [f"{us:.0f}", f"{base.times[mode] / us:.2f}x"]
-        correct = got.error < max(TOLERANCE, 1.5 * base.error)
+        correct = times.error < max(TOLERANCE, 1.5 * base.error)
         ok &= correct
-        table.add_row(plan, *cells, f"{got.error:.1e}" + ("" if correct else " [bold red]wrong"))
+        table.add_row(plan, *cells, f"{times.error:.1e}" + ("" if correct else " [bold red]wrong"))
     weft = results[0]["auto"]
     sentence = (
         f"In a {DRAWN} this layer takes {base.times[DRAWN]:.0f} us with cuBLAS + NCCL, {weft.times[DRAWN]:.0f} us with "
         f"weft, {weft.alone:.0f} us without communication."
     )
-    if not all(got.spans for of_rank in results for got in of_rank.values()):
-        return Result(table, ["No timeline: torch.profiler recorded nothing on a GPU.", sentence], ok)
+    if not all(times.spans for of_rank in results for times in of_rank.values()):
+        return DemoResult(table, ["No timeline: torch.profiler recorded nothing on a GPU.", sentence], ok)
     draw(panels(results), picture, unit="us", heading=f"{table.title}: one call in a {DRAWN}")
-    return Result(table, [f"Timeline of both: {picture}", sentence], ok)
+    return DemoResult(table, [f"Timeline of both: {picture}", sentence], ok)
 
 
 def panels(results: Sequence[dict[str, RankTimes]]) -> dict[str, list[Span]]:
-    """The plans' timelines, each under its name and its time when nothing is recorded; results by rank."""
+    """The plans' timelines, each under its name and its time without a profiler; results by rank."""
     titled = {}
-    for plan, got in results[0].items():
-        us, base = got.times[DRAWN], results[0]["sequential"].times[DRAWN]
+    for plan, times in results[0].items():
+        us, base = times.times[DRAWN], results[0]["sequential"].times[DRAWN]
         ratio = "" if plan == "sequential" else f", {base / us:.2f}x"
         spans = [s for of_rank in results[:SHOWN_RANKS] for s in of_rank[plan].spans]
         titled[f"{GPU_PLANS[plan]}: median {us:.0f} us{ratio}"] = spans

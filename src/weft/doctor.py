@@ -1,7 +1,8 @@
-"""What this machine offers weft: GPUs, links, measured bandwidth, symmetric memory, and so the backend and why.
+"""What this machine offers weft: GPUs, links, measured bandwidth, symmetric memory, and so which backend is used and
+why.
 
-Everything is measured from one process. Multicast is asked about, not used here: no multicast object is made, and NCCL
-is told not to make one.
+Everything is measured from one process. Multicast is queried, not used: no multicast object is made, and NCCL is told
+not to make one.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from .ops.attention import libraries
 from .planner.profile import ProfileError, find, this_machine
 from .planner.table import gpu_model, load
 
-SIZE = 64 << 20  # bytes of one measured copy
+SIZE = 64 << 20  # bytes of a measured copy
 _MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
 @dataclass
 class Findings:
-    """Lines of (what, value) by section, and the verdict: what weft will use, and why."""
+    """Lines of (name, value) by section, and the verdict: the backend that weft will use, and why."""
 
     sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     backend: str = "emulated"
@@ -46,43 +47,43 @@ class Findings:
 
 
 def examine(measure: bool = True) -> Findings:
-    found = Findings()
-    found.sections["versions"] = _versions()
+    findings = Findings()
+    findings.sections["versions"] = _versions()
     gpus = torch.cuda.device_count()
     if gpus:
-        found.sections["GPUs"] = _gpus(gpus)
-    found.sections["GEMM"] = [
+        findings.sections["GPUs"] = _gpus(gpus)
+    findings.sections["GEMM"] = [
         ("libraries", "cuBLAS"),
         ("quack", library_gemm.lacks() or f"{library_gemm.installed()}, by measurement"),
     ]
-    found.sections["attention"] = _attention()
-    found.sections["engines"] = [("vLLM", vllm.state()), ("SGLang", sglang.state())]
+    findings.sections["attention"] = _attention()
+    findings.sections["engines"] = [("vLLM", vllm.state()), ("SGLang", sglang.state())]
     if gpus > 1:
-        found.sections["links"] = _links(gpus)
-        found.sections["symmetric memory"] = _symmetric(gpus)
+        findings.sections["links"] = _links(gpus)
+        findings.sections["symmetric memory"] = _symmetric(gpus)
         if measure:
-            found.sections["bandwidth, one direction"] = _bandwidth(gpus)
+            findings.sections["bandwidth, one direction"] = _bandwidth(gpus)
     how = (
         "each by all hosts (WEFT_CHECK)"
         if os.environ.get("WEFT_CHECK") == "1"
         else "by kernels; WEFT_CHECK=1: by hosts"
     )
-    found.sections["calls"] = [("compared across ranks", how)]
-    found.backend, found.why = _verdict(gpus)
-    return found
+    findings.sections["calls"] = [("compared across ranks", how)]
+    findings.backend, findings.why = _verdict(gpus)
+    return findings
 
 
 def _versions() -> list[tuple[str, str]]:
-    def of(package: str) -> str:
+    def version_of(package: str) -> str:
         try:
             return metadata.version(package)
         except metadata.PackageNotFoundError:
             return "not installed"
 
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    lines = [("weft", of("weft")), ("torch", f"{torch.__version__}, {cuda}")]
-    lines.append(("triton", f"{triton.__version__} (tried: {_triton.SPAN}; on GPUs: {_triton.ON_GPUS})"))
-    lines += [(package, of(package)) for package in ("greenlet", "numpy")]
+    lines = [("weft", version_of("weft")), ("torch", f"{torch.__version__}, {cuda}")]
+    lines.append(("triton", f"{triton.__version__} (tried: {_triton.TRIED_VERSIONS}; on GPUs: {_triton.ON_GPUS})"))
+    lines += [(package, version_of(package)) for package in ("greenlet", "numpy")]
     lines.append(("C compiler, Python's headers", _lacks_for_stub() or "there, for Triton's stub of the driver"))
     if torch.cuda.is_available():
         lines.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
@@ -92,8 +93,8 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _lacks_for_stub() -> str | None:
-    """What Triton does not find that it builds its stub of the driver with, at its first use of a GPU, and what to
-    install; None where there is all of it."""
+    """The missing tools with which Triton builds its stub of the driver at its first use of a GPU, and the packages to
+    install; None where none is missing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks
     headers = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
@@ -103,7 +104,7 @@ def _lacks_for_stub() -> str | None:
 
 
 def _ask(*command: str) -> str:
-    """What a command prints, or nothing where it is missing, fails or hangs."""
+    """The output of a command, or nothing where it is missing, fails or hangs."""
     if not shutil.which(command[0]):
         return ""
     try:
@@ -123,18 +124,19 @@ def _gpus(gpus: int) -> list[tuple[str, str]]:
 
 
 def _attention() -> list[tuple[str, str]]:
-    """The library that gathered attention takes with 32 and 8 heads, D 128, and what the others lack, for each use."""
+    """The library that gathered attention takes with 32 and 8 heads, D 128, for each use, and why it does not take the
+    others."""
     if not torch.cuda.is_available():
         return [("library", f"{libraries.REFERENCE.name}: float32 arithmetic of torch, to try things")]
     lines = []
     for use in libraries.USES:
         try:
-            said = libraries.answers(use, torch.device("cuda", 0), torch.bfloat16, 32, 8, 128)
-        except RuntimeError as error:  # no memory, for one
-            said = {library: f"{error}".splitlines()[0] for library in (libraries.CUDNN, libraries.FLASH)}
-        right = next((library.name for library, reason in said.items() if not reason), "none")
-        lacks = [f"{library.name}: {reason}" for library, reason in said.items() if reason]
-        lines.append((use, "; ".join([right, *lacks])))
+            reasons = libraries.library_errors(use, torch.device("cuda", 0), torch.bfloat16, 32, 8, 128)
+        except RuntimeError as error:  # for example, out of memory
+            reasons = {library: f"{error}".splitlines()[0] for library in (libraries.CUDNN, libraries.FLASH)}
+        chosen = next((library.name for library, reason in reasons.items() if not reason), "none")
+        lacks = [f"{library.name}: {reason}" for library, reason in reasons.items() if reason]
+        lines.append((use, "; ".join([chosen, *lacks])))
     return lines
 
 
@@ -151,13 +153,15 @@ def _links(gpus: int) -> list[tuple[str, str]]:
             kinds.update(cell for cell in cells[1 : gpus + 1] if cell != "X")
     names = {"NV": "NVLink, {} links", "SYS": "PCIe across sockets", "NODE": "PCIe across host bridges"}
     names |= {"PHB": "PCIe through the host bridge", "PXB": "PCIe switches", "PIX": "one PCIe switch"}
-    said = []
+    kinds_of_link = []
     for kind, count in kinds.most_common():
         name = names.get(kind.rstrip("0123456789"), kind).format(kind[2:])
-        said.append(f"{name} ({count // 2} pairs)")
-    blind = _without_access(gpus)
-    access = "every pair" if not blind else "not between " + ", ".join(f"{i} and {j}" for i, j in blind)
-    return [("kind", "; ".join(said) or "unknown (nvidia-smi topo says nothing)"), ("peer access", access)]
+        kinds_of_link.append(f"{name} ({count // 2} pairs)")
+    without_access = _without_access(gpus)
+    access = (
+        "every pair" if not without_access else "not between " + ", ".join(f"{i} and {j}" for i, j in without_access)
+    )
+    return [("kind", "; ".join(kinds_of_link) or "unknown (nvidia-smi topo says nothing)"), ("peer access", access)]
 
 
 def _symmetric(gpus: int) -> list[tuple[str, str]]:
@@ -174,7 +178,7 @@ def _symmetric(gpus: int) -> list[tuple[str, str]]:
 
 
 def _multicast(device: int) -> bool:
-    """Whether the driver says so; asks for the attribute, makes nothing."""
+    """Whether the driver says that the GPU has multicast. It only queries the attribute."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -188,51 +192,51 @@ def _multicast(device: int) -> bool:
 @triton.jit
 def _copy(dst, src, n, BLOCK: tl.constexpr):
     for i in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
-        at = i * BLOCK + tl.arange(0, BLOCK)
-        tl.store(dst + at, tl.load(src + at, mask=at < n), mask=at < n)
+        offsets = i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(dst + offsets, tl.load(src + offsets, mask=offsets < n), mask=offsets < n)
 
 
 def _rate(nbytes: int, fn: Callable[[], object], gpus: int, repeat: int = 10) -> str:
-    def flush_stores() -> None:
+    def synchronize_all() -> None:
         for i in range(gpus):
             torch.cuda.synchronize(i)
 
     for _ in range(2):
         fn()
-    flush_stores()
+    synchronize_all()
     start = time.perf_counter()
     for _ in range(repeat):
         fn()
-    flush_stores()
+    synchronize_all()
     return f"{nbytes * repeat / (time.perf_counter() - start) / 1e9:.0f} GB/s"
 
 
 def _bandwidth(gpus: int) -> list[tuple[str, str]]:
-    """Copies between cuda:0 and cuda:1 by either side, and an all-gather over all GPUs."""
+    """The bandwidth of copies between cuda:0 and cuda:1 by either side, and of an all-gather over all GPUs."""
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NCCL would make multicast objects
     words = SIZE // 4
-    mine = torch.zeros(words, dtype=torch.int32, device="cuda:0")
-    theirs = torch.zeros(words, dtype=torch.int32, device="cuda:1")
+    local = torch.zeros(words, dtype=torch.int32, device="cuda:0")
+    peer = torch.zeros(words, dtype=torch.int32, device="cuda:1")
     lines: list[tuple[str, str]] = []
 
-    def line(what: str, nbytes: int, fn: Callable[[], object]) -> None:
+    def line(label: str, nbytes: int, fn: Callable[[], object]) -> None:
         try:
-            lines.append((what, _rate(nbytes, fn, gpus)))
+            lines.append((label, _rate(nbytes, fn, gpus)))
         except (RuntimeError, ValueError) as error:
-            lines.append((what, f"failed: {str(error).splitlines()[0]}"))
+            lines.append((label, f"failed: {str(error).splitlines()[0]}"))
 
     with torch.cuda.device(0):
-        line("copy engine, write to a peer", SIZE, lambda: theirs.copy_(mine))
-        line("copy engine, read from a peer", SIZE, lambda: mine.copy_(theirs))
-        if torch.cuda.can_device_access_peer(0, 1):  # the copies above have turned it on
+        line("copy engine, write to a peer", SIZE, lambda: peer.copy_(local))
+        line("copy engine, read from a peer", SIZE, lambda: local.copy_(peer))
+        if torch.cuda.can_device_access_peer(0, 1):  # the copies above have enabled access
             run, options = _copy[(32,)], _triton.options(dict(num_warps=16))
-            line("SMs (32 programs), write to a peer", SIZE, lambda: run(theirs, mine, words, BLOCK=8192, **options))
-            line("SMs (32 programs), read from a peer", SIZE, lambda: run(mine, theirs, words, BLOCK=8192, **options))
+            line("SMs (32 programs), write to a peer", SIZE, lambda: run(peer, local, words, BLOCK=8192, **options))
+            line("SMs (32 programs), read from a peer", SIZE, lambda: run(local, peer, words, BLOCK=8192, **options))
     shard = words // gpus
-    parts = [torch.zeros(shard, dtype=torch.int32, device=f"cuda:{i}") for i in range(gpus)]
+    shards = [torch.zeros(shard, dtype=torch.int32, device=f"cuda:{i}") for i in range(gpus)]
     whole = [torch.zeros(shard * gpus, dtype=torch.int32, device=f"cuda:{i}") for i in range(gpus)]
-    moved = shard * 4 * (gpus - 1)
-    line(f"NCCL all-gather over {gpus} GPUs", moved, lambda: torch.cuda.nccl.all_gather(parts, whole))
+    nbytes_received = shard * 4 * (gpus - 1)
+    line(f"NCCL all-gather over {gpus} GPUs", nbytes_received, lambda: torch.cuda.nccl.all_gather(shards, whole))
     return lines
 
 
@@ -259,12 +263,14 @@ def _verdict(gpus: int) -> tuple[str, str]:
         shared = 'weft.spmd(fn, 4, backend="shared"), or torchrun with WEFT_SHARE_GPU=1'
         return "cuda", f"one GPU: a World of one rank is sequential; several ranks share it, for function: {shared}"
     sequential = "ops run sequentially, as cuBLAS then NCCL, and say so once"
-    by_nccl = "plans in which NCCL moves the bytes serve (sequential, decomposed, signaled); of others ops say so once"
-    blind = _without_access(gpus)
-    if blind:
-        i, j = blind[0]
-        return "cuda", f"cuda:{i} cannot access cuda:{j}: {by_nccl}"
-    capability = architectures.of(torch.device("cuda", 0))
+    nccl_plans = (
+        "plans in which NCCL moves the bytes serve (sequential, decomposed, signaled); of others ops say so once"
+    )
+    without_access = _without_access(gpus)
+    if without_access:
+        i, j = without_access[0]
+        return "cuda", f"cuda:{i} cannot access cuda:{j}: {nccl_plans}"
+    capability = architectures.device_capability(torch.device("cuda", 0))
     if why := architectures.lacks(capability, architectures.EARLIEST, "weft's kernels"):
         return "cuda", f"{why}: {sequential}"
     model = gpu_model(torch.device("cuda", 0))
@@ -274,12 +280,12 @@ def _verdict(gpus: int) -> tuple[str, str]:
     except ProfileError as e:
         return "cuda", f'{serves}; plan="auto" is sequential but for the shapes measured on {model}: {e}'
     if profile:
-        return "cuda", f"{serves}, and plans predicted from the profile of {profile.made[:10]}"
+        return "cuda", f"{serves}, and plans predicted from the profile of {profile.created[:10]}"
     if not load(model):
-        first = (
+        action = (
             "measures plans at the first call of a size"
-            if architectures.of(torch.device("cuda", 0)) == architectures.HOPPER
+            if architectures.device_capability(torch.device("cuda", 0)) == architectures.HOPPER
             else "is sequential"
         )
-        return "cuda", f'{serves}; plan="auto" {first}, as none was measured on {model}: run `weft tune`'
+        return "cuda", f'{serves}; plan="auto" {action}, as none was measured on {model}: run `weft tune`'
     return "cuda", f"{serves}, and the plans measured on {model}; `weft tune` measures this machine for other shapes"

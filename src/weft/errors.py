@@ -1,4 +1,4 @@
-"""What weft raises. Every message quotes the shapes, ranks or words that caused it."""
+"""The errors that weft raises. Every message quotes the shapes, ranks or words that caused it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class WeftError(RuntimeError):
-    """Base of every error that weft raises on its own account."""
+    """Base of every error that weft defines."""
 
 
 class Timeout(WeftError):
@@ -18,11 +18,12 @@ class Mismatch(WeftError):
 
 
 class Overflow(WeftError):
-    """More rows came to a rank's experts than `max_rows` or `max_m` has room for; says how many were left out. Raised
-    on the ranks that it befell, by `World.synchronize`, or by a later call of an op, behind its launch: the other ranks
-    have made that call too, so it is not to be made again.
+    """A rank's experts received more rows than `max_rows` or `max_m` has room for; the message says how many were
+    dropped. It is raised on that rank alone, by `World.synchronize` or by a later call of an op, after its launch: the
+    other ranks have made that call too, so it must not be repeated.
 
-    result: what that call returns; of `World.synchronize`, None."""
+    result: the result of that call; None for `World.synchronize`.
+    """
 
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
@@ -30,20 +31,21 @@ class Overflow(WeftError):
 
 
 class Unsupported(WeftError):
-    """A plan cannot serve this call (no peer access, a stride TMA cannot take, ...), or a grid is not resident at once;
-    says why."""
+    """A plan cannot serve this call (no peer access, a stride that TMA cannot take, ...), or a grid cannot be resident
+    at once; the message says why."""
 
 
 class Race(WeftError):
-    """Emulator: two accesses to one element, one of them a write, unordered by release/acquire or stream order."""
+    """Emulator: two accesses to one element, one of them a write, that no release/acquire or stream order relates."""
 
 
 class Deadlock(WeftError):
-    """Emulator: every task waits; the message holds the wait-for graph."""
+    """Emulator: every task waits; the message has the wait-for graph."""
 
 
 class MemoryFault(WeftError):
-    """Emulator: an access outside the tensor that its pointer comes from, or a read of memory nothing wrote."""
+    """Emulator: an access outside the tensor that its pointer comes from, or a read of memory that nothing has
+    written."""
 
 
 class SignalError(WeftError):

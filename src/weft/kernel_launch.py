@@ -1,4 +1,4 @@
-"""A launch is an object: a kernel with everything that is the same in each of its calls, made once.
+"""A launch is an object, made once: a kernel with the arguments that are the same in each of its calls.
 
     @prepared
     def _staged_sum(world: World, rows: int, n: int, dtype: torch.dtype) -> Launch:
@@ -7,11 +7,11 @@
 
     _staged_sum(world, rows, n, out.dtype)(stream, staging=staging, out_desc=out)
 
-What moves from call to call is derived from the kernel's own parameters: those that the launch fixes no value of, and
-those for which it fixes how a tensor is seen, as a `Matrix` (the geometry of a TMA descriptor) or as `Words`. All of
-them are given by name at each call, and a GPU is sent their addresses of that call (backends/launcher.py). So no launch
-can go to an address of an earlier call, and none keeps a caller's tensor alive. What a function under `prepared`
-depends on are its arguments, which are the key under which its launch is kept; tensors are refused among them.
+The arguments that change from call to call are derived from the kernel's own parameters: those for which the launch
+fixes no value, and those for which it fixes the view of a tensor, as a `Matrix` (the geometry of a TMA descriptor) or
+as `Words`. All of them are passed by name at each call, with their addresses in that call (backends/launcher.py). So no
+launch can use an address of an earlier call, and none keeps a caller's tensor alive. A function under `prepared`
+depends only on its arguments, which are the key under which its launch is cached; tensors are refused among them.
 """
 
 from __future__ import annotations
@@ -30,48 +30,47 @@ from .backends.base import Backend, Options, Stream
 if TYPE_CHECKING:
     from .world import World
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
-# A tensor, a NamedTuple with tensors, nothing, or an integer that the kernel does not specialise.
+Args = ParamSpec("Args")
+Prepared = TypeVar("Prepared")
+# An argument that changes from call to call: a tensor, a NamedTuple with tensors, None, or an integer that the kernel
+# does not specialise.
 Moved = torch.Tensor | tuple[Any, ...] | int | None
 
-MOST_PREPARED = (
-    8192  # prepared objects of a World; a launch holds a few hundred bytes, and no GPU memory of its callers
-)
+MOST_PREPARED = 8192  # prepared objects of a World; a launch takes a few hundred bytes, and no GPU memory
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The TMA descriptor of a row-major [rows, cols] matrix, in blocks of block[0] x block[1] elements, at the start of
-    a tensor that each call gives."""
+    """The view of a call's tensor as a row-major [rows, cols] matrix: a TMA descriptor with blocks of block[0] x
+    block[1] elements."""
 
     rows: int
     cols: int
     block: tuple[int, int]
 
-    def of(self, t: torch.Tensor) -> TensorDescriptor:
+    def argument(self, t: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(t, [self.rows, self.cols], [self.cols, 1], list(self.block))
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """The same of `count` matrices one behind another, [count, rows, cols], in blocks of one matrix."""
+    """The view of a call's tensor as `count` matrices, [count, rows, cols], with blocks inside one matrix."""
 
     count: int
     rows: int
     cols: int
     block: tuple[int, int]
 
-    def of(self, t: torch.Tensor) -> TensorDescriptor:
+    def argument(self, t: torch.Tensor) -> TensorDescriptor:
         strides = [self.rows * self.cols, self.cols, 1]
         return TensorDescriptor(t, [self.count, self.rows, self.cols], strides, [1, *self.block])
 
 
 @dataclass(frozen=True)
 class Words:
-    """The int32 words of a tensor that each call gives: contiguous, or a row of any stride."""
+    """The view of a call's tensor, contiguous or a row of any stride, as int32 words."""
 
-    def of(self, t: torch.Tensor) -> torch.Tensor:
+    def argument(self, t: torch.Tensor) -> torch.Tensor:
         return t.view(-1).view(torch.int32)
 
 
@@ -89,7 +88,7 @@ class Launch:
         self.views = {name: value for name, value in fixed.items() if isinstance(value, Matrix | Matrices | Words)}
         absent = {p.name for p in kernel.params if p.name not in fixed and not p.has_default}
         self.moving = tuple(p.name for p in kernel.params if p.name in absent or p.name in self.views)
-        self.variants: dict[Hashable, Any] = {}  # of the backend, by dtypes and alignment of what moves
+        self.variants: dict[Hashable, Any] = {}  # filled by the backend, by dtypes and alignment of `moving`
         self._run, self._load = machine.run_launch, machine.load
 
     def __call__(self, stream: Stream, /, **moving: Moved) -> None:
@@ -100,7 +99,7 @@ class Launch:
         self._load(self.kernel, self.grid, self.arguments(moving), self.options)
 
     def arguments(self, moving: Mapping[str, Moved]) -> dict[str, object]:
-        """All arguments by name. Raises TypeError unless exactly those that move are given."""
+        """All arguments by name. Raises TypeError unless `moving` has exactly the names in `self.moving`."""
         if moving.keys() != set(self.moving):
             raise TypeError(
                 f"{self.kernel.__name__} is launched with {', '.join(self.moving)}, not with {', '.join(moving)}"
@@ -108,16 +107,18 @@ class Launch:
         if special := [
             p.name for p in self.kernel.params if type(moving.get(p.name)) is int and not p.do_not_specialize
         ]:
-            raise TypeError(f"{self.kernel.__name__} is another kernel for another {', '.join(special)}: fix it")
+            raise TypeError(
+                f"{self.kernel.__name__} is compiled for each value of {', '.join(special)}: pass it to Launch"
+            )
         return self.fixed | {name: self._argument(name, value) for name, value in moving.items()}
 
     def _argument(self, name: str, value: Moved) -> object:
         view = self.views.get(name)
-        return view.of(value) if view is not None and isinstance(value, torch.Tensor) else value
+        return view.argument(value) if view is not None and isinstance(value, torch.Tensor) else value
 
 
 class GivenLaunch(NamedTuple):
-    """A launch and what it is given in one call."""
+    """A launch and its arguments in one call."""
 
     launch: Launch
     moving: Mapping[str, Moved]
@@ -127,15 +128,15 @@ class GivenLaunch(NamedTuple):
 
 
 class Ahead:
-    """Loads the kernels of a call before the first of them runs: CUDA can hold the loading of one until another, which
-    waits for it, has ended. Once for each combination of alignments of the caller's tensors, since Triton compiles
-    another kernel for addresses of whole 16-byte words."""
+    """Loads the kernels of a call before the first of them runs: CUDA may block the loading of one until another, which
+    waits for it, has ended. It does so once for each combination of alignments of the caller's tensors, since Triton
+    compiles another kernel for addresses that are multiples of 16."""
 
     def __init__(self) -> None:
         self._loaded: set[Hashable] = set()
 
     def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[GivenLaunch]]) -> None:
-        """tensors: the caller's; steps: all of the call."""
+        """tensors: the caller's; steps: returns all launches of the call."""
         aligned = tuple([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:
             for launch, moving in steps():
@@ -143,23 +144,23 @@ class Ahead:
             self._loaded.add(aligned)
 
 
-def prepared(make: Callable[Concatenate[World, Given], Made]) -> Callable[Concatenate[World, Given], Made]:
-    """Decorates a function that makes something for calls of one kind, such as a Launch: it is made at the first call
-    with these arguments, which are hashable, and kept by the World until memory that calls share has to grow. Raises
+def prepared(make: Callable[Concatenate[World, Args], Prepared]) -> Callable[Concatenate[World, Args], Prepared]:
+    """Decorate a function that makes an object for calls of one kind, such as a Launch: it is made at the first call
+    with these arguments, which are hashable, and cached by the World until memory that calls share has to grow. Raises
     TypeError for a tensor among them."""
 
     @functools.wraps(make)
-    def kept(world: World, /, *args: Given.args, **kwargs: Given.kwargs) -> Made:
+    def kept(world: World, /, *args: Args.args, **kwargs: Args.kwargs) -> Prepared:
         assert not kwargs, f"{make.__name__} takes positional arguments"
         key = (make, *args)
-        found: Made | None = world.prepared.get(key)
-        if found is None:
+        result: Prepared | None = world.prepared.get(key)
+        if result is None:
             _no_tensor(make.__name__, args)
-            found = make(world, *args, **kwargs)
+            result = make(world, *args, **kwargs)
             if len(world.prepared) >= MOST_PREPARED:
                 world.prepared.clear()
-            world.prepared[key] = found
-        return found
+            world.prepared[key] = result
+        return result
 
     return kept
 
@@ -167,6 +168,8 @@ def prepared(make: Callable[Concatenate[World, Given], Made]) -> Callable[Concat
 def _no_tensor(name: str, values: Iterable[object]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
-            raise TypeError(f"{name}: a tensor moves from call to call: give it to the launch, not to what prepares it")
+            raise TypeError(
+                f"{name}: a tensor changes from call to call: pass it to the launch, not to what prepares it"
+            )
         if isinstance(value, tuple):
             _no_tensor(name, value)

@@ -15,18 +15,19 @@ R = TypeVar("R")
 
 
 def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> World:
-    """Return the World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process.
-    A group over gloo is one of CPU processes, which are the reference: every op takes CPU tensors and runs by its
-    sequential plan, and every call is compared.
+    """Return the World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU per
+    process. With a group over gloo the ranks are CPU processes, which are the reference: every op takes CPU tensors and
+    runs by its sequential plan, and every call is compared.
 
-    check: at each call of an op the hosts wait for each other and compare what they call, so that ranks that differ end
-    in Mismatch before anything is launched, whatever the plan. Without it kernels compare, at no cost, where ranks read
-    what others wrote; what the library's collectives carry (plan "sequential", and "signaled" by NCCL) nobody compares.
-    A CUDA graph's replays are compared by its kernels alone. None: where the environment has WEFT_CHECK=1.
+    check: at each call of an op the hosts wait for each other and compare their calls, so that ranks that differ raise
+    Mismatch before anything is launched, whatever the plan. Without it kernels compare, at no cost, where ranks read
+    memory that others wrote; calls that only NCCL's collectives carry (plan "sequential", and "signaled" by NCCL) are
+    not compared. A CUDA graph's replays are compared by its kernels alone. None: check where the environment has
+    WEFT_CHECK=1.
 
-    Initialises torch.distributed with NCCL if nobody has. Without a launcher it is a world of one rank, on which every
-    op is an ordinary GEMM. Raises RuntimeError without a GPU and without such a group (`spmd(..., backend="gloo")`
-    makes one; `spmd(..., backend="emulated")` needs none).
+    Initialises torch.distributed with NCCL unless it is initialised. Without a launcher it is a world of one rank, on
+    which every op is an ordinary GEMM. Raises RuntimeError without a GPU and without such a group (`spmd(...,
+    backend="gloo")` makes one; `spmd(..., backend="emulated")` needs none).
     """
     from .backends import gloo
 
@@ -63,25 +64,25 @@ def spmd(
     """Run `fn(world, *args, **kwargs)` as `world_size` ranks and return their results by rank.
 
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
-    (the same, and ranks share the GPUs where there are fewer: for function, not for speed), "gloo" (CPU processes:
+    (the same, but ranks share the GPUs where there are fewer, which says nothing of speed), "gloo" (CPU processes:
     every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, `nodes`,
-    ...). An exception in one rank ends the others and is raised here. In a process of its own a rank gets copies of the
-    arguments, else the same objects.
+    ...). An exception in one rank ends the others and is raised here. A rank in a process of its own gets copies of the
+    arguments, other ranks the same objects.
 
     Raises:
-        TypeError: fn cannot be called, or is async or a generator, of which a call runs nothing.
-        ValueError: a world of no ranks, an unknown backend, fewer GPUs than ranks.
+        TypeError: fn cannot be called, or is async or a generator, whose call runs nothing.
+        ValueError: the world has no ranks, the backend is unknown, or there are fewer GPUs than ranks.
     """
     if not callable(fn) or runs_nothing(fn):
         raise TypeError(f"spmd takes a function of a World that runs when it is called, not {fn!r}")
     if world_size < 1:
         raise ValueError(f"a world of {world_size} ranks")
-    given = {**(kwargs or {})}
+    kwargs_of_fn = {**(kwargs or {})}
     if backend == "emulated":
         from .backends.emulated import spmd as run
 
         try:
-            return run(lambda b: fn(World(b), *args, **given), world_size, **options)[0]
+            return run(lambda b: fn(World(b), *args, **kwargs_of_fn), world_size, **options)[0]
         except Exception as error:
             from .emulator.host import folded
 
@@ -98,7 +99,7 @@ def spmd(
         world = start()
         if world.size != world_size:
             raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
-        return [unpacked(sent) for sent in world.exchange(packed(fn(world, *args, **given), world))]
+        return [unpacked(sent) for sent in world.exchange(packed(fn(world, *args, **kwargs_of_fn), world))]
     if backend != "gloo":
         check_gpus(world_size, share)
-    return run_processes(start, fn, world_size, args, given, share, **options)
+    return run_processes(start, fn, world_size, args, kwargs_of_fn, share, **options)

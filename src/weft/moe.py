@@ -1,16 +1,19 @@
-"""Mixtures of experts: what a user imports. `moe` runs a layer's experts over the ranks, `gate` makes the routing,
-`limit` and `place` change it, `pack` lays out weights, `MoE` is the module; `dispatch` and `combine` are for experts of
-one's own kernels."""
+"""Mixtures of experts, as users import them.
+
+`moe` runs a layer's experts over the ranks, `gate` makes the routing, `apply_capacity` and `expert_placement` change
+it, `pack` lays out weights, and `MoE` is the module. `dispatch` and `combine` are for callers with expert kernels of
+their own.
+"""
 
 from .nn.moe import MoE
 from .ops.moe.call import KEEPS
 from .ops.moe.dispatch_combine.op import Handle, combine, dispatch
 from .ops.moe.expert_parallel.op import moe, pack
-from .ops.moe.routing.capacity import limit
-from .ops.moe.routing.placement import place
+from .ops.moe.routing.capacity import apply_capacity
+from .ops.moe.routing.placement import expert_placement
 from .ops.moe.routing.router import gate, load_balancing_loss, z_loss
 
 __all__ = [
-    "KEEPS", "Handle", "MoE", "combine", "dispatch", "gate", "limit", "load_balancing_loss", "moe", "pack", "place",
-    "z_loss",
+    "KEEPS", "Handle", "MoE", "apply_capacity", "combine", "dispatch", "expert_placement", "gate",
+    "load_balancing_loss", "moe", "pack", "z_loss",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Plans: what was decided for one (op, shape, dtype, world, machine). Frozen, printable, storable as JSON."""
+"""Plans: the decision for one (op, shape, dtype, world, machine). A plan is frozen, printable, and stored as JSON."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ POWERS_OF_TWO = (
     *("pull_rows", "copy_rows", "send_rows", "sum_rows"),
 )
 
-KINDS: dict[str, type[Plan]] = {}  # by kind: its class, or what its classes have in common
-CLASSES: dict[str, type[Plan]] = {}  # by name
+KINDS: dict[str, type[Plan]] = {}  # by kind: its class, or the base of its classes
+CLASSES: dict[str, type[Plan]] = {}  # by class name
 
 
-def _check_fields(title: str, of: TileShape | Plan, may_be_0: Sequence[str] = ()) -> None:
-    """Raise TypeError for a field of another type than its default's, ValueError for a number that it cannot have."""
-    for field in fields(of):
+def _check_fields(title: str, instance: TileShape | Plan, may_be_0: Sequence[str] = ()) -> None:
+    """Raise TypeError if a field has another type than its default, ValueError if a number is out of range."""
+    for field in fields(instance):
         name = field.name
-        usual: Any = field.default
-        value: Any = getattr(of, name)
-        if value is usual:
+        default: Any = field.default
+        value: Any = getattr(instance, name)
+        if value is default:
             continue
         numbers = value if type(value) is tuple else (value,)
-        tile = isinstance(usual, TileShape)
-        if type(value) is not type(usual) or not (tile or all(type(v) in (int, bool) for v in numbers)):
-            wanted = "a tuple of ints" if type(usual) is tuple else type(usual).__name__
-            raise TypeError(f"{title}: {name}={value!r} must be {wanted}")
-        if tile or type(usual) is bool:
+        tile = isinstance(default, TileShape)
+        if type(value) is not type(default) or not (tile or all(type(v) in (int, bool) for v in numbers)):
+            expected = "a tuple of ints" if type(default) is tuple else type(default).__name__
+            raise TypeError(f"{title}: {name}={value!r} must be {expected}")
+        if tile or type(default) is bool:
             continue
         if any(v < (name not in may_be_0) for v in numbers):
             raise ValueError(f"{title}: {name}={value!r} must be at least {int(name not in may_be_0)}")
@@ -37,17 +37,17 @@ def _check_fields(title: str, of: TileShape | Plan, may_be_0: Sequence[str] = ()
             raise ValueError(f"{title}: {name}={value!r} must be a power of two")
 
 
-def _call_of(of: TileShape | Plan) -> str:
-    """The class, called with the fields that are not its defaults."""
-    given = ((f.name, getattr(of, f.name)) for f in fields(of) if getattr(of, f.name) != f.default)
-    return f"{type(of).__name__}({', '.join(f'{name}={value}' for name, value in given)})"
+def _call_of(instance: TileShape | Plan) -> str:
+    """Return the constructor call with the fields that differ from their defaults."""
+    changed = ((f.name, getattr(instance, f.name)) for f in fields(instance) if getattr(instance, f.name) != f.default)
+    return f"{type(instance).__name__}({', '.join(f'{name}={value}' for name, value in changed)})"
 
 
 @dataclass(frozen=True)
 class TileShape:
-    """The tile of a GEMM that one program computes at a time, block_m x block_n elements, block_k of K in a step.
+    """The tile of a GEMM that one program computes at a time: block_m x block_n elements, block_k of K in each step.
 
-    warps: of the program. stages: steps of K that it holds in shared memory at once.
+    warps: of the program. stages: K steps that it holds in shared memory at once.
     """
 
     block_m: int = 128
@@ -65,8 +65,8 @@ class TileShape:
 
 @dataclass(frozen=True)
 class GemmTile(TileShape):
-    """The tiles of a GEMM and their order: group_m rows of tiles are computed column by column, so that programs that
-    run at once share rows and columns in the L2 cache."""
+    """The tiles of a GEMM and their order: group_m rows of tiles are computed column by column, so that concurrent
+    programs share rows and columns in the L2 cache."""
 
     group_m: int = 8
 
@@ -74,23 +74,23 @@ class GemmTile(TileShape):
         return _call_of(self)
 
 
-NARROW = GemmTile(block_n=128, warps=4)  # of two programs on an SM
+NARROW = GemmTile(block_n=128, warps=4)  # for two programs on an SM
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Base of all plans. `kind` names the family; the fields are the parameters of one kernel, and each of them counts.
-    Classes of one kind, each the plan of another kernel, have one base class of that kind, of which there are no plans.
-    Raises TypeError for a field of another type than its default's, ValueError for a number that it cannot have."""
+    """Base of all plans. `kind` names the family; the fields are the parameters of one kernel, and all of them count.
+    If a kind has several classes, each the plan of another kernel, they have an abstract base of that kind. Raises
+    TypeError if a field has another type than its default, ValueError if a number is out of range."""
 
     kind: ClassVar[str] = ""
-    abstract: ClassVar[bool] = True  # of the class that says so itself there are no plans
-    may_be_0: ClassVar[tuple[str, ...]] = ()  # fields; other numbers are at least 1
-    bounded: ClassVar[bool] = False  # what ranks wait for in it is waited for by weft's own kernels, not the library's
+    abstract: ClassVar[bool] = True  # a class that sets this itself has no instances
+    may_be_0: ClassVar[tuple[str, ...]] = ()  # names of fields; all other numbers are at least 1
+    bounded: ClassVar[bool] = False  # all waits for other ranks are in weft's kernels, which time out
 
     def __init_subclass__(cls) -> None:
         base, namesake = KINDS.get(cls.kind, cls), CLASSES.get(cls.__name__, cls)
-        again = base.__qualname__ == cls.__qualname__  # its file was loaded before
+        again = base.__qualname__ == cls.__qualname__  # true also if its module is loaded a second time
         if not again and not issubclass(cls, base):
             raise TypeError(f"{cls.__qualname__}: {base.__qualname__} is the plan of kind {cls.kind!r}")
         if (namesake.__qualname__, namesake.kind) != (cls.__qualname__, cls.kind):
@@ -101,36 +101,36 @@ class Plan:
 
     def __post_init__(self) -> None:
         if "abstract" in vars(type(self)):
-            raise TypeError(f"{type(self).__name__} is what {_classes(self.kind)} have in common")
+            raise TypeError(f"{type(self).__name__} is the abstract base of {_classes(self.kind)}")
         _check_fields(self.kind, self, self.may_be_0)
 
     def __str__(self) -> str:
-        """Its fields that are not its defaults."""
+        """Return the class and the fields that differ from its defaults."""
         return _call_of(self)
 
     def to_json(self) -> str:
-        """All fields. "class" is given where the kind has several."""
+        """Return all fields as JSON. "class" is included if the kind has several classes."""
         named = {} if type(self) is KINDS[self.kind] else {"class": type(self).__name__}
         return json.dumps({"kind": self.kind, **named, **asdict(self)}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Fields that are not given have their defaults. Raises ValueError for what is not a plan."""
+        """Read a plan; absent fields have their defaults. Raises ValueError for text that is not a plan."""
         try:
-            given = json.loads(text)
-            plan = _class_of(given.pop("kind", None), given.pop("class", None))
-            return plan(**{name: _value_of(plan, name, value) for name, value in given.items()})
+            stored = json.loads(text)
+            plan = _class_of(stored.pop("kind", None), stored.pop("class", None))
+            return plan(**{name: _value_of(plan, name, value) for name, value in stored.items()})
         except (TypeError, AttributeError, ValueError) as e:
             raise ValueError(f"not a plan: {text!r} ({e})") from e
 
 
 def _classes(kind: str) -> list[str]:
-    """The names of the classes of a kind."""
-    return [name for name, each in CLASSES.items() if each.kind == kind and "abstract" not in vars(each)]
+    """Return the names of the classes of a kind."""
+    return [name for name, cls in CLASSES.items() if cls.kind == kind and "abstract" not in vars(cls)]
 
 
 def _class_of(kind: str, name: str | None) -> type[Plan]:
-    """The class of a stored plan. Raises ValueError where there is none."""
+    """Return the class of a stored plan. Raises ValueError if there is none."""
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is not one of {list(KINDS)}")
     if name is None and "abstract" not in vars(KINDS[kind]):
@@ -141,7 +141,7 @@ def _class_of(kind: str, name: str | None) -> type[Plan]:
 
 
 def _value_of(plan: type[Plan], name: str, value: object) -> object:
-    """A field as it is stored: a tuple as a list, a tile as its fields."""
+    """Return a field's value from its stored form, in which a tuple is a list and a tile a dict."""
     if isinstance(value, dict):
         return replace(getattr(plan, name), **value)
     return tuple(value) if isinstance(value, list) else value
@@ -156,12 +156,12 @@ class Sequential(Plan):
 
 @dataclass(frozen=True)
 class Decomposed(Plan):
-    """Unmodified cuBLAS on one group of shards after the other, while a copy engine moves the other groups.
+    """cuBLAS on one group of shards after another, while a copy engine moves the other groups.
 
-    groups: shards a group, from the own shard outwards; each a power of two that divides the shards before it
-    (all-gather). Reduce-scatter and all-reduce take them from the far end inwards. Empty: every shard by itself.
-    pieces: reduce-scatter goes over all shards that many times, a part of their rows each time (where shards go one by
-    one and split evenly), so that only the last part's sum is left at the end. The other ops refuse more than 1.
+    groups: shards of each group, from this rank's shard outwards, each a power of two that divides the number of shards
+    before it (all-gather). Reduce-scatter and all-reduce take them from the far end inwards. Empty: each shard is a
+    group. pieces: reduce-scatter: passes over all shards, each over a part of their rows (if every group is one shard
+    and the rows divide evenly), so that only the last part's sum is left at the end. The other ops refuse more than 1.
 
     All-reduce and norm without a GEMM, where copy engines carry the rows to their owners and back, refuse both fields.
     """
@@ -173,9 +173,9 @@ class Decomposed(Plan):
 
 @dataclass(frozen=True)
 class Fused(Plan):
-    """What the fused plans have in common: a persistent GEMM in weft's own kernel, whose tiles wait for what arrives or
-    are communicated as they are finished. Each operator has a class of its own, whose defaults served most shapes on
-    8 H200s.
+    """Base of the fused plans: a persistent GEMM in weft's own kernel, whose tiles wait for their input to arrive, or
+    are communicated as they are finished. Each operator has a class of its own; its defaults were the fastest on most
+    shapes on 8 H200s (bench/results).
 
     tile: of the GEMM.
     """
@@ -188,12 +188,12 @@ class Fused(Plan):
 
 @dataclass(frozen=True)
 class FusedGather(Fused):
-    """All-gather + GEMM in one launch: some of its programs pull the peers' shards, the others compute tiles that wait
-    for the chunks of block_m rows that they read (ops/all_gather_matmul/kernels.py).
+    """All-gather + GEMM in one launch: some programs pull the peers' shards, the others compute tiles that wait for the
+    chunks of block_m rows that they read (ops/all_gather_matmul/kernels.py).
 
-    per_sm: programs of the launch on every SM. flatten: the loop over tiles is one with the loop over K, so that a
-    tile's epilogue runs under the next one's loads. pull_programs: that pull; split of them share a chunk. They pull
-    blocks of pull_rows x block_n / 2 elements, of which each has pull_stages under way.
+    per_sm: programs of the launch on every SM. flatten: the loops over tiles and over K are one loop, so that a tile's
+    epilogue runs under the next tile's loads. pull_programs: programs that pull; `split` of them share a chunk. They
+    pull blocks of pull_rows x block_n / 2 elements, with pull_stages blocks in flight each.
     """
 
     per_sm: int = 1
@@ -217,12 +217,12 @@ class FusedGatherByCopies(Fused):
 
 @dataclass(frozen=True)
 class FusedReduce(Fused):
-    """What GEMM + reduce-scatter and GEMM + all-reduce have in common: a GEMM, and a small kernel on the same SMs that
+    """Base of the plans of GEMM + reduce-scatter and GEMM + all-reduce: a GEMM, and a small kernel on the same SMs that
     sums finished tiles over ranks (ops/matmul_reduce/kernels.py).
 
-    forward_programs: of the small kernel, which tell the owners of finished tiles, at most a quarter of the SMs, and
-    then pull too; fewer of them space out the pulling. pull_programs: further ones, which pull alone. A pulled block is
-    pull_rows (at most block_m) x block_n / 2 elements, and each program has pull_stages of them under way.
+    forward_programs: programs of the small kernel, at most a quarter of the SMs, that notify the owners of finished
+    tiles and then pull too; fewer of them space out the pulling. pull_programs: further ones, which only pull. A pulled
+    block is pull_rows (at most block_m) x block_n / 2 elements, and each program has pull_stages blocks in flight.
     """
 
     abstract = True
@@ -235,7 +235,7 @@ class FusedReduce(Fused):
 
 @dataclass(frozen=True)
 class FusedReduceScatter(FusedReduce):
-    """GEMM + reduce-scatter. batch: half tiles that a program draws at once to sum."""
+    """GEMM + reduce-scatter. batch: half tiles that a program takes at once to sum."""
 
     batch: int = 1
 
@@ -253,10 +253,10 @@ class FusedAllReduce(FusedReduce):
 @dataclass(frozen=True)
 class FusedMoe(Fused):
     """A mixture of experts in one launch of per_sm programs on every SM (ops/moe/expert_parallel/fused_kernels.py).
-    Experts are padded to block_m rows.
+    Each expert's rows are padded to a multiple of block_m.
 
-    copy_programs: the first programs, which move rows, tokens out and sums back, at most copy_rows at a time; of tokens
-    each has copy_stages of these under way.
+    copy_programs: the first programs of the launch, which move rows, tokens out and sums back, at most copy_rows at
+    once; each has copy_stages blocks of tokens in flight.
     """
 
     tile: GemmTile = NARROW
@@ -267,10 +267,23 @@ class FusedMoe(Fused):
 
 
 @dataclass(frozen=True)
+class Persistent(Plan):
+    """A GEMM alone, of 8-bit operands, by weft's own kernel (compute/scaled_gemm.py).
+
+    tile: of the GEMM, block_k in elements of 8 bits. per_sm: programs on every SM. flatten: as in FusedGather.
+    """
+
+    kind: ClassVar[str] = "persistent"
+    tile: GemmTile = GemmTile(block_k=128)
+    per_sm: int = 1
+    flatten: bool = True
+
+
+@dataclass(frozen=True)
 class Awaiting(Plan):
-    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls
-    (`library_gemm.awaiting`): a wait without a limit, for what comes behind a bounded barrier and waits for nobody.
-    Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
+    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls (`library_gemm.awaiting`).
+    That wait has no timeout; it ends because the copies come behind a bounded barrier and wait for no other rank. Needs
+    weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
 
     tile_m, tile_n, cluster_m, pingpong: of the GEMM (`library_gemm.Form`).
     """
@@ -284,11 +297,11 @@ class Awaiting(Plan):
 
 @dataclass(frozen=True)
 class OneShot(Plan):
-    """A collective of few rows in one launch, by low-latency rows: every rank stores its rows wherever they are needed.
-    Before or after the library's GEMM, or, all-reduce with or without a norm, alone; there every rank sums all rows
-    itself.
+    """A collective of few rows in one launch by low-latency rows (their data is their flag): every rank stores its rows
+    on every rank that needs them. It runs before or after the library's GEMM, or, as all-reduce with or without a norm,
+    alone, in which case every rank sums all rows.
 
-    programs: of the launch, more count as 1,024; 0: as many as the GPU has SMs. warps: of a program, at most.
+    programs: of the launch, at most 1,024; 0: as many as the GPU has SMs. warps: of a program, at most.
     """
 
     kind: ClassVar[str] = "one_shot"
@@ -300,28 +313,28 @@ class OneShot(Plan):
 
 @dataclass(frozen=True)
 class TwoShot(Plan):
-    """What the two-shot plans have in common: all-reduce in one launch, in which a row is summed by its owner, which
-    stores it on every rank. Alone, or after the library's GEMM.
+    """Base of the two-shot plans: an all-reduce in one launch, in which the owner of a row sums it and stores the sum
+    on every rank. It runs alone, or after the library's GEMM.
 
-    programs, warps: as in OneShot. pull, post: what the class does, as they say.
+    programs, warps: as in OneShot.
     """
 
     kind: ClassVar[str] = "two_shot"
     abstract = True
     may_be_0 = ("programs",)
     bounded = True
-    pull: ClassVar[bool] = False  # the owner reads the partial rows where they are
-    post: ClassVar[bool] = False  # rows are not counted: their data is their flag
+    pull: ClassVar[bool] = False  # the owner reads the partial rows from their ranks' memory
+    low_latency: ClassVar[bool] = False  # no counters: the rows' data is their flag
     programs: int = 0
     warps: int = 16
 
 
 @dataclass(frozen=True)
 class TwoShotCounted(TwoShot):
-    """What the two-shot plans that count blocks of rows have in common (ops/all_reduce/kernels.py).
+    """Base of the two-shot plans that count blocks of rows (ops/all_reduce/kernels.py).
 
-    rows: of a block, the unit that is counted. bulk: peers are stored to by TMA. stages: rows of one source that a
-    program has under way.
+    rows: of a block, the unit that is counted. bulk: stores to peers are TMA bulk stores. stages: rows of one source
+    that a program has in flight.
     """
 
     abstract = True
@@ -332,7 +345,7 @@ class TwoShotCounted(TwoShot):
 
 @dataclass(frozen=True)
 class TwoShotPush(TwoShotCounted):
-    """Two shots whose ranks store their partial rows in the owner's staging memory.
+    """Two shots in which ranks store their partial rows in the owner's staging memory.
 
     spread: a program stores a block of one owner at a time, not one of every owner.
     """
@@ -342,17 +355,17 @@ class TwoShotPush(TwoShotCounted):
 
 @dataclass(frozen=True)
 class TwoShotPull(TwoShotCounted):
-    """Two shots whose owners read the partial rows from all ranks' symmetric memory."""
+    """Two shots in which owners read the partial rows from all ranks' symmetric memory."""
 
     pull = True
 
 
 @dataclass(frozen=True)
 class TwoShotLowLatency(TwoShot):
-    """Two shots of few rows, whose data is their flag (ops/all_reduce/low_latency_kernels.py). Rows of an output of
-    another dtype than x's are counted: they go by TwoShotPush of as many programs and warps."""
+    """Two shots of few rows, whose data is their flag (ops/all_reduce/low_latency_kernels.py). If the output has
+    another dtype than x, rows are counted, by TwoShotPush with as many programs and warps."""
 
-    post = True
+    low_latency = True
 
 
 LowLatencyShot: TypeAlias = OneShot | TwoShotLowLatency
@@ -361,9 +374,9 @@ LowLatencyShot: TypeAlias = OneShot | TwoShotLowLatency
 @dataclass(frozen=True)
 class Multicast(Plan):
     """All-reduce in one launch, two shots by NVLink multicast: the switch sums a row for its owner, and stores it on
-    every rank (TokenWeave, section 4). Of 16-bit elements. Needs symmetric memory with a multicast address.
+    every rank (TokenWeave, section 4). Elements have 16 bits. Needs symmetric memory with a multicast address.
 
-    programs, warps: as in OneShot; few programs are enough.
+    programs, warps: as in OneShot; few programs suffice.
     """
 
     kind: ClassVar[str] = "multicast"
@@ -374,13 +387,13 @@ class Multicast(Plan):
 
 @dataclass(frozen=True)
 class Signaled(Plan):
-    """One persistent GEMM that signals groups of finished tiles; each signal starts one of the library's collectives on
-    that group (FlashOverlap).
+    """One persistent GEMM that signals groups of finished tiles; each signal starts a collective of the library on that
+    group (FlashOverlap).
 
-    groups: waves of tiles a group, in the order in which they are computed. Waves beyond their sum join the last group,
-    groups beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the
-    communicator may take; the GEMM has the other SMs, one program each, and a wave is one tile a program. copies: copy
-    engines move the groups, not the library's collectives; ctas are then the SMs left to waits. tile: of the GEMM.
+    groups: waves of tiles of each group, in the order in which they are computed. Waves beyond their sum join the last
+    group; groups beyond the last wave are left out. Empty: up to four groups, the last of one wave. ctas: CTAs that the
+    communicator may take; the GEMM runs one program on each other SM, and a wave is one tile of each program. copies:
+    copy engines move the groups instead; ctas are then the SMs left for waits. tile: of the GEMM.
     """
 
     kind: ClassVar[str] = "signaled"
@@ -392,12 +405,12 @@ class Signaled(Plan):
 
 @dataclass(frozen=True)
 class TwoLevel(Plan):
-    """The op itself on each of several nodes alike (`World.levels`), by the plan that "auto" has there, and between
-    nodes the library's transfers among ranks of one place in their nodes, on a stream of their own, while the node
-    computes (ops/two_level.py).
+    """The op on each of several equal nodes (`World.levels`) by the plan that "auto" chooses there; between nodes, the
+    library's transfers among ranks with the same local rank, on a stream of their own, while the node computes
+    (ops/two_level.py).
 
-    pieces: into how many parts of its rows a shard is cut, each of which crosses and is computed by itself. GEMM +
-    all-to-all refuses more than 1.
+    pieces: parts of a shard's rows that are transferred and computed one after another. GEMM + all-to-all refuses more
+    than 1.
     """
 
     kind: ClassVar[str] = "two_level"
@@ -406,13 +419,13 @@ class TwoLevel(Plan):
 
 @dataclass(frozen=True)
 class DispatchedGemms(Plan):
-    """What the dispatched plans have in common: an MoE layer's tokens go to the ranks of their experts under the first
-    grouped GEMM, whose tiles wait for them; weighted sums go back under the second.
+    """The base of the dispatched plans: an MoE layer's tokens go to the ranks of their experts under the first grouped
+    GEMM, whose tiles wait for them; weighted sums go back under the second.
 
-    tile: of both GEMMs; there are fewer stages where an SM has no memory for them. flatten: the first one's loop over
-    tiles. dispatch_programs, combine_programs: programs, of side_warps warps each, that share the SMs with a GEMM: of
-    the sends, with send_stages blocks of rows under way; and of the sums, sum_rows tokens (at most) at a time. More
-    than SMs count as these.
+    tile: of both GEMMs; they have fewer stages where an SM has no memory for them. flatten: whether the first GEMM's
+    loop over tiles is flattened. dispatch_programs, combine_programs: programs, of side_warps warps each, that share
+    the SMs with a GEMM. Dispatch programs have send_stages blocks of rows in flight; combine programs sum at most
+    sum_rows tokens at once. Numbers above that of the SMs count as it.
     """
 
     kind: ClassVar[str] = "dispatched"
@@ -428,9 +441,10 @@ class DispatchedGemms(Plan):
 
 @dataclass(frozen=True)
 class Dispatched(DispatchedGemms):
-    """An MoE layer's experts in four launches (ops/moe/expert_parallel/kernels.py). Experts are padded to block_m rows.
+    """An MoE layer's experts in four launches (ops/moe/expert_parallel/kernels.py). Each expert's rows are padded to a
+    multiple of block_m.
 
-    send_rows: of a block that is sent, at most.
+    send_rows: the most rows of a block that is sent.
     """
 
     send_rows: int = 8
@@ -438,18 +452,18 @@ class Dispatched(DispatchedGemms):
 
 @dataclass(frozen=True)
 class DispatchedColumns(DispatchedGemms):
-    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/tensor_parallel/op.py). The
-    rows are in tiles of 128, which block_m must be; a block that is sent is what side_warps hold, wherever its rows
-    end."""
+    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/tensor_parallel/op.py). Rows
+    are in tiles of 128, which block_m must be. A block that is sent has as many elements as side_warps hold, whatever
+    rows they belong to."""
 
 
 @dataclass(frozen=True)
 class Segmented(Plan):
-    """Attention over gathered keys and values: the library's over this rank's own while the others' arrive, then over
-    those in few calls, and one merge of the results (ops/attention).
+    """Attention over gathered keys and values: the library's kernel runs over this rank's keys while the others arrive,
+    then over those in a few calls, and one kernel merges the results (ops/attention).
 
-    calls: into how many library calls, at most, the others' keys are divided that the same queries see; each starts
-    when its keys are there. push_programs: programs that push keys to their readers; 0: a copy engine does.
+    calls: library calls, at most, for the other ranks' keys that the same queries see; each starts when its keys have
+    arrived. push_programs: programs that push keys to their readers; 0: a copy engine does.
     """
 
     kind: ClassVar[str] = "segmented"
@@ -460,8 +474,9 @@ class Segmented(Plan):
 
 @dataclass(frozen=True)
 class HeadParallel(Plan):
-    """Attention of some of the heads over the whole sequence, for which queries, keys and values are exchanged, and
-    results back (DeepSpeed-Ulysses; ops/attention/head_parallel.py). The ranks divide the heads, of keys too.
+    """Attention of some heads over the whole sequence: queries, keys and values are exchanged before it and results
+    after it (DeepSpeed-Ulysses; ops/attention/head_parallel.py). The number of ranks must divide the heads, and those
+    of the keys.
 
     programs: of a push; 0: as many as the GPU has SMs.
     """
@@ -473,12 +488,12 @@ class HeadParallel(Plan):
 
 @dataclass(frozen=True)
 class LowLatency(Plan):
-    """An MoE layer's experts for a few tokens, in three launches and without tables
+    """An MoE layer's experts for few tokens, in three launches without tables
     (ops/moe/expert_parallel/low_latency_kernels.py).
 
     tile: of both GEMMs, of per_sm programs on every SM, which read an expert's weights once for each block_n columns,
-    whatever rows it has. copy_programs: programs that send rows, and sums, to other ranks; more than there are count as
-    these.
+    however many rows it has. copy_programs: programs that send rows and sums to other ranks; numbers above that of all
+    programs count as it.
     """
 
     kind: ClassVar[str] = "low_latency"
@@ -487,21 +502,21 @@ class LowLatency(Plan):
     copy_programs: int = 64
 
 
-def settings(of: Plan | TileShape) -> dict[str, object]:
-    """All fields by name, those of a tile among them."""
-    found: dict[str, object] = {}
-    for name, value in ((field.name, getattr(of, field.name)) for field in fields(of)):
-        found |= settings(value) if isinstance(value, TileShape) else {name: value}
-    return found
+def settings(plan: Plan | TileShape) -> dict[str, object]:
+    """Return all fields by name, with a tile's fields in its place."""
+    by_name: dict[str, object] = {}
+    for name, value in ((field.name, getattr(plan, field.name)) for field in fields(plan)):
+        by_name |= settings(value) if isinstance(value, TileShape) else {name: value}
+    return by_name
 
 
-def posts(plan: Plan) -> TypeGuard[LowLatencyShot]:
-    """Whether ranks only store to each other's memory, and nothing is counted there."""
-    return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.post)
+def is_low_latency(plan: Plan) -> TypeGuard[LowLatencyShot]:
+    """Return whether ranks only store to each other's memory, and nothing is counted there."""
+    return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.low_latency)
 
 
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
-    """Waves of every group, for a GEMM of `waves` waves (`Signaled.groups`)."""
+    """Return the waves of every group, for a GEMM of `waves` waves (`Signaled.groups`)."""
     if not groups:
         parts = min(3, waves - 1)
         even = [(waves - 1) // parts + (i < (waves - 1) % parts) for i in range(parts)] if parts else []
@@ -513,6 +528,6 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
     return (*out[:-1], out[-1] + waves - sum(out))
 
 
-# One program's epilogue under the other's main loop.
+# Two programs on an SM: one's epilogue runs under the other's main loop.
 TWO_AN_SM = FusedGather(tile=NARROW, per_sm=2, pull_stages=6, pull_programs=8)
 TWO_AN_SM_BY_COPIES = FusedGatherByCopies(tile=NARROW, per_sm=2)

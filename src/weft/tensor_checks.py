@@ -1,4 +1,4 @@
-"""What every op asks of the tensors it is given: shape, device, layout; and where its results go."""
+"""The checks that every op makes of its operands: shape, device, layout; and of a tensor for its result."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ if TYPE_CHECKING:
     from .world import World
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-Wanted = Mapping[str, tuple[torch.Tensor | None, tuple[int | None, ...], torch.dtype]]  # by name; None: any number
+# Tensor, shape and dtype by name; None in a shape stands for any size.
+Expected = Mapping[str, tuple[torch.Tensor | None, tuple[int | None, ...], torch.dtype]]
 
 
 def dims(t: torch.Tensor) -> str:
+    """The shape, dtype and device of a tensor, for an error."""
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
 def check_device(op: str, world: World, name: str, t: object) -> None:
-    """Raise TypeError for what is no tensor, ValueError for a tensor that is not on this rank's device."""
+    """Raise TypeError for an object that is no tensor, ValueError for a tensor that is not on this rank's device."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor on {world.device}, got {type(t).__name__}")
     if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
         raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
 
 
-def check_operands(op: str, world: World, wanted: Wanted) -> None:
-    """Raise as `check_device`, ValueError for a tensor of another shape than wanted, TypeError for one of another
-    dtype; the first in the order given. None for a tensor: there is none."""
-    for name, (t, shape, dtype) in wanted.items():
+def check_operands(op: str, world: World, expected: Expected) -> None:
+    """Raise as `check_device` does, ValueError for a tensor of another shape than expected, TypeError for one of
+    another dtype; the first operand that is wrong raises. An operand may be None."""
+    for name, (t, shape, dtype) in expected.items():
         if t is None:
             continue
         check_device(op, world, name, t)
-        if t.dim() != len(shape) or any(n not in (None, have) for have, n in zip(t.shape, shape, strict=True)):
+        if t.dim() != len(shape) or any(n not in (None, size) for size, n in zip(t.shape, shape, strict=True)):
             words = ", ".join("any" if n is None else str(n) for n in shape)
             raise ValueError(f"{op}: {name} {dims(t)} must be [{words}]")
         if t.dtype != dtype:
@@ -46,12 +48,12 @@ def contiguous(*tensors: torch.Tensor | None) -> bool:
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """`t` contiguous, at an address that bulk copies can take, and without rows at the start of memory of its own."""
+    """`t` contiguous, at an address that bulk copies can take, and with memory of its own where it has no elements."""
     return aligned(t.contiguous())
 
 
 def bulk(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """`dense` of each, in little host time for those with which nothing is to be done."""
+    """`dense` of each, in little host time for those that need no copy."""
     out: list[torch.Tensor | None] = []
     for t in tensors:
         whole = t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0 and t.numel() > 0)
@@ -60,12 +62,12 @@ def bulk(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor where bulk copies can take it."""
+    """A contiguous tensor, copied unless bulk copies can take its address."""
     return t if t.numel() and t.data_ptr() % 16 == 0 else t.clone()
 
 
 def bulky(t: torch.Tensor) -> bool:
-    """Whether `dense` has nothing to do."""
+    """Whether `dense` would return the tensor itself."""
     return t.is_contiguous() and t.numel() > 0 and t.data_ptr() % 16 == 0
 
 
@@ -82,7 +84,7 @@ def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
 
 
 def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """`out` checked, or a fresh tensor."""
+    """`out`, checked, or a new tensor."""
     if out is None:
         return world.empty(shape, dtype)
     check_device(op, world, "out", out)
@@ -91,11 +93,6 @@ def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ..
     return out
 
 
-def places(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    """Addresses, for the key of a launch."""
-    return tuple(0 if t is None else t.data_ptr() for t in tensors)
-
-
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether a tensor of these does; what is no tensor is refused further on."""
+    """Whether one of these tensors requires a gradient. Other objects are refused later."""
     return any([isinstance(t, torch.Tensor) and t.requires_grad for t in tensors])

@@ -1,14 +1,14 @@
 """Ops as operators of `torch.library`, with their gradients, from their definitions (`op.Op`).
 
-Two ways in share a definition. Eager calls that need a gradient go through an autograd.Function straight to the op: the
-dispatcher would add host time to every call. Compiled ones go through `torch.ops.weft.<name>`, where the World travels
-by name, the plan as text, and an absent tensor as an empty one. What a forward pass ran, its call and its plan, is kept
-in the graph of an eager call; of a compiled one the World remembers it (`World.forward_passes`), by the arguments that
+Eager calls that need a gradient go through an autograd.Function straight to the op, because the dispatcher would add
+host time to every call. Compiled ones go through `torch.ops.weft.<name>`, whose arguments hold the World by name, the
+plan as text, and an empty tensor for an absent one. An eager call's graph keeps the call and plan that the forward pass
+ran; those of a compiled call are remembered by the World (`World.forward_passes`) under arguments that
 `<name>_backward` has too.
 
 The loss of the whole model is the sum of what each rank computes from its own outputs; an all-reduced output, which
-every rank has, counts once. A backward pass communicates where the gradients asked for need it, so all ranks must ask
-for those of the same operands.
+every rank has, counts once. A backward pass communicates if the requested gradients need it, so all ranks must request
+the gradients of the same operands.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Maybe = Tensor | None
 Maybes = Sequence[Maybe]
-Sizes = Sequence[int]  # symbols, while torch.compile traces
+Sizes = Sequence[int]  # symbols while torch.compile traces
 Needs = Sequence[bool]
 Results = Maybe | tuple[Maybe, ...]
-CallOptions = tuple[Any, ...]  # a call's arguments beside its operands, of the types in its op's signature
-Context: TypeAlias = Any  # torch's, which takes any attribute
+CallOptions = tuple[Any, ...]  # a call's arguments after its operands, of the types in its op's signature
+Context: TypeAlias = Any  # torch's context, which takes any attribute
 
 LIBRARY = torch.library.Library("weft", "DEF")
-# cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: a first call allocates what outlives it, from
-# memory that Inductor would use again. A capture by hand, after two calls outside, is fine.
+# cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: the first call allocates tensors that outlive
+# it, in memory that Inductor would reuse. A manual capture, after two calls outside it, works.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True)
 class Backward:
-    """What a backward pass is given.
+    """The arguments of a backward pass.
 
-    saved: what `Op.saved` kept. gradients: those of the results, None for one that nobody used. shapes: those of the
+    saved: what `Op.saved` returned. gradients: those of the results, None for unused ones. shapes: those of the
     operands. needs: for each operand, whether its gradient is asked for. options: those of the call. call, plan: what
     the forward pass ran.
     """
@@ -60,11 +60,11 @@ class Backward:
     shapes: Sequence[tuple[int, ...]]
     needs: Sequence[bool]
     options: CallOptions
-    call: Any  # of the op's own class
+    call: Any  # of the op's class of calls
     plan: Plan
 
 
-# -- how arguments travel ----------------------------------------------------------------------------------------------
+# -- arguments as torch.library takes them -----------------------------------------------------------------------------
 def world_of(name: str) -> World:
     try:
         return World._all[name]
@@ -73,44 +73,47 @@ def world_of(name: str) -> World:
 
 
 def text_of(plan: str | Plan) -> str:
-    """A plan as the operators take it, in Python that torch.compile can trace."""
+    """Return a plan as text, by code that torch.compile can trace."""
     if isinstance(plan, str):
         return plan
     return ";".join([type(plan).__name__, *_texts_of(plan, "")])
 
 
-def _texts_of(of: Plan | TileShape, prefix: str) -> list[str]:
-    """Return `name=value` for every field; the name of a tile's field begins with the tile's name."""
+def _texts_of(instance: Plan | TileShape, prefix: str) -> list[str]:
+    """Return `name=value` for every field; a tile's fields have the tile's name before theirs."""
     texts: list[str] = []
-    names: tuple[str, ...] = of.__match_args__
+    names: tuple[str, ...] = instance.__match_args__
     for name in names:
-        value = getattr(of, name)
+        value = getattr(instance, name)
         texts += _texts_of(value, f"{name}.") if isinstance(value, TileShape) else [f"{prefix}{name}={value}"]
     return texts
 
 
 @functools.lru_cache
 def plan_of(plan: str) -> str | Plan:
-    """Return the Plan of a text, or a kind's name as it is."""
+    """Return the Plan of a text, or a kind's name unchanged."""
     name, *texts = plan.split(";")
     if name not in CLASSES:
         return plan
-    made, tiles = CLASSES[name], dict[str, dict[str, int]]()
+    plan_class, tile_fields = CLASSES[name], dict[str, dict[str, int]]()
     fields: dict[str, object] = {}
-    for field, _, text in (each.partition("=") for each in texts):
-        of, _, name = field.rpartition(".")
-        (tiles.setdefault(of, {}) if of else fields)[name] = ast.literal_eval(text)
-    return made(**fields, **{of: replace(getattr(made, of), **given) for of, given in tiles.items()})
+    for field, _, text in (text.partition("=") for text in texts):
+        tile, _, name = field.rpartition(".")
+        (tile_fields.setdefault(tile, {}) if tile else fields)[name] = ast.literal_eval(text)
+    return plan_class(
+        **fields,
+        **{tile: replace(getattr(plan_class, tile), **values) for tile, values in tile_fields.items()},
+    )
 
 
 def plain(option: object) -> object:
-    """Return an option as the key of a decision holds it: a list as a tuple of ints."""
+    """Return an option in hashable form: a list as a tuple of ints."""
     return tuple(int(number) for number in option) if isinstance(option, list | tuple) else option
 
 
 def into(op: str, out: Maybe, y: Tensor) -> Tensor:
-    """Return `y`, copied to `out` where there is one, for compiled calls. `out` must be what an eager call takes; copy_
-    would take more."""
+    """Return `y`, copied to `out` if there is one, for compiled calls. `out` must be what an eager call accepts, which
+    is less than copy_ accepts."""
     if out is None:
         return y
     if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
@@ -119,17 +122,17 @@ def into(op: str, out: Maybe, y: Tensor) -> Tensor:
 
 
 def tensors(op: Op, results: Results, like: Tensor) -> tuple[Tensor, ...]:
-    """Return as many tensors as the operator returns, with an empty one where the call has none."""
-    given = as_tuple(results)
-    return tuple(like.new_empty(0) if t is None else t for t in (*given, *(None,) * (op.outcomes - len(given))))
+    """Return as many tensors as the operator returns, with empty ones for those that the call does not have."""
+    present = as_tuple(results)
+    return tuple(like.new_empty(0) if t is None else t for t in (*present, *(None,) * (op.outcomes - len(present))))
 
 
 def as_tuple(results: Results) -> tuple[Maybe, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def returned(made: tuple[Maybe, ...]) -> Results:
-    return made[0] if len(made) == 1 else made
+def one_or_tuple(results: tuple[Maybe, ...]) -> Results:
+    return results[0] if len(results) == 1 else results
 
 
 # -- the operators -----------------------------------------------------------------------------------------------------
@@ -147,7 +150,7 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
         ran: Known[Any] = world.ran
         if definition.keeps and options[-1]:
             missing = definition.kept(world, ran.call, plan_of(plan))[len(results) - definition.results :]
-            # Of a plan that keeps nothing, as many bytes as the graph counts on.
+            # The graph expects these tensors even if the plan keeps nothing.
             results += tuple(operands[0].new_empty(shape, dtype=dtype) for shape, dtype in missing)
         if definition.lends:
             lent = results[1 : 1 + definition.lends]
@@ -155,7 +158,7 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
         if definition.differentiable:
             key = ForwardKey(name, plan, options, *layouts_of(operands))
             world.forward_passes[key, world.capturing()] = ran
-        return returned(tensors(definition, results, operands[0]))
+        return one_or_tuple(tensors(definition, results, operands[0]))
 
     def fake(*inputs: Any) -> Results:
         *arguments, world_name, plan = inputs
@@ -165,7 +168,7 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
         if definition.keeps and options[-1]:
             kept = definition.kept(world, definition.check(world, operands, options), plan_of(plan))
             results += [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in kept]
-        return returned(tensors(definition, tuple(results), operands[0]))
+        return one_or_tuple(tensors(definition, tuple(results), operands[0]))
 
     _define(name, f"({signature}, str world, str plan) -> ({outputs})", run, fake)
     if op.differentiable:
@@ -187,18 +190,21 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
     )
 
     def shaped(sizes: Sizes, depths: Sizes) -> list[tuple[int, ...]]:
-        left = iter(sizes)
-        return [tuple(itertools.islice(left, n)) for n in depths]
+        remaining = iter(sizes)
+        return [tuple(itertools.islice(remaining, n)) for n in depths]
 
     def run(saved: Maybes, gradients: Maybes, sizes: Sizes, depths: Sizes, dtypes: str, *of_call: Any) -> list[Tensor]:
         needs, world_name, plan, *rest = of_call
         world, shapes, options = world_of(world_name), shaped(sizes, depths), tuple(map(plain, rest))
         ran = _forward_pass(world, ForwardKey(name, plan, options, tuple(shapes), dtypes))
-        given = Backward(saved, gradients, shapes, needs, options, ran.call, ran.plan)
+        context = Backward(saved, gradients, shapes, needs, options, ran.call, ran.plan)
         like = next(g for g in gradients if g is not None)
-        made = gradients_of(ops[name], world, given)
-        # An operator returns none of its operands.
-        return [like.new_empty(0) if t is None else t.clone() if any(t is g for g in gradients) else t for t in made]
+        operand_gradients = gradients_of(ops[name], world, context)
+        # An operator must not return its operands.
+        return [
+            like.new_empty(0) if t is None else t.clone() if any(t is g for g in gradients) else t
+            for t in operand_gradients
+        ]
 
     def fake(saved: Maybes, gradients: Maybes, sizes: Sizes, depths: Sizes, dtypes: str, *of_call: Any) -> list[Tensor]:
         like = next(g for g in gradients if g is not None)
@@ -219,8 +225,10 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
         sizes, depths = list(itertools.chain(*shapes)), list(map(len, shapes))
         operator = getattr(torch.ops.weft, f"{name}_backward")
         of_call = ctx.world, ctx.plan, *ctx.options
-        made = operator(ctx.saved_tensors, gradients[: op.results], sizes, depths, ctx.dtypes, needs, *of_call)
-        return tuple(t if need else None for t, need in zip(made, needs, strict=True)) + others
+        operand_gradients = operator(
+            ctx.saved_tensors, gradients[: op.results], sizes, depths, ctx.dtypes, needs, *of_call
+        )
+        return tuple(t if need else None for t, need in zip(operand_gradients, needs, strict=True)) + others
 
     torch.library.register_autograd(f"weft::{name}", backward, setup_context=setup, lib=LIBRARY)
 
@@ -228,7 +236,7 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
 def _keep(
     ctx: Context, op: Op, needs: list[bool], operands: tuple[Maybe, ...], options: CallOptions, results: Results
 ) -> None:
-    """Keep in `ctx` what the backward pass will take."""
+    """Store in `ctx` what the backward pass needs."""
     ctx.set_materialize_grads(False)
     ctx.needs, ctx.options = needs, options
     ctx.shapes, ctx.dtypes = layouts_of(operands)
@@ -242,18 +250,18 @@ def layouts_of(operands: tuple[Maybe, ...]) -> tuple[tuple[tuple[int, ...], ...]
 
 
 class ForwardKey(NamedTuple):
-    """What a compiled forward pass and its backward pass both know of their call."""
+    """What a compiled forward pass and its backward pass both know of their call. plan: the one that was asked for."""
 
     name: str
-    plan: str  # the one that was asked for
+    plan: str
     options: CallOptions
     shapes: tuple[tuple[int, ...], ...]
     dtypes: str
 
 
 def _forward_pass(world: World, key: ForwardKey) -> Known[Any]:
-    """Return what the last such call ran, in the same mode if there was one: a graph may hold another plan. Raise
-    RuntimeError where there was none."""
+    """Return what the last such call ran, in the same mode (captured or not) if there was one, since a graph may hold
+    another plan. Raise RuntimeError if there was no such call."""
     capturing = world.capturing()
     for mode in (capturing, not capturing):
         ran: Known[Any] | None = world.forward_passes.get((key, mode))
@@ -262,10 +270,10 @@ def _forward_pass(world: World, key: ForwardKey) -> Known[Any]:
     raise RuntimeError(f"{key.name}_backward: no call with these arguments has run on {world}")
 
 
-def gradients_of(op: Op, world: World, given: Backward) -> Sequence[Maybe]:
-    made = op.backward(world, given)
+def gradients_of(op: Op, world: World, context: Backward) -> Sequence[Maybe]:
+    gradients = op.backward(world, context)
     world.finish(world.current_stream())
-    return made
+    return gradients
 
 
 # -- eager calls -------------------------------------------------------------------------------------------------------
@@ -275,7 +283,7 @@ class _Differentiated(torch.autograd.Function):
         results = op.call(world, plan, operands, options, None)
         ctx.op, ctx.world, ctx.ran = op, world, world.ran
         _keep(ctx, op, list(ctx.needs_input_grad[4:]), operands, options, results)
-        return returned(results[: op.results]) if op.keeps else results
+        return one_or_tuple(results[: op.results]) if op.keeps else results
 
     @staticmethod
     @once_differentiable
@@ -283,19 +291,19 @@ class _Differentiated(torch.autograd.Function):
         if not any(ctx.needs) or all(g is None for g in gradients):
             return (None,) * (4 + len(ctx.needs))
         ran: Known[Any] = ctx.ran
-        given = Backward(ctx.saved_tensors, gradients, ctx.shapes, ctx.needs, ctx.options, ran.call, ran.plan)
-        made = gradients_of(ctx.op, ctx.world, given)
-        return (None,) * 4 + tuple(t if need else None for t, need in zip(made, ctx.needs, strict=True))
+        context = Backward(ctx.saved_tensors, gradients, ctx.shapes, ctx.needs, ctx.options, ran.call, ran.plan)
+        operand_gradients = gradients_of(ctx.op, ctx.world, context)
+        return (None,) * 4 + tuple(t if need else None for t, need in zip(operand_gradients, ctx.needs, strict=True))
 
 
 def differentiated(op: Op, world: World, plan: str | Plan, operands: tuple[Maybe, ...], options: CallOptions) -> Any:
-    """The call with its gradient."""
+    """Run the call with its gradient."""
     return _Differentiated.apply(op, world, plan, options, *operands)
 
 
-# -- what backward passes are made of ----------------------------------------------------------------------------------
+# -- parts of backward passes ------------------------------------------------------------------------------------------
 def product(world: World, a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by the library's GEMM."""
+    """Return a @ b by the library's GEMM."""
     out = world.empty((a.shape[0], b.shape[1]), a.dtype)
     world.call(lambda: torch.mm(a, b, out=out), [a, b], [out], world.current_stream())
     return out

@@ -29,13 +29,25 @@ def reference(
     return y
 
 
+def requantized(
+    want: torch.Tensor, got: torch.Tensor, scales: torch.Tensor, recipe: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the rows are when quantized, and what they are: dequantized."""
+    group = want.shape[1] if recipe == "row" else 128
+    parts = want.float().view(len(want), -1, group)
+    scale = parts.abs().amax(2, keepdim=True).clamp_min(1e-12) / 448
+    assert scales.shape == scale.shape[:2] and got.dtype == FP8 and distance(scales, scale[:, :, 0]) < 1e-2
+    rounded = (parts / scale).to(FP8).float() * scale
+    return rounded.view(want.shape), (got.float().view(parts.shape) * scales[:, :, None]).view(want.shape)
+
+
 def norm_case(
     world: weft.World, m: int, h: int, plan: str | Plan = "two_shot", *, norm: str = "rms", bias: bool = False,
     residual: bool = True, full: bool = False, dtype: torch.dtype = torch.bfloat16, weights: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None, calls: int = 2, seed: int = 0, into: str = "", symmetric: bool = False,
-    views: bool = False,
+    views: bool = False, quantize: str | None = None,
 ) -> float:  # fmt: skip
-    """Largest error over `calls` calls with fresh inputs, the new residual included.
+    """Largest error over `calls` calls with fresh inputs, the new residual included; with `quantize` that of the dequantized rows.
 
     into: "" (a fresh output), "plain" or "symmetric" memory. symmetric: x lies in symmetric memory. views: not contiguous.
     """
@@ -43,8 +55,8 @@ def norm_case(
     rows = balanced_rows(m, world.size)
     lo = sum(rows[: world.rank])
     own = slice(0, m) if full else slice(lo, lo + rows[world.rank])
-    to = out_dtype or dtype
-    scale = torch.tensor([SCALE], device=device) if to == FP8 else None
+    to = FP8 if quantize else out_dtype or dtype
+    scale = torch.tensor([SCALE], device=device) if to == FP8 and not quantize else None
     out = place = None
     if into == "symmetric":
         out = world.symmetric((m, h), to, "out").local
@@ -63,9 +75,9 @@ def norm_case(
             x, given = strided(x), None if given is None else strided(given)
         if place is not None:
             x = place.copy_(x)
-        y, new = weft.all_reduce_rms_norm(
+        y, new, *scales = weft.all_reduce_rms_norm(
             x, given, weight, eps, bias=shift, norm=norm, out_dtype=out_dtype, scale=scale, full_residual=full, out=out,
-            world=world, plan=plan,
+            world=world, plan=plan, quantize=quantize,
         )  # fmt: skip
         world.synchronize()
         assert out is None or y is out
@@ -73,7 +85,11 @@ def norm_case(
         total = sum(part.to(wide) for part in xs)
         if old is not None:
             total = total + old.to(wide)
-        want = reference(total, weight.cpu(), None if shift is None else shift.cpu(), norm, eps, to)
+        want = reference(
+            total, weight.cpu(), None if shift is None else shift.cpu(), norm, eps, dtype if scales else to
+        )
+        if scales:
+            want, y = requantized(want, y.cpu(), scales[0].cpu(), quantize)
         worst = max(worst, distance(new.cpu(), total[own]), distance(y.cpu().to(wide), want))
         if place is not None or into == "symmetric":
             world.exchange(None)  # the host writes there next
@@ -115,6 +131,8 @@ def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, wi
         weights=rng.choice([None, torch.float32]), out_dtype=rng.choice([None, None, FP8]), into=rng.choice(["", "plain", "symmetric"]),
         symmetric=rng.random() < 0.3, views=rng.random() < 0.2, seed=seed,
     )  # fmt: skip
+    if more["out_dtype"] == FP8 and rng.random() < 0.7:
+        more["quantize"] = "row" if h % 128 or rng.random() < 0.5 else "block"
     return norm_case(world, m, h, plan, dtype=dtype, **more) / bound(more["out_dtype"] or dtype)
 
 

@@ -89,7 +89,7 @@ class Routed:
             at = (starts[:, None] + place).clamp(max=rows - 1)
             made["sources"] = torch.where(place < received[:, None], made["sources"][at], -1)
             made["offsets"] = torch.arange(local + 1) * self.most
-            slots = made["slots"].view(ids_all.shape)
+            slots = made["route_rows"].view(ids_all.shape)
             expert = (ids_all - rank * local).clamp(0, local - 1)
             made["kept"] = (slots < 0) | (slots - starts[expert] < self.most)
         else:
@@ -102,16 +102,16 @@ class Routed:
         return torch.where(kept[: len(self.ids[rank])], self.ids[rank], -1)
 
 
-@torch.no_grad()  # the handle has the slot's own tables
+@torch.no_grad()  # the handle has the buffer's own tables
 def launch_dispatch(
     world: weft.World, operands: op.DispatchOperands, options: tuple[Any, ...]
 ) -> tuple[torch.Tensor, weft.moe.Handle]:
     """`weft.moe.dispatch` of contiguous tensors, which nothing waits for."""
-    call = op.DISPATCHES.check(world, operands, options)
-    plan = op.DISPATCHES.choose(world, call, "auto", False)
+    call = op.DISPATCH_OP.check(world, operands, options)
+    plan = op.DISPATCH_OP.choose(world, call, "auto", False)
     rows = world.empty(call.exchange.shape(world), operands.x.dtype)
     more = op.run_dispatch(world, call, plan, operands, rows)
-    made: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCHES.wrapped(world, plan, operands, options, (rows, *more))
+    made: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCH_OP.wrapped(world, plan, operands, options, (rows, *more))
     return made
 
 
@@ -119,9 +119,9 @@ def launch_combine(
     world: weft.World, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """`weft.moe.combine` of contiguous tensors, which nothing waits for."""
-    operands = op.CombineOperands(y, handle.weights, handle.ids, handle.ticket, shared)
-    call = op.COMBINES.check(world, operands, handle.options)
-    op.run_combine(world, call, op.COMBINES.choose(world, call, handle.plan, False), operands, out)
+    operands = op.CombineOperands(y, handle.weights, handle.ids, handle.handle_id, shared)
+    call = op.COMBINE_OP.check(world, operands, handle.options)
+    op.run_combine(world, call, op.COMBINE_OP.choose(world, call, handle.plan, False), operands, out)
 
 
 @dataclass
@@ -190,7 +190,7 @@ def noticed(world: weft.World) -> int:
         world.synchronize()
     except weft.Overflow as e:
         world.synchronize()
-        return int(str(e).split(": ")[1].split()[0])
+        return int(str(e).split(" experts received ")[1].split()[0])
     return 0
 
 

@@ -89,12 +89,12 @@ def expert(
 
 
 class Model:
-    """All ranks' weights of one layer, and on its device this rank's: whole experts, or where `sharing` ranks share each expert, its
+    """All ranks' weights of one layer, and on its device this rank's: whole experts, or where `tp_size` ranks share each expert, its
     columns of them. inner: columns of an expert that the rank has."""
 
-    def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0, sharing: int = 1) -> None:
+    def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0, tp_size: int = 1) -> None:
         e, h, i, wide = layer.experts, layer.hidden, layer.inner, 1 if layer.activation == "gelu" else 2
-        self.layer, self.sharing, self.inner = layer, sharing, i // sharing
+        self.layer, self.tp_size, self.inner = layer, tp_size, i // tp_size
         self.ranks, self.rank, self.block = world.size, world.rank, world.scale.interleave
         self.w13 = draw(seed + 1, e, wide * i, h, dtype=layer.dtype) * 0.2
         self.w2 = draw(seed + 2, e, h, i, dtype=layer.dtype) * 0.2
@@ -102,7 +102,7 @@ class Model:
         if layer.activation == "gpt_oss":
             self.w13 *= 8  # so that some are clamped
         w13, w2, b13, b2 = (t.contiguous().to(world.device) for t in self.part(*self.whole))
-        adds_b2 = biases and self.rank % sharing == 0
+        adds_b2 = biases and self.rank % tp_size == 0
         self.own = Weights(w13, w2, b13 if biases else None, b2 if adds_b2 else None)
 
     @property
@@ -113,8 +113,8 @@ class Model:
         self, w13: torch.Tensor, w2: torch.Tensor, b13: torch.Tensor, b2: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """This rank's part of all experts' weights or gradients, in the layout that ops take."""
-        local = self.layer.experts * self.sharing // self.ranks
-        group, part = divmod(self.rank, self.sharing)
+        local = self.layer.experts * self.tp_size // self.ranks
+        group, part = divmod(self.rank, self.tp_size)
         experts, columns = slice(group * local, (group + 1) * local), slice(part * self.inner, (part + 1) * self.inner)
 
         def first(t: torch.Tensor) -> torch.Tensor:
@@ -211,14 +211,14 @@ def layer_case(
     world: weft.World, run: Run, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 24,
     tokens: Sequence[int] = (7, 5, 0, 9), activation: str = "swiglu", biases: bool = False, shared: bool = False, calls: int = 3,
     ids_of: Ids = at_random, plan: str | Plan | Sequence[Plan] = "dispatched", dtype: torch.dtype = torch.bfloat16,
-    sharing: int = 1, layers: int = 1, streams: Sequence[str] = ("main",), **options: Any,
+    tp_size: int = 1, layers: int = 1, streams: Sequence[str] = ("main",), **options: Any,
 ) -> float:  # fmt: skip
     """Largest error over calls with new tokens and routings, each through all layers, by the plans and on the streams in turn. Nothing
     synchronises between them. inner: columns of a rank."""
     models = [
         Model(
-            world, Layer(max(tokens) + 1 + 5 * j, experts, k, hidden + 8 * j, inner * sharing, dtype, activation), biases,
-            10 * j, sharing,
+            world, Layer(max(tokens) + 1 + 5 * j, experts, k, hidden + 8 * j, inner * tp_size, dtype, activation), biases,
+            10 * j, tp_size,
         )
         for j in range(layers)
     ]  # fmt: skip
@@ -273,14 +273,14 @@ def gradients(
 
 def training_case(
     world: weft.World, run: Run, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 24,
-    tokens: Sequence[int] = (7, 5, 0, 9), sharing: int = 1, activation: str = "swiglu", biases: bool = False, calls: int = 3,
+    tokens: Sequence[int] = (7, 5, 0, 9), tp_size: int = 1, activation: str = "swiglu", biases: bool = False, calls: int = 3,
     ids_of: Ids = at_random, plan: Any = "dispatched", keep: Sequence[str] = moe.KEEPS, dtype: torch.dtype = torch.bfloat16,
     wants: Sequence[str] = NAMES,
 ) -> dict[str, float]:  # fmt: skip
     """Largest error by operand, over calls with new tokens and routings that keep other things; nothing synchronises
     between them. inner: columns of a rank."""
-    layer = Layer(max(tokens), experts, k, hidden, inner * sharing, dtype, activation)
-    model, pairs = Model(world, layer, biases, sharing=sharing), []
+    layer = Layer(max(tokens), experts, k, hidden, inner * tp_size, dtype, activation)
+    model, pairs = Model(world, layer, biases, tp_size=tp_size), []
     for call in range(calls):
         counts = counts_of(tokens, call, world.size)
         operands = [routed(call, r, t, layer, world.size, ids_of) for r, t in enumerate(counts)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft import Overflow, World
-from weft.ops.moe.routing.route_tables import Tables, share, tables
+from weft.ops.moe.routing.route_tables import Tables, build_tables, share
 
 Ids = list[list[int]]  # of a rank's tokens
 
@@ -20,14 +20,14 @@ class Layer:
     ranks: int
     experts: int  # a rank
     k: int
-    capacity: int
+    max_tokens_per_rank: int
     block_m: int = 4
     calls: int = 3
     max_rows: int | None = None
 
     @property
     def rows(self) -> int:
-        most = self.ranks * self.capacity * min(self.k, self.experts)
+        most = self.ranks * self.max_tokens_per_rank * min(self.k, self.experts)
         most = most if self.max_rows is None else min(most, self.max_rows)
         return (-(-most // self.block_m) + self.experts) * self.block_m
 
@@ -35,7 +35,7 @@ class Layer:
 def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
     """The tables of a rank but for `targets`: `touched`, by wave, is what a call adds there. And `lost`, the routes that
     found no row. ids: by rank, unpadded."""
-    w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.capacity
+    w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.max_tokens_per_rank
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
     listed, lost = [], 0
     for e in range(el):
@@ -60,14 +60,16 @@ def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
     tiles = [[row, e, first, last] for last, e, row, first in sorted(listed)]
     touched = [sum(first <= j <= last for *_, first, last in tiles) for j in range(w)]
     until = [sum(last <= j for *_, last in tiles) for j in range(w)]
-    return dict(slots=slots, sources=rows, offsets=offsets, tiles=tiles, count=[len(tiles)], listed=until, received=received, touched=touched, lost=lost)  # fmt: skip
+    return dict(route_rows=slots, sources=rows, offsets=offsets, tiles=tiles, tile_count=[len(tiles)], cumulative_tiles=until, received=received, touched=touched, lost=lost)  # fmt: skip
 
 
 def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]:
     """Distinct experts for every token, some of them none; by rank."""
     r = random.Random(seed)
     everyone = range(layer.ranks * layer.experts)
-    counts = tokens or [layer.capacity if seed % 2 else r.randint(0, layer.capacity) for _ in range(layer.ranks)]
+    counts = tokens or [
+        layer.max_tokens_per_rank if seed % 2 else r.randint(0, layer.max_tokens_per_rank) for _ in range(layer.ranks)
+    ]
     return [[[x if r.random() < 0.9 else -1 for x in r.sample(everyone, layer.k)] for _ in range(n)] for n in counts]
 
 
@@ -80,8 +82,8 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
         for n in range(layer.calls):
             mine = routed(n)[world.rank]
             ids = torch.tensor(mine, dtype=torch.int32).view(len(mine), layer.k)
-            ids_all, weights_all = share(world, ids, weights_of(ids, world.rank), layer.capacity)
-            made = tables(world, ids_all, layer.experts, layer.capacity, layer.block_m, layer.max_rows)
+            ids_all, weights_all = share(world, ids, weights_of(ids, world.rank), layer.max_tokens_per_rank)
+            made = build_tables(world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows)
             seen.append(copied(world, made, ids_all, weights_all))
             world.barrier()  # nobody shares again before all have read this
         lost = sum(reference(layer, world.rank, routed(n))["lost"] for n in range(layer.calls))
@@ -90,12 +92,12 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             world.synchronize()
         except Overflow as e:
             said = str(e)
-        assert said.startswith(f"rank {world.rank}: {lost} rows ") if lost else not said
+        assert said.startswith(f"rank {world.rank}: its experts received {lost} rows more") if lost else not said
         targets = [0] * layer.ranks
         for n, (ids_all, weights_all, *made) in enumerate(seen):
             ids = routed(n)
             for source, given in enumerate(ids):
-                none = layer.capacity - len(given)
+                none = layer.max_tokens_per_rank - len(given)
                 assert ids_all[source].tolist() == given + [[-1] * layer.k] * none
                 weights = weights_of(torch.tensor(given).view(len(given), layer.k), source)
                 assert weights_all[source].tolist() == weights.tolist() + [[0.0] * layer.k] * none
@@ -124,7 +126,7 @@ def numbers(made: list[torch.Tensor]) -> dict[str, Any]:
     out = {name: t.tolist() for name, t in zip(Tables._fields, made, strict=True)}
     rows = out["offsets"][-1]
     assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)
-    return dict(out, sources=out["sources"][:rows], tiles=out["tiles"][: out["count"][0]])
+    return dict(out, sources=out["sources"][:rows], tiles=out["tiles"][: out["tile_count"][0]])
 
 
 def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: int) -> dict[str, torch.Tensor]:
@@ -149,6 +151,6 @@ def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: in
         offsets.append(row)
     listed = [(first, expert, lo, last) for last, expert, first, lo in sorted(tiles)]
     return dict(
-        slots=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
-        count=torch.tensor([len(listed)]), listed=torch.tensor([sum(t[3] <= j for t in listed) for j in range(ranks)]), received=torch.tensor(received), targets=targets,
+        route_rows=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
+        tile_count=torch.tensor([len(listed)]), cumulative_tiles=torch.tensor([sum(t[3] <= j for t in listed) for j in range(ranks)]), received=torch.tensor(received), targets=targets,
     )  # fmt: skip

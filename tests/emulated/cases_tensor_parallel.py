@@ -15,7 +15,7 @@ from tests.emulated.cases_moe import Ids, Memory, Model, Tensors, at_random, in_
 from tests.emulated.cases_routing import Layer as Routes
 from tests.emulated.cases_routing import reference
 from weft.ops.moe.call import Layer
-from weft.ops.moe.tensor_parallel.call import Split, parts
+from weft.ops.moe.tensor_parallel.call import Split, route_parts
 from weft.plans import Plan
 from weft.scale import SMALL_DISPATCHED
 
@@ -25,7 +25,7 @@ def both_halves(
     plan: str | Plan = "dispatched", second: str | Plan | None = None, keep: str = "rows",
 ) -> torch.Tensor:  # fmt: skip
     """Both ops. second: the plan of the second, where it is another."""
-    common: dict[str, Any] = dict(rows=rows, sharing=model.sharing, world=world)
+    common: dict[str, Any] = dict(rows=rows, tp_size=model.tp_size, world=world)
     hidden, routes = weft.all_gather_grouped_matmul(
         t["x"], ids, t["weights"], t["w13"], b13=t["b13"], activation=model.layer.activation, inner=model.inner, keep=keep,
         plan=plan, **common,
@@ -45,7 +45,7 @@ def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: i
     """Largest error of second halves, which come after all first ones, in the other order. Nothing stands between the first halves, whose
     operands are written again in the same memory. In one call no GEMM keeps the stream from going on."""
     layer = Layer(18, 2, 1, 40, 16 * world.size, torch.bfloat16)
-    model, stream = Model(world, layer, False, sharing=world.size), world.current_stream()
+    model, stream = Model(world, layer, False, tp_size=world.size), world.current_stream()
     held = [world.empty(t.shape, t.dtype) for t in operands_of(layer, world, 18, 0, in_turn)]
     w, made = model.own, []
     for call in range(calls):
@@ -67,7 +67,7 @@ def around_layer(world: weft.World, calls: int = 3) -> float:
     y lay. A second half of the same rows follows it. Nothing synchronises between them."""
     tokens, kept = 5, []
     layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
-    split, whole = Model(world, layer, False, sharing=world.size), Model(world, layer, False, 10)
+    split, whole = Model(world, layer, False, tp_size=world.size), Model(world, layer, False, 10)
     w, memory, common = split.own, Memory(world), dict(world=world, plan="dispatched")
     for call in range(calls):
         x, ids, weights = operands_of(layer, world, tokens, call, at_random)
@@ -86,7 +86,7 @@ def other_second_halves(world: weft.World) -> None:
     made = []
     for tokens in range(4, 4 + world.size):
         layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
-        split = Model(world, layer, False, sharing=world.size)
+        split = Model(world, layer, False, tp_size=world.size)
         given, w = operands_of(layer, world, tokens, 0, at_random), split.own
         first = weft.all_gather_grouped_matmul(*given, w.w13, inner=split.inner, world=world, plan="dispatched")
         made.append((*first, given[1], w.w2))
@@ -95,35 +95,35 @@ def other_second_halves(world: weft.World) -> None:
     world.synchronize()
 
 
-def routes_case(world: weft.World, plan: str, tokens: Sequence[int], sharing: int, ids_of: Ids = at_random) -> None:
+def routes_case(world: weft.World, plan: str, tokens: Sequence[int], tp_size: int, ids_of: Ids = at_random) -> None:
     """The routes of a call are those of plain Python."""
     layer = Layer(max(tokens), 4, 2, 32, 16 * world.size, torch.bfloat16)
-    model, me = Model(world, layer, False, sharing=sharing), world.rank
+    model, me = Model(world, layer, False, tp_size=tp_size), world.rank
     every = [ids_of(0, r, t, layer, world.size).tolist() for r, t in enumerate(tokens)]
     w, given = model.own, operands_of(layer, world, tokens[me], 0, ids_of)
     hidden, routes = weft.all_gather_grouped_matmul(
-        *given, w.w13, inner=model.inner, rows=tokens, sharing=sharing, world=world, plan=plan
+        *given, w.w13, inner=model.inner, rows=tokens, tp_size=tp_size, world=world, plan=plan
     )
     world.synchronize()
-    split = Split(layer.capacity, 4, 2, 32, model.inner, layer.dtype, sharing=sharing, tile=16)
-    made = parts(world, split, routes)
+    split = Split(layer.max_tokens_per_rank, 4, 2, 32, model.inner, layer.dtype, tp_size=tp_size, tile=16)
+    made = route_parts(world, split, routes)
     local = split.local(world)
-    group = [[[e - me // sharing * local for e in t] for t in ids] for ids in every]
-    want = reference(Routes(world.size, local, 2, layer.capacity, 16), 0, group)
+    group = [[[e - me // tp_size * local for e in t] for t in ids] for ids in every]
+    want = reference(Routes(world.size, local, 2, layer.max_tokens_per_rank, 16), 0, group)
     del want["sources"], want["received"]
-    want = rotated(want, group, Routes(world.size, local, 2, layer.capacity, 16), me)
+    want = rotated(want, group, Routes(world.size, local, 2, layer.max_tokens_per_rank, 16), me)
     assert hidden.shape[0] == split.rows(world)
-    assert made.slots.tolist()[: len(want["slots"])] == want["slots"]
+    assert made.route_rows.tolist()[: len(want["route_rows"])] == want["route_rows"]
     assert made.offsets.tolist()[: local + 1] == want["offsets"]
-    assert made.tile_count[0] == want["count"][0] and made.targets.tolist()[: world.size] == want["touched"]
-    assert made.tiles.view(-1, 4)[: want["count"][0]].tolist() == want["tiles"]
+    assert made.tile_count[0] == want["tile_count"][0] and made.targets.tolist()[: world.size] == want["touched"]
+    assert made.tiles.view(-1, 4)[: want["tile_count"][0]].tolist() == want["tiles"]
 
 
 def rotated(want: dict[str, Any], ids: list[Any], layer: Routes, me: int) -> dict[str, Any]:
     """The tables as rank `me` has them of experts that are numbered from its own first on."""
     turned = [ids[(s + me) % layer.ranks] for s in range(layer.ranks)]
     made = reference(layer, 0, turned)
-    each = layer.capacity * layer.k
-    by = [made["slots"][s * each : (s + 1) * each] for s in range(layer.ranks)]
+    each = layer.max_tokens_per_rank * layer.k
+    by = [made["route_rows"][s * each : (s + 1) * each] for s in range(layer.ranks)]
     slots = [slot for s in range(layer.ranks) for slot in by[(s - me) % layer.ranks]]
-    return dict(made, slots=slots)
+    return dict(made, route_rows=slots)

@@ -64,6 +64,9 @@ def test_every_plan_against_torch(name: str, ranks: int) -> None:
         assert max(emulate(lambda w, m=m, h=h, k=more: norm_case(w, m, h, plan, **k), ranks, seed)) < BF16
     assert max(emulate(lambda w: norm_case(w, 5, 32, plan, dtype=torch.float32), ranks)) < 1e-5
     assert max(emulate(lambda w: norm_case(w, 5, 128, plan, out_dtype=FP8), ranks)) < bound(FP8) * 1.5
+    for recipe, h in (("row", 136), ("block", 384)):
+        more = dict(quantize=recipe, full=recipe == "row")
+        assert max(emulate(lambda w, h=h, k=more: norm_case(w, 5, h, plan, **k), ranks)) < bound(FP8) * 1.5
     for shape in ((7, 24), (3, 2, 16), (8,), (0, 8)):
         assert max(emulate(lambda w, s=shape: sum_case(w, s, plan), ranks)) < BF16
 
@@ -603,6 +606,9 @@ def test_bad_input() -> None:
     raises(ValueError, r"a scale goes with", x, None, w, out_dtype=FP8)
     raises(ValueError, r"a scale goes with", x, None, w, scale=torch.ones(1))
     raises(ValueError, r"scale \[2\].*float32 \[1\]", x, None, w, out_dtype=FP8, scale=torch.ones(2))
+    raises(ValueError, r"quantize 'tensor' is not", x, None, w, quantize="tensor")
+    raises(ValueError, r"quantize='row' gives .* takes no other", x, None, w, quantize="row", scale=torch.ones(1))
+    raises(ValueError, r"H 64 of x .* not a multiple of 128", x, None, w, quantize="block")
     raises(ValueError, r'norm "batch"|norm \'batch\'', x, None, w, norm="batch")
     raises(ValueError, r"requires a gradient", x.requires_grad_(), None, w)
     x = x.detach()

@@ -39,7 +39,7 @@ from weft.plans import (
     Signaled,
     TwoShotLowLatency,
     TwoShotPush,
-    posts,
+    is_low_latency,
 )
 from weft.scale import SMALL_SIGNALED
 
@@ -112,7 +112,7 @@ def test_what_only_stores_needs_no_atomics_over_the_link(caplog: Any) -> None:
             y = weft.all_reduce(x, world=world, plan=plan)
             world.synchronize()
             assert torch.equal(y.float(), torch.full((4, 64), 3.0)), plan
-            counting += not posts(plan) and plan != Sequential()
+            counting += not is_low_latency(plan) and plan != Sequential()
         return max(worst, run(world, AG, "fused", 8, 32, 32)), counting
 
     with caplog.at_level(logging.WARNING, "weft"):
@@ -184,28 +184,28 @@ def test_why_ranks_cannot_count_in_each_others_memory(monkeypatch: pytest.Monkey
         return lambda name: SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
 
     monkeypatch.setattr(cuda.ctypes, "CDLL", of(0))
-    assert cuda._cannot_count(two) == f"{NO_ATOMICS} (rank 0)"
-    assert cuda._cannot_count([two[0], two[0]]) is None
+    assert cuda._why_no_atomics(two) == f"{NO_ATOMICS} (rank 0)"
+    assert cuda._why_no_atomics([two[0], two[0]]) is None
     monkeypatch.setattr(cuda.ctypes, "CDLL", of(1))
-    assert cuda._cannot_count(two) is None
+    assert cuda._why_no_atomics(two) is None
 
     def missing(name: str) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
-    assert cuda._cannot_count(two) is None
+    assert cuda._why_no_atomics(two) is None
 
 
 def test_an_architecture_is_named_as_nvidia_does() -> None:
     assert architectures.lacks(89, 90, "these") == "these need compute capability 9.0, and this GPU has 8.9"
-    assert architectures.lacks(120, 90, "these") is None and architectures.spoken(120) == "12.0"
+    assert architectures.lacks(120, 90, "these") is None and architectures.dotted(120) == "12.0"
 
 
 def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_them() -> None:
     """The profile of a machine over PCIe has collectives and GEMMs alone."""
     moved = ("copy", "barrier", "one_shot", "two_shot")
     whole = made(machine=replace(MACHINE, link="pcie"))
-    profile = replace(whole, latencies=tuple(x for x in whole.latencies if not x.what.startswith(moved)))
+    profile = replace(whole, latencies=tuple(x for x in whole.latencies if not x.operation.startswith(moved)))
     planner = Planner(Predictor(profile))
     for op in (RS, AR, "matmul_all_to_all"):
         for mode in ("graph", "eager"):

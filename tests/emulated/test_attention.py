@@ -20,9 +20,10 @@ from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.op import REGISTRY
 from weft.ops.attention import backward, libraries, segmented
-from weft.ops.attention.key_ranges import divided, packed_sight, sight, zigzag_rows
-from weft.ops.attention.libraries import Passed
+from weft.ops.attention.key_ranges import causal_key_ranges, packed_key_ranges, split_groups, zigzag_rows
+from weft.ops.attention.libraries import BackwardOperands
 from weft.plans import HeadParallel, Plan, Segmented, Sequential
+from weft.transport import sm_push_kernels
 
 BF, HALF = torch.bfloat16, torch.float16
 PUSHED = Segmented(calls=3, push_programs=2)
@@ -146,8 +147,8 @@ def test_merging_is_exact_to_its_rounding() -> None:
             out.append(distance(weft.gathered_attention(*given.there(), **given.options(), plan=plan), want))
         return out[0], out[1]
 
-    for once, merged in weft.spmd(main, 4, backend="emulated"):
-        assert merged < 1.8 * once < RIGHT
+    for once, merge_partials in weft.spmd(main, 4, backend="emulated"):
+        assert merge_partials < 1.8 * once < RIGHT
 
 
 def test_out_may_hold_q() -> None:
@@ -184,9 +185,9 @@ def test_batches(batch: int) -> None:
         if batch == 1:
             assert weft.gathered_attention(q, k, v, **options, out=q) is q and torch.equal(q, out)
         else:
-            with pytest.raises(weft.Unsupported, match="batch of one"):
+            with pytest.raises(weft.Unsupported, match="batch of 1"):
                 weft.gathered_attention(q, k, v, **options, out=q)
-        with pytest.raises(ValueError, match="one batch"):
+        with pytest.raises(ValueError, match="same batch"):
             weft.gathered_attention(q, k.repeat(2, 1, 1, 1), v, **options)
 
     weft.spmd(main, 2, backend="emulated")
@@ -237,14 +238,14 @@ def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
     for causal, layout in ((False, "contiguous"), (True, "contiguous"), (True, "zigzag")):
         of = Shape(rows, causal=causal, layout=layout)
         for rank in range(len(rows)):
-            seen = sight(rank, rows, rows[rank], causal, layout == "zigzag")
+            seen = causal_key_ranges(rank, rows, rows[rank], causal, layout == "zigzag")
             for calls in (1, 2, 9):
                 found = torch.zeros(rows[rank], sum(rows), dtype=torch.int)
                 mine = of.positions(rank)
-                for square in seen.own:
-                    whole = torch.ones(rows[rank], square.hi - square.lo, dtype=torch.int)
-                    found[:, mine[square.lo : square.hi]] += whole.tril() if square.causal else whole
-                for first, pieces in divided(seen.others, calls):
+                for block in seen.local:
+                    whole = torch.ones(rows[rank], block.hi - block.lo, dtype=torch.int)
+                    found[:, mine[block.lo : block.hi]] += whole.tril() if block.causal else whole
+                for first, pieces in split_groups(seen.remote, calls):
                     for piece in pieces:
                         assert piece.source != rank
                         found[first:, of.positions(piece.source)[piece.lo : piece.hi]] += 1
@@ -253,7 +254,7 @@ def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
 
 def test_at_every_step_each_rank_reads_what_another_one_pushes() -> None:
     for size in (2, 3, 4, 8):
-        seen = [sight(rank, (4,) * size, 4, False, False).others[0].pieces for rank in range(size)]
+        seen = [causal_key_ranges(rank, (4,) * size, 4, False, False).remote[0].ranges for rank in range(size)]
         for step in range(size - 1):
             assert len({pieces[step].source for pieces in seen}) == size
 
@@ -262,16 +263,16 @@ def test_zigzag_shares_the_work() -> None:
     for size in (2, 4):
         work = []
         for rank in range(size):
-            seen = sight(rank, (8,) * size, 8, True, True)
-            work.append(sum((8 - first) * sum(p.hi - p.lo for p in pieces) for first, pieces in seen.others))
-            assert len(seen.others) <= 2
+            seen = causal_key_ranges(rank, (8,) * size, 8, True, True)
+            work.append(sum((8 - first) * sum(p.hi - p.lo for p in pieces) for first, pieces in seen.remote))
+            assert len(seen.remote) <= 2
         assert len(set(work)) == 1
 
 
 def test_packed_sequences_by_hand() -> None:
     """Two ranks of 6 rows, sequences of 4, 5 and 3: rank 1's queries are 3 of the second and the third."""
-    seen = packed_sight(1, (6, 6), 6, (0, 4, 9, 12), True, 0)
-    assert seen.others == ((0, ((0, 4, 6), (1, 0, 6))),)
+    seen = packed_key_ranges(1, (6, 6), 6, (0, 4, 9, 12), True, 0)
+    assert seen.remote == ((0, ((0, 4, 6), (1, 0, 6))),)
     assert seen.packed == ((0, 3, 6), (0, 5, 8), True, 0)
 
 
@@ -312,8 +313,8 @@ def test_what_is_refused() -> None:
         refused(world, "bfloat16 and float16", TypeError, q=torch.zeros(4, 4, 16))
         refused(world, "one dtype", TypeError, q=torch.zeros(4, 4, 16, dtype=HALF))
         refused(world, "must be a tensor", TypeError, q=[1])
-        refused(world, "at most as many are needed", q=(5, 4, 16), causal=True)
-        refused(world, "so as many are needed", q=(3, 4, 16), causal=True, layout="zigzag")
+        refused(world, "at most as many queries as keys", q=(5, 4, 16), causal=True)
+        refused(world, "need as many queries as keys", q=(3, 4, 16), causal=True, layout="zigzag")
         mine = 4 + world.rank
         refused(
             world, r"rows \[4, 5\] are no zigzag split of 9, which leaves the ranks \[5, 4\]",
@@ -325,7 +326,7 @@ def test_what_is_refused() -> None:
         refused(world, "contiguous layout", weft.Unsupported, causal=True, layout="zigzag", window=3)
         refused(world, "must go from 0 up to 8", cu_seqlens=[0, 4])
         refused(world, "must go from 0 up to 8", cu_seqlens=[0, 5, 4, 8])
-        refused(world, "at most as many are needed", q=(5, 4, 16), cu_seqlens=[0, 8])
+        refused(world, "at most as many queries as keys", q=(5, 4, 16), cu_seqlens=[0, 8])
         refused(world, r"rows \[4\] must name 2 ranks", rows=[4])
         refused(world, r"sinks .* must be \[4\]", sinks=torch.zeros(3))
         refused(world, "no rank has keys", k=(0, 2, 16))
@@ -419,21 +420,22 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(libraries, "CUDNN", library("first", refuses))
     monkeypatch.setattr(libraries, "FLASH", library("second", in_base_2))
-    said = {of.name: reason for of, reason in libraries.answers("forward", *given).items()}
+    said = {of.name: reason for of, reason in libraries.library_errors("forward", *given).items()}
     assert said["first"] == "no kernel" and said["second"].startswith("results are off by")
-    assert set(libraries.answers("backward", *given).values()) == {""}
+    assert set(libraries.library_errors("backward", *given).values()) == {""}
     for use in ("packed", "packed_backward"):
-        assert set(libraries.answers(use, *given).values()) == {"has none"}
+        assert set(libraries.library_errors(use, *given).values()) == {"the library has no such call"}
     wrong = replace(
         library("second", refuses),
         packed_backward=lambda of, *more: libraries.REFERENCE.packed(*of[:3], *more) * 2,
     )
     monkeypatch.setattr(libraries, "FLASH", wrong)
     assert (
-        "off by" in {of.name: reason for of, reason in libraries.answers("packed_backward", *given).items()}["second"]
+        "off by"
+        in {of.name: reason for of, reason in libraries.library_errors("packed_backward", *given).items()}["second"]
     )
     monkeypatch.setattr(libraries, "FLASH", library("second", libraries.REFERENCE.forward))
-    assert [reason for reason in libraries.answers("forward", *given).values()] == ["no kernel", ""]
+    assert [reason for reason in libraries.library_errors("forward", *given).values()] == ["no kernel", ""]
 
 
 # -- the kernels, compiled ---------------------------------------------------------------------------------------------
@@ -456,7 +458,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         weft.gathered_attention(*given.there(), **given.options(), plan=plan)
 
     by_rank = offline.launches(main, len(of.rows))
-    own = [[a for a in made if a.kernel.__module__ == segmented.merge.__module__] for made in by_rank]
+    modules = segmented.merge.__module__, sm_push_kernels.__name__
+    own = [[a for a in made if a.kernel.__module__ in modules] for made in by_rank]
     by_heads = isinstance(plan, HeadParallel)
     assert {a.kernel.__name__ for a in own[0]} == (
         {"push_blocks"} if by_heads else {"merge", "push_rows"} if plan.push_programs else {"merge"}
@@ -465,16 +468,16 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         made = compile_kernel(launch.kernel, launch.args, launch.options)
         record_property("kernel", (f"attention {name}: {launch.kernel.__name__}", made.registers, made.shared))
         offline.fits(launch, made)
-        assert ptx.broken_rules(made.ptx, lambda step: False) == [] and ptx.made_by_thread_zero(made.ptx) == []
+        assert ptx.broken_rules(made.ptx, lambda step: False) == [] and ptx.signals_not_by_thread_zero(made.ptx) == []
         found = ptx.steps_of(made.ptx)
-        moved = "outs[n]", "k + here", "v + here", "to + here", "to + plane", "x + here", "to + row"
+        moved = "outs[n]", "x + offset", "y + offset", "dst + offset", "dst + y_offset", "x + src_start", "dst + row"
         rows = [
             s for s in found if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)
         ]
         if by_heads and launch.args["x"].dtype == torch.float32:
             continue  # one number a query and head
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
-    pushes = [[offline.specialised(a) for a in made if a.kernel is segmented.push_rows] for made in own]
+    pushes = [[offline.specialised(a) for a in made if a.kernel is sm_push_kernels.push_rows] for made in own]
     assert len({repr(p) for made in pushes for p in made}) <= 1  # which rows, and whose, is not compiled in
 
 
@@ -525,9 +528,9 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
     """cuDNN reads 16 bytes at once, wherever in its memory a tensor of the user's, or the gradient, begins."""
     seen: list[bool] = []
 
-    def passed(*tensors: torch.Tensor) -> Passed:
+    def passed(*tensors: torch.Tensor) -> BackwardOperands:
         seen.extend(t.data_ptr() % 16 == 0 for t in tensors[:4] + tensors[5:])  # lse is laid by the library's own call
-        return Passed(*tensors)
+        return BackwardOperands(*tensors)
 
     def off(t: torch.Tensor) -> torch.Tensor:
         moved = t.new_empty(t.numel() + 3)[3:].view(t.shape)
@@ -542,7 +545,7 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
             grads.append(torch.autograd.grad(out, leaves, place(draw(7, *out.shape, dtype=out.dtype))))
         assert all(map(torch.equal, *grads))
 
-    monkeypatch.setattr(backward, "Passed", passed)
+    monkeypatch.setattr(backward, "BackwardOperands", passed)
     weft.spmd(main, 2, backend="emulated")
     assert len(seen) >= 20 and all(seen)
 

@@ -126,8 +126,8 @@ def states_of(world: weft.World, how: str) -> HiddenStates:
         return ShardedStates(world, own, first(own), HIDDEN.shape)
     parts = {"two parts": (5, TOKENS - 5)}.get(how, ())
     if how == "plain":
-        return ReplicatedStates(world, HIDDEN, first(HIDDEN), whole=True, allreduce_norm=all_reduce_then_norm)
-    return ReplicatedStates(world, HIDDEN, first(HIDDEN), parts, whole=how == "whole")
+        return ReplicatedStates(world, HIDDEN, first(HIDDEN), full_residual=True, allreduce_norm=all_reduce_then_norm)
+    return ReplicatedStates(world, HIDDEN, first(HIDDEN), parts, full_residual=how == "whole")
 
 
 def last_norm(world: weft.World, how: str, attention: Callable[[weft.World], EachPart], layers: int = 2) -> Tensor:

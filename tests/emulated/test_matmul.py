@@ -66,7 +66,7 @@ def test_parts_fit_the_programs_and_the_steps(tiles: int, steps: int, programs: 
         assert s.shared + -(-s.shared // s.each) * (s.parts - 1) <= programs, "programs that end a tile, and helpers"
         assert s.shared * (s.parts - 1) <= programs, "slots"
         assert 0 < s.first <= steps - (s.parts - 1), "a step for every part"
-        assert s.time >= tiles // programs * steps + s.first + H200.scale.added
+        assert s.time >= tiles // programs * steps + s.first + H200.scale.add_steps
 
 
 def test_what_is_shared() -> None:

@@ -17,7 +17,7 @@ from tests.gates import some
 from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.cache import LENGTH_STEP, LONG_PROMPT, Part
 from weft.nn.weave import LayerPlan
-from weft.ops.attention.segmented import merged
+from weft.ops.attention.segmented import merge_partials
 from weft.plans import OneShot, TwoShotPull
 
 BF16 = 2.5e-2  # of a single row of logits, after two layers
@@ -129,7 +129,7 @@ def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: p
     monkeypatch.setattr("weft.models.cache.LONG_PROMPT", 4)
     monkeypatch.setattr("weft.models.cache.LENGTH_STEP", 2)
     monkeypatch.setattr("weft.models.attention.fastest", lambda world, of: True)
-    monkeypatch.setattr("weft.models.attention.merged", lambda *a: merges.append(a) or merged(*a))
+    monkeypatch.setattr("weft.models.attention.merge_partials", lambda *a: merges.append(a) or merge_partials(*a))
     assert max(emulate(lambda world: lengthy(world, plan, long=6), 2)) < BF16
     assert len(merges) == 2 * TINY["num_hidden_layers"], "the second chunk, in every layer on both ranks"
 
@@ -273,8 +273,8 @@ def test_objects_and_dicts_are_configs() -> None:
         (dict(hidden_act="gelu"), "hidden_act 'gelu'"), (dict(attention_bias=True), "attention_bias"),
         (dict(rope_scaling={"rope_type": "yarn"}), "'yarn' is not one of"), (dict(num_key_value_heads=3), "not a multiple"),
         (dict(hidden_size=None), "no hidden_size"), (dict(head_dim=15), "head_dim 15 is odd"),
-        (dict(num_hidden_layers=0), "num_hidden_layers 0: at least 1"), (dict(num_key_value_heads=0), "num_key_value_heads 0"),
-        (dict(num_attention_heads=0, head_dim=None), "num_attention_heads 0: at least 1"),
+        (dict(num_hidden_layers=0), "num_hidden_layers 0 must be at least 1"), (dict(num_key_value_heads=0), "num_key_value_heads 0"),
+        (dict(num_attention_heads=0, head_dim=None), "num_attention_heads 0 must be at least 1"),
         (dict(rope_scaling={"factor": 8.0}), "has no rope_type"),
         (dict(rope_scaling={"type": "linear"}), "'linear' has no factor"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}), "no high_freq_factor, original"),
@@ -389,11 +389,11 @@ def test_graphs_of_a_full_budget_are_few() -> None:
             rest = budget - singles
             lengths = (1,) * singles + tuple(n for n in (rest - rest // 2, rest // 2) if n)
             graphs.prepare(torch.arange(budget), Batch(lengths, (0,) * len(lengths), tuple(range(len(lengths)))))
-        assert len(graphs._made) <= 2 * len(sizes) + 1
-        assert {tokens for tokens, *_ in graphs._made} == {budget}
-        graphs._made.clear()
+        assert len(graphs._captured) <= 2 * len(sizes) + 1
+        assert {tokens for tokens, *_ in graphs._captured} == {budget}
+        graphs._captured.clear()
         graphs.prepare(torch.arange(8), Batch((1, 1, 1, 5), (0,) * 4, (0, 1, 2, 3)))
-        assert [tokens for tokens, *_ in graphs._made] == [8], "no more rows than the tokens need"
+        assert [tokens for tokens, *_ in graphs._captured] == [8], "no more rows than the tokens need"
 
     emulate(main, 1)
 

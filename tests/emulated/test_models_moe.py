@@ -291,8 +291,8 @@ def test_configs_with_experts() -> None:
     assert Config.of(MIXTURES["qwen2_moe"]).mixture == Mixture(8, 3, 40, False, 72)
     assert Config.of(DENSE["qwen2"] | dict(sliding_window=4096, use_sliding_window=False)).qkv_bias
     for wrong, says in (
-        (dict(num_experts_per_tok=9), "9 experts a token, of 8"), (dict(num_experts=None), "config has no num_local_experts"),
-        (dict(moe_intermediate_size=0), "middle is at least 1"),
+        (dict(num_experts_per_tok=9), "top_k 9 must be from 1 to the 8 experts"), (dict(num_experts=None), "config has no num_local_experts"),
+        (dict(moe_intermediate_size=0), "intermediate_size must be at least 1"),
         (dict(sliding_window=64, use_sliding_window=True), "sliding_window=64 is not computed"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):

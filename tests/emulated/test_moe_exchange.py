@@ -84,7 +84,7 @@ def test_two_under_way_on_two_streams(layout: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(4), 1))
 def test_a_slot_on_changing_streams(seed: int) -> None:
-    """Calls one by one, on the streams in turn: those of a slot follow one another wherever they come."""
+    """Calls one by one, on the streams in turn: those of a buffer follow one another on whatever streams."""
     assert wrong(2, seed, 0.2, calls=4, flight=1, streams=STREAMS, ids_of=in_turn) == 0
 
 
@@ -94,7 +94,7 @@ def test_what_finds_no_place_is_dropped_and_counted(max_m: int) -> None:
     assert wrong(2, layout="masked", max_m=max_m, tokens=(20, 13), ids_of=in_turn) == 0
 
 
-def test_what_is_left_out_of_a_slot_that_was_full_adds_nothing() -> None:
+def test_what_is_left_out_of_a_buffer_that_was_full_adds_nothing() -> None:
     assert wrong(2, layout="masked", max_m=13, tokens=(20, 13), ids_of=overfull, calls=3, flight=1) == 0
 
 
@@ -143,24 +143,24 @@ def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
 
 
 def test_handles() -> None:
-    """Two under way; used once, in their order, in their World; the caller may choose the slot."""
+    """Two handles may be pending; each is used once, in their order, in its World; the caller may choose the buffer."""
 
     def rank(world: weft.World) -> None:
         given = routed(world)
         (a, first), (b, second) = (moe.dispatch(*given, experts=4, world=world) for _ in range(2))
-        assert (first.slot, second.slot) == (0, 1)
-        with pytest.raises(weft.WeftError, match=r"slots \[0, 1\] are under way; a handle has to be combined"):
+        assert (first.buffer_index, second.buffer_index) == (0, 1)
+        with pytest.raises(weft.WeftError, match=r"buffers \[0, 1\] are in use; a handle has to be combined"):
             moe.dispatch(*given, experts=4, world=world)
-        with pytest.raises(weft.WeftError, match="slot 1 out of order: that of slot 0 was dispatched before"):
+        with pytest.raises(weft.WeftError, match="buffer 1 is out of order: that of buffer 0 was dispatched before"):
             moe.combine(b, second)
         one = moe.combine(a, first).clone()
-        with pytest.raises(weft.WeftError, match="slot 0 was combined already"):
+        with pytest.raises(weft.WeftError, match="buffer 0 was combined already"):
             moe.combine(a, first)
-        with pytest.raises(weft.WeftError, match="slot 1 is under way"):
-            moe.dispatch(*given, experts=4, world=world, slot=1)
+        with pytest.raises(weft.WeftError, match="buffer 1 is in use"):
+            moe.dispatch(*given, experts=4, world=world, buffer_index=1)
         assert torch.equal(moe.combine(b, second), one)
-        a, first = moe.dispatch(*given, experts=4, world=world, slot=1)
-        assert first.slot == 1
+        a, first = moe.dispatch(*given, experts=4, world=world, buffer_index=1)
+        assert first.buffer_index == 1
         with pytest.raises(weft.WeftError, match=r"the handle is of World\(rank="):
             moe.combine(a, first, world=weft.World(world.backend))
         with pytest.raises(TypeError, match="must be what weft.moe.dispatch returned, got int"):
@@ -176,7 +176,7 @@ def rank_calls(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
 
 
 def test_handles_outlive_a_mismatch_that_is_caught() -> None:
-    """The slot stays taken, and the handle is combined."""
+    """The buffer stays in use, and the handle is combined."""
 
     def rank(world: weft.World) -> None:
         given = routed(world)
@@ -186,7 +186,7 @@ def test_handles_outlive_a_mismatch_that_is_caught() -> None:
             weft.all_reduce(draw(0, 8 + 8 * world.rank, 64), world=world)
             world.synchronize()
         more, second = moe.dispatch(*given, experts=4, world=world)
-        assert (first.slot, second.slot) == (0, 1)
+        assert (first.buffer_index, second.buffer_index) == (0, 1)
         assert torch.equal(moe.combine(rows, first), want) and torch.equal(moe.combine(more, second), want)
 
     rank_calls(rank)
@@ -209,7 +209,7 @@ def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int
             with pytest.raises(weft.WeftError, match="out of order"):
                 second.cancel()
             first.cancel()
-            with pytest.raises(weft.WeftError, match="slot 0 was combined already"):
+            with pytest.raises(weft.WeftError, match="buffer 0 was combined already"):
                 first.cancel()
             assert torch.equal(moe.combine(rows, second), want)
         for _ in range(3):
@@ -237,7 +237,7 @@ def test_a_gradient_of_the_experts_alone_gives_its_slot_back() -> None:
             else:
                 y.float().sum().backward()
                 assert torch.equal(scale.grad, got) and x.grad is not None and x.grad.any()
-        assert not op.under_way(world)
+        assert not op.pending_dispatches(world)
 
     rank_calls(rank)
 
@@ -282,7 +282,7 @@ def test_errors_quote_what_was_given() -> None:
         refused(ValueError, "max_m 8 is a number of rows, of layout", max_m=8)
         refused(ValueError, "no multiple of 8", x=draw(1, 6, 36))
         refused(ValueError, "rows .* must name 2 ranks", rows=[6])
-        refused(ValueError, "slot 2 is not 0, 1 or None", slot=2)
+        refused(ValueError, "buffer_index 2 is not 0, 1 or None", buffer_index=2)
         refused(ValueError, "k 5 of ids", ids=torch.zeros(6, 5, dtype=torch.int32), weights=torch.zeros(6, 5))
         rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
         for error, match, y, more in (
@@ -338,7 +338,7 @@ ALL = ("x", "weights", "w1", "w2")
     ids=str,
 )  # fmt: skip
 def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options: dict[str, Any]) -> None:
-    """Forward and backward, without a break: the bits of eager calls, and of calls one by one; no slot is left taken."""
+    """Forward and backward, without a break: the bits of eager calls, and of calls one by one; no buffer stays in use."""
 
     def rank(world: weft.World) -> None:
         given, local = routed(world), 4 // world.size
@@ -348,7 +348,7 @@ def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options
         for way in (two_under_way, torch.compile(two_under_way, backend="aot_eager", fullgraph=True)):
             got = trained(world, way, given, w1, w2, wants, **options)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), way
-        assert not op.under_way(world)
+        assert not op.pending_dispatches(world)
 
     torch._dynamo.reset()
     weft.spmd(rank, ranks, backend="emulated")
@@ -400,7 +400,7 @@ def test_what_a_backward_pass_keeps_of_them_may_be_made_again_or_moved(way: str)
         given, w1, w2 = routed(world), draw(3 + world.rank, 2, 32, 16), draw(5 + world.rank, 2, 16, 32)
         want = trained(world, one_by_one, given, w1, w2)
         assert all(torch.equal(a, b) for a, b in zip(trained(world, WAYS[way], given, w1, w2), want, strict=True))
-        assert not op.under_way(world)
+        assert not op.pending_dispatches(world)
 
     torch._dynamo.reset()
     weft.spmd(rank, 2, backend="emulated")
@@ -443,16 +443,16 @@ def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k:
         text = WAITING.get(name)
         waits = lambda step: text is not None and text in step.source  # noqa: B023, E731
         assert any(waits(step) for step in ptx.steps_of(compiled.ptx)) == (text is not None)
-        assert ptx.broken_rules(compiled.ptx, waits) == [] and ptx.made_by_thread_zero(compiled.ptx) == []
+        assert ptx.broken_rules(compiled.ptx, waits) == [] and ptx.signals_not_by_thread_zero(compiled.ptx) == []
     assert len(made) == 7 + (layout == "masked")
     an_sm = {name: -(-a.grid // offline.SMS) for name, (a, _) in made.items()}
     held = {n: an_sm[n] * -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for n, (a, c) in made.items()}
     waiting = max(held[name] for name in WAITING if name != "combine_rows")
-    assert 2 * waiting + held["dispatch_rows"] <= 65536, f"two slots wait, and none could send: {held}"
+    assert 2 * waiting + held["dispatch_rows"] <= 65536, f"two buffers wait, and none could send: {held}"
     rows = [
         s
         for s in ptx.steps_of(made["place_rows"][1].ptx)
-        if "st.global" in s.text and "tl.store(rows + at, part" in s.source
+        if "st.global" in s.text and "tl.store(rows + offsets, part" in s.source
     ]
     assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
     for others in by_rank[1:]:

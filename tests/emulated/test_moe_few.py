@@ -50,7 +50,7 @@ def test_what_a_plan_cannot_serve() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
         assert low_latency.fits(world, layer, S) is None
-        assert "more than 8192" in str(low_latency.fits(world, replace(layer, capacity=4096), S))
+        assert "more than 8192" in str(low_latency.fits(world, replace(layer, max_tokens_per_rank=4096), S))
         assert "tiles of 64 columns" in str(low_latency.fits(world, layer, changed(S, block_n=64)))
         assert "I 20" in str(low_latency.fits(world, replace(layer, inner=20), S))
 
@@ -89,7 +89,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 def awaited(step: Any) -> bool:
     """Loads of what other ranks write; of rows by their first GEMM, whose wait is in its launch."""
-    return any(text in step.source for text in ("tl.load(at + k", "tl.load(outbox", "tl.load(here"))
+    return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(outbox", "tl.load(id_addresses"))
 
 
 @pytest.mark.gate
@@ -106,7 +106,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         if i != 1:  # the second's rows, and ids, are of the launch before
             assert any(awaited(step) for step in ptx.steps_of(k.ptx))
             assert ptx.broken_rules(k.ptx, awaited) == []
-        assert ptx.made_by_thread_zero(k.ptx) == [] and "fence.proxy.async;" not in k.ptx
+        assert ptx.signals_not_by_thread_zero(k.ptx) == [] and "fence.proxy.async;" not in k.ptx
         for others in by_rank[1:]:
             assert offline.specialised(launch) == offline.specialised(others[i])
     assert len(by_rank[0]) == 3

@@ -73,10 +73,10 @@ def test_memory_is_what_a_call_takes() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
         of, want = fused.plan_state(world, layer, S), dispatched.memory(world, layer, S.tile.block_m)
-        at, routes = dispatched.space(world, layer, of.rows), of.filling.routes
+        at, routes = dispatched.make_workspace(world, layer, of.rows), of.builder.routes
         shared = (at.inbox, at.outbox, routes.shared_ids, routes.shared_weights)
         assert sum(t.local.nbytes for t in shared) == want.symmetric
-        assert sum(t.nbytes for t in (of.tables.slots, of.tables.sources, of.tables.tiles)) == want.tables
+        assert sum(t.nbytes for t in (of.tables.route_rows, of.tables.sources, of.tables.tiles)) == want.tables
         assert at.hidden.nbytes + at.y.nbytes == want.scratch
 
     weft.spmd(rank, 2, backend="emulated")
@@ -115,7 +115,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 def awaited(step: Any) -> bool:
     """Loads of what other programs or ranks write."""
-    return any(text in step.source for text in ("tl.load(at + k", "tl.load(y +", "tl.load(outbox"))
+    return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(y +", "tl.load(outbox"))
 
 
 @pytest.mark.gate
@@ -128,10 +128,10 @@ def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Cal
     record_property("kernel", (f"moe fused {name}", k.registers, k.shared))
     offline.fits(launch, k)
     assert "wgmma.mma_async" in k.ptx and any(awaited(step) for step in ptx.steps_of(k.ptx))
-    assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.made_by_thread_zero(k.ptx) == []
+    assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
     assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
     dispatched, tile = ptx.steps_of(k.ptx), plan.tile
-    gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in dispatched)
+    gathered = sum("cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in dispatched)
     assert gathered == tile.stages * tile.block_m * tile.block_k * 2 // (tile.warps * 32 * 16)
     assert sum("cp.async.bulk.tensor.2d.shared" in s.text for s in dispatched) == 3 * tile.stages
     for others in by_rank[1:]:

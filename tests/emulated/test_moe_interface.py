@@ -125,7 +125,7 @@ def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> No
         assert received.tolist() == ([0, 80, 0, 0] if world.rank == 0 else [0, 0, 0, 0])
         if world.rank == 0:
             with pytest.raises(
-                weft.Overflow, match="rank 0: 20 rows more came to its experts than max_rows .or max_m. has room for"
+                weft.Overflow, match="rank 0: its experts received 20 rows more than max_rows .or max_m. has room for"
             ):
                 world.synchronize()
         world.synchronize()  # it is said once
@@ -158,7 +158,7 @@ def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
         own = Model(world, LAYER, False).own[:2]
         moe.moe(*all_to(world, 4, 50), *own, max_rows=0, world=world)
         if world.rank == 1:
-            with pytest.raises(weft.Overflow, match="rank 1: 36 rows"):
+            with pytest.raises(weft.Overflow, match="rank 1: its experts received 36 rows"):
                 weft.silu_mul(torch.ones(2, 32, dtype=torch.bfloat16), world=world)
 
     emulate(main)
@@ -295,7 +295,9 @@ def test_an_expert_that_comes_twice_counts_twice(plan: str) -> None:
             ids = torch.zeros(t, 2, dtype=torch.int32)
             y = moe.moe(x[:t], ids, weights[:t], *model.own[:2], world=world, plan=plan)
             if t == 40 and plan == "dispatched" and world.rank == 0:
-                with pytest.raises(weft.Overflow, match="rank 0: 64 rows"):  # 160 came, room is for 80 and a tile
+                with pytest.raises(
+                    weft.Overflow, match="rank 0: its experts received 64 rows"
+                ):  # 160 came, room is for 80 and a tile
                     world.synchronize()
                 continue
             world.synchronize()
@@ -338,14 +340,14 @@ def test_a_limit_on_what_every_expert_takes(
         k, -1
     ).indices.int() - int(k > 1)
     weights = torch.randint(0, 5, (tokens, k), generator=g) / 4
-    got, dropped = moe.limit(ids, weights, experts, factor, drop=drop)
+    got, dropped = moe.apply_capacity(ids, weights, experts, factor, drop=drop)
     want = limited(ids.tolist(), weights.tolist(), experts, most, drop)
     assert (got.tolist(), dropped.tolist()) == want and got.dtype == dropped.dtype == torch.int32
     assert tokens < 30 or dropped.sum() > 0
 
 
 def test_a_limit_is_not_rounded_up_by_an_error_of_float64() -> None:
-    got, dropped = moe.limit(torch.zeros(20, 1, dtype=torch.int32), torch.ones(20, 1), 2, 1.1)
+    got, dropped = moe.apply_capacity(torch.zeros(20, 1, dtype=torch.int32), torch.ones(20, 1), 2, 1.1)
     assert (got >= 0).sum() == 11 and dropped.tolist() == [9, 0]
 
 
@@ -358,19 +360,19 @@ def test_what_a_limit_refuses() -> None:
         (ValueError, "'last' is not one of", (ids, weights, 4, 1.0), dict(drop="last")),
     ):
         with pytest.raises(error, match=match):
-            moe.limit(*given_, **more)  # type: ignore[arg-type]
+            moe.apply_capacity(*given_, **more)  # type: ignore[arg-type]
 
 
 def test_physical_experts_by_token() -> None:
     def main(world: weft.World) -> None:
         ids = torch.tensor([[0, 1], [0, 2], [2, -1], [0, 7]], dtype=torch.int32)
         one = torch.tensor([2, 0, 1], dtype=torch.int32)
-        assert moe.place(ids, one, world=world).tolist() == [[2, 0], [2, 1], [1, -1], [2, -1]]
+        assert moe.expert_placement(ids, one, world=world).tolist() == [[2, 0], [2, 1], [1, -1], [2, -1]]
         many = torch.tensor([[4, 0, 3], [1, -1, -1], [2, 5, -1]], dtype=torch.int32)
-        got = moe.place(ids, many, world=world).tolist()
+        got = moe.expert_placement(ids, many, world=world).tolist()
         assert got == ([[4, 1], [0, 5], [2, -1], [4, -1]] if world.rank == 0 else [[0, 1], [3, 2], [5, -1], [0, -1]])
         with pytest.raises(ValueError, match="must be int32"):
-            moe.place(ids, many.long(), world=world)
+            moe.expert_placement(ids, many.long(), world=world)
 
     emulate(main)
 

@@ -81,7 +81,7 @@ def layer_case(world: weft.World, plan: str, keep: str | None, bad: float) -> li
 
 
 def halves_case(world: weft.World, plan: str, keep: str, bad: float) -> list[torch.Tensor]:
-    model = Model(world, Layer(T, 4, 2, H, 32, BF), True, sharing=world.size)
+    model = Model(world, Layer(T, 4, 2, H, 32, BF), True, tp_size=world.size)
     w13, w2, b13, b2 = (None if t is None else t.clone().requires_grad_() for t in model.own)
     given = leaves(routed(world, bad), True)
     common: dict[str, Any] = dict(world=world, plan=plan)

@@ -29,7 +29,7 @@ BOUND = 1.2e-2
 def bits(world: weft.World) -> list[torch.Tensor]:
     """Of the same call by everything that may be kept: the result and the gradients."""
     layer = Layer(5, 4, 2, 32, 16 * world.size, BF)
-    model = Model(world, layer, True, sharing=world.size)
+    model = Model(world, layer, True, tp_size=world.size)
     given = routed(0, world.rank, 5, layer, world.size, at_random)
     kept = []
     for keep in (*moe.KEEPS, "rows"):
@@ -51,7 +51,7 @@ def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
 def between_and_twice(world: weft.World, plan: str) -> float:
     """The first half is not differentiable by itself alone: of its result times a scale, by two second halves on the same rows."""
     layer = Layer(9, 4, 2, 32, 16 * world.size, BF)
-    model = Model(world, layer, False, sharing=world.size)
+    model = Model(world, layer, False, tp_size=world.size)
     x, ids, weights, _, dy = routed(0, world.rank, 9, layer, world.size, at_random)
     w, common = model.own, dict(world=world, plan=plan)
     errors = []
@@ -111,7 +111,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     def main(world: weft.World) -> None:
         block = world.scale.interleave
         n, t = i if activation == "gelu" else -(-i // block) * 2 * block, 30 + world.rank
-        layer = Split(64, e, k, h, i, dtype, activation, sharing=world.size)
+        layer = Split(64, e, k, h, i, dtype, activation, tp_size=world.size)
 
         def held(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype)
@@ -129,7 +129,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     return main
 
 
-AWAITED = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox", "grouped_gemm_in": "tl.load(at + k"}  # fmt: skip
+AWAITED = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox", "grouped_gemm_in": "tl.load(pointers + k"}  # fmt: skip
 
 
 @pytest.mark.gate
@@ -152,7 +152,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         def waits(step: Any, text: str | None = text) -> bool:
             return text is not None and text in step.source
 
-        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.made_by_thread_zero(k.ptx) == []
+        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
     biases, keep = CASES[name][6], CASES[name][8]
     missing = (set() if biases else {"row_sums"}) | ({"keep_shards"} if keep == "nothing" else set())
     assert NEW - missing <= set(made)

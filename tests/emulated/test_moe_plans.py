@@ -41,8 +41,8 @@ SEQUENTIAL = Way(both_halves, "sequential", 1.2e-2, 16)
 
 def right(way: Way, ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> bool:
     """Whether all results are within the bound."""
-    sharing = {"sharing": ranks} if way.run is both_halves else {}
-    case = dict(inner=way.inner, plan=way.plan) | sharing | case
+    tp_size = {"tp_size": ranks} if way.run is both_halves else {}
+    case = dict(inner=way.inner, plan=way.plan) | tp_size | case
     errors = weft.spmd(
         lambda world: layer_case(world, way.run, **case), ranks, backend="emulated", seed=seed, preempt=preempt
     )
@@ -65,10 +65,10 @@ def test_any_world(name: str, world: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("way", [WAYS["columns"], SEQUENTIAL], ids=["columns", "sequential"])
-@pytest.mark.parametrize(("ranks", "sharing"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
-def test_columns_in_any_world(ranks: int, sharing: int, way: Way) -> None:
+@pytest.mark.parametrize(("ranks", "tp_size"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
+def test_columns_in_any_world(ranks: int, tp_size: int, way: Way) -> None:
     """Also mixed, of experts that only some of the ranks share; and each with experts of its own."""
-    assert right(way, ranks, sharing=sharing, inner=16 * ranks // sharing)
+    assert right(way, ranks, tp_size=tp_size, inner=16 * ranks // tp_size)
 
 
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)

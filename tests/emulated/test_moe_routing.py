@@ -12,7 +12,7 @@ import torch
 import weft
 from tests.emulated.cases_routing import Ids, Layer, copied, drawn, numbers, reference, routing
 from tests.gates import some
-from weft.ops.moe.routing.route_tables import rows_of, share, tables
+from weft.ops.moe.routing.route_tables import build_tables, rows_of, share
 
 
 def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **options: Any) -> None:
@@ -86,16 +86,18 @@ def test_layers_of_several_sizes_take_turns() -> None:
         made = []
         for n, (layer, name) in enumerate([(first, None), (second, None), (first, "b"), (first, None), (first, "b")]):
             ids = torch.tensor(drawn(layer, 2 * n + 1)[world.rank], dtype=torch.int32)
-            ids_all, _ = share(world, ids, ids.float(), layer.capacity)
-            out = tables(world, ids_all, layer.experts, layer.capacity, layer.block_m, name=name)
+            ids_all, _ = share(world, ids, ids.float(), layer.max_tokens_per_rank)
+            out = build_tables(world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, name=name)
             made.append(copied(world, out))
             world.barrier()
         world.synchronize()
-        return [numbers(tables) for tables in made]
+        return [numbers(build_tables) for build_tables in made]
 
     for rank, made in enumerate(weft.spmd(main, 2, backend="emulated")):
         want = [reference(layer, rank, drawn(layer, 2 * n + 1)) for n, layer in enumerate([first, second, first, first, first])]  # fmt: skip
-        assert all(m["slots"] == w["slots"] and m["offsets"] == w["offsets"] for m, w in zip(made, want, strict=True))
+        assert all(
+            m["route_rows"] == w["route_rows"] and m["offsets"] == w["offsets"] for m, w in zip(made, want, strict=True)
+        )
         added = [w["touched"] for w in want]
         assert [made[1]["targets"], made[2]["targets"]] == [added[1], added[2]]
         assert made[3]["targets"] == [a + b for a, b in zip(added[0], added[3], strict=True)]
@@ -105,7 +107,7 @@ def test_layers_of_several_sizes_take_turns() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     def main(world: weft.World) -> None:
         ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
-        with pytest.raises(ValueError, match="capacity 2 is too small"):
+        with pytest.raises(ValueError, match="max_tokens_per_rank 2 must be an int and at least T"):
             share(world, ids, weights, 2)
         with pytest.raises(ValueError, match="weights must be"):
             share(world, ids, weights[:2], 3)
@@ -115,12 +117,12 @@ def test_what_does_not_fit_is_refused() -> None:
             share(world, ids, weights.half(), 3)
         ids_all, _ = share(world, ids, weights, 3)
         with pytest.raises(ValueError, match=r"must be int32 \[2, 4, k\]"):
-            tables(world, ids_all, 2, 4, 4)
+            build_tables(world, ids_all, 2, 4, 4)
         with pytest.raises(ValueError, match="not what `share` returned"):
-            tables(world, ids_all.clone(), 2, 3, 4)
+            build_tables(world, ids_all.clone(), 2, 3, 4)
         with pytest.raises(ValueError, match="0 experts"):
-            tables(world, ids_all, 0, 3, 4)
-        tables(world, ids_all, 2, 3, 4)
+            build_tables(world, ids_all, 0, 3, 4)
+        build_tables(world, ids_all, 2, 3, 4)
         assert rows_of(world, 3, 2, 2, 4) == 12 + 8
 
     weft.spmd(main, 2, backend="emulated")

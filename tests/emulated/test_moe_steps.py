@@ -18,7 +18,15 @@ from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.expert_parallel import kernels
-from weft.ops.moe.expert_parallel.dispatched import SEND, SUM, fits, plan_state, run_dispatched, scratch, waves
+from weft.ops.moe.expert_parallel.dispatched import (
+    COMBINE_REGISTERS,
+    DISPATCH_REGISTERS,
+    fits,
+    plan_state,
+    run_dispatched,
+    scratch,
+    step_counters,
+)
 from weft.plans import Dispatched, GemmTile, Plan
 from weft.scale import SMALL_DISPATCHED
 
@@ -77,7 +85,11 @@ def test_memory_grows_and_is_shared() -> None:
 def test_counters_are_those_of_their_targets() -> None:
     def main(world: weft.World) -> None:
         one, other = world.zeros((2,), torch.int32), world.zeros((2,), torch.int32)
-        assert waves(world, one).data_ptr() == waves(world, one).data_ptr() != waves(world, other).data_ptr()
+        assert (
+            step_counters(world, one).data_ptr()
+            == step_counters(world, one).data_ptr()
+            != step_counters(world, other).data_ptr()
+        )
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -117,7 +129,7 @@ def test_a_plan_as_text() -> None:
 def test_tables_by_hand() -> None:
     """Of rank 1 of 2, with one expert of its own, rows in the order of its waves: its own first."""
     made = tables_of(torch.tensor([[[1], [0], [1]], [[-1], [1], [1]]]), 1, 1, 8, 2)
-    assert made["slots"].tolist() == [2, -1, 3, -1, 0, 1]
+    assert made["route_rows"].tolist() == [2, -1, 3, -1, 0, 1]
     assert made["sources"].tolist() == [4, 5, 0, 2, -1, -1, -1, -1]
     assert made["tiles"].tolist() == [[0, 0, 0, 0], [2, 0, 1, 1]]
     assert made["targets"].tolist() == [1, 1] and made["offsets"].tolist() == [0, 4]
@@ -168,7 +180,11 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 def awaited(name: str) -> Callable[[Any], bool]:
     """Loads of what other programs or ranks write."""
-    text = {"grouped_gemm_in": "tl.load(at + k", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox"}.get(name)
+    text = {
+        "grouped_gemm_in": "tl.load(pointers + k",
+        "combine_rows": "tl.load(y +",
+        "sum_ranks": "tl.load(outbox",
+    }.get(name)
     return lambda step: text is not None and text in step.source
 
 
@@ -189,7 +205,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         assert any(waits(step) for step in ptx.steps_of(k.ptx)) == (
             kernel in ("grouped_gemm_in", "combine_rows", "sum_ranks")
         )
-        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.made_by_thread_zero(k.ptx) == []
+        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
         assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
     assert len(made) == 5 + 3, "of the layer, and of its routes"
     tiles_come_as_planned(made, plan)
@@ -209,7 +225,9 @@ def tiles_come_as_planned(made: dict[str, tuple[Any, Compiled]], plan: Dispatche
     stages = {name: launch.options["num_stages"] for name, (launch, _) in made.items() if "gemm" in name}
     assert bulk["grouped_gemm_in"] == stages["grouped_gemm_in"]
     assert bulk["grouped_gemm_out"] == 2 * stages["grouped_gemm_out"]
-    gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps["grouped_gemm_in"])
+    gathered = sum(
+        "cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in steps["grouped_gemm_in"]
+    )
     assert gathered == stages["grouped_gemm_in"] * plan.tile.block_m * plan.tile.block_k * 2 // (
         plan.tile.warps * 32 * 16
     )
@@ -234,11 +252,16 @@ def test_stages_leave_room_for_the_side() -> None:
     def main(world: weft.World) -> None:
         of = plan_state(world, Layer(8, 4, 2, 2048, 24, BF), Dispatched())
         found = [
-            of.gemm(SEND, columns, sending)["num_stages"]
+            of.gemm(DISPATCH_REGISTERS, columns, sending)["num_stages"]
             for columns, sending in ((64, True), (128, True), (128, False))
         ]
         assert found == [4, 3, 4]
-        assert plan_state(world, of.layer, Dispatched(tile=GemmTile(stages=2))).gemm(SEND, 64, True)["num_stages"] == 2
+        assert (
+            plan_state(world, of.layer, Dispatched(tile=GemmTile(stages=2))).gemm(DISPATCH_REGISTERS, 64, True)[
+                "num_stages"
+            ]
+            == 2
+        )
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -247,6 +270,9 @@ def test_registers_leave_room_for_the_side() -> None:
     def main(world: weft.World) -> None:
         for plan, first, second in ((Dispatched(), 208, 192), (Dispatched(tile=GemmTile(stages=4, warps=4)), 255, 255)):
             of = plan_state(world, Layer(8, 4, 2, 32, 24, BF), plan)
-            assert [of.gemm(side, 128, True)["maxnreg"] for side in (SEND, SUM)] == [first, second]
+            assert [of.gemm(side, 128, True)["maxnreg"] for side in (DISPATCH_REGISTERS, COMBINE_REGISTERS)] == [
+                first,
+                second,
+            ]
 
     weft.spmd(main, 2, backend="emulated")

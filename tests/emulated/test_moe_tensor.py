@@ -27,18 +27,18 @@ from weft.scale import SMALL_DISPATCHED_COLUMNS as S
 BOUND = 1.2e-2  # roundings to bf16 on the way: of a route's result, and of each rank's sum
 
 
-@pytest.mark.parametrize("sharing", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-def test_the_routes(plan: str, sharing: int) -> None:
-    weft.spmd(lambda world: routes_case(world, plan, (20, 7), sharing), 2, backend="emulated")
-    weft.spmd(lambda world: routes_case(world, plan, (20, 0), sharing, some_nowhere), 2, backend="emulated")
+def test_the_routes(plan: str, tp_size: int) -> None:
+    weft.spmd(lambda world: routes_case(world, plan, (20, 7), tp_size), 2, backend="emulated")
+    weft.spmd(lambda world: routes_case(world, plan, (20, 0), tp_size, some_nowhere), 2, backend="emulated")
 
 
 def one(world: weft.World, seed: int = 0, **changes: Any) -> tuple[Model, tuple[torch.Tensor, ...]]:
     """A layer of 6 tokens a rank, and what is routed to it."""
-    sizes = dict(capacity=6, experts=4, k=2, hidden=32, inner=16 * world.size, dtype=torch.bfloat16)
+    sizes = dict(max_tokens_per_rank=6, experts=4, k=2, hidden=32, inner=16 * world.size, dtype=torch.bfloat16)
     layer = Layer(**sizes | changes)  # type: ignore[arg-type]
-    return Model(world, layer, False, sharing=world.size), operands_of(layer, world, 6, seed, at_random)
+    return Model(world, layer, False, tp_size=world.size), operands_of(layer, world, 6, seed, at_random)
 
 
 def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_errors_quote_what_was_given() -> None:
         first(ValueError, "w13 .* is not what weft.moe.pack makes", w13=w.w13.flatten(1, 3))
         first(ValueError, "not what weft.moe.pack makes of 40 columns", inner=40)
         first(ValueError, "k 9 of ids", ids=torch.zeros(6, 9, dtype=torch.int32), weights=torch.zeros(6, 9))
-        first(ValueError, "sharing 3 does not divide 2 ranks", sharing=3)
+        first(ValueError, "tp_size 3 does not divide 2 ranks", tp_size=3)
         first(ValueError, "rows .* must name 2 ranks", rows=[6])
         first(ValueError, "keep 'all' is not one of", x=x.clone().requires_grad_(), keep="all")
         first(ValueError, "out= has no gradient", x=x.clone().requires_grad_(), out=x)
@@ -171,7 +171,7 @@ def test_what_a_plan_cannot_serve_is_sequential(caplog: pytest.LogCaptureFixture
     """Said once, with the reason."""
 
     def error(**case: Any) -> float:
-        case = dict(inner=16, sharing=2, calls=1) | case
+        case = dict(inner=16, tp_size=2, calls=1) | case
         return max(weft.spmd(lambda world: layer_case(world, both_halves, **case), 2, backend="emulated"))
 
     assert error(plan=S, hidden=36) < BOUND
@@ -231,7 +231,7 @@ def held(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype)
 
 
-AWAITED = {"grouped_gemm_in": "tl.load(at + k", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox"}
+AWAITED = {"grouped_gemm_in": "tl.load(pointers + k", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox"}
 
 
 @pytest.mark.gate
@@ -253,7 +253,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
             return text is not None and text in step.source
 
         assert any(waits(step) for step in ptx.steps_of(k.ptx)) == (kernel in AWAITED)
-        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.made_by_thread_zero(k.ptx) == []
+        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
     assert len(made) == 8
     pipelined(made, plan)
     for small, large in (("push_shard", "grouped_gemm_in"), ("combine_rows", "grouped_gemm_out")):
@@ -269,7 +269,9 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 def pipelined(made: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) -> None:
     """Both operands in as many stages as planned: by TMA, or gathered in whole 16-byte words; and shards in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in made.items()}
-    gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps["grouped_gemm_in"])
+    gathered = sum(
+        "cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in steps["grouped_gemm_in"]
+    )
     assert gathered == made["grouped_gemm_in"][0].options["num_stages"] * plan.tile.block_m * plan.tile.block_k * 2 // (
         plan.tile.warps * 32 * 16
     )

@@ -35,7 +35,7 @@ WAYS: dict[str, tuple[Run, dict[str, Any]]] = {"whole": (whole_experts, {}), "co
 def right(way: str, ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> bool:
     """Whether all gradients are within the bound."""
     run, sizes = WAYS[way]
-    case = sizes | (dict(sharing=ranks) if way == "columns" else {}) | case
+    case = sizes | (dict(tp_size=ranks) if way == "columns" else {}) | case
     errors = weft.spmd(
         lambda world: training_case(world, run, **case), ranks, backend="emulated", seed=seed, preempt=preempt
     )
@@ -44,7 +44,7 @@ def right(way: str, ranks: int, seed: int = 0, preempt: float = 0.05, **case: An
 
 WORLDS: list[tuple[str, int, dict[str, Any]]] = [
     ("whole", 1, dict(experts=3)), ("whole", 2, dict()), ("whole", 4, dict(experts=8, k=3, calls=2)),
-    ("columns", 1, dict()), ("columns", 2, dict()), ("columns", 3, dict(calls=1)), ("columns", 4, dict(sharing=2, calls=1)),
+    ("columns", 1, dict()), ("columns", 2, dict()), ("columns", 3, dict(calls=1)), ("columns", 4, dict(tp_size=2, calls=1)),
 ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_schedules_of_columns(seed: int) -> None:
 def test_no_tokens_at_all() -> None:
     """Gradients that are zero: no error is relative to them."""
     for wants in (("x", "weights", "shared"), NAMES):
-        case = dict(inner=16, sharing=2, tokens=(0,), calls=1, wants=wants)
+        case = dict(inner=16, tp_size=2, tokens=(0,), calls=1, wants=wants)
         errors = weft.spmd(lambda world, case=case: training_case(world, both_halves, **case), 2, backend="emulated")
         assert all(error == 0 for rank in errors for error in rank.values())
 
@@ -289,7 +289,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         record_property("kernel", (f"moe backward {name}: {kernel}", k.registers, k.shared))
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == (kernel in ("grouped_gemm_out", "grouped_wgrad"))
-        assert ptx.broken_rules(k.ptx, awaited(kernel)) == [] and ptx.made_by_thread_zero(k.ptx) == []
+        assert ptx.broken_rules(k.ptx, awaited(kernel)) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
     assert NEW - (set() if CASES[name][1] else {"row_sums"}) <= set(made)
     for small in ("dispatch_rows", "combine_rows"):
         for large in ("grouped_gemm_out", "grouped_wgrad"):

@@ -26,6 +26,7 @@ from tests.emulated.cases_all_reduce import PLANS
 from tests.emulated.cases_attention import Given, Shape, attention, attention_case
 from tests.emulated.cases_dispatch_combine import exchange_case, overfull
 from tests.emulated.cases_expert_parallel import no_room_case, steps, whole_experts
+from tests.emulated.cases_fp8 import factors, wanted
 from tests.emulated.cases_moe import in_turn, layer_case, training_case
 from tests.emulated.cases_routing import Layer, drawn, routing
 from tests.emulated.cases_tensor_parallel import around_layer, both_halves, first_halves, other_second_halves
@@ -45,17 +46,17 @@ from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
 from weft.ops.moe.expert_parallel.backward_kernels import take_gradients
 from weft.ops.moe.expert_parallel.fused_kernels import (
+    grid_barrier,
     make_tables,
-    meet_here,
     moe_layer,
     tiles_done,
+    wait_for_step,
     wait_for_sums,
-    wait_for_wave,
 )
-from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
-from weft.ops.moe.expert_parallel.low_latency_kernels import few_gemm, routes_of
+from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_offset, sum_ranks
+from weft.ops.moe.expert_parallel.low_latency_kernels import low_latency_gemm, routes_of_expert
 from weft.ops.moe.expert_parallel.place_rows_kernels import mask_rows, place_rows
-from weft.ops.moe.routing.kernels import own_half
+from weft.ops.moe.routing.kernels import half_start_of
 from weft.ops.moe.tensor_parallel.kernels import keep_shards, push_shard
 from weft.plans import (  # fmt: skip
     Awaiting,
@@ -68,6 +69,7 @@ from weft.plans import (  # fmt: skip
     Segmented,
     TwoLevel,
     TwoShot,
+    TwoShotLowLatency,
 )
 from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
 from weft.transport.barrier import wait_group
@@ -106,7 +108,8 @@ class Caller:
 
     def tensor(self, key: Any, values: torch.Tensor) -> torch.Tensor:
         """One tensor a key, written again for every call, as an activation buffer is."""
-        t = self.made.setdefault((key, values.shape), self.world.empty(values.shape, self.dtype))
+        dtype = values.dtype if values.dtype in (torch.float8_e4m3fn, torch.float32) else self.dtype
+        t = self.made.setdefault((key, values.shape), self.world.empty(values.shape, dtype))
         self.world.call(lambda: t.copy_(values), [], [t], self.world.current_stream())
         return t
 
@@ -141,20 +144,46 @@ class Caller:
         rows = balanced_rows(m, world.size)
         self.use(got, want if everywhere else want.split(rows)[world.rank])
 
-    def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool) -> None:
-        """Alternately into a fresh output and into one symmetric tensor, which the caller and the next call write again."""
+    def of_8_bits(
+        self, op: str, seed: int, shards: tuple[int, ...], n: int, k: int, plan: str | Plan, scaling: str
+    ) -> None:
+        world, me, m = self.world, self.world.rank, sum(shards)
+        parts = [factors(seed * 100 + 10 * r, m, n, k, scaling, world.device) for r in range(world.size)]
+        (x, w, xs, ws), gather = parts[me], op == AG
+        rows = slice(sum(shards[:me]), sum(shards[: me + 1])) if gather else slice(0, m)
+        x, xs = (parts[0][0][rows], parts[0][2][rows]) if gather else (x, xs)
+        given = {name: self.tensor(name, t) for name, t in dict(x=x, w=w, xs=xs, ws=ws).items()}
+        got = getattr(weft, op)(
+            given["x"], given["w"], x_scale=given["xs"], weight_scale=given["ws"], world=world, plan=plan,
+            **({"rows": shards} if op != AR and len(set(shards)) > 1 else {}),
+        )  # fmt: skip
+        if gather:
+            self.use(got, wanted(parts[0][0], w, parts[0][2], ws, scaling))
+        else:
+            want = sum(wanted(*part, scaling) for part in parts)
+            self.use(got, want if op == AR else want.split(shards)[me])
+
+    def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool, quantize: str | None = None) -> None:
+        """Alternately into a fresh output and into one symmetric tensor, which the caller and the next call write again. quantize:
+        used are the scales of the rows, as they are."""
         world, rows = self.world, balanced_rows(m, self.world.size)
         xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
         lo = 0 if full else sum(rows[: world.rank])
         own = slice(lo, m if full else lo + rows[world.rank])
-        out = None
+        out, dtype = None, torch.float8_e4m3fn if quantize else self.dtype
         if seed % 3 and world.nodes_reason is None:
-            out = world.cached(("out", m, h), lambda: world.symmetric((m, h), self.dtype, "out").local)
+            out = world.cached(("out", m, h), lambda: world.symmetric((m, h), dtype, "out").local)
         x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own])
-        y, new = weft.all_reduce_rms_norm(x, r, weight, world=world, plan=plan, full_residual=full, out=out)
+        y, new, *scales = weft.all_reduce_rms_norm(
+            x, r, weight, world=world, plan=plan, full_residual=full, out=out, quantize=quantize
+        )
         total = sum(x.double() for x in xs) + old.double()
-        self.use(y, total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double())
+        want = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double()
+        if scales:
+            self.use(scales[0], want.abs().amax(1, keepdim=True) / 448)
+        else:
+            self.use(y, want)
         self.use(new, total[own])
         if out is not None:  # the caller's until its next call
             world.call(lambda: out.zero_(), [], [out], world.current_stream())
@@ -214,11 +243,13 @@ def before_hopper(main: Main) -> Main:
     return on_ampere
 
 
-def norming(plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5) -> Main:
+def norming(
+    plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5, quantize: str | None = None
+) -> Main:
     def main(world: World) -> None:
         caller = Caller(world)
         for i in range(calls):
-            caller.norm(i, *shapes[i % len(shapes)], plan, full)
+            caller.norm(i, *shapes[i % len(shapes)], plan, full, quantize)
         caller.check()
 
     return main
@@ -234,6 +265,18 @@ def stream(world: World, name: str) -> Iterator[None]:
         yield
     finally:
         backend.current_stream = before
+
+
+def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], scaling: str = "row") -> Main:
+    """An op around a GEMM of 8-bit operands, whose scales travel with their rows where they are gathered."""
+
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(4):
+            caller.of_8_bits(op, i, *shapes[i % len(shapes)], plan, scaling)
+        caller.check()
+
+    return main
 
 
 def reducing_on_two_streams(plan: str | Plan) -> Main:
@@ -474,6 +517,15 @@ CASES = {
     f"{RS} one shot": Case(reducing(FEW, *((6, 64, 16),) * 2, (3, 40, 16), calls=5), 3),
     f"{RS} one shot, uneven": Case(reducing(FEW, (7, 264, 16), calls=5), 3),
     f"{AR} decomposed": Case(reducing("decomposed", (8, 16, 16), everywhere=True), 2),
+    f"{AG} fused, 8 bits by row": Case(of_8_bits(AG, "fused", ((16, 16), 32, 256)), 2),
+    f"{AG} fused, 8 bits by block": Case(of_8_bits(AG, "fused", ((20, 0, 12), 40, 256), scaling="block"), 3),
+    f"{AG} fused, copied, 8 bits": Case(
+        of_8_bits(AG, FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), scaling="block"), 2
+    ),
+    f"{AG} decomposed, 8 bits": Case(of_8_bits(AG, "decomposed", ((8, 8), 16, 16)), 2, kernels=False),
+    f"{RS} fused, 8 bits": Case(of_8_bits(RS, "fused", ((18, 17), 40, 128), scaling="block"), 2),
+    f"{RS} decomposed, 8 bits": Case(of_8_bits(RS, "decomposed", ((8, 8), 16, 16)), 2, kernels=False),
+    f"{AR} fused, 8 bits": Case(of_8_bits(AR, "fused", ((18, 17), 40, 48)), 2),
     "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
     "posted, two streams": Case(two_streams(FEW), 2, kernels=False),
@@ -519,6 +571,8 @@ CASES |= {
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
 CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
+SCALES = {name: plan for name, plan in NORMS.items() if not isinstance(plan, Multicast | TwoShotLowLatency)}
+CASES |= {f"{name}, scales": Case(norming(plan, (7, 64), quantize="row"), 2) for name, plan in SCALES.items()}
 CASES |= {
     f"{AR} signaled": Case(reducing("signaled", (35, 40, 40), everywhere=True), 2),
     f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),
@@ -600,41 +654,47 @@ EPOCHS["GEMM, shared tiles"] = [instead(gemm, "add the previous call's parts", (
 EPOCHS["moe dispatched"] = [
     instead(grouped_gemm_in, "wait for the previous call's rows", ("calls_of(ch) * s.ARRIVALS", "(calls_of(ch) - 1) * s.ARRIVALS")),
     instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
-    instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
-    instead(grouped_gemm_out, "count tiles again with the next wave's", ("shares = tl.zeros_like(shares)", "shares += 0")),
+    instead(combine_rows, "wait for the next source step", ("counters + source_step", "counters + (source_step + 1) % W")),
+    instead(grouped_gemm_out, "count tiles again with the next source step's", ("tl.zeros_like(increments)", "increments")),
 ]  # fmt: skip
 EPOCHS["MoE exchange"] = [
     OLD_WAIT, EPOCHS["moe dispatched"][1],
     instead(place_rows, "wait for the previous call's rows", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
-    instead(place_rows, "wait for the next wave", ("ch.counters + wave", "ch.counters + (wave + 1) % W")),
+    instead(place_rows, "wait for the next source step", ("ch.counters + source_step", "ch.counters + (source_step + 1) % W")),
 ]  # fmt: skip
 EPOCHS["MoE exchange, masked"] = EPOCHS["MoE exchange"]
 EPOCHS["MoE in one launch"] = [
-    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
-    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
-    instead(wait_for_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % 2")),
-    instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
-    instead(make_tables, "count the previous call's routes", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
-    instead(meet_here, "meet in the previous call", ("(tl.load(at.turn) + 1)", "tl.load(at.turn)")),
+    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
+    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
+    instead(wait_for_step, "wait for the next source step", ("memory.counters + source_step", "memory.counters + (source_step + 1) % 2")),
+    instead(tiles_done, "count tiles in one half", ("tl.load(memory.epoch) & 1", "0 * tl.load(memory.epoch)")),
+    instead(make_tables, "count the previous call's routes", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
+    instead(grid_barrier, "meet in the previous call", ("tl.load(memory.epoch) + 1", "tl.load(memory.epoch)")),
 ]  # fmt: skip
 EPOCHS["MoE of few tokens"] = [
     instead(
-        few_gemm, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")
+        low_latency_gemm,
+        "wait for the previous call's rows",
+        ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs"),
     ),
     EPOCHS["MoE in one launch"][1],
 ]
 EPOCHS["experts in parts"] = [
-    instead(half_of, "use one half of the arena in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")),
-    *EPOCHS["moe dispatched"],
+    instead(half_offset, "use one half of the arena in every call", ("tl.load(epoch) & 1", "0 * tl.load(epoch)")),
+    *EPOCHS["moe dispatched"][:3],  # no program has tiles of two last source steps here, so it counts only once
 ]  # fmt: skip
 EPOCHS["experts in parts, first half alone"] = [
     *EPOCHS["experts in parts"][:2],
-    instead(own_half, "use one half of the routes in every call", ("calls_of(ch) % HALVES", "0 * calls_of(ch)")),
+    instead(half_start_of, "use one half of the routes in every call", ("calls_of(ch) & 1", "0 * calls_of(ch)")),
 ]
 EPOCHS["gradients of experts in parts"] = [
     EPOCHS["experts in parts"][0],
     *EPOCHS["MoE exchange"][2:],
-    instead(keep_shards, "keep the other half", ("inbox + half - half_of(turn, half)", "inbox + half_of(turn, half)")),
+    instead(
+        keep_shards,
+        "keep the other half",
+        ("inbox + half_size - half_offset(epoch, half_size)", "inbox + half_offset(epoch, half_size)"),
+    ),
 ]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
@@ -669,14 +729,14 @@ for name, plan in NORMS.items():
         continue  # its only counters are those of `meet`
     if isinstance(plan, Multicast):
         found = MULTICAST
-    elif isinstance(plan, TwoShot) and not plan.post:
+    elif isinstance(plan, TwoShot) and not plan.low_latency:
         found = [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
     else:
         found = [*POSTED, LAST_ROW, LAST, OWNER]
     EPOCHS[name] = found
     # With two ranks a peer goes on only after nearly all programs here have cleared; a full residual is not posted.
-    seldom = [CLEAR_NEXT, *([OWNER.what] if isinstance(plan, OneShot) else [])]
-    EPOCHS[f"{name}, full"] = [m for m in found if m.what not in seldom]
+    seldom = [CLEAR_NEXT, *([OWNER.description] if isinstance(plan, OneShot) else [])]
+    EPOCHS[f"{name}, full"] = [m for m in found if m.description not in seldom]
 
 
 # -- what changes nothing ----------------------------------------------------------------------------------------------
@@ -735,8 +795,8 @@ EQUIVALENT = [
     ),
     Equivalent(
         ("examples/all_gather_rowwise.py",),
-        "remove tl.store(...)", "tl.store(turn,",
-        "nobody reads `turn`: no flag is set to it, and the example's host code picks the half",
+        "remove tl.store(...)", "tl.store(epoch,",
+        "nobody reads `epoch`: no flag is set to it, and the example's host code picks the half",
     ),
     *[
         Equivalent(
@@ -745,8 +805,8 @@ EQUIVALENT = [
         )
     ] * 3,
     Equivalent(
-        TWO_SHOTS + SHARED, "remove tl.store(...)", "tl.store(turn,",
-        "nobody reads `turn`: these need no second half of anything",
+        TWO_SHOTS + SHARED, "remove tl.store(...)", "tl.store(epoch,",
+        "nobody reads `epoch`: these need no second half of anything",
     ),
     Equivalent(
         POSTING, "remove flush_stores(...)", "flush_stores(False)",
@@ -761,7 +821,7 @@ EQUIVALENT = [
         for cases, what, code, function in (
             (POSTING, "remove compare_calls(...)", "compare_calls(calls", ""),
             (POSTING, "remove same_call(...)", "same_call(calls", "compare_calls"),
-            (("MoE of few tokens",), "remove same_call(...)", "same_call(at.calls", "few_gemm"),
+            (("MoE of few tokens",), "remove same_call(...)", "same_call(memory.calls", "low_latency_gemm"),
             (("MoE in one launch",), "remove same_call(...)", "same_call(calls", "compare"),
             (("MoE in one launch",), "drop compare", "self._run(", ""),
             ((MOE[0], *ROUTING), "remove same_call(...)", "same_call(calls", "share"),
@@ -777,19 +837,19 @@ EQUIVALENT = [
         "the ranks make one call here: see test_second_halves_are_compared", "sum_ranks",
     ),
     Equivalent(
-        (f"{AG} fused", f"{AG} fused, split"), "let wait_until(...) pass one arrival early",
+        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "let wait_until(...) pass one arrival early",
         "calls_of(ch) * arrivals",
         "these wait for peers' chunks only, which pullers count in steps of several arrivals; where shards are uneven, the "
         "own parts count one by one",
     ),
     Equivalent(
-        (f"{AG} fused", f"{AG} fused, split"), "make tl.atomic_add(...) relaxed instead of release",
+        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "make tl.atomic_add(...) relaxed instead of release",
         'tl.atomic_add(ready, 1, sem="release", scope="sys")',
         "no shard is empty here: a peer waits for all counts of `ready`, and the fenced ones of the parts, made by "
         "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
     ),
     Equivalent(
-        (f"{RS} fused",), "remove flush_stores(...)", "flush_stores(BULK)",
+        (f"{RS} fused", f"{RS} fused, 8 bits"), "remove flush_stores(...)", "flush_stores(BULK)",
         "only forwarders broadcast here: they store nothing, and the wait before it ends with a block barrier",
         "channel_broadcast",
     ),
@@ -802,7 +862,7 @@ EQUIVALENT = [
     ),
     *[
         Equivalent(
-            EXCHANGE, what, "wait_until(counters + wave",
+            EXCHANGE, what, "wait_until(counters + source_step",
             "y is there by the stream's order: counters and targets are zero, and stay so",
         )
         for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
@@ -833,7 +893,7 @@ EQUIVALENT = [
         for order in ("world.order(arena, stream)", "world.order(lock(world, NAME), stream)")
     ],
     Equivalent(
-        ("attention gradients",), "drop wait_event", "world.wait_event(stream, keys.end)",
+        ("attention gradients",), "drop wait_event", "world.wait_event(stream, fetched.end)",
         "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
         "waited for",
     ),
@@ -880,22 +940,23 @@ def left_out(world: World) -> None:
     assert exchange_case(world, calls=3, flight=1, **case) == 0
 
 
-TABLES, TOKENS = "make_tables(at, ch, C, s, p)", "send_tokens(given.x, given.ids, at, ch, T, C, s)"
+TOKENS = "send_tokens(operands.x, operands.ids, memory, ch, T, max_tokens, s)"
+SHARE = "share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)"
 PLANTED = {
     "send tokens before the tables": Planted(
-        instead(moe_layer, "send tokens first", (TOKENS, "None"), ("share_routes(given.ids, given.weights, at, ch, T, C, s)", f"(share_routes(given.ids, given.weights, at, ch, T, C, s), {TOKENS})")),
+        instead(moe_layer, "send tokens first", (TOKENS, "None"), (SHARE, f"({SHARE}, {TOKENS})")),
         layers_in_one_launch,
         ranks=3,
     ),
     "forget the rows of pieces before": Planted(
-        instead(routes_of, "begin at 0", ("tl.sum(mine, 0)", "0 * tl.sum(mine, 0)")), many_few_tokens
+        instead(routes_of_expert, "begin at 0", ("tl.sum(matches, 0)", "0 * tl.sum(matches, 0)")), many_few_tokens
     ),
     "take a route that was left out for one of others": Planted(
-        instead(mask_rows, "-1 for -2", ("tl.where(at < MOST, e * MOST + at, -2)", "tl.where(at < MOST, e * MOST + at, -1)")),
+        instead(mask_rows, "-1 for -2", ("tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -2)", "tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -1)")),
         left_out,
     ),
     "leave gradients for the next call": Planted(
-        instead(take_gradients, "do not clear", ("tl.zeros((BLOCK,), tl.float32)", "tl.load(home + i, mask=i < given)")),
+        instead(take_gradients, "do not clear", ("tl.zeros((BLOCK,), tl.float32)", "tl.load(dweights_inbox + i, mask=i < num_routes)")),
         no_room_case,
     ),
 }  # fmt: skip
@@ -958,7 +1019,7 @@ def test_every_mutation_is_caught(name: str, record_property: Callable[[str, obj
             (
                 e
                 for e in unused
-                if e.what == mutation.what and e.code in line_of(mutation) and e.function in mutation.function
+                if e.what == mutation.description and e.code in line_of(mutation) and e.function in mutation.function
             ),
             None,
         )
@@ -971,6 +1032,8 @@ def test_every_mutation_is_caught(name: str, record_property: Callable[[str, obj
             unused.remove(entry)
         if found is None and entry is None:
             wrong.append(f"not caught: {mutation}: {line_of(mutation)}")
+        if found is not None and found.startswith("LookupError"):
+            wrong.append(f"not made: {mutation}: {found}")
         if found is not None and entry is not None:
             wrong.append(f"listed as equivalent, but caught: {mutation}: {found}")
     wrong += [f"listed as equivalent, but not there: {e.what}: {e.code}" for e in unused]

@@ -158,7 +158,7 @@ def test_wholes_and_parts_in_one_module_are_refused() -> None:
         mlp, state = weft.nn.ParallelMLP(64, 80, world=world), whole_mlp(64, 40)
         before = copy.deepcopy(mlp.state_dict())
         with pytest.raises(
-            RuntimeError, match=r"some tensors are whole and some are parts .*up_proj.weight \[40, 64\]"
+            RuntimeError, match=r"some tensors are unsharded and some are shards .*up_proj.weight \[40, 64\]"
         ):
             mlp.load_state_dict({**state, "down_proj.weight": whole_mlp(64, 80)["down_proj.weight"]})
         assert all(torch.equal(v, before[k]) for k, v in mlp.state_dict().items())
@@ -243,7 +243,7 @@ def test_a_world_is_neither_copied_nor_pickled() -> None:
     def rank(world: weft.World) -> None:
         twin = copy.deepcopy(torch.nn.Sequential(Holder(world), weft.nn.ParallelMLP(64, 80, world=world)))
         assert twin[0].world is world and twin[1].world is world
-        with pytest.raises(TypeError, match=r"a World cannot be pickled; of a module, save state_dict\(\)"):
+        with pytest.raises(TypeError, match=r"a World cannot be pickled; save a module.s state_dict\(\) instead"):
             pickle.dumps(twin)
 
     emulate(rank, 2)
@@ -286,7 +286,7 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match="reduce 'sum'"):
             weft.nn.RowParallelLinear(80, 64, world=world, reduce="sum")
         mlp, state = weft.nn.ParallelMLP(64, 80, world=world), whole_mlp(64, 80)
-        with pytest.raises(RuntimeError, match=r"up_proj.weight: \[80, 32\] is neither .* nor the part \[40, 64\]"):
+        with pytest.raises(RuntimeError, match=r"up_proj.weight: \[80, 32\] is neither .* nor the shard \[40, 64\]"):
             mlp.load_state_dict({**state, "up_proj.weight": torch.zeros(80, 32)})
         with pytest.raises(RuntimeError, match='Missing key.*"up_proj.weight"'):
             mlp.load_state_dict({k: v for k, v in state.items() if k != "up_proj.weight"})

@@ -88,7 +88,9 @@ def test_emulated_ranks_are_put_on_nodes(nodes: Any, says: Sequence[int]) -> Non
 
 @pytest.mark.parametrize("nodes", [0, -2, 3, (), (4, 0), (2, 1)])
 def test_nodes_that_do_not_make_the_ranks_are_refused(nodes: Any) -> None:
-    with pytest.raises(ValueError, match="4 ranks are on so many nodes alike, or on nodes of so many ranks each"):
+    with pytest.raises(
+        ValueError, match="for 4 ranks it is a number of nodes of equal size, or the ranks on each node"
+    ):
         weft.spmd(lambda world: None, 4, backend="emulated", nodes=nodes)
 
 
@@ -142,9 +144,9 @@ def gpus_of_nodes(rank: int, store: Path) -> None:
     shm_exchange.FOLDER = store.parent / f"shm{NODES[rank]}"
     with of_gpus(rank - 4 * NODES[rank]):
         whole = CudaBackend()
-        assert whole.nodes == NODES and whole._board is None and not whole.shares_gpu
+        assert whole.nodes == NODES and whole._shm is None and not whole.shares_gpu
         assert whole.peer_reason == whole.symmetric_reason == "its ranks are on 2 nodes, 4 + 2"
-        assert whole.exchange(rank) == list(range(6)) and whole.tell("a call") is None
+        assert whole.exchange(rank) == list(range(6)) and whole.post("a call") is None
         with pytest.raises(Unsupported, match="user: no symmetric memory: its ranks are on 2 nodes, 4 . 2"):
             whole.symmetric(256, "user")
         world, op = weft.World(whole), REGISTRY["all_reduce"]
@@ -152,7 +154,7 @@ def gpus_of_nodes(rank: int, store: Path) -> None:
         for plan in ("auto", "one_shot", OneShot(), Sequential()):
             assert op.choose(world, call, plan, False) == Sequential()
         node = whole.split([[0, 1, 2, 3], [4, 5]])
-        assert node.symmetric_reason is None and node._board is not None and set(node.nodes) == {0}
+        assert node.symmetric_reason is None and node._shm is not None and set(node.nodes) == {0}
         assert node.exchange(rank) == ([0, 1, 2, 3] if rank < 4 else [4, 5])
         across = whole.split([[0, 4], [1, 5], [2], [3]])
         assert (across.nodes, across.symmetric_reason) == (

@@ -241,7 +241,7 @@ def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> N
             of = REGISTRY[op]
             kind = next((kind for kind in of.runs if kind.kind == plan), None)
             taken = of.default(world, kind) if kind else plan
-            assert (of.laid(taken, (x, lying, None))[1] is lying) == (type(taken) not in (Awaiting, Signaled))
+            assert (of.dense_operands(taken, (x, lying, None))[1] is lying) == (type(taken) not in (Awaiting, Signaled))
             made = [getattr(weft, op)(x, t, world=world, plan=plan) for t in (w, lying, w, lying)]
             world.synchronize()
             assert all(torch.equal(y, made[0]) for y in made) and made[0].norm() > 0

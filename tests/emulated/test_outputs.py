@@ -116,6 +116,7 @@ OPS = (
 FUNCTIONS = {name: REGISTRY[name].kinds for name in OPS}  # as a user calls them, and their plans
 FUNCTIONS |= {"moe.moe": REGISTRY["moe"].kinds, "moe.moe received": REGISTRY["moe"].kinds}
 FUNCTIONS["moe.combine"] = list(ROW_LAYOUTS)
+FUNCTIONS["matmul"] = ["sequential"]
 
 
 def test_every_function_that_writes_what_it_is_given_is_here() -> None:

@@ -16,6 +16,7 @@ import triton.language as tl
 import weft
 from tests.emulated.cases import distance, draw
 from tests.emulated.cases_all_reduce import FP8, bound, norm_case, sum_case
+from tests.emulated.cases_fp8 import case as fp8_case
 from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
 from tests.emulated.cases_nn import all_gather_grads, reduce_grads
 from tests.emulated.cases_ops import OPS, case, shared_case
@@ -23,7 +24,7 @@ from tests.emulated.test_mutation import Caller, to_ranks
 from weft import MemoryFault, Unsupported, World
 from weft.backends.emulated import EmulatedBackend
 from weft.backends.emulated import spmd as emulated
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 from weft.op import REGISTRY, Known
 from weft.ops import two_level
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
@@ -264,7 +265,7 @@ def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]
-        call = op.check(world, op.typed((draw(1, 4, 32), draw(2, 32, 32), None)), (None, 0, False))
+        call = op.check(world, op.typed((draw(1, 4, 32), draw(2, 32, 32))), (None, 0, False, None, False))
 
         def chosen(plan: str | Plan) -> Plan:
             return op.choose(world, call, plan, False)
@@ -289,14 +290,34 @@ def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
     assert "gathered_attention on this World runs by its sequential plan: its ranks are on 2 nodes, 2 each" in lines[-1]
 
 
+@pytest.mark.parametrize("plan", ["auto", "two_level"])
+def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls of 8-bit operands, and norms that return scales, are the library's there."""
+
+    def main(world: World) -> None:
+        for op in OPS[:3]:
+            assert fp8_case(world, op, [4] * 4, 32, 128, "row", plan) < BOUND
+        x, weight = draw(1, 8, 128), draw(2, 128)
+        (y, _, scales), same = (
+            weft.all_reduce_rms_norm(x, None, weight, world=world, plan=each, quantize="row")
+            for each in (plan, "sequential")
+        )
+        assert torch.equal(y.view(torch.uint8), same[0].view(torch.uint8)) and torch.equal(scales, same[2])
+
+    over_nodes(main)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (4 if plan == "two_level" else 0), said
+    assert all("sequential instead of two_level" in each and "between nodes" in each for each in said)
+
+
 @pytest.mark.parametrize(("us", "plan"), [(80.0, TwoLevel(2)), (100.0, Sequential())])
 def test_auto_takes_what_was_measured_faster(us: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library over all ranks takes 100 us, two levels in one piece 120."""
 
-    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *rest: Any) -> Took:
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *rest: Any) -> CallTime:
         world: Any = self.ranks
         took = us if plan == TwoLevel(2) else 120.0 if isinstance(plan, TwoLevel) else 100.0
-        return Took(took if world.size == 4 else 1.0, 1.0)
+        return CallTime(took if world.size == 4 else 1.0, 1.0)
 
     monkeypatch.setattr(Chooser, "time", time)
     monkeypatch.setattr(EmulatedBackend, "clock", staticmethod(lambda *_: pytest.fail("really timed")))

@@ -38,7 +38,7 @@ from tests.gates import some
 from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton
 from weft.backends import cuda, processes, shared_gpu
 from weft.backends.base import timeout_seconds
-from weft.backends.cuda import CudaBackend, GpuBackend, _apart, _device_of
+from weft.backends.cuda import CudaBackend, GpuBackend, _device_of, _why_unreachable
 from weft.backends.launcher import Launcher
 from weft.backends.shared_gpu import RankDevice
 from weft.emulator.bounds import ADDRESS
@@ -576,7 +576,7 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
         for weight, capturing in ((w, False), (w, True), (turned, False), (w, False), (w, True)):
             backend.capturing, backend.captures = lambda c=capturing: c, lambda stream: True
             ran[world.rank].clear()
-            op(world, "auto", (x, weight, None), (None, 0, False))
+            op(world, "auto", (x, weight, None), (None, 0, False, None, False))
             seen.append(list(ran[world.rank]))
         return seen
 
@@ -584,7 +584,7 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
         x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
         ran[world.rank].clear()
         with world.on(world.side_stream("warm-up")):
-            op(world, "auto", (x, w, None), (None, 0, False))
+            op(world, "auto", (x, w, None), (None, 0, False, None, False))
         return list(ran[world.rank])
 
     eager, graph = "decomposed", "fused"
@@ -624,9 +624,9 @@ def test_a_world_takes_no_option_that_it_does_not_know() -> None:
         (lambda: FusedGather(pull_programs=2.5), TypeError, "pull_programs=2.5 must be int"),  # type: ignore[arg-type]
         (lambda: FusedGather(flatten=1), TypeError, "flatten=1 must be bool"),  # type: ignore[arg-type]
         (lambda: FusedGather(tile=TileShape()), TypeError, "tile=TileShape.* must be GemmTile"),  # type: ignore[arg-type]
-        (lambda: Fused(), TypeError, "Fused is what .*FusedGather.*FusedMoe.* have in common"),
-        (lambda: FusedReduce(), TypeError, "FusedReduce is what .* have in common"),
-        (lambda: TwoShot(), TypeError, "TwoShot is what .*TwoShotPush.*TwoShotPull.*TwoShotLowLatency.* have in common"),
+        (lambda: Fused(), TypeError, "Fused is the abstract base of .*FusedGather.*FusedMoe.*"),
+        (lambda: FusedReduce(), TypeError, "FusedReduce is the abstract base of .*"),
+        (lambda: TwoShot(), TypeError, "TwoShot is the abstract base of .*TwoShotPush.*TwoShotPull.*TwoShotLowLatency.*"),
         (lambda: Decomposed(pieces=0), ValueError, "pieces=0 must be at least 1"),
         (lambda: Decomposed((1, 0)), ValueError, r"groups=\(1, 0\) must be at least 1"),
         (lambda: Decomposed([1, 1]), TypeError, "must be a tuple of ints"),  # type: ignore[arg-type]
@@ -702,8 +702,8 @@ def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -
 
 def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None:
     def main(world: weft.World) -> bool:
-        turn = weakref.ref(world.arena(64).turn)
-        assert world.arena(4096).turn is not turn()
+        turn = weakref.ref(world.arena(64).epoch)
+        assert world.arena(4096).epoch is not turn()
         gc.collect()
         return turn() is not None
 
@@ -835,7 +835,7 @@ def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) 
     backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None)
     backend.check = lambda: GpuBackend.check(backend)
     backend.left_out = lambda: GpuBackend.left_out(backend)
-    backend.others_waits = lambda own: ["", own]
+    backend.waits_of_all_ranks = lambda own: ["", own]
     backend.record_words = SimpleNamespace(words=np.array(words, np.int64))
     return backend
 
@@ -889,16 +889,16 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     launcher = Launcher(SimpleNamespace(sm_count=132, capability=90, device=None))  # type: ignore[arg-type]
     kernel = Kernel(made(100))
     launcher.load(kernel, 264, {}, {})
-    with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 a SM"):
+    with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 an SM"):
         launcher.load(kernel, 265, {}, {})
     large = Kernel(made(180))
-    with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 a SM"):
+    with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 an SM"):
         launcher.load(large, 133, {}, {})
     launcher.load(Kernel(made(46)), 132, {}, dict(co_resident=True))
     assert len(small) == 1
     launcher.load(large, 132, {}, {})  # 46 and 180 KiB share an SM
     launcher.load(Kernel(made(48)), 132, {}, dict(co_resident=True))
-    with pytest.raises(Unsupported, match="the pulling programs do not fit on an SM beside the computing ones"):
+    with pytest.raises(Unsupported, match="the pull programs do not fit on an SM together with the computing ones"):
         launcher.load(large, 132, {}, {})
     for alone in (large, Kernel(made(220))):
         launcher.load(alone, 132, {}, {})
@@ -1070,11 +1070,11 @@ def test_a_wish_to_share_that_is_neither_yes_nor_no_is_refused(one_gpu: pytest.M
 def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
     """And not whether they were asked to: a World whose ranks happen to be on one GPU shares it as well."""
     devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
-    assert shared_gpu.sharing(devices) == 2 and shared_gpu.sharing(devices[:2]) == 0
-    shared_gpu.say.cache_clear()
+    assert shared_gpu.shared_gpus(devices) == 2 and shared_gpu.shared_gpus(devices[:2]) == 0
+    shared_gpu.log_sharing.cache_clear()
     for _ in range(2):
-        shared_gpu.say(5, 2)
-    shared_gpu.say(4, 1)
+        shared_gpu.log_sharing(5, 2)
+    shared_gpu.log_sharing(4, 1)
     assert [r.message for r in caplog.records] == [
         "5 ranks share 2 GPUs, which take them in turn: for function, not for speed",
         "4 ranks share 1 GPU, which takes them in turn: for function, not for speed",
@@ -1254,7 +1254,7 @@ def test_why_ranks_cannot_address_each_other(
         return {index, other} != {2, 3}
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", access)
-    found = _apart([RankDevice(*rank) for rank in ranks])
+    found = _why_unreachable([RankDevice(*rank) for rank in ranks])
     assert found is None if says is None else says in str(found), found
 
 

@@ -20,7 +20,7 @@ import weft.lang as wl
 from weft import World, check
 from weft.architectures import capability_of
 from weft.check.offline import refusal
-from weft.check.ptx import broken_by_a_kernel, broken_rules, steps_of
+from weft.check.ptx import broken_kernel_rules, broken_rules, steps_of
 from weft.errors import WeftError
 
 
@@ -44,10 +44,10 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.Mo
 # -- what ran is compiled ----------------------------------------------------------------------------------------------
 
 
-def gated(main: Callable[[World], Any], ranks: int = 2) -> list[check.Gated]:
+def gated(main: Callable[[World], Any], ranks: int = 2) -> list[check.CheckedKernel]:
     found = check.search(main, ranks, range(2))
     assert not found.findings, found.findings
-    made, refused = check.gate(found.ran, 90)
+    made, refused = check.compile_and_check(found.ran, 90)
     assert refused == []
     return made
 
@@ -149,7 +149,7 @@ def test_a_wait_inside_a_pipelined_loop_is_found(monkeypatch: pytest.MonkeyPatch
     there names that one's file."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     (one,) = gated(sums(late=True))
-    (said,) = one.wrong
+    (said,) = one.problems
     assert re.match(
         r"acquire: may be loaded before the wait: test_check.py:\d+ \(total \+= tl.dot\(tl.load\(mine", said
     ), said
@@ -157,7 +157,7 @@ def test_a_wait_inside_a_pipelined_loop_is_found(monkeypatch: pytest.MonkeyPatch
 
 def test_waits_of_a_loop_that_might_make_no_turn_are_waits() -> None:
     (one,) = gated(sums(late=False))
-    assert one.wrong == []
+    assert one.problems == []
     assert "cp.async" in one.compiled.ptx, "a pipelined loop"
 
 
@@ -176,12 +176,12 @@ def test_a_notify_that_leaves_out_bulk_stores_is_found(bulk: bool) -> None:
         world.launch(tile, 1, args, {}, world.current_stream())
 
     (one,) = gated(main)
-    assert [said.partition(" at ")[0] for said in one.wrong] == ["release: a bulk store may still be on its way"] * (
+    assert [said.partition(" at ")[0] for said in one.problems] == ["release: a bulk store may still be in flight"] * (
         not bulk
     )
-    assert broken_by_a_kernel(one.compiled.ptx, "ttg.warp_specialize", ()) == one.wrong
+    assert broken_kernel_rules(one.compiled.ptx, "ttg.warp_specialize", ()) == one.problems
     waits = one.compiled.ptx + "\n// ld.acquire"
-    assert any("warp_specialize" in said for said in broken_by_a_kernel(waits, "ttg.warp_specialize", ()))
+    assert any("warp_specialize" in said for said in broken_kernel_rules(waits, "ttg.warp_specialize", ()))
 
 
 @triton.jit
@@ -211,8 +211,25 @@ def test_a_kernel_without_signals_breaks_no_rule() -> None:
         world.launch(histogram, 5, args, {}, world.current_stream())
 
     (one,) = gated(main)
-    assert one.wrong == [] and "brx.idx" in one.compiled.ptx
+    assert one.problems == [] and "brx.idx" in one.compiled.ptx
     assert any(said.startswith("release: ") for said in broken_rules(one.compiled.ptx)), "if its atomics were signals"
+
+
+def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
+    ptx = """.visible .entry k(
+)
+.reqntid 32
+{
+	// begin inline asm
+	
+	// end inline asm
+	// begin inline asm
+	nanosleep.u32 20;
+	// end inline asm
+	ret;
+}
+"""
+    assert [step.text for step in steps_of(ptx)] == ["nanosleep.u32 20;"]
 
 
 def test_one_line_that_is_called_before_a_wait_and_behind_it_is_two_loads() -> None:
@@ -235,7 +252,7 @@ def test_one_line_that_is_called_before_a_wait_and_behind_it_is_two_loads() -> N
 }
 """.replace("FILE", Path(__file__).name).replace("TESTS", str(Path(__file__).parent))
     assert said(ptx)[0] == (10, ((Path(__file__).name, 20),))
-    assert broken_by_a_kernel(ptx, "", [(place, (__file__, 24))]) == []
+    assert broken_kernel_rules(ptx, "", [(place, (__file__, 24))]) == []
     for behind in (20, None):  # the first one too, or it is not known how it came there
-        (wrong,) = broken_by_a_kernel(ptx, "", [(place, *([(__file__, behind)] if behind else []))])
+        (wrong,) = broken_kernel_rules(ptx, "", [(place, *([(__file__, behind)] if behind else []))])
         assert wrong.startswith("acquire: may be loaded before the wait"), behind

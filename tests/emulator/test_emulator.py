@@ -493,7 +493,7 @@ def test_collectives(seed: int) -> None:
         full, part, total = b.empty((2 * b.size, 3), x.dtype), b.empty((2, 3), x.dtype), x.clone()
         b.all_gather(full, x, main)
         b.reduce_scatter(part, full, main)
-        b.meet(main)
+        b.stream_barrier(main)
         b.all_reduce(total, main)
         b.finish(main)
         return full, part, total
@@ -512,7 +512,7 @@ def test_a_collective_may_not_have_ended_on_the_others(seed: int) -> None:
         main = b.current_stream()
         b.all_gather(full.local, torch.ones(8), main)
         if meet:
-            b.meet(main)
+            b.stream_barrier(main)
         b.copy(full.peers[b.rank if mine else (b.rank + 1) % b.size], torch.zeros(8 * b.size), main)
         b.finish(main)
 
@@ -562,7 +562,7 @@ def test_meet_orders_ranks(seed: int) -> None:
         main, out = b.current_stream(), b.empty((8,), torch.float32)
         b.call(lambda: box.local.fill_(b.rank), [], [box.local], main)
         if meet:
-            b.meet(main)
+            b.stream_barrier(main)
         b.copy(out, box.peers[1 - b.rank], main)
         b.finish(main)
         return out[0].item()
@@ -575,14 +575,14 @@ def test_meet_orders_ranks(seed: int) -> None:
 def test_missing_rank_in_a_collective_or_exchange_deadlocks() -> None:
     def collective(b: EmulatedBackend) -> None:
         if b.rank:
-            b.meet(b.current_stream())
+            b.stream_barrier(b.current_stream())
             b.finish(b.current_stream())
 
     def host(b: EmulatedBackend) -> None:
         if b.rank:
             b.exchange(1)
 
-    with pytest.raises(Deadlock, match=r"stream main waits for meet \(collective 0\) of ranks \[0\]"):
+    with pytest.raises(Deadlock, match=r"stream main waits for barrier \(collective 0\) of ranks \[0\]"):
         spmd(collective, 2)
     with pytest.raises(Deadlock, match=r"rank 1 host waits for exchange 0, which ranks \[0\] have not") as caught:
         spmd(host, 2)
@@ -647,7 +647,7 @@ def test_grid_that_waits_on_itself_must_be_resident(seed: int) -> None:
         b.finish(b.current_stream())
 
     spmd(lambda b: fn(b, 4), 1, seed=seed, sm_count=4)
-    with pytest.raises(Deadlock, match=r"grid_barrier\[4..4\] are not resident: all 4 slots of the rank are held by"):
+    with pytest.raises(Deadlock, match=r"grid_barrier\[4..4\] are not resident: all 4 SMs of the rank are held by"):
         spmd(lambda b: fn(b, 5), 1, seed=seed, sm_count=4)
 
 
@@ -685,7 +685,7 @@ def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
 
     spmd(lambda b: fn(b, 3), 2, seed=seed, sm_count=4)
     if seed % 4 == 0:  # the spinning kernel comes first
-        with pytest.raises(Deadlock, match="waits for an SM for .*: all 4 slots of the rank are held by rank . spin"):
+        with pytest.raises(Deadlock, match="waits for an SM for .*: all 4 SMs of the rank are held by rank . spin"):
             spmd(lambda b: fn(b, 4), 2, seed=seed, sm_count=4)
 
 
@@ -1500,7 +1500,7 @@ def test_a_world_is_of_no_use_after_its_run() -> None:
             lambda world: world.empty((2,), torch.float32),
             lambda world: weft.all_gather_matmul(x, x, world=world),
         ):
-            with pytest.raises(weft.WeftError, match=r"rank 0's World is of an emulated run that has ended"):
+            with pytest.raises(weft.WeftError, match=r"rank 0's World belongs to an emulated run that has ended"):
                 use(worlds[0])
 
 
@@ -1531,7 +1531,9 @@ def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> 
     if does == "nothing":
         run(9)
     else:
-        text = rf"own_row: 9 programs, of which one {does}, are not resident at once on the 6 SMs of rank \d"
+        text = (
+            rf"own_row: 9 programs are not resident at once on the 6 SMs of rank \d, 1 an SM, and one of them {does}: "
+        )
         with pytest.raises(Unsupported, match=text + r"(.|\n)*own_row\[\d\] at .*test_emulator\.py"):
             run(9)
 
@@ -1640,7 +1642,7 @@ def test_a_traceback_shows_the_ranks_function_and_the_kernel_and_not_how_ranks_a
     assert not any(
         file.parent.name == "emulator" and file != Path(__file__) or file.name == "emulated.py" for file in files
     )
-    assert [file.name for file in files[:3]] == [Path(__file__).name, "world.py", Path(__file__).name]
+    assert [file.name for file in files[:3]] == [Path(__file__).name, "launch.py", Path(__file__).name]
     with pytest.raises(MemoryFault) as fault:
         weft.spmd(main, 2, backend="emulated")
     assert traceback.extract_tb(fault.value.__traceback__)[-1].line == "tl.store(out, tl.load(x + 5))"

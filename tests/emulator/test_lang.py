@@ -88,7 +88,9 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
         world.launch(past_the_end, 1, args, dict(num_warps=1), world.current_stream())
         world.synchronize()
 
-    with pytest.raises(weft.MemoryFault, match=rf'{says} past the end: channel 3 of "three.*", which has 0\.\.2\n'):
+    with pytest.raises(
+        weft.MemoryFault, match=rf'{says} past the end: channel 3 of "three.*", which has channels 0\.\.2\n'
+    ):
         weft.spmd(main, 2, backend="emulated")
 
 
@@ -176,6 +178,7 @@ def test_a_launch_that_no_gpu_takes_is_refused(
 def test_a_launch_is_checked_before_any_backend() -> None:
     class Elsewhere:
         rank, size, device, name, nodes = 0, 1, torch.device("cpu"), "elsewhere", (0,)
+        clock, capturing = None, Backend.capturing
         name_counters = Backend.name_counters
         name_calls = Backend.name_calls
 
@@ -281,7 +284,7 @@ def test_streams_and_events_are_the_worlds() -> None:
             ):
                 with pytest.raises(TypeError, match=r"a stream is World.current_stream\(\) or a World.side_stream"):
                     give(wrong)
-        with pytest.raises(TypeError, match=r"an event is what World.record\(stream\) returned, not a Stream"):
+        with pytest.raises(TypeError, match=r"an event is what World.record\(stream\) returned, not EmulatedStream"):
             world.wait_event(stream, world.side_stream("copy"))
         with pytest.raises(TypeError, match="World.call takes a function .* not Tensor"):
             world.call(x.add_(1), [x], [x], stream)  # type: ignore[arg-type]

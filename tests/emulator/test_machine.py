@@ -17,7 +17,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import Deadlock, MemoryFault, Mismatch, Race
 from weft.backends.emulated import EmulatedBackend, spmd
-from weft.lang.intrinsics import flush_stores, look_again, now, peek, post, release_fence, wait_until, window_sum
+from weft.lang.intrinsics import (
+    flush_stores,
+    globaltimer,
+    look_again,
+    peek,
+    post,
+    release_fence,
+    wait_until,
+    window_sum,
+)
 from weft.lang.jit import jit
 
 SEEDS = range(8)  # two of each way to schedule
@@ -296,7 +305,7 @@ def test_an_sm_is_free_once_all_programs_that_share_it_have_ended() -> None:
 
 @jit
 def poll(word, words, tries, guard, HOW: tl.constexpr, TRIES: tl.constexpr):
-    seen, tried, began = 0, 0, now()
+    seen, tried, began = 0, 0, globaltimer()
     while (seen == 0) & (tried < TRIES):
         if HOW == "atomic":
             seen = tl.atomic_add(word, 0, sem="acquire", scope="gpu")

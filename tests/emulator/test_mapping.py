@@ -21,7 +21,7 @@ from weft.lang.mapping import (
     static_rows,
 )
 from weft.plans import Decomposed
-from weft.transport.copies import group_steps, peer_at
+from weft.transport.order import group_steps, peer_at
 
 settings.register_profile("mapping", max_examples=150, deadline=None)
 settings.load_profile("mapping")

@@ -58,9 +58,9 @@ def exchange(b: EmulatedBackend) -> None:
     args = dict(x=x, peers=box.addresses, flags=flag.addresses, rank=b.rank, TWICE=False, **sizes)
     b.launch(send, b.size, args, {}, side)
     b.launch(receive, 1, dict(box=box.local, flag=flag.local, out=out, guard=b.guard(), **sizes), {}, main)
-    b.meet(main)
+    b.stream_barrier(main)
     b.copy(copy, box.peers[(b.rank + 1) % b.size][0], main)
-    b.meet(main)
+    b.stream_barrier(main)
     b.call(lambda: box.local.fill_(0), [], [box.local], main)
     b.finish(main)
     assert out[0].item() == sum(range(1, b.size + 1)) and copy[0].item() == 1
@@ -77,7 +77,7 @@ def mutations() -> list[Mutation]:
 
 
 def test_sites(mutations: list[Mutation]) -> None:
-    found = {(m.line, m.what) for m in mutations}
+    found = {(m.line, m.description) for m in mutations}
     add, wait = line(notify, "atomic_add"), line(receive, "wait_until")
     assert found == {
         (line(notify, "flush_stores"), "remove flush_stores(...)"),
@@ -91,8 +91,8 @@ def test_sites(mutations: list[Mutation]) -> None:
         (wait, 'narrow wait_until(...) to scope "gpu"'),
         (wait, "let wait_until(...) pass one arrival early"),
         (line(exchange, "wait_event"), "drop wait_event"),
-        (line(exchange, "b.meet"), "drop meet"),
-        (line(exchange, "b.meet", 1), "drop meet"),
+        (line(exchange, "b.stream_barrier"), "drop stream_barrier"),
+        (line(exchange, "b.stream_barrier", 1), "drop stream_barrier"),
     }, "lines that were not reached (TWICE) are no sites"
     assert any(str(m).endswith(f"test_mutation_engine.py:{wait} remove wait_until(...)") for m in mutations)
     assert {m.function for m in sites([receive], spmd(exchange, 2, record=True)[1])} == {"receive", ""}
@@ -103,9 +103,9 @@ def test_every_mutation_is_caught_on_every_seed(mutations: list[Mutation]) -> No
         spmd(exchange, 2, seed=seed)
         for mutation, caught in kill_rate(exchange, 2, mutations, [seed]):
             assert caught is not None, f"{mutation} survived seed {seed}"
-    by = {m.what: c.partition(":")[0] for m, c in kill_rate(exchange, 2, mutations, [0]) if c}
+    by = {m.description: c.partition(":")[0] for m, c in kill_rate(exchange, 2, mutations, [0]) if c}
     assert by["remove tl.atomic_add(...)"] == "Deadlock"
-    assert by["remove flush_stores(...)"] == by["drop meet"] == by["drop wait_event"] == "Race"
+    assert by["remove flush_stores(...)"] == by["drop stream_barrier"] == by["drop wait_event"] == "Race"
 
 
 def test_what_breaks_nothing_survives(mutations: list[Mutation]) -> None:

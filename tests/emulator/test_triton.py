@@ -342,7 +342,7 @@ def test_what_is_prepared_depends_on_no_tensor() -> None:
 
     def main(world: weft.World) -> None:
         assert made(world, 1, ("a", 2)) is made(world, 1, ("a", 2)) is not made(world, 2, ("a", 2))
-        with pytest.raises(TypeError, match="made: a tensor moves from call to call"):
+        with pytest.raises(TypeError, match="made: a tensor changes from call to call"):
             made(world, 1, (torch.ones(1), 2))
         kept = made(world, 1, None)
         world.buffer("grows", 1 << 10)

@@ -145,9 +145,9 @@ class Experts:
         """This rank's, as `moe` takes them."""
         return self.columns(self.world.size, 1, self.layer.n, (self.w13, self.w2))
 
-    def columns(self, groups: int, sharing: int, inner: int, whole: Tensors) -> Result:
-        """Of all experts' matrices those that this rank has where `sharing` ranks have `inner` columns each of the same ones."""
-        group, part = divmod(self.world.rank, sharing)
+    def columns(self, groups: int, tp_size: int, inner: int, whole: Tensors) -> Result:
+        """Of all experts' matrices those that this rank has where `tp_size` ranks have `inner` columns each of the same ones."""
+        group, part = divmod(self.world.rank, tp_size)
         local = len(whole[0]) // groups
         here, cols = slice(group * local, (group + 1) * local), slice(part * inner, (part + 1) * inner)
         w13 = whole[0][here][:, :, cols].flatten(1, 2)
@@ -411,10 +411,10 @@ def tensor_calls(p: Part, r: Round) -> Calls:
     """Experts whose columns are split over all ranks, some, or none."""
     world, experts, n = p.world, p.experts[r.layer], p.layers[r.layer].n
     divisors = [s for s in range(1, world.size + 1) if world.size % s == 0 and n >= 8 * s]
-    sharing = divisors[r.form % len(divisors)]
-    inner = n // sharing // 8 * 8
-    whole = experts.w13[:, :, : inner * sharing], experts.w2[:, :, : inner * sharing]
-    common: dict[str, Any] = dict(rows=r.given_rows, sharing=sharing, world=world, plan=r.plan)
+    tp_size = divisors[r.form % len(divisors)]
+    inner = n // tp_size // 8 * 8
+    whole = experts.w13[:, :, : inner * tp_size], experts.w2[:, :, : inner * tp_size]
+    common: dict[str, Any] = dict(rows=r.given_rows, tp_size=tp_size, world=world, plan=r.plan)
     keep = moe.KEEPS[r.form % len(moe.KEEPS)]
 
     def run(given: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
@@ -423,7 +423,7 @@ def tensor_calls(p: Part, r: Round) -> Calls:
         return (weft.grouped_matmul_reduce_scatter(hidden, routes, ids, weights[1], out=out, **common),)
 
     def mine(gradients: Tensors) -> Result:
-        return experts.columns(world.size // sharing, sharing, inner, gradients)
+        return experts.columns(world.size // tp_size, tp_size, inner, gradients)
 
     def want(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
         return (of_experts(*inputs[rank], *whole),)

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import weft
 from tests.emulated.cases import distance, draw
+from tests.emulated.cases_fp8 import factors
 from weft.integrations.torch_async_tp import FUSED_GATHER, FUSED_SCATTER, AsyncTP, async_tp
 
 BF16 = 1e-2
@@ -61,6 +62,30 @@ def scatters(world: weft.World) -> float:
                 want = theirs._fused_matmul_reduce_scatter_fallback(x.float(), b.float(), by, dim, name_of(world))
                 errors.append(distance(y.float(), want))
                 calls += 1
+    return judged(counts, errors, calls)
+
+
+def in_8_bits(world: weft.World) -> float:
+    """Both operators of scaled operands, by tensor and by row, beside torch's definition of them."""
+    import torch.distributed._symmetric_memory as theirs
+
+    errors, calls, n = [], 0, 320
+    with async_tp(world) as counts:
+        for scaling in ("tensor", "row"):
+            x, w, xs, ws = factors(1, 64 * world.size, n, 256, scaling, world.device)
+            w_scale, dtype = (ws.view(1, -1) if scaling == "row" else ws), torch.bfloat16
+            own = x.chunk(world.size)[world.rank].contiguous()
+            of_own = xs.chunk(world.size)[world.rank].contiguous() if scaling == "row" else xs
+            given = (own, [w.t()], of_own, [w_scale], 0, name_of(world), [None], [None], [dtype], [False])
+            a, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(*given)
+            whole, (want,) = theirs._fused_all_gather_scaled_matmul_fallback(*given)
+            errors += [0.0 if torch.equal(a.view(torch.uint8), whole.view(torch.uint8)) else float("inf")]
+            errors += [distance(y.float(), want.float())]
+            rest = ("sum", 0, 0, name_of(world), [len(x), n], None, None, dtype, False)
+            z = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(x, w.t(), xs, w_scale, *rest)
+            want = theirs._fused_scaled_matmul_reduce_scatter_fallback(x, w.t(), xs, w_scale, *rest)
+            errors += [distance(z.float(), want.float())]
+            calls += 2
     return judged(counts, errors, calls)
 
 
@@ -116,6 +141,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         return
     yield "async_tp all-gather, eager", BF16, partial(gathers, world)
     yield "async_tp reduce-scatter, eager", BF16, partial(scatters, world)
+    yield "async_tp of 8-bit operands", BF16, partial(in_8_bits, world)
     yield "async_tp float32 by torch", 1e-3, partial(passed_on, world)
     yield "async_tp compiled", 2 * BF16, partial(compiled, world, 0)
     yield "async_tp compiled, second dimension", 2 * BF16, partial(compiled, world, 1)

@@ -37,6 +37,7 @@ from tests.emulated.cases_ops import FUSED, shared_case
 from tests.gpu import gpu_attention, gpu_moe
 from tests.gpu.gpu_async_tp import checks as async_tp_checks
 from tests.gpu.gpu_attention import checks as attention_checks
+from tests.gpu.gpu_fp8 import checks as fp8_checks
 from tests.gpu.gpu_hf import checks as hf_checks
 from tests.gpu.gpu_hf_moe import checks as hf_moe_checks
 from tests.gpu.gpu_launches import checks as launch_checks
@@ -168,7 +169,7 @@ def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
         case = all_gather_case if op == GATHER else partial(reduce_case, everywhere=op == ALL)
         error = case(world, [m // world.size] * world.size if op == GATHER else m, n, k, "auto", calls=3)
     trial = world.choices.last(op, (m, n, k))
-    assert trial is not None and len(trial.took) > 2, trial
+    assert trial is not None and len(trial.times) > 2, trial
     return error
 
 
@@ -179,9 +180,9 @@ def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
     with mock.patch.object(world.choices, "clock", cuda_clock), mock.patch.object(world.backend, "clock", cuda_clock):
         error = case()
     trials = [trial for key, trial in world.choices.trials.items() if key not in before and trial.title == op]
-    said = [(trial.sizes, len(trial.took), str(trial.faster)) for trial in trials]
+    said = [(trial.sizes, len(trial.times), str(trial.faster)) for trial in trials]
     if world.rank == 0:
-        print(*(trial.said("graph") for trial in trials), sep="\n")
+        print(*(trial.timings("graph") for trial in trials), sep="\n")
     same = all(theirs == said for theirs in world.exchange(said))
     return error if said and same and all(count > 1 for _, count, _ in said) else float("inf")
 
@@ -203,7 +204,7 @@ def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
         worst = max(worst, distance(y, want))
     world.synchronize()
     trial = world.choices.last(GATHER, (m, n, k))
-    said = trial and [trial.said("graph"), str(trial.faster)]
+    said = trial and [trial.timings("graph"), str(trial.faster)]
     if world.rank == 0:
         print(said)
     return worst if said and all(theirs == said for theirs in world.exchange(said)) else float("inf")
@@ -409,6 +410,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
     yield from ops_checks(world)
     yield from reduce_checks(world)
+    yield from fp8_checks(world)
     yield from launch_checks(world)
     yield from signaled_checks(world)
     yield from moe_checks(world)

@@ -95,7 +95,7 @@ def two_layers(world: weft.World) -> float:
     kept = []
     for call in range(6):
         model = models[call % 2]
-        given = routed(world, model.layer, model.layer.capacity, call)
+        given = routed(world, model.layer, model.layer.max_tokens_per_rank, call)
         kept.append((by(model, world, given, "dispatched"), model(*(t.cpu() for t in given))))
     world.synchronize()
     return max(distance(got.cpu(), want) for got, want in kept)
@@ -167,7 +167,7 @@ def left_out(world: weft.World) -> float:
         said = str(e)
     room = 5 * 128
     lost = 2 * (800 * world.size - room)
-    right = said.startswith(f"rank 0: {lost} rows more") if world.rank == 0 else not said
+    right = said.startswith(f"rank 0: its experts received {lost} rows more") if world.rank == 0 else not said
     right = right and received.tolist() == [0, room * (world.rank == 0), 0, 0]
     want = model(x.cpu(), ids.cpu(), weights.cpu())
     want[room if world.rank == 0 else 0 :] = 0
@@ -213,28 +213,34 @@ def before_the_experts(world: weft.World) -> float:
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
-    common = dict(capacity=0, experts=8 * size, k=4, hidden=512, inner=256, dtype=BF)
+    common = dict(max_tokens_per_rank=0, experts=8 * size, k=4, hidden=512, inner=256, dtype=BF)
 
     def layer(**changes: object) -> Layer:
         return Layer(**(common | changes))  # type: ignore[arg-type]
 
     yield "moe gate", 1e-3, partial(gate_case, world)
     for plan in ("sequential", "dispatched"):
-        yield f"moe {plan}, even", BOUND, partial(against, world, plan, layer(capacity=384), [384])
-        yield f"moe {plan}, uneven and none", BOUND, partial(against, world, plan, layer(capacity=300), [300, 0, 1, 37])
-        yield f"moe {plan}, to few", BOUND, partial(against, world, plan, layer(capacity=200), [200], to_few)
+        yield f"moe {plan}, even", BOUND, partial(against, world, plan, layer(max_tokens_per_rank=384), [384])
+        yield (
+            f"moe {plan}, uneven and none",
+            BOUND,
+            partial(against, world, plan, layer(max_tokens_per_rank=300), [300, 0, 1, 37]),
+        )
+        yield f"moe {plan}, to few", BOUND, partial(against, world, plan, layer(max_tokens_per_rank=200), [200], to_few)
         yield (
             f"moe {plan}, some nowhere",
             BOUND,
-            partial(against, world, plan, layer(capacity=150), [150], some_nowhere),
+            partial(against, world, plan, layer(max_tokens_per_rank=150), [150], some_nowhere),
         )
         for act in ("gelu", "gpt_oss"):
-            of = layer(capacity=100, activation=act, hidden=720, inner=360)
+            of = layer(max_tokens_per_rank=100, activation=act, hidden=720, inner=360)
             yield f"moe {plan}, {act}, biases", BOUND, partial(against, world, plan, of, [100], at_random, True)
     yield (
         "moe dispatched, 128 columns a tile",
         BOUND,
-        partial(against, world, Dispatched(tile=GemmTile(stages=4, block_n=128)), layer(capacity=260), [260]),
+        partial(
+            against, world, Dispatched(tile=GemmTile(stages=4, block_n=128)), layer(max_tokens_per_rank=260), [260]
+        ),
     )
     yield "moe in a graph", 0.0, partial(graph_replays, world, "dispatched")
     yield "moe of two layers", BOUND, partial(two_layers, world)

@@ -47,7 +47,7 @@ def few_among_others(world: weft.World, count: int) -> float:
     plans: list[str | Plan] = ["low_latency", "fused", "dispatched"]
     layers = [Layer(tokens, 16, 4, hidden, 256, BF) for tokens, hidden in ((17, 512), (300, 512), (90, 1024))]
     models = [Model(world, layer, False, 10 * i) for i, layer in enumerate(layers)]
-    given = [routed(world, layer, layer.capacity, i, some_nowhere) for i, layer in enumerate(layers)]
+    given = [routed(world, layer, layer.max_tokens_per_rank, i, some_nowhere) for i, layer in enumerate(layers)]
     want = [by(models[i], world, given[i], plans[i]).clone() for i in range(3)]
     late, same = random.Random(world.rank), random.Random(9)
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
@@ -62,29 +62,37 @@ def few_among_others(world: weft.World, count: int) -> float:
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
-    common = dict(capacity=0, experts=8 * size, k=4, hidden=512, inner=256, dtype=BF)
+    common = dict(max_tokens_per_rank=0, experts=8 * size, k=4, hidden=512, inner=256, dtype=BF)
 
     def layer(**changes: object) -> Layer:
         return Layer(**(common | changes))  # type: ignore[arg-type]
 
     for name, plan in PLANS.items():
-        yield f"moe {name}, even", BOUND, partial(against, world, plan, layer(capacity=384), [384])
-        yield f"moe {name}, uneven and none", BOUND, partial(against, world, plan, layer(capacity=300), [300, 0, 1, 37])
+        yield f"moe {name}, even", BOUND, partial(against, world, plan, layer(max_tokens_per_rank=384), [384])
+        yield (
+            f"moe {name}, uneven and none",
+            BOUND,
+            partial(against, world, plan, layer(max_tokens_per_rank=300), [300, 0, 1, 37]),
+        )
         yield f"moe {name}, 300 calls, delays", 0.0, partial(bits_of_dispatched, world, plan, 300)
-    few, nowhere = layer(capacity=200), layer(capacity=150)
+    few, nowhere = layer(max_tokens_per_rank=200), layer(max_tokens_per_rank=150)
     yield "moe fused, to few", BOUND, partial(against, world, FusedMoe(), few, [200], to_few)
     yield "moe fused, some nowhere", BOUND, partial(against, world, FusedMoe(), nowhere, [150], some_nowhere)
     for act in ("gelu", "gpt_oss"):
-        of = layer(capacity=100, activation=act, hidden=720, inner=360)
+        of = layer(max_tokens_per_rank=100, activation=act, hidden=720, inner=360)
         yield f"moe fused, {act}, biases", BOUND, partial(against, world, FusedMoe(), of, [100], at_random, True)
     yield "moe fused in a graph", 0.0, partial(graph_replays, world, "fused")
-    yield "moe few, even", BOUND, partial(against, world, "low_latency", layer(capacity=24), [24])
-    yield "moe few, uneven and none", BOUND, partial(against, world, "low_latency", layer(capacity=7), [5, 0, 1, 7])
-    yield "moe few, to few", BOUND, partial(against, world, "low_latency", layer(capacity=50), [50], to_few)
+    yield "moe few, even", BOUND, partial(against, world, "low_latency", layer(max_tokens_per_rank=24), [24])
+    yield (
+        "moe few, uneven and none",
+        BOUND,
+        partial(against, world, "low_latency", layer(max_tokens_per_rank=7), [5, 0, 1, 7]),
+    )
+    yield "moe few, to few", BOUND, partial(against, world, "low_latency", layer(max_tokens_per_rank=50), [50], to_few)
     for act in ("gelu", "gpt_oss"):
-        of = layer(capacity=30, activation=act, hidden=720, inner=360)
+        of = layer(max_tokens_per_rank=30, activation=act, hidden=720, inner=360)
         yield f"moe few, {act}, biases", BOUND, partial(against, world, "low_latency", of, [30], some_nowhere, True)
     wide = changed(LowLatency(), block_m=32, block_k=128, stages=3, copy_programs=8)
-    yield "moe few, 32 rows a tile", BOUND, partial(against, world, wide, layer(capacity=60), [60])
+    yield "moe few, 32 rows a tile", BOUND, partial(against, world, wide, layer(max_tokens_per_rank=60), [60])
     yield "moe few in a graph", 0.0, partial(graph_replays, world, "low_latency")
     yield "moe few among others, 300 calls, delays", 0.0, partial(few_among_others, world, 300)

@@ -42,7 +42,7 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
         ids_of=some_nowhere,
         plan=plan,
         dtype=layer.dtype,
-        sharing=world.size,
+        tp_size=world.size,
         **sizes,
     )
     return max(errors.values())
@@ -52,7 +52,7 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
     """Forward and backward in a CUDA graph, with other tokens and routings in every replay: the bits of eager calls, of the library's
     plan to rounding."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
-    model = Model(world, layer, False, sharing=world.size)
+    model = Model(world, layer, False, tp_size=world.size)
     w13, w2 = (t.requires_grad_() for t in model.own[:2])
     common = dict(world=world, plan=plan)
 
@@ -75,7 +75,7 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
 def same_bits(world: weft.World) -> float:
     """Of the same call, time and again, by everything that may be kept, ranks late by chance."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
-    model = Model(world, layer, True, sharing=world.size)
+    model = Model(world, layer, True, tp_size=world.size)
     given = routed(0, world.rank, 300, layer, world.size, some_nowhere)
     first: list[torch.Tensor] = []
     wrong = 0
@@ -113,7 +113,7 @@ def module_compiled(world: weft.World) -> float:
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    common = dict(capacity=300, experts=8, k=3, hidden=256, inner=64 * world.size, dtype=BF)
+    common = dict(max_tokens_per_rank=300, experts=8, k=3, hidden=256, inner=64 * world.size, dtype=BF)
     plain = Layer(**common)  # type: ignore[arg-type]
     odd = Layer(**(common | dict(hidden=264, inner=72 * world.size, activation="gelu")))  # type: ignore[arg-type]
     clamped = Layer(**(common | dict(activation="gpt_oss", dtype=torch.float16)))  # type: ignore[arg-type]

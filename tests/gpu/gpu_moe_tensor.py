@@ -43,11 +43,11 @@ def against(
     tokens: list[int],
     ids_of: Ids = at_random,
     biases: bool = False,
-    sharing: int | None = None,
+    tp_size: int | None = None,
     second: str | None = None,
 ) -> float:
     """Calls without a synchronisation between; the reference runs on the host."""
-    model, kept = Model(world, layer, biases, sharing=sharing or world.size), []
+    model, kept = Model(world, layer, biases, tp_size=tp_size or world.size), []
     for call in range(4):
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
         given = there(world, layer, counts[world.rank], call, ids_of)
@@ -62,7 +62,7 @@ def against(
 def graph_replays(world: weft.World, plan: str | Plan) -> float:
     """A CUDA graph with other tokens and routings in every replay, as eager calls have them: dispatched, to the bit."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
-    model = Model(world, layer, False, sharing=world.size)
+    model = Model(world, layer, False, tp_size=world.size)
     held = there(world, layer, 256, 0)
     run(world, model, held, plan)
     graph = torch.cuda.CUDAGraph()
@@ -83,7 +83,7 @@ def graph_replays(world: weft.World, plan: str | Plan) -> float:
 def many_calls(world: weft.World, count: int) -> float:
     """Routings in turn, ranks late by chance, now and then a first half alone: the same bits every time."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
-    model = Model(world, layer, False, sharing=world.size)
+    model = Model(world, layer, False, tp_size=world.size)
     kinds = (at_random, to_few, some_nowhere, nowhere)
     given = [there(world, layer, 300, call, ids_of) for call, ids_of in enumerate(kinds)]
     want = [run(world, model, g, "dispatched").clone() for g in given]
@@ -116,7 +116,7 @@ def module_case(world: weft.World) -> float:
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
-    common = dict(capacity=0, experts=16, k=4, hidden=512, inner=128 * size, dtype=BF)
+    common = dict(max_tokens_per_rank=0, experts=16, k=4, hidden=512, inner=128 * size, dtype=BF)
 
     def layer(**changes: object) -> Layer:
         return Layer(**(common | changes))  # type: ignore[arg-type]
@@ -124,13 +124,13 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for plan in ("sequential", "dispatched"):
         case = partial(against, world, plan)
         name = f"moe in parts {plan}"
-        yield f"{name}, even", BOUND, partial(case, layer(capacity=384), [384])
-        yield f"{name}, uneven and none", BOUND, partial(case, layer(capacity=300), [300, 0, 1, 37])
-        yield f"{name}, to few", BOUND, partial(case, layer(capacity=200), [200], to_few)
-        yield f"{name}, some nowhere", BOUND, partial(case, layer(capacity=150), [150], some_nowhere)
-        yield f"{name}, float16", BOUND, partial(case, layer(capacity=90, dtype=torch.float16), [90, 33])
+        yield f"{name}, even", BOUND, partial(case, layer(max_tokens_per_rank=384), [384])
+        yield f"{name}, uneven and none", BOUND, partial(case, layer(max_tokens_per_rank=300), [300, 0, 1, 37])
+        yield f"{name}, to few", BOUND, partial(case, layer(max_tokens_per_rank=200), [200], to_few)
+        yield f"{name}, some nowhere", BOUND, partial(case, layer(max_tokens_per_rank=150), [150], some_nowhere)
+        yield f"{name}, float16", BOUND, partial(case, layer(max_tokens_per_rank=90, dtype=torch.float16), [90, 33])
         for act in ("gelu", "gpt_oss"):
-            of = layer(capacity=100, activation=act, hidden=720, inner=72 * size)
+            of = layer(max_tokens_per_rank=100, activation=act, hidden=720, inner=72 * size)
             yield f"{name}, {act}, biases", BOUND, partial(case, of, [100], at_random, True)
         yield (
             f"moe in parts in a graph, {plan}",
@@ -138,10 +138,10 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             partial(graph_replays, world, plan),
         )
     narrow = partial(against, world, DispatchedColumns(flatten=False, tile=GemmTile(stages=4, block_n=128)))
-    yield "moe in parts dispatched, 128 columns a tile", BOUND, partial(narrow, layer(capacity=260), [260])
-    both = partial(against, world, "dispatched", layer(capacity=130), [130, 20])
+    yield "moe in parts dispatched, 128 columns a tile", BOUND, partial(narrow, layer(max_tokens_per_rank=260), [260])
+    both = partial(against, world, "dispatched", layer(max_tokens_per_rank=130), [130, 20])
     yield "moe in parts, one half of each plan", BOUND, partial(both, second="sequential")
     if size > 2:
-        yield "moe in parts, mixed", BOUND, partial(both, sharing=size // 2)
+        yield "moe in parts, mixed", BOUND, partial(both, tp_size=size // 2)
     yield "moe in parts, a module", BOUND, partial(module_case, world)
     yield "moe in parts 300 calls, delays", 0.0, partial(many_calls, world, 300)

@@ -127,7 +127,7 @@ def module_compiled(world: weft.World) -> float:
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    common = dict(capacity=300, experts=4 * world.size, k=3, hidden=256, inner=128, dtype=BF)
+    common = dict(max_tokens_per_rank=300, experts=4 * world.size, k=3, hidden=256, inner=128, dtype=BF)
     plain = Layer(**common)  # type: ignore[arg-type]
     odd = Layer(**(common | dict(hidden=264, inner=136, activation="gelu")))  # type: ignore[arg-type]
     clamped = Layer(**(common | dict(activation="gpt_oss", dtype=torch.float16)))  # type: ignore[arg-type]

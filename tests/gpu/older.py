@@ -30,7 +30,7 @@ def as_gpu(capability: int, target: int | None = None) -> None:
         driver: Any = triton.runtime.driver.active
         driver.get_current_target = lambda: GPUTarget("cuda", capability, 32)
         compiler.max_shared_mem = lambda device: architectures.SHARED_KIB[capability] << 10
-        architectures.of = lambda device=None: capability
+        architectures.device_capability = lambda device=None: capability
     # By its key such a kernel is one for the older GPU, which could not run it.
     folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     triton.knobs.cache.dir = str(folder / f"sm_{capability}_on_sm_{target}")

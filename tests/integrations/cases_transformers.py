@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import weft
 from weft import hf
-from weft.integrations.transformers.moe import router_of, whole
+from weft.integrations.transformers.moe import replicated, router_of
 
 
 class Routed(NamedTuple):
@@ -76,7 +76,9 @@ def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float,
     was rounded before, at other places in the two. But signs do not conspire: n roundings of each of H elements make a
     standard deviation of 0.64 sqrt(n / H) of that bound, which leaves room for H / 10 of them at five deviations.
     """
-    weight, bias = (None if t is None else whole(t).float() for t in (router.weight, getattr(router, "bias", None)))
+    weight, bias = (
+        None if t is None else replicated(t).float() for t in (router.weight, getattr(router, "bias", None))
+    )
     assert weight is not None
     logits = F.linear(x.float(), weight, bias)
     taken = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, True)

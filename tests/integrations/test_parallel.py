@@ -196,7 +196,7 @@ def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPa
         for module, now in zip(modules, captures, strict=True):
             world: Any = SimpleNamespace(name="captured", size=1, capturing=lambda now=now: now)
             operands = parallel.LinearOperands(x, module.weight.detach(), None)
-            parallel.gathered(world, module, x, operands, 0, "auto")
+            parallel.gathered_linear(world, module, x, operands, 0, "auto")
         assert gathers == list(modules if any(captures) else modules[:1]), captures
 
 
@@ -239,9 +239,9 @@ def test_what_goes_torchs_own_way_is_said(mesh: DeviceMesh) -> None:
             ("w2", torch.randn(INNER // 2), "1 dimension"),
         ]
         for name, x, why in cases:
-            given, said = parallel._given(world, block.get_submodule(name), x, (Shard(1),))
+            given, said = parallel._linear_operands(world, block.get_submodule(name), x, (Shard(1),))
             assert given is None and said == why
-        assert parallel._given(None, block.w1, cases[0][1], (Shard(1),)) == (None, "a group on cpu")
+        assert parallel._linear_operands(None, block.w1, cases[0][1], (Shard(1),)) == (None, "a group on cpu")
 
     weft.spmd(main, 2, backend="emulated")
 

@@ -14,9 +14,19 @@ import torch.multiprocessing as mp
 
 import weft
 from tests.emulated.cases import distance, draw
+from tests.emulated.cases_fp8 import scaled
 from tests.emulated.cases_nn import emulate
 from tests.gates import some
-from weft.integrations.torch_async_tp import FUSED_GATHER, FUSED_SCATTER, NATIVE, SCALED, async_tp
+from weft.backends.library_gemm import dequantized
+from weft.integrations.torch_async_tp import (
+    FUSED_GATHER,
+    FUSED_SCATTER,
+    NATIVE,
+    SCALED_GATHER,
+    SCALED_SCATTER,
+    async_tp,
+)
+from weft.ops.recipes import E4M3
 
 BF16 = 1e-2
 LAYOUTS = [((8, 32), 0), ((8, 3, 32), 0), ((3, 4, 32), 1), ((2, 4, 3, 32), 1)]  # shape of a rank's part, dimension
@@ -75,6 +85,64 @@ def test_reduce_scatter(shape: tuple[int, ...], dim: int, transposed: bool, redu
     assert counts.served == {FUSED_SCATTER: 2} and not counts.fell_through
 
 
+def scaled_weight(seed: int, n: int, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In 8 bits [32, n], its scale as torch._scaled_mm takes it, and its values."""
+    w, scale = scaled(draw(seed, n, 32), "row" if rowwise else "tensor")
+    return w.t(), scale.view(1, -1) if rowwise else scale, dequantized(w, scale).double().t()
+
+
+@pytest.mark.parametrize(("shape", "dim"), LAYOUTS)
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_scaled_all_gather(shape: tuple[int, ...], dim: int, rowwise: bool, replicated: bool) -> None:
+    whole = as_fallback([draw(rank, *shape) for rank in range(2)], dim)
+    rows, scale = scaled(whole.reshape(-1, 32), "row" if rowwise else "tensor")
+    rows, scale = rows.view(whole.shape), scale.view(*whole.shape[:-1], 1) if rowwise else scale
+    values = rows.double() * scale.double()
+
+    def rank(world: weft.World) -> float:
+        ws = [scaled_weight(40 + 10 * i + world.rank, 24 + 8 * i, rowwise) for i in range(2)]
+        own = rows.chunk(2, dim)[world.rank].contiguous()
+        of_own = scale if replicated or not rowwise else scale.chunk(2, dim)[world.rank].contiguous()
+        a, ys = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            own, [w for w, _, _ in ws], of_own, [s for _, s, _ in ws], dim, world.name, [None, draw(1, 32)], [None] * 2,
+            [torch.bfloat16] * 2, [False, True],
+        )  # fmt: skip
+        world.synchronize()
+        assert torch.equal(a.view(torch.uint8), rows.view(torch.uint8)) and a.stride() == whole.stride()
+        wants = [values @ ws[0][2], values @ ws[1][2] + draw(1, 32).double()]
+        for y in ys:
+            assert (
+                y.stride() == (whole.movedim(dim, 0) @ torch.zeros(32, y.shape[-1]).bfloat16()).movedim(0, dim).stride()
+            )
+        return max(distance(y.double(), want) for y, want in zip(ys, wants, strict=True))
+
+    with async_tp() as counts:
+        assert max(emulate(rank, 2)) < BF16
+    assert counts.served == {SCALED_GATHER: 2} and not counts.fell_through
+
+
+@pytest.mark.parametrize(("shape", "dim"), LAYOUTS)
+@pytest.mark.parametrize(("rowwise", "reduce_op"), [(False, "sum"), (True, "sum"), (True, "avg")])
+def test_scaled_reduce_scatter(shape: tuple[int, ...], dim: int, rowwise: bool, reduce_op: str) -> None:
+    xs = [scaled(draw(rank, *shape).reshape(-1, 32), "row" if rowwise else "tensor") for rank in range(2)]
+    ws = [scaled_weight(50 + rank, 24, rowwise) for rank in range(2)]
+    total = sum(dequantized(*x).double() @ w[2] for x, w in zip(xs, ws, strict=True)).view(*shape[:-1], 24)
+
+    def rank(world: weft.World) -> float:
+        (x, scale), (w, w_scale, _) = xs[world.rank], ws[world.rank]
+        y = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            x, w, scale, w_scale, reduce_op, dim, 0, world.name, [*shape[:-1], 24], None, None, torch.bfloat16, True
+        )
+        world.synchronize()
+        assert y.is_contiguous()
+        return distance(y.double(), total.chunk(2, dim)[world.rank] / (2 if reduce_op == "avg" else 1))
+
+    with async_tp() as counts:
+        assert max(emulate(rank, 2)) < BF16
+    assert counts.served == {SCALED_SCATTER: 2} and not counts.fell_through
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_torchs_own_cases_in_bf16(dim: int) -> None:
     """Sizes of its AsyncTPTest, [8, 64, 32] gathered and scattered over [32, 16], three weights; the last dimension is
@@ -131,7 +199,19 @@ def test_other_numbers_of_ranks_and_another_plan(ranks: int) -> None:
 
 # -- what torch computes -----------------------------------------------------------------------------------------------
 
-X, W = draw(0, 8, 32), draw(1, 32, 16)
+X, W, ONE = draw(0, 8, 32), draw(1, 32, 16), torch.ones(1)
+X8, W8 = X.to(E4M3), W.t().contiguous().to(E4M3).t()
+
+
+def scaled_gather(op: Any, g: str, b_scale: Any = ONE, result: Any = None, out: Any = torch.bfloat16) -> Any:
+    return op.fused_all_gather_scaled_matmul(X8, [W8], ONE, [b_scale], 0, g, [None], [result], [out], [False])
+
+
+def scaled_scatter(op: Any, g: str, by: str = "sum", bias: Any = None, rows: int = 8) -> Any:
+    shape = [rows, 16]
+    return op.fused_scaled_matmul_reduce_scatter(
+        X8[:rows], W8, ONE, ONE, by, 0, 0, g, shape, bias, None, torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,8 +226,13 @@ X, W = draw(0, 8, 32), draw(1, 32, 16)
         (lambda op, g: op.fused_matmul_reduce_scatter(X, W, "max", 0, g), FUSED_SCATTER, "reduces by max"),
         (lambda op, g: op.fused_matmul_reduce_scatter(X, W, "sum", 1, g), FUSED_SCATTER, "along the last dimension"),
         (lambda op, g: op.fused_matmul_reduce_scatter(X[:7], W, "sum", 0, g), FUSED_SCATTER, "does not divide by the ranks"),
-        (lambda op, g: op.fused_scaled_matmul_reduce_scatter(X, W, X, W, "sum", 0, 0, g, None), SCALED[1], "scaled"),
-        (lambda op, g: op.fused_all_gather_scaled_matmul(X, [W], X, [W], 0, g, [None], [None], [None], [False]), SCALED[0], "scaled"),
+        (lambda op, g: op.fused_scaled_matmul_reduce_scatter(X, W, ONE, ONE, "sum", 0, 0, g, [8, 16]), SCALED_SCATTER, "of bfloat16"),
+        (lambda op, g: scaled_gather(op, g, out=None), SCALED_GATHER, "results of None"),
+        (lambda op, g: scaled_gather(op, g, b_scale=torch.ones(1, 16)), SCALED_GATHER, "scales neither by tensor nor by row"),
+        (lambda op, g: scaled_gather(op, g, result=ONE), SCALED_GATHER, "a scale of the result"),
+        (lambda op, g: scaled_scatter(op, g, by="max"), SCALED_SCATTER, "reduces by max"),
+        (lambda op, g: scaled_scatter(op, g, bias=W[0]), SCALED_SCATTER, "a bias, which torch adds on every rank"),
+        (lambda op, g: scaled_scatter(op, g, rows=7), SCALED_SCATTER, "does not divide by the ranks"),
     ],
 )  # fmt: skip
 def test_the_rest_goes_on_to_torch_as_it_came(
@@ -185,7 +270,7 @@ def test_no_world_is_made_for_what_goes_on_to_torch(monkeypatch: pytest.MonkeyPa
     def made(group_name: str) -> weft.World:
         raise AssertionError("of a group of which nothing is computed")
 
-    monkeypatch.setattr("weft.integrations.torch_async_tp._made", made)
+    monkeypatch.setattr("weft.integrations.torch_async_tp._world", made)
     monkeypatch.setattr("weft.integrations.torch_async_tp._torchs", lambda name, x: lambda a, *args, **_: (a, [a]))
 
     def call(x: torch.Tensor, w: torch.Tensor) -> None:
@@ -292,7 +377,10 @@ def test_compiled_over_gloo(tmp_path: Path) -> None:
 
 
 def registrations() -> list[str]:
-    return [torch._C._dispatch_dump(f"symm_mem::{name}") for name in (FUSED_GATHER, FUSED_SCATTER, *SCALED)]
+    return [
+        torch._C._dispatch_dump(f"symm_mem::{name}")
+        for name in (FUSED_GATHER, FUSED_SCATTER, SCALED_GATHER, SCALED_SCATTER)
+    ]
 
 
 def test_the_operators_go_back_to_torch() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 import weft
 from tests.integrations import vllm_standin as standin
 from tests.integrations.vllm_standin import BF, DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 from weft.integrations import vllm
 from weft.integrations.vllm import interface, layers, plugin, timing
 from weft.integrations.vllm.dataflow import flow_of
@@ -49,7 +49,7 @@ MODELS["quantized"] = lambda: Model(functools.partial(DecoderLayer, quant_method
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    monkeypatch.setattr(plugin, "of_all_ranks", lambda mine, group: group.world.exchange(mine))
+    monkeypatch.setattr(plugin, "gather_objects", lambda mine, group: group.world.exchange(mine))
     monkeypatch.setattr(plugin, "world_of", lambda group: group.world)
     monkeypatch.setattr(plugin, "_models", [])
     monkeypatch.setattr(interface, "installed", lambda: "0.32.0")
@@ -89,8 +89,8 @@ def test_a_served_model_computes_what_it_did(modules: Any, name: str, tokens: in
 @pytest.mark.parametrize(
     ("name", "served", "by_rows"),
     [
-        ("dense", ["a row-parallel linear with its GEMM, residual and norm (4 times)", "GEMM behind it (3 times)"], True),
-        ("experts", ["sum of experts, residual and norm (2 times)", "linear with its GEMM, residual and norm (2 times)", "GEMM behind it (1 times)"], True),
+        ("dense", ["a row-parallel linear with its GEMM, residual and norm (4 times)", "GEMM after it (3 times)"], True),
+        ("experts", ["sum of experts, residual and norm (2 times)", "linear with its GEMM, residual and norm (2 times)", "GEMM after it (1 times)"], True),
         ("quantized", ["sum of a row-parallel linear, residual and norm (2 times)", "with its GEMM, residual and norm (2 times)"], True),
         ("gemma 2", ["with its GEMM, residual and norm (4 times)"], True),
         ("scaled", ["a row-parallel GEMM and its sum (4 times)"], None),
@@ -467,17 +467,21 @@ def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans(call(4096, rows_from=0)) == ("engine", ["sequential"])
     assert plans(call(4096)) == ("sequential", ["sequence_parallel"])
     assert plans(call(4096, woven_from=4096)) == ("woven", [])
-    assert ROW_NORM_COLUMN.alike(call(65)) == ROW_NORM_COLUMN.alike(call(128)) != ROW_NORM_COLUMN.alike(call(129))
+    assert (
+        ROW_NORM_COLUMN.trial_key(call(65))
+        == ROW_NORM_COLUMN.trial_key(call(128))
+        != ROW_NORM_COLUMN.trial_key(call(129))
+    )
 
 
 def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are faster up to the most tokens; each kind of site as often as there are such."""
 
-    def time(self: Chooser, choice: Choice[int], rows_from: int, *_: Any) -> Took:
+    def time(self: Chooser, choice: Choice[int], rows_from: int, *_: Any) -> CallTime:
         """By rows pays from 32 tokens on, but for `slow`."""
         (tokens,) = choice.sizes
         us = 1.0 if not rows_from else 0.5 if tokens >= 32 and tokens != slow else 2.0
-        return Took(us, us)
+        return CallTime(us, us)
 
     def one_pass(world: weft.World, sites: Any, rows_from: int) -> None:
         calls.extend((len(t.x), rows_from, t.row is not None, t.column is not None) for t, _ in sites)
@@ -490,7 +494,7 @@ def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytes
     slow = 0
 
     def main(world: weft.World) -> Any:
-        found = interface.read_interface().found
+        found = interface.read_interface().objects
         classes = layers.Classes(**{name: found[name] for name in ("row", "column", "norm", "unquantized")})
         flow = flow_of(MODELS["dense"](), classes)
         world.choices.clock = lambda *_: pytest.fail("really timed")

@@ -48,7 +48,7 @@ from weft import World
 from weft.architectures import ADA, HOPPER, SHARED_KIB, capability_of
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
-from weft.check.ptx import behind_the_first_warps_fence, made_by_thread_zero
+from weft.check.ptx import signals_not_by_thread_zero, signals_outside_first_warp
 from weft.ops.tiles import fitting
 from weft.plans import Decomposed, OneShot, Sequential, Signaled, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
@@ -128,7 +128,7 @@ def outcome(launch: Launch, k: Compiled, capability: int) -> list[str]:
         wrong += ptx.broken_rules(k.ptx)
     else:
         wrong += broken_rules(launch, k)
-    wrong += made_by_thread_zero(k.ptx) + behind_the_first_warps_fence(k.ptx)
+    wrong += signals_not_by_thread_zero(k.ptx) + signals_outside_first_warp(k.ptx)
     return wrong
 
 

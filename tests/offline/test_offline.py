@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft
 import weft.planner
 from tests.emulated.cases import changed
+from tests.emulated.cases_fp8 import factors
 from tests.emulated.cases_ops import FUSED, OPS
 from tests.gpu.gpu_main import SECOND
 from weft import World
@@ -32,26 +33,35 @@ from weft.check.offline import Compiled, OfflineDriver, compile_kernel, standing
 from weft.check.ptx import (
     Instruction,
     Which,
-    behind_the_first_warps_fence,
     descriptors,
-    made_by_thread_zero,
+    signals_not_by_thread_zero,
+    signals_outside_first_warp,
     steps_of,
     within,
 )
 from weft.compute.gemm import gemm_tile, matmul
+from weft.compute.scaled_gemm import add_step, scaled_gemm_tile, scaled_matmul
 from weft.compute.signaled_gemm import signaled_gemm
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.ops import activation
-from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks
+from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks, pull_scales
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
-from weft.ops.all_reduce.kernels import load_row, multicast_shot, push_rows, two_shot
+from weft.ops.all_reduce.kernels import (
+    load_row,
+    multicast_shot,
+    push_rows,
+    store_scales,
+    store_scales_everywhere,
+    two_shot,
+)
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
-from weft.ops.moe.routing.route_tables import share, tables
+from weft.ops.moe.routing.route_tables import build_tables, share
 from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
+from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.ops.tiles import suited
 from weft.plans import (
     TWO_AN_SM,
@@ -59,6 +69,7 @@ from weft.plans import (
     Decomposed,
     Fused,
     FusedGather,
+    FusedGatherByCopies,
     GemmTile,
     Multicast,
     OneShot,
@@ -111,9 +122,9 @@ def launches(fn: Callable[[World], Any], ranks: int, capability: int = HOPPER) -
 
 def call(
     op: str, plan: Plan, m: int = 128, n: int = 1024, k: int = 512, *, bias: bool = False, dtype: torch.dtype = BF,
-    uneven: bool = False, gated: int = 0, turned: bool = False,
+    uneven: bool = False, gated: int = 0, turned: bool = False, scaling: str = "", fast: bool = False,
 ) -> Callable[[World], Any]:  # fmt: skip
-    """m: rows a rank. turned: the weight lies as [K, N]."""
+    """m: rows a rank. turned: the weight lies as [K, N]. scaling: of 8-bit operands."""
 
     def fn(world: World) -> None:
         rows = [m + 40 * (r == 0) for r in range(world.size)] if uneven else [m] * world.size
@@ -121,14 +132,18 @@ def call(
         x = torch.zeros(rows[world.rank] if gather else sum(rows), k, dtype=dtype)
         w, b = torch.zeros(n, k, dtype=dtype), torch.zeros(n, dtype=dtype) if bias else None
         w = w.t().contiguous().t() if turned else w
+        more: dict[str, Any] = {}
+        if scaling:
+            x, w, xs, ws = factors(1, len(x), n, k, scaling, world.device)
+            more = dict(x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast)
         if gated:
             all_gather_swiglu(x, w, gated, world=world, plan=plan, rows=None)
         elif gather:
             weft.all_gather_matmul(
-                x, w, b, world=world, plan=plan, rows=rows if uneven else None, return_gathered=uneven
+                x, w, b, world=world, plan=plan, rows=rows if uneven else None, return_gathered=uneven, **more
             )
         else:
-            getattr(weft, op)(x, w, b, world=world, plan=plan)
+            getattr(weft, op)(x, w, b, world=world, plan=plan, **more)
 
     return fn
 
@@ -191,6 +206,17 @@ CASES["decomposed x8"] = call(RS, Decomposed(), bias=True), 8
 CASES["decomposed x8 odd sizes"] = call(RS, Decomposed(), 1, 1, 8), 8
 CASES["decomposed x2 float16"] = call(RS, Decomposed(), 3, 40, 8, dtype=HALF), 2
 CASES["decomposed, gated"] = call(AG, Decomposed(), gated=512), 4
+for scaling, fast in (("tensor", True), ("row", True), ("row", False), ("block", False)):
+    for op in OPS:
+        for i, plan in enumerate((FUSED[op], *((TWO_AN_SM, FusedGatherByCopies()) if op == AG else ()))):
+            name = f"{op} 8 bits by {scaling}{'' if fast else ', promoted'}, plan {i}"
+            CASES[f"{name}, x8"] = call(op, plan, scaling=scaling, fast=fast), 8
+            CASES[f"{name}, x2 odd sizes"] = (
+                call(op, plan, 33, 1032, 1152, bias=True, dtype=HALF, scaling=scaling, fast=fast), 2,
+            )  # fmt: skip
+            if op == AG and i == 0:
+                CASES[f"{name}, x4 uneven"] = call(op, plan, uneven=True, scaling=scaling, fast=fast), 4
+    CASES[f"{AG} 8 bits by {scaling}, one shot, {fast}"] = call(AG, OneShot(), 33, scaling=scaling, fast=fast), 4
 CASES["World.barrier"] = lambda world: world.barrier(), 8
 
 
@@ -231,6 +257,9 @@ for name, plan in {
         CASES[f"all-reduce x8, {name}"] = norm(plan, sum_only=True), 8
     CASES[f"all-reduce + norm x8, {name}, full"] = norm(plan, 5, full=True, norm="layer"), 8
     CASES[f"all-reduce + norm x8, {name}, 5120 float16 fp8"] = norm(plan, 40, 5120, dtype=HALF, fp8=True), 8
+    if name != "multicast":
+        CASES[f"all-reduce + norm x8, {name}, by row"] = norm(plan, 40, 8192, quantize="row"), 8
+        CASES[f"all-reduce + norm x8, {name}, by block"] = norm(plan, 40, 7168, quantize="block"), 8
     CASES[f"all-reduce + norm x8, {name}, 16384 float32"] = norm(plan, 40, 16384, dtype=torch.float32), 8
     CASES[f"all-reduce + norm x8, {name}, 1024"] = norm(plan, 1, 1024), 8
 for i, (op, ranks, plan) in enumerate(shipped()):
@@ -333,7 +362,7 @@ def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[W
         ids, weights = gate(logits, k, world=world, bias=logits[0], groups=2, top_groups=2, scoring="sigmoid")
         gate(logits.bfloat16(), k, world=world)
         ids_all, _ = share(world, ids, weights, tokens)
-        tables(world, ids_all, experts, tokens, block_m)
+        build_tables(world, ids_all, experts, tokens, block_m)
 
     return fn
 
@@ -357,6 +386,41 @@ CASES["rms_norm and residual_add"] = rows, 1
 CASES["wait_word"] = wait_word, 1
 
 
+def product_of_8_bits(scaling: str, plan: Plan, m: int, n: int, k: int, **more: Any) -> Callable[[World], None]:
+    def fn(world: World) -> None:
+        x, w, xs, ws = factors(1, m, n, k, scaling, world.device)
+        by_columns = more.pop("by_columns", False)
+        weft.matmul(
+            x, w, x_scale=xs.t().contiguous().t() if by_columns else xs, weight_scale=ws, world=world, plan=plan, **more
+        )
+
+    return fn
+
+
+for scaling, plans in (("tensor", WIDE), ("tensor", PROMOTED), ("row", WIDE), ("row", PROMOTED), ("block", PROMOTED)):
+    for i, plan in enumerate(plans):
+        for m, n, k in ((300, 520, 1024), (1, 8, 128)):
+            name = f"8-bit by {scaling}, {'promoted' if plans is PROMOTED else 'wide'} {i}, {m} x {n} x {k}"
+            CASES[name] = product_of_8_bits(scaling, plan, m, n, k, use_fast_accum=plans is WIDE), 1
+
+
+def quantized(world: World) -> None:
+    for m, k in ((300, 7168), (40, 28672), (1, 256)):
+        for recipe in ("row", "block", "tensor"):
+            x, scale = torch.zeros(m, k, dtype=BF if m > 40 else HALF), torch.ones(1) if recipe == "tensor" else None
+            weft.quantize(x, recipe, scale=scale, world=world)
+            weft.silu_mul(x, world=world, quantize=recipe, scale=scale)
+        weft.quantize(x, "block", weight=True, world=world)
+        weft.quantize(x, "block", by_columns=True, world=world)
+
+
+CASES["quantize"] = quantized, 1
+CASES["8-bit by block, columns, bias"] = (
+    product_of_8_bits("block", PROMOTED[0], 300, 520, 1024, by_columns=True, bias=torch.zeros(520, dtype=BF)),
+    1,
+)
+
+
 @functools.lru_cache(maxsize=2)  # what is launched holds symmetric memory, of all cases together too much of it
 def launched(name: str) -> list[list[Launch]]:
     return launches(*CASES[name])
@@ -371,13 +435,15 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {
-    "all_gather_gemm": (pull_chunks, gemm_tile), "copied_gemm": (gemm_tile,), "gemm_reduce": (sum_half_tiles, gather_tile),
+    "all_gather_gemm": (pull_chunks, gemm_tile, scaled_gemm_tile, add_step),
+    "copied_gemm": (gemm_tile, scaled_gemm_tile, add_step),
+    "gemm_reduce": (sum_half_tiles, gather_tile),
     "two_shot": (load_row,),
 }  # fmt: skip
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
 GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__)
 POSTED = (gather_low_latency, scatter_low_latency, one_shot, two_shot_low_latency)
-ALONE = (matmul.__name__,)  # waits for no other rank
+ALONE = (matmul.__name__, scaled_matmul.__name__)  # waits for no other rank
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:
@@ -425,8 +491,8 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
             "no lock, no warps of two kinds"
         )
         assert broken_rules(launch, k) == []
-        assert made_by_thread_zero(k.ptx) == []
-        assert behind_the_first_warps_fence(k.ptx) == []
+        assert signals_not_by_thread_zero(k.ptx) == []
+        assert signals_outside_first_warp(k.ptx) == []
         assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
         if launch.kernel in POSTED:
             assert (
@@ -510,7 +576,9 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
     loops = 2 if launch.kernel.__name__ in GATHERS else 1  # an all-gather's own tiles, then the others
-    planned = loops * 2 * launch.options["num_stages"]
+    gather = args["how"].product if launch.kernel is all_gather_gemm else args.get("product")
+    promotes = (args["tile"] if gather is None else gather.tile).PROMOTE.value
+    planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # of x upper and lower rows apart
     assert tiles == (planned if computes(launch) else 0), "loads of the GEMM's tiles"
     if not communicates(launch):
         assert blocks == 0
@@ -519,13 +587,15 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
         stages, pipelines = args["how"].STAGES.value, 2 if args["how"].ALL.value else 1
         assert blocks == stages * pipelines, "a pipeline that sums, and one that gathers sums"
         return
-    pull = args["pull"]
+    pull = args["how"].pull
     stages = pull.STAGES.value
     if pull.BULK.value:
         assert blocks == stages
     else:
-        copies = sum("cp.async.cg.shared" in s.text and within(s, [pull_chunks]) for s in steps)
-        each = pull.ROWS.value * pull.COLS.value * 2 // (launch.options["num_warps"] * 32 * 16)
+        rows = [s for s in steps if within(s, [pull_chunks]) and not within(s, [pull_scales])]
+        copies = sum("cp.async.cg.shared" in s.text for s in rows)
+        size = args["x"].dtype.itemsize
+        each = pull.ROWS.value * pull.COLS.value * size // (launch.options["num_warps"] * 32 * 16)
         assert blocks == 0 and copies == each * stages, f"{copies} copies, {each} a block"
 
 
@@ -538,7 +608,9 @@ def rows_are_under_way(launch: Launch, k: Compiled) -> None:
     for fn, pipelines in ((push_rows, 0 if shots.PULL.value else 1), (load_row, 1)):
         assert sum(within(s, [fn]) for s in copies) == pipelines * each * shots.STAGES.value, fn.fn.__name__
     narrow = [s for s in steps_of(k.ptx) if "st.global" in s.text and not re.search(r"v[24]\.b(32|64)", s.text)]
-    assert all(within(s, [end_call]) for s in narrow), [str(s) for s in narrow][:2]
+    assert all(within(s, [end_call, store_scales, store_scales_everywhere]) for s in narrow), [str(s) for s in narrow][
+        :2
+    ]
 
 
 # -- one kernel on every rank ------------------------------------------------------------------------------------------
@@ -618,5 +690,5 @@ def test_a_count_by_another_warp_than_the_fences_is_found() -> None:
     ((_, k),) = [(launch, k) for launch, k in compiled("all-reduce + norm x8, two shots") if launch.kernel is two_shot]
     predicate = re.search(r"@(%p\d+) (?:atom|red)\.global\.sys\.relaxed", k.ptx)[1]  # type: ignore[index]
     wide = re.sub(rf"(?m)^\s*[a-z][\w.]*\s+{predicate}, .*;", f"setp.lt.u32 {predicate}, %tid.x, 512;", k.ptx)
-    assert wide != k.ptx and behind_the_first_warps_fence(k.ptx) == []
-    assert any("not by the first warp" in said for said in behind_the_first_warps_fence(wide))
+    assert wide != k.ptx and signals_outside_first_warp(k.ptx) == []
+    assert any("not by the first warp" in said for said in signals_outside_first_warp(wide))

@@ -50,14 +50,14 @@ def test_waits_stand_before_their_loads_without_bulk_copies(target: int) -> None
         world.synchronize()
 
     ran = check.search(main, 2, [0]).ran
-    found, refused = check.gate(ran, target)
+    found, refused = check.compile_and_check(ran, target)
     assert refused == [] and {one.name.split()[0] for one in found} >= {
         "all_gather_gemm",
         "gemm_reduce",
         "signaled_gemm",
         "one_shot",
     }
-    assert {one.name: one.wrong for one in found if one.wrong} == {}
+    assert {one.name: one.problems for one in found if one.problems} == {}
     assert ran.awaited, "loads that need a wait"
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from weft.chooser import WORTH, Choice, Chooser, Took
+from weft.chooser import WORTH, CallTime, Choice, Chooser
 from weft.op import REGISTRY
 from weft.ops.moe.call import Layer, MoeCall
 from weft.ops.moe.expert_parallel.op import MOE
@@ -67,7 +67,7 @@ def stub(size: int) -> Any:
     backend = SimpleNamespace(name="cuda", limits_ctas=True, shares_gpu=False)
     said: list[str] = []
     return SimpleNamespace(
-        size=size, rank=0, device=None, backend=backend, cached=lambda key, make: planner, say_once=said.append
+        size=size, rank=0, device=None, backend=backend, cached=lambda key, make: planner, log_once=said.append
     )
 
 
@@ -78,8 +78,8 @@ class Replayed(Chooser):
         super().__init__(lambda *_: pytest.fail("really timed"), lambda: False)
         self.times = times
 
-    def time(self, choice: Choice[Any], candidate: Any, times: int, ahead: float) -> Took:
-        return Took(self.times[candidate], 0.0)
+    def time(self, choice: Choice[Any], candidate: Any, times: int, ahead: float) -> CallTime:
+        return CallTime(self.times[candidate], 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -18,14 +18,14 @@ from tests.emulated.cases_all_gather_matmul import all_gather_case
 from weft import chooser
 from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 from weft.op import REGISTRY, Op
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
 from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
 from weft.ops.all_reduce.call import NORM, SumCall
 from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM, AllReduceRmsNorm
 from weft.ops.attention import libraries
-from weft.ops.attention.segmented import Heads
+from weft.ops.attention.segmented import AttentionConfig
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands
 from weft.ops.moe.expert_parallel.op import MOE, Moe
 from weft.planner.table import Measured, learn
@@ -52,11 +52,11 @@ def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
     host; rank 1 takes 1 us longer. Timed and agreed plans are noted in `noted`."""
     took: dict[Plan, tuple[float, float]] = {Sequential(): (100.0, 50.0), FIRST: (90.0, 80.0), SECOND: (80.0, 80.0)}
 
-    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> Took:
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
         world: Any = self.ranks
         noted(world).append((choice.sizes[0], plan, times, ahead))
         gpu, own = took[plan]
-        return Took(gpu + world.rank, own)
+        return CallTime(gpu + world.rank, own)
 
     timed_by(monkeypatch, time)
     monkeypatch.setattr(library_gemm, "FORMS", FORMS)
@@ -202,7 +202,7 @@ def test_explain_says_what_was_timed(us: dict) -> None:
         auto(world, 64)
         found = world.choices.last(OP.name, (64, N, K))
         assert found is not None and world.choices.last(OP.name, (96, N, K)) is None
-        return found.said("graph")
+        return found.timings("graph")
 
     said = emulate(rank)
     assert said.startswith(f"timed at the first call of this size: {SECOND} 81 us, {FIRST} 91 us, Sequential() 101 us")
@@ -231,10 +231,10 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
     monkeypatch.setattr(type(REGISTRY[op]), "direct", lambda *call: None)
     best = REGISTRY[op].variants[1]
 
-    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> Took:
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
         world: Any = self.ranks
         noted(world).append(plan)
-        return Took(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
+        return CallTime(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
 
     timed_by(monkeypatch, time)
 
@@ -243,7 +243,11 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
         monkeypatch.setattr(Op, "execute", lambda self, world, call, plan, operands, out: plan)
         x, weight = torch.zeros(512, 512).bfloat16(), torch.zeros(512, 512).bfloat16()
         plan = REGISTRY[op].call(
-            world, "auto", (x, weight, None), ((None, 0, False) if op == "all_gather_matmul" else (False,)), None
+            world,
+            "auto",
+            (x, weight, None),
+            ((None, 0, False, None, False) if op == "all_gather_matmul" else (False, None, False)),
+            None,
         )
         world.backend.name = "emulated"
         return plan, set(noted(world))
@@ -258,9 +262,9 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
 def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:
     """Candidates take what `us` says of their class, else 100 us; they are noted, and not run."""
 
-    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> Took:
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
         ran.append(plan)
-        return Took(us.get(type(plan), 100.0), 1.0)
+        return CallTime(us.get(type(plan), 100.0), 1.0)
 
     timed_by(monkeypatch, time)
 
@@ -283,9 +287,9 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
             call = MOE.check(world, operands, (*options, False))
             timed, given = MOE.balanced(world, call, operands)
             counts = torch.bincount(given.ids.flatten(), minlength=experts)
-            assert timed.own == len(given.x) and counts.max() - counts.min() <= 1 and given.shared is None
+            assert timed.own_tokens == len(given.x) and counts.max() - counts.min() <= 1 and given.shared is None
             assert all(len({*row}) == k for row in given.ids.tolist())
-            found.append((timed.own, MOE.choose(world, call, "auto", True).kind))
+            found.append((timed.own_tokens, MOE.choose(world, call, "auto", True).kind))
             world.choices.trial(MOE.choice(world, call, operands))
             found.append(MOE.choose(world, call, "auto", True).kind)
             trained = MOE.check(world, operands, (*options, True))  # which not all of the timed plans serve
@@ -322,7 +326,7 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
             trial = world.choices.trial(ALL_REDUCE_RMS_NORM.choice(world, call, None))
             assert trial is not None
             found.append(
-                ({type(plan) for plan in trial.took}, ALL_REDUCE_RMS_NORM.choose(world, call, "auto", False).kind)
+                ({type(plan) for plan in trial.times}, ALL_REDUCE_RMS_NORM.choose(world, call, "auto", False).kind)
             )
         said = weft.explain(NORM, 64, 4096, 1, world=world)
         assert said.why.startswith("timed at the first call") and said.us == 60.0 and said.sequential == 100.0
@@ -340,13 +344,13 @@ def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyP
     took = {slow: 100.0, fast: 50.0}
     ran: list[str] = []
     monkeypatch.setattr(libraries, "right", lambda *given: (slow, fast))
-    monkeypatch.setattr(Chooser, "time", lambda self, choice, library, *_: Took(took[library], 1.0))
+    monkeypatch.setattr(Chooser, "time", lambda self, choice, library, *_: CallTime(took[library], 1.0))
     monkeypatch.setattr(EmulatedBackend, "clock", True)
     monkeypatch.setattr(Chooser, "alone", Chooser(lambda *_: pytest.fail("really timed"), lambda: capturing[0]))
     capturing = [True]
 
     def main(world: weft.World) -> list[str]:
-        of = Heads((), 2, 2, 16, torch.bfloat16, 0.25)
+        of = AttentionConfig((), 2, 2, 16, torch.bfloat16, 0.25)
         found = []
         for capturing[0], keys in ((True, 40), (False, 40), (True, 40), (True, 90), (False, 41)):
             took[fast] = 50.0 if keys != 41 else 99.5

@@ -140,7 +140,7 @@ def test_a_slow_host_keeps_eager_passes_plain() -> None:
     profile = profile_of(4)
     slow = [
         replace(r, us=20 * r.us)
-        for r in profile.ran
+        for r in profile.calls
         if r.mode == "eager" and Plan.from_json(r.plan).kind == "sequential"
     ]
     usual, slower = (LayerPredictor(Planner(Predictor(p)), LLAMA_8B) for p in (profile, profile + slow))
@@ -165,7 +165,7 @@ class Machine:
     def cached(self, key: Any, make: Any) -> Any:
         return self.kept.setdefault(key, None) or self.kept.update({key: make()}) or self.kept[key]
 
-    def say_once(self, message: str) -> None:
+    def log_once(self, message: str) -> None:
         self.said.append(message)
 
 

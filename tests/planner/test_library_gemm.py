@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.emulated.cases_fp8 import factors
 from weft.backends import library_gemm
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,7 @@ def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypat
     took = {library_gemm.cublas: 100.0, right: us, wrong: 1.0, broken: 1.0}
     monkeypatch.setattr(library_gemm, "FORMS", (right, wrong, broken))
     monkeypatch.setattr(library_gemm, "quack_form", lambda product: product)
-    monkeypatch.setattr(Chooser.alone, "time", lambda choice, product, *_: Took(took[product], 500.0))
+    monkeypatch.setattr(Chooser.alone, "time", lambda choice, product, *_: CallTime(took[product], 500.0))
     monkeypatch.setattr(Chooser.alone, "capturing", lambda: False)
     assert library_gemm.fastest(library_gemm.cublas, *operands()) is takes
 
@@ -88,9 +89,9 @@ def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypat
 def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> None:
     counted: list[Any] = []
 
-    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> Took:
+    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> CallTime:
         counted.append(product)
-        return Took(50.0 if product is right else 100.0, 1.0)
+        return CallTime(50.0 if product is right else 100.0, 1.0)
 
     def captures(now: bool) -> None:
         monkeypatch.setattr(Chooser.alone, "capturing", lambda: now)
@@ -99,7 +100,7 @@ def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> Non
         assert not Chooser.alone.capturing(), "a look at the numbers, which no capture allows"
         return [library, right]
 
-    monkeypatch.setattr(library_gemm, "right", candidates)
+    monkeypatch.setattr(library_gemm, "correct_products", candidates)
     monkeypatch.setattr(Chooser.alone, "time", time)
     x, w, out = operands()
     captures(True)
@@ -145,10 +146,10 @@ def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> N
         ran.append("torch")
         return of_groups(x, w.transpose(1, 2))
 
-    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> Took:
+    def time(choice: Choice[Any], product: Any, times: int, ahead: float) -> CallTime:
         ran.clear()
         choice.run(product)
-        return Took(us if ran == ["quack"] else 100.0, 500.0)
+        return CallTime(us if ran == ["quack"] else 100.0, 500.0)
 
     module = type("Module", (), {"gemm": staticmethod(gemm)})
     monkeypatch.setitem(__import__("sys").modules, "quack", module)
@@ -165,3 +166,38 @@ def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> N
         assert ran[-1] == ("torch" if lacks else by)
     library_gemm.multiply_groups(x, w.transpose(1, 2).contiguous().transpose(1, 2), STARTS)
     assert ran[-1] == "torch", "weights that are not contiguous"
+
+
+def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
+    """The first is trusted: it runs where no other one is right, or faster."""
+
+    def way(name: str, value: float) -> Any:
+        def run() -> None:
+            if name == "broken":
+                raise RuntimeError("no kernel of this size")
+            out.fill_(value)
+
+        return run
+
+    out, us = torch.empty(4, 4), {"own": 10.0, "slow": 11.0, "fast": 9.0}
+    monkeypatch.setattr(Chooser, "time", lambda self, choice, name, *_: CallTime(us[name], us[name]))
+    chooser = Chooser(lambda *_: pytest.fail("really timed"), lambda: False)
+
+    def fastest(**values: float) -> str:
+        ways = {name: way(name, value) for name, value in values.items()}
+        candidates = lambda: library_gemm.correct_names(ways, out)  # noqa: E731
+        return chooser.choose(Choice(tuple(values), lambda mode: "own", candidates, lambda name: ways[name]()))
+
+    assert fastest(own=2.0, slow=2.0, wrong=3.0, broken=2.0) == "own"
+    assert fastest(own=2.0, slow=2.0, wrong=3.0, broken=2.0, fast=2.001) == "fast"
+
+
+def test_a_dequantized_product_is_that_of_the_values() -> None:
+    x, w, xs, ws = factors(1, 24, 300, 256, "block", torch.device("cpu"))
+    out, bias = torch.empty(24, 300, dtype=torch.bfloat16), torch.randn(300).bfloat16()
+    library_gemm.dequantized_product(library_gemm.ScaledOperands(x, w, bias, xs, ws, "block", False), out)
+    rows, columns = (
+        s.repeat_interleave(n, 0)[:m].repeat_interleave(128, 1) for s, n, m in ((xs, 1, 24), (ws, 128, 300))
+    )
+    want = (x.double() * rows) @ (w.double() * columns).t() + bias.double()
+    assert ((out.double() - want).norm() / want.norm()).item() < 3e-3

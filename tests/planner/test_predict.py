@@ -31,25 +31,25 @@ from weft.planner.curves import Curve, Smooth, filled
 from weft.planner.models import fused as fused_model
 from weft.planner.models.decomposed import Chunking
 from weft.planner.models.fused import Pulling
-from weft.planner.models.signaled import FULL, TOLD, Moving
-from weft.planner.parts import ITEM, Gemms, Lacks, Occupancy, Tiles
+from weft.planner.models.signaled import LARGE_COPY, SIGNAL_COST, Moving
+from weft.planner.parts import ITEM, Gemms, NotMeasured, Occupancy, Tiles
 from weft.planner.predict import Predictor
 from weft.planner.profile import (
-    Beside,
     Gemm,
     Hardware,
     Latency,
     Profile,
     ProfileError,
-    Takes,
+    Slowdown,
     TimedCall,
+    UsedCtas,
     Wave,
     identity,
     nearest_machine,
 )
 from weft.planner.queues import Work, side_by_side
 from weft.planner.search import Planner, candidates, divisions, groupings
-from weft.planner.simulate import Elsewhere, Level, Topology, cluster, nvlink, pcie, simulate_from
+from weft.planner.simulate import Level, ScaledPredictor, Topology, cluster, nvlink, pcie, simulate_from
 from weft.plans import (
     Decomposed,
     Fused,
@@ -67,7 +67,7 @@ from weft.plans import (
     TwoShotPush,
     partition,
 )
-from weft.transport.copies import group_steps
+from weft.transport.order import group_steps
 from weft.transport.signals import schedule
 
 MACHINE = Hardware("nvidia-h200", 8, "nvlink18", 132, "2.11.0", "3.6.0", "2.28.9")
@@ -105,7 +105,7 @@ def made(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) -> Profile:
     latencies += [Latency("local", 0, s, 2 + s / 1.7e6) for s in SIZES]
     latencies += [Latency("sum", 0, s, 5 + s / 0.4e6) for s in SIZES]
     latencies += [Latency("barrier", 0, 0, 8.0), Latency("check", 0, 0, 100.0)]
-    beside = [Beside("copy", 0, 1.1, 1.05), *(Beside(w, c, 1.06, 1.1) for w in COLLECTIVES for c in (4, 8, 16))]
+    beside = [Slowdown("copy", 0, 1.1, 1.05), *(Slowdown(w, c, 1.06, 1.1) for w in COLLECTIVES for c in (4, 8, 16))]
     return Profile(
         machine, "2026-11-20T00:00:00", "made up", tuple(Gemm(m, n, k, gemm_us(m, n, k)) for m, n, k in grid),
         tuple(waves), tuple(latencies), tuple(beside), (), tuple(ran),
@@ -139,7 +139,7 @@ def with_fused() -> Profile:
 
 # -- profiles --------------------------------------------------------------------------------------------------------
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    p = with_fused() + [Takes("all_reduce", 8, 1 << 26, 8)]
+    p = with_fused() + [UsedCtas("all_reduce", 8, 1 << 26, 8)]
     profile.write(p, tmp_path / "deep" / "p.json")
     again = profile.read(tmp_path / "deep" / "p.json")
     assert again == p and again.digest == p.digest
@@ -149,10 +149,10 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 
 def test_a_measurement_replaces_the_one_of_the_same_thing() -> None:
     p = made()
-    again = p + [replace(p.gemms[3], us=1.0), replace(p.latencies[5], us=2.0), Beside("copy", 0, 3.0, 4.0)]
+    again = p + [replace(p.gemms[3], us=1.0), replace(p.latencies[5], us=2.0), Slowdown("copy", 0, 3.0, 4.0)]
     assert len(list(again.rows())) == len(list(p.rows()))
     assert again.gemms[3].us == 1.0 and again.latencies[5].us == 2.0
-    assert Beside("copy", 0, 3.0, 4.0) in again.beside
+    assert Slowdown("copy", 0, 3.0, 4.0) in again.slowdowns
     assert len({identity(row) for row in p.rows()}) == len(list(p.rows()))
 
 
@@ -208,7 +208,7 @@ def broken() -> dict[str, tuple[str, str]]:
         "a machine without SMs": (text.replace('"sms": 132', '"ms": 132'), "lacks 'sms'"),
         "not text": ("\ud800", ""),
         **{what: ((made() + [bad]).to_json(), says) for what, (bad, says) in WRONG.items()},
-        "a row twice": (replace(made(), gemms=(*made().gemms, made().gemms[0])).to_json(), "is there twice"),
+        "a row twice": (replace(made(), gemms=(*made().gemms, made().gemms[0])).to_json(), "appears twice"),
         "no SMs": (made(machine=replace(MACHINE, sms=0)).to_json(), "sms = 0"),
         "no ranks": (made(machine=replace(MACHINE, world=0)).to_json(), "world = 0"),
     }
@@ -374,7 +374,7 @@ def test_gemm_times_pass_through_measured_ones_and_go_on_sensibly() -> None:
     assert all(g(a, 4096, 4096) <= 1.02 * g(b, 4096, 4096) for a, b in itertools.pairwise(sizes))
     assert all(g(4096, a, 4096) <= 1.02 * g(4096, b, 4096) for a, b in itertools.pairwise(sizes))
     assert all(g(4096, 4096, a) <= 1.02 * g(4096, 4096, b) for a, b in itertools.pairwise(sizes))
-    with pytest.raises(Lacks):
+    with pytest.raises(NotMeasured):
         Gemms(made().gemms[:3], 132)
 
 
@@ -492,8 +492,8 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
     p = Predictor(made())
     for groups in ((1,) * 8, (1, 1, 2, 4), (8,)):
         steps = p.steps("all_gather_matmul", Decomposed(groups), 8192, 4096, 8192)
-        gemms = [s for s in steps if s.what.startswith("gemm")]
-        copies = [s for s in steps if s.what == "copy"]
+        gemms = [s for s in steps if s.name.startswith("gemm")]
+        copies = [s for s in steps if s.name == "copy"]
         assert len(gemms) == len(groups) and len(copies) == len(groups) - (groups[0] == 1)
         for g, c in zip(gemms[groups[0] == 1 :], copies, strict=True):
             assert g.start >= c.end - 1e-9
@@ -501,8 +501,8 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
         for pieces in (1, 2):
             pushed = p.steps("matmul_reduce_scatter", Decomposed(groups, pieces), 8192, 8192, 4096)
             times = pieces if groups == (1,) * 8 else 1
-            assert [s.what for s in pushed].count("sum") == times and pushed[-1].what == "sum"
-            assert [s.what for s in pushed if s.what.startswith("gemm")] == [
+            assert [s.name for s in pushed].count("sum") == times and pushed[-1].name == "sum"
+            assert [s.name for s in pushed if s.name.startswith("gemm")] == [
                 f"gemm {i}" for i in range(len(groups))
             ] * times
             for queue in ("gemm", "comm", "sum"):
@@ -558,17 +558,17 @@ def test_an_all_gather_waits_for_whole_waves() -> None:
 
 
 def test_side_by_side_both_are_slowed_until_the_shorter_ends() -> None:
-    both = Beside("copy", 0, 2.0, 1.5)
+    both = Slowdown("copy", 0, 2.0, 1.5)
     ends = lambda *works, beside=both: [s.end for s in side_by_side(works, beside)]  # noqa: E731
     assert ends(Work("gemm", "", 100.0)) == [100.0]
     # the copy takes 60, in which the GEMM does 30
     assert ends(Work("gemm", "", 100.0), Work("comm", "", 40.0)) == pytest.approx([130.0, 60.0])
-    assert Predictor(made()).beside("all_gather", 0) == Beside("all_gather", 0, 1.0, 1.0)  # not measured
+    assert Predictor(made()).slowdown("all_gather", 0) == Slowdown("all_gather", 0, 1.0, 1.0)  # not measured
 
 
 def test_gemms_on_two_streams_share_the_sms() -> None:
     """So that both of equal length end when the second of a single stream would."""
-    alone = Beside("copy", 0, 1.0, 1.0)
+    alone = Slowdown("copy", 0, 1.0, 1.0)
     first, second, third = Work("gemm", "", 30.0), Work("gemm 2", "", 30.0), Work("gemm", "", 10.0)
     copy = Work("comm", "", 5.0, first)
     steps = side_by_side([first, second, third, copy], alone)
@@ -597,17 +597,17 @@ def test_one_group_that_copies_move_takes_the_sum_of_its_steps(op: str) -> None:
     part, barrier = m * n * 2 * 7 / 8, p.latency("barrier") + Moving().gap
     want = (
         p.tiles(Occupancy(plan.tile), 128, 64 * 16, m, n, k)
-        + TOLD
+        + SIGNAL_COST
         + 2 * barrier
         + p.latency("copy", part) * Moving().copy
     )
     if op == "matmul_all_reduce":
-        want += part * p.latency("copy", FULL) / FULL
+        want += part * p.latency("copy", LARGE_COPY) / LARGE_COPY
     assert p.model(op, plan, m, n, k) == pytest.approx(want)
     several = p.steps(op, replace(plan, groups=(2, 2, 2, 2)), m, n, k)
-    gemms = [s for s in several if s.what.startswith("group")]
+    gemms = [s for s in several if s.name.startswith("group")]
     assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(gemms)), "the GEMM goes on"
-    for gemm, copy in zip(gemms, [s for s in several if s.what == "copy"], strict=True):
+    for gemm, copy in zip(gemms, [s for s in several if s.name == "copy"], strict=True):
         assert copy.start >= gemm.end + barrier - 1e-9, "every rank has the group"
 
 
@@ -630,7 +630,7 @@ def test_a_fused_variant_is_fitted_to_its_calls() -> None:
         for m, n, k in ((8192, 4096, 2048), (4096, 8192, 4096), (16384, 4096, 2048)):
             want = fused_model.us(Predictor(made()), op, VARIANTS[op], m, n, k, REACHED, Chunking())
             assert p.time(op, VARIANTS[op], m, n, k) == pytest.approx(want, rel=0.05)
-    with pytest.raises(Lacks, match="no call of matmul_all_reduce"):
+    with pytest.raises(NotMeasured, match="no call of matmul_all_reduce"):
         p.time("matmul_all_reduce", FusedAllReduce(pull_programs=77), 8192, 4096, 2048)
 
 
@@ -709,11 +709,11 @@ def test_eager_calls_take_the_hosts_time_at_least() -> None:
 
 def test_what_was_not_measured_is_named() -> None:
     p = Predictor(replace(made(), latencies=()))
-    with pytest.raises(Lacks, match="all_reduce was not measured on nvidia-h200-x8"):
+    with pytest.raises(NotMeasured, match="all_reduce was not measured on nvidia-h200-x8"):
         p.time("matmul_all_reduce", Sequential(), 8192, 4096, 4096)
-    with pytest.raises(Lacks, match="with 12 CTAs"):
+    with pytest.raises(NotMeasured, match="with 12 CTAs"):
         Predictor(made()).time("matmul_all_reduce", Signaled(ctas=12), 8192, 4096, 4096)
-    with pytest.raises(Lacks, match="no waves"):
+    with pytest.raises(NotMeasured, match="no waves"):
         Predictor(replace(made(), waves=())).time("matmul_all_reduce", Signaled(), 8192, 4096, 4096)
     with pytest.raises(ValueError, match="none of 132 SMs"):
         Predictor(made()).time("matmul_all_reduce", Signaled(ctas=132), 8192, 4096, 4096)
@@ -881,7 +881,7 @@ def test_posted_rows_are_predicted_where_they_were_measured() -> None:
     for op, nbytes in (("all_gather_matmul", 128 * 8192 * 2), ("matmul_reduce_scatter", 128 * 4096 * 2)):
         want = p.gemm(128, 4096, 8192) + 3 + nbytes / 3e5
         assert p.time(op, OneShot(), 128, 4096, 8192) == pytest.approx(want)
-        with pytest.raises(Lacks):
+        with pytest.raises(NotMeasured):
             p.time(op, TwoShotLowLatency(), 128, 4096, 8192)
         assert [q for q in candidates(p, op, 128, 4096, 8192) if q.kind in ("one_shot", "two_shot")] == [OneShot()]
         assert not [q for q in candidates(p, op, 4, 4096, 8192) if q.kind == "one_shot"], "fewer rows than ranks"
@@ -893,7 +893,7 @@ def test_posted_rows_are_predicted_where_they_were_measured() -> None:
         p.gemm(64, 4096, 8192) + 3 + 64 * 4096 * 2 / 2e5
     )
     for plan in (TwoShotPush(), OneShot(programs=3)):
-        with pytest.raises(Lacks):
+        with pytest.raises(NotMeasured):
             p.time("matmul_all_reduce", plan, 128, 4096, 8192)
 
 
@@ -1028,7 +1028,7 @@ class Stub:
             self.kept[key] = make()
         return self.kept[key]
 
-    def say_once(self, message: str) -> None:
+    def log_once(self, message: str) -> None:
         if message not in self.said:
             self.said.append(message)
 
@@ -1232,7 +1232,7 @@ def test_ranks_with_different_profiles_are_sequential(here: Callable[[Any], None
 
 
 def test_a_profile_that_lacks_something_is_sequential_there(here: Callable[[Any], None]) -> None:
-    here(replace(made(), latencies=tuple(x for x in made().latencies if x.what != "all_reduce")))
+    here(replace(made(), latencies=tuple(x for x in made().latencies if x.operation != "all_reduce")))
     world = Stub()
     assert auto(world) == Sequential()
     assert any("all_reduce was not measured" in s for s in world.said)
@@ -1254,7 +1254,7 @@ def test_changed_clocks_are_noticed(
     said = [r.getMessage() for r in caplog.records if "clocks" in r.getMessage()]
     assert bool(said) == says
     if says:
-        assert f"{us:.0f}% of the time" in said[0] and "rank 3" in said[0] and "weft tune" in said[0]
+        assert f"{us:.0f}% of its time" in said[0] and "rank 3" in said[0] and "weft tune" in said[0]
 
 
 def test_the_emulator_never_looks_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1269,7 +1269,7 @@ def test_the_emulator_never_looks_for_a_profile(monkeypatch: pytest.MonkeyPatch)
 # -- other machines --------------------------------------------------------------------------------------------------
 def test_the_measured_machine_is_simulated_as_it_was_measured() -> None:
     p = Predictor(with_fused())
-    there = Elsewhere(p, nvlink(8), nvlink(8))
+    there = ScaledPredictor(p, nvlink(8), nvlink(8))
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for plan in (Sequential(), Decomposed((1, 1, 2, 4)), VARIANTS[op], Signaled()):
             if op != "all_gather_matmul" or plan.kind != "signaled":
@@ -1300,9 +1300,9 @@ def test_two_levels_are_predicted_over_nodes() -> None:
     ).rows[0]
     two, many = row(2), row(128)
     assert {plan.kind for plan in two.plans} == {"two_level"} and many.us <= many.sequential
-    assert two.speedup > 1.2 > many.speedup and two.of_limit <= 1
+    assert two.speedup > 1.2 > many.speedup and two.bound_share <= 1
     assert row(2, 100.0).us < two.us < row(2, 25.0).us
-    there = Elsewhere(p, cluster(16), nvlink(8))
+    there = ScaledPredictor(p, cluster(16), nvlink(8))
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         steps = there.steps(op, TwoLevel(2), 32768, 4096, 4096)
         gemms, sends = ([s for s in steps if s.queue == queue] for queue in ("gemm", "comm"))
@@ -1312,19 +1312,19 @@ def test_two_levels_are_predicted_over_nodes() -> None:
         assert lone is not None and lone.nodes == 2
         least = max(sum(s.end - s.start for s in each) for each in (gemms, sends))
         assert least <= there.time(op, TwoLevel(2), 32768, 4096, 4096) <= sum(s.end - s.start for s in steps)
-    with pytest.raises(Lacks, match="no model of"):
+    with pytest.raises(NotMeasured, match="no model of"):
         there.time("matmul_all_to_all", TwoLevel(), 32768, 4096, 4096)
     for other in (nvlink(8), cluster(8, per_node=1), Topology("net", (Level(8, 5.0, 50.0),), peer_access=False)):
-        assert Elsewhere(p, other, nvlink(8)).over_nodes is None
-    with pytest.raises(Lacks):
+        assert ScaledPredictor(p, other, nvlink(8)).over_nodes is None
+    with pytest.raises(NotMeasured):
         p.time("all_gather_matmul", TwoLevel(), 32768, 4096, 4096)
 
 
 def test_noise_at_short_copies_is_not_scaled_to_a_fast_link() -> None:
     """Measured times of short copies fall with the size now and then."""
     p = with_fused()
-    noisy = [replace(x, us=x.us - 2) if (x.what, x.nbytes) == ("copy", 1 << 17) else x for x in p.latencies]
-    there = Elsewhere(Predictor(replace(p, latencies=tuple(noisy))), pcie(8, 4), nvlink(8))
+    noisy = [replace(x, us=x.us - 2) if (x.operation, x.nbytes) == ("copy", 1 << 17) else x for x in p.latencies]
+    there = ScaledPredictor(Predictor(replace(p, latencies=tuple(noisy))), pcie(8, 4), nvlink(8))
     copies = there.curves["copy", 0]
     assert all(us >= copies.us[0] for us in copies.us)
     assert there.pulling("all_gather_matmul", VARIANT).rate < 32
@@ -1337,8 +1337,8 @@ def test_a_topology_counts_its_gpus() -> None:
     )
     assert t.rate() == min(400.0, 50.0 * 8, 10.0 * 32)
     assert t.latency() == 3 * 1.0 + 2 * 5.0 + 10.0
-    assert [x.count for x in t.of(16).levels] == [8, 2, 1] and [x.count for x in t.of(12).levels] == [4, 1, 3]
-    assert nvlink(8).of(4).gpus == 4 and cluster(64).of(128).gpus == 128
+    assert [x.count for x in t.resized(16).levels] == [8, 2, 1] and [x.count for x in t.resized(12).levels] == [4, 1, 3]
+    assert nvlink(8).resized(4).gpus == 4 and cluster(64).resized(128).gpus == 128
     with pytest.raises(ValueError, match="a level has"):
         Topology("none", (Level(0, 1.0, 1.0),))
 
@@ -1346,7 +1346,7 @@ def test_a_topology_counts_its_gpus() -> None:
 def test_a_network_is_no_nvlink_also_where_nodes_have_one_gpu() -> None:
     p, size = Predictor(with_fused()), [(8192, 8192, 28672)]
     alone, network = cluster(8, per_node=1), Topology("net", (Level(8, 5.0, 50.0),), peer_access=False)
-    assert not alone.one_level and not cluster(64).of(5).one_level and cluster(8).one_level
+    assert not alone.one_level and not cluster(64).resized(5).one_level and cluster(8).one_level
     found = [simulate_from(p, t, "mlp", size, nvlink(8)).rows[0] for t in (alone, network)]
     assert found[0].us == pytest.approx(found[1].us) and found[0].plans == found[1].plans
 
@@ -1357,7 +1357,7 @@ def test_as_many_gpus_as_asked_for_are_simulated() -> None:
         with pytest.raises(ValueError, match="whole n"):
             cluster(gpus, per_node)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="whole number of GPUs"):
-        nvlink(8).of(0)
+        nvlink(8).resized(0)
     one = weft.simulate(nvlink(1), "mlp", ((m, 4096, 14336) for m in (1024, 2048)), profile=with_fused())
     assert len(one.rows) == 2 and all(r.us == r.sequential for r in one.rows)
     with pytest.raises(ValueError, match="whole ones"):
@@ -1406,7 +1406,7 @@ def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
 
 
 def test_errors_of_weft_are_weft_errors() -> None:
-    assert issubclass(Lacks, ProfileError) and issubclass(ProfileError, WeftError) and ITEM == 2
+    assert issubclass(NotMeasured, ProfileError) and issubclass(ProfileError, WeftError) and ITEM == 2
 
 
 def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> None:

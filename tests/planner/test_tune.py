@@ -23,7 +23,7 @@ from weft.check.offline import compile_kernel
 from weft.check.ptx import broken_rules
 from weft.cli import app
 from weft.planner import tune
-from weft.planner.parts import Lacks, Occupancy
+from weft.planner.parts import NotMeasured, Occupancy
 from weft.planner.predict import Predictor
 from weft.planner.probes import calls, gemms
 from weft.planner.probes.common import SIZES, WAVES, Bench, Probe, Sizes
@@ -55,10 +55,10 @@ TINY = Sizes(
     gather=(((64, 32, 32),), ((32, 64, 32),)),
     reduce=(((64, 32, 32),), ((32, 64, 32),)),
     ctas=(1, 2),
-    moved=1024,
-    beside=(32, 32, 32),
-    few=(512, 2048),
-    few_rows=((8, 32, 64),),
+    moved_bytes=1024,
+    concurrent_gemm=(32, 32, 32),
+    low_latency_bytes=(512, 2048),
+    low_latency_shapes=((8, 32, 64),),
     tiles=(Occupancy(SMALL_TILE),),
     signaled=SMALL_SIGNALED,
 )
@@ -106,7 +106,7 @@ def tuned(
     said: list[tuple[int, int, str]] = []
 
     def rank(world: weft.World) -> tuple[Profile, list[Probe]]:
-        probes = [p for p in probes_of(Bench(world, Nobody(world), TINY)) if re.search(keep, p.what)]
+        probes = [p for p in probes_of(Bench(world, Nobody(world), TINY)) if re.search(keep, p.name)]
         return measure(world, start or empty(), seconds, probes, lambda p: None, lambda *x: said.append(x)), probes
 
     ((profile, probes), (other, _)) = weft.spmd(rank, 2, backend="emulated", races=False)
@@ -121,18 +121,18 @@ def identical(a: Profile, b: Profile) -> bool:
 def test_every_probe_runs_and_gives_what_it_says() -> None:
     profile, said, probes = tuned()
     assert not [line for line in said if line[2].startswith("left out")]
-    assert len(said) == len({frozenset(map(identity, p.gives)) for p in probes}), "each once"
-    assert {identity(row) for p in probes for row in p.gives} == {identity(row) for row in profile.rows()}
-    whats = {x.what for x in profile.latencies}
+    assert len(said) == len({frozenset(map(identity, p.rows)) for p in probes}), "each once"
+    assert {identity(row) for p in probes for row in p.rows} == {identity(row) for row in profile.rows()}
+    whats = {x.operation for x in profile.latencies}
     assert whats >= {"check", "barrier", "all_gather", "reduce_scatter", "all_reduce", "copy", "local", "sum"}
-    kinds = {(r.op, json.loads(r.plan)["kind"], r.mode) for r in profile.ran}
+    kinds = {(r.op, json.loads(r.plan)["kind"], r.mode) for r in profile.calls}
     for op in calls.variants():
         for kind in ("sequential", "decomposed", "fused"):
             assert {(op, kind, "graph"), (op, kind, "eager")} <= kinds
     assert (
         len(profile.gemms) == 4
         and len(profile.waves) == 2
-        and {b.what for b in profile.beside} >= {"copy", "all_reduce"}
+        and {b.operation for b in profile.slowdowns} >= {"copy", "all_reduce"}
     )
 
 
@@ -154,20 +154,20 @@ def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
         made.world, made.timer, made.sizes, made.copies = world, Nobody(world), SIZES, True
         made.x = made.w = made.out = torch.empty(1 << 28, dtype=torch.bfloat16, device="meta")
         made.full = made.part = torch.empty(1 << 29, dtype=torch.bfloat16, device="meta")
-        return [(p.what, p.gives) for p in probes_of(made)]
+        return [(p.name, p.rows) for p in probes_of(made)]
 
     probes = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
     every = [row for _, gives in probes for row in gives]
     first = [row for _, gives in probes[: len(probes) // 4] for row in gives]
     assert {type(r) for r in first} >= {Gemm, Wave, Latency}
-    assert {r.what for r in first if isinstance(r, Latency)} >= {
+    assert {r.operation for r in first if isinstance(r, Latency)} >= {
         "barrier",
         "copy",
         "all_gather",
         "reduce_scatter",
         "all_reduce",
     }
-    sizes = {r.nbytes for r in every if isinstance(r, Latency) and r.what == "all_reduce" and r.ctas == 0}
+    sizes = {r.nbytes for r in every if isinstance(r, Latency) and r.operation == "all_reduce" and r.ctas == 0}
     assert min(sizes) == 1 << 16 and max(sizes) == 1 << 30
     ordered = sorted(sizes)
     assert all(b <= 2 * a for a, b in zip(ordered, ordered[1:], strict=False)), "dense in size"
@@ -248,9 +248,9 @@ def test_a_file_of_another_machine_is_not_overwritten(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ProfileError, match="not a usable profile"):
         start_of(MACHINE, path)
-    write(replace(empty(), made="2020-01-01", gemms=(Gemm(1, 1, 1, 1.0),)), path)
+    write(replace(empty(), created="2020-01-01", gemms=(Gemm(1, 1, 1, 1.0),)), path)
     more = start_of(MACHINE, path)
-    assert more.gemms == (Gemm(1, 1, 1, 1.0),) and more.made == "2020-01-01", "what it has is of that day"
+    assert more.gemms == (Gemm(1, 1, 1, 1.0),) and more.created == "2020-01-01", "what it has is of that day"
 
 
 def test_again_measures_what_the_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_again_measures_what_the_file_has(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tune, "probes_of", lambda bench: [probe])
     monkeypatch.setattr(tune, "Bench", lambda world, timer: None)
     go = lambda again: weft.spmd(lambda w: tune.run(w, 1e9, path, lambda *x: None, again), 2, backend="emulated")  # noqa: E731
-    for text in (replace(empty(), made="2020-01-01", gemms=(Gemm(64, 64, 64, 5.0),)).to_json(), "{"):
+    for text in (replace(empty(), created="2020-01-01", gemms=(Gemm(64, 64, 64, 5.0),)).to_json(), "{"):
         path.write_text(text)
         if text == "{":
             with pytest.raises(ProfileError, match="move it away, or `weft tune --again`"):
@@ -270,7 +270,7 @@ def test_again_measures_what_the_file_has(tmp_path: Path, monkeypatch: pytest.Mo
         else:
             assert go(False)[0] == (str(path), 1, 1) and read(path).gemms[0].us == 5.0
         assert go(True)[1] == (str(path), 1, 1)
-        assert read(path).gemms == (Gemm(64, 64, 64, 7.5),) and read(path).made > "2026"
+        assert read(path).gemms == (Gemm(64, 64, 64, 7.5),) and read(path).created > "2026"
 
 
 class Gone:
@@ -370,7 +370,7 @@ def test_ranks_on_several_nodes_are_not_measured(tmp_path: Path) -> None:
     """Their profile would be taken for one node of as many GPUs."""
 
     def main(world: weft.World) -> None:
-        with pytest.raises(ProfileError, match="or of nodes alike, and of this World its ranks are on 2 nodes, 1 each"):
+        with pytest.raises(ProfileError, match="or of equal nodes, and of this World its ranks are on 2 nodes, 1 each"):
             tune.run(world, 1.0, tmp_path / "profile.json", lambda *x: None)
 
     weft.spmd(main, 2, backend="emulated", nodes=2)
@@ -386,11 +386,11 @@ def test_over_nodes_alike_the_link_between_is_measured() -> None:
 
     profile = weft.spmd(main, 4, backend="emulated", nodes=2, races=False)[0]
     sizes = sorted({size for part in TINY.nbytes for size in part})
-    assert sorted((x.what, x.nbytes) for x in profile.latencies) == [(SEND_TO_NODE, size) for size in sizes]
+    assert sorted((x.operation, x.nbytes) for x in profile.latencies) == [(SEND_TO_NODE, size) for size in sizes]
     assert len(list(profile.rows())) == len(sizes)
     links = [Latency(SEND_TO_NODE, 0, size, 10.0 + size / 40e3) for size in sizes]
     topology = over_nodes(replace(profile, latencies=tuple(links)), 16)
     assert topology.gpus == 32 and topology.levels[1].count == 16
     assert topology.levels[1].gbs == pytest.approx(40.0) and topology.levels[1].latency_us == links[0].us
-    with pytest.raises(Lacks, match="the link between nodes was not measured"):
+    with pytest.raises(NotMeasured, match="the link between nodes was not measured"):
         over_nodes(replace(profile, latencies=()), 16)

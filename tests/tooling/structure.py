@@ -10,11 +10,13 @@ A limit that today's source does not meet stands at today's number, with the goa
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "weft"
 
@@ -67,7 +69,70 @@ WIDE = 0  # lines over COLUMNS
 COLUMNS = 120
 FRAGMENTS = 0  # docstrings that begin with a preposition, and so have no subject
 PREPOSITIONS = frozenset("As At Behind Beside Between By For From In Of On To Under With Without".split())
-SHARED_NAMES = 0  # classes and constants whose name another module has too
+SHARED_NAMES = 7  # names that modules give to different classes, constants or types; the goal is 0
+ALIASES = 19  # aliases of a type that another module has an alias of too; the goal is 0
+BROKEN_TABLES = 1  # rows of docstrings' tables that were wrapped as prose; the goal is 0
+
+# Words that name nothing (of `found`, say what was found), and private words that the field has other words for.
+BANNED = frozenset(
+    "of at by made given found met told what first more lie came want got said mine theirs there here now each both "
+    "other own settle settled turn turned turns tell hear hears heard say board agree agreed meet meeting meetings "
+    "beside aside lasting lies places sight square piece pieces joint joined weaving few posted summed Lacks sharing "
+    "movers senders summers pullers pushers".split()
+)
+ALLOWED = {("emulator.interpret", "other"): "the name of the parameter in Triton and in Python's operators"}
+# Modules in which names are still banned words. The list only gets shorter: a module without them is taken out.
+NOT_DONE: frozenset[str] = frozenset(
+    """
+    compute.elementwise
+    compute.gemm
+    compute.norm
+    compute.quantize
+    compute.signaled_gemm
+    integrations.torch_async_tp
+    integrations.vllm.dataflow
+    integrations.vllm.plugin
+    integrations.vllm.row_all_reduce
+    integrations.vllm.row_norm_column
+    models.config
+    nn.scaled
+    op
+    ops.all_gather_matmul.call
+    ops.all_gather_matmul.kernels
+    ops.all_gather_matmul.op
+    ops.all_gather_matmul.runs
+    ops.all_reduce.kernels
+    ops.all_reduce.low_latency_kernels
+    ops.all_reduce.op
+    ops.all_reduce.runs
+    ops.attention.op
+    ops.common
+    ops.matmul
+    ops.matmul_all_to_all.op
+    ops.matmul_reduce.call
+    ops.matmul_reduce.kernels
+    ops.matmul_reduce.op
+    ops.matmul_reduce.runs
+    ops.matmul_reduce.signaled
+    ops.moe.call
+    ops.moe.tensor_parallel.call
+    ops.product
+    ops.quantize
+    ops.recipes
+    ops.scaled_gemm
+    ops.two_level
+    plans
+    transport.barrier
+    transport.collectives
+    transport.low_latency
+    transport.low_latency_kernels
+    transport.memory
+    transport.signals
+    transport.sums
+    transport.two_level
+    weft
+    """.split()
+)
 
 
 @dataclass(frozen=True)
@@ -324,41 +389,133 @@ def fragments(module: Module) -> list[int]:
 
 
 def shared_names(found: Mapping[str, Module]) -> dict[str, list[str]]:
-    """Public classes and constants of modules (no TypeVars), by name, where more than one module has one."""
-    by_name: dict[str, list[str]] = defaultdict(list)
+    """The modules of each name that several modules give to different things: public classes, constants and aliases of
+    types, without TypeVars. Aliases of one type under one name are one thing (`shared_aliases`)."""
+    by_name: dict[str, dict[str, str]] = defaultdict(dict)  # the module by what the name stands for
     for module in found.values():
-        for name in _named(module.tree.body):
-            if not name.startswith("_") and module.name not in by_name[name]:
-                by_name[name].append(module.name)
-    return {name: where for name, where in sorted(by_name.items()) if len(where) > 1}
+        for name, value in _named(module):
+            if not name.startswith("_"):
+                by_name[name].setdefault(value, module.name)
+    return {name: sorted(set(where.values())) for name, where in sorted(by_name.items()) if len(where) > 1}
 
 
-def _named(body: Sequence[ast.stmt]) -> Iterator[str]:
-    for node in body:
+def _named(module: Module) -> Iterator[tuple[str, str]]:
+    """(name, what it stands for) of a module's classes, constants and aliases of types."""
+    for node in module.tree.body:
         if isinstance(node, ast.ClassDef):
-            yield node.name
-        if isinstance(node, ast.Assign) and "TypeVar" in ast.dump(node.value):
-            continue
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        for target in targets:
-            for name in target.elts if isinstance(target, ast.Tuple) else [target]:
-                if isinstance(name, ast.Name) and name.id.isupper():
-                    yield name.id
+            yield node.name, module.name
+        for name, value in _assigned(node):
+            if name.isupper():
+                yield name, module.name
+            elif _is_type_alias(name, value):
+                yield name, ast.unparse(value)
+
+
+def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
+    """(name, value) of an assignment, except of a TypeVar or ParamSpec."""
+    if isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    elif isinstance(node, ast.AnnAssign):
+        targets, value = [node.target], node.value  # type: ignore[assignment]
+    else:
+        return
+    if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec"):
+        return
+    for target in targets:
+        for name in target.elts if isinstance(target, ast.Tuple) else [target]:
+            if isinstance(name, ast.Name):
+                yield name.id, value
+
+
+def _is_type_alias(name: str, value: ast.expr | None) -> TypeGuard[ast.expr]:
+    """Whether an assignment makes a second name of a type: `Tensor = torch.Tensor`, `Row = tuple[int, ...]`."""
+    camel = name[:1].isupper() and not name.isupper()
+    is_type = isinstance(value, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
+    return camel and is_type and ast.unparse(value) != "Any"  # type: ignore[arg-type]
+
+
+def shared_aliases(found: Mapping[str, Module]) -> dict[str, list[str]]:
+    """The modules that have an alias of a class such as `torch.Tensor`, by class, where there are several."""
+    by_type: dict[str, list[str]] = defaultdict(list)
+    for module in found.values():
+        for name, value in (pair for node in module.tree.body for pair in _assigned(node)):
+            if _is_type_alias(name, value) and isinstance(value, ast.Name | ast.Attribute):
+                by_type[ast.unparse(value)].append(module.name)
+    return {kind: where for kind, where in sorted(by_type.items()) if len(where) > 1}
+
+
+def banned_names(module: Module, banned: Collection[str] = BANNED) -> list[tuple[int, str]]:
+    """(line, name) of variables, parameters, attributes, functions, classes and import aliases whose name is banned,
+    with or without underscores before it."""
+    places = set()
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                pass
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                pass
+            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+                pass
+            case _:
+                continue
+        if name.lstrip("_") in banned and (module.name, name) not in ALLOWED:
+            places.add((node.lineno, name))
+    return sorted(places)
+
+
+def unfinished(found: Mapping[str, Module], not_done: Collection[str]) -> list[str]:
+    """Banned names in modules that are done, and modules that are listed as not done but have none."""
+    said = []
+    for module in found.values():
+        names = banned_names(module)
+        if module.name not in not_done:
+            said += [f"{module.path}:{line}: `{name}` says nothing of what it holds" for line, name in names]
+        elif not names:
+            said.append(f"{module.name} has no banned name left: take it out of NOT_DONE")
+    return said + [f"{name} is no module: take it out of NOT_DONE" for name in not_done if name not in found]
+
+
+def broken_tables(module: Module) -> list[int]:
+    """Lines of docstrings that have a row of a table wrapped as prose: a line left of the table's column of text,
+    between lines that are in it."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    lines = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, documented) and ast.get_docstring(node):
+            text: ast.Expr = node.body[0]  # type: ignore[assignment]
+            rows = ast.get_docstring(node, clean=False).splitlines()  # type: ignore[union-attr]
+            lines += [text.lineno + i for i in _broken_rows(rows)]
+    return sorted(lines)
+
+
+def _broken_rows(rows: Sequence[str]) -> Iterator[int]:
+    column = 0  # where the text of the table's rows begins; 0 outside of tables
+    for i, row in enumerate(rows):
+        indent = len(row) - len(row.lstrip())
+        label = re.match(r" *\S.*? {2,}(?=\S)", row)
+        if label:
+            column = label.end()
+        elif not row.strip():
+            column = 0
+        elif column and indent < column:
+            after = rows[i + 1] if i + 1 < len(rows) else ""
+            if after.strip() and len(after) - len(after.lstrip()) == column:
+                yield i
+            column = 0
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
 def broken(found: Mapping[str, Module]) -> tuple[list[str], list[str]]:
     """The numbers, and what is broken."""
     said = upward(found, LAYERS, DOORS) + circles(found, DOORS)
-    said += long_functions(found, LONGER) + many_parameters(found, MORE)
+    said += long_functions(found, LONGER) + many_parameters(found, MORE) + unfinished(found, NOT_DONE)
     numbers = []
     for what, of, most in (
         ("lines that name Any", any_lines, ANY),
         ("lines that the formatter leaves", skipped, SKIPS),
         (f"lines over {COLUMNS} columns", wide, WIDE),
         ("docstrings that begin with a preposition", fragments, FRAGMENTS),
+        ("rows of docstrings' tables wrapped as prose", broken_tables, BROKEN_TABLES),
     ):
         places = Counter({str(m.path): len(of(m)) for m in found.values()})
         numbers.append(f"{places.total():5} {what}, at most {most}")
@@ -366,10 +523,17 @@ def broken(found: Mapping[str, Module]) -> tuple[list[str], list[str]]:
             said.append(f"{places.total()} {what}, at most {most}; most of them in")
             said += [f"    {count:3} {path}" for path, count in places.most_common(10) if count]
     twice = shared_names(found)
-    numbers.append(f"{len(twice):5} names that modules share, at most {SHARED_NAMES}")
+    numbers.append(f"{len(twice):5} names that modules give to different things, at most {SHARED_NAMES}")
     if len(twice) > SHARED_NAMES:
-        said.append(f"{len(twice)} names of classes or constants stand in several modules, at most {SHARED_NAMES}")
+        said.append(f"{len(twice)} names stand for different things in different modules, at most {SHARED_NAMES}")
         said += [f"    {name}: {', '.join(where)}" for name, where in twice.items()]
+    aliases = shared_aliases(found)
+    count = sum(len(where) for where in aliases.values())
+    numbers.append(f"{count:5} aliases of types that other modules have an alias of, at most {ALIASES}")
+    if count > ALIASES:
+        said.append(f"{count} aliases of types that other modules have an alias of, at most {ALIASES}")
+        said += [f"    {kind}: {', '.join(where)}" for kind, where in aliases.items()]
+    numbers.append(f"{len(NOT_DONE):5} modules with banned names")
     functions = [f for m in found.values() for f in m.functions]
     numbers.append(f"{max(f.lines for f in functions):5} lines of the longest function, {LINES} or {KERNEL_LINES}")
     numbers.append(f"{len(MORE):5} device functions of more than {PARAMETERS} parameters")

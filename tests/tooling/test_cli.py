@@ -406,14 +406,14 @@ def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.Mo
     assert doctor._attention() == [("library", "plain: float32 arithmetic of torch, to try things")]
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
 
-    def answers(use: str, *_: object) -> dict:
+    def library_errors(use: str, *_: object) -> dict:
         from weft.ops.attention.libraries import CUDNN, FLASH
 
         if use.startswith("packed"):
             raise RuntimeError("no memory\nat all")
         return {CUDNN: "" if use == "forward" else "refuses", FLASH: ""}
 
-    monkeypatch.setattr(doctor.libraries, "answers", answers)
+    monkeypatch.setattr(doctor.libraries, "library_errors", library_errors)
     said = dict(doctor._attention())
     neither = "none; cudnn: no memory; flash: no memory"
     assert said == dict(forward="cudnn", backward="flash; cudnn: refuses", packed=neither, packed_backward=neither)

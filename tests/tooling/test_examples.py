@@ -80,12 +80,12 @@ def test_the_first_example_is_short() -> None:
 # -- wrong -------------------------------------------------------------------------------------------------------------
 
 WAIT = "        wl.consumer_tile_wait(ch, tile)\n"
-PLACE = "gathered.peers[peer][n % 2, row : row + CHUNK], mine[lo : lo + CHUNK]"
+PLACE = "gathered.peers[peer][n % 2, row : row + CHUNK], shard[lo : lo + CHUNK]"
 COPY = f"                wl.rank_copy_data(world, {PLACE}, on)\n"
 NOTIFY = "                wl.rank_notify(world, ch, row // CHUNK, peer, call, on)\n"
 JOIN = "        world.wait_event(stream, world.record(copies))\n"
 FORK = "        world.wait_event(copies, world.record(stream))\n"
-STORE = "        tl.store(out + at"
+STORE = "        tl.store(out + offsets"
 BUGS: dict[str, tuple[str, str, Any, str]] = {  # what it replaces, by what, and what is said of it
     "no wait": (WAIT, "", Race, r"race on gathered\["),
     "signal before copy": (COPY + NOTIFY, NOTIFY + COPY, Race, r"race on gathered\["),
@@ -96,7 +96,7 @@ BUGS: dict[str, tuple[str, str, Any, str]] = {  # what it replaces, by what, and
     "no event before the copies": (FORK, "", Race, r"signal at "),
     "no event after the copies": (JOIN, "", Race, r"signal at "),
     "a row too far": ("(row + tl", "(row + 1 + tl", (Race, MemoryFault), r"(gathered|out|x)\["),
-    "output read": (STORE, f"        tl.load(out + at)\n{STORE}", MemoryFault, r"read of out\["),
+    "output read": (STORE, f"        tl.load(out + offsets)\n{STORE}", MemoryFault, r"read of out\["),
 }
 
 
@@ -124,7 +124,7 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
 def test_call_that_is_not_ended_is_found(seed: int, tmp_path: Path) -> None:
     """Its later waits pass too early; where the copies come first all the same, the calls were not counted."""
     path = tmp_path / "not_ended.py"
-    path.write_text(FIRST.read_text().replace("    wl.end_call(ch, turn, tl.num_programs(0))\n", ""))
+    path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))
     with pytest.raises((Race, SignalError)):
         emulate(path, 2, seed)
 
@@ -151,8 +151,8 @@ def test_kernel_compiles_and_waits_before_it_loads(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_wrong_with_what_is_compiled(name: str) -> None:
-    made, refused = check.gate(variants(EXAMPLES / f"{name}.py", 3)[0], 90)
-    assert made and refused == [] and [one.wrong for one in made] == [[]] * len(made)
+    made, refused = check.compile_and_check(variants(EXAMPLES / f"{name}.py", 3)[0], 90)
+    assert made and refused == [] and [one.problems for one in made] == [[]] * len(made)
 
 
 # -- docs/writing-kernels.md -------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ def test_the_tables_of_the_all_to_all_on_the_page() -> None:
     "old, new, error, says",
     [
         ("        wl.consumer_tile_wait(ch, tile)\n", "", Race, r"race on received\[.*: read after write"),
-        ("(tl.load(turn) & 1) * half", "0 * half", Race, r"race on received\["),
-        ("range(0, MOST, rows)", "range(0, count, rows)", Mismatch, r"exchange_silu .* SENDS=\d+ GETS=\d+; rank 1"),
+        ("(tl.load(epoch) & 1) * half", "0 * half", Race, r"race on received\["),
+        ("range(0, MAX_ROWS, rows)", "range(0, count, rows)", Mismatch, r"exchange_silu .* SENDS=\d+ GETS=\d+; rank 1"),
     ],
     ids=["no wait", "one half only", "no empty tiles"],
 )
@@ -221,15 +221,15 @@ def test_the_kernel_on_the_page_runs(seed: int, tmp_path: Path) -> None:
 def test_nothing_is_wrong_with_the_kernel_on_the_page(tmp_path: Path) -> None:
     (code,) = (code for mark, _, code in BLOCKS if mark == "runs")
     (tmp_path / "page.py").write_text(code)
-    (one,), refused = check.gate(variants(tmp_path / "page.py", 3)[0], 90)
-    assert (one.wrong, refused) == ([], [])
+    (one,), refused = check.compile_and_check(variants(tmp_path / "page.py", 3)[0], 90)
+    assert (one.problems, refused) == ([], [])
 
 
 def test_the_page_shows_what_is_said_of_compiled_code() -> None:
     (shown,) = (text.removeprefix("compiled ") for mark, _, text in BLOCKS if mark == "compiled")
     ran, _ = variants(FIRST, 2)
     ran.add(variants(FIRST, 3)[0])
-    made, _ = check.gate(ran, 90)
+    made, _ = check.compile_and_check(ran, 90)
     figure = r"\d+(?= reg| bytes of)"
     assert re.sub(figure, "#", shown.strip()) == re.sub(figure, "#", str(made[0]))
 

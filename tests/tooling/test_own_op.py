@@ -16,7 +16,7 @@ import torch
 
 import weft
 from weft.backends.emulated import EmulatedBackend
-from weft.chooser import Choice, Chooser, Took
+from weft.chooser import CallTime, Choice, Chooser
 from weft.plans import KINDS, Plan, Sequential
 from weft.torch_library import text_of
 
@@ -198,11 +198,11 @@ def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pyt
     first = {2: 90.0, 4: 200.0, 6: 200.0, 8: 50.4}  # us, by rows
     pushed = {2: (50.0, 50.0), 4: (99.5, 99.5), 6: (50.0, 150.0), 8: (50.0, 50.0)}  # of each rank
 
-    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> Took:
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
         m = choice.sizes[0] // world.size
         mine: Any = self.ranks
         us = {Sequential(): 100.0, plans[0]: first[m], plans[1]: pushed[m][mine.rank]}.get(plan, 200.0)
-        return Took(us, us)
+        return CallTime(us, us)
 
     monkeypatch.setattr(Chooser, "time", time)
     calls = [(op.check(world, (x,), ()), (x,)) for x in (shard(world, rows) for rows in pushed)]
@@ -216,10 +216,10 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypat
     op, asked = own["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
     turns = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
 
-    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> Took:
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
         m, mine = choice.sizes[0] // 2, self.ranks
         asked[m] += [times] if plan == Sequential() and not mine.rank else []  # type: ignore[union-attr]
-        return Took(turns[m], 0.0)
+        return CallTime(turns[m], 0.0)
 
     monkeypatch.setattr(Chooser, "time", time)
     monkeypatch.setattr(EmulatedBackend, "clock", True)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-MOST_WORDS, OF_MEASUREMENTS = 38_700, 1_500
+MOST_WORDS, OF_MEASUREMENTS = 39_370, 1_500
 SLOW = "docs/planner.md"  # predicts some thousand calls
 
 

@@ -172,3 +172,42 @@ class C:
         """Return what `f` gives, by rank."""
 '''
     assert structure.fragments(planted(tmp_path, a=text)["a"]) == [1, 2, 4]
+
+
+def test_banned_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:
+    text = """
+    import numpy as of
+    class Turn:
+        other: int = 0
+        def told(self, at): self._found = [here for here in at]
+    def good(first_row, each_row, *, key): return key.more(first=first_row)
+    """
+    module = planted(tmp_path, words=inspect.cleandoc(text))["words"]
+    assert [name for _, name in structure.banned_names(module)] == ["of", "other", "_found", "at", "here", "told"]
+    clean = planted(tmp_path, clean="x = 1\n")
+    found = {"words": module, "clean": clean["clean"]}
+    assert len(structure.unfinished(found, [])) == 6 and structure.unfinished(found, ["words"]) == []
+    said = structure.unfinished(found, ["words", "clean", "gone"])
+    assert said == [
+        "clean has no banned name left: take it out of NOT_DONE",
+        "gone is no module: take it out of NOT_DONE",
+    ]
+
+
+def test_names_of_different_things_and_aliases_of_one_type_are_found(tmp_path: Path) -> None:
+    left = "import torch\nTensor = torch.Tensor\nclass Call: ...\nRow = tuple[int, ...]\nT = TypeVar('T')\n"
+    right = (
+        "from torch import Tensor as T\nTensor = torch.Tensor\nCall = tuple[int]\nRow = tuple[int, ...]\n_Own = int\n"
+    )
+    found = planted(tmp_path, left=left, right=right, top="class _Own: ...\n")
+    assert structure.shared_names(found) == {"Call": ["left", "right"]}
+    assert structure.shared_aliases(found) == {"torch.Tensor": ["left", "right"]}
+
+
+def test_rows_of_a_table_that_were_wrapped_as_prose_are_found(tmp_path: Path) -> None:
+    row = "    forwarders      they tell all owners, and a release reaches"
+    rest = "                    only this GPU"
+    broken = f'"""Title.\n\n{row}\n    only\n{rest}\n"""\n'
+    whole = f'"""Title.\n\n{row}\n{rest}\n    pullers         sum\n\nArgs:\n    x: more\n        of it\n"""\n'
+    found = planted(tmp_path, left=broken, right=whole)
+    assert [structure.broken_tables(module) for module in found.values()] == [[4], []]

@@ -1,13 +1,13 @@
-"""What a World asks of the machine it runs on.
+"""The interface between a World and the machine that it runs on.
 
-A backend knows memory, streams and transports; it never knows an op. All of them (`cuda`, `gloo`, `emulated`)
+A backend has memory, streams and transports; it has no notion of ops. All of them (`cuda`, `gloo`, `emulated`)
 implement this one class, so an op is written once and never asks where it runs.
 
-Ordering contract. Everything given to one stream runs in the order given. `record` / `wait_event` order two streams.
-`launch`, `copy`, `call`, `signal`, `wait` and the collectives are stream operations: they return before the
-work is done. `exchange` is the only host-side collective. `finish(stream)` is called by an op before it hands a tensor
-back to its caller: on a GPU it does nothing (the caller's next operation is stream-ordered), in the emulator it blocks
-the calling host task until the stream is drained, because the caller reads CPU memory directly.
+Ordering contract: operations enqueued on one stream run in that order. `record` / `wait_event` order two streams.
+`launch`, `copy`, `call`, `signal`, `wait` and the collectives are stream operations: they return before the work is
+done. `exchange` is the only host-side collective. An op calls `finish(stream)` before it returns a tensor to its
+caller: on a GPU it does nothing (the caller's next operation is stream-ordered), in the emulator it blocks the calling
+host task until the stream is drained, because the caller reads CPU memory directly.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-# Types of a backend's own, which nobody else looks into.
+# Types that only the backend itself interprets.
 Stream: TypeAlias = Any  # torch.cuda.Stream, or the emulator's
-Event: TypeAlias = Any  # what `record` gives, for `wait_event`
-Communicator: TypeAlias = Any  # what `communicator` gives; None: the World's own
+Event: TypeAlias = Any  # returned by `record`, for `wait_event`
+Communicator: TypeAlias = Any  # returned by `communicator`; None: the World's own
 
 Arguments = Mapping[str, object]  # the arguments of a launch, by the kernel's names
 Options = Mapping[str, int]  # the options of a launch, lang.jit.OPTIONS
 
 BETWEEN_CTAS = 8  # CTAs that a collective between nodes may take; kernels of a node's level leave it as many SMs
-VIEWS = 4096  # views of one symmetric tensor that are kept
+VIEWS = 4096  # cached views of one symmetric tensor
 
 
 def timeout_seconds() -> float:
     """The bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError where that
     is no number of seconds above 0 and at most a million."""
-    said = os.environ.get("WEFT_TIMEOUT", "30")
+    setting = os.environ.get("WEFT_TIMEOUT", "30")
     try:
-        seconds = float(said)
+        seconds = float(setting)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= 1e6:  # nanoseconds of it fit in a word, and of four times it in a timedelta
-        raise ValueError(f"WEFT_TIMEOUT={said!r} must be a number of seconds, above 0 and at most a million")
+    if not 0 < seconds <= 1e6:  # in nanoseconds it fits in a word, and four times it in a timedelta
+        raise ValueError(f"WEFT_TIMEOUT={setting!r} must be a number of seconds, above 0 and at most a million")
     return seconds
 
 
 def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the sizes as a tuple; raise TypeError or ValueError for what is no shape or no dtype."""
+    """Return the sizes as a tuple; raise TypeError or ValueError where these are no shape or no dtype."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
@@ -76,31 +76,31 @@ def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
     return sizes
 
 
-def check_tensors(what: str, *tensors: object) -> None:
-    """Raise TypeError for what is no tensor."""
+def check_tensors(caller: str, *tensors: object) -> None:
+    """Raise TypeError for an object that is no tensor."""
     for t in tensors:
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{what}: tensors are needed, not {type(t).__name__}")
+            raise TypeError(f"{caller}: tensors are needed, not {type(t).__name__}")
 
 
-def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of the ranks' tensors, in the order of ranks; floating-point ones are summed in float32, rounded once."""
-    if not parts[0].is_floating_point():
-        return torch.stack(list(parts)).sum(0).to(parts[0].dtype)
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
+    if not tensors[0].is_floating_point():
+        return torch.stack(list(tensors)).sum(0).to(tensors[0].dtype)
+    total = tensors[0].float()
+    for tensor in tensors[1:]:
+        total = total + tensor.float()
+    return total.to(tensors[0].dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class SymmetricTensor:
     """Memory of one shape on every rank, addressable by all of them.
 
-    `local` is this rank's copy; `peers[r]` is rank r's copy as a tensor this rank can read and write (`peers[rank]` is
-    `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for kernels;
-    `multicast` is the address that stands for all copies at once (NVLink multicast), 0 where there is none. Zero-filled
-    at creation. Holding any of the tensors keeps the memory alive.
+    `local` is this rank's copy; `peers[r]` is rank r's copy as a tensor that this rank can read and write
+    (`peers[rank]` is `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for
+    kernels; `multicast` is the address that stands for all copies at once (NVLink multicast), 0 where there is none. It
+    is zero-filled at creation. A reference to any of the tensors keeps the memory alive.
     """
 
     local: torch.Tensor
@@ -112,8 +112,8 @@ class SymmetricTensor:
     )
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """The same bytes, `offset` bytes in, as another shape and dtype on every rank. A view without an offset is made
-        once and kept, since eager calls ask for it each time."""
+        """The bytes from byte `offset` on as another shape and dtype on every rank. A view at offset 0 is cached, since
+        eager calls ask for it each time."""
         key = (tuple(shape), dtype)
         if offset == 0 and key in self._views:
             return self._views[key]
@@ -123,17 +123,17 @@ class SymmetricTensor:
             return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
 
         multicast = self.multicast + offset if self.multicast else 0
-        with torch.inference_mode(False):  # it outlives the call that asked for it
+        with torch.inference_mode(False):  # the view outlives this call
             peers = tuple(cut(p) for p in self.peers)
             addresses = self.table(peers, offset)
-            made = replace(
+            view = replace(
                 self, local=cut(self.local), peers=peers, addresses=addresses, multicast=multicast, _views={}
             )
         if offset == 0:
             if len(self._views) >= VIEWS:
                 self._views.clear()
-            self._views[key] = made
-        return made
+            self._views[key] = view
+        return view
 
     def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
         """The `addresses` of a view whose `peers` begin `offset` bytes further on."""
@@ -149,20 +149,20 @@ class Backend(ABC):
     device: torch.device
     sm_count: int  # programs that can be resident at once with one program an SM
     scale: Scale = Scale()
-    group: ProcessGroup | None = None  # of torch.distributed, where there is one
-    capability: int = HOPPER  # that kernels are compiled for, ten times NVIDIA's number
-    peer_reason: str | None = None  # why peers' memory cannot be stored to; None when it can
-    symmetric_reason: str | None = None  # that, or why nothing can be counted there; None when symmetric memory is all
-    reference: bool = False  # every op runs by its sequential plan, whatever it is asked for
-    shares_gpu: bool = False  # ranks run on one GPU, in turn, so that no time says anything
-    clock: Clock | None = None  # times calls; None where no time says anything
-    limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
-    compares: bool = False  # every call of every rank, on the host (`compared`)
+    group: ProcessGroup | None = None  # torch.distributed's, where there is one
+    capability: int = HOPPER  # the compute capability that kernels are compiled for, times ten
+    peer_reason: str | None = None  # why peers' memory cannot be stored to; None where it can
+    symmetric_reason: str | None = None  # that, or why atomics do not work there; None where both do
+    reference: bool = False  # whether every op runs by its sequential plan, whatever plan is asked for
+    shares_gpu: bool = False  # whether ranks take turns on one GPU, so that times mean nothing
+    clock: Clock | None = None  # times calls; None where times mean nothing
+    limits_ctas: bool = True  # whether `communicator` keeps to its limit of CTAs
+    compares: bool = False  # whether the hosts compare every call of every rank (`compared`)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        """The number of each rank's node, by rank; nodes are counted in the order of their first ranks. A backend whose
-        ranks are on several hosts sets it."""
+        """The number of each rank's node, by rank; nodes are numbered in the order of their first ranks. A backend
+        whose ranks are on several hosts sets it."""
         return (0,) * self.size
 
     @property
@@ -173,13 +173,14 @@ class Backend(ABC):
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def exchange(self, obj: R) -> list[R]:
-        """All-gather a picklable object on the host; blocks until every rank called it; bounded: raises Timeout."""
+        """All-gather a picklable object on the host. It blocks until every rank has called it, and raises Timeout when
+        that takes too long."""
 
-    def tell(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
-        """Post `obj` to all ranks, all of which post something now or later, and return a function that collects what
-        they posted. That function returns None where not all have posted within so many seconds; given None, it blocks,
-        bounded as `exchange` is. What was posted before has to be collected first, and before the next exchange.
-        Where `tell` returns None, `obj` is not posted and has to be exchanged."""
+    def post(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
+        """Post `obj` to all ranks, each of which posts an object now or later, and return a function that collects
+        these. It returns None where not all ranks have posted within the seconds that it is called with; called with
+        None, it blocks as `exchange` does. Each post has to be collected before the next one is, and before the next
+        exchange. Where `post` returns None, `obj` is not posted and has to be exchanged."""
         return None
 
     def compared(self, call: object) -> Mapping[int, object] | None:
@@ -187,7 +188,7 @@ class Backend(ABC):
         raise NotImplementedError
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:
-        """Collective. Return the backend of the group that holds this rank. `groups` is the same on all ranks; the
+        """Collective. Return the backend of the group that contains this rank. `groups` is the same on all ranks; the
         ranks of a group are in ascending order."""
         raise Unsupported(f"{self.name}: ranks of this kind cannot be split")
 
@@ -196,23 +197,30 @@ class Backend(ABC):
         return self.split([[rank] for rank in range(self.size)])
 
     def levels(self) -> tuple[Backend, Backend]:
-        """Collective. Return the backend of this rank's node, and that of the ranks that have its place in their nodes.
+        """Collective. Return the backend of this rank's node, and that of the ranks with the same local rank on all
+        nodes.
 
-        A kernel of the node that waits for peers may run at the same time as a collective between the nodes, of which
-        each needs others of its kind to go on. So the node's kernels take BETWEEN_CTAS SMs fewer than there are, and a
-        collective no more CTAs than that: whichever comes first, the other finds room."""
-        each = self.nodes.count(0)
-        node = self.split([range(first, first + each) for first in range(0, self.size, each)])
+        A kernel of the node that waits for peers may run at the same time as a collective between the nodes, and each
+        needs others of its kind to make progress. So the node's kernels use BETWEEN_CTAS SMs fewer than there are, and
+        a collective has at most as many CTAs: whichever starts first, there is room for the other.
+        """
+        ranks_per_node = self.nodes.count(0)
+        node = self.split(
+            [range(first_rank, first_rank + ranks_per_node) for first_rank in range(0, self.size, ranks_per_node)]
+        )
         node.sm_count -= min(BETWEEN_CTAS, node.sm_count // 4)
-        return node, self._across([range(place, self.size, each) for place in range(each)])
+        return node, self._across(
+            [range(local_rank, self.size, ranks_per_node) for local_rank in range(ranks_per_node)]
+        )
 
     def _across(self, groups: Sequence[Sequence[int]]) -> Backend:
-        """Collective. Return the backend of the group that holds this rank, for collectives between nodes."""
+        """Collective. Return the backend of the group that contains this rank, for collectives between nodes."""
         return self.split(groups)
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything enqueued by this rank is done; raise Timeout if a device-side wait expired."""
+        """Wait until all operations that this rank has enqueued are done; raise Timeout if a device-side wait has
+        expired."""
 
     @abstractmethod
     def check(self) -> None:
@@ -221,14 +229,14 @@ class Backend(ABC):
 
     @abstractmethod
     def left_out(self) -> int:
-        """The number of rows that found no room in all calls so far; as cheap to read as `check`."""
+        """The number of rows dropped for lack of room in all calls so far; as cheap to read as `check`."""
 
     def close(self) -> None:
         """Release what the backend holds."""
 
     def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
-        """Note a first call of an op's kernels, for sizes M, N, K and so many multiply-adds a rank; the emulator logs a
-        warning where it takes long."""
+        """Note the first call of an op's kernels for sizes M, N, K and that number of multiply-adds per rank; the
+        emulator logs a warning where it will take long."""
 
     # -- memory ------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -256,26 +264,28 @@ class Backend(ABC):
         """Register the World's `describe`, which gives the name of the counter at an address."""
 
     def name_calls(self, disagreement: Callable[[Mapping[int, int]], Mismatch]) -> None:
-        """Register the World's `disagreement`, which makes the Mismatch for differing words of `same_call`, by rank."""
+        """Register the World's `disagreement`, which makes the Mismatch for words of `same_call` that differ, by
+        rank."""
 
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
-        """Set the name that reports use for a tensor's elements where an operation was given their address alone."""
+        """Set the name that reports use for a tensor's elements where an operation has only their address."""
 
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor, arrivals: list[int] | None
     ) -> None:
-        """Register a BlockChannel's counters, its `state`, and the notifies that each counter gets in every call, by
-        counter, where that is known."""
+        """Register a BlockChannel's counters, its `state`, and, where it is known, the number of notifies of each
+        counter in every call."""
 
     # -- streams -----------------------------------------------------------------------------------------------------
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream that the rank's work goes to at present."""
+        """The stream on which the rank enqueues its work."""
 
     @abstractmethod
     def side_stream(self, name: str, urgent: bool = True) -> Stream:
-        """The rank's own stream of that name ("copy", "comm"), made on first use. urgent: SMs that become free go to
-        its kernels first; not for a second stream of GEMMs, which would overtake the one that comes before it."""
+        """The rank's own stream of that name ("copy", "comm"), made on first use. urgent: it has a higher priority, so
+        that free SMs go to its kernels first; not for a second stream of GEMMs, which would overtake the one before
+        it."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:
@@ -283,15 +293,15 @@ class Backend(ABC):
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """Return an event that stands for everything given to `stream` so far."""
+        """Return an event for all operations enqueued on `stream` so far."""
 
     @abstractmethod
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """Order what `stream` gets from now on after everything that `event` stands for."""
+        """Make later operations of `stream` wait for the event."""
 
     def persistent_allocation(self) -> AbstractContextManager[object]:
-        """A context manager for allocations that stay for calls to come, for which no CUDA graph's own memory may be
-        given. Work inside is ordered as if it were on the current stream. It is not for captures."""
+        """A context manager for allocations that outlive the call, which must not come from the memory pool of a CUDA
+        graph. Work inside is ordered as if it were on the current stream. It is not for captures."""
         return nullcontext()
 
     @abstractmethod
@@ -303,12 +313,12 @@ class Backend(ABC):
         return False
 
     def on_side_stream(self) -> bool:
-        """Whether the current stream is another than the device's default, as it is for captures and in what warms up
-        for one."""
+        """Whether the current stream is not the device's default, as in captures and in the warm-up before one."""
         return False
 
     @abstractmethod
-    def finish(self, stream: Stream) -> None: ...
+    def finish(self, stream: Stream) -> None:
+        """Make results on `stream` readable by the caller (the module's docstring has the contract)."""
 
     # -- stream operations -------------------------------------------------------------------------------------------
     @abstractmethod
@@ -321,17 +331,17 @@ class Backend(ABC):
         stream: Stream,
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel. `args` by name: tensors, ints, constexpr values, NamedTuples of
-        them, TensorDescriptors. `options`: num_warps, num_stages; co_resident, for
-        programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an
-        SM, for the emulator, which holds one; local, for programs that wait for nobody and that ranks
-        need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill."""
+        them, TensorDescriptors. `options`: num_warps, num_stages; co_resident, for programs small enough to share the
+        SMs with those of the next launch; per_sm, the number of programs that are meant to share an SM, which only the
+        emulator reads; local, for programs that wait for no other rank, so that ranks may launch different ones;
+        few_registers, for a kernel that Triton's newer assembler would spill."""
 
     @abstractmethod
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
-        """Run a prepared launch with the arguments that move, by name (`launches.Launch`)."""
+        """Run a prepared launch with the arguments that change from call to call, by name (`kernel_launch.Launch`)."""
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
-        """Compile, check and load what `launch` would run, without running it. Nothing to do in the emulator."""
+        """Compile, check and load the kernel of a `launch` without running it. The emulator has nothing to do."""
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
@@ -349,7 +359,8 @@ class Backend(ABC):
     def call(
         self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        """Put a library's work (a cuBLAS GEMM) on a stream: `fn` enqueues it, touching only `reads` and `writes`."""
+        """Enqueue a library's work (a cuBLAS GEMM) on a stream: `fn` enqueues it, and it touches only `reads` and
+        `writes`."""
 
     def results(
         self,
@@ -358,13 +369,13 @@ class Backend(ABC):
         reads: Sequence[torch.Tensor],
         stream: Stream,
     ) -> Sequence[torch.Tensor]:
-        """Enqueue, as `call` does, a library's function that allocates its results itself; return these results, of
-        shapes and dtypes `wanted`."""
+        """Enqueue, as `call` does, a library function that allocates its own results; return these, whose shapes and
+        dtypes are `wanted`."""
         outs = [self.empty(shape, dtype) for shape, dtype in wanted]
 
         def fill() -> None:
-            for out, made in zip(outs, fn(), strict=True):
-                out.copy_(made)
+            for out, result in zip(outs, fn(), strict=True):
+                out.copy_(result)
 
         self.call(fill, reads, outs, stream)
         return outs
@@ -378,17 +389,17 @@ class Backend(ABC):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x @ weight.T + bias by a library's GEMM (`multiply`; cuBLAS with a bias), in `out` or a new tensor."""
-        made = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
+        y = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if bias is None:
-            self.call(lambda: multiply(x, weight, made), [x, weight], [made], stream)
+            self.call(lambda: multiply(x, weight, y), [x, weight], [y], stream)
         else:
-            self.call(lambda: torch.addmm(bias, x, weight.t(), out=made), [x, weight, bias], [made], stream)
-        return made
+            self.call(lambda: torch.addmm(bias, x, weight.t(), out=y), [x, weight, bias], [y], stream)
+        return y
 
     # -- collectives (NCCL where there is one) -----------------------------------------------------------------------
     def communicator(self, ctas: int) -> Communicator:
-        """Collective. Return what a collective is given as `on`, so that it takes at most `ctas` CTAs, which a
-        concurrent GEMM can leave free. None stands for the World's own, where no limit is known."""
+        """Collective. Return the communicator for the argument `on` of a collective that takes at most `ctas` CTAs,
+        which a concurrent GEMM can leave free. None stands for the World's own, which has no known limit."""
         return None
 
     @abstractmethod
@@ -405,6 +416,6 @@ class Backend(ABC):
 
     @abstractmethod
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Communicator = None
+        self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: Stream, on: Communicator = None
     ) -> None:
-        """Send parts[r] to rank r and receive outs[r] from rank r. Tensors are contiguous, and may be empty."""
+        """Send inputs[r] to rank r and receive outs[r] from rank r. Tensors are contiguous, and may be empty."""

@@ -1,8 +1,8 @@
 """Ranks are processes, one GPU each, or several on one (`shared_gpu`); memory comes from
 torch.distributed._symmetric_memory, collectives from NCCL.
 
-NVLink multicast: weft makes no multicast object. Where torch's symmetric memory has made one, plan "multicast" can use
-its address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
+weft makes no object for NVLink multicast. Where torch's symmetric memory has made one, plan "multicast" can use its
+address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
 """
 
 from __future__ import annotations
@@ -46,35 +46,36 @@ OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, Reduc
 
 
 class Record:
-    """Where an expired device-side wait says who waited for what; pinned, so the host reads it without a stream."""
+    """Pinned memory in which an expired device-side wait records who waited for what, so that the host reads it without
+    a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.words = self.host.numpy().data  # whose items are ints, in less host time than numpy's
+        self.words = self.host.numpy().data  # reading an item of this buffer takes less host time than one of the array
         self.guard = torch.zeros(16, dtype=torch.int64, device="cpu")
         self.guard[0] = int(timeout_seconds() * 1e9)
         self.guard[2] = self.host.data_ptr()
         self.guard = self.guard.to(device)
 
 
-GRACE = 2.0  # seconds that a rank whose wait has expired gives the others to say the same of theirs
+GRACE = 2.0  # seconds after which a rank whose wait has expired no longer waits for the records of other ranks
 
 
-def _apart_in(waits: Sequence[str]) -> str:
-    """The line that says which rank waits in what, where ranks do not wait in the same; else nothing."""
+def _disagreement_of_waits(waits: Sequence[str]) -> str:
+    """A line that says which rank waits in which op, where ranks wait in different ones; else nothing."""
     if len(set(filter(None, waits))) < 2:
         return ""
-    said = "; ".join(f"rank {rank} in {wait}" for rank, wait in enumerate(waits) if wait)
-    return f"ranks disagree on this call, and wait: {said} (WEFT_CHECK=1 compares every call)\n"
+    descriptions = "; ".join(f"rank {rank} in {wait}" for rank, wait in enumerate(waits) if wait)
+    return f"ranks disagree on this call, and wait: {descriptions} (WEFT_CHECK=1 compares every call)\n"
 
 
 class GpuBackend(Backend):
-    """Streams, copies, launches and the record of expired waits on one GPU."""
+    """The streams, copies, launches and the record of expired waits of one GPU."""
 
     def __init__(self, rank: int, size: int, device: torch.device, sm_count: int) -> None:
         self.rank, self.size, self.device, self.sm_count = rank, size, device, sm_count
-        self.scale = Scale.of(sm_count)
-        self.capability = architectures.of(device)
+        self.scale = Scale.for_programs(sm_count)
+        self.capability = architectures.device_capability(device)
         self.record_words = Record(device)
         self.launcher = Launcher(self)
         self._wait_word: Launch | None = None
@@ -82,7 +83,7 @@ class GpuBackend(Backend):
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
         self.describe: Callable[[int], str] | None = None
-        self._waits: list[str] | None = None  # once one has expired
+        self._waits: list[str] | None = None  # the ops that ranks wait in, once a wait has expired
         self.disagreement: Callable[[Mapping[int, int]], Mismatch] | None = None
 
     # -- host
@@ -96,30 +97,31 @@ class GpuBackend(Backend):
             address, target, seen, tile, peer = (int(w) for w in words[1:6])
             if words[0] == DIFFERS and self.disagreement:
                 raise self.disagreement({self.rank: target, peer: seen})
-            if tile == CALL:  # by how many such calls each has made
+            if tile == CALL:  # the words count the calls of `same_call`
                 tile, target, seen = -1, (target >> NUMBER_BITS) % 4096, (seen >> NUMBER_BITS) % 4096
             where = self.describe(address) if self.describe else f"address {address:#x}"
             who = "any peer" if peer < 0 else f"rank {peer}"
             after = f"expired after {timeout_seconds():g} s"
             if self._waits is None:
-                self._waits = self.others_waits(
+                self._waits = self.waits_of_all_ranks(
                     where.removeprefix("channel ").lstrip("0123456789").removeprefix(" of ")
                 )
-            first = _apart_in(self._waits) + f"rank {self.rank}: a wait "
+            prefix = _disagreement_of_waits(self._waits) + f"rank {self.rank}: a wait "
             if not target:
                 where = self._waits[self.rank]
-                raise Timeout(f"{first}for part {tile} in {where}, {after}: {who} did not post it")
+                raise Timeout(f"{prefix}for part {tile} in {where}, {after}: {who} did not post it")
             raise Timeout(
-                f"{first}on {where}, tile {tile}, {after}: counter stands at {seen}, needs {target}; {who} did not "
+                f"{prefix}on {where}, tile {tile}, {after}: counter stands at {seen}, needs {target}; {who} did not "
                 "arrive"
             )
 
     def left_out(self) -> int:
         return int(self.record_words.words[6])
 
-    def others_waits(self, own: str) -> list[str]:
-        """What each rank's expired wait was in, by rank; "" where none is known. own: what this rank's was in."""
-        return [own if rank == self.rank else "" for rank in range(self.size)]
+    def waits_of_all_ranks(self, own_wait: str) -> list[str]:
+        """The op that each rank's expired wait was in, by rank; "" where none is known. own_wait: that of this
+        rank's."""
+        return [own_wait if rank == self.rank else "" for rank in range(self.size)]
 
     def name_counters(self, describe: Callable[[int], str]) -> None:
         self.describe = describe
@@ -247,17 +249,21 @@ class GpuBackend(Backend):
         if (
             out is None
             and stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index)
-            and not torch.is_autocast_enabled("cuda")  # which would have F.linear give another dtype
+            and not torch.is_autocast_enabled("cuda")  # autocast would make F.linear return another dtype
         ):
             return torch.nn.functional.linear(x, weight, bias)
         return super().linear(x, weight, bias, stream, out)
 
 
-_HERE, _TOLD, _LONG = b"H", b"T", b"L"  # what a rank's slot begins with: exchanged, told, too long for it
+_EXCHANGED, _POSTED, _TOO_LONG = (
+    b"H",
+    b"T",
+    b"L",
+)  # the first byte of a slot: an exchange, a post, an object too long for it
 
 
-def _said(slot: bytes) -> Any:
-    return "something longer" if slot == _LONG else pickle.loads(slot[1:])
+def _unpickled(slot: bytes) -> Any:
+    return "something longer" if slot == _TOO_LONG else pickle.loads(slot[1:])
 
 
 def _on_this_stream(options: OnThisStream) -> OnThisStream:
@@ -271,7 +277,7 @@ _REDUCE = _on_this_stream(AllreduceOptions())
 
 
 def _enqueued(work: dist.Work | None) -> None:
-    """Have the current stream wait for a collective."""
+    """Make the current stream wait for a collective."""
     if work is not None:
         work.wait()
 
@@ -296,16 +302,16 @@ _dropped_in_captures: list[object] = []  # symmetric memory of Worlds that ended
 
 
 def _release(held: list[object]) -> None:
-    """Let go of a World's symmetric memory. A collection of garbage may end a World, such as that of a model which is
-    gone, while a stream captures: torch would then end the process, since memory cannot be unmapped during a capture
-    (its destructor throws). Such memory is kept until symmetric memory is next made, which no capture does."""
+    """Drop a World's symmetric memory. Garbage collection may end a World, such as that of a model no longer used,
+    while a stream captures. torch would then end the process, since memory cannot be unmapped during a capture (its
+    destructor throws). Such memory is kept until symmetric memory is allocated next, which no capture does."""
     if torch.cuda.is_current_stream_capturing():
         _dropped_in_captures.extend(held)
     held.clear()
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU that this process, or who made its group, has chosen; where nobody has, the local rank's."""
+    """The GPU that this process, or the code that made its group, has chosen; else the local rank's."""
     started = dist.is_initialized()
     bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
     if bound is not None and bound.type == "cuda":
@@ -317,15 +323,15 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", int(local) % torch.cuda.device_count())
 
 
-def _apart(devices: Sequence[RankDevice]) -> str | None:
+def _why_unreachable(devices: Sequence[RankDevice]) -> str | None:
     """Why these ranks of one node cannot address each other's memory; None where they can."""
     taken: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
         if device.reason:
             return f"{device.reason} (rank {rank})"
-        other = taken.setdefault(device.gpu, rank)
-        if other != rank and not (device.may_share and devices[other].may_share):
-            return f"ranks {other} and {rank} share a GPU ({shared_gpu.VARIABLE}=1 lets them, to try things)"
+        first_rank = taken.setdefault(device.gpu, rank)
+        if first_rank != rank and not (device.may_share and devices[first_rank].may_share):
+            return f"ranks {first_rank} and {rank} share a GPU ({shared_gpu.VARIABLE}=1 lets them, to try things)"
     for rank, device in enumerate(devices):
         if device.gpus != devices[0].gpus:
             return f"ranks 0 and {rank} do not see the same GPUs (CUDA_VISIBLE_DEVICES)"
@@ -336,7 +342,7 @@ def _apart(devices: Sequence[RankDevice]) -> str | None:
     return None
 
 
-def _cannot_count(devices: Sequence[RankDevice]) -> str | None:
+def _why_no_atomics(devices: Sequence[RankDevice]) -> str | None:
     """Why these ranks, which can address each other's memory, cannot add to counters in it; None where they can."""
     for rank, device in enumerate(devices):
         others = [d.index for d in devices if d.index != device.index and not _peer_atomics(device.index, d.index)]
@@ -345,26 +351,26 @@ def _cannot_count(devices: Sequence[RankDevice]) -> str | None:
     return None
 
 
-def _peer_atomics(index: int, other: int) -> bool:
-    """Whether the link has atomic operations, as NVLink has; PCIe makes of them a read and a write, between which
-    another GPU's is lost. Where the driver does not answer, the link is taken to have them."""
+def _peer_atomics(index: int, peer_index: int) -> bool:
+    """Whether the link has atomic operations, as NVLink has. PCIe splits one into a read and a write, between which
+    another GPU's update is lost. Where the driver does not answer, the link is taken to have them."""
     value = ctypes.c_int(1)
     try:
-        ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, index, other)
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, index, peer_index)
     except (OSError, AttributeError):
         return True
     return bool(value.value)
 
 
-def _peer_access(index: int, other: int) -> bool:
+def _peer_access(index: int, peer_index: int) -> bool:
     try:
-        return torch.cuda.can_device_access_peer(index, other)
+        return torch.cuda.can_device_access_peer(index, peer_index)
     except (AssertionError, RuntimeError):
         return False
 
 
 def _limited(ctas: int) -> object:
-    """Options of NCCL for a communicator of at most so many CTAs."""
+    """NCCL's options for a communicator of at most `ctas` CTAs."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = ctas
     options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC; a GEMM leaves free ones anywhere
@@ -372,6 +378,8 @@ def _limited(ctas: int) -> object:
 
 
 class CudaBackend(GpuBackend):
+    """One rank of a torch.distributed group, with symmetric memory and NCCL."""
+
     name = "cuda"
     group: dist.ProcessGroup
 
@@ -396,7 +404,7 @@ class CudaBackend(GpuBackend):
                     "nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4)
                 )
         self.group = group if group is not None else _get_default_group()
-        self._board: SharedMemoryExchange | None = None
+        self._shm: SharedMemoryExchange | None = None
         self.compares = check
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -410,16 +418,16 @@ class CudaBackend(GpuBackend):
         self.clock = None if self.shares_gpu else cuda_clock
 
     def _hold_symmetric_memory(self) -> None:
-        """Keep what is allocated until this backend ends, but no shorter than a capture that is under way then."""
+        """Keep symmetric memory until this backend ends, or until a capture ends that is under way then."""
         self._held: list[object] = []
         weakref.finalize(self, _release, self._held).atexit = False
 
     def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
-        """Every rank of torch.distributed takes part in making each group, as it demands."""
+        """Make the groups, in which every rank of torch.distributed has to take part."""
         return CudaBackend(self._split(groups), self.compares)
 
     def _split(self, groups: Sequence[Sequence[int]], ctas: int = 0) -> dist.ProcessGroup:
-        """Collective. Make a process group of each of `groups`; return this rank's. ctas: over NCCL alone, of at most
+        """Collective. Make a process group of each of `groups`; return this rank's. ctas: use NCCL alone, with at most
         so many CTAs."""
         if not self.limits_ctas:
             raise Unsupported(
@@ -427,11 +435,11 @@ class CudaBackend(GpuBackend):
             )
         ranks = dist.get_process_group_ranks(self.group)
         limit = datetime.timedelta(seconds=timeout_seconds() * 4)
-        made = []
+        process_groups = []
         for group in groups:
             limited: dict[str, Any] = dict(backend="nccl", pg_options=_limited(ctas)) if ctas else {}
-            made.append(dist.new_group([ranks[r] for r in group], timeout=limit, **limited))
-        return next(g for g, group in zip(made, groups, strict=True) if self.rank in group)
+            process_groups.append(dist.new_group([ranks[r] for r in group], timeout=limit, **limited))
+        return next(g for g, group in zip(process_groups, groups, strict=True) if self.rank in group)
 
     def _across(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
         group = self._split(groups, BETWEEN_CTAS)
@@ -439,7 +447,7 @@ class CudaBackend(GpuBackend):
         return CudaBackend(group, self.compares)
 
     def _warm_up(self, group: dist.ProcessGroup, size: int) -> None:
-        """Connect the ranks of a group and load its kernels, before one runs beside a GEMM."""
+        """Connect the ranks of a group and load its kernels, before a collective runs concurrently with a GEMM."""
         one = torch.zeros(size, device=self.device, dtype=torch.bfloat16)
         dist.all_reduce(one, group=group)
         dist.reduce_scatter_tensor(one[:1].clone(), one, group=group)
@@ -447,70 +455,82 @@ class CudaBackend(GpuBackend):
         torch.cuda.synchronize(self.device)
 
     def alone(self) -> CudaBackend:
-        """Make the group over gloo: to split off NCCL's, which carries nothing, all ranks of torch.distributed would
-        have to take part."""
-        own = [dist.get_process_group_ranks(self.group)[self.rank]]
-        return CudaBackend(dist.new_group(own, backend="gloo", use_local_synchronization=True), self.compares)
+        """Make the group over gloo: all ranks of torch.distributed would have to take part in splitting NCCL's
+        communicator, which would carry nothing."""
+        ranks = [dist.get_process_group_ranks(self.group)[self.rank]]
+        return CudaBackend(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), self.compares)
 
     def compared(self, call: object) -> Mapping[int, object] | None:
         """Compare the calls of all ranks, whose hosts wait for each other."""
         calls = self.exchange(call)
-        return dict(enumerate(calls)) if any(other != call for other in calls) else None
+        return dict(enumerate(calls)) if any(peer_call != call for peer_call in calls) else None
 
-    def others_waits(self, own: str) -> list[str]:
-        if self._board is None:
-            return super().others_waits(own)
-        ended = self._board.end(own.encode()[:BYTES], min(GRACE, timeout_seconds()))
+    def waits_of_all_ranks(self, own_wait: str) -> list[str]:
+        if self._shm is None:
+            return super().waits_of_all_ranks(own_wait)
+        ended = self._shm.end(own_wait.encode()[:BYTES], min(GRACE, timeout_seconds()))
         return ["" if data is None else data.decode(errors="replace") for data in ended]
 
     def _connect(self, store: dist.Store) -> None:
-        """Connect this World's ranks alone over gloo. `new_group` is not used: it names the group by how many groups
-        this process has, and ranks in different numbers of groups would wait for each other under different names."""
-        made = store.add(f"weft/{self.rank}", 1)  # Worlds over this group, of which every rank makes the same
+        """Connect this World's ranks alone over gloo. `new_group` is not used: it names the group by the number of
+        groups that this process has, and ranks in different numbers of groups would wait for each other under different
+        names."""
+        count = store.add(f"weft/{self.rank}", 1)  # the number of Worlds over this group, the same on every rank
         limit = datetime.timedelta(seconds=timeout_seconds())
         try:
-            self._host: Any = dist.ProcessGroupGloo(  # whose methods torch does not declare
-                dist.PrefixStore(f"weft/{made}", store), self.rank, self.size, timeout=limit
+            self._host: Any = dist.ProcessGroupGloo(  # torch does not declare its methods
+                dist.PrefixStore(f"weft/{count}", store), self.rank, self.size, timeout=limit
             )
         except RuntimeError as e:
             raise self._lost(e) from e
-        by_messages: Callable[[object], list[object]] = lambda said: self._messages(pickle.dumps(said))  # noqa: E731
-        self._board = SharedMemoryExchange.shared(self.rank, self.size, timeout_seconds(), by_messages)
+
+        def by_messages(obj: object) -> list[object]:
+            return self._exchange_messages(pickle.dumps(obj))
+
+        self._shm = SharedMemoryExchange.shared(self.rank, self.size, timeout_seconds(), by_messages)
 
     def _lost(self, e: RuntimeError) -> Timeout:
         late = "timed out" in str(e).lower() or "timeout" in str(e).lower()
-        what = f"not every rank joined within {timeout_seconds():g} s" if late else "the connection to a rank is lost"
-        return Timeout(f"rank {self.rank}: {what}: {e}")
+        reason = f"not every rank joined within {timeout_seconds():g} s" if late else "the connection to a rank is lost"
+        return Timeout(f"rank {self.rank}: {reason}: {e}")
 
     def _compare_devices(self) -> None:
         """Collective. Set `nodes`, `peer_reason`, `symmetric_reason` and `shares_gpu`, which all ranks decide from the
         same list."""
-        reason = architectures.lacks(architectures.of(self.device), architectures.EARLIEST, "weft's kernels")
+        reason = architectures.lacks(
+            architectures.device_capability(self.device), architectures.EARLIEST, "weft's kernels"
+        )
         self.peer_reason = self.symmetric_reason = reason
         if self.size == 1:
             return
         gpus = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
-        own = RankDevice(nodes.host_name(), gpus, self.device.index, reason, shared_gpu.may_share())
-        devices = self.exchange(own)
+        own_device = RankDevice(nodes.host_name(), gpus, self.device.index, reason, shared_gpu.may_share())
+        devices = self.exchange(own_device)
         self.nodes = nodes.numbered([device.host for device in devices])
-        self.peer_reason, number = nodes.spread(self.nodes) or _apart(devices), shared_gpu.sharing(devices)
+        self.peer_reason, number = (
+            nodes.spread(self.nodes) or _why_unreachable(devices),
+            shared_gpu.shared_gpus(devices),
+        )
         self._levels_reason = self._why_no_levels(devices)
-        self.symmetric_reason = self.peer_reason or _cannot_count(devices)
+        self.symmetric_reason = self.peer_reason or _why_no_atomics(devices)
         self.shares_gpu = number > 0
         if number and self.rank == 0:
-            shared_gpu.say(self.size, number)
+            shared_gpu.log_sharing(self.size, number)
 
     def _why_no_levels(self, devices: Sequence[RankDevice]) -> str | None:
-        """Collective where ranks are on several nodes alike: each of them knows the links of its own node alone."""
+        """Why the World has no levels. Collective where ranks are on several nodes of equal size, since each knows only
+        the links of its own node."""
         reason, several = nodes.why_no_levels(self.nodes), nodes.spread(self.nodes)
         if reason is not None:
             return reason
         if not self.limits_ctas:
             return f"{several}, and a World of some of torch.distributed's ranks cannot be split"
         node = [device for device, node in zip(devices, self.nodes, strict=True) if node == self.nodes[self.rank]]
-        reasons = self.exchange(_apart(node) or _cannot_count(node))
-        other = next((rank for rank, reason in enumerate(reasons) if reason), None)
-        return None if other is None else f"{several}, and on that of rank {other} {reasons[other]}"
+        reasons = self.exchange(_why_unreachable(node) or _why_no_atomics(node))
+        failing_rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
+        return (
+            None if failing_rank is None else f"{several}, and on that of rank {failing_rank} {reasons[failing_rank]}"
+        )
 
     @property
     def levels_reason(self) -> str | None:
@@ -520,61 +540,65 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             return [obj]
         data = pickle.dumps(obj)
-        if self._board is None:
-            return self._messages(data)
+        if self._shm is None:
+            return self._exchange_messages(data)
         fits = len(data) < BYTES
-        self._board.say(_HERE + data if fits else _LONG)
-        heard = self._board.hear(None)
-        assert heard is not None
-        if _LONG in heard and all(other[:1] != _TOLD for other in heard):  # all ranks are here, and see it
-            return self._messages(data)
-        return [_said(other) for other in heard]
+        self._shm.post(_EXCHANGED + data if fits else _TOO_LONG)
+        slots = self._shm.collect(None)
+        assert slots is not None
+        if _TOO_LONG in slots and all(slot[:1] != _POSTED for slot in slots):  # all ranks exchange, and see this
+            return self._exchange_messages(data)
+        return [_unpickled(slot) for slot in slots]
 
-    def tell(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
+    def post(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
         data = pickle.dumps(obj)
-        board = self._board
-        if board is None or len(data) >= BYTES:
+        shm = self._shm
+        if shm is None or len(data) >= BYTES:
             return None
-        board.say(_TOLD + data)
+        shm.post(_POSTED + data)
 
-        def heard(patience: float | None) -> list[R] | None:
-            theirs = board.hear(patience)
-            if theirs is None:
+        def collect(patience: float | None) -> list[R] | None:
+            slots = shm.collect(patience)
+            if slots is None:
                 return None
-            return [obj if other[1:] == data else _said(other) for other in theirs]
+            return [obj if slot[1:] == data else _unpickled(slot) for slot in slots]
 
-        return heard
+        return collect
 
     def persistent_allocation(self) -> AbstractContextManager[object]:
-        """Allocate on a side stream that nothing is captured on. After a capture the graph's pool can hand out the
-        memory of the graph's intermediate results again, by stream. A warm-up of the next graph in the same pool
-        (torch.cuda.use_mem_pool) would get that memory for what stays, and the first graph's next replay would write
-        over it."""
-        stream, own = self.current_stream(), self.side_stream("lasting", urgent=False)
-        return self._instead(stream, own) if self.on_side_stream() and stream != own else nullcontext()
+        """Allocate on a side stream that is never captured. After a capture, the graph's memory pool may reuse the
+        memory of the graph's intermediate results, per stream. A warm-up of the next graph in the same pool
+        (torch.cuda.use_mem_pool) would get that memory for an allocation that stays, and the first graph's next replay
+        would write over it."""
+        stream, allocation_stream = self.current_stream(), self.side_stream("persistent", urgent=False)
+        return (
+            self._on_allocation_stream(stream, allocation_stream)
+            if self.on_side_stream() and stream != allocation_stream
+            else nullcontext()
+        )
 
     @contextmanager
-    def _instead(self, stream: torch.cuda.Stream, own: torch.cuda.Stream) -> Iterator[None]:
-        self.wait_event(own, self.record(stream))
-        with self.on(own):
+    def _on_allocation_stream(self, stream: torch.cuda.Stream, allocation_stream: torch.cuda.Stream) -> Iterator[None]:
+        self.wait_event(allocation_stream, self.record(stream))
+        with self.on(allocation_stream):
             yield
-        self.wait_event(stream, self.record(own))
+        self.wait_event(stream, self.record(allocation_stream))
 
-    def _messages(self, data: bytes) -> list[Any]:
+    def _exchange_messages(self, data: bytes) -> list[Any]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         try:
             sizes = [int(n) for n in self._gathered(torch.tensor([sent.numel()], device="cpu"))]
-            mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-            mine[: sent.numel()] = sent
-            theirs = self._gathered(mine)
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+            padded[: sent.numel()] = sent
+            gathered = self._gathered(padded)
         except RuntimeError as e:
             raise self._lost(e) from e
-        return [pickle.loads(t[:n].numpy().tobytes()) for t, n in zip(theirs, sizes, strict=True)]
+        return [pickle.loads(t[:n].numpy().tobytes()) for t, n in zip(gathered, sizes, strict=True)]
 
-    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        self._host.allgather([theirs], [mine]).wait()
-        return theirs
+    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
+        outs = [torch.empty_like(x) for _ in range(self.size)]
+        self._host.allgather([outs], [x]).wait()
+        return outs
 
     def close(self) -> None:
         self._held.clear()
@@ -587,23 +611,23 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             local = self.zeros((nbytes,), torch.uint8)
             return SymmetricTensor(local, (local,), self.tensor([local.data_ptr()], torch.int64))
-        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks, and others wait for them
+        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks, and the others would hang
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
-        with torch.inference_mode(False):  # it outlives the call that asked for it
+        with torch.inference_mode(False):  # the memory outlives this call
             local = symm.empty(nbytes, dtype=torch.uint8, device=self.device)
-            handle = symm.rendezvous(local, self.group)
+            memory_handle = symm.rendezvous(local, self.group)
             local.zero_()
         torch.cuda.synchronize(self.device)
         self.exchange(name)
         peers = tuple(
-            local if r == self.rank else handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.size)
+            local if r == self.rank else memory_handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.size)
         )
-        self._held.append(handle)
+        self._held.append(memory_handle)
         addresses = self.tensor([p.data_ptr() for p in peers], torch.int64)
-        return SymmetricTensor(local, peers, addresses, int(getattr(handle, "multicast_ptr", 0) or 0))
+        return SymmetricTensor(local, peers, addresses, int(getattr(memory_handle, "multicast_ptr", 0) or 0))
 
-    # Collectives by the group's own methods, which torch.distributed's functions wrap in checks that cost host time.
-    # Those of one rank are copies: its group may be one that carries no tensors of a GPU (`alone`).
+    # Collectives call the group's own methods, which torch.distributed's functions wrap in checks that cost host time.
+    # A collective of one rank is a copy: its group may be one that cannot carry CUDA tensors (`alone`).
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:
@@ -611,16 +635,16 @@ class CudaBackend(GpuBackend):
         self.call(lambda: _enqueued(self.group._allgather_base(out, x, _GATHER)), [x], [out], stream)
 
     def communicator(self, ctas: int) -> dist.ProcessGroup | None:
-        """A process group of its own. A World of some of torch.distributed's ranks has none: every rank of all would
-        have to take part in making it. "auto" takes no plan that needs one there."""
+        """Make a process group of its own. A World of some of torch.distributed's ranks has none: every rank would have
+        to take part in making it. "auto" takes no plan that needs one there."""
         if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:
             ranks = dist.get_process_group_ranks(self.group)
             limit = datetime.timedelta(seconds=timeout_seconds() * 4)
-            made = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=_limited(ctas))
-            self._warm_up(made, self.size)
-            self._communicators[ctas] = made
+            group = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=_limited(ctas))
+            self._warm_up(group, self.size)
+            self._communicators[ctas] = group
         return self._communicators[ctas]
 
     def reduce_scatter(
@@ -640,11 +664,11 @@ class CudaBackend(GpuBackend):
     def all_to_all(
         self,
         outs: Sequence[torch.Tensor],
-        parts: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
         on: dist.ProcessGroup | None = None,
     ) -> None:
-        outs, parts = list(outs), list(parts)
+        outs, inputs = list(outs), list(inputs)
         if self.size == 1:
-            return self.copy(outs[0], parts[0], stream)
-        self.call(lambda: dist.all_to_all(outs, parts, group=on or self.group), parts, outs, stream)
+            return self.copy(outs[0], inputs[0], stream)
+        self.call(lambda: dist.all_to_all(outs, inputs, group=on or self.group), inputs, outs, stream)

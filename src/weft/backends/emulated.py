@@ -1,8 +1,8 @@
 """Ranks as greenlets on one CPU thread, in the emulator: for development, tests and teaching.
 
-Streams and events are the emulator's; memory is CPU tensors. What `empty` hands out is NaN until something writes it.
-`finish` blocks the calling host task until the stream is drained, because the caller reads CPU memory directly; it adds
-no order between streams, as on a GPU, so a missing event is still found.
+Streams and events are the emulator's; memory is CPU tensors. Memory from `empty` is NaN until it is written. `finish`
+blocks the calling host task until the stream is drained, because the caller reads CPU memory directly; it adds no order
+between streams, as on a GPU, so a missing event is still found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton import JITFunction
 
 from ..emulator import Machine, Report
 from ..emulator.streams import call_site, fresh
-from ..emulator.tasks import Arrival, Event, Stream
+from ..emulator.tasks import Arrival, EmulatedEvent, EmulatedStream
 from ..errors import Mismatch, Unsupported, WeftError
 from ..lang.host import check_copy
 from ..lang.jit import check_launch
@@ -47,16 +47,17 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Backend)
 ALIGN = 256
 GAP = 1 << 20
-# Seconds of this process that a rank takes for a multiply-add and for an element, on a core of a server of 2026-11; of
-# a call of which more is said, and of one that is proposed in its place.
+# Seconds that a rank takes for a multiply-add and for an element, on a server's core (2026-11).
 MULTIPLY_ADD, ELEMENT = 1.4e-7, 8e-6
+# A call of more seconds than ANNOUNCED is logged, and one of at most PROPOSED seconds is proposed in its place.
 ANNOUNCED, PROPOSED = 60.0, 5.0
 log = logging.getLogger("weft")
 
 
 @dataclass(frozen=True, eq=False)
 class _Symmetric(SymmetricTensor):
-    """A symmetric tensor whose `addresses` are of tensors of its own shape, a view's too, by `table_of`."""
+    """A symmetric tensor whose `addresses`, and those of its views, come from `table_of`, which numbers tensors for the
+    check of bounds."""
 
     table_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = field(kw_only=True)
 
@@ -70,7 +71,7 @@ def _one_call_at_a_time(backend: type[B]) -> type[B]:
     def wrapped(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
         def call(self: EmulatedBackend, *args: object, **options: object) -> R:
-            host = self.machine.hosts[self.here].host
+            host = self.machine.hosts[self.machine_rank].host
             assert host is not None
             with host.calling():
                 return method(self, *args, **options)
@@ -90,25 +91,26 @@ class EmulatedBackend(Backend):
     name = "emulated"
     compares = True
 
-    def __init__(self, machine: Machine, here: int, ranks: tuple[int, ...], path: tuple[int, ...] = ()) -> None:
-        """The backend of rank `here` of the machine, in a World of the machine's ranks `ranks`. path: which of the
-        splits of its World this one comes from, and so on up; the same on all these ranks, and no other World's."""
-        self._machine, self.here, self.ranks, self.path = machine, here, ranks, path
+    def __init__(self, machine: Machine, machine_rank: int, ranks: tuple[int, ...], path: tuple[int, ...] = ()) -> None:
+        """The backend of the machine's rank `machine_rank`, in a World of the machine's ranks `ranks`. path: the number
+        of each split that led to this World; it is the same on all these ranks, and different for any other World."""
+        self._machine, self.machine_rank, self.ranks, self.path = machine, machine_rank, ranks, path
         self._splits = self._calls = 0
-        self.rank, self.size = ranks.index(here), len(ranks)
+        self.rank, self.size = ranks.index(machine_rank), len(ranks)
         self.nodes = numbered([machine.nodes[rank] for rank in ranks])
         self.peer_reason = self.symmetric_reason = spread(self.nodes)
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
-        self.scale = Scale.of(machine.sm_count)
+        self.scale = Scale.for_programs(machine.sm_count)
         self._guard: torch.Tensor | None = None
 
     @property
     def machine(self) -> Machine:
-        """The run. Every operation asks for it, so that none is done after its end."""
+        """The machine of this run. Every operation asks for it, so that none is done after the end of the run."""
         if self._machine.ended:
             raise WeftError(
-                f"rank {self.here}'s World is of an emulated run that has ended; use it in the function given to spmd"
+                f"rank {self.machine_rank}'s World belongs to an emulated run that has ended; use it in the function "
+                "that is passed to spmd"
             )
         return self._machine
 
@@ -117,26 +119,28 @@ class EmulatedBackend(Backend):
         return [pickle.loads(data) for data in self._exchange(pickle.dumps(obj))]
 
     def _exchange(self, obj: R) -> list[R]:
-        return self.machine.streams.exchange(self.here, obj, self.ranks)
+        return self.machine.streams.exchange(self.machine_rank, obj, self.ranks)
 
     def split(self, groups: Sequence[Sequence[int]]) -> EmulatedBackend:
-        own = next(group for group in groups if self.rank in group)
+        group = next(group for group in groups if self.rank in group)
         self._splits += 1
-        return EmulatedBackend(self.machine, self.here, tuple(self.ranks[r] for r in own), (*self.path, self._splits))
+        return EmulatedBackend(
+            self.machine, self.machine_rank, tuple(self.ranks[r] for r in group), (*self.path, self._splits)
+        )
 
     def compared(self, call: object) -> Mapping[int, object] | None:
-        """Compare the call with those of the ranks that have come so far: no rank waits, so that their hosts stay as
-        far apart as they are."""
+        """Compare the call with those of the ranks that have made theirs so far: no rank waits, so that hosts may stay
+        apart."""
         self._calls += 1
         key = (self.path, self.ranks, self._calls)
         calls = self.machine.calls.setdefault(key, {})
         calls[self.rank] = call
         if len(calls) == self.size:
             del self.machine.calls[key]
-        return dict(sorted(calls.items())) if any(other != call for other in calls.values()) else None
+        return dict(sorted(calls.items())) if any(peer_call != call for peer_call in calls.values()) else None
 
     def synchronize(self) -> None:
-        self.machine.streams.synchronize(self.here)
+        self.machine.streams.synchronize(self.machine_rank)
         self.check()
 
     def check(self) -> None:
@@ -160,38 +164,38 @@ class EmulatedBackend(Backend):
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _allocate(self, nbytes: int, name: str, granule: int, poison: bool) -> torch.Tensor:
-        raw, at = fresh(nbytes, ALIGN, poison)
+        raw, start = fresh(nbytes, ALIGN, poison)
         self.machine.memory.add(
-            raw.data_ptr() + at, max(nbytes, 1), raw.untyped_storage(), name, self.here, granule, not poison
-        ).placed = True
-        return raw[at : at + nbytes]
+            raw.data_ptr() + start, max(nbytes, 1), raw.untyped_storage(), name, self.machine_rank, granule, not poison
+        ).node_local = True
+        return raw[start : start + nbytes]
 
     def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
-        """Allocate every rank's copy in one piece of memory, so that one descriptor spans them. The gap between two is
-        larger than a copy, so that an index past the end of one does not meet the next."""
+        """Allocate every rank's copy in one allocation, so that one descriptor spans them. The gap between two is
+        larger than a copy, so that an index past the end of one does not reach the next."""
         step = 2 * (-(-nbytes // ALIGN) * ALIGN) + GAP
-        raw = torch.empty(GAP + step * self.size + ALIGN, dtype=torch.uint8)  # nobody touches the gaps: they take none
-        at = GAP + -raw.data_ptr() % ALIGN
-        copies = tuple(raw[at + r * step : at + r * step + nbytes] for r in range(self.size))
+        raw = torch.empty(GAP + step * self.size + ALIGN, dtype=torch.uint8)  # untouched gaps take no memory
+        start = GAP + -raw.data_ptr() % ALIGN
+        copies = tuple(raw[start + r * step : start + r * step + nbytes] for r in range(self.size))
         for rank, copy in zip(self.ranks, copies, strict=True):
             copy.zero_()
             region = self.machine.memory.add(
                 copy.data_ptr(), max(nbytes, 1), raw.untyped_storage(), name, rank, 4, True
             )
-            region.placed = True
+            region.node_local = True
         return copies
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        for rank, (other, title) in enumerate(self._exchange((nbytes, name))):
-            if (other, title) != (nbytes, name):
+        for rank, (peer_nbytes, title) in enumerate(self._exchange((nbytes, name))):
+            if (peer_nbytes, title) != (nbytes, name):
                 raise Mismatch(
                     f"symmetric memory: rank {self.rank} asks for {nbytes} bytes of {name!r}, "
-                    f"rank {rank} for {other} bytes of {title!r}"
+                    f"rank {rank} for {peer_nbytes} bytes of {title!r}"
                 )
         if reason := spread(self.nodes):
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
-        made = self._copies(nbytes, name) if self.rank == 0 else None
-        peers = self._exchange(made)[0]
+        copies = self._copies(nbytes, name) if self.rank == 0 else None
+        peers = self._exchange(copies)[0]
         assert peers is not None  # rank 0 made them
         local = peers[self.rank]
         starts = [t.data_ptr() for t in peers]
@@ -199,7 +203,7 @@ class EmulatedBackend(Backend):
         return _Symmetric(local, peers, self.table(peers, name), window, table_of=lambda peers: self.table(peers, name))
 
     def table(self, tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        """Their addresses as a kernel is to have them (emulator/bounds.py)."""
+        """The addresses of tensors for a kernel, with their numbers (emulator/bounds.py)."""
         return self.tensor([self.machine.bounds.pointer(t, name) for t in tensors], torch.int64)
 
     def _typed(self, shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
@@ -214,10 +218,10 @@ class EmulatedBackend(Backend):
         return self._typed(shape, dtype, poison=False)
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        given = torch.as_tensor(values, dtype=dtype)
-        if given.dim() != 1:
+        values_tensor = torch.as_tensor(values, dtype=dtype)
+        if values_tensor.dim() != 1:
             raise ValueError(f"World.tensor takes a list of numbers, not {values!r}")
-        return self.zeros(given.shape, dtype).copy_(given)
+        return self.zeros(values_tensor.shape, dtype).copy_(values_tensor)
 
     def guard(self) -> torch.Tensor:
         if self._guard is None:
@@ -225,29 +229,29 @@ class EmulatedBackend(Backend):
         return self._guard
 
     # -- streams -----------------------------------------------------------------------------------------------------
-    def current_stream(self) -> Stream:
-        return self.machine.streams.current[self.here] or self.machine.streams.stream(self.here, "main")
+    def current_stream(self) -> EmulatedStream:
+        return self.machine.streams.current[self.machine_rank] or self.machine.streams.stream(self.machine_rank, "main")
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: EmulatedStream) -> Iterator[None]:
         current = self.machine.streams.current
-        before, current[self.here] = current[self.here], _stream(stream)
+        before, current[self.machine_rank] = current[self.machine_rank], _stream(stream)
         try:
             yield
         finally:
-            current[self.here] = before
+            current[self.machine_rank] = before
 
-    def side_stream(self, name: str, urgent: bool = True) -> Stream:
+    def side_stream(self, name: str, urgent: bool = True) -> EmulatedStream:
         part = "" if self.size == self.machine.size else f" of ranks {list(self.ranks)}"
-        return self.machine.streams.stream(self.here, name + part)
+        return self.machine.streams.stream(self.machine_rank, name + part)
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: EmulatedStream) -> EmulatedEvent:
         return self.machine.streams.record_event(_stream(stream))
 
-    def wait_event(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
         _stream(stream)
-        if not isinstance(event, Event):
-            raise TypeError(f"an event is what World.record(stream) returned, not a {type(event).__name__}")
+        if not isinstance(event, EmulatedEvent):
+            raise TypeError(f"an event is what World.record(stream) returned, not {type(event).__name__}")
         if not self._dropped("wait_event"):
             self.machine.streams.wait_event(stream, event)
 
@@ -255,9 +259,9 @@ class EmulatedBackend(Backend):
         return False
 
     def on_side_stream(self) -> bool:
-        return self.machine.streams.current[self.here] is not None
+        return self.machine.streams.current[self.machine_rank] is not None
 
-    def finish(self, stream: Stream) -> None:
+    def finish(self, stream: EmulatedStream) -> None:
         self.machine.streams.finish(stream)
 
     # -- stream operations -------------------------------------------------------------------------------------------
@@ -267,50 +271,52 @@ class EmulatedBackend(Backend):
         grid: int,
         args: Arguments,
         options: Options,
-        stream: Stream,
+        stream: EmulatedStream,
     ) -> None:
         check_launch(kernel, grid, options)
         _stream(stream)
         if kernel.__module__ == barrier.__name__ and self._dropped(kernel.__name__):
-            return  # an edge between ranks that happens to be made by a kernel
+            return  # the barrier kernel counts as an edge of host code
         self.machine.report.ran.launched(kernel, args, options)
         self.machine.streams.launch(
             kernel, (grid, 1, 1), args, stream, bool(options.get("co_resident")), options.get("per_sm", 1)
         )
 
-    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+    def run_launch(self, launch: Launch, stream: EmulatedStream, moving: Mapping[str, Any]) -> None:
         self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:
         check_copy(dst, src)
         self.machine.streams.copy(dst, src, _stream(stream))
 
-    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
         _stream(stream)
         if not self._dropped("signal"):
             self.machine.streams.signal(_word(word), _word(value), stream)
 
-    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
         _stream(stream)
         if not self._dropped("wait"):
             self.machine.streams.wait(_word(word), _word(value), stream)
 
     def call(
-        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+        self,
+        fn: Callable[[], object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: EmulatedStream,
     ) -> None:
         if not callable(fn):
-            raise TypeError(
-                f"World.call takes a function that makes the call in the stream's turn, not {type(fn).__name__}"
-            )
+            raise TypeError(f"World.call takes a function that enqueues the library's work, not {type(fn).__name__}")
         check_tensors("World.call", *reads, *writes)
         self.machine.streams.call(fn, reads, writes, _stream(stream))
 
-    def meet(self, stream: Stream) -> None:
-        if not self._dropped("meet"):
-            self.machine.streams.meet("meet", stream, among=self.ranks)
+    def stream_barrier(self, stream: EmulatedStream) -> None:
+        if not self._dropped("stream_barrier"):
+            self.machine.streams.collective("barrier", stream, among=self.ranks)
 
     def _dropped(self, method: str) -> bool:
-        """Whether the mutation under test removes this call; a recorded run notes where it was made."""
+        """Whether the mutation under test removes this call; a recorded run notes its call site."""
         machine = self.machine
         if machine.mutation is None and not machine.record:
             return False
@@ -322,91 +328,97 @@ class EmulatedBackend(Backend):
     def communicator(self, ctas: int) -> str:
         return f"{ctas} CTAs"
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: EmulatedStream) -> None:
         check_tensors("all_gather", out, x)
         self._sizes("all_gather", out, x, out.shape[0], x.shape[0] * self.size)
         _dense("all_gather", out, x)
 
-        def work(parts: list[Arrival]) -> None:
-            full = torch.cat([part.reads[0] for part in parts])
-            for part in parts:
-                part.writes[0].copy_(full)
+        def work(arrivals: list[Arrival]) -> None:
+            full = torch.cat([arrival.reads[0] for arrival in arrivals])
+            for arrival in arrivals:
+                arrival.writes[0].copy_(full)
 
         self._collective("all_gather", stream, x, out, work)
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: str | None = None) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: EmulatedStream, on: str | None = None) -> None:
         check_tensors("reduce_scatter", out, x)
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
         _dense("reduce_scatter", out, x)
 
-        def work(parts: list[Arrival]) -> None:
-            total = sum_in_order([part.reads[0] for part in parts])
-            for part, rows in zip(parts, total.tensor_split(self.size), strict=True):
-                part.writes[0].copy_(rows)
+        def work(arrivals: list[Arrival]) -> None:
+            total = sum_in_order([arrival.reads[0] for arrival in arrivals])
+            for arrival, rows in zip(arrivals, total.tensor_split(self.size), strict=True):
+                arrival.writes[0].copy_(rows)
 
         self._collective("reduce_scatter", stream, x, out, work, on)
 
-    def all_reduce(self, x: torch.Tensor, stream: Stream, on: str | None = None) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: EmulatedStream, on: str | None = None) -> None:
         check_tensors("all_reduce", x)
         _dense("all_reduce", x)
 
-        def work(parts: list[Arrival]) -> None:
-            total = sum_in_order([part.reads[0] for part in parts])
-            for part in parts:
-                part.writes[0].copy_(total)
+        def work(arrivals: list[Arrival]) -> None:
+            total = sum_in_order([arrival.reads[0] for arrival in arrivals])
+            for arrival in arrivals:
+                arrival.writes[0].copy_(total)
 
         self._collective("all_reduce", stream, x, x, work, on)
 
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: str | None = None
+        self,
+        outs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        stream: EmulatedStream,
+        on: str | None = None,
     ) -> None:
-        check_tensors("all_to_all", *outs, *parts)
-        _dense("all_to_all", *outs, *parts)
+        check_tensors("all_to_all", *outs, *inputs)
+        _dense("all_to_all", *outs, *inputs)
 
-        def work(parts: list[Arrival]) -> None:
-            for to, part in enumerate(parts):
-                for out, x in zip(part.writes, [sender.reads[to] for sender in parts], strict=True):
+        def work(arrivals: list[Arrival]) -> None:
+            for receiver, arrival in enumerate(arrivals):
+                for out, x in zip(arrival.writes, [sender.reads[receiver] for sender in arrivals], strict=True):
                     if out.shape != x.shape:
-                        raise Mismatch(f"all_to_all: rank {to} expects {list(out.shape)} where {list(x.shape)} is sent")
+                        raise Mismatch(
+                            f"all_to_all: rank {receiver} expects {list(out.shape)} where {list(x.shape)} is sent"
+                        )
                     out.copy_(x)
 
-        kind = (*parts[0].shape[1:], str(parts[0].dtype))
-        hears = [r for r, out in enumerate(outs) if out.numel()]
-        self.machine.streams.meet(
-            "all_to_all", _stream(stream), kind, list(parts), list(outs), work, hears, on, self.ranks
+        kind = (*inputs[0].shape[1:], str(inputs[0].dtype))
+        sources = [r for r, out in enumerate(outs) if out.numel()]
+        self.machine.streams.collective(
+            "all_to_all", _stream(stream), kind, list(inputs), list(outs), work, sources, on, self.ranks
         )
 
     def _collective(
         self,
         kind: str,
-        stream: Stream,
+        stream: EmulatedStream,
         x: torch.Tensor,
         out: torch.Tensor,
         work: Callable[[list[Arrival]], None],
         on: str | None = None,
     ) -> None:
-        """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders
-        nothing."""
-        hears = range(self.size) if x.numel() else ()
-        self.machine.streams.meet(
-            kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, hears, on, self.ranks
+        """Enqueue a collective in which every rank needs every other rank's part of x. NCCL launches nothing for an
+        empty x, which orders nothing."""
+        sources = range(self.size) if x.numel() else ()
+        self.machine.streams.collective(
+            kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, sources, on, self.ranks
         )
 
-    def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, have: int, want: int) -> None:
-        if have != want or out.shape[1:] != x.shape[1:] or out.dtype != x.dtype:
+    def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, actual: int, expected: int) -> None:
+        if actual != expected or out.shape[1:] != x.shape[1:] or out.dtype != x.dtype:
             raise ValueError(
                 f"{name} of {list(x.shape)} {x.dtype} to {list(out.shape)} {out.dtype} over {self.size} ranks"
             )
 
     # -- names and counts --------------------------------------------------------------------------------------------
     def name_counters(self, describe: Callable[[int], str]) -> None:
-        self.machine.channel_names.setdefault(self.here, []).append(describe)
+        self.machine.channel_names.setdefault(self.machine_rank, []).append(describe)
 
     def name_calls(self, disagreement: Callable[[Mapping[int, int]], Mismatch]) -> None:
         self.machine.disagreements[self.guard().data_ptr()] = disagreement
 
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
-        self.machine.memory.register(tensor, name, self.here)
+        self.machine.memory.register(tensor, name, self.machine_rank)
 
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor | int, arrivals: list[int] | int | None
@@ -414,7 +426,13 @@ class EmulatedBackend(Backend):
         """Register counters, each of which must be calls x arrivals at the end of the run. arrivals: one number, one
         per counter, or None where it is not known. state: a BlockChannel's, which has the number of calls, or that
         number."""
-        self.machine.channels[self.here, name, counters.data_ptr()] = (name, self.here, counters, state, arrivals)
+        self.machine.channels[self.machine_rank, name, counters.data_ptr()] = (
+            name,
+            self.machine_rank,
+            counters,
+            state,
+            arrivals,
+        )
 
 
 def _duration(seconds: float) -> str:
@@ -424,8 +442,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def _stream(stream: object) -> Stream:
-    if not isinstance(stream, Stream):
+def _stream(stream: object) -> EmulatedStream:
+    if not isinstance(stream, EmulatedStream):
         raise TypeError(f"a stream is World.current_stream() or a World.side_stream(name), not {stream!r}")
     return stream
 
@@ -455,8 +473,8 @@ def spmd(
     record: bool = False,
     nodes: int | Sequence[int] = 1,
 ) -> tuple[list[R], Report]:
-    """`fn(backend)` as `size` ranks, on so many nodes alike or on nodes of so many ranks each; results by rank, and
-    what the run did."""
+    """Run `fn(backend)` as `size` ranks; return the results by rank, and the run's report. nodes: the number of nodes
+    of equal size, or the number of ranks on each node."""
     machine = Machine(
         size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record
     )
@@ -465,7 +483,8 @@ def spmd(
 
 
 def drive(fn: Callable[[EmulatedBackend], R], machine: Machine) -> list[R]:
-    """`fn(backend)` as every rank of a machine; results by rank. `machine.report` is there if it raises, too."""
+    """Run `fn(backend)` as every rank of a machine; return the results by rank. `machine.report` is there if it raises,
+    too."""
     everyone = tuple(range(machine.size))
     backends = [EmulatedBackend(machine, rank, everyone) for rank in everyone]
     try:

@@ -1,8 +1,8 @@
 """Ranks are processes on CPU tensors, over a gloo process group: the reference, for integrations without a GPU.
 
-Every op runs by its sequential plan (`Backend.reference`). Collectives move bytes over gloo and sum in float32 in the
-order of the ranks, so that their results are the same bits in every run. A kernel in which no rank waits for another
-runs in the emulator, of one rank. There is one stream, and everything is done when it has been given.
+Every op runs by its sequential plan (`Backend.reference`). Collectives move bytes over gloo and sum in float32 in rank
+order, so that their results have the same bits in every run. A kernel in which no rank waits for another runs in the
+emulator, as one rank. There is one stream, and every operation is done when the call that enqueues it returns.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ if TYPE_CHECKING:
     from ..kernel_launch import Launch
 
 log = logging.getLogger("weft")
-RESIDENT = 4  # of a rank in the emulator: each costs a greenlet, and all share one processor
-# Blocks are large, since the emulator's time goes by operations, not by elements; what is stored is as on a GPU.
+RESIDENT = 4  # resident programs of a rank in the emulator: each costs a greenlet, and all share one processor
+# Blocks are large, since the emulator's time depends on operations, not on elements; stored formats are as on a GPU.
 EMULATED_BLOCK = 1 << 16
 SCALE = replace(
     SMALL,
     block=EMULATED_BLOCK,
     norm_block=EMULATED_BLOCK,
     gate_block=EMULATED_BLOCK,
-    run=Scale.run,
+    run_columns=Scale.run_columns,
     interleave=Scale.interleave,
-    whole=Scale.whole,
+    replicated_bytes=Scale.replicated_bytes,
 )
 _emulating = threading.Lock()  # the emulator changes Triton's language while it runs
 
 
 def serves(group: dist.ProcessGroup | None) -> bool:
-    """Whether the ranks of the group, by default of all, are processes on CPU tensors: its only backend is gloo, or it
-    has gloo for CPU tensors and this machine no GPU."""
+    """Whether the ranks of the group, by default all ranks, are processes on CPU tensors: its only backend is gloo, or
+    it has gloo for CPU tensors and this machine has no GPU."""
     if group is None and not dist.is_initialized():
         return False
     backends = dist.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl
@@ -71,14 +71,15 @@ def serves(group: dist.ProcessGroup | None) -> bool:
 
 
 def start() -> None:
-    """torch.distributed over gloo, by the environment; the ranks, all of this machine, share its processors."""
+    """Initialise torch.distributed over gloo from the environment; the ranks, all on this machine, share its
+    processors."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds() * 4))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
 
 
 @functools.cache
 def _announce() -> None:
-    """Once a process."""
+    """Log, once per process, that gloo is the reference."""
     log.warning("gloo: ranks are CPU processes, the reference: every op runs by its sequential plan")
 
 
@@ -111,31 +112,31 @@ class GlooBackend(Backend):
         return [obj] if self.size == 1 else self._messages.objects(obj)
 
     def split(self, groups: Sequence[Sequence[int]]) -> GlooBackend:
-        """Every rank of torch.distributed takes part in making each group, as it demands."""
+        """Make the groups, in which every rank of torch.distributed has to take part."""
         if self.size != dist.get_world_size():
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
             )
         ranks = dist.get_process_group_ranks(self.group)
-        made = [dist.new_group([ranks[r] for r in group], backend="gloo") for group in groups]
-        return GlooBackend(next(g for g, group in zip(made, groups, strict=True) if self.rank in group))
+        process_groups = [dist.new_group([ranks[r] for r in group], backend="gloo") for group in groups]
+        return GlooBackend(next(g for g, group in zip(process_groups, groups, strict=True) if self.rank in group))
 
     def alone(self) -> GlooBackend:
-        own = [dist.get_process_group_ranks(self.group)[self.rank]]
-        return GlooBackend(dist.new_group(own, backend="gloo", use_local_synchronization=True))
+        ranks = [dist.get_process_group_ranks(self.group)[self.rank]]
+        return GlooBackend(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
     def synchronize(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """No wait is of a device."""
+        """Do nothing: there are no device-side waits."""
 
     def left_out(self) -> int:
         return int(self._guard[3])
 
     def compared(self, call: object) -> Mapping[int, object] | None:
         calls = self.exchange(call)
-        return dict(enumerate(calls)) if any(other != call for other in calls) else None
+        return dict(enumerate(calls)) if any(peer_call != call for peer_call in calls) else None
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
@@ -205,19 +206,19 @@ class GlooBackend(Backend):
 
     # -- collectives -------------------------------------------------------------------------------------------------
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
-        parts = self._messages.gathered(x)
-        for to, part in zip(out.tensor_split(self.size), parts, strict=True):
-            to.copy_(part)
+        shards = self._messages.gathered(x)
+        for rows, shard in zip(out.tensor_split(self.size), shards, strict=True):
+            rows.copy_(shard)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
-        parts = [torch.empty_like(out) for _ in range(self.size)]
-        self._messages.exchanged(x.contiguous().tensor_split(self.size), parts)
-        out.copy_(sum_in_order(parts))
+        partials = [torch.empty_like(out) for _ in range(self.size)]
+        self._messages.exchanged(x.contiguous().tensor_split(self.size), partials)
+        out.copy_(sum_in_order(partials))
 
     def all_reduce(self, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
         x.copy_(sum_in_order(self._messages.gathered(x)))
 
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Communicator = None
+        self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: Stream, on: Communicator = None
     ) -> None:
-        self._messages.exchanged(parts, outs)
+        self._messages.exchanged(inputs, outs)

@@ -1,13 +1,13 @@
-"""Launches `weft.jit` kernels on a GPU: checked and loaded once per specialisation, then with as little Python as
-possible.
+"""Launches `weft.jit` kernels on a GPU: each specialisation is checked and loaded once, then launched with as little
+Python as possible.
 
-Checked before the first launch: the grid must be resident at once (a program that never starts never signals), and the
-kernel is loaded before anything spins, because lazy loading can wedge behind a spinning grid.
+Before the first launch it checks that the grid can be resident at once (a program that never starts never signals), and
+loads the kernel before any kernel spins, because lazy loading can block behind a spinning grid.
 
-Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which
-at small M takes longer than the kernel (docs/design-notes.md). A prepared launch (`launches.Launch`) does so once for
-each variant; the expanded argument list is kept and sent again with the addresses of the call (`_triton.repeated`,
-which says what is left to Triton).
+Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which at small M
+takes longer than the kernel (docs/design-notes.md). A prepared launch (`kernel_launch.Launch`) does so once for each
+variant; the expanded argument list is kept and sent again with the addresses of the call (`_triton.repeated`, which
+lists the cases that are left to Triton).
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from .cuda import GpuBackend
 
 
-def _parts(value: object) -> Iterator[object]:
-    """An argument; of a NamedTuple each of its fields, a constant by its value."""
+def _flattened(value: object) -> Iterator[object]:
+    """The argument itself, or each field of a NamedTuple; a constant as its value."""
     if isinstance(value, tuple):
         for part in value:
-            yield from _parts(part)
+            yield from _flattened(part)
     else:
         yield value.value if isinstance(value, tl.constexpr) else value
 
 
 def _kinds(value: object) -> Hashable:
-    """What tells variants of a moving NamedTuple apart."""
+    """A key that is different for variants of a NamedTuple that changes from call to call."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return tuple(map(_kinds, value)) if isinstance(value, tuple) else value
 
 
 def _kind(value: object) -> object:
-    """What of an argument Triton compiles for, but for its address."""
+    """What Triton compiles for in an argument, other than its address."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, TensorDescriptor):
@@ -58,36 +58,40 @@ def _kind(value: object) -> object:
 
 
 class Launcher:
+    """Launches the kernels of one rank."""
+
     def __init__(self, backend: GpuBackend) -> None:
         _triton.require()
         self.backend = backend
         self._checked: set[Hashable] = set()
-        self._co_resident_with: CompiledKernel | None = None  # the kernel last loaded to run beside another
+        self._co_resident_with: CompiledKernel | None = (
+            None  # the kernel that was loaded last, if it is to be co-resident
+        )
 
     def launch(
         self, kernel: JITFunction, grid: int, values: Arguments, options: Options, stream: torch.cuda.Stream
     ) -> CompiledKernel:
-        """Once, through Triton, behind the checks of `load`."""
+        """Launch through Triton, after the checks of `load`."""
         with torch.cuda.stream(stream):
             self.load(kernel, grid, values, options)
             return kernel[(grid,)](**for_gpu(values, self.backend.capability), **_triton.options(options))
 
     def run(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
-        """A prepared launch, which goes with the addresses of this call. Triton compiles for dtypes and for addresses
-        of whole 16-byte words, so each combination of these is a variant."""
+        """Run a prepared launch with the addresses of this call. Triton compiles for dtypes and for addresses that are
+        multiples of 16, so each combination of these is a variant."""
         kinds: list[object] = []
         addresses: list[object] = []
         try:
             values = [moving[name] for name in launch.moving]
         except KeyError:
-            launch.arguments(moving)  # which says what is not given
+            launch.arguments(moving)  # raises the error that names the missing argument
             raise
         for value in values:
             if isinstance(value, torch.Tensor):
                 address = value.data_ptr()
                 kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
                 addresses.append(address)
-            elif type(value) is int:  # which the kernel does not specialise
+            elif type(value) is int:  # the kernel does not specialise it
                 kinds.append(int)
                 addresses.append(value)
             else:  # a NamedTuple, or None
@@ -95,32 +99,34 @@ class Launcher:
                 addresses.append(_triton.address(value, fixed=False))
         ready = launch.variants.get(tuple(kinds))
         if ready is None:
-            self._first(launch, stream, moving, tuple(kinds))
+            self._launch_first(launch, stream, moving, tuple(kinds))
         elif torch._C._cuda_getDevice() == self.backend.device.index:
             ready(stream.cuda_stream, addresses)
-        else:  # a thread of the user's that has not set its device, to which CUDA holds a launch
+        else:  # a user's thread that has not set its device, on which CUDA launches
             with torch.cuda.device(self.backend.device):
                 ready(stream.cuda_stream, addresses)
 
-    def _first(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any], kinds: Hashable) -> None:
+    def _launch_first(
+        self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any], kinds: Hashable
+    ) -> None:
         values = launch.arguments(moving)
         compiled = self.launch(launch.kernel, launch.grid, values, launch.options, stream)
-        given = for_gpu(values, self.backend.capability)
-        if any(given[name] is not values[name] for name in launch.moving):
-            return  # a descriptor that goes in parts, whose address is not all that moves: Triton launches
-        ready = _triton.repeated(launch.kernel, compiled, launch.grid, given, launch.moving)
+        arguments = for_gpu(values, self.backend.capability)
+        if any(arguments[name] is not values[name] for name in launch.moving):
+            return  # Triton launches a descriptor that is passed as its fields, since more than its address changes
+        ready = _triton.repeated(launch.kernel, compiled, launch.grid, arguments, launch.moving)
         if ready is not None:
             launch.variants[kinds] = ready
 
     def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
         """Compile and load a variant the first time; raise Unsupported unless its programs fit and are resident at
         once."""
-        free = {p.name for p in kernel.params if p.do_not_specialize}
-        parts = [part for name, value in values.items() if name not in free for part in _parts(value)]
-        # Triton compiles for addresses of whole 16-byte words, and without.
-        aligned = (v.data_ptr() % 16 == 0 for v in parts if isinstance(v, torch.Tensor))
-        variant = (kernel, grid, *options.values(), *map(_kind, parts), *aligned)
-        co_resident, self._co_resident_with = self._co_resident_with, None  # for the load that follows it alone
+        unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
+        leaves = [part for name, value in values.items() if name not in unspecialized for part in _flattened(value)]
+        # Triton compiles for addresses that are multiples of 16, and for others.
+        aligned = (v.data_ptr() % 16 == 0 for v in leaves if isinstance(v, torch.Tensor))
+        variant = (kernel, grid, *options.values(), *map(_kind, leaves), *aligned)
+        co_resident, self._co_resident_with = self._co_resident_with, None  # it is checked with the next load only
         if variant in self._checked and co_resident is None:
             return
         try:
@@ -128,31 +134,31 @@ class Launcher:
             with _triton.no_compile_hooks():
                 compiled = kernel.warmup(**arguments, **_triton.options(options), grid=(grid,))
             compiled._init_handles()
-        except OutOfResources as e:  # Triton's own is no RuntimeError
+        except OutOfResources as e:  # Triton's error is no RuntimeError
             raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e
         if options.get("co_resident"):
             self._co_resident_with = compiled
             _triton.share_all_memory(compiled)
         elif co_resident is not None and not self.fits(compiled, co_resident):
             raise Unsupported(
-                f"{kernel.fn.__name__}: the pulling programs do not fit on an SM beside the computing ones"
+                f"{kernel.fn.__name__}: the pull programs do not fit on an SM together with the computing ones"
             )
         if grid > self.backend.sm_count * self.occupancy(compiled):
             raise Unsupported(
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
-                f"{self.occupancy(compiled)} a SM"
+                f"{self.occupancy(compiled)} an SM"
             )
         self._checked.add(variant)
 
     def fits(self, a: CompiledKernel, b: CompiledKernel) -> bool:
-        """Whether one program of each compiled kernel is resident on one SM at once."""
+        """Whether one program of each compiled kernel can be resident on one SM at once."""
         props: Any = torch.cuda.get_device_properties(self.backend.device)
         registers = sum((k.n_regs + 7) // 8 * 8 * k.metadata.num_warps * 32 for k in (a, b))
         shared = sum(k.metadata.shared + 1024 for k in (a, b))
         return registers <= props.regs_per_multiprocessor and shared <= props.shared_memory_per_multiprocessor
 
     def occupancy(self, compiled: CompiledKernel) -> int:
-        """Programs of a compiled kernel that fit on one SM, by shared memory, registers and threads."""
+        """The number of programs of a compiled kernel that fit on one SM, by shared memory, registers and threads."""
         props: Any = torch.cuda.get_device_properties(self.backend.device)
         threads = compiled.metadata.num_warps * 32
         by_shared = props.shared_memory_per_multiprocessor // (compiled.metadata.shared + 1024)

@@ -1,19 +1,23 @@
-"""The GEMMs of libraries: cuBLAS, torch's grouped one, and quack's (CuTe DSL) where `pip install weft[quack]` put it.
+"""The GEMMs of libraries: cuBLAS, torch's grouped one, and quack's (CuTe DSL), if weft[quack] is installed.
 
-quack's kernels for Hopper let two consumer warp groups take turns at the tensor cores ("ping-pong"), which is faster
-than cuBLAS on many shapes and slower on some. So the chooser times them beside cuBLAS, or torch's grouped GEMM, at the
-first call of a size: of those whose numbers are right, the fastest runs from then on. Each rank decides for itself: the
-results are the same up to rounding.
+quack's kernels for Hopper let two consumer warp groups alternate on the tensor cores ("ping-pong"), which is faster
+than cuBLAS on many shapes and slower on some (docs/quack.md). The chooser therefore times them against cuBLAS, or
+torch's grouped GEMM, at the first call of a size; the fastest with correct results runs from then on. Each rank decides
+for itself, as results are equal up to rounding.
 
-quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`). Where it gives
-the right numbers (`waits`), plan="auto" of all-gather + GEMM tries it.
+Products of 8-bit operands (`ScaledOperands`) are torch's, DeepGEMM's if it is installed, and weft's own, chosen in the
+same way (ops/scaled_gemm.py).
+
+quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`). If its results
+are correct (`waits`), plan="auto" of all-gather + GEMM tries it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -21,15 +25,15 @@ import torch
 from .. import architectures
 from ..chooser import Choice, Chooser
 
-Product = Callable[..., torch.Tensor]  # of x, weight, out, and of groups their starts; returns the result
+Product = Callable[..., torch.Tensor]  # takes x, weight, out, and starts for a grouped GEMM; returns the result
 
-OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the versions of quack-kernels that this was written for
-FASTER = 1.02  # how much faster than cuBLAS, or torch's grouped GEMM, quack has to be
-CLOSE = 2e-2  # relative error below which a result of 16-bit numbers is right
+OLDEST, BEFORE = (0, 6, 5), (0, 7)  # supported versions of quack-kernels: from OLDEST, before BEFORE
+FASTER = 1.02  # quack is used if it is this many times as fast as cuBLAS, or torch's grouped GEMM
+CLOSE = 2e-2  # largest relative error of a correct result of 16-bit operands
 
 
 class Form(NamedTuple):
-    """A configuration of quack's GEMM: tile_m x tile_n tiles a CTA, clusters of cluster_m of them."""
+    """A configuration of quack's GEMM: tiles of tile_m x tile_n for each CTA, clusters of cluster_m CTAs."""
 
     tile_m: int
     tile_n: int
@@ -41,7 +45,7 @@ FORMS = (Form(128, 192, 2, True), Form(128, 160, 2, True), Form(128, 256, 2, Fal
 
 
 def installed() -> str | None:
-    """The version of quack-kernels, if there is one."""
+    """Return the version of quack-kernels, or None."""
     try:
         return metadata.version("quack-kernels")
     except metadata.PackageNotFoundError:
@@ -49,7 +53,7 @@ def installed() -> str | None:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with."""
+    """Return the leading numbers of a version."""
     parts = []
     for part in version.split("."):
         if not part.isdigit():
@@ -60,24 +64,24 @@ def numbers(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def lacks() -> str | None:
-    """Why quack's GEMM is not used in this process; None where it is."""
+    """Return the reason why quack's GEMM is not used in this process, or None."""
     version = installed()
     if version is None:
         return "not installed (pip install weft[quack])"
     if not OLDEST <= numbers(version) < BEFORE:
         wanted = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BEFORE))}"
         return f"quack-kernels {version} is not one of {wanted}, for which weft was written"
-    if not torch.cuda.is_available() or architectures.of() // 10 != 9:
+    if not torch.cuda.is_available() or architectures.device_capability() // 10 != 9:
         return "its GEMM is used on Hopper GPUs alone"
     try:
         import quack.gemm  # noqa: F401
-    except Exception as e:  # whatever a library raises when it does not suit what it finds
+    except Exception as e:  # a library may raise anything if its dependencies do not suit it
         return f"quack-kernels {version} cannot be imported: {type(e).__name__}: {e}"
     return None
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out [M, N] = x [M, K] @ weight [N, K].T, on the current stream, by the library that is the fastest there."""
+    """Compute out [M, N] = x [M, K] @ weight [N, K].T, on the current stream, by the fastest library for this size."""
     if not x.is_cuda or lacks() is not None:
         cublas(x, weight, out)
     else:
@@ -85,9 +89,9 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def multiply_groups(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """[M, N], of which rows starts[g] to starts[g + 1] are those of x [M, K] @ weight[g] [N, K].T, on the current
-    stream, by the library that is the fastest there. starts: int32 [G + 1] on the device, rising from 0 to at most M;
-    the rows behind are anything. bfloat16, on a GPU, N and K multiples of 8."""
+    """Return [M, N], whose rows starts[g] to starts[g + 1] are those of x [M, K] @ weight[g] [N, K].T, on the current
+    stream, by the fastest library for this size. starts: int32 [G + 1] on the device, rising from 0 to at most M; rows
+    beyond are undefined. bfloat16, on a GPU, N and K multiples of 8."""
     if lacks() is not None:
         return torch_groups(x, weight, None, starts)
     out = x.new_empty(x.shape[0], weight.shape[1])
@@ -99,7 +103,7 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Te
 
 
 def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, starts: torch.Tensor) -> torch.Tensor:
-    """torch's grouped GEMM. The result is in memory of its own: torch takes no `out`."""
+    """Return torch's grouped GEMM, in new memory: torch takes no `out`."""
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
 
 
@@ -118,7 +122,7 @@ def quack_form(form: Form) -> Product:
 
 
 def stepped(m: int) -> int:
-    """M, rounded up to one of eight steps an octave."""
+    """Return M rounded up to one of eight steps an octave."""
     step = 1 << max(m.bit_length() - 4, 0)
     return -(-m // step) * step
 
@@ -126,9 +130,9 @@ def stepped(m: int) -> int:
 def fastest(
     library: Product, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
 ) -> Product:
-    """The fastest product for these operands. It is the library's for what is not contiguous or has no whole 16-byte
-    rows, and for a size first seen in a capture. weight: [N, K], or [G, N, K] for the groups of rows that begin at
-    `starts`. Writes `out` many times where the size is measured."""
+    """Return the fastest product for these operands. It is the library's for operands that are not contiguous or whose
+    rows are not whole 16-byte words, and for a size first seen in a capture. weight: [N, K], or [G, N, K] for the
+    groups of rows that begin at `starts`. Writes `out` many times if the size is measured."""
     plain = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[-2] % 8:
         return library
@@ -136,34 +140,38 @@ def fastest(
     operands = (x, weight, out, *starts)
     known = Chooser.alone.trials.get(key)
     if known is not None:
-        return known.taken("graph")
+        return known.chosen("graph")
     choice = Choice(
-        key, lambda mode: library, lambda: right(library, operands), lambda product: product(*operands), worth=FASTER
+        key,
+        expected=lambda mode: library,
+        candidates=lambda: correct_products(library, operands),
+        run=lambda product: product(*operands),
+        worth=FASTER,
     )
     return Chooser.alone.choose(choice)
 
 
-def right(library: Product, operands: Sequence[torch.Tensor]) -> list[Product]:
-    """The library, and the forms of quack's GEMM that give the numbers that it gives."""
+def correct_products(library: Product, operands: Sequence[torch.Tensor]) -> list[Product]:
+    """Return the library's product, and the forms of quack's GEMM with the same results."""
     try:
-        want = library(*operands).clone()
-        return [library, *(product for product in map(quack_form, FORMS) if is_right(product, operands, want))]
+        expected = library(*operands).clone()
+        return [library, *(product for product in map(quack_form, FORMS) if is_close(product, operands, expected))]
     except torch.OutOfMemoryError:
         return [library]
 
 
-def is_right(product: Product, operands: Sequence[torch.Tensor], want: torch.Tensor) -> bool:
-    """Whether a product's rows are close to those of `want` (CLOSE), for all rows that are in a group."""
+def is_close(product: Product, operands: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
+    """Return whether a product's rows are close to those of `expected` (CLOSE), for all rows that are in a group."""
     _, _, out, *starts = operands
-    rows = int(starts[0][-1]) if starts else len(want)
+    rows = int(starts[0][-1]) if starts else len(expected)
     try:
         out.zero_()
         product(*operands)
-        error = (out[:rows].float() - want[:rows].float()).norm() / want[:rows].float().norm().clamp_min(1e-30)
+        error = (out[:rows].float() - expected[:rows].float()).norm() / expected[:rows].float().norm().clamp_min(1e-30)
         return bool(error < CLOSE)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # a form that this version, or this shape, does not have
+    except Exception:  # this version, or this shape, does not have the form
         return False
 
 
@@ -176,26 +184,130 @@ def awaiting(
     me: int,
     form: Form,
 ) -> None:
-    """out = x @ weight.T for x [M, K] of equal shards, one for each of `flags`, int32: rows of shard s are loaded once
-    flags[s] >= call, an int32 [1] on the device, shard `me` first, then the next ones, round. It looks without a limit,
-    and without an order of its own, on every SM: what sets a flag must come behind the rows, need no SM, and come even
-    where a peer does not (docs/protocol.md, "Flags of the copy engine")."""
+    """Compute out = x @ weight.T for x [M, K] of equal shards, one for each of `flags` (int32). Rows of shard s are
+    loaded once flags[s] >= call (int32 [1] on the device), this rank's shard, `me`, before the next ones in ring order.
+    The wait has no timeout, and every SM polls in no particular order: an operation that sets a flag must be ordered
+    after the rows, need no SM, and run even if a peer fails (docs/protocol.md, "Flags of the copy engine")."""
     from quack.gemm import AllGatherArguments, gemm
 
-    given = AllGatherArguments(flags, call, flags.numel(), me)
-    gemm(x, weight, out, None, None, form.tile_m, form.tile_n, form.cluster_m, 1, pingpong=form.pingpong, ag_args=given)
+    waiting = AllGatherArguments(flags, call, flags.numel(), me)
+    tile_m, tile_n, cluster_m, pingpong = form
+    gemm(x, weight, out, None, None, tile_m, tile_n, cluster_m, 1, pingpong=pingpong, ag_args=waiting)
 
 
 @functools.cache
 def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `awaiting` gives the right numbers in this form, for a product whose flags are set. This compiles the
-    kernel, which takes seconds where quack has not kept it."""
-    own = torch.Generator(device).manual_seed(0)  # the user's numbers stay as they are
-    x, weight = (torch.randn(512, 256, device=device, generator=own).to(dtype) for _ in range(2))
+    """Return whether `awaiting` computes correct results in this form, for a product whose flags are set. This compiles
+    the kernel, which takes seconds if quack has not cached it."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the user's generator alone
+    x, weight = (torch.randn(512, 256, device=device, generator=generator).to(dtype) for _ in range(2))
     out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
 
     def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         awaiting(x, weight, out, call.repeat(2), call, 0, form)
         return out
 
-    return is_right(product, (x, weight, out), x @ weight.t())
+    return is_close(product, (x, weight, out), x @ weight.t())
+
+
+# -- products of 8-bit operands ----------------------------------------------------------------------------------------
+
+
+class ScaledOperands(NamedTuple):
+    """x [M, K] and weight [N, K] in e4m3, bias [N] or None, and float32 scales of one of the recipes (ops/recipes.py).
+    scaling: "tensor" (each scale has one element), "row" (M and N elements) or "block" ([M, K / 128], and [N / 128
+    rounded up, K / 128])."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    x_scale: torch.Tensor
+    weight_scale: torch.Tensor
+    scaling: str
+    fast_accum: bool
+
+
+ScaledProduct = Callable[[ScaledOperands, torch.Tensor], object]  # takes the operands and out [M, N]
+
+
+def dequantized(t: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    """Return the float32 values of t [R, K]. rows: rows of t that share a scale of [R / rows rounded up, K / 128]."""
+    if scale.dim() == 2 and scale.shape[1] * 128 == t.shape[1] and scale.shape[0] * rows >= t.shape[0]:
+        scale = scale.repeat_interleave(rows, 0)[: t.shape[0]].repeat_interleave(128, 1)
+    elif scale.numel() > 1:
+        scale = scale.view(-1, 1)
+    return t.float() * scale
+
+
+def dequantized_product(o: ScaledOperands, out: torch.Tensor) -> None:
+    """Multiply the float32 values, for CPU tensors."""
+    rows = 128 if o.scaling == "block" else 1
+    y = dequantized(o.x, o.x_scale) @ dequantized(o.weight, o.weight_scale, rows).t()
+    out.copy_(y if o.bias is None else y + o.bias.float())
+
+
+def torch_scaled(o: ScaledOperands, out: torch.Tensor) -> None:
+    """Multiply by torch, which uses cuBLAS or CUTLASS."""
+    x_scale, weight_scale = o.x_scale, o.weight_scale
+    if o.scaling == "row":
+        x_scale, weight_scale = x_scale.view(-1, 1), weight_scale.view(1, -1)
+    torch._scaled_mm(
+        o.x, o.weight.t(), x_scale, weight_scale, o.bias, out_dtype=out.dtype, use_fast_accum=o.fast_accum, out=out
+    )
+
+
+def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
+    """Multiply by torch with cuBLAS of CUDA 12.9 or later. It takes x's scales column-major, and the weight's with a
+    row stride of whole 16-byte words."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    blocks = o.weight_scale.shape[1]
+    padded = torch.nn.functional.pad(o.weight_scale, (0, -blocks % 4))[:, :blocks]
+    y = scaled_mm(
+        o.x,
+        o.weight.t(),
+        o.x_scale.t().contiguous().t(),
+        ScalingType.BlockWise1x128,
+        padded.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=out.dtype,
+    )
+    out.copy_(y if o.bias is None else y.add_(o.bias))
+
+
+def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
+    """Multiply by DeepGEMM, if sgl-deep-gemm is installed. It compiles a kernel at the first use of each size."""
+    import deep_gemm
+
+    deep_gemm.fp8_gemm_nt((o.x, o.x_scale), (o.weight, o.weight_scale), out)
+    if o.bias is not None:
+        out.add_(o.bias)
+
+
+@functools.cache
+def scaled_products(scaling: str) -> dict[str, ScaledProduct]:
+    """Return the libraries' products of a recipe, by name. One that cannot run here is dropped when it is tried
+    (`correct_names`)."""
+    if scaling != "block":
+        return {"torch": torch_scaled}
+    products: dict[str, ScaledProduct] = {}
+    if hasattr(torch.nn.functional, "scaled_mm"):
+        products["torch"] = torch_scaled_by_block
+    if find_spec("deep_gemm") is not None:
+        products["deep_gemm"] = deep_gemm_by_block
+    return products
+
+
+def correct_names(products: Mapping[str, Callable[[], object]], out: torch.Tensor) -> list[str]:
+    """Return the names of those functions, which write `out`, whose results are close to those of the function listed
+    before all others."""
+    trusted, *others = products
+    try:
+        products[trusted]()
+        expected = out.clone()
+        return [
+            trusted,
+            *(name for name in others if is_close(lambda *_, run=products[name]: run(), (out, out, out), expected)),
+        ]
+    except torch.OutOfMemoryError:
+        return [trusted]

@@ -1,4 +1,4 @@
-"""What the hosts of a World's ranks send each other over gloo: bytes of tensors, and pickled objects."""
+"""Messages between the hosts of a World's ranks over gloo: bytes of tensors, and pickled objects."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from ..errors import Mismatch, Timeout
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WAYS = ("an exchange of the host's", "a gather or a sum", "an all-to-all")
-EXCHANGE, GATHER, ALL_TO_ALL = range(len(WAYS))
+CALL_KINDS = ("a host-side exchange", "a gather or a sum", "an all-to-all")
+EXCHANGE, GATHER, ALL_TO_ALL = range(len(CALL_KINDS))
 
 
 class Messages:
     """Messages among the ranks of a process group alone; `seconds` bounds every wait.
 
-    `new_group` is not used: it names a group by how many groups this process has, and ranks that are in different
-    numbers of groups would wait for each other under different names."""
+    `new_group` is not used: it names a group by the number of groups that this process has, and ranks that are in
+    different numbers of groups would wait for each other under different names.
+    """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.rank, self.size, self.seconds = dist.get_rank(group), dist.get_world_size(group), seconds
         store = _get_process_group_store(group)
-        count = store.add(f"weft/{self.rank}", 1)  # Worlds over this group, of which every rank makes the same
+        count = store.add(
+            f"weft/{self.rank}", 1
+        )  # the number of Worlds over this group, which is the same on every rank
         with self._bounded():
-            self._gloo: Any = dist.ProcessGroupGloo(  # whose methods torch does not declare
+            self._gloo: Any = dist.ProcessGroupGloo(  # torch does not declare its methods
                 dist.PrefixStore(f"weft/{count}", store),
                 self.rank,
                 self.size,
@@ -52,55 +55,57 @@ class Messages:
     def objects(self, obj: object) -> list[Any]:
         """All-gather a picklable object; return the objects by rank."""
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        sizes = [each[0] for each in self._headers(EXCHANGE, [data.numel()] * self.size)]
+        sizes = [header[0] for header in self._headers(EXCHANGE, [data.numel()] * self.size)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
-        parts = self._gathered(padded)
-        return [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, sizes, strict=True)]
+        gathered = self._gathered(padded)
+        return [
+            pickle.loads(padded_bytes[:n].numpy().tobytes()) for padded_bytes, n in zip(gathered, sizes, strict=True)
+        ]
 
     def gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """All-gather x, of one shape and dtype on all ranks, which may be any; return the tensors by rank."""
+        """All-gather x, of one shape and dtype on all ranks; return the tensors by rank. Any dtype will do."""
         nbytes = x.numel() * x.element_size()
-        sizes = [each[0] for each in self._headers(GATHER, [nbytes] * self.size)]
+        sizes = [header[0] for header in self._headers(GATHER, [nbytes] * self.size)]
         if len(set(sizes)) > 1:
             raise Mismatch(f"ranks give a gather or a sum {', '.join(map(str, sizes))} bytes, by rank")
         return self._gathered(x) if nbytes else [x.clone() for _ in sizes]
 
-    def exchanged(self, parts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        """Send parts[r] to rank r and receive outs[r] from it; tensors are contiguous."""
-        sent = [_bytes_of(part) for part in parts]
+    def exchanged(self, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """Send inputs[r] to rank r and receive outs[r] from it; tensors are contiguous."""
+        sent = [_bytes_of(data) for data in inputs]
         sizes = [out.numel() * out.element_size() for out in outs]
-        headers = self._headers(ALL_TO_ALL, [part.numel() for part in sent], sizes)
+        headers = self._headers(ALL_TO_ALL, [data.numel() for data in sent], sizes)
         for rank, source in itertools.product(range(self.size), repeat=2):
-            expected, given = headers[rank][self.size + source], headers[source][rank]
-            if expected != given:
-                raise Mismatch(f"rank {rank} expects {expected} bytes of rank {source}, which sends {given}")
+            expected, sent_bytes = headers[rank][self.size + source], headers[source][rank]
+            if expected != sent_bytes:
+                raise Mismatch(f"rank {rank} expects {expected} bytes from rank {source}, which sends {sent_bytes}")
         received = torch.empty(sum(sizes), dtype=torch.uint8)
         if any(itertools.chain(*headers)):
             with self._bounded():
-                self._gloo.alltoall_base(received, torch.cat(sent), sizes, [part.numel() for part in sent]).wait()
-        for out, part in zip(outs, received.split(sizes), strict=True):
-            out.copy_(part.view(out.dtype).view(out.shape))
+                self._gloo.alltoall_base(received, torch.cat(sent), sizes, [data.numel() for data in sent]).wait()
+        for out, data in zip(outs, received.split(sizes), strict=True):
+            out.copy_(data.view(out.dtype).view(out.shape))
 
     def _headers(self, kind: int, sends: Sequence[int], expects: Sequence[int] | None = None) -> list[list[int]]:
-        """Return, by rank, the bytes that the rank has for every rank, then those that it expects of every rank. This
-        goes ahead of everything that is sent: gloo ends the process where ranks send what others do not expect. Raise
-        Mismatch, on every rank, where ranks are at different calls."""
+        """Return, by rank, the number of bytes that the rank sends to every rank, then those that it expects from every
+        rank. This goes ahead of every message, since gloo ends the process where ranks send what others do not expect.
+        Raise Mismatch, on every rank, where ranks make different calls."""
         header = torch.tensor([kind, *sends, *(sends if expects is None else expects)])
-        headers = [part.tolist() for part in self._gathered(header)]
+        headers = [header_words.tolist() for header_words in self._gathered(header)]
         kinds = [header[0] for header in headers]
         if len(set(kinds)) > 1:
-            said = ", ".join(f"rank {rank}: {WAYS[kind]}" for rank, kind in enumerate(kinds))
-            raise Mismatch(f"ranks are at different calls: {said}")
+            calls = ", ".join(f"rank {rank}: {CALL_KINDS[kind]}" for rank, kind in enumerate(kinds))
+            raise Mismatch(f"ranks make different calls: {calls}")
         return [header[1:] for header in headers]
 
     def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        outs = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with self._bounded():
-            self._gloo.allgather([[_bytes_of(part) for part in parts]], [_bytes_of(x.contiguous())]).wait()
-        return parts
+            self._gloo.allgather([[_bytes_of(out) for out in outs]], [_bytes_of(x.contiguous())]).wait()
+        return outs
 
 
 def _bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8 [bytes]: gloo knows fewer dtypes than torch."""
+    """The same memory as uint8 [bytes]: gloo supports fewer dtypes than torch."""
     return t.detach().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""`weft.spmd` of processes without a launcher: one spawned process a rank, results through a queue."""
+"""`weft.spmd` without a launcher: each rank is a spawned process, and results come through a queue."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _rank_main(
 
 
 def packed(result: object, world: World) -> bytes:
-    """A rank's result by value, and made here, where what cannot be sent raises: a queue would send handles of this
-    process's memory. Raises Timeout where a wait of what made it has expired."""
+    """A rank's result as bytes, made here, so that an object that cannot be sent raises here: a queue would send
+    handles of this process's memory. Raises Timeout where a wait of the rank has expired."""
     world.synchronize()
     file = io.BytesIO()
     torch.save(result, file)
@@ -48,12 +48,12 @@ def packed(result: object, world: World) -> bytes:
 
 
 def unpacked(sent: bytes) -> Any:
-    """Tensors on the CPU: the GPU that they were on is another process's."""
+    """The result, with tensors on the CPU: the GPU that they were on belongs to another process."""
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
 def check_gpus(size: int, share: bool) -> None:
-    """share: ranks may share GPUs. Raises ValueError for fewer than so many ranks take."""
+    """Raise ValueError where there are fewer GPUs than these ranks need. share: ranks may share GPUs."""
     gpus, needed = torch.cuda.device_count(), 1 if share else size
     if gpus < needed:
         others = 'without any: backend="emulated" or "gloo"' if not gpus else 'to share: backend="shared"'
@@ -68,9 +68,12 @@ def spmd(
     kwargs: Mapping[str, Any],
     share: bool,
 ) -> list[R]:
-    """init makes a rank's World. Both functions must be importable by name (of a module), the arguments such as can be
-    pickled, and the result one that `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. A
-    failing rank ends the others and is raised here."""
+    """Run `fn` as `size` spawned ranks; return the results by rank.
+
+    init makes a rank's World. Both functions must be importable by name (of a module), the arguments must be picklable,
+    and the result must be one that `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. An
+    exception in one rank ends the others and is raised here.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

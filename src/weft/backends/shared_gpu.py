@@ -1,10 +1,10 @@
-"""Several ranks on one GPU, as processes: every operator, with a GPU's order of memory, NCCL and torch's symmetric
-memory, and no speed.
+"""Several ranks on one GPU, as processes: every operator works as on several GPUs, with a GPU's memory order, NCCL and
+torch's symmetric memory, but not at their speed.
 
-The GPU takes the processes in turn, a time slice each, so that a kernel that spins costs its slice and holds no other
-rank back. NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). Up to NCCL 2.29 each rank says
-therefore that it is a host of its own, and they talk over a socket of the loopback device; from 2.30 on NCCL may be
-told to accept them. Symmetric memory is mapped by both processes as between GPUs.
+The GPU gives each process a time slice in turn, so that a kernel that spins costs its slice and holds no other rank
+back. NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). So up to NCCL 2.29 each rank declares
+itself a host of its own, and ranks communicate over a socket of the loopback device; from 2.30 on NCCL has an option to
+accept them. Both processes map symmetric memory as between GPUs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VARIABLE = "WEFT_SHARE_GPU"
 
 @dataclass(frozen=True)
 class RankDevice:
-    """Where a rank runs. gpus: the unique names of those that the rank sees, in its order; index: its own among them.
-    reason: why it has no symmetric memory, whoever its peers are. may_share: whether WEFT_SHARE_GPU=1 is set."""
+    """The GPU of a rank. gpus: the UUIDs of those that the rank sees, in its order; index: its own among them. reason:
+    why it has no symmetric memory, whatever its peers are. may_share: whether WEFT_SHARE_GPU=1 is set."""
 
     host: str
     gpus: tuple[str, ...]
@@ -41,7 +41,7 @@ class RankDevice:
 
 
 def may_share() -> bool:
-    """Whether WEFT_SHARE_GPU=1 is set. Raises ValueError for what is neither 0 nor 1."""
+    """Whether WEFT_SHARE_GPU=1 is set. Raises ValueError for a value that is neither 0 nor 1."""
     value = os.environ.get(VARIABLE, "0")
     if value not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}={value!r} must be 1, which lets ranks share a GPU, or 0")
@@ -49,7 +49,7 @@ def may_share() -> bool:
 
 
 def settings(rank: int) -> dict[str, str]:
-    """Environment variables of a rank that shares its GPU. Multicast would bind one GPU twice to one object."""
+    """The environment variables of a rank that shares its GPU. Multicast would bind one GPU twice to one object."""
     return {
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_NET": "Socket",
@@ -62,10 +62,10 @@ def settings(rank: int) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Set these variables, those that nobody has set, where WEFT_SHARE_GPU=1 and this host has more ranks than GPUs;
-    the loopback device only where all ranks are of this host. LOCAL_RANK becomes the number of the rank's GPU, since
-    Transformers and most scripts take it for that. Raises WeftError where torch.distributed has started without the
-    variables: NCCL reads them once."""
+    """Set these variables, except those that are set already, where WEFT_SHARE_GPU=1 and this host has more ranks than
+    GPUs; the loopback device only where all ranks are on this host. LOCAL_RANK becomes the number of the rank's GPU,
+    since Transformers and most scripts take it for that. Raises WeftError where torch.distributed has been initialised
+    without the variables, since NCCL reads them once."""
     if not may_share():
         return
     started = dist.is_initialized()
@@ -81,23 +81,23 @@ def prepare() -> None:
         del needed["NCCL_SOCKET_IFNAME"]
     missing = {name: value for name, value in needed.items() if name not in os.environ}
     if started and missing:
-        said = " ".join(f"{name}={value}" for name, value in missing.items())
+        variables = " ".join(f"{name}={value}" for name, value in missing.items())
         raise WeftError(
             f"rank {rank} shares its GPU, but torch.distributed started before weft could tell NCCL so: call "
-            f"weft.init() first, or start the process with {said}"
+            f"weft.init() first, or start the process with {variables}"
         )
     os.environ.update(missing)
 
 
-def sharing(devices: Sequence[RankDevice]) -> int:
-    """The GPUs that these ranks have, where that is fewer than there are ranks; else 0."""
+def shared_gpus(devices: Sequence[RankDevice]) -> int:
+    """The number of GPUs that these ranks share, or 0 where each rank has its own."""
     gpus = len({device.gpu for device in devices})
     return gpus if gpus < len(devices) else 0
 
 
 @functools.cache
-def say(ranks: int, gpus: int) -> None:
-    """One log line."""
+def log_sharing(ranks: int, gpus: int) -> None:
+    """Log one line, once per process."""
     log.warning(
         f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}, which take{'s' * (gpus == 1)} them in turn: for function, "
         "not for speed"

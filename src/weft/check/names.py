@@ -1,4 +1,4 @@
-"""Names for the variants of a kernel that Triton compiles, by what tells them apart."""
+"""Names for the variants of a kernel that Triton compiles, with the arguments that distinguish them."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from ..emulator.ran import Pointer, Variant
 
 
 def variant_names(variants: Sequence[Variant]) -> list[str]:
-    """Each with what tells it from others of the same kernel: `shift (ch.world = 2)`."""
+    """The name of each variant, with what distinguishes it from others of the same kernel: `shift (ch.world = 2)`."""
     traits = [dict(_traits(variant)) for variant in variants]
     names = []
-    for variant, own in zip(variants, traits, strict=True):
+    for variant, trait in zip(variants, traits, strict=True):
         title = variant.kernel.__name__
         same = [t for v, t in zip(variants, traits, strict=True) if v.kernel.__name__ == title]
-        apart = ", ".join(f"{at} {own[at]}" for at in _telling(same) if at in own)
-        names.append(f"{title} ({apart})" if apart else title)
+        distinguishing = ", ".join(f"{key} {trait[key]}" for key in _distinguishing_keys(same) if key in trait)
+        names.append(f"{title} ({distinguishing})" if distinguishing else title)
     return names
 
 
-def _telling(traits: list[dict[str, str]]) -> list[str]:
-    """A few keys whose values tell these apart."""
+def _distinguishing_keys(traits: list[dict[str, str]]) -> list[str]:
+    """A few keys whose values distinguish these traits."""
 
     def kinds(keys: list[str]) -> int:
         return len({tuple(t.get(key) for key in keys) for t in traits})
 
-    keys, told = list(dict.fromkeys(key for t in traits for key in t)), list[str]()
-    while kinds(best := max(([*told, key] for key in keys), key=kinds, default=told)) > kinds(told):
-        told = best
-    return told
+    keys, chosen = list(dict.fromkeys(key for t in traits for key in t)), list[str]()
+    while kinds(best := max(([*chosen, key] for key in keys), key=kinds, default=chosen)) > kinds(chosen):
+        chosen = best
+    return chosen
 
 
 def _traits(variant: Variant) -> Iterator[tuple[str, str]]:
     for p in variant.kernel.params:
         if p.name in variant.args:
-            yield from _of(p.name, variant.args[p.name], p.is_constexpr, not p.do_not_specialize)
+            yield from _traits_of_value(p.name, variant.args[p.name], p.is_constexpr, not p.do_not_specialize)
     yield from ((name, f"= {value}") for name, value in variant.options.items())
 
 
-def _of(at: str, value: object, constant: bool, specialised: bool) -> Iterator[tuple[str, str]]:
-    """(path, what Triton compiles for) of an argument and its parts."""
+def _traits_of_value(path: str, value: object, constant: bool, specialised: bool) -> Iterator[tuple[str, str]]:
+    """(path, what Triton compiles for) of an argument and its fields."""
     if isinstance(value, tl.constexpr):
-        yield from _of(at, value.value, True, specialised)
+        yield from _traits_of_value(path, value.value, True, specialised)
     elif isinstance(value, TensorDescriptor):
-        yield at, f"of {value.base.dtype} by {list(value.block_shape)}"
+        yield path, f"of {value.base.dtype} by {list(value.block_shape)}"
     elif isinstance(value, tuple):
         for name, part in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
-            yield from _of(f"{at}.{name}", part, constant, True)
+            yield from _traits_of_value(f"{path}.{name}", part, constant, True)
     elif isinstance(value, Pointer):
-        yield at, f"of {value.dtype}{'' if value.aligned else ', not at a multiple of 16 bytes'}"
+        yield path, f"of {value.dtype}{'' if value.aligned else ', not at a multiple of 16 bytes'}"
     elif isinstance(value, JITFunction):
-        yield at, f"= {value.__name__}"
+        yield path, f"= {value.__name__}"
     elif constant or value is None or isinstance(value, bool):
-        yield at, f"= {value}"
+        yield path, f"= {value}"
     elif isinstance(value, int) and specialised:
-        yield at, "= 1" if value == 1 else "a multiple of 16" if value % 16 == 0 else "no multiple of 16"
+        yield path, "= 1" if value == 1 else "a multiple of 16" if value % 16 == 0 else "no multiple of 16"
     else:
-        yield at, f"of {type(value).__name__}"
+        yield path, f"of {type(value).__name__}"

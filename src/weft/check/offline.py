@@ -1,4 +1,4 @@
-"""Compiles a kernel with no GPU, and reads what came out: PTX, registers, spills, shared memory, ptxas' warnings."""
+"""Compiles a kernel with no GPU, and collects the results: PTX, registers, spills, shared memory, ptxas' warnings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..lang.jit import check_tuple
 
 
 class OfflineDriver(DriverBase):
-    """Stands in for the CUDA driver, so that `JITFunction.warmup` compiles for a GPU that is not there."""
+    """A stand-in for the CUDA driver, so that `JITFunction.warmup` compiles for a GPU that is not there."""
 
     def __init__(self, capability: int = HOPPER) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -62,7 +62,7 @@ class OfflineDriver(DriverBase):
 
 @contextmanager
 def standing_in(driver: OfflineDriver) -> Iterator[None]:
-    """Triton compiles for `driver`, and afterwards for what it did before."""
+    """A context manager in which Triton compiles for `driver`."""
     config: Any = triton.runtime.driver
     before = config._active  # asking for `active` fails where there is no GPU
     config.set_active(driver)
@@ -74,34 +74,36 @@ def standing_in(driver: OfflineDriver) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Compiled:
-    hash: str  # of all that went into it: equal for two launches of one compiled kernel
+    hash: str  # Triton's key of the compiled kernel: equal for two launches of one compiled kernel
     ptx: str
     ttgir: str
-    registers: int  # a thread
+    registers: int  # per thread
     spills: int  # bytes stored and loaded
     shared: int  # bytes
-    warnings: tuple[str, ...]  # ptxas' own, as of tensor cores that wait for each other
+    warnings: tuple[str, ...]  # ptxas' warnings, for example that wgmma instructions are serialized
 
 
 def compile_kernel(
     kernel: JITFunction, args: Mapping[str, object], options: Mapping[str, int], capability: int = HOPPER
 ) -> Compiled:
-    """Compile `kernel` as a launch with these arguments and options would; CPU tensors, or stand-ins, for device
-    tensors."""
+    """Compile `kernel` as a launch with these arguments and options would. Device tensors may be CPU tensors or
+    stand-ins."""
     for name, value in args.items():
         check_tuple(f"{kernel.__name__}, argument {name}", value)
     with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
-        made = kernel.warmup(**for_gpu(args, capability), **_triton.options(options), grid=(1,))
-    text = _ptxas(made.asm["ptx"], capability)
+        compiled = kernel.warmup(**for_gpu(args, capability), **_triton.options(options), grid=(1,))
+    text = _ptxas(compiled.asm["ptx"], capability)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))
     warnings = tuple(re.findall(r"Potential Performance Loss.*|(?<=warning : ).*", text))
-    return Compiled(made.hash, made.asm["ptx"], made.asm["ttgir"], registers, spills, made.metadata.shared, warnings)
+    return Compiled(
+        compiled.hash, compiled.asm["ptx"], compiled.asm["ttgir"], registers, spills, compiled.metadata.shared, warnings
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def _ptxas(ptx: str, capability: int) -> str:
-    """What it reports of the code. Triton ran it too, and kept nothing of that."""
+    """The report of ptxas on the code. Triton runs ptxas too, but keeps no report."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "k.ptx"
         source.write_text(ptx)
@@ -124,22 +126,22 @@ def too_large(compiled: Compiled, capability: int) -> str:
 
 
 def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFunction]) -> str:
-    """Why `kernel` did not compile, in a sentence: where in the source, and what. functions: those whose lines
-    can be named."""
-    where, what = _line(kernel, 1), f"{type(error).__name__}: {error}"
+    """One sentence that says why `kernel` did not compile, and at which line. functions: those whose lines can be
+    named."""
+    where, reason = _line(kernel, 1), f"{type(error).__name__}: {error}"
     if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # among ptxas' lines
-        what = f"ptxas: {failed[1]}"
+        reason = f"ptxas: {failed[1]}"
     by_source = {fn.src: fn for fn in functions}
-    found: BaseException | None = error
-    while isinstance(found, CompilationError):  # of the kernel, then of what it calls there
-        if found.src in by_source and hasattr(found.node, "lineno"):
-            where = _line(by_source[found.src], found.node.lineno)
-        inner = found.__cause__ or found.__context__
-        what = found.error_message or what
-        if what == repr(inner):
-            what = str(inner)
-        found = inner
-    return f"{where}: {' '.join(what.split())}"
+    cause: BaseException | None = error
+    while isinstance(cause, CompilationError):  # the error in the kernel, then that in the function called there
+        if cause.src in by_source and hasattr(cause.node, "lineno"):
+            where = _line(by_source[cause.src], cause.node.lineno)
+        inner = cause.__cause__ or cause.__context__
+        reason = cause.error_message or reason
+        if reason == repr(inner):
+            reason = str(inner)
+        cause = inner
+    return f"{where}: {' '.join(reason.split())}"
 
 
 def _line(fn: JITFunction, number: int) -> str:

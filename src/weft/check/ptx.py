@@ -1,17 +1,17 @@
-"""Reads PTX as a graph of basic blocks and follows what a protocol rests on along every path.
+"""Reads PTX as a graph of basic blocks and checks the rules of the protocol along every path.
 
-`broken_rules(ptx)` names each place where a rule does not hold:
+`broken_rules(ptx)` returns each instruction that breaks a rule:
 
-    release     nothing stored before a release may still be on its way: ordinary stores have passed a block barrier,
-                bulk (TMA) stores `cp.async.bulk.wait_group 0`, a proxy fence of global memory and a block barrier;
-                before a relaxed count that stands for a release also `fence.acq_rel.sys`
-    once        a program's signals are made by one thread
+    release     no store before a release may still be in flight: ordinary stores have passed a block barrier, bulk
+                (TMA) stores `cp.async.bulk.wait_group 0`, a proxy fence of global memory and a block barrier; before a
+                relaxed atomic that stands for a release there is `fence.acq_rel.sys` too
+    once        one thread makes each of a program's signals
     acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for
-                bulk loads, a proxy fence stand before the first load that has to wait for others. A branch around
-                nothing but a wait counts as not taken: Triton makes it of a loop (over the tile's channels) or of
-                `if` (a flattened loop's next tile), and predicates the loads behind it alike
+                bulk loads, a proxy fence come before the first load that has to wait for others. A branch around
+                nothing but a wait counts as not taken: Triton generates it for a loop (over the tile's channels) or
+                for an `if` (a flattened loop's next tile), and predicates the loads after it in the same way
 
-Which atomics are signals, and which loads have to wait, the caller says.
+The caller says which atomics are signals and which loads have to wait.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from triton import JITFunction
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-# How far an ordinary, and a bulk, store may be from being released: the worst over all paths counts.
+# How far an ordinary, and a bulk, store may be from being released; the worst over all paths is kept.
 RELEASED, DRAINED, FENCED, COMPLETE, STORED = range(5)
-# What an acquire still lacks
+# What is still missing before an acquired value may be loaded.
 READY, UNFENCED, UNSHARED, NOTHING = range(4)
 
 
@@ -41,8 +41,8 @@ class Instruction:
     text: str
     file: str
     line: int
-    number: int  # in the PTX
-    calls: tuple[tuple[str, int], ...] = ()  # file, without its folder, and line of each call that was made part of it
+    number: int  # its line in the PTX
+    calls: tuple[tuple[str, int], ...] = ()  # file, without its folder, and line of each inlined call around it
 
     @property
     def source(self) -> str:
@@ -59,9 +59,9 @@ class BasicBlock:
 
 
 def source_file(path: str) -> str:
-    """This package's file for one that Triton compiled, maybe of another checkout (its cache goes by content)."""
-    own = PACKAGE / path.rpartition("/weft/")[2]
-    return str(own) if own.is_file() else path
+    """This package's file for one that Triton compiled, maybe in another checkout (its cache is keyed by content)."""
+    own_path = PACKAGE / path.rpartition("/weft/")[2]
+    return str(own_path) if own_path.is_file() else path
 
 
 def blocks_of(ptx: str) -> dict[str, BasicBlock]:
@@ -71,43 +71,45 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
     blocks, name = {"entry": BasicBlock()}, "entry"
     assembly: list[str] | None = None
-    at: tuple[str, int, tuple[tuple[str, int], ...]] = ("", 0, ())
+    location: tuple[str, int, tuple[tuple[str, int], ...]] = ("", 0, ())
     ended = False
     for number, raw in enumerate(body.splitlines()):
         line = raw.strip()
         if assembly is not None:
             if line.startswith("// end inline asm"):
-                blocks[name].steps.append(Instruction("\n".join(assembly), at[0], at[1], number, at[2]))
+                if any(assembly):  # `keep_before` has none
+                    text = "\n".join(assembly)
+                    blocks[name].steps.append(Instruction(text, location[0], location[1], number, location[2]))
                 assembly = None
-            elif not line.startswith(".loc"):  # of its own lines, since Triton 3.9
+            elif not line.startswith(".loc"):  # since Triton 3.9 there are some between its lines
                 assembly.append(line)
             continue
         if line.startswith("// begin inline asm"):
             assembly = []
             continue
-        line, _, said = (part.strip() for part in line.partition("//"))
-        if found := re.match(r"\.loc\s+(\d+)\s+(\d+)", line):
-            calls = re.findall(r"@\[ ([^\s:]+):(\d+)", said)
-            at = files.get(found[1], ""), int(found[2]), tuple((name, int(line)) for name, line in calls)
-        elif found := re.match(r"(\$L__BB\w+):", line):
+        line, _, comment = (part.strip() for part in line.partition("//"))
+        if match := re.match(r"\.loc\s+(\d+)\s+(\d+)", line):
+            calls = re.findall(r"@\[ ([^\s:]+):(\d+)", comment)
+            location = files.get(match[1], ""), int(match[2]), tuple((name, int(line)) for name, line in calls)
+        elif match := re.match(r"(\$L__BB\w+):", line):
             if not ended:
-                blocks[name].after.append(found[1])
-            name = found[1]
+                blocks[name].after.append(match[1])
+            name = match[1]
             blocks[name], ended = BasicBlock(), False
-        elif found := re.match(r"(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+);", line):
-            blocks[name].after.append(found[2])
-            if found[1]:  # goes on in a block of its own
+        elif match := re.match(r"(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+);", line):
+            blocks[name].after.append(match[2])
+            if match[1]:  # the code after a conditional branch is a block of its own
                 blocks[name].after.append(f"{name}+")
                 name += "+"
                 blocks[name] = BasicBlock()
             else:
                 ended = True
-        elif found := re.match(r"(\$L__BB\w+)[,;]", line):  # in a table of `brx.idx`
-            blocks[name].after.append(found[1])
+        elif match := re.match(r"(\$L__BB\w+)[,;]", line):  # in a table of `brx.idx`
+            blocks[name].after.append(match[1])
         elif line.startswith(("ret;", "brx.idx")):
             ended = True
         elif line and line[0] not in ".{}$()":
-            blocks[name].steps.append(Instruction(line, at[0], at[1], number, at[2]))
+            blocks[name].steps.append(Instruction(line, location[0], location[1], number, location[2]))
     return blocks
 
 
@@ -121,25 +123,26 @@ TOKEN = re.compile(
 )
 
 
-def own_words(step: Instruction) -> bool:
-    """Words of `BlockChannel.state` and the arena's turn: read by later work of the stream only."""
-    return "ch.state" in step.source or "tl.store(turn" in step.source
+def is_stream_local(step: Instruction) -> bool:
+    """Whether the step stores a word of `BlockChannel.state` or counts an epoch up, as `end_call` does: only later work
+    of the stream reads these."""
+    return "ch.state" in step.source or re.search(r"tl\.store\((\w+), tl\.load\(\1\) \+ 1\)", step.source) is not None
 
 
-State = tuple[int, int, int]  # ordinary stores, bulk stores, acquire
+ProtocolState = tuple[int, int, int]  # ordinary stores, bulk stores, acquire
 Which = Callable[[Instruction], bool]
 
 
-def every(step: Instruction) -> bool:
+def any_instruction(step: Instruction) -> bool:
     return True
 
 
-def none(step: Instruction) -> bool:
+def no_instruction(step: Instruction) -> bool:
     return False
 
 
-def of_the_language(step: Instruction) -> bool:
-    """Whether the step is made by weft.lang. What a kernel's author makes of atomics may be data."""
+def from_weft_lang(step: Instruction) -> bool:
+    """Whether the step comes from weft.lang. The atomics that a kernel's author writes may be data."""
     return step.file.startswith(f"{PACKAGE / 'lang'}/")
 
 
@@ -153,12 +156,14 @@ def within(step: Instruction, functions: Sequence[JITFunction]) -> bool:
     return False
 
 
-def follow(state: State, at: Instruction, broken: list[str] | None, waits: Which, signal: Which) -> State:
-    """The state after a step; with `broken`, notes what it may not do in the state before."""
+def follow(
+    state: ProtocolState, step: Instruction, broken: list[str] | None, waits: Which, signal: Which
+) -> ProtocolState:
+    """The state after a step. Appends to `broken` the rules that the step breaks in the state before."""
     plain, bulk, acquired = state
-    for token in TOKEN.finditer(at.text):
+    for token in TOKEN.finditer(step.text):
         kind = token.lastgroup
-        if kind == "store" and not own_words(at):
+        if kind == "store" and not is_stream_local(step):
             plain = STORED
         elif kind == "bulk_store":
             bulk = STORED
@@ -175,33 +180,33 @@ def follow(state: State, at: Instruction, broken: list[str] | None, waits: Which
             plain = RELEASED if plain == DRAINED else plain
             bulk = RELEASED if bulk == DRAINED else bulk
         elif kind == "acquire":
-            acquired = UNSHARED if "%tid.x" in at.text else UNFENCED
+            acquired = UNSHARED if "%tid.x" in step.text else UNFENCED
         elif kind in ("load", "bulk_load", "plain_load"):
             most = READY if kind == "bulk_load" else UNFENCED
-            if broken is not None and acquired > most and waits(at):
-                broken.append(f"acquire: may be loaded before the wait: {at}")
+            if broken is not None and acquired > most and waits(step):
+                broken.append(f"acquire: may be loaded before the wait: {step}")
         elif kind == "atomic":
-            if broken is not None and signal(at):
-                broken += _wrong_signal(plain, bulk, at, token)
+            if broken is not None and signal(step):
+                broken += _wrong_signal(plain, bulk, step, token)
             if ".acq" in token[0]:
                 acquired = min(acquired, UNSHARED)
     return plain, bulk, acquired
 
 
-def _wrong_signal(plain: int, bulk: int, at: Instruction, token: re.Match[str]) -> list[str]:
-    wrong = []
+def _wrong_signal(plain: int, bulk: int, step: Instruction, token: re.Match[str]) -> list[str]:
+    broken = []
     release = ".release" in token[0] or ".acq_rel" in token[0]
     most = DRAINED if release else RELEASED
-    if "TICKET" not in at.source and (plain > most or bulk > most):
-        what = "an ordinary store" if plain > most else "a bulk store"
-        wrong.append(f"release: {what} may still be on its way at {at}")
-    if not re.match(r"@%p\d+\s+(atom|red)\.", at.text[: token.end()].splitlines()[-1]):
-        wrong.append(f"once: on every thread: {at}")
-    return wrong
+    if "TICKET" not in step.source and (plain > most or bulk > most):
+        store = "an ordinary store" if plain > most else "a bulk store"
+        broken.append(f"release: {store} may still be in flight at {step}")
+    if not re.match(r"@%p\d+\s+(atom|red)\.", step.text[: token.end()].splitlines()[-1]):
+        broken.append(f"once: on every thread: {step}")
+    return broken
 
 
 def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
-    """Edges of the graph, without those around nothing but a wait."""
+    """The edges of the graph, without those around nothing but a wait."""
     names = list(blocks)
     kinds = {
         name: {t.lastgroup for step in block.steps for t in TOKEN.finditer(step.text)} for name, block in blocks.items()
@@ -220,7 +225,7 @@ def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
 
 
 def descriptors(ptx: str) -> list[list[str]]:
-    """Registers that hold the address of each tensor descriptor argument, in their order."""
+    """The registers that hold the address of each tensor descriptor argument, in the order of the arguments."""
     head = ptx[ptx.index(".entry") : ptx.index("\n{", ptx.index(".entry"))]
     out = []
     for param in re.findall(r"\.b8 (\w+)\[128\]", head):
@@ -230,11 +235,12 @@ def descriptors(ptx: str) -> list[list[str]]:
     return out
 
 
-def broken_rules(ptx: str, waits: Which = none, signal: Which = every) -> list[str]:
-    """waits: which loads read what other programs or ranks write. signal: which atomics others wait for."""
+def broken_rules(ptx: str, waits: Which = no_instruction, signal: Which = any_instruction) -> list[str]:
+    """The broken rules, as sentences. waits: which loads read memory that other programs or ranks write. signal: which
+    atomics others wait for."""
     blocks = blocks_of(ptx)
     after = paths(blocks)
-    states: dict[str, State] = {"entry": (RELEASED, RELEASED, NOTHING)}
+    states: dict[str, ProtocolState] = {"entry": (RELEASED, RELEASED, NOTHING)}
     queue = ["entry"]
     while queue:
         name = queue.pop()
@@ -243,9 +249,9 @@ def broken_rules(ptx: str, waits: Which = none, signal: Which = every) -> list[s
             state = follow(state, step, None, waits, signal)
         for target in after[name]:
             old = states.get(target)
-            joined = state if old is None else tuple(max(a, b) for a, b in zip(old, state, strict=True))
-            if joined != old:
-                states[target] = joined  # type: ignore[assignment]
+            worst = state if old is None else tuple(max(a, b) for a, b in zip(old, state, strict=True))
+            if worst != old:
+                states[target] = worst  # type: ignore[assignment]
                 queue.append(target)
     broken = [f"no path leads to {name}" for name in blocks if name not in states and blocks[name].steps]
     for name, state in states.items():
@@ -259,22 +265,24 @@ def steps_of(ptx: str) -> list[Instruction]:
 
 
 def values_of(ptx: str) -> dict[str, list[str]]:
-    """Register: what is computed into it, as "operation a, b"."""
+    """The instructions that compute each register, as "operation a, b"."""
     defined: dict[str, list[str]] = {}
     for step in steps_of(ptx):
         for line in step.text.splitlines():
-            if found := re.match(r"(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(%\w+),(.*)", line):
-                defined.setdefault(found[2], []).append(f"{found[1]} {found[3].strip(' ;')}")
+            if match := re.match(r"(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(%\w+),(.*)", line):
+                defined.setdefault(match[2], []).append(f"{match[1]} {match[3].strip(' ;')}")
     return defined
 
 
 def counts(ptx: str, signal: Which) -> list[tuple[Instruction, str]]:
     """Signals that one thread or a few make, with their predicate."""
-    found = ((step, re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1])) for step in steps_of(ptx))
-    return [(step, match[1]) for step, match in found if match and signal(step)]
+    matches = (
+        (step, re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1])) for step in steps_of(ptx)
+    )
+    return [(step, match[1]) for step, match in matches if match and signal(step)]
 
 
-def made_by_thread_zero(ptx: str, signal: Which = every) -> list[str]:
+def signals_not_by_thread_zero(ptx: str, signal: Which = any_instruction) -> list[str]:
     """Signals whose predicate does not come from the thread's number."""
     defined, bad = values_of(ptx), []
     for step, predicate in counts(ptx, signal):
@@ -289,8 +297,9 @@ def made_by_thread_zero(ptx: str, signal: Which = every) -> list[str]:
     return bad
 
 
-def behind_the_first_warps_fence(ptx: str, signal: Which = every) -> list[str]:
-    """Relaxed counts for other GPUs, which rest on a fence by the first warp, that other warps' threads make too."""
+def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> list[str]:
+    """Relaxed signals to other GPUs that threads of other warps than the first make too: only the first warp makes the
+    fence before them."""
     defined = values_of(ptx)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
     do: dict[str, Callable[..., int]] = {"mov": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
@@ -298,7 +307,7 @@ def behind_the_first_warps_fence(ptx: str, signal: Which = every) -> list[str]:
     do |= {"setp.eq": lambda a, b: a == b, "setp.ne": lambda a, b: a != b, "setp.lt": lambda a, b: a < b}
 
     def value(word: str, tid: int) -> int | None:
-        """None: not known, of a predicate: it may hold."""
+        """The word's value in a thread; None where it is not known (a predicate may then hold)."""
         if word == "%tid.x" or not word.startswith("%"):
             return tid if word == "%tid.x" else int(word, 0)
         texts = [*{*defined.get(word, [])}]
@@ -309,10 +318,10 @@ def behind_the_first_warps_fence(ptx: str, signal: Which = every) -> list[str]:
         words = [w.strip() for w in rest.split(",")]
         if not all(re.fullmatch(r"%[\w.]+|-?\w+", w) for w in words) or name not in do:
             return None
-        given = [value(w, tid) for w in words]
+        arguments = [value(w, tid) for w in words]
         if operation == "and.pred":
-            return False if False in given else None if None in given else True
-        return None if None in given else do[name](*given)
+            return False if False in arguments else None if None in arguments else True
+        return None if None in arguments else do[name](*arguments)
 
     return [
         f"release: not by the first warp: {step}"
@@ -322,7 +331,7 @@ def behind_the_first_warps_fence(ptx: str, signal: Which = every) -> list[str]:
 
 
 def forward(blocks: dict[str, BasicBlock]) -> list[str]:
-    """The blocks, each behind all that lead to it other than by an edge back to a loop's head."""
+    """The blocks in an order in which each comes after all that lead to it, except by an edge back to a loop's head."""
     seen, done, stack = {"entry"}, [], [("entry", iter(blocks["entry"].after))]
     while stack:
         name, rest = stack[-1]
@@ -337,15 +346,16 @@ def forward(blocks: dict[str, BasicBlock]) -> list[str]:
 
 
 def loads_before_waits(ptx: str, waits: Which) -> list[str]:
-    """Loads to which no way leads through a wait, edges back to a loop's head left out: the compiler has put them
-    before it. A way past a wait that the source has too, as around a loop of no turns, is not held against the load."""
+    """Loads to which no path leads through a wait, edges back to a loop's head left out: the compiler has moved them
+    before it. A path past the wait that the source has too, such as around a loop of no iterations, is no fault of the
+    load."""
     blocks = blocks_of(ptx)
     order = {name: i for i, name in enumerate(forward(blocks))}
     before, broken = {"entry": NOTHING}, list[str]()
     for name in order:
-        state: State = (RELEASED, RELEASED, before[name])
+        state: ProtocolState = (RELEASED, RELEASED, before[name])
         for step in blocks[name].steps:
-            state = follow(state, step, broken, waits, none)
+            state = follow(state, step, broken, waits, no_instruction)
         for target in blocks[name].after:
             if order[target] > order[name]:
                 before[target] = min(state[2], before.get(target, NOTHING))
@@ -354,7 +364,7 @@ def loads_before_waits(ptx: str, waits: Which) -> list[str]:
 
 @functools.cache
 def _statements(file: str) -> list[tuple[int, int]]:
-    """First and last line of each, the shortest first."""
+    """The first and last line of each statement of a file, the shortest first."""
     try:
         nodes = ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))
     except (OSError, SyntaxError):
@@ -363,33 +373,39 @@ def _statements(file: str) -> list[tuple[int, int]]:
     return sorted(lines, key=lambda s: s[1] - s[0])
 
 
-def _leads(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple[str, int]]) -> bool:
-    """Whether these may be the same calls: one may be said at another line of its statement."""
+def _may_be_same_calls(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple[str, int]]) -> bool:
+    """Whether these may be the same calls. The compiler may record another line of a call's statement."""
     if not calls or len(calls) != len(awaited):
         return True
-    for (name, line), (file, at) in zip(calls, awaited, strict=True):
-        first, last = next((s for s in _statements(file) if s[0] <= at <= s[1]), (at, at))
-        if name != Path(file).name or not first <= line <= last:
+    for (name, line), (file, awaited_line) in zip(calls, awaited, strict=True):
+        first_line, last_line = next(
+            (s for s in _statements(file) if s[0] <= awaited_line <= s[1]), (awaited_line, awaited_line)
+        )
+        if name != Path(file).name or not first_line <= line <= last_line:
             return False
     return True
 
 
-def broken_by_a_kernel(ptx: str, ttgir: str, awaited: Collection[tuple[tuple[str, int], ...]]) -> list[str]:
-    """The rules, of a kernel of which is known only that weft.lang's atomics are its signals. awaited: loads, by file
-    and line and those of the calls around them, that need a wait and come after one in the source. A function that is
-    called twice, behind a wait and where there is nothing to wait for, is one line but two loads."""
-    places: dict[tuple[tuple[str, ...], int], list[Sequence[tuple[str, int]]]] = {}
-    for (file, line), *calls in awaited:  # by folder and file: Triton's cache may name the file as it was elsewhere
-        places.setdefault((Path(file).parts[-2:], line), []).append(calls)
+def broken_kernel_rules(ptx: str, ttgir: str, awaited: Collection[tuple[tuple[str, int], ...]]) -> list[str]:
+    """The broken rules of a kernel of which it is known only that weft.lang's atomics are its signals. awaited: the
+    loads that need a wait and come after one in the source, each as its file and line and those of the calls around it.
+    A function that is called twice, once after a wait and once where there is nothing to wait for, is one line but two
+    loads."""
+    calls_by_line: dict[tuple[tuple[str, ...], int], list[Sequence[tuple[str, int]]]] = {}
+    for (file, line), *calls in awaited:  # by folder and file, since Triton's cache may name another checkout
+        calls_by_line.setdefault((Path(file).parts[-2:], line), []).append(calls)
 
     def waits(step: Instruction) -> bool:
-        return any(_leads(step.calls, calls) for calls in places.get((Path(step.file).parts[-2:], step.line), ()))
+        return any(
+            _may_be_same_calls(step.calls, calls)
+            for calls in calls_by_line.get((Path(step.file).parts[-2:], step.line), ())
+        )
 
     broken = loads_before_waits(ptx, waits)
-    broken += broken_rules(ptx, signal=of_the_language)
-    broken += made_by_thread_zero(ptx, of_the_language) + behind_the_first_warps_fence(ptx, of_the_language)
-    if "ttg.warp_specialize" in ttgir and (places or "ld.acquire" in ptx):
+    broken += broken_rules(ptx, signal=from_weft_lang)
+    broken += signals_not_by_thread_zero(ptx, from_weft_lang) + signals_outside_first_warp(ptx, from_weft_lang)
+    if "ttg.warp_specialize" in ttgir and (calls_by_line or "ld.acquire" in ptx):
         broken.append("acquire: warp_specialize and waits do not go together: the compiler may drop the wait")
     return list(
-        {said.rpartition("): ")[0] or said: said for said in broken}.values()
-    )  # one of a statement's instructions
+        {rule.rpartition("): ")[0] or rule: rule for rule in broken}.values()
+    )  # one instruction of each statement

@@ -16,15 +16,15 @@ from ..errors import Deadlock, Race
 
 @dataclass
 class Exploration:
-    """What a set of seeds came to. `findings`: (seed, exception) of those that did not end well."""
+    """The results of a set of seeds. `findings`: (seed, exception) of those that failed."""
 
     runs: int = 0
-    schedules: int = 0  # different ones
-    programs: int = 0  # of kernels, in all runs that ended well
+    schedules: int = 0  # the number of different ones
+    programs: int = 0  # kernel programs in all runs that did not fail
     switches: list[int] = field(default_factory=list)
     modes: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[int, Exception]] = field(default_factory=list)
-    ran: Ran = field(default_factory=Ran)  # in the same
+    ran: Ran = field(default_factory=Ran)  # the kernels of the same runs
 
     @property
     def races(self) -> list[int]:
@@ -43,7 +43,7 @@ def explore(
     stop: bool = False,
     **options: Any,
 ) -> Exploration:
-    """`fn(backend)` as `size` ranks under every seed. stop: end at the first finding."""
+    """Run `fn(backend)` as `size` ranks under every seed. stop: end at the first finding."""
     out, seen = Exploration(), set()
     for seed in seeds:
         out.runs += 1
@@ -70,7 +70,8 @@ def kill_rate(
     seeds: Iterable[int],
     **options: Any,
 ) -> list[tuple[Mutation, str | None]]:
-    """Each mutation with what caught it on the first seed that did (an exception of `fn`'s own counts), or None."""
+    """Each mutation with the error that caught it on the first seed that did (an exception of `fn` itself counts), or
+    None."""
     seeds = list(seeds)
     out: list[tuple[Mutation, str | None]] = []
     for mutation in mutations:

@@ -23,13 +23,15 @@ FLUSHED = tl.constexpr(2)  # K steps by when a tile's stores have usually ended;
 
 class Tile(NamedTuple):
     """Rows and columns of a tile, elements of K a step, and rows of tiles that are walked together (`grouped_tile`).
-    TURNED: as `second_operand` takes it."""
+    TRANS_B: as `second_operand` takes it. SCALED, PROMOTE: of 8-bit operands (scaled_gemm.py), else 0 and False."""
 
     BM: tl.constexpr
     BN: tl.constexpr
     BK: tl.constexpr
     GROUP_M: tl.constexpr
     TRANS_B: tl.constexpr
+    SCALED: tl.constexpr = tl.constexpr(0)
+    PROMOTE: tl.constexpr = tl.constexpr(False)
 
 
 @jit
@@ -44,7 +46,7 @@ def grouped_tile(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @jit
 def second_operand(b_desc, col, k, TRANS_B: tl.constexpr):
-    """[BK, BN] of b^T at (k, col): b_desc has blocks [BN, BK] of b [N, K], or, TURNED, [BK, BN] of b^T [K, N]."""
+    """[BK, BN] of b^T at (k, col): b_desc has blocks [BN, BK] of b [N, K], or, TRANS_B, [BK, BN] of b^T [K, N]."""
     if TRANS_B:
         block = b_desc.load([k, col])
     else:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ..lang.channel import place_of, rank_of
+from ..lang.channel import rank_of, select
 from ..lang.descriptors import tiles_of
 from ..lang.intrinsics import flush_stores
 from ..lang.jit import jit
@@ -56,7 +56,7 @@ def corner(t, firsts, tiles_m, tiles_n, turn, tile, order):
     tm, tn = grouped_tile(t // order.OWNERS, tiles_m, tiles_n, tile.GROUP_M)
     if order.ROTATE:
         tm = (tm + turn) % tiles_m
-    return place_of(firsts, t % order.OWNERS, order.OWNERS) + tm * tile.BM, tn * tile.BN
+    return select(firsts, t % order.OWNERS, order.OWNERS) + tm * tile.BM, tn * tile.BN
 
 
 @jit

@@ -1,9 +1,9 @@
-"""Which tensor a pointer comes from, and whether an access stays inside it.
+"""The tensor that a pointer comes from, and the check that an access stays inside it.
 
-A pointer that a kernel is given carries the number of its tensor in its upper bits, where no address has any.
-Arithmetic, `tl.where`, a table of addresses and a cast to an integer and back all keep it, element by element, so an
-access is held to the very tensor that its address comes from. Number 0 is an address alone: it may be of any memory
-that is tracked.
+A pointer argument of a kernel carries the number of its tensor in its upper bits, where no address has any. Arithmetic,
+`tl.where`, a table of addresses and a cast to an integer and back all keep it, element by element, so an access is
+checked against the very tensor that its address comes from. Number 0 stands for an address alone, which may be in any
+tracked memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-BITS = 48  # of an address
+BITS = 48  # the bits of an address
 ADDRESS = (1 << BITS) - 1
 NUMBERS = 1 << 15  # more would make an int64 address negative
 
@@ -27,21 +27,22 @@ class Extent:
     end: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # bytes
-    size: int  # of an element
-    gaps: bool  # bytes between lo and end are no element's
+    size: int  # bytes of an element
+    gaps: bool  # whether there are bytes between lo and end that belong to no element
 
     @property
     def axes(self) -> list[int]:
-        """Those along which elements lie, the longest stride first."""
+        """The axes along which the address changes, the longest stride first."""
         moving = [i for i, n in enumerate(self.shape) if n != 1] or range(len(self.shape))[-1:]
         return sorted((i for i in moving if self.strides[i]), key=lambda i: -self.strides[i])
 
-    def outside(self, at: np.ndarray, size: int) -> np.ndarray:
-        """Which accesses of `size` bytes at addresses `at` (int64) are not of its elements alone."""
-        out = (at < self.lo) | (at + size > self.end)
+    def outside(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Which of the accesses of `size` bytes at `addresses` (int64) touch bytes that belong to no element of the
+        tensor."""
+        out = (addresses < self.lo) | (addresses + size > self.end)
         if self.gaps:
             for byte in (0, size - 1):
-                rest = at + byte - self.lo
+                rest = addresses + byte - self.lo
                 for i in self.axes:
                     index, rest = np.divmod(rest, self.strides[i])
                     out |= index >= self.shape[i]
@@ -49,7 +50,7 @@ class Extent:
         return out
 
     def index(self, address: int) -> str:
-        """What a kernel took for an element: in the axis of the longest stride, however far it went."""
+        """The element that a kernel meant by an address. The axis of the longest stride may exceed its size."""
         rest, index = address - self.lo, [0] * len(self.shape)
         for i in self.axes:
             index[i], rest = divmod(rest, self.strides[i])
@@ -57,7 +58,7 @@ class Extent:
 
 
 def _gaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
-    """Whether elements leave bytes between them out; False where axes interlock, so that nothing simple tells."""
+    """Whether there are bytes between the elements. False where axes interlock, for which there is no simple test."""
     span, gaps = size, False
     for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if s and n > 1):
         if stride < span:
@@ -67,16 +68,16 @@ def _gaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
     return gaps
 
 
-class Bounds:
-    """The tensors of a run that kernels were given, by number."""
+class PointerBounds:
+    """The tensors that kernels of a run have as arguments, by number."""
 
     def __init__(self) -> None:
         self.extents: list[Extent | None] = [None]
         self._numbers: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], int] = {}
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """Its address and number; its address alone if it may be left (`weft.lang.beyond`), or once all numbers are
-        taken."""
+        """The tensor's address and number as one integer. The address alone is returned for a tensor that may be left
+        (`weft.lang.beyond`), and once all numbers are taken."""
         size, lo, shape = tensor.element_size(), tensor.data_ptr(), tuple(tensor.shape)
         if hasattr(tensor, "reaches_beyond"):
             return lo
@@ -90,9 +91,10 @@ class Bounds:
             span = size + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if tensor.numel() else 0
             self.extents.append(Extent(name, lo, lo + span, shape, strides, size, _gaps(shape, strides, size)))
         elif (known := self.extents[number]) is not None:
-            known.name = name  # that memory may have been another tensor before
+            known.name = name  # the same memory may have been another tensor before
         return number << BITS | lo
 
-    def of(self, pointer: int) -> Extent | None:
+    def extent_of(self, pointer: int) -> Extent | None:
+        """The extent of the tensor that a pointer comes from, or None for an address alone."""
         number = pointer >> BITS
         return self.extents[number] if 0 < number < len(self.extents) else None

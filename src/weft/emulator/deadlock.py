@@ -1,17 +1,18 @@
-"""The wait-for graph, in words: who waits for what, and who could still bring it about."""
+"""The wait-for graph of a deadlock as text: which task waits for what, and which tasks could still satisfy it."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from .tasks import Meeting, Poll, Task, Wait, place
+from .tasks import Collective, Poll, Task, Wait, place
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 
 def graph(machine: Machine) -> str:
+    """The wait-for graph of a machine of which no task can run."""
     stuck = [t for t in machine.tasks if not t.done and t.waits not in (None, "idle")]
     lines = [f"{len(stuck)} tasks wait and none can go on (seed {machine.seed}, {machine.mode}):"]
     order = {"program": 0, "stream": 1, "host": 2}
@@ -26,7 +27,7 @@ def graph(machine: Machine) -> str:
             held = ", ".join(t.name for t in machine.streams.resident[rank])
             lines.append(
                 f"  rank {rank} {run.kernel.__name__}[{run.started}..{total - 1}] are not resident: all "
-                f"{machine.sm_count} slots of the rank are held by {held}"
+                f"{machine.sm_count} SMs of the rank are held by {held}"
             )
         if machine.hosts[rank].done:
             lines.append(f"  rank {rank} host has returned")
@@ -34,7 +35,7 @@ def graph(machine: Machine) -> str:
 
 
 def _alike(task: Task) -> Hashable:
-    """The same for programs of one launch that wait for one value of one counter at one place."""
+    """A key that is the same for programs of one launch that wait for one value of one counter at one site."""
     if task.run is not None and isinstance(task.waits, Wait):
         return task.run, task.waits.address, task.waits.target, task.waits.site
     return task
@@ -45,38 +46,39 @@ def _describe(machine: Machine, tasks: list[Task]) -> list[str]:
     waits = task.waits
     if isinstance(waits, Wait):
         numbers = (("tile", {t.wait.tile for t in tasks}), ("peer", {t.wait.peer for t in tasks}))
-        told = [(name + "s" * (len(them) > 1), sorted(them)) for name, them in numbers if min(them) >= 0]
-        more = "".join(f", {name} {', '.join(map(str, them))}" for name, them in told)
-        what = f"{machine.label(waits.address)} >= {waits.target}, now {machine.peek(waits.address)}{more}"
-        at = f" at {place(waits.site)}" if waits.site else ""
+        labels = [(name + "s" * (len(values) > 1), sorted(values)) for name, values in numbers if min(values) >= 0]
+        suffix = "".join(f", {name} {', '.join(map(str, values))}" for name, values in labels)
+        condition = f"{machine.label(waits.address)} >= {waits.target}, now {machine.peek(waits.address)}{suffix}"
+        location = f" at {place(waits.site)}" if waits.site else ""
         names = ", ".join([task.name, *(t.name.removeprefix(f"rank {t.rank} ") for t in tasks[1:])])
-        wait = "waits" if len(tasks) == 1 else "wait"
-        return [f"{pad}{names} {wait} for {what}{at}", *_raisers(machine, waits.address, pad)]
+        verb = "waits" if len(tasks) == 1 else "wait"
+        return [f"{pad}{names} {verb} for {condition}{location}", *_raisers(machine, waits.address, pad)]
     if isinstance(waits, Poll):
         word = machine.label(waits.address) if waits.address else "several words"
-        what = f"polls {word}"
+        condition = f"polls {word}"
         if waits.plain:
-            what = f"re-reads {word} for ever, by ordinary loads,"
+            condition = f"re-reads {word} for ever, by ordinary loads,"
         elif waits.address:
-            what += f", now {machine.peek(waits.address)}"
+            condition += f", now {machine.peek(waits.address)}"
         lines = _raisers(machine, waits.address, pad) if waits.address else []
-        return [f"{pad}{task.name} {what} at {place(waits.site)}", *lines]
-    if isinstance(waits, Meeting):
+        return [f"{pad}{task.name} {condition} at {place(waits.site)}", *lines]
+    if isinstance(waits, Collective):
         missing = sorted(set(waits.ranks) - set(waits.arrived))
-        what = f"{waits.kind} (collective {waits.number}) of ranks {missing}"
-        return [f"{pad}{task.name} waits for {what}"]
+        condition = f"{waits.kind} (collective {waits.number}) of ranks {missing}"
+        return [f"{pad}{task.name} waits for {condition}"]
     return [f"{pad}{task.name} waits for {waits}"]
 
 
 def _raisers(machine: Machine, address: int, pad: str) -> list[str]:
-    """Who could still raise a word: those that raised it or its neighbours before, and are not done."""
+    """Lines that name the tasks that raised a word so far, and those still running that raised it or another word of
+    its tensor."""
     region = machine.memory.find(address, address + 1)
-    by = [u.by for u in machine.words.get(address, ())][-6:]
-    so_far = ", ".join(dict.fromkeys(f"{t.name}{' (ended)' if t.done else ''}" for t in by))
+    raisers = [u.task for u in machine.words.get(address, ())][-6:]
+    so_far = ", ".join(dict.fromkeys(f"{t.name}{' (ended)' if t.done else ''}" for t in raisers))
     near: dict[str, None] = {}
-    for other, entry in machine.words.items():
-        if region is not None and region.base <= other < region.end:
-            near.update({u.by.name: None for u in entry if not u.by.done})
+    for word, entry in machine.words.items():
+        if region is not None and region.base <= word < region.end:
+            near.update({u.task.name: None for u in entry if not u.task.done})
     lines = [f"{pad}    raised so far by {so_far or 'nobody'}"]
     alive = ", ".join(near)
     if alive:

@@ -1,11 +1,12 @@
-"""Host code of a rank on threads of its own, of all ranks' one at a time in the emulator.
+"""Host code of each rank runs on threads of its own, of which the emulator lets one run at a time.
 
 Programs and streams are greenlets of one thread. Host code cannot be one: torch keeps the gradient mode, autograd's
 queue and more per thread, and two ranks inside `torch.no_grad()` or `backward()` would mix theirs. So a rank's greenlet
 only stands for its host thread: it hands control over, waits, and does for it what needs the machine's thread.
 
-The function that a rank runs may start threads, whose calls are the rank's too: each call has the rank's lock from its
-begin to its end, so that they come one after another. Without it a second thread would act while another rank runs.
+The function that a rank runs may start threads, whose calls are the rank's too. Each call holds the rank's lock from
+its begin to its end, so that these calls are serialized. Without the lock a second thread would act while another rank
+runs.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from ..errors import WeftError
 E = TypeVar("E", bound=BaseException)
 _PACKAGE = Path(__file__).parents[1]
 _EMULATOR = _PACKAGE / "emulator", _PACKAGE / "backends" / "emulated.py", Path(triton.__file__).parent
-LEFT_BEHIND = 5.0  # seconds after a failed run in which host code has to end; what waits for a failed thread may not
+LEFT_BEHIND = 5.0  # seconds that host code has to end after a failed run; a thread that waits for another may not end
 
 
 class HostThread:
+    """The thread that runs one rank's function, and the greenlet's side of it (`run`)."""
+
     def __init__(self, rank: int, body: Callable[[], None]) -> None:
         self.rank = rank
         self._thread = threading.Thread(target=self._whole, args=(body,), daemon=True)
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._lock = threading.RLock()  # of the thread of this rank whose call is under way
-        self._machine: int | None = None  # the thread that programs and streams run on
+        self._resume, self._returned = threading.Semaphore(0), threading.Semaphore(0)
+        self._lock = threading.RLock()  # held by the thread of this rank whose call is under way
+        self._machine: int | None = None  # the identifier of the thread that runs programs and streams
         self._request: Callable[[], object] | None = None
         self._failed: BaseException | None = None
         self._ended = False
@@ -45,37 +48,38 @@ class HostThread:
             body()
         except BaseException as error:
             failed = error
-        with self._lock:  # a call of another thread of this rank comes to its end first
+        with self._lock:  # a call that another thread of this rank has begun ends before
             self._failed, self._ended, self._request = failed, True, None
-            self._back.release()
+            self._returned.release()
 
     def run(self) -> None:
-        """The greenlet's body: serve the rank's threads until its function ends; raise what it raised."""
+        """Serve the requests of the rank's threads until its function ends, as the greenlet's body; raise what it
+        raised."""
         self._machine = threading.get_ident()
         self._thread.start()
-        self._back.acquire()
+        self._returned.acquire()
         while self._request is not None:
             try:
                 self._request()
-            except BaseException as error:  # the run is being ended: so is the thread
+            except BaseException as error:  # the run is being ended, and the thread with it
                 self._failed = error
             ending = self._failed is not None
-            self._turn.release()
-            if not self._back.acquire(timeout=LEFT_BEHIND if ending else None):
+            self._resume.release()
+            if not self._returned.acquire(timeout=LEFT_BEHIND if ending else None):
                 return
         self._thread.join()
         if self._failed is not None:
             raise self._failed
 
     def outside(self) -> bool:
-        """Whether the caller is not the machine's thread, and so has to ask."""
+        """Whether the caller is not on the machine's thread, and so has to `ask`."""
         return threading.get_ident() != self._machine
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """A context manager around a call of host code: calls of the rank's other threads come before or after it. It
-        raises WeftError in a thread that is still there when the rank's function has returned."""
-        if not self.outside():  # on behalf of a call that has the lock
+        """A context manager around a call of host code, which serializes it with the calls of the rank's other threads.
+        It raises WeftError in a thread that still runs when the rank's function has returned."""
+        if not self.outside():  # the machine's thread acts for a call that holds the lock
             yield
             return
         with self._lock:
@@ -87,10 +91,10 @@ class HostThread:
             yield
 
     def ask(self, request: Callable[[], object]) -> None:
-        """Have `request` done on the machine's thread, where it may switch tasks; called on a thread of the rank."""
+        """Run `request` on the machine's thread, where it may switch tasks; called on a thread of the rank."""
         self._request = request
-        self._back.release()
-        self._turn.acquire()
+        self._returned.release()
+        self._resume.acquire()
         if self._failed is not None:
             error, self._failed = self._failed, None
             if isinstance(error, GreenletExit) and threading.current_thread() is not self._thread:
@@ -99,13 +103,14 @@ class HostThread:
 
 
 def folded(error: E) -> E:
-    """The error, its traceback without the frames that run ranks: those of callers, of the rank's function and of
-    kernels are left, and the last one, which raised it, if it is no error that weft's words explain."""
+    """The error with a traceback that leaves out the frames of the machinery that runs ranks. The frames of callers, of
+    the rank's function and of kernels stay, and so does the last one, which raised the error, unless it is a WeftError.
+    """
     frames: list[TracebackType] = []
-    each = error.__traceback__
-    while each is not None:
-        frames.append(each)
-        each = each.tb_next
+    frame_below = error.__traceback__
+    while frame_below is not None:
+        frames.append(frame_below)
+        frame_below = frame_below.tb_next
     kept = [frame for frame in frames if not _runs_ranks(frame)]
     if kept and kept[-1] is not frames[-1] and not isinstance(error, WeftError):
         kept.append(frames[-1])
@@ -119,4 +124,4 @@ def _runs_ranks(frame: TracebackType) -> bool:
     code = frame.tb_frame.f_code
     path = Path(code.co_filename)
     emulator = any(path.is_relative_to(part) for part in _EMULATOR)
-    return emulator or (path == _PACKAGE / "world.py" and code.co_name in ("spmd", "<lambda>"))
+    return emulator or (path == _PACKAGE / "launch.py" and code.co_name in ("spmd", "<lambda>"))

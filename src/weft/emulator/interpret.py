@@ -1,12 +1,13 @@
 """Triton's language on numpy: one program of a kernel runs as ordinary Python.
 
 A kernel's source is rewritten once (assignments make tensors, `range` yields them, as in the compiler) and executed in
-its own module's globals, which stay untouched: what the rewriting needs comes in as closure variables. `patched()`
-gives `triton.language` its interpreted meaning and takes it back, so the same process can compile the same kernel.
+its own module's globals, which stay untouched: the names that the rewriting needs come in as closure variables.
+`patched()` gives `triton.language` its interpreted form and takes it back, so the same process can compile the same
+kernel.
 
-Every access to memory, barrier and atomic goes to `hooks`, the machine that runs (machine.py); nothing here knows of
-ranks, streams or races. Numbers are right where Triton's own interpreter is not: bf16 is computed in fp32 and rounded
-to nearest even, fp16 dots accumulate in fp32, minimum and maximum ignore NaN as on a GPU.
+Every access to memory, barrier and atomic goes to `hooks`, the machine that runs (machine.py); this module has no
+notion of ranks, streams or races. Numbers are right where Triton's own interpreter is wrong: bf16 is computed in fp32
+and rounded to nearest even, fp16 dots accumulate in fp32, minimum and maximum ignore NaN as on a GPU.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Function = Callable[..., object]
 Scalar: TypeAlias = tl.tensor | tl.constexpr | int
-Constant: TypeAlias = tl.constexpr | int | str | None  # what a tl.constexpr parameter is given
+Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.constexpr parameter
 
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
-hooks: Programs = None  # of the Machine that runs; None: no run
+hooks: Programs = None  # those of the Machine that runs; None without a run
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
-_users: dict[int, CodeType] = {}  # by id, as a code object hashes its whole code: rewritten functions but Triton's own
+# Rewritten functions other than Triton's own, by id, since a code object hashes its whole code.
+_users: dict[int, CodeType] = {}
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Assignments convert numbers to tensors; annotations go (a `tl.constexpr` stays what it is)."""
+    """Makes assignments convert numbers to tensors and drops annotations (a `tl.constexpr` stays what it is)."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
@@ -70,7 +72,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 class _Reach(ast.NodeTransformer):
-    """Reports the line of every statement that is reached."""
+    """Adds a report of the line before every statement."""
 
     def __init__(self, fn: JITFunction) -> None:
         self.key = f"{fn.fn.__code__.co_filename}"
@@ -89,14 +91,15 @@ class _Reach(ast.NodeTransformer):
 
 
 def source_tree(fn: JITFunction) -> ast.Module:
-    """The function's source with the line numbers of its file."""
+    """The function's source, with the line numbers of its file."""
     tree = ast.parse(fn.src)
     ast.increment_lineno(tree, _triton.first_line(fn) - 1)
     return tree
 
 
 def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None, reach: bool = False) -> Function:
-    """The interpreted form of `fn`; `change` may edit the tree first (a mutation)."""
+    """The interpreted form of `fn`. change: edits the tree first (a mutation). reach: report the statements that are
+    reached."""
     tree = source_tree(fn)
     if change is not None:
         change(tree)
@@ -110,17 +113,17 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
         arg.annotation = None
     raw = fn.fn
     free = dict(zip(raw.__code__.co_freevars, (c.cell_contents for c in raw.__closure__ or ()), strict=True))
-    given = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, **free}
-    outer = ast.parse(f"def __outer({', '.join(given)}):\n    return {define.name}")
+    closure = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, **free}
+    outer = ast.parse(f"def __outer({', '.join(closure)}):\n    return {define.name}")
     outer.body[0].body.insert(0, define)  # type: ignore[attr-defined]
     ast.fix_missing_locations(outer)
     space: dict[str, Function] = {}
     exec(compile(outer, raw.__code__.co_filename, "exec", dont_inherit=True), raw.__globals__, space)
-    made = space["__outer"](**given)
-    made.__qualname__ = raw.__qualname__
+    interpreted = space["__outer"](**closure)
+    interpreted.__qualname__ = raw.__qualname__
     if not fn.__module__.startswith("triton."):
-        _users[id(made.__code__)] = made.__code__
-    return made
+        _users[id(interpreted.__code__)] = interpreted.__code__
+    return interpreted
 
 
 def _reached(key: tuple[str, int]) -> None:
@@ -130,31 +133,33 @@ def _reached(key: tuple[str, int]) -> None:
 def where() -> tuple[tuple[str, int, str], ...]:
     """(file, line, function) of the running program's frames in the user's source, innermost first."""
     frame = sys._getframe(1)
-    found: list[tuple[str, int, str]] = []
+    frames: list[tuple[str, int, str]] = []
     while frame is not None:
         if id(frame.f_code) in _users:
-            found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return tuple(frames)
 
 
 def trail() -> tuple[int, ...]:
-    """What tells one `where()` from another, and costs less."""
+    """A key that is different for different values of `where()`, at less cost."""
     frame = sys._getframe(1)
-    found: list[int] = []
+    codes: list[int] = []
     while frame is not None:
         code = id(frame.f_code)
         if code in _users:
-            found += code, frame.f_lasti
+            codes += code, frame.f_lasti
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return tuple(codes)
 
 
 # -- scalars -----------------------------------------------------------------------------------------------------------
 
 
 def _f32(h: TensorHandle) -> np.ndarray:
-    """The numbers of a handle: bf16 is kept as its bits."""
+    """The numbers of a handle; a bf16 or e4m3 handle has their bits."""
+    if h.dtype.scalar == tl.float8e4nv:
+        return torch.from_numpy(np.ascontiguousarray(h.data)).view(torch.float8_e4m3fn).float().numpy()
     if h.dtype.scalar is tl.bfloat16 or h.dtype.scalar == tl.bfloat16:
         return (h.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return h.data
@@ -175,15 +180,15 @@ _small: dict[int, tl.tensor] = {}
 
 
 def int32(value: int) -> tl.tensor:
-    """A scalar of the language; small ones are shared (nothing changes a scalar in place)."""
-    found = _small.get(value)
-    if found is None:
+    """A scalar of the language; small ones are shared, since nothing changes a scalar in place."""
+    scalar = _small.get(value)
+    if scalar is None:
         if not -(2**31) <= value < 2**31:
             value = (value + 2**31) % 2**32 - 2**31
-        found = tl.tensor(TensorHandle(np.array([value], np.int32), tl.int32), tl.int32)
+        scalar = tl.tensor(TensorHandle(np.array([value], np.int32), tl.int32), tl.int32)
         if -64 <= value < 8192:
-            _small[value] = found
-    return found
+            _small[value] = scalar
+    return scalar
 
 
 @functools.cache
@@ -269,7 +274,8 @@ _PLAIN: dict[int, type] = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl
 
 
 def _fast(name: str, slow: Function) -> Function:
-    """The commonest operands skip Triton's type rules: int32 scalars, and operands of one plain type."""
+    """A method that computes int32 scalars, and operands of one plain type, without Triton's type rules, and calls
+    `slow` otherwise."""
     make: Callable[[int], tl.tensor] = _bool if name in _COMPARE else int32
     scalar: Callable[[int, int], int] | None = _SCALAR.get(name) or _COMPARE.get(name)
     block = _BLOCK.get(name)
@@ -291,24 +297,26 @@ def _fast(name: str, slow: Function) -> Function:
         if kind is tl.tensor:
             if other.dtype is element:
                 if element is tl.int1 if logic else id(element) in _PLAIN:
-                    return _made(
+                    return _tensor(
                         block(self.handle.data, other.handle.data), tl.int1 if to_bool else element, self, other
                     )
             elif add and type(element) is tl.pointer_type and other.dtype in (tl.int32, tl.int64):
                 offset = other.handle.data.astype(np.uint64)
                 step = max(1, element.element_ty.primitive_bitwidth // 8)
-                return _made(self.handle.data + offset * np.uint64(step), element, self, other)
+                return _tensor(self.handle.data + offset * np.uint64(step), element, self, other)
         elif (
             kind is int and element is tl.int32 and -(2**31) <= other < 2**31 or kind is float and element is tl.float32
         ):
             if not logic:
-                return _made(block(self.handle.data, _PLAIN[id(element)](other)), tl.int1 if to_bool else element, self)
+                return _tensor(
+                    block(self.handle.data, _PLAIN[id(element)](other)), tl.int1 if to_bool else element, self
+                )
         return slow(self, other)
 
     return method
 
 
-def _made(data: np.ndarray, element: tl.dtype, *operands: tl.tensor) -> tl.tensor:
+def _tensor(data: np.ndarray, element: tl.dtype, *operands: tl.tensor) -> tl.tensor:
     """A tensor of the operands' broadcast shape."""
     if all(t.type.is_block() is False for t in operands):
         return tl.tensor(TensorHandle(data, element), element)
@@ -329,7 +337,7 @@ class Desc(stock.TensorDescHandle):
     """A tensor descriptor; `plain` is its geometry in bytes as Python integers."""
 
     plain: tuple[int, list[int], list[int], int, np.dtype]
-    fill: float  # what a load returns outside the tensor
+    fill: float  # the value of a load outside the tensor
 
     def validate(self) -> None:
         super().validate()
@@ -344,7 +352,7 @@ class Desc(stock.TensorDescHandle):
 
 
 class Builder(stock.InterpreterBuilder):
-    """Triton's numpy builder with memory given to `hooks` and numbers corrected."""
+    """Triton's numpy builder, with memory accesses handed to `hooks` and numbers corrected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -447,7 +455,7 @@ class Builder(stock.InterpreterBuilder):
 
     def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: object) -> TensorHandle:
         hooks.worked(2 * a.data.size * b.data.shape[-1])
-        if a.dtype.primitive_bitwidth == 8:
+        if a.dtype.primitive_bitwidth == 8 and a.dtype.scalar != tl.float8e4nv:
             return super().create_dot(a, b, d, *rest)
         x, y = _f32(a), _f32(b)
         if x.dtype == np.float16:
@@ -467,9 +475,9 @@ class Builder(stock.InterpreterBuilder):
         if out.dtype == np.bool_:
             return TensorHandle(out, tl.int1)
         if not isinstance(element, tl.pointer_type):
-            want = stock._get_np_dtype(element)
-            if out.dtype != want:
-                out = out.astype(want)
+            dtype = stock._get_np_dtype(element)
+            if out.dtype != dtype:
+                out = out.astype(dtype)
         return TensorHandle(out, element)
 
     def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
@@ -527,7 +535,8 @@ class Builder(stock.InterpreterBuilder):
 
 
 def _matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """torch's product, in one thread: numpy's waits for a second one, which costs more than such a product."""
+    """The product by torch on one thread: numpy would wait for a second thread, which costs more time than such a
+    product."""
     if x.dtype != np.float32:
         return np.matmul(x, y)
     operands = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in (x, y)]
@@ -539,15 +548,15 @@ def _mask(mask: TensorHandle | np.ndarray | None) -> np.ndarray | None:
 
 
 def _plain(ptr: TensorHandle) -> TensorHandle:
-    """The addresses alone."""
+    """The addresses alone, without the numbers of tensors."""
     return TensorHandle(ptr.data & np.uint64(ADDRESS), ptr.dtype)
 
 
 class _Semantic(stock.TritonSemantic):
-    other_given = False  # to the load that is being made
+    other_given = False  # whether the load that is being built has an `other`
 
     def load(self, ptr: tl.tensor, mask: object, other: object, *rest: object) -> tl.tensor:
-        # Triton asks whether there is an `other` by `if other`, and one of one element that is 0 says no.
+        # Triton tests for an `other` by `if other`, which is false for one of one element that is 0.
         self.other_given = other is not None
         return super().load(ptr, mask, other, *rest)
 
@@ -596,7 +605,7 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
 
 
 def convert(arg: object, name: str = "") -> object:
-    """A launch argument as the kernel sees it; `name` is what a report calls it."""
+    """A launch argument as the kernel sees it; `name` is its name in reports."""
     if isinstance(arg, tl.constexpr):
         return arg.value
     if isinstance(arg, bool):
@@ -610,8 +619,8 @@ def convert(arg: object, name: str = "") -> object:
         return tl.tensor(TensorHandle(np.array([hooks.pointer(arg, name)], np.uint64), kind), kind)
     if isinstance(arg, tuple):
         names = getattr(arg, "_fields", range(len(arg)))
-        parts = [convert(a, f"{name}.{key}") for key, a in zip(names, arg, strict=True)]
-        return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
+        fields = [convert(a, f"{name}.{key}") for key, a in zip(names, arg, strict=True)]
+        return type(arg)(*fields) if hasattr(arg, "_fields") else tuple(fields)
     if isinstance(arg, TensorDescriptor):
         strides = [convert(s) for s in arg.strides[:-1]] + [tl.constexpr(1)]
         if arg.strides[-1] != 1:
@@ -627,7 +636,7 @@ def convert(arg: object, name: str = "") -> object:
 
 
 def bind(kernel: JITFunction, args: Mapping[str, object]) -> dict[str, object]:
-    """All parameters of a kernel by name: constexprs as plain values, the rest converted."""
+    """All parameters of a kernel by name: constexprs as plain values, the others converted."""
     known = {p.name for p in kernel.params}
     if extra := sorted(set(args) - known):
         raise TypeError(f"{kernel.__name__} has no parameter {', '.join(extra)}")
@@ -650,7 +659,7 @@ def bind(kernel: JITFunction, args: Mapping[str, object]) -> dict[str, object]:
 
 
 class _InFloat32:
-    """Reductions and scans of bf16 in fp32."""
+    """Computes reductions and scans of bf16 in fp32."""
 
     def apply(self, input: tl.tensor | tuple) -> tl.tensor | tuple:
         if not isinstance(input, tuple):
@@ -749,15 +758,15 @@ _np_dtypes: dict[tl.dtype, np.dtype] = {}
 
 
 def _np_dtype(kind: tl.dtype) -> np.dtype:
-    """Triton's, remembered."""
+    """Triton's function, with its results cached."""
     if type(kind) is tl.block_type:
         kind = kind.element_ty
     if type(kind) is tl.pointer_type:
         return _ADDRESS
-    found = _np_dtypes.get(kind)
-    if found is None:
-        found = _np_dtypes[kind] = _stock_np_dtype(kind)
-    return found
+    dtype = _np_dtypes.get(kind)
+    if dtype is None:
+        dtype = _np_dtypes[kind] = _stock_np_dtype(kind)
+    return dtype
 
 
 _ADDRESS = np.dtype(np.uint64)
@@ -770,18 +779,18 @@ def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
     self.type = type
     self.dtype = type.scalar
     key = tuple(type.shape) if type.is_block() else ()
-    found = _shapes.get(key)
-    if found is None:
-        found = tl.core.tuple([tl.constexpr(s) for s in key]), tl.constexpr(int(np.prod(key, dtype=np.int64)))
-        _shapes[key] = found
-    self.shape, self.numel = found
+    shape_and_numel = _shapes.get(key)
+    if shape_and_numel is None:
+        shape_and_numel = tl.core.tuple([tl.constexpr(s) for s in key]), tl.constexpr(int(np.prod(key, dtype=np.int64)))
+        _shapes[key] = shape_and_numel
+    self.shape, self.numel = shape_and_numel
 
 
 _block_types: dict[tuple[Hashable, tuple[int, ...]], dict[str, object]] = {}
 
 
 def _block_type_init(self: tl.block_type, element_ty: tl.dtype, shape: Sequence[Scalar]) -> None:
-    """Triton's, remembered by element type and shape."""
+    """Triton's `__init__`, with its results cached by element type and shape."""
     element: Hashable = id(element_ty)
     if type(element_ty) is tl.pointer_type:
         element = (id(element_ty.element_ty), element_ty.address_space, element_ty.const)
@@ -798,14 +807,14 @@ _stock_block_type = tl.block_type.__init__
 
 
 def _post_init(self: TensorHandle) -> None:
-    """Instead of Triton's check of every array's item size."""
+    """Do nothing, in place of Triton's check of every array's item size."""
 
 
 Change = tuple[object, str, object]  # object, attribute, value
 
 
 class _Recorder:
-    """Takes what Triton's own patching would set, without setting it."""
+    """Collects the attributes that Triton's own patching would set, without setting them."""
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -816,7 +825,7 @@ class _Recorder:
 
 @functools.cache
 def _changes() -> list[Change]:
-    """(object, attribute, interpreted meaning), computed once while the language is unpatched."""
+    """(object, attribute, interpreted value), computed once while the language is unpatched."""
     scope = _Recorder()
     for space in (tl, tl.core, tl.core.tensor, tl.math, tl.core.tensor_descriptor_base):
         for name, member in inspect.getmembers(space):
@@ -852,7 +861,7 @@ def _changes() -> list[Change]:
 
 @contextmanager
 def patched(programs: Programs) -> Iterator[None]:
-    """Interpret `triton.language`, with memory and barriers given to `programs`, until the block ends."""
+    """Interpret `triton.language`, with memory accesses and barriers handed to `programs`, until the block ends."""
     global hooks
     if hooks is not None:
         raise RuntimeError("an emulated run is already going on in this process")

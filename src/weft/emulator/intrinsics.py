@@ -1,4 +1,4 @@
-"""What weft.lang's intrinsics mean while a kernel is interpreted."""
+"""The emulated forms of weft.lang's intrinsics."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def wait_until(
     SCOPE: Constant = "gpu",
     MANY: Constant = 1,
 ) -> tl.tensor:
-    scope_sys, first, rank = plain(SCOPE) == "sys", as_int(ptr), as_int(peer)
+    scope_sys, address, rank = plain(SCOPE) == "sys", as_int(ptr), as_int(peer)
     if as_int(MANY) > WARP:
         raise ValueError(f"wait_until: a warp polls at most {WARP} words, not {as_int(MANY)}")
     for i in range(as_int(MANY)):
-        seen = interpret.hooks.wait_until(first + 4 * i, as_int(target), as_int(tile), rank + i, scope_sys)
+        seen = interpret.hooks.wait_until(address + 4 * i, as_int(target), as_int(tile), rank + i, scope_sys)
     return int32(seen)
 
 
 def same_call(calls: Any, number: Scalar) -> None:
-    size, me, state = as_int(calls.world), as_int(tl.load(calls.state + RANK)), calls.state + CALLS
+    size, own_rank, state = as_int(calls.world), as_int(tl.load(calls.state + RANK)), calls.state + CALLS
     call = as_int(tl.load(state)) + 1
     base, half = (call << NUMBER_BITS) & 0xFFFFFFFF, call % 2 * size
     word = base | as_int(number) & ((1 << NUMBER_BITS) - 1)
     for rank in range(size):
-        to = tl.load(calls.peers + rank).to(tl.pointer_type(tl.int32)) + half + me
+        to = tl.load(calls.peers + rank).to(tl.pointer_type(tl.int32)) + half + own_rank
         tl.atomic_xchg(to, int32(_signed(word)), sem="relaxed", scope="sys")
     for rank in range(size):
-        at = as_int(calls.counters + half + rank)
-        seen = interpret.hooks.wait_until(at, _signed(base), CALL, rank, True) & 0xFFFFFFFF
+        address = as_int(calls.counters + half + rank)
+        seen = interpret.hooks.wait_until(address, _signed(base), CALL, rank, True) & 0xFFFFFFFF
         if seen != word:
-            interpret.hooks.disagree(as_int(calls.guard), {me: word, rank: seen})
+            interpret.hooks.disagree(as_int(calls.guard), {own_rank: word, rank: seen})
     tl.store(state, int32(_signed(call)))
 
 
@@ -73,18 +73,18 @@ def post(ptr: tl.tensor, w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.ten
     shape = ptr.handle.data.shape
     mask = np.broadcast_to(ok.handle.data, shape)
     words = [np.broadcast_to(w.handle.data, shape)[mask] for w in (w0, w1, w2, w3)]
-    places = ptr.handle.data[mask].astype(np.uint64)[:, None] + np.arange(0, 16, 4, dtype=np.uint64)
+    addresses = ptr.handle.data[mask].astype(np.uint64)[:, None] + np.arange(0, 16, 4, dtype=np.uint64)
     values = np.stack(words, 1).astype(np.int32)
-    for part in interpret.hooks.halves(len(places)):  # a reader may see some of the words before the others
-        if places[part].size:
-            interpret.hooks.store(places[part], values[part], None, posted=True)
+    for part in interpret.hooks.halves(len(addresses)):  # a reader may see some of the words before the others
+        if addresses[part].size:
+            interpret.hooks.store(addresses[part], values[part], None, low_latency=True)
 
 
 def peek(ptr: tl.tensor, ok: tl.tensor) -> tl.tensor:
     kind, zero = np.dtype(np.int32), np.zeros((), np.int32)
     mask = np.broadcast_to(ok.handle.data, ptr.handle.data.shape)
-    found = interpret.hooks.load(ptr.handle.data, mask, zero, kind, volatile=True, polls=False)
-    return tl.tensor(interpret.TensorHandle(found, tl.int32), tl.block_type(tl.int32, list(found.shape)))
+    words = interpret.hooks.load(ptr.handle.data, mask, zero, kind, volatile=True, polls=False)
+    return tl.tensor(interpret.TensorHandle(words, tl.int32), tl.block_type(tl.int32, list(words.shape)))
 
 
 def store_pairs(ptr: tl.tensor, x: tl.tensor) -> None:
@@ -98,21 +98,26 @@ def load_pairs(ptr: tl.tensor, seen: tl.tensor) -> tl.tensor:
 def look_again(
     tries: Scalar, began: tl.tensor, guard: tl.tensor, ptr: tl.tensor, tile: Scalar, peer: Scalar
 ) -> tl.tensor:
-    """Sleeps if nothing anywhere has changed since it was last asked."""
+    """Sleep if nothing anywhere has changed since this program's last call."""
     interpret.hooks.look_again()
     return int32(1)
 
 
-def now() -> tl.tensor:
+def globaltimer() -> tl.tensor:
     return tl.tensor(interpret.TensorHandle(np.zeros(1, np.int64), tl.int64), tl.int64)
 
 
+def keep_before(x: tl.tensor) -> tl.tensor:
+    """Nothing is moved here."""
+    return x
+
+
 def window_fence() -> None:
-    """Addresses have no aliases here."""
+    """Do nothing: addresses have no aliases here."""
 
 
 def window_sum(row: tl.tensor, H: Constant, P: Constant, DTYPE: tl.constexpr | tl.dtype) -> tl.tensor:
-    """Every rank's row, summed in fp32 in the order of the ranks."""
+    """The sum of every rank's row in fp32, in rank order."""
     width, padded, dtype = as_int(H), as_int(P), plain(DTYPE)
     kind = np.dtype(np.uint16 if dtype == tl.bfloat16 else np.float16)
     total = np.zeros(padded, np.float32)
@@ -130,7 +135,7 @@ def window_store(row: tl.tensor, y: tl.tensor, H: Constant, P: Constant) -> None
 
 
 def _elements(start: int, width: int) -> np.ndarray:
-    """Addresses of elements of 16 bits."""
+    """The addresses of elements of 16 bits."""
     return np.uint64(start) + np.arange(width, dtype=np.uint64) * np.uint64(2)
 
 
@@ -138,7 +143,7 @@ Intrinsic.emulated.update(
     wait_until=wait_until, flush_stores=flush_stores, bulk_fence=bulk_fence, release_fence=release_fence
 )
 Intrinsic.emulated.update(
-    post=post, peek=peek, store_pairs=store_pairs, load_pairs=load_pairs, look_again=look_again, now=now
+    post=post, peek=peek, store_pairs=store_pairs, load_pairs=load_pairs, look_again=look_again, globaltimer=globaltimer
 )
-Intrinsic.emulated.update(count_lost=count_lost, same_call=same_call)
+Intrinsic.emulated.update(count_lost=count_lost, same_call=same_call, keep_before=keep_before)
 Intrinsic.emulated.update(window_fence=window_fence, window_sum=window_sum, window_store=window_store)

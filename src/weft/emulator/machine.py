@@ -1,22 +1,21 @@
-"""Every rank of a world as greenlets of one thread, scheduled by a seed, with happens-before kept in vector clocks.
+"""All ranks of a world as greenlets of one thread, scheduled by a seed, with happens-before kept in vector clocks.
 
-Tasks are: the host code of each rank (host.py), each stream (which runs its operations in order), and each resident
-program of a running kernel. Whoever runs goes on until a scheduling point (an atomic, an intrinsic, an operation given
-to a stream, now and then a load or store) and picks the next task there. When no task can run, the run is over or
-deadlocked.
+A task is the host code of a rank (host.py), a stream, which runs its operations in order, or a resident program of a
+running kernel. The current task goes on until a scheduling point (an atomic, an intrinsic, an operation enqueued on a
+stream, now and then a load or store), which picks the next task. When no task can run, the run is over or deadlocked.
 
-What orders two tasks:
-    host -> stream                  what the host knew when it gave the operation (`synchronize`, `exchange`)
-    stream -> stream                record / wait_event, meet, collectives
-    stream -> program -> stream     start and end of a kernel
+These edges order two tasks:
+    host -> stream                  the host's clock when it enqueues an operation (`synchronize`, `exchange`)
+    stream -> stream                record / wait_event, barriers of streams, collectives
+    stream -> program -> stream     the start and the end of a kernel
     release -> acquire              through a counter; scope "gpu" between tasks of one rank only
 
-Inside a program the GPU is weaker than program order, and so is this model:
+Inside a program the GPU's order is weaker than program order, and so is this model's:
     - a release by one thread covers ordinary accesses, and atomics of a block, which many threads make, only up to the
-      last `flush_stores` or `tl.debug_barrier` (`settled`);
-    - bulk (TMA) stores are made by an agent of their own (`bulk_slot`), which joins the program at
+      last `flush_stores` or `tl.debug_barrier` (`flushed`);
+    - bulk (TMA) stores are made by an agent of their own (`bulk_agent`), which joins the program at
       `flush_stores(BULK=True)`;
-    - bulk loads and stores know only what the program knew at its last proxy fence (`bulk_view`).
+    - bulk loads and stores have the clock that the program had at its last proxy fence (`bulk_view`).
 """
 
 from __future__ import annotations
@@ -36,25 +35,37 @@ from ..errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Unsuppo
 from ..lang.channel import CALLS, DONE
 from ..trace.span import Span
 from . import deadlock, interpret
-from .bounds import Bounds, Extent
+from .bounds import Extent, PointerBounds
 from .host import HostThread
-from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, NEAR, READ, WRITE, Found, Memory, Region, verb
+from .memory import (
+    ATOMIC_READ,
+    ATOMIC_WRITE,
+    BULK_READ,
+    BULK_WRITE,
+    GPU_SCOPE,
+    READ,
+    WRITE,
+    Finding,
+    Memory,
+    Region,
+    verb,
+)
 from .programs import Programs
 from .streams import Streams
-from .tasks import KernelRun, Meeting, Owner, Poll, Report, Site, Task, Update, Wait, merged, place, reached
+from .tasks import Collective, KernelRun, Owner, Poll, Report, SourceSite, Task, Update, Wait, merged, place, reached
 
 if TYPE_CHECKING:
     from .mutate import Mutation
 
 R = TypeVar("R")
 
-LOG = 128  # changes of a word that are remembered
-IDLE_ROUNDS = 64  # how often spinning tasks may all look again before it is a deadlock
+LOG = 128  # the number of latest changes of a word that are kept
+IDLE_ROUNDS = 64  # rounds in which all spinning tasks look again without any change before they are deadlocked
 
 MODES = ("clock", "random", "starve", "burst")
 
 
-WINDOW, WINDOW_STEP = 1 << 60, 1 << 36  # multicast addresses: the first, and how far apart windows begin
+WINDOW, WINDOW_STEP = 1 << 60, 1 << 36  # the first multicast address, and the distance between windows
 
 
 class Machine:
@@ -71,13 +82,13 @@ class Machine:
         mutation: Mutation | None = None,
         record: bool = False,
     ) -> None:
-        self.nodes: tuple[int, ...] = (0,) * size  # by rank the number of its node
+        self.nodes: tuple[int, ...] = (0,) * size  # the number of each rank's node, by rank
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
         self.mutation, self.record = mutation, record
         self.rng = random.Random(seed)
         self.mode = MODES[seed % len(MODES)]
         self.memory = Memory(self, races)
-        self.bounds = Bounds()
+        self.bounds = PointerBounds()
         self.races = races
         self.report = Report(seed, self.mode, size)
         # tasks
@@ -88,49 +99,50 @@ class Machine:
         self.beginning: Task | None = None
         self.closing = self.ended = False
         self.progress = self.rounds = self.looked = 0
-        self.starved: Task | int | None = None  # or all of a rank
+        self.starved: Task | int | None = None  # a task, or a rank with all its tasks
         self.starve_left = 0
         # clocks
         self.clocks: list[int] = []
-        self.slots: dict[Hashable, int] = {}
-        self.ranks: list[int] = []  # by slot
-        self.owners: list[list[tuple[int, Owner]]] = []  # per slot: (first clock, who)
+        self.agents: dict[Hashable, int] = {}
+        self.ranks: list[int] = []  # by agent
+        self.owners: list[list[tuple[int, Owner]]] = []  # by agent, (first tick, owner of the accesses from it on)
         self.width = 64
-        self.sites: list[Site] = [()]
+        self.sites: list[SourceSite] = [()]
         self.site_ids: dict[tuple[int, ...], int] = {}  # by `interpret.trail`
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
-        self.calls: dict[Hashable, dict[int, object]] = {}  # by rank, of those that not all ranks have come to
-        self.windows: list[
-            tuple[int, list[int]]
-        ] = []  # bytes of a multicast window, and where every rank's memory begins
+        self.calls: dict[Hashable, dict[int, object]] = {}  # calls by rank, until all ranks have made them
+        # The bytes of each multicast window, and the address of every rank's memory behind it.
+        self.windows: list[tuple[int, list[int]]] = []
         self.waiting: dict[int, list[Task]] = {}
         self.polling: list[Task] = []
-        self.crowded: dict[KernelRun, str] = {}  # launches that signal without being resident at once, and what to say
+        self.not_resident: dict[KernelRun, str] = {}  # the error message for launches that signal but are not resident
         self.hosts: list[Task] = []
-        self.programs_of: dict[int, int] = {}  # slot of a program or of its bulk agent -> slot of the program
+        self.program_of_agent: dict[int, int] = {}  # of an agent of a program, the program's own agent
+        # Filled by `EmulatedBackend.register_channel`.
         self.channels: dict[
             tuple[int, str, int], tuple[str, int, torch.Tensor, torch.Tensor | int, list[int] | int | None]
-        ] = {}  # `EmulatedBackend.register_channel`
-        self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # by rank: of the counter at an address
-        self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # by guard: what its World says
+        ] = {}
+        self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # by rank, functions that name a counter
+        self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # makes a World's error, by its guard
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
 
     # -- running -----------------------------------------------------------------------------------------------------
     def add_window(self, nbytes: int, starts: list[int]) -> int:
-        """A multicast address for memory that every rank has a copy of: it is no memory's own."""
+        """Return a new multicast address for memory of which every rank has a copy. No rank's own memory is there."""
         self.windows.append((nbytes, starts))
         return WINDOW + (len(self.windows) - 1) * WINDOW_STEP
 
     def window(self, address: int) -> list[int]:
-        """One address of every rank."""
-        number, at = divmod(address - WINDOW, WINDOW_STEP)
-        if not 0 <= number < len(self.windows) or at >= self.windows[number][0]:
+        """The address in every rank's memory that a multicast address stands for."""
+        number, offset = divmod(address - WINDOW, WINDOW_STEP)
+        if not 0 <= number < len(self.windows) or offset >= self.windows[number][0]:
             raise ValueError(f"{address:#x} is no multicast address")
-        return [start + at for start in self.windows[number][1]]
+        return [start + offset for start in self.windows[number][1]]
 
     def run(self, hosts: Sequence[Callable[[], R]]) -> list[R]:
+        """Run each rank's function to its end; return the results by rank."""
         results: dict[int, R] = {}
 
         def host(rank: int, fn: Callable[[], R]) -> Callable[[], None]:
@@ -146,8 +158,7 @@ class Machine:
             return body
 
         threads = torch.get_num_threads()
-        # This thread works for the ranks' streams, on tensors that they made in any mode of gradients, and records
-        # none.
+        # This thread runs the ranks' streams, on tensors made in any gradient mode, and must not record gradients.
         with interpret.patched(self.programs), torch.inference_mode():
             torch.set_num_threads(1)  # one task runs at a time, on small tensors
             try:
@@ -165,12 +176,12 @@ class Machine:
                 self.ended = True
                 torch.set_num_threads(threads)
         self._check_channels()
-        if self.crowded:
-            raise Unsupported(next(iter(self.crowded.values())))
+        if self.not_resident:
+            raise Unsupported(next(iter(self.not_resident.values())))
         return [results[rank] for rank in range(self.size)]
 
     def _loop(self) -> None:
-        """The hub: gets control when a task ends or nothing can run."""
+        """The hub, which gets control when a task ends or nothing can run."""
         while True:
             task, self.beginning = self.beginning, None
             if task is None:
@@ -181,7 +192,8 @@ class Machine:
             task.greenlet.switch()
 
     def _stalled(self) -> bool:
-        """Nothing is ready: look again at what host code may have changed, let spinners spin, or give up."""
+        """Wake tasks when none is ready: those whose word host code has changed, then those that spin. Returns False
+        where the run is over, and raises Deadlock where no task can go on."""
         for address, tasks in list(self.waiting.items()):
             value = self.peek(address)
             for task in list(tasks):
@@ -202,15 +214,15 @@ class Machine:
         raise Deadlock(deadlock.graph(self))
 
     def _cut(self) -> None:
-        """The run ends badly: the timeline goes on to here, and a tenth further for those that wait in vain."""
-        now = 1.1 * max(task.time for task in self.tasks)
+        """Complete the timeline of a run that fails: waits that did not end are drawn for a tenth of the run longer."""
+        end = 1.1 * max(task.time for task in self.tasks)
         for task in self.tasks:
             if task.kind == "program" and not task.done and task.run is not None:
                 self.span(task, task.run.kernel.__name__, "compute", task.begun)
                 task.begun = task.time
             if not task.done and isinstance(task.waits, Wait | Poll):
                 word = self.label(task.waits.address) if task.waits.address else "several words"
-                self.waited(task, now, f"{word}, in vain", None)
+                self.waited(task, end, f"{word}, in vain", None)
 
     def _close(self) -> None:
         self.closing = True
@@ -222,39 +234,41 @@ class Machine:
 
     # -- tasks and the scheduler -------------------------------------------------------------------------------------
     def task(self, name: str, rank: int, kind: str, track: str, key: Hashable, clock: np.ndarray | None = None) -> Task:
-        slot = self.slot(key, rank)
-        task = Task(self, name, rank, kind, track, slot, np.zeros(self.width, np.int32))
+        """A new task with a clock of its own; its rank's memory model knows it by `key`."""
+        agent = self.agent(key, rank)
+        task = Task(self, name, rank, kind, track, agent, np.zeros(self.width, np.int32))
         if clock is not None:
             task.clock[: len(clock)] = clock
-        task.own = task.settled = self.clocks[slot]
+        task.tick = task.flushed = self.clocks[agent]
         task.advance()
-        task.atom_slot, task.atom_clock = slot, task.own
-        self.owners[slot].append((task.own, Owner(name, rank)))
+        task.atomic_agent, task.atomic_clock = agent, task.tick
+        self.owners[agent].append((task.tick, Owner(name, rank)))
         if len(self.tasks) > 64 + 4 * len(self.clocks):
             self.tasks = [t for t in self.tasks if not t.done]
         self.tasks.append(task)
         return task
 
-    def slot(self, key: Hashable, rank: int) -> int:
-        found = self.slots.get(key)
-        if found is None:
-            found = self.slots[key] = len(self.clocks)
+    def agent(self, key: Hashable, rank: int) -> int:
+        """The index in the vector clocks of the agent with this key, a new one on first use."""
+        agent = self.agents.get(key)
+        if agent is None:
+            agent = self.agents[key] = len(self.clocks)
             self.clocks.append(0)
             self.ranks.append(rank)
             self.owners.append([])
-            if found >= self.width:
+            if agent >= self.width:
                 self.width *= 2
                 self.tasks = [t for t in self.tasks if not t.done]
                 for task in self.tasks:
                     self.widen(task)
-        return found
+        return agent
 
     def widen(self, task: Task) -> None:
         for name in ("clock", "bulk_view"):
-            old = getattr(task, name)
-            if old is not None and len(old) < self.width:
+            narrow = getattr(task, name)
+            if narrow is not None and len(narrow) < self.width:
                 wide = np.zeros(self.width, np.int32)
-                wide[: len(old)] = old
+                wide[: len(narrow)] = narrow
                 setattr(task, name, wide)
 
     def start(self, task: Task, body: Callable[[], None]) -> None:
@@ -295,11 +309,11 @@ class Machine:
             return ready[0]
         mode = self.mode
         if mode == "clock":
-            return min(ready, key=lambda t: (t.time, t.slot))
+            return min(ready, key=lambda t: (t.time, t.agent))
         if mode == "burst":
-            now = self.current
-            if now is not None and now.position >= 0 and self.rng.random() < 0.9:
-                return now
+            current = self.current
+            if current is not None and current.position >= 0 and self.rng.random() < 0.9:
+                return current
         elif mode == "starve":
             if self.starve_left <= 0:
                 victim = self.rng.choice(self.tasks)
@@ -315,7 +329,7 @@ class Machine:
         return ready[int(self.rng.random() * n)]
 
     def _switch(self) -> None:
-        """Give control to whoever is picked; comes back when this task is picked again."""
+        """Give control to the task that is picked; returns when this task is picked again."""
         host = self.current.host
         if host is not None and host.outside():
             host.ask(self._switch)
@@ -329,10 +343,10 @@ class Machine:
             if task is not me:
                 self.current = task
                 self.report.switches += 1
-                self.report.schedule = hash((self.report.schedule, task.slot))
+                self.report.schedule = hash((self.report.schedule, task.agent))
                 if task.greenlet:
                     task.greenlet.switch()
-                else:  # begun by the hub: a greenlet inherits the stack depth of whoever begins it
+                else:  # the hub begins it, since a greenlet inherits the stack depth of the one that begins it
                     self.beginning = task
                     self.hub.switch()
 
@@ -341,8 +355,8 @@ class Machine:
         if len(self.ready) > 1 or self.closing:
             self._switch()
 
-    def block(self, waits: Wait | Poll | Meeting | str) -> None:
-        """Not ready until `wake`."""
+    def block(self, waits: Wait | Poll | Collective | str) -> None:
+        """Make the current task not ready until `wake`."""
         task = self.current
         task.waits = waits
         self.unready(task)
@@ -382,7 +396,7 @@ class Machine:
 
     def range_changed(self, lo: int, hi: int, region: Region) -> None:
         self.progress += 1
-        if region.words:  # an ordinary store to a counter ends what was released through it
+        if region.words:  # an ordinary store to a counter ends its release sequence
             for address in [a for a in self.words if lo <= a < hi]:
                 del self.words[address]
         if self.waiting:
@@ -396,53 +410,56 @@ class Machine:
     def await_word(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
         """Block until the word has reached `target`, then acquire.
 
-        What the program then knows is only that the target was reached, so it acquires what had been released when the
-        word last rose to it, even if more has come since: an arrival too few is found in every schedule.
+        The program then knows only that the target was reached. So it acquires what had been released when the word
+        last rose to the target, even if more has been released since: a target that is one arrival too low is found in
+        every schedule.
         """
         task = self.current
         if self.record and scope_sys and task.kind == "program":
             self.report.sys_lines.add(interpret.where()[0][:2])
         self.signals("waits")
         self.pause()
-        look = ATOMIC_READ if scope_sys else ATOMIC_READ | NEAR
+        look = ATOMIC_READ if scope_sys else ATOMIC_READ | GPU_SCOPE
         self.word(address, look)
         while not reached(self.peek(address), target):
             self.waiting.setdefault(address, []).append(task)
             self.block(Wait(address, target, tile, peer, interpret.where()))
         self.word(address, look)
         value = self.peek(address)
-        first = None
+        update_at_target = None
         for update in reversed(self.words.get(address, ())):
             if not reached(update.value, target):
                 break
-            first = update
-        if first is not None:
+            update_at_target = update
+        if update_at_target is not None:
             detail = f"{self.label(address)} >= {target}" + (f", tile {tile}" if tile >= 0 else "")
-            self.waited(task, first.time, detail, (first.by.rank, first.by.track))
-            self.acquire(task, first, scope_sys)
+            self.waited(task, update_at_target.time, detail, (update_at_target.task.rank, update_at_target.task.track))
+            self.acquire(task, update_at_target, scope_sys)
         return value
 
-    def signals(self, what: str) -> None:
-        """The current task waits or notifies: if it is a program, all of its grid should be resident at once."""
+    def signals(self, action: str) -> None:
+        """Note that the current task waits or notifies: if it is a program, all of its grid should be resident at
+        once."""
         run = self.current.run
-        if run is not None and not run.fits and run not in self.crowded:
-            self.crowded[run] = (
-                f"{run.kernel.__name__}: {math.prod(run.grid)} programs, of which one {what}, are not resident at once "
-                f"on the {self.sm_count} SMs of rank {self.current.rank}, {run.per_sm} a SM: one that never starts "
-                f"never signals (launch at most world.sm_count)\n{self.me()}"
+        if run is not None and not run.fits and run not in self.not_resident:
+            self.not_resident[run] = (
+                f"{run.kernel.__name__}: {math.prod(run.grid)} programs are not resident at once on the "
+                f"{self.sm_count} SMs of rank {self.current.rank}, {run.per_sm} an SM, and one of them {action}: a "
+                f"program that never starts never signals (launch at most world.sm_count)\n{self.me()}"
             )
 
     def acquire(self, task: Task, update: Update, scope_sys: bool) -> None:
         task.acquired = True
-        if (own := update.ranks.get(task.rank)) is not None:
-            task.join(own)
+        if (rank_clock := update.ranks.get(task.rank)) is not None:
+            task.join(rank_clock)
         if scope_sys and update.system is not None:
             task.join(update.system)
 
     def release(
         self, task: Task, address: int, scope_sys: bool, store: bool, released: bool, fenced: bool = True
     ) -> None:
-        """Note a change, and publish what the task has settled. A store begins anew, an update continues. fenced:
+        """Record a change of a word, and publish the task's flushed accesses with it. store: a store, which begins a
+        new release sequence, where an update continues one. released: whether the change itself is a release. fenced:
         whether a release fence before it covers it."""
         log = self.words.get(address)
         if log is None:
@@ -457,34 +474,34 @@ class Machine:
         last = log[-1] if log else None
         system = None if last is None or store else last.system
         ranks = {} if last is None or store else last.ranks
-        out = None
+        covered = None
         if released:
-            out = self.covered(task)
+            covered = self.covered(task)
         elif fenced and task.fenced is not None:
-            out, fence_sys = task.fenced
+            covered, fence_sys = task.fenced
             scope_sys &= fence_sys
-            out[task.atom_slot] = task.atom_clock
-        if out is not None:
+            covered[task.atomic_agent] = task.atomic_clock
+        if covered is not None:
             if task.kind == "program":
-                task.atom_clock += 1
-                self.clocks[task.atom_slot] = task.atom_clock
+                task.atomic_clock += 1
+                self.clocks[task.atomic_agent] = task.atomic_clock
                 task.cache.clear()
-            ranks = {**ranks, task.rank: merged(ranks.get(task.rank), out)}
+            ranks = {**ranks, task.rank: merged(ranks.get(task.rank), covered)}
             if scope_sys:
-                system = merged(system, out)
+                system = merged(system, covered)
         log.append(Update(self.peek(address), max(task.time, last.time) if last else task.time, task, system, ranks))
 
     def covered(self, task: Task) -> np.ndarray:
-        """What a release by the task covers now."""
+        """The clock that a release by the task covers now."""
         out = task.clock.copy()
         if task.kind == "program":
-            out[task.slot], out[task.atom_slot] = task.settled, task.atom_clock
+            out[task.agent], out[task.atomic_agent] = task.flushed, task.atomic_clock
         return out
 
     def word(self, address: int, kind: int, size: int = 4) -> None:
         region = self.region(address, address + size, kind)
-        at = address - region.base
-        self.touch(region, region.shadow(at, (1,), (size,), size), kind)
+        offset = address - region.base
+        self.touch(region, region.shadow(offset, (1,), (size,), size), kind)
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def site(self) -> int:
@@ -498,53 +515,54 @@ class Machine:
             self.sites.append(interpret.where())
         return number
 
-    def loaded(self, slot: int, clock: int, site: int) -> None:
-        """Note a load of what was written by `slot` at `clock`, if the program knows of that by a wait alone."""
+    def loaded(self, agent: int, clock: int, site: int) -> None:
+        """Note a load of an element that `agent` wrote at `clock`, where only a wait of its own orders the program
+        after it."""
         task = self.current
-        if task.kind == "program" and task.acquired and slot not in (task.slot, task.bulk_slot):
-            if slot >= len(task.start) or task.start[slot] < clock:
+        if task.kind == "program" and task.acquired and agent not in (task.agent, task.bulk_agent):
+            if agent >= len(task.start) or task.start[agent] < clock:
                 self.report.ran.behind.add(tuple(frame[:2] for frame in self.sites[site]))
 
     def region(self, lo: int, hi: int, kind: int) -> Region:
         region = self.memory.find(lo, hi)
         if region is None:
             near = self.memory.find(lo, lo + 1) or self.memory.find(hi - 1, hi)
-            hint = self.memory.co_resident(lo)
+            hint = self.memory.neighbour_hint(lo)
             if near:
                 hint = f"; the access begins or ends in {near.label(max(lo, near.base))}"
             raise MemoryFault(f"{verb(kind)} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
-        if region.placed and self.nodes[region.rank] != self.nodes[self.current.rank]:
-            own, other = self.current.rank, region.rank
+        if region.node_local and self.nodes[region.rank] != self.nodes[self.current.rank]:
+            rank, owner = self.current.rank, region.rank
             raise MemoryFault(
-                f"{verb(kind)} of {region.label(lo)} by rank {own}: rank {own} is on node {self.nodes[own]}, rank "
-                f"{other} on node {self.nodes[other]}, and between nodes only the library's collectives move data\n"
+                f"{verb(kind)} of {region.label(lo)} by rank {rank}: rank {rank} is on node {self.nodes[rank]}, rank "
+                f"{owner} on node {self.nodes[owner]}, and between nodes only the library's collectives move data\n"
                 f"{self.me()}"
             )
         return region
 
     def outside(self, bounds: Extent, address: int, kind: int) -> NoReturn:
-        """Raise for an access to no element of the tensor that its pointer was derived from."""
+        """Raise for an access to bytes that are no element of the tensor that its pointer was derived from."""
         region = self.memory.find(bounds.lo, bounds.lo + 1)
         rank = region.rank if region else self.current.rank
         text = f"{verb(kind)} of {bounds.index(address)} of rank {rank}, which has the shape {list(bounds.shape)}"
         if region and region.name == "channels":
-            what = {ATOMIC_READ: "wait", ATOMIC_WRITE: "notify"}.get(kind & 7, verb(kind))
+            action = {ATOMIC_READ: "wait", ATOMIC_WRITE: "notify"}.get(kind & 7, verb(kind))
             channel, name = (address - bounds.lo) // 4, self._counter(self.current.rank, bounds.lo).partition(" of ")[2]
-            text = f'{what} past the end: channel {channel} of "{name}", which has 0..{bounds.shape[0] - 1}'
+            text = f'{action} past the end: channel {channel} of "{name}", which has channels 0..{bounds.shape[0] - 1}'
         raise MemoryFault(f"{text}\n{self.me()}")
 
     def touch(self, region: Region, block: np.ndarray, kind: int) -> None:
         self.report.accesses += 1
         try:
             self.memory.touch(self.current, region, block, kind)
-        except Found as found:
-            self.explain(found)
+        except Finding as access:
+            self.explain(access)
 
     def me(self) -> str:
         task = self.current
         if task.kind == "program":
-            return f"    {task.told} at {place(interpret.where())}"
-        return f"    {self._owner(task.slot, task.own).name}"
+            return f"    {task.report_name} at {place(interpret.where())}"
+        return f"    {self._owner(task.agent, task.tick).name}"
 
     def label(self, address: int) -> str:
         region = self.memory.find(address, address + 1)
@@ -555,72 +573,76 @@ class Machine:
         return region.label(address)
 
     def _counter(self, rank: int, address: int) -> str:
-        """A rank may be of several Worlds: the name in the one that has the counter."""
-        told = [name(address) for name in self.channel_names.get(rank, [])]
-        return next((name for name in told if not name.startswith("address ")), f"address {address:#x}")
+        """The name of a rank's counter. A rank may belong to several Worlds: the name is that of the World that has the
+        counter."""
+        labels = [name(address) for name in self.channel_names.get(rank, [])]
+        return next((name for name in labels if not name.startswith("address ")), f"address {address:#x}")
 
-    def _owner(self, slot: int, clock: int) -> Owner:
-        found = self.owners[slot][0][1]
-        for first, owner in self.owners[slot]:
-            if first > clock:
+    def _owner(self, agent: int, tick: int) -> Owner:
+        """The owner of an agent's access at a tick."""
+        owner_then = self.owners[agent][0][1]
+        for first_tick, owner in self.owners[agent]:
+            if first_tick > tick:
                 break
-            found = owner
-        return found
+            owner_then = owner
+        return owner_then
 
-    def explain(self, found: Found) -> None:
-        region = found.region
-        what = region.label(region.base + found.granule * region.granule)
-        if found.other is None:
-            raise MemoryFault(f"{verb(found.kind)} of {what}, which nothing has written\n{self.me()}") from None
-        slot, clock, kind, site = found.other
-        first, second = self._owner(slot, clock), self._owner(self.current.slot, self.current.own)
+    def explain(self, access: Finding) -> None:
+        """Raise a finding with its message: which accesses, by whom, where, and which edge is missing."""
+        region = access.region
+        element = region.label(region.base + access.granule * region.granule)
+        if access.stamp is None:
+            raise MemoryFault(f"{verb(access.kind)} of {element}, which nothing has written\n{self.me()}") from None
+        agent, clock, kind, site = access.stamp
+        earlier, later = self._owner(agent, clock), self._owner(self.current.agent, self.current.tick)
         reason = "no release and acquire, stream or event orders the first before the second"
         task = self.current
-        if task.kind == "program" and slot in (task.slot, task.bulk_slot, task.atom_slot):
+        if task.kind == "program" and agent in (task.agent, task.bulk_agent, task.atomic_agent):
             reason = "the program's own bulk and ordinary accesses are not ordered without flush_stores or bulk_fence"
-        elif found.kind in (BULK_READ, BULK_WRITE) and task.clock[slot] >= clock:
+        elif access.kind in (BULK_READ, BULK_WRITE) and task.clock[agent] >= clock:
             reason = "acquired, but no proxy fence (wait_until, bulk_fence) stands before this bulk access"
-        elif (kind | found.kind) & NEAR:
+        elif (kind | access.kind) & GPU_SCOPE:
             reason = 'atomics of two ranks need scope "sys", both of them: else one may miss or undo the other'
-        elif early := self._early(first, kind, second, found.kind):
+        elif early := self._early(earlier, kind, later, access.kind):
             reason = early
-        elif self._unsettled(task, slot, clock):
+        elif self._unflushed(task, agent, clock):
             reason = (
                 "the acquired release does not cover it: it comes after the release, or no flush_stores (or "
                 "tl.debug_barrier; flush_stores(BULK=True) for bulk stores) stands between them"
             )
-        at = f" at {place(self.sites[site])}" if site else ""
+        location = f" at {place(self.sites[site])}" if site else ""
         raise Race(
-            f"race on {what}: {verb(found.kind)} after {verb(kind)}\n"
-            f"    first:  {verb(kind)} by {first.name}{at}\n"
-            f"    second: {verb(found.kind)} by{self.me()[3:]}\n    {reason}"
+            f"race on {element}: {verb(access.kind)} after {verb(kind)}\n"
+            f"    first:  {verb(kind)} by {earlier.name}{location}\n"
+            f"    second: {verb(access.kind)} by{self.me()[3:]}\n    {reason}"
         ) from None
 
     def unsynchronized(self, address: int, site: int) -> NoReturn:
-        """Raise for a load of what another thread of the program has stored."""
+        """Raise for a load of an element that another thread of the program has stored."""
         task = self.current
         raise Race(
             f"race on {self.label(address)}: read after write by another thread of the program\n"
-            f"    first:  write by {task.told} at {place(self.sites[site])}\n    second: read by{self.me()[3:]}\n"
-            "    it has another place in the second block, so another thread may load it than stored it, and no "
-            "tl.debug_barrier, flush_stores or wait, at which the threads wait for one another, stands between them"
+            f"    first:  write by {task.report_name} at {place(self.sites[site])}\n"
+            f"    second: read by{self.me()[3:]}\n"
+            "    the element has different indices in the two blocks, so the thread that loads it may not be the one "
+            "that stored it, and there is no tl.debug_barrier, flush_stores or wait between the two"
         )
 
-    def _early(self, first: Owner, kind: int, second: Owner, other: int) -> str:
-        """That memory is used again while a peer still reads it, or that a call was not counted; empty if neither is
-        so."""
+    def _early(self, earlier: Owner, kind: int, later: Owner, later_kind: int) -> str:
+        """The reason of a race in which memory is written again while a peer still reads it, or a call was not counted;
+        empty if neither is so."""
         reasons = []
-        for reader, read, writer, write in ((first, kind, second, other), (second, other, first, kind)):
+        for reader, read, writer, write in ((earlier, kind, later, later_kind), (later, later_kind, earlier, kind)):
             if read in (READ, BULK_READ) and write in (WRITE, BULK_WRITE) and (text := self._reused(reader, writer)):
                 reasons.append(text)
-        for who in (first, second):
+        for who in (earlier, later):
             if who.run is not None and who.run.uncounted:
                 reasons.append(f"rank {who.rank} {who.run.kernel.__name__}, {who.run.uncounted}")
         return "\n    ".join(dict.fromkeys(reasons))
 
     def _reused(self, reader: Owner, writer: Owner) -> str:
-        """A kernel that is one of the two says which calls they belong to: those that have as many of its launches
-        before them."""
+        """Why a write is one call too early, or nothing. The launches of a kernel that reads or writes tell which calls
+        the two accesses belong to."""
         run = reader.run or writer.run
         if run is None or reader.rank == writer.rank:
             return ""
@@ -630,17 +652,19 @@ class Machine:
         return (
             f"a write after a read of an earlier call: rank {reader.rank} reads {_standing(reader, run, read)}, "
             f"rank {writer.rank} writes {_standing(writer, run, write)} of {run.kernel.__name__}\n"
-            "    nothing that the writer has heard says that the read is over: use two halves in turn, or world.barrier"
+            "    no release orders the end of the read before the write: alternate between two buffers, or call "
+            "world.barrier"
         )
 
-    def _unsettled(self, task: Task, slot: int, clock: int) -> bool:
-        """Whether `task` acquired from the program that made the access, but from before the access was settled."""
-        program = self.programs_of.get(slot)
+    def _unflushed(self, task: Task, agent: int, clock: int) -> bool:
+        """Whether `task` acquired a release of the program that made the access, but one from before the access was
+        flushed."""
+        program = self.program_of_agent.get(agent)
         if program is None:
             return False
-        owner = self._owner(slot, clock)
-        begun = [first for first, other in self.owners[program] if other is owner]
-        return bool(begun) and bool(task.clock[program] >= begun[-1])
+        owner = self._owner(agent, clock)
+        starts = [tick for tick, owner_then in self.owners[program] if owner_then is owner]
+        return bool(starts) and bool(task.clock[program] >= starts[-1])
 
     # -- spans -------------------------------------------------------------------------------------------------------
     def span(
@@ -650,7 +674,7 @@ class Machine:
             self.report.timeline.append(Span(task.rank, task.track, name, kind, start, task.time, detail, releaser))
 
     def waited(self, task: Task, until: float, detail: str, releaser: tuple[int, str] | None) -> None:
-        """The task could go on at virtual time `until` only."""
+        """Record that the task could not go on before virtual time `until`."""
         if until <= task.time:
             return
         name = task.run.kernel.__name__ if task.run else task.name
@@ -676,19 +700,19 @@ class Machine:
                     raise SignalError(f"{name} of rank {rank}: {uncounted}")
                 continue
             due = [arrivals] * len(values) if isinstance(arrivals, int) else arrivals
-            for i, (value, each) in enumerate(zip(values, due, strict=True)):
-                if (value - calls * each) % 2**32:
+            for i, (value, due_per_call) in enumerate(zip(values, due, strict=True)):
+                if (value - calls * due_per_call) % 2**32:
                     log = self.words.get(counters.data_ptr() + i * counters.element_size(), ())
-                    what = "doubled" if value > calls * each else "lost"
+                    fault = "doubled" if value > calls * due_per_call else "lost"
                     raise SignalError(
-                        f"{what} signal: {name}[{i}] of rank {rank} is {value} at the end, "
-                        f"not {calls * each} ({uncounted or f'{calls} calls'} of {each} arrivals); raised by "
-                        + (", ".join(f"{u.by.name} to {u.value}" for u in list(log)[-8:]) or "nobody")
+                        f"{fault} signal: {name}[{i}] of rank {rank} is {value} at the end, "
+                        f"not {calls * due_per_call} ({uncounted or f'{calls} calls'} of {due_per_call} arrivals); "
+                        "raised by " + (", ".join(f"{u.task.name} to {u.value}" for u in list(log)[-8:]) or "nobody")
                     )
 
 
 def _standing(who: Owner, run: KernelRun, number: int) -> str:
-    """Where an access stands to the launches of a kernel."""
+    """The position of an access among the launches of a kernel."""
     if who.run is not None and who.run.kernel.fn is run.kernel.fn:
         return f"in launch {number}" + (f" (call {who.run.call})" if who.run.call else "")
     return f"between launches {number - 1} and {number}" if number > 1 else "before launch 1"

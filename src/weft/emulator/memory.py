@@ -1,10 +1,10 @@
-"""What happened to every element: who wrote it last, who read it since, and whether anything ever did.
+"""The history of every element: who wrote it last, who has read it since, and whether it was written at all.
 
-A `Region` is one storage (or one allocation of the backend, fenced off by untracked bytes). Its `states` holds one
+A `Region` is one storage, or one allocation of the backend with untracked bytes around it. Its `states` holds one
 integer per granule, an index into `Memory.states`, where equal histories are stored once: a tile that one program wrote
 and another read is one state, so a block is checked by looking at one number (FastTrack's epochs, interned).
 
-An access by an agent with vector clock V is ordered after an earlier one by slot q at clock c if V[q] >= c.
+An access by an agent with vector clock V is ordered after an earlier one by agent q at tick c if V[q] >= c.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ if TYPE_CHECKING:
     from .tasks import Task
 
 POISON = np.array([0xFB, 0x7F], np.uint8)  # a NaN in bf16, fp16, fp32 and fp64
-MARGIN = 256  # bytes beside a tensor that are taken for a small mistake in its index
+MARGIN = 256  # an access at most so many bytes outside a tensor is reported as a small mistake in its index
 UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
-MANY = 8  # with an atomic kind: made by the program's threads, each some of a block, not by one of them
-NEAR = 16  # with an atomic kind: at scope "gpu", so no atomic for other ranks
+BY_MANY_THREADS = 8  # flag of an atomic kind: many threads of the program make it, each for some elements of a block
+GPU_SCOPE = 16  # flag of an atomic kind: it has scope "gpu", and so is not atomic to other ranks
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
 WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
 
 def verb(kind: int) -> str:
-    return VERB[kind & 7] + (' at scope "gpu"' if kind & NEAR else "")
+    """The kind of an access in words."""
+    return VERB[kind & 7] + (' at scope "gpu"' if kind & GPU_SCOPE else "")
 
 
-Stamp = tuple[int, int, int, int]  # slot, clock, kind of access, site
+Stamp = tuple[int, int, int, int]  # agent, tick, kind of access, site
 
 
 @dataclass(frozen=True)
-class State:
-    """`write`: the last ordinary write; `reads`: unordered reads since; `atoms`: unordered atomics since."""
+class AccessState:
+    """The history of an element. `write`: the last ordinary write; `reads`: unordered reads since; `atoms`: unordered
+    atomics since."""
 
     write: Stamp | None = None
     reads: tuple[Stamp, ...] = ()
@@ -52,7 +54,7 @@ class State:
 
 @dataclass
 class View:
-    """A tensor through which a region was handed to an operation: gives its elements their names."""
+    """A tensor through which an operation accesses a region; it names the region's elements."""
 
     name: str
     rank: int
@@ -66,6 +68,7 @@ class View:
         return self.lo + self.size + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def index(self, address: int) -> str | None:
+        """`name[index]` of the element at an address, or None where the view has none there."""
         rest, out = address - self.lo, [0] * len(self.shape)
         for i in sorted(range(len(self.shape)), key=lambda i: -self.strides[i]):
             if self.strides[i]:
@@ -77,47 +80,50 @@ class View:
 
 @dataclass(eq=False)
 class Region:
-    base: int
-    end: int
-    granule: int
+    """A range of tracked addresses and the states of its granules."""
+
+    base: int  # the first address
+    end: int  # the address after the last
+    granule: int  # bytes for which there is one state
     name: str
     rank: int
     storage: StorageWeakRef
     states: np.ndarray
     bytes: np.ndarray
-    fresh: bool  # may hold elements that nothing wrote yet
-    words: bool = False  # holds counters or flags that were released to
-    placed: bool = False  # is of its rank's node alone, as what the backend allocates is
+    fresh: bool  # whether it may have elements that are not written yet
+    words: bool = False  # whether it has counters or flags through which accesses were released
+    node_local: bool = False  # whether only the rank's node can address it, as memory that the backend allocates
     views: dict[tuple[str, int, tuple[int, ...]], View] = field(default_factory=dict)
 
     def refine(self, granule: int) -> None:
+        """Keep states at a smaller granule."""
         self.states = np.repeat(self.states, self.granule // granule)
         self.granule = granule
 
-    def shadow(self, at: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
-        """The states of a strided block of elements of `size` bytes at byte `at` of the region."""
+    def shadow(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
+        """The states of a strided block of elements of `size` bytes that begins `offset` bytes into the region."""
         g = self.granule
-        need = math.gcd(g, size, at, *strides)
+        need = math.gcd(g, size, offset, *strides)
         if need != g:
             self.refine(need)
             g = need
         k = size // g
         if k == 1:
-            return np.ndarray(shape, np.int32, self.states, at // g * 4, [s // g * 4 for s in strides])
+            return np.ndarray(shape, np.int32, self.states, offset // g * 4, [s // g * 4 for s in strides])
         steps = [s // g * 4 for s in strides]
-        return np.ndarray((*shape, k), np.int32, self.states, at // g * 4, [*steps, 4])
+        return np.ndarray((*shape, k), np.int32, self.states, offset // g * 4, [*steps, 4])
 
     def scattered(self, offsets: np.ndarray, size: int) -> np.ndarray:
         """Indices of the states of single elements at byte `offsets`."""
         need = math.gcd(self.granule, size, int(np.gcd.reduce(offsets.astype(np.int64))))
         if need != self.granule:
             self.refine(need)
-        first = offsets.astype(np.int64) // self.granule
+        indices = offsets.astype(np.int64) // self.granule
         k = size // self.granule
-        return first if k == 1 else (first[:, None] + np.arange(k)).ravel()
+        return indices if k == 1 else (indices[:, None] + np.arange(k)).ravel()
 
     def label(self, address: int) -> str:
-        """`name[index]` of the element, by the smallest view that holds it."""
+        """`name[index]` of the element, by the smallest view that has it."""
         for view in sorted(self.views.values(), key=lambda v: (v.hi - v.lo, v.name == self.name)):
             if view.lo <= address < view.hi and (text := view.index(address)) is not None:
                 return f"{text} of rank {self.rank}" if self.rank >= 0 else text
@@ -131,26 +137,27 @@ class Memory:
     def __init__(self, machine: Machine, races: bool) -> None:
         self.machine = machine
         self.races = races
-        self.states = [State(), State()]  # UNWRITTEN, INITIAL
-        self.known: dict[State, int] = {}
+        self.states = [AccessState(), AccessState()]  # UNWRITTEN, INITIAL
+        self.known: dict[AccessState, int] = {}
         self.regions: list[Region] = []
         self.bases: list[int] = []
         self.last: Region | None = None
 
     # -- regions -----------------------------------------------------------------------------------------------------
     def forget(self) -> None:
-        """After a run. Its states take as much room as its tensors, and a run that waits for Python's cyclic collector
-        would keep them."""
+        """Drop the states after a run. They take as much memory as its tensors, and would stay until Python's cyclic
+        collector frees the run."""
         self.regions, self.bases, self.last = [], [], None
 
     def add(
         self, base: int, nbytes: int, storage: torch.UntypedStorage, name: str, rank: int, size: int, initial: bool
     ) -> Region:
+        """Track `nbytes` from address `base` on; `initial`: they count as written."""
         end = base + nbytes
         i = bisect.bisect_left(self.bases, base)
         if i and self.regions[i - 1].end > base:
             i -= 1
-        while i < len(self.regions) and self.regions[i].base < end:  # freed, and its addresses used again
+        while i < len(self.regions) and self.regions[i].base < end:  # it was freed, and its addresses are used again
             del self.regions[i], self.bases[i]
         self.last = None
         view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(base))
@@ -161,6 +168,7 @@ class Memory:
         return region
 
     def find(self, lo: int, hi: int) -> Region | None:
+        """The region that contains bytes `lo` to `hi`, or None."""
         region = self.last
         if region is not None and region.base <= lo and hi <= region.end:
             return region
@@ -170,7 +178,7 @@ class Memory:
         self.last = self.regions[i]
         return self.last
 
-    def co_resident(self, address: int) -> str:
+    def neighbour_hint(self, address: int) -> str:
         """What ends or begins within `MARGIN` of an address in no region."""
         i = bisect.bisect_right(self.bases, address)
         if i and address - self.regions[i - 1].end < MARGIN:
@@ -181,7 +189,7 @@ class Memory:
         return ""
 
     def register(self, tensor: torch.Tensor, name: str, rank: int) -> Region | None:
-        """A tensor handed to an operation: memory the backend did not make counts as written."""
+        """Track a tensor that is given to an operation; memory that the backend did not allocate counts as written."""
         if tensor.numel() == 0:
             return None
         size, lo = tensor.element_size(), tensor.data_ptr()
@@ -199,7 +207,7 @@ class Memory:
         return region
 
     def refresh(self, region: Region) -> None:
-        """What host code filled since the backend handed out `region` counts as written."""
+        """Count as written what host code has filled since the backend allocated `region`."""
         unwritten = region.states == UNWRITTEN
         if not unwritten.any():
             region.fresh = False
@@ -208,35 +216,35 @@ class Memory:
             differs = region.bytes != np.tile(POISON, region.bytes.size // 2 + 1)[: region.bytes.size]
         else:
             differs = region.bytes.view(np.uint16) != POISON.view(np.uint16)
-        parts = differs.size // region.states.size
-        region.states[unwritten & (differs.reshape(-1, parts).any(1) if parts > 1 else differs)] = INITIAL
+        granules = differs.size // region.states.size
+        region.states[unwritten & (differs.reshape(-1, granules).any(1) if granules > 1 else differs)] = INITIAL
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def touch(self, task: Task, region: Region, block: np.ndarray, kind: int) -> None:
-        """An access by `task` to the states in `block` (a view into `region.states`)."""
+        """Record an access by `task` to the states in `block` (a view into `region.states`)."""
         if not self.races:
             return
-        first = block.item(0)
-        if block.size == 1 or (block == first).all():
-            found = (first,)
+        first_state = block.item(0)
+        if block.size == 1 or (block == first_state).all():
+            states = (first_state,)
         else:
-            found = np.unique(block).tolist()
+            states = np.unique(block).tolist()
         cache, site = task.cache, self.machine.site()
-        new = []
-        for state in found:
+        states_after = []
+        for state in states:
             key = (site, state, kind)
             after = cache.get(key)
             if after is None:
                 after = self._step(task, region, block, state, kind, site)
                 cache[key] = after
-            new.append(after)
-        if len(found) == 1:
-            if new[0] != first:
-                block[...] = new[0]
+            states_after.append(after)
+        if len(states) == 1:
+            if states_after[0] != first_state:
+                block[...] = states_after[0]
         elif kind in (WRITE, BULK_WRITE):
-            block[...] = new[0]
-        elif any(a != b for a, b in zip(found, new, strict=True)):
-            block[...] = np.array(new, np.int32)[np.searchsorted(np.array(found, np.int32), block)]
+            block[...] = states_after[0]
+        elif any(a != b for a, b in zip(states, states_after, strict=True)):
+            block[...] = np.array(states_after, np.int32)[np.searchsorted(np.array(states, np.int32), block)]
 
     def touch_scattered(self, task: Task, region: Region, index: np.ndarray, kind: int) -> None:
         if not self.races:
@@ -244,12 +252,12 @@ class Memory:
         block = region.states[index]
         try:
             self.touch(task, region, block, kind)
-        except Found as found:
-            found.granule = int(index[found.granule])
+        except Finding as finding:
+            finding.granule = int(index[finding.granule])
             raise
         region.states[index] = block
 
-    def _intern(self, state: State) -> int:
+    def _intern(self, state: AccessState) -> int:
         i = self.known.get(state)
         if i is None:
             i = self.known[state] = len(self.states)
@@ -257,9 +265,9 @@ class Memory:
         return i
 
     def _step(self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, site: int) -> int:
-        """The state after the access, or a report."""
+        """The state after the access; raises Finding where the access is a race or an unwritten read."""
         state = self.states[number]
-        many, kind, stamp = kind & MANY, kind & 7, kind & ~MANY
+        many, kind, stamp = kind & BY_MANY_THREADS, kind & 7, kind & ~BY_MANY_THREADS
         clock = task.bulk_view if kind in (BULK_READ, BULK_WRITE) else task.clock
         writes = kind in WRITES
         if number == UNWRITTEN and kind not in (WRITE, BULK_WRITE):
@@ -269,37 +277,39 @@ class Memory:
             self._report(task, region, block, number, kind, w)
         if writes:
             for r in state.reads:
-                if r[0] != task.slot and clock[r[0]] < r[1]:
+                if r[0] != task.agent and clock[r[0]] < r[1]:
                     self._report(task, region, block, number, kind, r)
         if kind < ATOMIC_READ:
             for a in state.atoms:
-                if (writes or a[2] & 7 == ATOMIC_WRITE) and a[0] != task.atom_slot and clock[a[0]] < a[1]:
+                if (writes or a[2] & 7 == ATOMIC_WRITE) and a[0] != task.atomic_agent and clock[a[0]] < a[1]:
                     self._report(task, region, block, number, kind, a)
         if kind in (READ, BULK_READ) and w is not None:
             self.machine.loaded(w[0], w[1], site)
         if kind == WRITE:
-            return self._intern(State((task.slot, task.own, kind, site)))
+            return self._intern(AccessState((task.agent, task.tick, kind, site)))
         if kind == BULK_WRITE:
-            return self._intern(State((task.bulk_slot, task.bulk_clock, kind, site)))
+            return self._intern(AccessState((task.bulk_agent, task.bulk_clock, kind, site)))
         if kind < ATOMIC_READ:
-            me = task.slot
-            reads = tuple(r for r in state.reads if r[0] != me and clock[r[0]] < r[1])
-            return self._intern(State(w, (*reads, (me, task.own, kind, site)), state.atoms))
-        me, now = (task.slot, task.own) if many else (task.atom_slot, task.atom_clock)
+            agent = task.agent
+            reads = tuple(r for r in state.reads if r[0] != agent and clock[r[0]] < r[1])
+            return self._intern(AccessState(w, (*reads, (agent, task.tick, kind, site)), state.atoms))
+        agent, tick = (task.agent, task.tick) if many else (task.atomic_agent, task.atomic_clock)
         keep, ranks = [], self.machine.ranks
         for a in state.atoms:
-            covered = a[0] == me or clock[a[0]] >= a[1]
-            if a[0] == me and a[1] == now and a[2] | stamp == a[2]:  # it was as much as this
+            covered = a[0] == agent or clock[a[0]] >= a[1]
+            if (
+                a[0] == agent and a[1] == tick and a[2] | stamp == a[2]
+            ):  # the earlier atomic at this tick covers this one
                 return number
-            if not covered and (a[2] | stamp) & NEAR and ranks[a[0]] != task.rank:
+            if not covered and (a[2] | stamp) & GPU_SCOPE and ranks[a[0]] != task.rank:
                 if ATOMIC_WRITE in (kind, a[2] & 7):
                     self._report(task, region, block, number, stamp, a)
             if not covered or (a[2] & 7 == ATOMIC_WRITE and kind == ATOMIC_READ):
                 keep.append(a)
-        return self._intern(State(w, state.reads, (*keep, (me, now, stamp, site))))
+        return self._intern(AccessState(w, state.reads, (*keep, (agent, tick, stamp, site))))
 
     def _report(
-        self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, other: Stamp | None
+        self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, stamp: Stamp | None
     ) -> None:
         start = block.__array_interface__["data"][0] - region.states.__array_interface__["data"][0]
         where = np.argwhere(block == number)[0]
@@ -307,14 +317,14 @@ class Memory:
             granule = (start + int(sum(i * s for i, s in zip(where, block.strides, strict=True)))) // 4
         else:
             granule = int(where[0])
-        raise Found(region, granule, kind, other)
+        raise Finding(region, granule, kind, stamp)
 
 
-class Found(Exception):
-    """A race or an unwritten read, before it has its message."""
+class Finding(Exception):
+    """A race or an unwritten read, without its message yet. `stamp`: the earlier access, None for an unwritten read."""
 
-    def __init__(self, region: Region, granule: int, kind: int, other: Stamp | None) -> None:
-        self.region, self.granule, self.kind, self.other = region, granule, kind, other
+    def __init__(self, region: Region, granule: int, kind: int, stamp: Stamp | None) -> None:
+        self.region, self.granule, self.kind, self.stamp = region, granule, kind, stamp
 
 
 def extent(start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int, int]:

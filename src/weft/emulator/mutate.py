@@ -1,8 +1,8 @@
-"""Breaks a protocol on purpose, one call at a time, to see that the emulator or the test's own check notices.
+"""Breaks a protocol on purpose, one call at a time, to test that the emulator or the test's own check notices.
 
-Sites come from a recorded run (`record=True`): only what that run reached counts. In kernels: a wait, notify, barrier
-or signal removed, a signal doubled, a release or acquire made relaxed, a scope narrowed to one GPU, a wait for one
-arrival less. In host code: an event edge, a wait, a signal or a meeting of all ranks dropped.
+The sites are those that a recorded run (`record=True`) reached. In kernels, a wait, notify, barrier or signal is
+removed, a signal is doubled, a release or acquire is made relaxed, a scope is narrowed to one GPU, a wait's target is
+lowered by one arrival. In host code, an event edge, a wait, a signal or a barrier of streams is dropped.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .interpret import source_tree
 from .ran import Function
 from .tasks import Report
 
-Value = str | int | None  # of a constant
+Value = str | int | None  # the value of a constant
 
 _ATOMICS = tuple(f"atomic_{op}" for op in ("add", "max", "min", "or", "and", "xor", "xchg", "cas"))
-_POSTS = ("post",)  # what a reader looks for itself
+_POSTS = ("post",)  # stores of low-latency words, which their reader polls
 _BARRIERS = ("debug_barrier", "flush_stores", "bulk_fence", "release_fence")
 _BOUND = {
     "wait_until": ("ptr", "target", "guard", "tile", "peer", "SCOPE", "MANY"),
@@ -34,21 +34,21 @@ _BOUND = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of one line. `at` is (line, column) of the changed node in its file."""
+    """One change of one line. `position` is (line, column) of the changed node in its file."""
 
     file: str
     line: int
-    what: str
+    description: str
     kind: str  # "remove", "double", "set", "lower", or "drop" (host code)
     function: str = ""  # qualified name of the kernel or device function
-    at: tuple[int, int] = (0, 0)
-    argument: str | int = ""  # of "set" and "lower": keyword, or position
+    position: tuple[int, int] = (0, 0)
+    argument: str | int = ""  # for "set" and "lower", the argument's keyword or index
     value: Value = None
-    method: str = ""  # of "drop"
+    method: str = ""  # for "drop", the backend's method
 
     def __str__(self) -> str:
         path = os.path.relpath(self.file)
-        return f"{self.file if path.startswith('..') else path}:{self.line} {self.what}"
+        return f"{self.file if path.startswith('..') else path}:{self.line} {self.description}"
 
     def changes(self, fn: JITFunction) -> bool:
         return self.function == fn.fn.__qualname__ and self.file == fn.fn.__code__.co_filename
@@ -67,11 +67,11 @@ class _Edit(ast.NodeTransformer):
     def __init__(self, mutation: Mutation) -> None:
         self.mutation, self.done = mutation, False
 
-    def _here(self, node: ast.stmt | ast.expr) -> bool:
-        return (node.lineno, node.col_offset) == self.mutation.at
+    def _is_target(self, node: ast.stmt | ast.expr) -> bool:
+        return (node.lineno, node.col_offset) == self.mutation.position
 
     def _statement(self, node: ast.stmt) -> ast.AST | list[ast.stmt]:
-        if self._here(node) and self.mutation.kind in ("remove", "double"):
+        if self._is_target(node) and self.mutation.kind in ("remove", "double"):
             self.done = True
             return ast.copy_location(ast.Pass(), node) if self.mutation.kind == "remove" else [node, node]
         return self.generic_visit(node)
@@ -81,7 +81,7 @@ class _Edit(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         m = self.mutation
-        if m.kind not in ("set", "lower") or not self._here(node):
+        if m.kind not in ("set", "lower") or not self._is_target(node):
             return node
         self.done = True
 
@@ -110,10 +110,10 @@ def _callee(call: ast.Call, scope: dict[str, object]) -> object:
     while isinstance(node, ast.Attribute):
         path.append(node.attr)
         node = node.value
-    found = scope.get(node.id) if isinstance(node, ast.Name) else None
+    target = scope.get(node.id) if isinstance(node, ast.Name) else None
     for name in reversed(path):
-        found = getattr(found, name, None)
-    return found
+        target = getattr(target, name, None)
+    return target
 
 
 def _name(call: ast.Call) -> str:
@@ -125,7 +125,7 @@ def _calls(node: ast.AST) -> Iterator[ast.Call]:
     return (n for n in ast.walk(node) if isinstance(n, ast.Call))
 
 
-def _own(statement: ast.stmt) -> list[ast.AST]:
+def _expressions_of(statement: ast.stmt) -> list[ast.AST]:
     """The statement's expressions, without the statements inside it."""
     if isinstance(statement, ast.For):
         return [statement.iter]
@@ -135,7 +135,8 @@ def _own(statement: ast.stmt) -> list[ast.AST]:
 
 
 def _facts(fn: JITFunction, seen: set[str] | None = None) -> tuple[bool, bool]:
-    """(takes part in a protocol, moves data), through the functions it calls."""
+    """Whether the function takes part in a protocol, and whether it moves data, by itself or in the functions that it
+    calls."""
     seen = seen if seen is not None else set()
     key = f"{fn.__module__}.{fn.fn.__qualname__}"
     if key in seen:
@@ -163,10 +164,10 @@ def _kernel_sites(fn: JITFunction, report: Report, names: Sequence[str]) -> Iter
     file, function, scope = fn.fn.__code__.co_filename, fn.fn.__qualname__, _scope_of(fn)
     library = fn.__module__.startswith("weft.lang")
 
-    def made(
-        node: ast.stmt | ast.expr, what: str, kind: str, argument: str | int = "", value: Value = None
+    def mutation(
+        node: ast.stmt | ast.expr, description: str, kind: str, argument: str | int = "", value: Value = None
     ) -> Mutation:
-        return Mutation(file, node.lineno, what, kind, function, (node.lineno, node.col_offset), argument, value)
+        return Mutation(file, node.lineno, description, kind, function, (node.lineno, node.col_offset), argument, value)
 
     for statement in ast.walk(source_tree(fn)):
         if not isinstance(statement, ast.stmt) or (file, statement.lineno) not in report.reached:
@@ -183,50 +184,51 @@ def _kernel_sites(fn: JITFunction, report: Report, names: Sequence[str]) -> Iter
             if library and name == "store" and _facts(fn)[0]:
                 protocol = True
             if protocol:
-                yield made(statement, f"remove {_text(call)}", "remove")
+                yield mutation(statement, f"remove {_text(call)}", "remove")
             if signal:
-                yield made(statement, f"double {_text(call)}", "double")
+                yield mutation(statement, f"double {_text(call)}", "double")
         if isinstance(statement, ast.While) and all(isinstance(s, ast.Pass) for s in statement.body):
             if any(_name(c) in _ATOMICS or _name(c) == "load" for c in _calls(statement.test)):
-                yield made(statement, f"remove while {ast.unparse(statement.test)}", "remove")
-        for part in _own(statement):
+                yield mutation(statement, f"remove while {ast.unparse(statement.test)}", "remove")
+        for part in _expressions_of(statement):
             for call in _calls(part):
-                yield from _weaker(call, made, report, file)
+                yield from _weaker(call, mutation, report, file)
 
 
-def _weaker(call: ast.Call, made: Callable[..., Mutation], report: Report, file: str) -> Iterator[Mutation]:
+def _weaker(call: ast.Call, mutation: Callable[..., Mutation], report: Report, file: str) -> Iterator[Mutation]:
     name = _name(call)
     bound = _BOUND.get(name, ())
     arguments: list[tuple[str, str | int, ast.expr]] = [
         (bound[i] if i < len(bound) else "", i, a) for i, a in enumerate(call.args)
     ]
     arguments += [(k.arg or "", k.arg or "", k.value) for k in call.keywords]
-    here = (file, call.lineno)
+    place = (file, call.lineno)
     for parameter, key, node in arguments:
         constant = node.value if isinstance(node, ast.Constant) else None
         if name in _ATOMICS and parameter == "sem" and constant in ("release", "acquire", "acq_rel"):
-            yield made(call, f"make {_text(call)} relaxed instead of {constant}", "set", key, "relaxed")
+            yield mutation(call, f"make {_text(call)} relaxed instead of {constant}", "set", key, "relaxed")
         elif parameter.lower() == "scope" or constant == "sys":
             low_level = name in (*_ATOMICS, "wait_until", "release_fence")
-            if here in report.sys_lines if low_level else constant == "sys":
-                yield made(call, f'narrow {_text(call)} to scope "gpu"', "set", key, "gpu")
-        elif name == "flush_stores" and parameter == "BULK" and here in report.bulk_lines:
-            yield made(call, "make flush_stores(...) not wait for bulk stores", "set", key, False)
+            if place in report.sys_lines if low_level else constant == "sys":
+                yield mutation(call, f'narrow {_text(call)} to scope "gpu"', "set", key, "gpu")
+        elif name == "flush_stores" and parameter == "BULK" and place in report.bulk_lines:
+            yield mutation(call, "make flush_stores(...) not wait for bulk stores", "set", key, False)
         elif name == "wait_until" and parameter == "target":
-            yield made(call, "let wait_until(...) pass one arrival early", "lower", key)
+            yield mutation(call, "let wait_until(...) pass one arrival early", "lower", key)
         elif name == "wait_until" and parameter == "MANY":
-            yield made(call, "let wait_until(...) not wait for the last of its words", "lower", key)
-    if name == "flush_stores" and not arguments and here in report.bulk_lines:
-        yield made(call, "make flush_stores() not wait for bulk stores", "set", "BULK", False)
+            yield mutation(call, "let wait_until(...) not wait for the last of its words", "lower", key)
+    if name == "flush_stores" and not arguments and place in report.bulk_lines:
+        yield mutation(call, "make flush_stores() not wait for bulk stores", "set", "BULK", False)
 
 
 def sites(
     kernels: Sequence[JITFunction] | None, trace_run: Report | Callable[[], Report], names: Sequence[str] = ()
 ) -> list[Mutation]:
-    """Every mutation that a recorded run (`record=True`; its report, or a function that makes it) reached.
+    """Every mutation of the calls that a recorded run (`record=True`) reached. trace_run: the run's report, or a
+    function that makes it.
 
     kernels: restrict the kernel sites to these and what they call; None: all that ran. names: further functions whose
-    calls are removed (those of weft.lang that wait, notify or flush_stores always are).
+    calls are removed; weft.lang's functions that wait, notify or flush stores always are.
     """
     report = trace_run if isinstance(trace_run, Report) else trace_run()
     functions = [f for f in report.ran.functions.values() if not f.__module__.startswith("triton.")]
@@ -241,6 +243,8 @@ def sites(
             scope = _scope_of(fn)
             queue += [t for c in _calls(source_tree(fn)) if isinstance(t := _callee(c, scope), JITFunction)]
         functions = [f for f in functions if f.fn in wanted]
-    found = [m for fn in functions for m in _kernel_sites(fn, report, names)]
-    found += [Mutation(file, line, f"drop {method}", "drop", method=method) for file, line, method in report.host_sites]
-    return sorted(set(found), key=lambda m: (m.file, m.line, m.at, m.what))
+    mutations = [m for fn in functions for m in _kernel_sites(fn, report, names)]
+    mutations += [
+        Mutation(file, line, f"drop {method}", "drop", method=method) for file, line, method in report.host_sites
+    ]
+    return sorted(set(mutations), key=lambda m: (m.file, m.line, m.position, m.description))

@@ -1,4 +1,5 @@
-"""What a running program does: loads, stores, bulk accesses, atomics, barriers, and calls of other device functions."""
+"""The operations of a running program: loads, stores, bulk accesses, atomics, barriers and calls of device
+functions."""
 
 from __future__ import annotations
 
@@ -18,40 +19,40 @@ from .memory import (
     ATOMIC_WRITE,
     BULK_READ,
     BULK_WRITE,
-    MANY,
-    NEAR,
+    BY_MANY_THREADS,
+    GPU_SCOPE,
     POISON,
     READ,
     WRITE,
-    Found,
+    Finding,
     Region,
     extent,
 )
 from .ran import Function
 from .tasks import FLOPS, Poll, Task
-from .threads import Block, moved
+from .threads import AccessedBlock, moved
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 WARP = 32  # threads of the first warp, which alone makes a release fence
-SPIN = 512  # how often a program reads one address while nothing changes before it is taken to spin on it
+SPIN = 512  # reads of one address, without any change in between, after which a program is taken to spin on it
 
 R = TypeVar("R")
 
 Mask = np.ndarray | None
-Whole = tuple[np.ndarray, Mask]  # addresses and mask of a block
-Box = tuple[slice, ...]  # of a block
+WholeBlock = tuple[np.ndarray, Mask]  # addresses and mask of a block
+Box = tuple[slice, ...]  # the slices of a block that are inside a tensor
 
 _rewritten: dict[tuple[Function, bool], Function] = {}
 
 
 class Programs:
-    """What `interpret` calls while a program runs; the program is `machine.current`."""
+    """The hooks that `interpret` calls while a program runs; the program is `machine.current`."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.bodies: dict[Function, Function] = {}  # by raw function: a JITFunction's hash is its whole source
+        self.bodies: dict[Function, Function] = {}  # by Python function, since a JITFunction hashes its source
 
     @property
     def current(self) -> Task:
@@ -67,6 +68,7 @@ class Programs:
             machine.pause()
 
     def interpreted(self, fn: JITFunction) -> Function:
+        """The interpreted form of a kernel or device function, mutated where the mutation under test is in it."""
         body = self.bodies.get(fn.fn)
         if body is None:
             self.machine.report.ran.functions[fn.fn] = fn
@@ -77,13 +79,13 @@ class Programs:
                 key = (fn.fn, self.machine.record)
                 body = _rewritten.get(key)
                 if body is None:
-                    own = self.machine.record and not fn.__module__.startswith("triton.")
-                    body = _rewritten[key] = interpret.rewrite(fn, reach=own)
+                    traced = self.machine.record and not fn.__module__.startswith("triton.")
+                    body = _rewritten[key] = interpret.rewrite(fn, reach=traced)
             self.bodies[fn.fn] = body
         return body
 
     def _not_yet_waited(self) -> None:
-        """Note a load before the program's first wait."""
+        """Note a load that comes before the program's first wait."""
         if not self.machine.current.acquired:
             self.machine.report.ran.before.add(tuple(frame[:2] for frame in interpret.where()))
 
@@ -91,14 +93,15 @@ class Programs:
         self,
         ptrs: np.ndarray,
         mask: Mask,
-        other: np.ndarray | None,
+        fill: np.ndarray | None,
         dtype: np.dtype,
         volatile: bool,
         polls: bool = True,
-        whole: Whole | None = None,
+        whole: WholeBlock | None = None,
     ) -> np.ndarray:
-        """polls: a volatile load is a program's look at a word that it waits for, unless it says so itself
-        (`look_again`). whole: the block and mask that this is the part of where the mask is on."""
+        """The elements at `ptrs`. polls: a volatile load is a program's look at a word that it waits for, unless the
+        program calls `look_again` itself. whole: the block and mask of which this call loads the part where the mask is
+        on."""
         whole = whole or (ptrs, mask)
         task = self.machine.current
         if volatile:
@@ -107,15 +110,15 @@ class Programs:
             self._maybe_pause()
             self._not_yet_waited()
         out = None
-        kind = ATOMIC_READ | (MANY if ptrs.size > 1 else 0) if volatile else READ
+        kind = ATOMIC_READ | (BY_MANY_THREADS if ptrs.size > 1 else 0) if volatile else READ
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
-                out = _fill(ptrs.shape, dtype, other)
+                out = _fill(ptrs.shape, dtype, fill)
                 self._gather(ptrs[mask], dtype, kind, out, np.asarray(mask), whole)
                 return out
             if rows is not True:
-                out = _fill(ptrs.shape, dtype, other)
+                out = _fill(ptrs.shape, dtype, fill)
                 if ptrs[rows].size:
                     out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls, whole)
                 return out
@@ -126,24 +129,24 @@ class Programs:
             out = np.empty(ptrs.shape, dtype)
             self._gather(ptrs.ravel(), dtype, kind, out, None, whole)
             return out
-        region, lo, hi, at, strides = block
+        region, lo, hi, offset, strides = block
         if self.machine.races:
-            self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
-            self._own_stores(region, whole, size, lo, hi, kind)
-        value = np.array(np.ndarray(ptrs.shape, dtype, region.bytes, at, strides))
+            self.machine.touch(region, region.shadow(offset, ptrs.shape, strides, size), kind)
+            self._note_or_check_store(region, whole, size, lo, hi, kind)
+        value = np.array(np.ndarray(ptrs.shape, dtype, region.bytes, offset, strides))
         if not volatile:
             self._read_again(lo, lo if ptrs.size == 1 else None)
         elif polls:
             self._polled((lo, value.tobytes().__hash__()), lo)
         return value
 
-    def store(self, ptrs: np.ndarray, value: np.ndarray, mask: Mask, posted: bool = False) -> None:
-        """posted: others may be looking at the words."""
-        if posted:
+    def store(self, ptrs: np.ndarray, value: np.ndarray, mask: Mask, low_latency: bool = False) -> None:
+        """Store elements. low_latency: words that other programs may be polling."""
+        if low_latency:
             self.machine.pause()
         else:
             self._maybe_pause()
-        kind = ATOMIC_WRITE | MANY if posted else WRITE
+        kind = ATOMIC_WRITE | BY_MANY_THREADS if low_latency else WRITE
         whole = ptrs, mask
         if mask is not None:
             rows = sub_block(ptrs, mask)
@@ -160,42 +163,44 @@ class Programs:
         if block is None:
             self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel(), kind, whole)
             return
-        region, lo, hi, at, strides = block
+        region, lo, hi, offset, strides = block
         if self.machine.races:
-            self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
-            self._own_stores(region, whole, size, lo, hi, kind)
-        np.ndarray(ptrs.shape, value.dtype, region.bytes, at, strides)[...] = value
+            self.machine.touch(region, region.shadow(offset, ptrs.shape, strides, size), kind)
+            self._note_or_check_store(region, whole, size, lo, hi, kind)
+        np.ndarray(ptrs.shape, value.dtype, region.bytes, offset, strides)[...] = value
         self.machine.range_changed(lo, hi, region)
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """The pointer to a tensor that a kernel is given under a name."""
+        """The pointer to a tensor that a kernel has as an argument of that name."""
         return self.machine.bounds.pointer(tensor, name)
 
     def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
-        """The region of an access from pointer `lo` to `hi`, which may reach no further than the tensor that `lo` comes
-        from; and what is to be taken from a pointer there for its address. ptrs: each of them."""
-        bounds = self.machine.bounds.of(lo)
+        """The region of an access from pointer `lo` to `hi`, and the number to subtract from a pointer there to get its
+        address. Raises where an access leaves the tensor that `lo` comes from. ptrs: returns the pointer of each
+        access."""
+        bounds = self.machine.bounds.extent_of(lo)
         number = 0
         if bounds is not None:
             number = lo & ~ADDRESS
             lo, hi = lo - number, hi - number
             if bounds.gaps or lo < bounds.lo or hi > bounds.end:
-                at = (ptrs() - np.uint64(number)).astype(np.int64).ravel()
-                outside = bounds.outside(at, size)
+                addresses = (ptrs() - np.uint64(number)).astype(np.int64).ravel()
+                outside = bounds.outside(addresses, size)
                 if outside.any():
-                    self.machine.outside(bounds, int(at[outside.argmax()]), kind)
+                    self.machine.outside(bounds, int(addresses[outside.argmax()]), kind)
         return self.machine.region(lo, hi, kind), number
 
     def _block(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, int, int, int, tuple[int, ...]] | None:
-        """A strided block in one tensor: (region, lowest address, end, where in the region it begins, byte strides)."""
+        """A strided block in one tensor: (region, lowest address, end, offset of its first element in the region, byte
+        strides); None for other blocks."""
         strides = strided(ptrs)
         if strides is None:
             return None
-        lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
+        lo, hi, start = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
         if lo >> BITS != (hi - 1) >> BITS:
             return None
         region, number = self._within(lo, hi, size, kind, lambda: ptrs)
-        return region, lo - number, hi - number, at - number - region.base, strides
+        return region, lo - number, hi - number, start - number - region.base, strides
 
     def _element(self, pointer: int, kind: int, size: int = 4) -> tuple[Region, int]:
         return self._within(pointer, pointer + size, size, kind, lambda: np.array([pointer], np.uint64))
@@ -204,13 +209,13 @@ class Programs:
         return pointer - self._element(pointer, kind, size)[1]
 
     def _first_region(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, np.ndarray, np.ndarray]:
-        """The single elements that are in one tensor with the lowest: (region, which elements, byte offsets)."""
+        """The elements that are in the same tensor as the lowest: (region, which elements, byte offsets)."""
         low = int(ptrs.min())
         region, number = self._element(low, kind, size)
         inside = ptrs + np.uint64(size) <= np.uint64(number + region.end)
-        here = ptrs[inside]
-        self._within(low, int(here.max()) + size, size, kind, lambda: here)
-        return region, inside, (here - np.uint64(number + region.base)).astype(np.int64)
+        pointers = ptrs[inside]
+        self._within(low, int(pointers.max()) + size, size, kind, lambda: pointers)
+        return region, inside, (pointers - np.uint64(number + region.base)).astype(np.int64)
 
     def _by_region(self, ptrs: np.ndarray, size: int, kind: int) -> list[tuple[Region, np.ndarray, np.ndarray]]:
         """Single elements grouped by tensor: (region, which elements, byte offsets)."""
@@ -222,29 +227,31 @@ class Programs:
             left = left[~inside]
         return out
 
-    def _own_stores(self, region: Region, whole: Whole, size: int, lo: int, hi: int, kind: int) -> None:
-        """Note a store, or hold a load against those since the last barrier of the program's threads."""
+    def _note_or_check_store(self, region: Region, whole: WholeBlock, size: int, lo: int, hi: int, kind: int) -> None:
+        """Note a store, or check a load against the stores since the last barrier of the program's threads."""
         task = self.machine.current
         if kind == WRITE:
-            block = Block(*whole, size, lo, hi, self.machine.site())
+            block = AccessedBlock(*whole, size, lo, hi, self.machine.site())
             task.stored.setdefault(region, {})[block.key] = block
         elif kind == READ and task.stored and (stores := task.stored.get(region)):
-            loaded = Block(*whole, size, lo, hi)
+            loaded = AccessedBlock(*whole, size, lo, hi)
             for block in stores.values():
                 if (address := moved(block, loaded)) is not None:
                     self.machine.unsynchronized(address, block.site)
 
-    def _touch_scattered(self, region: Region, offsets: np.ndarray, size: int, kind: int, whole: Whole) -> None:
+    def _touch_scattered(self, region: Region, offsets: np.ndarray, size: int, kind: int, whole: WholeBlock) -> None:
         if self.machine.races:
             self.machine.report.accesses += 1
             try:
                 self.machine.memory.touch_scattered(self.machine.current, region, region.scattered(offsets, size), kind)
-            except Found as found:
-                self.machine.explain(found)
+            except Finding as finding:
+                self.machine.explain(finding)
             lo, hi = region.base + int(offsets.min()), region.base + int(offsets.max()) + size
-            self._own_stores(region, whole, size, lo, hi, kind)
+            self._note_or_check_store(region, whole, size, lo, hi, kind)
 
-    def _gather(self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Mask, whole: Whole) -> None:
+    def _gather(
+        self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Mask, whole: WholeBlock
+    ) -> None:
         values = np.empty(ptrs.size, dtype)
         for region, which, offsets in self._by_region(ptrs, dtype.itemsize, kind):
             self._touch_scattered(region, offsets, dtype.itemsize, kind, whole)
@@ -255,7 +262,7 @@ class Programs:
         else:
             out[mask] = values
 
-    def _scatter(self, ptrs: np.ndarray, values: np.ndarray, kind: int, whole: Whole) -> None:
+    def _scatter(self, ptrs: np.ndarray, values: np.ndarray, kind: int, whole: WholeBlock) -> None:
         size = values.dtype.itemsize
         for region, which, offsets in self._by_region(ptrs, size, kind):
             self._touch_scattered(region, offsets, size, kind, whole)
@@ -267,42 +274,44 @@ class Programs:
     def _box(
         self, desc: interpret.Desc, offsets: list[int], kind: int
     ) -> tuple[Box, int, int, Region, np.ndarray] | None:
-        """The part of a descriptor's block inside its tensor: (slices of the block, first byte, end, region,
-        elements)."""
+        """The part of a descriptor's block inside its tensor: (slices of the block, first byte, end, region, elements);
+        None where it is empty."""
         base, dims, strides, size, dtype = desc.plain
-        inner, shape, at = [], [], base
+        inner, shape, start = [], [], base
         for offset, block, dim, stride in zip(offsets, desc.block_shape, dims, strides, strict=True):
             low, high = max(0, -offset), min(block, dim - offset)
             if high <= low:
                 return None
             inner.append(slice(low, high))
             shape.append(high - low)
-            at += (offset + low) * stride
-        lo, hi, at = extent(at, shape, strides, size)
-        region, number = self._within(lo, hi, size, kind, lambda: _addresses(at, shape, strides))
-        lo, hi, at = lo - number, hi - number, at - number - region.base
+            start += (offset + low) * stride
+        lo, hi, start = extent(start, shape, strides, size)
+        region, number = self._within(lo, hi, size, kind, lambda: _addresses(start, shape, strides))
+        lo, hi, start = lo - number, hi - number, start - number - region.base
         if self.machine.races:
-            self.machine.touch(region, region.shadow(at, tuple(shape), tuple(strides), size), kind)
+            self.machine.touch(region, region.shadow(start, tuple(shape), tuple(strides), size), kind)
         self.machine.current.time += math.prod(shape) * size / 1000
-        return tuple(inner), lo, hi, region, np.ndarray(shape, dtype, region.bytes, at, strides)
+        return tuple(inner), lo, hi, region, np.ndarray(shape, dtype, region.bytes, start, strides)
 
     def bulk_load(self, desc: interpret.Desc, offsets: list[int]) -> np.ndarray:
+        """The block of a descriptor at `offsets`, by a bulk (TMA) load."""
         self._maybe_pause()
         self._not_yet_waited()
-        found = self._box(desc, offsets, BULK_READ)
-        if found is not None and list(found[4].shape) == list(desc.block_shape):
-            return np.array(found[4])
+        box = self._box(desc, offsets, BULK_READ)
+        if box is not None and list(box[4].shape) == list(desc.block_shape):
+            return np.array(box[4])
         out = np.full(desc.block_shape, desc.fill, desc.plain[4])
-        if found is not None:
-            out[found[0]] = found[4]
+        if box is not None:
+            out[box[0]] = box[4]
         return out
 
     def bulk_store(self, desc: interpret.Desc, offsets: list[int], value: np.ndarray) -> None:
+        """Store the block of a descriptor at `offsets` by a bulk (TMA) store."""
         self._maybe_pause()
-        found = self._box(desc, offsets, BULK_WRITE)
-        if found is not None:
-            found[4][...] = np.broadcast_to(value, desc.block_shape)[found[0]]
-            self.machine.range_changed(found[1], found[2], found[3])
+        box = self._box(desc, offsets, BULK_WRITE)
+        if box is not None:
+            box[4][...] = np.broadcast_to(value, desc.block_shape)[box[0]]
+            self.machine.range_changed(box[1], box[2], box[3])
 
     def atomic(
         self,
@@ -314,6 +323,7 @@ class Programs:
         release: bool,
         scope_sys: bool,
     ) -> R:
+        """Run an atomic operation `do` on each element, and record its access, its acquire and its release."""
         self.machine.pause()
         task = self.machine.current
         if self.machine.record and scope_sys:
@@ -322,7 +332,7 @@ class Programs:
         flat = ptrs.ravel() if mask is None else ptrs[np.broadcast_to(mask, ptrs.shape)]
         addresses = [self._address(int(a), ATOMIC_WRITE, size) for a in flat.ravel()]
         task.time += len(addresses) * size / 1000
-        how = (MANY if ptrs.size > 1 else 0) | (0 if scope_sys else NEAR)
+        how = (BY_MANY_THREADS if ptrs.size > 1 else 0) | (0 if scope_sys else GPU_SCOPE)
         before = [ctypes.string_at(a, size) for a in addresses]
         result = do()
         after = [ctypes.string_at(a, size) for a in addresses]
@@ -334,7 +344,7 @@ class Programs:
                 self.machine.release(task, address, scope_sys, False, release, ptrs.size <= WARP)
                 self.machine.word_changed(address)
         if acquire and ptrs.size == 1:
-            task.stored.clear()  # one thread makes it, and a barrier hands the others what it found
+            task.stored.clear()  # one thread makes the atomic, and a barrier orders the other threads after it
         if before != after or not addresses:
             task.polls = 0
         else:
@@ -342,7 +352,7 @@ class Programs:
         return result
 
     def _polled(self, seen: tuple[int, ...], address: int | None) -> None:
-        """The task looked and changed nothing: the second time, it sleeps until something changes."""
+        """Note a look that changed nothing: after the second one in a row, the task sleeps until something changes."""
         task = self.machine.current
         same = task.polled == seen
         task.polled = seen
@@ -355,8 +365,8 @@ class Programs:
             self.machine.block(Poll(address if same else None, interpret.where()))
 
     def _read_again(self, lo: int, address: int | None) -> None:
-        """A plain load: one that keeps finding what it found sleeps until something changes, or the run could not
-        end."""
+        """Note a plain load. A program that keeps loading one unchanged value sleeps until something changes, since the
+        run could not end otherwise."""
         task, machine = self.machine.current, self.machine
         if task.reads_at != machine.progress:
             task.reads_at = machine.progress
@@ -368,12 +378,13 @@ class Programs:
             task.reads.clear()
 
     def halves(self, count: int) -> tuple[slice, slice]:
-        """Two parts, cut somewhere."""
+        """Two slices of `count` elements, cut at a random place."""
         cut = self.machine.rng.randrange(count + 1)
         return slice(cut), slice(cut, None)
 
     def look_again(self) -> None:
-        """The task looked at words that are not there yet: it sleeps if nothing has changed since the last time."""
+        """Note that the task looked at words that are not there yet: it sleeps if nothing has changed since its last
+        look."""
         task, machine = self.machine.current, self.machine
         machine.signals("waits")
         if task.polled != (machine.progress,):
@@ -384,21 +395,23 @@ class Programs:
         task.polled = ()
 
     def flush_stores(self, bulk: bool) -> None:
+        """Order the program's stores so far before its next release; bulk: its bulk stores too."""
         self.machine.pause()
         task = self.machine.current
-        task.settled = task.own
+        task.flushed = task.tick
         task.stored.clear()
         if bulk:
             if self.machine.record:
                 self.machine.report.bulk_lines.add(interpret.where()[0][:2])
-            task.clock[task.bulk_slot] = task.bulk_clock
+            task.clock[task.bulk_agent] = task.bulk_clock
             task.bulk_clock += 1
-            self.machine.clocks[task.bulk_slot] = task.bulk_clock
+            self.machine.clocks[task.bulk_agent] = task.bulk_clock
             task.fence()
         else:
             task.advance()
 
     def release_fence(self, scope_sys: bool) -> None:
+        """Note the clock that relaxed atomics of this program release from now on."""
         self.machine.pause()
         task = self.machine.current
         if self.machine.record and scope_sys:
@@ -406,9 +419,11 @@ class Programs:
         task.fenced = (self.machine.covered(task), scope_sys)
 
     def worked(self, flops: float) -> None:
+        """Add the time of so many FLOPs to the program's virtual time."""
         self.machine.current.time += flops * FLOPS
 
     def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
+        """Block until the word at a pointer has reached `target`, then acquire; return its value."""
         value = self.machine.await_word(self._address(address, ATOMIC_READ), target, tile, peer, scope_sys)
         self.machine.current.stored.clear()
         self.machine.current.fence()
@@ -419,17 +434,18 @@ class Programs:
         raise self.machine.disagreements[self._address(guard, READ)](words)
 
     def window(self, address: int) -> list[int]:
-        """What a multicast address stands for: one address of every rank."""
+        """The address in every rank's memory that a multicast address stands for."""
         return self.machine.window(address)
 
     def bulk_fence(self) -> None:
+        """Order the program's earlier accesses before its later bulk accesses."""
         self.machine.pause()
         self.machine.current.fence()
 
 
-def _fill(shape: tuple[int, ...], dtype: np.dtype, other: np.ndarray | None) -> np.ndarray:
-    """What a load has where its mask is off: without `other`, what a GPU may have left there."""
-    value = np.tile(POISON, 4)[: dtype.itemsize].view(dtype) if other is None else other
+def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
+    """The value of a load where its mask is off: `other`, or without it the poison that a GPU may have left there."""
+    value = np.tile(POISON, 4)[: dtype.itemsize].view(dtype) if value is None else value
     return np.array(np.broadcast_to(value, shape))
 
 
@@ -438,7 +454,7 @@ def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
     if ptrs.size == 1:
         return (0,) * ptrs.ndim
     signed = ptrs.view(np.int64)
-    first = signed.item(0)
+    start = signed.item(0)
     strides = []
     total = None
     for axis, n in enumerate(ptrs.shape):
@@ -446,18 +462,18 @@ def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
             strides.append(0)
             continue
         line = signed[tuple(slice(None) if i == axis else 0 for i in range(ptrs.ndim))]
-        step = line.item(1) - first
+        step = line.item(1) - start
         strides.append(step)
         part = _steps(n, step).reshape(tuple(n if i == axis else 1 for i in range(ptrs.ndim)))
         total = part if total is None else total + part
-    if total is None or not (signed - first == total).all():
+    if total is None or not (signed - start == total).all():
         return None
     return tuple(strides)
 
 
-def _addresses(at: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
-    """The address of each element of a strided block that begins at `at`."""
-    out = np.array(at, np.uint64)
+def _addresses(start: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+    """The address of each element of a strided block that begins at `start`."""
+    out = np.array(start, np.uint64)
     for n, step in zip(shape, strides, strict=True):
         out = out[..., None] + _steps(n, step).astype(np.uint64)
     return out
@@ -467,12 +483,12 @@ _step_cache: dict[tuple[int, int], np.ndarray] = {}
 
 
 def _steps(n: int, step: int) -> np.ndarray:
-    found = _step_cache.get((n, step))
-    if found is None:
+    offsets = _step_cache.get((n, step))
+    if offsets is None:
         if len(_step_cache) > 4096:
             _step_cache.clear()
-        found = _step_cache[n, step] = np.arange(n, dtype=np.int64) * step
-    return found
+        offsets = _step_cache[n, step] = np.arange(n, dtype=np.int64) * step
+    return offsets
 
 
 def sub_block(ptrs: np.ndarray, mask: Mask) -> Literal[True] | Box | None:
@@ -484,8 +500,8 @@ def sub_block(ptrs: np.ndarray, mask: Mask) -> Literal[True] | Box | None:
         mask = np.broadcast_to(mask, ptrs.shape)
     lengths = []
     for axis in range(mask.ndim):
-        other = tuple(i for i in range(mask.ndim) if i != axis)
-        line = mask.any(axis=other) if other else mask
+        other_axes = tuple(i for i in range(mask.ndim) if i != axis)
+        line = mask.any(axis=other_axes) if other_axes else mask
         n = int(line.sum())
         lengths.append(n)
     box = tuple(slice(0, n) for n in lengths)

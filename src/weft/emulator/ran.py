@@ -1,5 +1,5 @@
-"""What of kernels ran, so that it can be compiled: variants of kernels without their tensors' memory, and loads behind
-waits."""
+"""The kernels that ran, for compiling them: their variants, without the memory of their tensors, and the loads that
+come after waits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-Place = tuple[tuple[str, int], ...]  # file and line, then those of the calls that led there
-Function = Callable[..., object]  # of Python, as a kernel was written
+Place = tuple[tuple[str, int], ...]  # file and line, then the file and line of each call around it
+Function = Callable[..., object]  # the Python function of a kernel or device function
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """Stands for a tensor: Triton compiles for its dtype, and for whether it begins at a whole 16-byte word."""
+    """A tensor without its memory: Triton compiles for its dtype and for whether its address is a multiple of 16
+    bytes."""
 
     dtype: torch.dtype
     aligned: bool
@@ -33,14 +34,14 @@ def stand_in(value: object) -> object:
     if isinstance(value, TensorDescriptor):
         return TensorDescriptor(stand_in(value.base), value.shape, value.strides, value.block_shape, value.padding)
     if isinstance(value, tuple):
-        parts = [stand_in(part) for part in value]
-        return value._make(parts) if hasattr(value, "_make") else tuple(parts)
+        fields = [stand_in(part) for part in value]
+        return value._make(fields) if hasattr(value, "_make") else tuple(fields)
     return value
 
 
 def _key(value: object) -> Hashable:
-    """Equal for stand-ins that compile to the same. No hash of a kernel: Triton would make it while its language is
-    patched."""
+    """A key that is equal for stand-ins that compile to the same code. It hashes no kernel: Triton would compute that
+    hash while its language is patched."""
     if isinstance(value, Pointer):
         return value
     if isinstance(value, TensorDescriptor):
@@ -54,34 +55,36 @@ def _key(value: object) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A kernel as it was launched."""
+    """A kernel and the arguments of a launch for which Triton compiles it."""
 
     kernel: JITFunction
-    args: Mapping[str, object]  # by name, stand-ins for tensors
+    args: Mapping[str, object]  # by name, with stand-ins for tensors
     options: Mapping[str, int]
 
 
 @dataclass
 class Ran:
+    """The kernels of a run."""
+
     variants: dict[Hashable, Variant] = field(default_factory=dict)
     functions: dict[Function, JITFunction] = field(default_factory=dict)  # kernels and what they call
-    behind: set[Place] = field(default_factory=set)  # loads of what the program could know of by a wait of its own only
-    before: set[Place] = field(default_factory=set)  # loads that some program made before any wait
+    behind: set[Place] = field(default_factory=set)  # loads that only a wait of the program orders after the store
+    before: set[Place] = field(default_factory=set)  # loads that some program makes before any wait
 
     @property
     def awaited(self) -> set[Place]:
-        """Loads that need a wait, and whose line had one before it whenever one was made there."""
+        """Loads that need a wait, on lines whose loads all came after one."""
         before = {place[0] for place in self.before}
         return {place for place in self.behind if place[0] not in before}
 
     def launched(self, kernel: JITFunction, args: Mapping[str, object], options: Mapping[str, int]) -> None:
-        made = {name: stand_in(value) for name, value in args.items()}
-        key = id(kernel), *((name, _key(made[name])) for name in sorted(made)), *sorted(options.items())
-        self.variants.setdefault(key, Variant(kernel, made, options))
+        stand_ins = {name: stand_in(value) for name, value in args.items()}
+        key = id(kernel), *((name, _key(stand_ins[name])) for name in sorted(stand_ins)), *sorted(options.items())
+        self.variants.setdefault(key, Variant(kernel, stand_ins, options))
 
-    def add(self, other: Ran) -> None:
-        for key, variant in other.variants.items():
+    def add(self, later: Ran) -> None:
+        for key, variant in later.variants.items():
             self.variants.setdefault(key, variant)
-        self.functions |= other.functions
-        self.behind |= other.behind
-        self.before |= other.before
+        self.functions |= later.functions
+        self.behind |= later.behind
+        self.before |= later.before

@@ -1,8 +1,9 @@
-"""What host code gives to a rank's streams, and how it runs: launches, copies, calls, signals, events, collectives.
+"""The operations that host code enqueues on a rank's streams, and how they run: launches, copies, calls, signals,
+events, collectives.
 
-An operation starts with what its host task knew when it was given, runs in its stream's turn, and ends before the next
-one begins. A launch keeps its stream busy until all its programs have ended; programs take turns in the rank's
-`sm_count` slots, which all its streams share.
+An operation starts with the clock that its host task had when it was enqueued, runs when its stream comes to it, and
+ends before the stream's next one begins. A launch keeps its stream busy until all its programs have ended. At most
+`sm_count` programs are resident at once, of all streams of the rank together.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from ..lang.channel import CALLS, DONE, BlockChannel
 from . import interpret, memory
 from .memory import ATOMIC_WRITE, READ, WRITE, extent
 from .ran import Function
-from .tasks import FLOPS, LINK, Arrival, Event, KernelRun, Meeting, Owner, Stream, Task, merged
+from .tasks import FLOPS, LINK, Arrival, Collective, EmulatedEvent, EmulatedStream, KernelRun, Owner, Task, merged
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 R = TypeVar("R")
-Ranks = tuple[int, ...]  # of a World: all, or those of a part
+WorldRanks = tuple[int, ...]  # the machine's ranks that a World consists of
 
 
 class Streams:
@@ -42,25 +43,23 @@ class Streams:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         size = machine.size
-        self.streams: dict[tuple[int, str], Stream] = {}
+        self.streams: dict[tuple[int, str], EmulatedStream] = {}
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
-        self.free = [[0.0] * machine.sm_count for _ in range(size)]  # per rank: since when each slot is free
+        self.free = [[0.0] * machine.sm_count for _ in range(size)]  # by rank, since when each free SM is free
         self.resident: list[list[Task]] = [[] for _ in range(size)]
-        self.crowded: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free slot
-        self.current: list[Stream | None] = [None] * size  # by rank, where the main stream is not the current one
-        self.meetings: dict[Ranks, list[Meeting]] = defaultdict(list)
-        self.met: Counter[tuple[Ranks, int]] = Counter()
-        self.latest: dict[
-            tuple[int, Ranks, str | None], Meeting
-        ] = {}  # by rank and communicator: the collective given to it last
-        self.exchanges: dict[Ranks, list[dict[int, object]]] = defaultdict(list)
-        self.exchanged: Counter[tuple[Ranks, int]] = Counter()
-        self.given = [0] * size  # operations that each rank's host code has given
-        self.launches: dict[tuple[int, Function], list[int]] = defaultdict(list)  # by rank and kernel: which of them
-        self.launched: Counter[int] = Counter()  # by address of a channel's state
-        self.running: dict[
-            tuple[Function, int], KernelRun
-        ] = {}  # by kernel and such an address: the launch that began last
+        self.waiting_for_sm: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free SM
+        self.current: list[EmulatedStream | None] = [None] * size  # by rank; None: the main stream is current
+        self.collectives: dict[WorldRanks, list[Collective]] = defaultdict(list)
+        self.collective_counts: Counter[tuple[WorldRanks, int]] = Counter()
+        # The collective that was enqueued last, by rank and communicator.
+        self.latest: dict[tuple[int, WorldRanks, str | None], Collective] = {}
+        self.exchanges: dict[WorldRanks, list[dict[int, object]]] = defaultdict(list)
+        self.exchanged: Counter[tuple[WorldRanks, int]] = Counter()
+        self.enqueued = [0] * size  # the number of operations that each rank's host code has enqueued
+        self.launches: dict[tuple[int, Function], list[int]] = defaultdict(list)  # enqueue indices by rank and kernel
+        self.launched: Counter[int] = Counter()  # launches by the address of a channel's state
+        # The launch that began last, by kernel and address of a channel's state.
+        self.running: dict[tuple[Function, int], KernelRun] = {}
 
     @property
     def idle(self) -> bool:
@@ -70,18 +69,20 @@ class Streams:
         for stream in self.streams.values():
             stream.queue.clear()
 
-    def stream(self, rank: int, name: str) -> Stream:
-        found = self.streams.get((rank, name))
-        if found is None:
-            key = ("stream", rank, name)
-            task = self.machine.task(f"rank {rank} stream {name}", rank, "stream", f"stream:{name}", key)
+    def stream(self, rank: int, name: str) -> EmulatedStream:
+        """The rank's stream of that name, made on first use."""
+        if (rank, name) not in self.streams:
+            task = self.machine.task(
+                f"rank {rank} stream {name}", rank, "stream", f"stream:{name}", ("stream", rank, name)
+            )
             task.bulk_view = task.clock
-            found = self.streams[rank, name] = Stream(rank, name, task)
-            self.machine.start(task, lambda: self._serve(found))
+            stream = self.streams[rank, name] = EmulatedStream(rank, name, task)
+            self.machine.start(task, lambda: self._serve(stream))
             self.machine.unready(task)
-        return found
+        return self.streams[rank, name]
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: EmulatedStream) -> None:
+        """Run the stream's operations in order, as the body of its task."""
         task = stream.task
         while True:
             while not stream.queue:
@@ -91,7 +92,7 @@ class Streams:
                 self.machine.block("idle")
             do, clock, time, owner = stream.queue.popleft()
             stream.busy = owner.name
-            self.machine.owners[task.slot].append((task.own, owner))
+            self.machine.owners[task.agent].append((task.tick, owner))
             task.join(clock)
             task.time = max(task.time, time)
             try:
@@ -106,19 +107,23 @@ class Streams:
             stream.busy = ""
             self.machine.progress += 1
 
-    def enqueue(self, stream: Stream, text: str, do: Callable[[], None]) -> None:
+    def enqueue(self, stream: EmulatedStream, text: str, do: Callable[[], None]) -> None:
+        """Append an operation to the stream's queue, with the host's clock; `text` describes it in reports."""
         host = self.machine.hosts[stream.rank]
         file, line = call_site()
-        owner = Owner(f"{stream.task.name}, {text} at {file}:{line}", stream.rank, given=self.given[stream.rank])
-        self.given[stream.rank] += 1
+        owner = Owner(
+            f"{stream.task.name}, {text} at {file}:{line}", stream.rank, enqueue_index=self.enqueued[stream.rank]
+        )
+        self.enqueued[stream.rank] += 1
         stream.queue.append((do, host.clock.copy(), host.time, owner))
         if stream.task.waits == "idle" or stream.task.waits is None:
             if not stream.busy:
                 self.machine.wake(stream.task)
         self.machine.pause()
 
-    def finish(self, stream: Stream) -> None:
-        """Block the host until the stream is drained. On a GPU this does nothing, so it orders nothing either."""
+    def finish(self, stream: EmulatedStream) -> None:
+        """Block the host until the stream is drained. On a GPU `finish` does nothing, so here it adds no happens-before
+        edge."""
         host = self.machine.current
         while not stream.idle:
             stream.finishers.append(host)
@@ -126,18 +131,20 @@ class Streams:
         host.time = max(host.time, stream.task.time)
 
     def synchronize(self, rank: int) -> None:
+        """Block the host until all the rank's streams are drained, and order it after them."""
         host = self.machine.current
         for stream in [s for (r, _), s in self.streams.items() if r == rank]:
             self.finish(stream)
             host.join(stream.task.clock)
 
-    def record_event(self, stream: Stream) -> Event:
-        event = Event(text=f"an event of stream {stream.name} of rank {stream.rank}")
+    def record_event(self, stream: EmulatedStream) -> EmulatedEvent:
+        """Enqueue the recording of a new event, with the stream's clock at that point."""
+        event = EmulatedEvent(text=f"an event of stream {stream.name} of rank {stream.rank}")
 
         def do() -> None:
             task = stream.task
             event.done, event.clock, event.time = True, task.clock.copy(), task.time
-            event.by = (task.rank, task.track)
+            event.releaser = (task.rank, task.track)
             for waiter in event.waiters:
                 self.machine.wake(waiter)
             event.waiters.clear()
@@ -145,7 +152,9 @@ class Streams:
         self.enqueue(stream, "record", do)
         return event
 
-    def wait_event(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
+        """Enqueue a wait of the stream for the event."""
+
         def do() -> None:
             task = stream.task
             while not event.done:
@@ -153,7 +162,7 @@ class Streams:
                 self.machine.block(event.text)
             assert event.clock is not None
             task.join(event.clock)
-            self.machine.waited(task, event.time, event.text, event.by)
+            self.machine.waited(task, event.time, event.text, event.releaser)
 
         self.enqueue(stream, "wait_event", do)
 
@@ -162,10 +171,12 @@ class Streams:
         kernel: JITFunction,
         grid: tuple[int, int, int],
         args: Mapping[str, object],
-        stream: Stream,
+        stream: EmulatedStream,
         co_resident: bool = False,
         per_sm: int = 1,
     ) -> None:
+        """Enqueue a launch. co_resident: its programs become resident at once, and take no SM from others. per_sm: the
+        number of programs that share an SM."""
         rank = stream.rank
         for name, value in args.items():
             self.track(name, value, rank)
@@ -176,22 +187,22 @@ class Streams:
         bound = interpret.bind(kernel, args)
         count = grid[0] * grid[1] * grid[2]
         body = self.machine.programs.interpreted(kernel)
-        given, earlier = self.given[rank], self.launches[rank, kernel.fn]
-        earlier.append(given)
+        enqueue_index, earlier = self.enqueued[rank], self.launches[rank, kernel.fn]
+        earlier.append(enqueue_index)
         number, fits = len(earlier), co_resident or count <= self.machine.sm_count * per_sm
 
         def do() -> None:
             if count == 0:
                 return
-            now = stream.task.time
+            start = stream.task.time
             run = KernelRun(
-                kernel, body, bound, grid, stream, count, now, now, number, given, co_resident, per_sm, fits
+                kernel, body, bound, grid, stream, count, start, start, number, enqueue_index, co_resident, per_sm, fits
             )
             self._number(run, states)
             if co_resident:
-                for at in range(count):
+                for pid in range(count):
                     run.started += 1
-                    self._start_program(run, at, now, [1])
+                    self._start_program(run, pid, start, [1])
             else:
                 self.pending[rank].append(run)
                 self._dispatch(rank)
@@ -199,13 +210,14 @@ class Streams:
                 self.machine.block(f"the end of {kernel.__name__}")
             stream.task.join(run.clock)
             stream.task.time = run.ended
-            for held in (args, bound, states):  # held until here: the kernel's tensors
-                held.clear()
+            for references in (args, bound, states):  # the kernel's tensors have been kept alive until here
+                references.clear()
 
         self.enqueue(stream, kernel.__name__, do)
 
     def _number(self, run: KernelRun, states: list[torch.Tensor]) -> None:
-        """Which call a launch is, by its channels' words, and whether the launch before it left them as they were."""
+        """Set `run.call`, the number of the call by its channels' state, and `run.uncounted` where the launch before it
+        did not count its call."""
         for state in states:
             call, done, key = int(state[CALLS.value]) + 1, int(state[DONE.value]), (run.kernel.fn, state.data_ptr())
             run.call, before = run.call or call, self.running.get(key)
@@ -215,11 +227,11 @@ class Streams:
             self.running[key] = run
 
     def launch_of(self, owner: Owner, kernel: JITFunction) -> int:
-        """The number of a launch of the kernel, or of the first that comes after an operation of another kind."""
-        return bisect.bisect_left(self.launches[owner.rank, kernel.fn], owner.given) + 1
+        """The number of the owner's launch of the kernel, or, for another operation, of the kernel's next launch."""
+        return bisect.bisect_left(self.launches[owner.rank, kernel.fn], owner.enqueue_index) + 1
 
     def track(self, name: str, value: object, rank: int) -> None:
-        """Register every tensor of an argument (`name` empty: it keeps the name it has)."""
+        """Register every tensor of an argument under `name`; with an empty name each keeps the name it has."""
         if isinstance(value, torch.Tensor):
             region = self.machine.memory.find(value.data_ptr(), value.data_ptr() + 1) if value.numel() else None
             if region is not None and not region.storage.expired():
@@ -233,57 +245,58 @@ class Streams:
                 self.track(f"{name}.{key}", part, rank)
 
     def _dispatch(self, rank: int) -> None:
-        """Make programs resident while the rank has free slots."""
+        """Make programs resident while the rank has free SMs."""
         free, pending = self.free[rank], self.pending[rank]
         if free:
-            for task in self.crowded[rank]:
+            for task in self.waiting_for_sm[rank]:
                 task.time = max(task.time, min(free))
                 self.machine.wake(task)
-            self.crowded[rank].clear()
+            self.waiting_for_sm[rank].clear()
         while free and pending:
             run = pending[0] if len(pending) == 1 else self.machine.rng.choice(pending)
-            first, count = run.started, run.grid[0] * run.grid[1] * run.grid[2]
-            run.started = min(first + run.per_sm, count)
+            first_pid, count = run.started, run.grid[0] * run.grid[1] * run.grid[2]
+            run.started = min(first_pid + run.per_sm, count)
             if run.started == count:
                 pending.remove(run)
-            since = min(free)
-            free.remove(since)
-            sharing = [run.started - first]
-            for at in range(first, run.started):
-                self._start_program(run, at, max(since, run.begun), sharing)
+            free_since = min(free)
+            free.remove(free_since)
+            running = [run.started - first_pid]
+            for pid in range(first_pid, run.started):
+                self._start_program(run, pid, max(free_since, run.begun), running)
 
-    def _room(self, stream: Stream, what: str) -> None:
-        """Library work runs on SMs: while others hold them all it cannot begin. Once one is free it can, before
-        programs that come later; it ends whatever others do, so it needs no slot of its own."""
+    def _wait_for_free_sm(self, stream: EmulatedStream, work: str) -> None:
+        """Block until the rank has a free SM on which library work can begin. The work takes no SM from programs: it
+        ends whatever they do."""
         rank = stream.rank
         if not self.free[rank]:
             held = ", ".join(t.name for t in self.resident[rank])
-            self.crowded[rank].append(stream.task)
-            self.machine.block(f"an SM for {what}: all {self.machine.sm_count} slots of the rank are held by {held}")
+            self.waiting_for_sm[rank].append(stream.task)
+            self.machine.block(f"an SM for {work}: all {self.machine.sm_count} SMs of the rank are held by {held}")
 
-    def _start_program(self, run: KernelRun, at: int, time: float, sharing: list[int]) -> None:
-        """Start one program. sharing: how many programs of its slot have not ended."""
+    def _start_program(self, run: KernelRun, pid: int, time: float, running_on_sm: list[int]) -> None:
+        """Start program `pid` of a launch. running_on_sm: a list whose one element counts the programs on its SM that
+        have not ended."""
         stream = run.stream
         rank, kernel = stream.rank, run.kernel.__name__
-        key = (rank, stream.name, at)
-        bulk, atom = (self.machine.slot((agent, *key), rank) for agent in ("bulk", "atom"))
+        key = (rank, stream.name, pid)
+        bulk_agent, atomic_agent = (self.machine.agent((agent, *key), rank) for agent in ("bulk", "atom"))
         self.machine.widen(stream.task)
-        name = f"rank {rank} {kernel}[{at}]"
-        track = kernel if stream.name == "main" else f"{kernel} ({stream.name})"  # one kernel may run beside itself
-        task = self.machine.task(name, rank, "program", f"{track}:{at}", key, stream.task.clock)
+        name = f"rank {rank} {kernel}[{pid}]"
+        track = kernel if stream.name == "main" else f"{kernel} ({stream.name})"  # two launches of it may overlap
+        task = self.machine.task(name, rank, "program", f"{track}:{pid}", key, stream.task.clock)
         task.run, task.grid, task.time, task.begun = run, run.grid, time, time
-        owner = Owner(task.told, rank, run, run.given)
-        self.machine.owners[task.slot][-1] = (task.own, owner)
-        for slot in (bulk, atom, task.slot):
-            self.machine.programs_of[slot] = task.slot
-        task.settled = task.own
-        x, rest = at % run.grid[0], at // run.grid[0]
+        owner = Owner(task.report_name, rank, run, run.enqueue_index)
+        self.machine.owners[task.agent][-1] = (task.tick, owner)
+        for agent in (bulk_agent, atomic_agent, task.agent):
+            self.machine.program_of_agent[agent] = task.agent
+        task.flushed = task.tick
+        x, rest = pid % run.grid[0], pid // run.grid[0]
         task.index = (x, rest % run.grid[1], rest // run.grid[1])
-        for slot in (bulk, atom):
-            self.machine.clocks[slot] += 1
-            self.machine.owners[slot].append((self.machine.clocks[slot], owner))
-        task.bulk_slot, task.bulk_clock = bulk, self.machine.clocks[bulk]
-        task.atom_slot, task.atom_clock = atom, self.machine.clocks[atom]
+        for agent in (bulk_agent, atomic_agent):
+            self.machine.clocks[agent] += 1
+            self.machine.owners[agent].append((self.machine.clocks[agent], owner))
+        task.bulk_agent, task.bulk_clock = bulk_agent, self.machine.clocks[bulk_agent]
+        task.atomic_agent, task.atomic_clock = atomic_agent, self.machine.clocks[atomic_agent]
         task.fence()
         task.start = task.bulk_view
         self.resident[rank].append(task)
@@ -291,7 +304,7 @@ class Streams:
 
         def body() -> None:
             try:
-                with np.errstate(all="ignore"):  # a kernel's NaN and infinity are its own business
+                with np.errstate(all="ignore"):  # a kernel may compute NaN and infinity
                     run.body(**run.args)
             except GreenletExit:
                 raise
@@ -300,14 +313,14 @@ class Streams:
                 if isinstance(error, (AttributeError, TypeError, ValueError)):
                     error.add_note(f"launched with {', '.join(map(_described, run.args.items()))}")
                 raise
-            task.clock[bulk], task.clock[atom] = task.bulk_clock, task.atom_clock
+            task.clock[bulk_agent], task.clock[atomic_agent] = task.bulk_clock, task.atomic_clock
             run.clock = merged(run.clock, task.clock)
             run.ended = max(run.ended, task.time)
             run.left -= 1
             self.machine.span(task, kernel, "compute", task.begun)
             self.resident[rank].remove(task)
-            sharing[0] -= 1
-            if not run.co_resident and not sharing[0]:
+            running_on_sm[0] -= 1
+            if not run.co_resident and not running_on_sm[0]:
                 self.free[rank].append(task.time)
             if run.left == 0:
                 self.machine.wake(stream.task)
@@ -315,49 +328,55 @@ class Streams:
 
         self.machine.start(task, body)
 
-    def whole(self, tensor: torch.Tensor, kind: int) -> None:
-        """An access to all of a tensor by the current stream."""
+    def access_all(self, tensor: torch.Tensor, kind: int) -> None:
+        """Record an access of the current stream to all of a tensor."""
         if tensor.numel() == 0:
             return
         size = tensor.element_size()
         strides = tuple(s * size for s in tensor.stride())
-        lo, hi, at = extent(tensor.data_ptr(), tensor.shape, strides, size)
+        lo, hi, start = extent(tensor.data_ptr(), tensor.shape, strides, size)
         region = self.machine.region(lo, hi, kind)
         if self.machine.races:
-            self.machine.touch(region, region.shadow(at - region.base, tuple(tensor.shape), strides, size), kind)
+            self.machine.touch(region, region.shadow(start - region.base, tuple(tensor.shape), strides, size), kind)
 
     def changed(self, tensor: torch.Tensor) -> None:
-        """New contents: whoever waits for a word in it looks again."""
+        """Wake the tasks that wait for a word in a tensor whose contents have changed."""
         if tensor.numel():
             size = tensor.element_size()
             lo, hi, _ = extent(tensor.data_ptr(), tensor.shape, [s * size for s in tensor.stride()], size)
             self.machine.range_changed(lo, hi, self.machine.region(lo, hi, WRITE))
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:
+        """Enqueue a copy, in up to four chunks, between which other tasks may run."""
         self.track("", dst, stream.rank)
         self.track("", src, stream.rank)
 
         def do() -> None:
             task = stream.task
             start = task.time
-            pieces = min(4, dst.shape[0]) if dst.ndim else 1
-            parts = [(dst, src)]
-            if pieces > 1:
-                parts = list(zip(dst.tensor_split(pieces), src.tensor_split(pieces), strict=True))
-            for to, part in parts:
+            count = min(4, dst.shape[0]) if dst.ndim else 1
+            chunks = [(dst, src)]
+            if count > 1:
+                chunks = list(zip(dst.tensor_split(count), src.tensor_split(count), strict=True))
+            for dst_chunk, src_chunk in chunks:
                 self.machine.pause()
-                self.whole(part, READ)
-                self.whole(to, WRITE)
-                to.copy_(part)
-                task.time += to.numel() * to.element_size() * LINK
-                self.changed(to)
+                self.access_all(src_chunk, READ)
+                self.access_all(dst_chunk, WRITE)
+                dst_chunk.copy_(src_chunk)
+                task.time += dst_chunk.numel() * dst_chunk.element_size() * LINK
+                self.changed(dst_chunk)
             self.machine.span(task, "copy", "copy", start)
 
         self.enqueue(stream, f"copy of {list(src.shape)}", do)
 
     def call(
-        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+        self,
+        fn: Callable[[], object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: EmulatedStream,
     ) -> None:
+        """Enqueue a library call, which reads and writes these tensors."""
         fn, reads, writes = bound(fn), list(reads), list(writes)
         for t in (*reads, *writes):
             self.track("", t, stream.rank)
@@ -367,12 +386,12 @@ class Streams:
             task = stream.task
             start = task.time
             self.machine.pause()
-            self._room(stream, name)
+            self._wait_for_free_sm(stream, name)
             for t in reads:
-                self.whole(t, READ)
+                self.access_all(t, READ)
             fn()
             for t in writes:
-                self.whole(t, WRITE)
+                self.access_all(t, WRITE)
                 self.changed(t)
             task.time += _call_time(reads, writes, self.machine.sm_count)
             self.machine.pause()
@@ -380,14 +399,15 @@ class Streams:
 
         self.enqueue(stream, f"call of {name}", do)
 
-    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
+        """Enqueue a release-store of `value` to `word`."""
         self.track("", word, stream.rank)
         self.track("", value, stream.rank)
 
         def do() -> None:
             task = stream.task
             self.machine.pause()
-            self.whole(value, READ)
+            self.access_all(value, READ)
             address = word.data_ptr()
             self.machine.word(address, ATOMIC_WRITE)
             word.copy_(value)
@@ -397,53 +417,56 @@ class Streams:
 
         self.enqueue(stream, "signal", do)
 
-    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: EmulatedStream) -> None:
+        """Enqueue a wait (acquire) until `word` has reached `value`."""
         self.track("", word, stream.rank)
         self.track("", value, stream.rank)
 
         def do() -> None:
-            self.whole(value, READ)
+            self.access_all(value, READ)
             self.machine.await_word(word.data_ptr(), int(value.item()), -1, -1, True)
 
         self.enqueue(stream, "wait", do)
 
-    def meet(
+    def collective(
         self,
         kind: str,
-        stream: Stream,
+        stream: EmulatedStream,
         signature: tuple[Hashable, ...] = (),
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
         work: Callable[[list[Arrival]], None] | None = None,
-        hears: Sequence[int] | None = None,
-        on: str | None = None,
-        among: Ranks = (),
+        sources: Sequence[int] | None = None,
+        communicator: str | None = None,
+        among: WorldRanks = (),
     ) -> None:
-        """A barrier of the streams of the ranks `among`, or a collective; the last to come does its work. hears: those
-        of them whose data this one gets, all by default. on: the communicator, whose collectives go one after another,
-        on whatever streams.
+        """Enqueue a barrier or a collective of the streams of the ranks `among`; the last rank to arrive runs `work`.
+        sources: the indices of the ranks whose data this one receives, by default all. communicator: its collectives
+        run one after another, whatever streams they are on.
 
-        It orders a rank behind what those had done when they came, but not behind its end on them: their part may still
-        go on when this rank's has ended, so each rank's own stream makes its reads and writes."""
+        A collective orders each rank after what its sources had done when they arrived, not after the end of the
+        collective there: their part may still run when this rank's has ended, so each rank's own stream makes its reads
+        and writes.
+        """
         rank = stream.rank
-        number = self.met[among, rank]
-        self.met[among, rank] += 1
-        meetings = self.meetings[among]
-        if number == len(meetings):
-            meetings.append(Meeting(among, number, kind, signature, rank))
-        meeting = meetings[number]
-        if (meeting.kind, meeting.signature) != (kind, signature):
+        number = self.collective_counts[among, rank]
+        self.collective_counts[among, rank] += 1
+        collectives = self.collectives[among]
+        if number == len(collectives):
+            collectives.append(Collective(among, number, kind, signature, rank))
+        collective = collectives[number]
+        if (collective.kind, collective.signature) != (kind, signature):
             raise Mismatch(
                 f"collective {number}: rank {rank} calls {kind}{list(signature)}, "
-                f"rank {meeting.first} calls {meeting.kind}{list(meeting.signature)}"
+                f"rank {collective.first_rank} calls {collective.kind}{list(collective.signature)}"
             )
         for t in (*reads, *writes):
             self.track("", t, rank)
         moves = any(t.numel() for t in (*reads, *writes))
         before = None
         if moves:
-            before, self.latest[rank, among, on] = self.latest.get((rank, among, on)), meeting
-        heard = range(len(among)) if hears is None else hears
+            before, self.latest[rank, among, communicator] = self.latest.get((rank, among, communicator)), collective
+        source_ranks = range(len(among)) if sources is None else sources
 
         def do() -> None:
             task = stream.task
@@ -452,53 +475,53 @@ class Streams:
                 before.next.append(task)
                 self.machine.block(before)
             if moves:
-                self._room(stream, kind)
-            meeting.arrived[rank] = Arrival(task, reads, writes, heard)
-            if len(meeting.arrived) < len(among):
-                while not meeting.done:
-                    self.machine.block(meeting)
+                self._wait_for_free_sm(stream, kind)
+            collective.arrived[rank] = Arrival(task, reads, writes, source_ranks)
+            if len(collective.arrived) < len(among):
+                while not collective.done:
+                    self.machine.block(collective)
                 return
-            self._held(meeting, task, work)
+            self._complete(collective, task, work)
 
         self.enqueue(stream, kind, do)
 
-    def _held(self, meeting: Meeting, task: Task, work: Callable[[list[Arrival]], None] | None) -> None:
-        """Its ranks have all come to the meeting, `task` the last of them: what it is for, and everybody goes on."""
-        kind = meeting.kind
-        parts = [meeting.arrived[r] for r in meeting.ranks]
-        came = [part.task.clock.copy() for part in parts]
-        last = max((part.task for part in parts), key=lambda t: t.time)
+    def _complete(self, collective: Collective, task: Task, work: Callable[[list[Arrival]], None] | None) -> None:
+        """Run a collective whose ranks have all arrived, `task` last, and wake the others."""
+        kind = collective.kind
+        arrivals = [collective.arrived[r] for r in collective.ranks]
+        clocks = [arrival.task.clock.copy() for arrival in arrivals]
+        last = max((arrival.task for arrival in arrivals), key=lambda t: t.time)
         end = begun = last.time
-        for part in parts:
-            part.task.advance()
-            for r in part.hears:
-                part.task.join(came[r])
-            end += self._moves(part)
+        for arrival in arrivals:
+            arrival.task.advance()
+            for r in arrival.sources:
+                arrival.task.join(clocks[r])
+            end += self._access_tensors(arrival)
         if work is not None:
-            work(parts)
-        meeting.done = True
-        for part in parts:
-            other = part.task
-            self.machine.waited(other, begun, kind, (last.rank, last.track))
-            start, other.time = other.time, end
-            self.machine.span(other, kind, "copy", start)
-            if other is not task:
-                self.machine.wake(other)
-        for other in meeting.next:
-            self.machine.wake(other)
+            work(arrivals)
+        collective.done = True
+        for arrival in arrivals:
+            waiting = arrival.task
+            self.machine.waited(waiting, begun, kind, (last.rank, last.track))
+            start, waiting.time = waiting.time, end
+            self.machine.span(waiting, kind, "copy", start)
+            if waiting is not task:
+                self.machine.wake(waiting)
+        for waiting in collective.next:
+            self.machine.wake(waiting)
 
-    def _moves(self, part: Arrival) -> float:
-        """A rank's reads and writes in a collective, and the time that they take."""
-        me, self.machine.current = self.machine.current, part.task
+    def _access_tensors(self, arrival: Arrival) -> float:
+        """Record a rank's reads and writes in a collective; return the time that they take."""
+        previous, self.machine.current = self.machine.current, arrival.task
         try:
-            for kind, tensors in ((READ, part.reads), (WRITE, part.writes)):
+            for kind, tensors in ((READ, arrival.reads), (WRITE, arrival.writes)):
                 for t in tensors:
-                    self.whole(t, kind)
+                    self.access_all(t, kind)
         finally:
-            self.machine.current = me
-        return sum(t.numel() * t.element_size() for t in (*part.reads, *part.writes)) * LINK
+            self.machine.current = previous
+        return sum(t.numel() * t.element_size() for t in (*arrival.reads, *arrival.writes)) * LINK
 
-    def exchange(self, rank: int, obj: R, among: Ranks) -> list[R]:
+    def exchange(self, rank: int, obj: R, among: WorldRanks) -> list[R]:
         """All-gather an object on the hosts of the ranks `among`, of which `rank` is one."""
         number = self.exchanged[among, rank]
         self.exchanged[among, rank] += 1
@@ -513,17 +536,17 @@ class Streams:
                 missing = sorted(set(among) - set(table))
                 self.machine.block(f"exchange {number}, which ranks {missing} have not called")
         else:
-            others = [other for r in among if (other := self.machine.hosts[r]) is not host]
-            for other in others:
-                host.join(other.clock)
-            for other in others:
-                other.join(host.clock)
-                self.machine.wake(other)
+            peers = [host_of_peer for r in among if (host_of_peer := self.machine.hosts[r]) is not host]
+            for host_of_peer in peers:
+                host.join(host_of_peer.clock)
+            for host_of_peer in peers:
+                host_of_peer.join(host.clock)
+                self.machine.wake(host_of_peer)
         return [cast(R, table[r]) for r in among]
 
 
 def _described(argument: tuple[str, object]) -> str:
-    """A kernel's argument by its type, or its value where it is plain."""
+    """A kernel's argument as its type, or as its value where it is a number or a string."""
     name, value = argument
     if isinstance(value, tl.tensor):
         return f"{name}: {value.type}"
@@ -533,7 +556,8 @@ def _described(argument: tuple[str, object]) -> str:
 
 
 def bound(fn: Callable[[], object]) -> Callable[[], object]:
-    """`fn` with its free variables as they are now: on a GPU it is called at once, here in the stream's turn."""
+    """`fn` with the present values of its free variables: on a GPU it is called at once, here when the stream comes to
+    it."""
     if (
         not isinstance(fn, FunctionType)
         or fn.__closure__ is None
@@ -561,7 +585,8 @@ def call_site() -> tuple[str, int]:
 
 
 def _call_time(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], sms: int) -> float:
-    """Bytes, or the work of a matrix product where the sizes are those of one (|A| |B| |C| = (M N K)^2)."""
+    """The virtual time of a library call: by its bytes, or by its FLOPs where the sizes are those of a matrix product
+    (|A| |B| |C| = (M N K)^2)."""
     nbytes = sum(t.numel() * t.element_size() for t in (*reads, *writes))
     out = nbytes / 1000 / sms
     if len(reads) >= 2 and writes:
@@ -570,9 +595,9 @@ def _call_time(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], sm
 
 
 def fresh(nbytes: int, alignment: int, poison: bool) -> tuple[torch.Tensor, int]:
-    """Allocate bytes between two untracked margins; return the memory and where the bytes begin in it."""
+    """Allocate bytes between two untracked margins; return the memory and the offset at which the bytes begin."""
     raw = torch.zeros(nbytes + 3 * alignment, dtype=torch.uint8)
-    at = alignment + -(raw.data_ptr() + alignment) % alignment
+    start = alignment + -(raw.data_ptr() + alignment) % alignment
     if poison and nbytes:
-        raw[at : at + nbytes] = torch.from_numpy(np.tile(memory.POISON, nbytes // 2 + 1)[:nbytes])
-    return raw, at
+        raw[start : start + nbytes] = torch.from_numpy(np.tile(memory.POISON, nbytes // 2 + 1)[:nbytes])
+    return raw, start

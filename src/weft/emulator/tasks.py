@@ -1,4 +1,4 @@
-"""What a run is made of: tasks, streams, running kernels, what they wait for, and the report in the end."""
+"""The data of an emulated run: tasks, streams, running kernels, what tasks wait for, and the report of the run."""
 
 from __future__ import annotations
 
@@ -19,53 +19,58 @@ from .ran import Function, Ran
 if TYPE_CHECKING:
     from .machine import Machine
     from .memory import Region
-    from .threads import Block
+    from .threads import AccessedBlock
 
-# Virtual time: 1 is one SM touching 1 kB. The other two in proportion, for an H200 (690 TFLOP/s and 132 SMs,
-# 330 GB/s a link, about 80 GB/s an SM).
+# Virtual time: 1 is the time in which one SM touches 1 kB. The other two constants are in proportion to that, for an
+# H200 (690 TFLOP/s on 132 SMs, 330 GB/s a link, about 80 GB/s an SM).
 FLOPS, LINK = 1 / 65_000, 0.25e-3
 
-Site = tuple[tuple[str, int, str], ...]
+SourceSite = tuple[tuple[str, int, str], ...]
 
 
-def place(site: Site) -> str:
+def place(site: SourceSite) -> str:
+    """A site as text, innermost frame first."""
     return " < ".join(f"{file}:{line} ({name})" for file, line, name in site) or "?"
 
 
 @dataclass(eq=False)
 class Task:
-    """One agent. `clock` is its vector clock; `own` its own entry, stamped on what it does."""
+    """One agent of the happens-before relation: host code, a stream or a program.
+
+    `clock` is its vector clock, `agent` its index there. `tick` is its own entry, with which its accesses are stamped,
+    and `flushed` the tick up to which its ordinary stores are covered by a release.
+    """
 
     machine: Machine
     name: str
     rank: int
     kind: str  # "host", "stream", "program"
     track: str
-    slot: int
+    agent: int
     clock: np.ndarray
-    own: int = 0
-    settled: int = 0
-    atom_slot: int = (
-        -1
-    )  # atomics of one element: made by one thread, so its next release covers them without a flush_stores
-    atom_clock: int = 0
-    bulk_slot: int = -1
+    tick: int = 0
+    flushed: int = 0
+    # The agent of atomics of one element: one thread makes them, so that its next release covers them without a
+    # flush_stores.
+    atomic_agent: int = -1
+    atomic_clock: int = 0
+    bulk_agent: int = -1
     bulk_clock: int = 0
     bulk_view: np.ndarray = None  # type: ignore[assignment]
-    fenced: tuple[np.ndarray, bool] | None = None  # what its last release fence covered, and whether at scope sys
+    fenced: tuple[np.ndarray, bool] | None = None  # the clock that its last release fence covered; whether scope "sys"
     cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
     host: HostThread | None = None
     position: int = -1  # in machine.ready
-    waits: Wait | Poll | Meeting | str | None = None  # what it waits for
+    waits: Wait | Poll | Collective | str | None = None
     done: bool = False
     time: float = 0.0
-    begun: float = 0.0  # start of the compute span being built
+    begun: float = 0.0  # the start of the compute span that is being built
     polls: int = 0
     polled: tuple[int, ...] = ()
-    reads: dict[int, int] = field(default_factory=dict)  # plain loads by address, since `reads_at`
-    reads_at: int = 0  # `machine.progress`
-    stored: dict[Region, dict[Hashable, Block]] = field(default_factory=dict)  # since the last barrier of its threads
+    reads: dict[int, int] = field(default_factory=dict)  # the number of plain loads of each address since `reads_at`
+    reads_at: int = 0  # a value of `machine.progress`
+    stored: dict[Region, dict[Hashable, AccessedBlock]] = field(default_factory=dict)  # since its threads' last barrier
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None
@@ -73,118 +78,124 @@ class Task:
     acquired: bool = False
 
     @property
-    def told(self) -> str:
-        """Its name in a finding, where a kernel may have been launched several times."""
+    def report_name(self) -> str:
+        """The task's name in a report, with the number of the launch where its kernel was launched several times."""
         return f"{self.name}, launch {self.run.number}" if self.run and self.run.number > 1 else self.name
 
     @property
     def wait(self) -> Wait:
-        """What a task in `Machine.waiting` waits for."""
+        """The Wait of a task in `Machine.waiting`."""
         assert isinstance(self.waits, Wait)
         return self.waits
 
     @property
     def poll(self) -> Poll:
-        """What a task in `Machine.polling` waits for."""
+        """The Poll of a task in `Machine.polling`."""
         assert isinstance(self.waits, Poll)
         return self.waits
 
     def advance(self) -> None:
-        """Later accesses are told from earlier ones."""
-        self.own += 1
-        if self.atom_slot == self.slot:
-            self.atom_clock = self.own
-        self.clock[self.slot] = self.own
-        self.machine.clocks[self.slot] = self.own
+        """Begin a new tick, so that later accesses differ from earlier ones."""
+        self.tick += 1
+        if self.atomic_agent == self.agent:
+            self.atomic_clock = self.tick
+        self.clock[self.agent] = self.tick
+        self.machine.clocks[self.agent] = self.tick
         self.cache.clear()
 
     def fence(self) -> None:
         self.bulk_view = self.clock.copy()
         self.advance()
 
-    def join(self, other: np.ndarray) -> None:
-        if len(other) == len(self.clock):
-            np.maximum(self.clock, other, out=self.clock)
+    def join(self, clock: np.ndarray) -> None:
+        if len(clock) == len(self.clock):
+            np.maximum(self.clock, clock, out=self.clock)
         else:
             self.machine.widen(self)
-            part = self.clock[: len(other)]
-            np.maximum(part, other, out=part)
+            part = self.clock[: len(clock)]
+            np.maximum(part, clock, out=part)
 
 
 @dataclass(eq=False)
 class Wait:
-    """A task blocked until a counter reaches a target."""
+    """The reason of a task that is blocked until a counter reaches a target."""
 
     address: int
     target: int
     tile: int
     peer: int
-    site: Site
+    site: SourceSite
 
 
 @dataclass(eq=False)
 class Poll:
-    """A task that spins on a word which does not change."""
+    """The reason of a task that spins on a word which does not change."""
 
     address: int | None
-    site: Site
-    plain: bool = False  # by ordinary loads
+    site: SourceSite
+    plain: bool = False  # whether it spins by ordinary loads
 
 
 @dataclass(eq=False)
 class Update:
-    """A change of a word, and what all releases up to it covered (clocks; never changed in place)."""
+    """A change of a word, with the clocks that all releases up to it covered, which are never changed in place."""
 
     value: int
     time: float
-    by: Task
-    system: np.ndarray | None  # releases at scope sys
-    ranks: dict[int, np.ndarray]  # all releases, by rank
+    task: Task
+    system: np.ndarray | None  # the clock of the releases at scope "sys"
+    ranks: dict[int, np.ndarray]  # the clock of all releases, by rank
 
 
 @dataclass(eq=False)
 class KernelRun:
+    """One launch of a kernel."""
+
     kernel: JITFunction
     body: Function
     args: dict[str, object]
     grid: tuple[int, int, int]
-    stream: Stream
+    stream: EmulatedStream
     left: int  # programs that have not ended
     begun: float
     ended: float
-    number: int  # of the launches of this kernel by this rank
-    given: int  # its place among the operations that the rank's host code gave to streams
-    co_resident: bool = False  # small enough to be resident beside other kernels' programs
-    per_sm: int = 1  # programs that share a slot
-    fits: bool = True  # all its programs can be resident at once
-    call: int = 0  # its number as its first channel had it when the launch began; 0: no channel
-    uncounted: str = ""  # the number is that of an earlier launch, and why
+    number: int  # this rank's launches of this kernel so far, this one included
+    enqueue_index: int  # its index among the operations that the rank's host code enqueued
+    co_resident: bool = False  # whether its programs are resident together with other kernels' programs
+    per_sm: int = 1  # programs that share an SM
+    fits: bool = True  # whether all its programs can be resident at once
+    call: int = 0  # the call's number in the first channel when the launch began; 0 without a channel
+    uncounted: str = ""  # why `call` is the number of an earlier launch; empty where it is not
     started: int = 0
     clock: np.ndarray = None  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
 class Owner:
-    """Who made an access: a program, an operation of a stream, or host code."""
+    """The author of an access: a program, an operation of a stream, or host code."""
 
     name: str
     rank: int
     run: KernelRun | None = None
-    given: int = 0  # its place among the operations that the rank's host code gave to streams
+    enqueue_index: int = 0  # its index among the operations that the rank's host code enqueued
 
 
 @dataclass(eq=False)
-class Event:
+class EmulatedEvent:
+    """An event that a stream records, and the tasks that wait for it."""
+
     done: bool = False
     clock: np.ndarray | None = None
     time: float = 0.0
-    by: tuple[int, str] | None = None
+    releaser: tuple[int, str] | None = None  # (rank, track) of the stream that recorded it
     waiters: list[Task] = field(default_factory=list)
     text: str = ""
 
 
 @dataclass(eq=False)
-class Stream:
+class EmulatedStream:
+    """A stream of one rank: its task runs the operations of `queue` in order."""
+
     rank: int
     name: str
     task: Task
@@ -199,31 +210,31 @@ class Stream:
 
 @dataclass(eq=False)
 class Arrival:
-    """A rank's part in a meeting."""
+    """A rank's part in a collective. `sources` are the indices of the ranks whose data it receives."""
 
     task: Task
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
-    hears: Sequence[int]
+    sources: Sequence[int]
 
 
 @dataclass(eq=False)
-class Meeting:
-    """One barrier or collective: all of its ranks must come, with the same signature."""
+class Collective:
+    """One barrier or collective, which all of its ranks have to call with the same signature."""
 
     ranks: tuple[int, ...]
     number: int
     kind: str
     signature: tuple[Hashable, ...]
-    first: int
+    first_rank: int
     arrived: dict[int, Arrival] = field(default_factory=dict)
-    next: list[Task] = field(default_factory=list)  # that come to the communicator's next one, and wait for this to end
+    next: list[Task] = field(default_factory=list)  # tasks in the communicator's next collective, which wait for this
     done: bool = False
 
 
 @dataclass
 class Report:
-    """What a run did."""
+    """The result of a run."""
 
     seed: int
     mode: str
@@ -231,22 +242,23 @@ class Report:
     programs: int = 0
     switches: int = 0
     accesses: int = 0
-    schedule: int = 0  # a hash of who ran when: equal for equal schedules
+    schedule: int = 0  # a hash of the order in which tasks ran; equal schedules have equal hashes
     counters: dict[str, list[int]] = field(default_factory=dict)
     timeline: list[Span] = field(default_factory=list)
     ran: Ran = field(default_factory=Ran)
-    reached: set[tuple[str, int]] = field(default_factory=set)  # recorded runs: statements of kernels, (file, line)
-    bulk_lines: set[tuple[str, int]] = field(default_factory=set)  # recorded: calls that settled bulk stores
-    sys_lines: set[tuple[str, int]] = field(default_factory=set)  # recorded: atomics and waits at scope sys
-    host_sites: list[tuple[str, int, str]] = field(default_factory=list)  # recorded: (file, line, backend method)
+    reached: set[tuple[str, int]] = field(default_factory=set)  # in recorded runs, (file, line) of kernels' statements
+    bulk_lines: set[tuple[str, int]] = field(default_factory=set)  # in recorded runs, calls that flushed bulk stores
+    sys_lines: set[tuple[str, int]] = field(default_factory=set)  # in recorded runs, atomics and waits at scope "sys"
+    host_sites: list[tuple[str, int, str]] = field(default_factory=list)  # recorded (file, line, backend method)
 
 
 def reached(value: int, target: int) -> bool:
-    """value >= target, modulo 2^32."""
+    """Whether value >= target, modulo 2^32."""
     return (value - target) & 0xFFFFFFFF < 0x80000000
 
 
 def merged(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
+    """The element-wise maximum of two clocks, as a new array."""
     if a is None:
         return b.copy()
     if len(a) < len(b):

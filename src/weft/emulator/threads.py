@@ -1,8 +1,9 @@
-"""A store and then a load of the same elements by different threads of one program, with no barrier between.
+"""Finds a store and a later load of the same elements by different threads of one program with no barrier in between.
 
-Which thread has which element of a block is the compiler's affair. An element that a program stored and loads again is
-taken to stay with its thread if it has the same place in two blocks of one shape and element size, which is mostly so,
-and else to go to another one, which may look before it is there. A scalar is stored by one thread and loaded by all.
+The compiler decides which thread has which element of a block. An element that a program stores and loads again is
+taken to stay with its thread if it has the same index in two blocks of one shape and element size, which is mostly so.
+Otherwise another thread is taken to load it, which may do so before it is stored. A scalar is stored by one thread and
+loaded by all.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from .bounds import ADDRESS
 
 
 @dataclass(eq=False)
-class Block:
-    """What one statement stores or loads."""
+class AccessedBlock:
+    """The addresses that one statement stores or loads."""
 
     ptrs: np.ndarray
     mask: np.ndarray | None
     size: int  # bytes of an element
-    lo: int  # the bytes that it lies in
-    hi: int
+    lo: int  # the first of its bytes
+    hi: int  # the byte after the last
     site: int = 0
 
     @property
@@ -39,18 +40,19 @@ class Block:
         return self.lo, self.hi, self.size, self.ptrs.shape
 
 
-def moved(stored: Block, loaded: Block) -> int | None:
-    """The address of an element that another thread has stored."""
+def moved(stored: AccessedBlock, loaded: AccessedBlock) -> int | None:
+    """The address of an element that one thread has stored and another one may load; None where there is none."""
     if stored.hi <= loaded.lo or loaded.hi <= stored.lo:
         return None
-    there, here, wanted = stored.addresses, loaded.addresses, loaded.active
-    if stored.size == loaded.size and there.shape == here.shape and here.size > 1:
-        wanted = wanted & ~(stored.active & (there == here))
+    stored_addresses, loaded_addresses, active = stored.addresses, loaded.addresses, loaded.active
+    if stored.size == loaded.size and stored_addresses.shape == loaded_addresses.shape and loaded_addresses.size > 1:
+        active = active & ~(stored.active & (stored_addresses == loaded_addresses))
     part = math.gcd(stored.size, loaded.size)
-    written = _parts(there[stored.active], stored.size, part).ravel()
-    found = np.isin(_parts(here[wanted], loaded.size, part), written).any(axis=1)
-    return int(here[wanted][found.argmax()]) if found.any() else None
+    written = _subaddresses(stored_addresses[stored.active], stored.size, part).ravel()
+    differs = np.isin(_subaddresses(loaded_addresses[active], loaded.size, part), written).any(axis=1)
+    return int(loaded_addresses[active][differs.argmax()]) if differs.any() else None
 
 
-def _parts(addresses: np.ndarray, size: int, part: int) -> np.ndarray:
+def _subaddresses(addresses: np.ndarray, size: int, part: int) -> np.ndarray:
+    """The addresses [n, size // part] of the parts of elements of `size` bytes."""
     return addresses[:, None] + np.arange(0, size, part, dtype=np.uint64)

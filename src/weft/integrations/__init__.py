@@ -1,10 +1,11 @@
-"""weft under other projects' engines."""
+"""weft inside other projects: torch, Transformers, vLLM and SGLang."""
 
 import os
 
 
 def plugin_state(off: str, allowed: str) -> str:
-    """Whether an engine's plugin is on, by two variables of the environment: weft's own, and the engine's list."""
+    """Return whether a plugin is on, from two environment variables: `off`, weft's own, and `allowed`, the engine's
+    list."""
     if os.environ.get(off) == "0":
         return f"the plugin is off by {off}=0"
     names = os.environ.get(allowed)

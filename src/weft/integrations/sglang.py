@@ -1,9 +1,10 @@
-"""weft under SGLang: `pip install weft` beside it, and `--enable-layernorm-sp`.
+"""weft in SGLang: `pip install weft` into SGLang's environment, and `--enable-layernorm-sp`.
 
-With that option SGLang (0.5.20 and later) shards the tokens of a prefill between a dense layer's halves, and calls
-torch's fused operators, `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`, for the GEMMs
-beside them. An entry point of its group `sglang.srt.plugins` puts weft's operators there (`weft.torch.async_tp`), in
-every process, and lets the option take architectures whose decoder layers declare the same stages as Qwen3's.
+With that option SGLang (0.5.20 and later) shards the tokens of a prefill between the sublayers of a dense layer, and
+calls torch's fused operators, `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`, for the
+GEMMs before and after. weft's entry point in the group `sglang.srt.plugins` replaces these by weft's operators
+(`weft.torch.async_tp`) in every process, and extends the option to architectures whose decoder layers declare the same
+stages as Qwen3's.
 
 WEFT_SGLANG=0 turns it off, and so does SGLANG_PLUGINS without "weft".
 """
@@ -19,8 +20,8 @@ from importlib import metadata
 from . import plugin_state
 from .torch_async_tp import AsyncTP, async_tp
 
-log = logging.getLogger("sglang.weft")  # SGLang shows what is logged below its own name
-WEFT_SGLANG = "WEFT_SGLANG"  # the variable of the environment that turns the plugin off, as 0
+log = logging.getLogger("sglang.weft")  # SGLang shows the loggers below its own name
+WEFT_SGLANG = "WEFT_SGLANG"  # the environment variable that turns the plugin off with 0
 LAYERNORM_SP = "sglang.srt.layers.layernorm_sp"
 CALLERS = {  # the functions that call torch's fused operators, and their parameters
     "column_parallel_g_matmul": ["linear", "input_parallel", "bias"],
@@ -33,20 +34,20 @@ _served: list[AsyncTP] = []
 
 
 def register() -> None:
-    """The entry point. Never raises."""
+    """Register the plugin. This is the entry point, and never raises."""
     if os.environ.get(WEFT_SGLANG) == "0" or _served:
         return
     try:
         module = importlib.import_module(LAYERNORM_SP)
         for name, parameters in CALLERS.items():
-            takes = list(inspect.signature(getattr(module, name)).parameters)
-            if takes != parameters:
-                raise TypeError(f"{LAYERNORM_SP}.{name} takes {', '.join(takes)}, not {', '.join(parameters)}")
+            actual = list(inspect.signature(getattr(module, name)).parameters)
+            if actual != parameters:
+                raise TypeError(f"{LAYERNORM_SP}.{name} takes {', '.join(actual)}, not {', '.join(parameters)}")
         allowed = frozenset(getattr(module, ALLOWED))
         setattr(module, ALLOWED, allowed | DENSE)
         _served.append(async_tp())
         log.info(
-            "weft: serves torch's fused operators of --enable-layernorm-sp, which takes %s too",
+            "weft: serves torch's fused operators of --enable-layernorm-sp, now also for %s",
             ", ".join(sorted(DENSE - allowed)) or "no further architecture",
         )
     except Exception as error:
@@ -54,7 +55,7 @@ def register() -> None:
 
 
 def state() -> str:
-    """Whether the plugin would be loaded, in a line."""
+    """Return in a line whether the plugin would be loaded."""
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:

@@ -1,13 +1,15 @@
 """torch's asynchronous tensor parallelism, served by weft.
 
-torch.compile's micro-pipeline pass and eager libraries call torch's operators for a GEMM beside a collective:
+torch.compile's micro-pipeline pass and eager libraries call torch's operators for a GEMM with a collective:
 
-    symm_mem.fused_all_gather_matmul      all_gather(A) @ B for one B or several
-    symm_mem.fused_matmul_reduce_scatter  reduce_scatter(A @ B)
+    symm_mem.fused_all_gather_matmul             all_gather(A) @ B for one B or several
+    symm_mem.fused_matmul_reduce_scatter         reduce_scatter(A @ B)
+    symm_mem.fused_all_gather_scaled_matmul      the same of 8-bit operands with scales by tensor or by row
+    symm_mem.fused_scaled_matmul_reduce_scatter
 
-`async_tp` puts weft's ops in their place, in the dispatcher, so nobody's code or graph changes; what weft does not
-compute goes on to torch's own implementation, and is counted with the reason. The choice is by what all ranks share
-(shapes, dtype, dimension, group), so that all of them make it alike.
+`async_tp` registers weft's operators in their place in the dispatcher, so that no code or graph changes. Calls that
+weft does not compute go to torch's own implementation and are counted with the reason. The choice depends only on what
+all ranks share (shapes, dtype, dimension, group), so that all of them make the same one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -27,41 +30,42 @@ from ..backends.gloo import serves
 from ..launch import init
 from ..ops.all_gather_matmul.op import ALL_GATHER_MATMUL, all_gather_matmul
 from ..ops.matmul_reduce.op import MATMUL_REDUCE_SCATTER, matmul_reduce_scatter
+from ..ops.product import matmul
+from ..ops.recipes import E4M3
 from ..plans import Plan
 from ..tensor_checks import DTYPES
 from ..world import World
 
 Tensor = torch.Tensor
 FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
-SCALED = ("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter")
+SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
-_active: list[AsyncTP] = []  # the last one's plan is taken; all of them count
-_libraries: list[torch.library.Library] = []  # holds what was put in torch's place
-_worlds: dict[str, World] = {}  # by the name of the group
+_active: list[AsyncTP] = []  # calls use the plan of the last one and are counted by all
+_libraries: list[torch.library.Library] = []  # weft's registrations with the dispatcher
+_worlds: dict[str, World] = {}  # by the group's name
 
 
 def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncTP:
-    """Serve torch's `symm_mem` fused operators by weft, from this call on.
+    """Make weft serve torch's `symm_mem` fused operators from now on.
 
     Args:
-        groups: the tensor-parallel groups, for torch.compile: they are enabled for the micro-pipeline pass, and the
-            pass is switched on. Without any, only who calls the operators is served. A World stands for its group, and
-            is used for it.
+        groups: the tensor-parallel groups for torch.compile, whose micro-pipeline pass is enabled for them. Without
+            groups, only explicit calls of the operators are served. A World stands for its group, and serves it.
         plan: that of `weft.all_gather_matmul` and `weft.matmul_reduce_scatter`: "auto" or a kind that both have.
 
     Returns:
-        an AsyncTP, which counts; as a context manager, or by `close()`, it gives the operators back to torch.
+        an AsyncTP, which counts calls, and restores torch's operators as a context manager or by `close()`.
 
-    Raises ValueError for a plan that one of the two does not have. A group's World is made at its first use
-    (`weft.init`), where every rank of the group must come along.
+    Raises ValueError for a plan that one of the two does not have. A group's World is made at its first use by
+    `weft.init`, a collective of the group's ranks.
     """
     return AsyncTP(groups, plan)
 
 
 class AsyncTP:
-    """served: calls by operator. fell_through: calls by (operator, reason). Compiled code's are counted too, a CUDA
-    graph's replays are not."""
+    """weft's service of torch's operators. `served` counts calls by operator, `fell_through` those that torch computed
+    by (operator, reason). Calls from compiled code are counted, replays of CUDA graphs are not."""
 
     def __init__(self, groups: Sequence[ProcessGroup | World], plan: str | Plan) -> None:
         for op in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER):
@@ -73,15 +77,15 @@ class AsyncTP:
         for world in groups:
             if isinstance(world, World) and world.group is not None:
                 _worlds[world.group.group_name] = world
-        given = [group.group if isinstance(group, World) else group for group in groups]
-        if names := [group.group_name for group in given if group is not None]:
+        process_groups = [group.group if isinstance(group, World) else group for group in groups]
+        if names := [group.group_name for group in process_groups if group is not None]:
             self._undo.enter_context(_pipelined(names))
         if not _active:
             _libraries.append(_installed())
         _active.append(self)
 
     def close(self) -> None:
-        """Give the operators back, once nobody else has them served. Code that was compiled goes on, by torch's own."""
+        """Restore torch's operators, once no other AsyncTP is active. Compiled code then calls torch's own."""
         if self in _active:
             _active.remove(self)
             self._undo.close()
@@ -96,44 +100,55 @@ class AsyncTP:
         self.close()
 
     def report(self) -> str:
-        """A line for each operator that was called, served and not."""
+        """Return a line for each operator that was called, with its counts."""
         lines = [f"{name}: {n} served" for name, n in sorted(self.served.items())]
         lines += [f"{name}: {n} by torch ({why})" for (name, why), n in sorted(self.fell_through.items())]
         return "\n".join(lines) or "none of torch's fused operators was called"
+
+
+class ScaledWeight(NamedTuple):
+    """What x is multiplied by: a weight [K, N] in e4m3 with its scale, and how."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype | None
+    fast_accum: bool
 
 
 # -- the operators -----------------------------------------------------------------------------------------------------
 
 
 def gather(
-    world: World, x: Tensor, weights: Sequence[Tensor], dim: int, whole: bool, plan: str | Plan = "auto"
+    world: World, x: Tensor, weights: Sequence[Tensor], dim: int, return_gathered: bool, plan: str | Plan = "auto"
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """all_gather(x) along `dim`, if `whole`, and its products with weights [K, N]. x [.., K] has its ranks' parts one
-    after another along `dim`, which is any but the last.
+    """Return all_gather(x) along `dim`, or None without `return_gathered`, and its products with weights [K, N]. The
+    ranks' x [.., K] follow one another along `dim`, which is not the last dimension.
 
-    The widest weight's GEMM runs under the gather; those of the others follow. A weight that is the transpose of a
-    contiguous matrix, as in `torch.nn.Linear`, is taken as it lies; another is copied.
+    The widest weight's GEMM overlaps the gather; the others follow. A weight that is the transpose of a contiguous
+    matrix, as in `torch.nn.Linear`, is used in place; another one is copied.
     """
     front = x.movedim(dim, 0)
     rows, lead = front.flatten(0, -2), (world.size * front.shape[0], *front.shape[1:-1])
 
-    def back(y: Tensor) -> Tensor:
+    def restore_shape(y: Tensor) -> Tensor:
         return y.view(*lead, y.shape[1]).movedim(0, dim)
 
     widest = max(range(len(weights)), key=lambda i: weights[i].shape[1])
-    if not whole and len(weights) == 1:
-        return None, [back(all_gather_matmul(rows, weights[0].t(), world=world, plan=plan))]
+    if not return_gathered and len(weights) == 1:
+        return None, [restore_shape(all_gather_matmul(rows, weights[0].t(), world=world, plan=plan))]
     y, gathered = all_gather_matmul(rows, weights[widest].t(), world=world, plan=plan, return_gathered=True)
     stream = world.current_stream()
     products = [
         y if i == widest else world.linear(gathered, weight.t(), None, stream) for i, weight in enumerate(weights)
     ]
     world.finish(stream)
-    return back(gathered) if whole else None, [back(product) for product in products]
+    return restore_shape(gathered) if return_gathered else None, [restore_shape(product) for product in products]
 
 
 def scatter(world: World, x: Tensor, weight: Tensor, dim: int, plan: str | Plan = "auto") -> Tensor:
-    """This rank's part along `dim`, any but the last, of the sum over ranks of x @ weight, x [.., K], weight [K, N]."""
+    """Return this rank's part along `dim`, which is not the last, of the sum over ranks of x [.., K] @ weight [K,
+    N]."""
     front = x.movedim(dim, 0)
     y = matmul_reduce_scatter(front.flatten(0, -2), weight.t(), world=world, plan=plan)
     lead = front.shape[0] // world.size, *front.shape[1:-1]
@@ -141,7 +156,7 @@ def scatter(world: World, x: Tensor, weight: Tensor, dim: int, plan: str | Plan 
 
 
 def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True) -> object:
-    why = _why_not(group_name, A, Bs, gather_dim)
+    why = _fallback_reason(group_name, A, Bs, gather_dim)
     if why is None and not Bs:
         why = "no matrix"
     if why is None and _native(A, Bs, gather_dim, group_name):
@@ -149,17 +164,17 @@ def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *
     if why is not None:
         _count(FUSED_GATHER, why)
         return _torchs(FUSED_GATHER, A)(A, Bs, gather_dim, group_name, return_A=return_A)
-    world = _made(group_name)
+    world = _world(group_name)
     _count(FUSED_GATHER)
     with torch.no_grad():
         return gather(world, A, Bs, gather_dim, return_A, _active[-1].plan)
 
 
 def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> object:
-    why = _why_not(group_name, A, [B], scatter_dim)
+    why = _fallback_reason(group_name, A, [B], scatter_dim)
     if why is None and reduce_op not in ("sum", "avg"):
         why = f"reduces by {reduce_op}"
-    if why is None and A.shape[scatter_dim] % (world := _made(group_name)).size:
+    if why is None and A.shape[scatter_dim] % (world := _world(group_name)).size:
         why = "does not divide by the ranks"
     if why is not None:
         _count(FUSED_SCATTER, why)
@@ -170,14 +185,160 @@ def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, grou
         return summed.div_(world.size) if reduce_op == "avg" else summed
 
 
-def _scaled(name: str, A: Tensor, *args: object, **kwargs: object) -> object:
-    _count(name, "scaled")
-    return _torchs(name, A)(A, *args, **kwargs)
+def gather_scaled(
+    world: World, x: Tensor, x_scale: Tensor, products: Sequence[ScaledWeight], dim: int, plan: str | Plan = "auto"
+) -> tuple[Tensor, list[Tensor]]:
+    """Return all_gather(x) and its products, as `gather`, of 8-bit operands. `x_scale` has one element, or one for each
+    of this rank's rows."""
+    front = x.movedim(dim, 0)
+    rows, lead = front.flatten(0, -2), (world.size * front.shape[0], *front.shape[1:-1])
+    scale = x_scale.movedim(dim, 0).reshape(-1, 1) if x_scale.numel() > 1 else x_scale.view(1)
+
+    def restore_shape(y: Tensor) -> Tensor:
+        return y.view(*lead, y.shape[1]).movedim(0, dim)
+
+    widest = max(range(len(products)), key=lambda i: products[i].weight.shape[1])
+    product = products[widest]
+    y, gathered, scales = all_gather_matmul(
+        rows,
+        product.weight.t(),
+        product.bias,
+        x_scale=scale,
+        weight_scale=product.scale,
+        out_dtype=product.dtype,
+        use_fast_accum=product.fast_accum,
+        world=world,
+        plan=plan,
+        return_gathered=True,
+    )
+    scales = scale if scales is None else scales
+    outs = [
+        y
+        if i == widest
+        else matmul(
+            gathered,
+            one.weight.t(),
+            one.bias,
+            x_scale=scales,
+            weight_scale=one.scale,
+            out_dtype=one.dtype,
+            use_fast_accum=one.fast_accum,
+            world=world,
+        )
+        for i, one in enumerate(products)
+    ]
+    return restore_shape(gathered), [restore_shape(out) for out in outs]
 
 
-def _why_not(group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int) -> str | None:
-    """Why weft does not compute it; None if it does. Asked before the World is made, since a fake group has none."""
-    if _theirs()._is_test_mode:
+def _all_gather_scaled(
+    A: Tensor,
+    Bs: list[Tensor],
+    A_scale: Tensor,
+    B_scales: list[Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: list[Tensor | None],
+    result_scales: list[Tensor | None],
+    out_dtypes: list[torch.dtype | None],
+    use_fast_accum: list[bool],
+) -> object:
+    given = Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
+    dtypes = _symm_mem()._maybe_convert_scalar_types_to_dtypes(out_dtypes)
+    why = _fallback_reason(group_name, A, Bs, gather_dim, E4M3) or (None if Bs else "no matrix")
+    for weight, scale, result_scale, dtype in zip(Bs, B_scales, result_scales, dtypes, strict=True):
+        why = why or _unscaled(A, weight, A_scale, scale, result_scale, dtype)
+    if why is None:
+        world = _world(group_name)
+        size = A.shape[gather_dim]
+        if A_scale.numel() > 1 and A_scale.shape[gather_dim] == world.size * size != size:  # of all ranks' rows
+            A_scale = A_scale.narrow(gather_dim, world.rank * size, size)
+        if A_scale.numel() > 1 and A_scale.shape[:-1] != A.shape[:-1]:
+            why = "scales that do not fit"
+    if why is not None:
+        _count(SCALED_GATHER, why)
+        return _torchs(SCALED_GATHER, A)(A, *given)
+    _count(SCALED_GATHER)
+    products = [ScaledWeight(*each) for each in zip(Bs, B_scales, biases, dtypes, use_fast_accum, strict=True)]
+    with torch.no_grad():
+        return gather_scaled(world, A, A_scale, products, gather_dim, _active[-1].plan)
+
+
+def _scaled_reduce_scatter(
+    A: Tensor,
+    B: Tensor,
+    A_scale: Tensor,
+    B_scale: Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: list[int],
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> object:
+    given = B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name, output_shape
+    rest = bias, result_scale, out_dtype, use_fast_accum
+    lead, dim = tuple(output_shape[:-1]), orig_scatter_dim
+    why = _fallback_reason(group_name, A, [B], 0, E4M3)
+    why = why or _unscaled(A, B, A_scale, B_scale, result_scale, out_dtype)
+    if why is None and reduce_op not in ("sum", "avg"):
+        why = f"reduces by {reduce_op}"
+    if why is None and bias is not None:
+        why = "a bias, which torch adds on every rank"
+    if why is None and (
+        not 0 <= dim < len(lead) or (A_scale.numel() > 1 and A_scale.numel() * A.shape[-1] != A.numel())
+    ):
+        why = "shapes that do not fit"
+    if why is None and lead[dim] % (world := _world(group_name)).size:
+        why = "does not divide by the ranks"
+    if why is not None:
+        _count(SCALED_SCATTER, why)
+        return _torchs(SCALED_SCATTER, A)(A, *given, *rest)
+    _count(SCALED_SCATTER)
+    with torch.no_grad():
+        front = A.reshape(*lead, A.shape[-1]).movedim(dim, 0)
+        rowwise = A_scale.numel() > 1
+        scale = A_scale.reshape(*lead, 1).movedim(dim, 0).reshape(-1, 1) if rowwise else A_scale.view(1)
+        y = matmul_reduce_scatter(
+            front.flatten(0, -2),
+            B.t(),
+            x_scale=scale,
+            weight_scale=B_scale,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+            world=world,
+            plan=_active[-1].plan,
+        )
+        summed = y.view(front.shape[0] // world.size, *front.shape[1:-1], B.shape[1]).movedim(0, dim).contiguous()
+        return summed.div_(world.size) if reduce_op == "avg" else summed
+
+
+def _unscaled(
+    x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, result_scale: Tensor | None, dtype: torch.dtype | None
+) -> str | None:
+    """Return why weft does not multiply by these scales, or None."""
+    if result_scale is not None:
+        return "a scale of the result"
+    if dtype not in DTYPES:
+        return f"results of {str(dtype).removeprefix('torch.')}"
+    if x_scale.dtype != torch.float32 or scale.dtype != torch.float32:
+        return "scales that are not float32"
+    rowwise = x_scale.numel() > 1, scale.numel() > 1
+    if rowwise not in ((False, False), (True, True)) or scale.numel() not in (1, weight.shape[1]):
+        return "scales neither by tensor nor by row"
+    if weight.shape[0] % 16 or weight.shape[1] % 8:
+        return f"K {weight.shape[0]} or N {weight.shape[1]} of no whole 16-byte words"
+    return None
+
+
+def _fallback_reason(
+    group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int, dtype: torch.dtype | None = None
+) -> str | None:
+    """Return why weft does not compute the call, or None. It runs before the World is made, since a fake group has
+    none. `dtype` is the dtype of the operands; None: one of 16 bits."""
+    if _symm_mem()._is_test_mode:
         return "torch's test mode"
     if not _has_world(group_name, x):
         return f"a group on {x.device.type}"
@@ -185,44 +346,44 @@ def _why_not(group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int) ->
         return "along the last dimension"
     if not 0 <= dim < x.dim() or any(w.dim() != 2 or w.shape[0] != x.shape[-1] for w in weights):
         return "shapes that do not fit"
-    if x.dtype not in DTYPES or any(w.dtype != x.dtype for w in weights):
-        found = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (x, *weights))
-        return f"of {', '.join(found)}"
+    if x.dtype not in ((dtype,) if dtype else DTYPES) or any(w.dtype != x.dtype for w in weights):
+        dtypes = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (x, *weights))
+        return f"of {', '.join(dtypes)}"
     return None
 
 
 def _count(name: str, why: str | None = None) -> None:
-    for one in _active:
+    for service in _active:
         if why is None:
-            one.served[name] += 1
+            service.served[name] += 1
         else:
-            one.fell_through[name, why] += 1
+            service.fell_through[name, why] += 1
 
 
 def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> bool:
-    """Whether torch would take the kernel that this variable of the environment asks it for."""
-    return NATIVE in os.environ and _theirs()._should_use_fused_all_gather_matmul_native(x, weights, dim, group_name)
+    """Whether torch would use the kernel that the environment variable NATIVE requests."""
+    return NATIVE in os.environ and _symm_mem()._should_use_fused_all_gather_matmul_native(x, weights, dim, group_name)
 
 
 def _has_world(group_name: str, x: Tensor) -> bool:
-    """Whether the group has a World: a group of GPUs does, and one of CPU processes over gloo. An emulated World is
-    found by name."""
+    """Whether the group can have a World: a group of GPUs, one of CPU processes over gloo, or an emulated World of that
+    name."""
     return x.is_cuda or group_name in World._all or serves(_group(group_name))
 
 
 def world_of(group_name: str, x: Tensor) -> World | None:
-    """The group's World, made at its first use; None for a group that has none."""
-    return _made(group_name) if _has_world(group_name, x) else None
+    """Return the group's World, which its first use makes, or None for a group that cannot have one."""
+    return _world(group_name) if _has_world(group_name, x) else None
 
 
-def _made(group_name: str) -> World:
+def _world(group_name: str) -> World:
     if group_name in World._all:
         return World._all[group_name]
     group = _group(group_name)
-    kept = _worlds.get(group_name)
-    if kept is None or kept.group is not group:  # another group may have the name of one that was destroyed
-        kept = _worlds[group_name] = init(group)
-    return kept
+    world = _worlds.get(group_name)
+    if world is None or world.group is not group:  # a new group may have the name of a destroyed one
+        world = _worlds[group_name] = init(group)
+    return world
 
 
 def _group(name: str) -> ProcessGroup:
@@ -233,43 +394,45 @@ def _group(name: str) -> ProcessGroup:
 
 
 @functools.cache
-def _theirs() -> ModuleType:
-    """Return torch's module of the operators; importing it defines them."""
+def _symm_mem() -> ModuleType:
+    """Return torch's module of symmetric memory, whose import defines the operators."""
     import torch.distributed._symmetric_memory as module
 
     return module
 
 
 def _torchs(name: str, x: Tensor) -> Callable[..., object]:
-    """Return torch's own implementation: for a GPU's tensors the one that it has registered, else its fallback."""
-    found: Callable[..., object] = getattr(_theirs(), f"_{name}" if x.is_cuda else f"_{name}_fallback")
-    return found
+    """Return torch's own implementation: the registered one for tensors on GPUs, else its fallback."""
+    function: Callable[..., object] = getattr(_symm_mem(), f"_{name}" if x.is_cuda else f"_{name}_fallback")
+    return function
 
 
 @contextlib.contextmanager
 def _pipelined(names: Sequence[str]) -> Iterator[None]:
-    """Switch torch.compile's pass on for these groups. Graphs that Inductor captures leave the operators out: a first
-    call allocates what outlives it, from memory that Inductor would use again."""
+    """Enable torch.compile's micro-pipeline pass for these groups. Inductor's CUDA graphs exclude the operators,
+    because a first call makes allocations that outlive it, in memory that Inductor would reuse."""
     from torch._inductor import config
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # "no need to call": but the pass asks whether it was called
+        # torch deprecates this function, but the pass still checks that it was called.
+        warnings.simplefilter("ignore", FutureWarning)
         for name in names:
-            _theirs().enable_symm_mem_for_group(name)
-    apart = [*config.custom_should_partition_ops, *(f"symm_mem::{op}" for op in (FUSED_GATHER, FUSED_SCATTER))]
-    with config.patch(_micro_pipeline_tp=True, custom_should_partition_ops=apart):
+            _symm_mem().enable_symm_mem_for_group(name)
+    served = FUSED_GATHER, FUSED_SCATTER, SCALED_GATHER, SCALED_SCATTER
+    partitioned = [*config.custom_should_partition_ops, *(f"symm_mem::{op}" for op in served)]
+    with config.patch(_micro_pipeline_tp=True, custom_should_partition_ops=partitioned):
         yield
 
 
 def _installed() -> torch.library.Library:
-    """Put weft's operators in torch's place; `_destroy()` of the library returned gives them back."""
-    _theirs()
+    """Register weft's operators in place of torch's. `_destroy()` of the returned library restores torch's."""
+    _symm_mem()
     library = torch.library.Library("symm_mem", "IMPL")
-    given: dict[str, Callable[..., object]] = {FUSED_GATHER: _all_gather, FUSED_SCATTER: _reduce_scatter}
-    given |= {name: functools.partial(_scaled, name) for name in SCALED}
+    implementations: dict[str, Callable[..., object]] = {FUSED_GATHER: _all_gather, FUSED_SCATTER: _reduce_scatter}
+    implementations |= {SCALED_GATHER: _all_gather_scaled, SCALED_SCATTER: _scaled_reduce_scatter}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that one overrides another
-        for name, fn in given.items():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # about overridden operators
+        for name, fn in implementations.items():
             for key in ("CUDA", "CPU"):
                 library.impl(name, fn, key, allow_override=True)
     return library

@@ -1,12 +1,13 @@
-"""Tensor-parallel styles for torch's `parallelize_module` and Lightning's `ModelParallelStrategy`, weft's ops inside.
+"""Tensor-parallel styles for torch's `parallelize_module` and Lightning's `ModelParallelStrategy`, with weft's
+operators.
 
     norm      SequenceParallel()                          rows in, rows out
-    w1, w3    ColwiseParallel(input_layouts=Shard(1))     all-gather + GEMM, one gather for all that take the same x
+    w1, w3    ColwiseParallel(input_layouts=Shard(1))     all-gather + GEMM, one gather for all linears with the same x
     w2        RowwiseParallel(output_layouts=Shard(1))    GEMM + reduce-scatter
 
-They are torch's classes with another forward: parameters are split as torch splits them, so state dicts, checkpoints
-and optimisers see the same DTensors. What weft does not compute (layouts without a collective beside the GEMM, other
-dtypes, groups that have no World) goes torch's own way; `report` says which does, and why.
+They are subclasses of torch's with another forward. torch splits the parameters, so that state dicts, checkpoints and
+optimisers see the same DTensors. Calls that weft does not compute (layouts without a collective at the GEMM, other
+dtypes, groups without a World) run torch's own code; `report` says which did, and why.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from .torch_async_tp import world_of
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "report"]
 
 Tensor = torch.Tensor
-NOTE = "_weft_parallel"  # the attribute of a module that says what served its last call
+NOTE = "_weft_parallel"  # where a module stores what served its last call
 
 
 def report(module: nn.Module) -> str:
-    """A line for each module with one of these styles: served by weft, or torch's own and why, in its last call."""
+    """Return a line for each module with one of these styles: whether weft or torch computed its last call, and why."""
     notes = {name: vars(m)[NOTE] for name, m in module.named_modules() if NOTE in vars(m)}
     return "\n".join(f"{name or '(itself)'}: {note}" for name, note in notes.items()) or "no module has a style of weft"
 
 
 if TYPE_CHECKING:
-    _Torchs = style.ColwiseParallel  # and RowwiseParallel, whose methods have the same types
+    _TorchStyle = style.ColwiseParallel  # RowwiseParallel's methods have the same types
 else:
-    _Torchs = object
+    _TorchStyle = object
 
 
-class _LinearStyle(_Torchs):
-    """A base class before one of torch's styles. An `nn.Linear` has its parameters split as there, and the forward pass
+class _LinearStyle(_TorchStyle):
+    """A mixin before one of torch's styles: torch splits the parameters of an `nn.Linear`, whose forward is
     `_linear`."""
 
     def __init__(
@@ -68,7 +69,7 @@ class _LinearStyle(_Torchs):
         self.plan = plan
 
     def _op(self, output_layouts: Placement | None) -> Op:
-        """Return the op that `plan` is for."""
+        """Return the operator that `plan` belongs to."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -81,23 +82,23 @@ class _LinearStyle(_Torchs):
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _own(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor, desired: tuple[Placement, ...]) -> Tensor:
-        """Return the linear's output as torch computes it, from x laid out as `desired`."""
+    def _torch_linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor, desired: tuple[Placement, ...]) -> Tensor:
+        """Return the linear's output as torch computes it, from x with the placements `desired`."""
         x = self._prepare_input_fn(self.input_layouts, desired, module, (x,), mesh)
         y = F.linear(x, module.weight, module.bias)
         return self._prepare_output_fn(self.output_layouts, self.use_local_output, module, y, mesh)
 
 
 class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
-    """torch's ColwiseParallel, in which an `nn.Linear` with input_layouts=Shard(d), d any dimension but the last, is an
-    all-gather + GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
+    """torch's ColwiseParallel, in which an `nn.Linear` with input_layouts=Shard(d), for any dimension d but the last,
+    is an all-gather + GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
 
-    Modules that take the same tensor one after another (queries, keys and values; gate and up) share one gather, under
-    the first one's GEMM. It is kept for the backward pass, as torch keeps it. Under torch.inference_mode, whose tensors
-    do not say when they are written, each gathers for itself, and so it does in the capture of a CUDA graph, whose
-    memory is its own; under torch.no_grad they share.
+    Consecutive modules with the same input (queries, keys and values; gate and up) share one gather, under the first
+    one's GEMM. The gathered rows are saved for the backward pass, as torch saves them. Under torch.inference_mode,
+    whose tensors do not count writes, each module gathers for itself, and so it does in a CUDA graph capture, whose
+    memory is separate; under torch.no_grad modules share.
 
-    plan: that of `weft.all_gather_matmul`; raises ValueError for one that it does not have. Tensors are bfloat16 or
+    `plan` is that of `weft.all_gather_matmul`; raises ValueError for one that it does not have. Tensors are bfloat16 or
     float16, or under autocast to one of them.
     """
 
@@ -106,24 +107,24 @@ class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         world = world_of(mesh.get_group().group_name, x)
-        given, why = _given(world, module, x, self.input_layouts)
+        operands, why = _linear_operands(world, module, x, self.input_layouts)
         dim = _row_dimension(self.input_layouts[0], x)
         if why is None and (dim is None or self.output_layouts != (Shard(-1),)):
             why = f"{self.input_layouts[0]} to {self.output_layouts[0]}"
         _noted(module, "all-gather + GEMM by weft" if why is None else f"torch's own: {why}")
-        if why is not None or world is None or given is None or dim is None:
-            return self._own(module, mesh, x, (Replicate(),))
-        y = gathered(world, module, x, given, dim, self.plan)
+        if why is not None or world is None or operands is None or dim is None:
+            return self._torch_linear(module, mesh, x, (Replicate(),))
+        y = gathered_linear(world, module, x, operands, dim, self.plan)
         return y if self.use_local_output else DTensor.from_local(y, mesh, self.output_layouts, run_check=False)
 
 
 class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc]
-    """torch's RowwiseParallel, in which an `nn.Linear` with output_layouts=Shard(d), d any dimension but the last, is a
-    GEMM + reduce-scatter (`weft.matmul_reduce_scatter`), and with Replicate() a GEMM + all-reduce
-    (`weft.matmul_all_reduce`); the first one's gradient is an all-gather + GEMM.
+    """torch's RowwiseParallel, in which an `nn.Linear` with output_layouts=Shard(d), for any dimension d but the last,
+    is a GEMM + reduce-scatter (`weft.matmul_reduce_scatter`), whose gradient is an all-gather + GEMM, and with
+    Replicate() a GEMM + all-reduce (`weft.matmul_all_reduce`).
 
-    plan: that of the op; raises ValueError for one that it does not have. Tensors are bfloat16 or float16, or under
-    autocast to one of them. A dimension that the ranks do not divide goes torch's own way.
+    `plan` is that of the operator; raises ValueError for one that it does not have. Tensors are bfloat16 or float16, or
+    under autocast to one of them. If the ranks do not divide the dimension, torch's own code runs.
     """
 
     def _op(self, output_layouts: Placement | None) -> Op:
@@ -131,55 +132,59 @@ class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         world = world_of(mesh.get_group().group_name, x)
-        given, why = _given(world, module, x, self.input_layouts)
-        dim, whole = _row_dimension(self.output_layouts[0], x), self.output_layouts == (Replicate(),)
-        if why is None and (self.input_layouts != (Shard(-1),) or (dim is None and not whole)):
+        operands, why = _linear_operands(world, module, x, self.input_layouts)
+        dim, all_reduce = _row_dimension(self.output_layouts[0], x), self.output_layouts == (Replicate(),)
+        if why is None and (self.input_layouts != (Shard(-1),) or (dim is None and not all_reduce)):
             why = f"{self.input_layouts[0]} to {self.output_layouts[0]}"
         if why is None and world is not None and dim is not None and x.shape[dim] % world.size:
-            why = f"{x.shape[dim]} rows over {world.size} ranks"
-        op = "all-reduce" if whole else "reduce-scatter"
+            why = f"{x.shape[dim]} rows do not divide by {world.size} ranks"
+        op = "all-reduce" if all_reduce else "reduce-scatter"
         _noted(module, f"GEMM + {op} by weft" if why is None else f"torch's own: {why}")
-        if why is not None or world is None or given is None:
-            return self._own(module, mesh, x, (Shard(-1),))
-        y = summed(world, given, dim, self.plan)
+        if why is not None or world is None or operands is None:
+            return self._torch_linear(module, mesh, x, (Shard(-1),))
+        y = reduced_linear(world, operands, dim, self.plan)
         return y if self.use_local_output else DTensor.from_local(y, mesh, self.output_layouts, run_check=False)
 
 
 class SequenceParallel(style.SequenceParallel):
-    """torch's SequenceParallel, for norms. The module runs on this rank's rows as they are, without DTensors around
-    every operator; gradients of its parameters are summed over the ranks."""
+    """torch's SequenceParallel, for norms. The module runs on this rank's rows without a DTensor at every operator, and
+    the gradients of its parameters are summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own = module.forward
+        module_forward = module.forward
         distribute_module(module, device_mesh, self._replicate_module_fn)
-        module.forward = lambda x: self._rows(module, own, device_mesh, x)
+        module.forward = lambda x: self._rows(module, module_forward, device_mesh, x)
         return _noted(module, "not called yet")
 
-    def _rows(self, module: nn.Module, own: Callable[[Tensor], Tensor], mesh: DeviceMesh, x: Tensor) -> Tensor:
+    def _rows(
+        self, module: nn.Module, module_forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x: Tensor
+    ) -> Tensor:
         world = world_of(mesh.get_group().group_name, x)
         why = None if world is not None else f"a group on {x.device.type}"
-        if not module._parameters:  # a dropout's draws differ by rank, as torch has them
+        if not module._parameters:  # such as a dropout, whose draws torch makes different on each rank
             why = "no parameters"
         elif isinstance(x, DTensor) and x.placements != self.sequence_sharding:
-            why = f"given {x.placements[0]}"
+            why = f"x has {x.placements[0]}"
         _noted(module, "on local rows" if why is None else f"torch's own: {why}")
         if why is not None:
-            y = own(self._prepare_input_fn(self.sequence_sharding, module, (x,), mesh))
+            y = module_forward(self._prepare_input_fn(self.sequence_sharding, module, (x,), mesh))
             return self._prepare_output_fn(self.use_local_output, module, y, mesh)
         local = x.to_local() if isinstance(x, DTensor) else x
-        kept, group = dict(module._parameters), mesh.get_group()
-        here = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in kept.items()}
-        shared: dict[str, Any] = {n: None if p is None else SharedGradient.apply(p, group) for n, p in here.items()}
-        module._parameters.update(shared)
+        parameters, group = dict(module._parameters), mesh.get_group()
+        local_parameters = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters.items()}
+        replicated: dict[str, Any] = {
+            name: None if p is None else SummedGradient.apply(p, group) for name, p in local_parameters.items()
+        }
+        module._parameters.update(replicated)
         try:
-            y = own(local)
+            y = module_forward(local)
         finally:
-            module._parameters.update(kept)
+            module._parameters.update(parameters)
         return y if self.use_local_output else DTensor.from_local(y, mesh, self.sequence_sharding, run_check=False)
 
 
-class SharedGradient(torch.autograd.Function):
-    """A tensor that is the same on all ranks, each of which has a part of its gradient."""
+class SummedGradient(torch.autograd.Function):
+    """A tensor that is the same on all ranks. Its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -196,8 +201,8 @@ class SharedGradient(torch.autograd.Function):
 # -- the ops -----------------------------------------------------------------------------------------------------------
 @dataclass
 class LinearOperands:
-    """A call's local operands, in the dtype that it is computed in. bias: this rank's part for a column-parallel
-    linear, all of it for a row-parallel one."""
+    """The local operands of a call, in the dtype of its computation. `bias` is this rank's shard for a column-parallel
+    linear, the full bias for a row-parallel one."""
 
     x: Tensor
     weight: Tensor
@@ -206,85 +211,88 @@ class LinearOperands:
 
 @dataclass
 class Gathered:
-    """What was gathered last, for other modules that take the same x: the tensor itself, unwritten since."""
+    """The rows that were gathered last, for other modules with the same x: the same tensor, not written since."""
 
-    of: weakref.ref[Tensor]
+    x: weakref.ref[Tensor]
     version: int
     key: tuple[object, ...]
     rows: Tensor
     served: set[int] = field(default_factory=set)
 
     def serves(self, x: Tensor, key: tuple[object, ...], module: nn.Module) -> bool:
-        """Whether these rows are what the module gathers from x. A module that comes again is in another pass, and
-        gathers anew."""
-        same = self.of() is x and (self.version, self.key) == (x._version, key)
+        """Whether these are the rows that the module would gather from x. A module that asks again is in another pass,
+        and gathers again."""
+        same = self.x() is x and (self.version, self.key) == (x._version, key)
         return same and id(module) not in self.served
 
 
-_gathered: dict[str, Gathered] = {}  # by the name of the World
+_gathered: dict[str, Gathered] = {}  # by the World's name
 
 
-def gathered(world: World, module: nn.Module, x: Tensor, given: LinearOperands, dim: int, plan: str | Plan) -> Tensor:
-    """all_gather(x) along `dim` @ weight.T + bias."""
-    front = given.x.movedim(dim, 0)
-    key = dim, given.x.dtype, plan, torch.is_grad_enabled()
+def gathered_linear(
+    world: World, module: nn.Module, x: Tensor, operands: LinearOperands, dim: int, plan: str | Plan
+) -> Tensor:
+    """Return all_gather(x) along `dim` @ weight.T + bias."""
+    front = operands.x.movedim(dim, 0)
+    key = dim, operands.x.dtype, plan, torch.is_grad_enabled()
     last = _gathered.get(world.name)
-    # An inference tensor has no version, so nobody could know that it was written since. What was gathered outside a
-    # capture or in another one is not there when this one is replayed.
+    # An inference tensor has no version counter, so that a later write could not be seen. Rows that were gathered
+    # outside a capture, or in another one, may be gone when this graph is replayed.
     if x.is_inference() or world.capturing():
-        y = all_gather_matmul(front.flatten(0, -2), given.weight, given.bias, world=world, plan=plan)
+        y = all_gather_matmul(front.flatten(0, -2), operands.weight, operands.bias, world=world, plan=plan)
     elif last is not None and last.serves(x, key, module):
         last.served.add(id(module))
-        y = F.linear(last.rows, given.weight, given.bias)
+        y = F.linear(last.rows, operands.weight, operands.bias)
     else:
         rows = front.flatten(0, -2)
-        y, full = all_gather_matmul(rows, given.weight, given.bias, world=world, plan=plan, return_gathered=True)
+        y, full = all_gather_matmul(rows, operands.weight, operands.bias, world=world, plan=plan, return_gathered=True)
         name = world.name
-        held = Gathered(weakref.ref(x, lambda of: _forget(name, of)), x._version, key, full, {id(module)})
-        _gathered[name] = held
+        reference = weakref.ref(x, lambda dead: _forget(name, dead))
+        _gathered[name] = Gathered(reference, x._version, key, full, {id(module)})
     lead = world.size * front.shape[0], *front.shape[1:-1]
     return y.view(*lead, y.shape[1]).movedim(0, dim)
 
 
-def _forget(name: str, of: weakref.ref[Tensor]) -> None:
-    if name in _gathered and _gathered[name].of is of:
+def _forget(name: str, reference: weakref.ref[Tensor]) -> None:
+    if name in _gathered and _gathered[name].x is reference:
         del _gathered[name]
 
 
-def summed(world: World, given: LinearOperands, dim: int | None, plan: str | Plan) -> Tensor:
-    """The sum over ranks of x @ weight.T, + bias: this rank's part along `dim`, or, where that is None, all of it."""
+def reduced_linear(world: World, operands: LinearOperands, dim: int | None, plan: str | Plan) -> Tensor:
+    """Return this rank's part along `dim`, or all if `dim` is None, of the sum over ranks of x @ weight.T, plus
+    bias."""
     if dim is None:
-        y = matmul_all_reduce(given.x.flatten(0, -2), given.weight, given.bias, world=world, plan=plan)
-        return y.view(*given.x.shape[:-1], y.shape[1])
-    front = given.x.movedim(dim, 0)
-    y = matmul_reduce_scatter(front.flatten(0, -2), given.weight, given.bias, world=world, plan=plan)
+        y = matmul_all_reduce(operands.x.flatten(0, -2), operands.weight, operands.bias, world=world, plan=plan)
+        return y.view(*operands.x.shape[:-1], y.shape[1])
+    front = operands.x.movedim(dim, 0)
+    y = matmul_reduce_scatter(front.flatten(0, -2), operands.weight, operands.bias, world=world, plan=plan)
     lead = front.shape[0] // world.size, *front.shape[1:-1]
     return y.view(*lead, y.shape[1]).movedim(0, dim).contiguous()
 
 
-def _given(
+def _linear_operands(
     world: World | None, module: nn.Linear, x: Tensor, layouts: tuple[Placement, ...]
 ) -> tuple[LinearOperands | None, str | None]:
-    """The operands, or why weft does not compute with them."""
+    """Return the operands, or None and why weft does not compute the call."""
     if world is None:
         return None, f"a group on {x.device.type}"
     if isinstance(x, DTensor) and x.placements != layouts:
-        return None, f"given {x.placements[0]} for {layouts[0]}"
+        return None, f"x has {x.placements[0]}, not {layouts[0]}"
     if x.dim() < 2:
         return None, f"{x.dim()} dimension"
     weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (module.weight, module.bias))
-    given = LinearOperands(x.to_local() if isinstance(x, DTensor) else x, weight, bias)
-    if torch.is_autocast_enabled(given.x.device.type):
-        dtype = torch.get_autocast_dtype(given.x.device.type)
-        given = LinearOperands(given.x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    found = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (given.x, given.weight))
-    if given.x.dtype not in DTYPES or len(found) > 1:
-        return None, f"of {', '.join(found)}"
-    return given, None
+    operands = LinearOperands(x.to_local() if isinstance(x, DTensor) else x, weight, bias)
+    if torch.is_autocast_enabled(operands.x.device.type):
+        dtype = torch.get_autocast_dtype(operands.x.device.type)
+        operands = LinearOperands(operands.x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    dtypes = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (operands.x, operands.weight))
+    if operands.x.dtype not in DTYPES or len(dtypes) > 1:
+        return None, f"of {', '.join(dtypes)}"
+    return operands, None
 
 
 def _row_dimension(layout: Placement, x: Tensor) -> int | None:
-    """Return the dimension along which x is split by rows; None for another layout."""
+    """Return the dimension, not the last, along which x is sharded; None for another layout."""
     if type(layout) is not Shard:
         return None
     dim = layout.dim % x.dim()

@@ -6,8 +6,8 @@ from .host import beyond, rank_copy_data, rank_notify, rank_wait
 from .intrinsics import (
     bulk_fence,
     flush_stores,
+    globaltimer,
     look_again,
-    now,
     peek,
     post,
     release_fence,
@@ -42,7 +42,7 @@ from .primitives import (
 __all__ = [
     "BlockChannel", "Kernel", "StaticMapping", "TableMapping", "balanced_rows", "beyond", "bulk_fence", "calls_of",
     "channel_arrivals", "channel_broadcast", "channel_notify", "channel_wait", "consumer_tile_wait", "end_call",
-    "jit", "look_again", "now", "peek", "peer_tile_notify", "peer_tile_wait", "post", "producer_tile_notify",
+    "globaltimer", "jit", "look_again", "peek", "peer_tile_notify", "peer_tile_wait", "post", "producer_tile_notify",
     "rank_copy_data", "rank_notify", "rank_of", "rank_wait", "release_fence", "flush_stores", "shard_tables",
     "take_ticket", "tile_channels", "tile_pull_data", "tile_push_data", "tile_rank", "tile_rows", "tiles_of",
     "wait_until", "window_fence", "window_store", "window_sum",

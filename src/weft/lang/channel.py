@@ -1,7 +1,7 @@
-"""BlockChannel: the counters a kernel's tiles signal through, and how a kernel names them.
+"""BlockChannel: the counters through which a kernel's tiles signal, and the mapping from tiles to counters.
 
-A channel is a counter in symmetric memory that only grows. `state` lives in this rank's own memory and holds the number
-of finished calls, so a wait compares with (calls + 1) x arrivals, nothing is reset between calls, and a CUDA graph that
+A channel is a counter in symmetric memory that only grows. `state` is in this rank's own memory and has the number of
+finished calls, so a wait compares with (calls + 1) x arrivals, nothing is reset between calls, and a CUDA graph that
 contains the launch can be replayed. All integers that differ between ranks are read from `state`, because Triton
 specialises integers inside a NamedTuple.
 """
@@ -22,10 +22,12 @@ STATE_WORDS = 4
 
 
 class BlockChannel(NamedTuple):
-    counters: torch.Tensor  # int32 [n], this rank's
-    peers: torch.Tensor  # int64 [world], address of every rank's counters
-    state: torch.Tensor  # int32 [STATE_WORDS], local
-    guard: torch.Tensor  # int64 [16], bounds every wait (lang/intrinsics.py)
+    """A kernel's argument with which its programs notify and wait (`World.channel`)."""
+
+    counters: torch.Tensor  # int32 [n], this rank's counters
+    peers: torch.Tensor  # int64 [world], the address of every rank's counters
+    state: torch.Tensor  # int32 [STATE_WORDS], in this rank's own memory
+    guard: torch.Tensor  # int64 [16], which bounds every wait (lang/intrinsics.py)
     mapping: tuple | None  # StaticMapping or TableMapping
     world: tl.constexpr
 
@@ -38,7 +40,7 @@ def rank_of(ch):
 
 @jit
 def calls_of(ch):
-    """The number of this call, from 1. The same on every rank."""
+    """The number of this call, from 1, which is the same on every rank."""
     return tl.load(ch.state + CALLS) + 1
 
 
@@ -50,37 +52,37 @@ def counters_of(ch, rank):
 
 @jit
 def address_of(addresses, rank, DTYPE: tl.constexpr):
-    """Pointer to a rank's copy of a symmetric tensor (`SymmetricTensor.addresses`), known to be 16-byte aligned."""
+    """Pointer to a rank's copy of a symmetric tensor (`SymmetricTensor.addresses`), which is 16-byte aligned."""
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(DTYPE)), 16)
 
 
 @jit
-def place_of(places, rank, W: tl.constexpr):
-    """places[rank] without a load: a load in a pipelined loop would halve the pipeline's depth."""
-    place = places[0]
-    for i in tl.static_range(1, W):
-        place = tl.where(rank == i, places[i], place)
-    return place
+def select(values, index, N: tl.constexpr):
+    """values[index] of N values without a load: a load in a pipelined loop would halve the pipeline's depth."""
+    value = values[0]
+    for i in tl.static_range(1, N):
+        value = tl.where(index == i, values[i], value)
+    return value
 
 
 @jit
 def take_ticket(ch, count):
-    """Draw `count` tickets; returns the first. Tickets count from 0 in every call."""
+    """Draw `count` tickets and return the first. Tickets count from 0 in every call."""
     return tl.atomic_add(ch.state + TICKET, count, sem="relaxed", scope="gpu")
 
 
 @jit
-def end_call(ch, turn, programs):
-    """Every program's last act. The last program to come clears the tickets and counts the call, and `turn`, a word of
-    the caller's, unless it is None.
+def end_call(ch, epoch, programs):
+    """End the call for this program, as its last statement. The last of `programs` programs clears the tickets and adds
+    one to the number of calls, and to `epoch`, a word of the caller's, unless it is None.
 
     The acquire-release count orders every program's use of this call's numbers before the next call's: a kernel later
-    on the stream starts after this one ended.
+    on the stream starts after this one has ended.
     """
     flush_stores(True)
     if tl.atomic_add(ch.state + DONE, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.store(ch.state + DONE, 0)
         tl.store(ch.state + TICKET, 0)
         tl.store(ch.state + CALLS, tl.load(ch.state + CALLS) + 1)
-        if turn is not None:
-            tl.store(turn, tl.load(turn) + 1)
+        if epoch is not None:
+            tl.store(epoch, tl.load(epoch) + 1)

@@ -1,19 +1,20 @@
-"""The operations that Triton's language lacks, as opaque assembly blocks. The emulator gives each its meaning.
+"""The operations that Triton's language lacks, as opaque assembly blocks; emulator/intrinsics.py has their emulated
+forms.
 
-Proxy fences name global memory, where all that weft orders between ordinary and bulk accesses lies: without the name
-ptxas makes of each a fence of the whole GPU on every thread.
+Proxy fences name global memory, which is all that weft orders between ordinary and bulk accesses: without the name
+ptxas compiles each into a fence of the whole GPU on every thread.
 
-Why assembly and why opaque: a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop stops Triton
-from overlapping a tile's epilogue with the next tile's loads; one assembly block does not. Scalar assembly runs on
-every thread of the program, so whatever must happen once is predicated on thread 0.
+The blocks are assembly, and opaque, because a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop
+stops Triton from overlapping a tile's epilogue with the next tile's loads, and one assembly block does not. Scalar
+assembly runs on every thread of the program, so whatever must happen once is predicated on thread 0.
 
-The guard block (int64 words, one per rank, shared by all waits of a World):
+The guard block (int64 words, one block per rank, shared by all waits of a World):
     0  bound of a wait in ns
-    1  aborted: 0, or 1 once any wait of this rank expired; every later wait falls through
+    1  aborted: 0, or 1 once any wait of this rank has expired; every later wait falls through
     2  address of the record in pinned host memory, int64 words:
-         0 flag, written last: EXPIRED, or DIFFERS (ranks make different calls), 1 address waited on,
-         2 target (0: posted words), 3 value seen, 4 tile, 5 peer, 6 the guard's word 3
-    3  rows that found no room, of all calls so far
+         0 flag, written last: EXPIRED, or DIFFERS (ranks make different calls), 1 address of the awaited word,
+         2 target (0: low-latency words), 3 value seen, 4 tile, 5 peer, 6 the guard's word 3
+    3  rows dropped for lack of room, in all calls so far
 """
 
 import triton.language as tl
@@ -23,15 +24,15 @@ from triton.runtime.jit import constexpr_function
 from .jit import intrinsic
 
 EXPIRED, DIFFERS = 1, 2
-NUMBER_BITS = 20  # of a word of `same_call`; those above count its calls
-CALL = -2  # the tile that is recorded of a wait in `same_call`
+NUMBER_BITS = 20  # the bits of the call's number in a word of `same_call`; the bits above count its calls
+CALL = -2  # the tile in the record of a wait in `same_call`
 
 
 @constexpr_function
 def bulk_copies():
-    """Whether the GPU that is compiled for has bulk (TMA) copies, which go through a proxy of their own: Hopper and
-    later. For an older one Triton makes ordinary accesses of those through a descriptor, which need neither the wait
-    for bulk stores nor a proxy fence: there the next block barrier covers them."""
+    """Whether the target GPU has bulk (TMA) copies, which use a proxy of their own: Hopper and later. For an older GPU
+    Triton makes ordinary accesses of those through a descriptor, which need neither the wait for bulk stores nor a
+    proxy fence: the next block barrier covers them."""
     return cuda_capability_geq(9)
 
 
@@ -41,13 +42,14 @@ def wait_until(
 ):
     """Acquire: block until `*ptr >= target` (int32, modulo 2^32), or until the guard's bound expires.
 
-    MANY: up to 32 words from `ptr` on, of ranks `peer`, `peer` + 1, .., side by side: one after the other, each would
-    cost the time that memory takes to answer.
+    MANY: the number of words from `ptr` on, at most 32, of ranks `peer`, `peer` + 1, .., that are awaited concurrently;
+    each wait in turn would cost a round trip to memory.
 
     After it, ordinary loads and bulk (TMA) loads of this program see everything released before the counter reached
-    `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE "gpu" if every writer
-    of the counter runs on this GPU, else "sys". One thread a word polls, with a pause, and a block barrier passes on
-    what it acquired: a thousand warps polling one word keep its slice of L2 from serving anybody else.
+    `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE is "gpu" if every
+    writer of the counter runs on this GPU, else "sys". One thread per word polls, with a pause, and a block barrier
+    passes on what it acquired: a thousand warps polling one word would keep its slice of L2 from serving any other
+    access.
     """
     tl.static_assert(MANY <= 32, "a warp polls at most 32 words")
     asm: tl.constexpr = (
@@ -96,15 +98,17 @@ def wait_until(
 
 @intrinsic
 def same_call(calls, number):
-    """This launch is of call `number` (`World.begin`) on every rank, or ends in Mismatch. By one program of a launch.
+    """Check that this launch belongs to call `number` (`World.begin`) on every rank; a difference raises Mismatch. One
+    program of a launch calls it.
 
-    Stores the number to every rank's memory, with the count of these launches above it, and waits (acquire) for the
-    words of all ranks. calls: a BlockChannel of 2 W counters (`World.calls`), whose halves launches use in turn: a rank
-    that stores its word of launch n + 2 has read all words of launch n + 1, and so a word that each rank stored after
-    it had read those of launch n. A word is relaxed: behind a `release_fence` it is a release too.
+    It stores the number to every rank's memory, with the count of these launches in the bits above, and waits (acquire)
+    for the words of all ranks. calls: a BlockChannel of 2 W counters (`World.calls`), between whose halves launches
+    alternate: a rank that stores its word of launch n + 2 has read all words of launch n + 1, and each rank stored that
+    word after it had read those of launch n. The store is relaxed; after a `release_fence` it is a release too.
 
-    A number that differs makes a record, as an expired wait does, and every later wait falls through: the rows that
-    this launch reads may be those of another call."""
+    A number that differs is recorded as an expired wait is, and every later wait falls through: the rows that this
+    launch reads may be those of another call.
+    """
     tl.static_assert(calls.world <= 32, "a warp polls at most 32 words")
     tl.inline_asm_elementwise(
         """{
@@ -163,8 +167,8 @@ def same_call(calls, number):
 
 @intrinsic
 def count_lost(guard, rows):
-    """`rows` (int32) more that found no room: the next `World.check` of this rank raises Overflow. By one program of a
-    launch."""
+    """Count `rows` (int32) rows dropped for lack of room: the next `World.check` of this rank raises Overflow. One
+    program of a launch calls it."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred p, q; .reg .b32 tid; .reg .b64 lost, rec;
@@ -184,7 +188,7 @@ def count_lost(guard, rows):
 
 @intrinsic
 def flush_stores(BULK: tl.constexpr = True):
-    """Every thread's earlier stores are done, so that a release by one thread (the next atomic) covers all of them.
+    """Complete every thread's earlier stores, so that a release by one thread (the next atomic) covers all of them.
 
     BULK: also wait for this program's bulk (TMA) stores to be complete, not only read out of shared memory, and order
     them with ordinary accesses.
@@ -213,11 +217,12 @@ def bulk_fence():
 
 @intrinsic
 def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Everything settled so far is released by each later relaxed atomic, of up to 32 elements, of this program: one
+    """Make each later relaxed atomic of this program, of up to 32 elements, release all stores flushed so far: one
     fence for many notifies.
 
-    By the first warp alone, whose threads make such atomics. A fence covers what a barrier put before it; the other
-    warps' fences would only make it wait for more (docs/design-notes.md)."""
+    Only the first warp, whose threads make such atomics, executes the fence. It covers what a barrier put before it;
+    the other warps' fences would only make it wait for more stores (docs/design-notes.md).
+    """
     asm: tl.constexpr = (
         "{.reg .pred p; .reg .b32 tid; mov.u32 tid, %tid.x; setp.lt.u32 p, tid, 32; @p fence.acq_rel."
         + SCOPE
@@ -228,9 +233,9 @@ def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
 
 @intrinsic
 def post(ptr, w0, w1, w2, w3, ok):
-    """Four int32 words to each address (of 16 bytes, a block of them), where `ok`, for who looks at the words
-    themselves (`peek`). In one go, but a reader may see each word before the others, and nothing else is ordered by
-    them."""
+    """Store four int32 words to each 16-byte address of a block, where `ok`, for a reader that polls the words
+    themselves (`peek`). It is one store, but a reader may see each word before the others, and it orders no other
+    access."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.relaxed.sys.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;}",
         "=r,l,r,r,r,r,r",
@@ -243,15 +248,15 @@ def post(ptr, w0, w1, w2, w3, ok):
 
 @intrinsic
 def peek(ptr, ok):
-    """int32 words that others may be posting: of each, what it was or what it is to be. 0 where not `ok`."""
+    """int32 words that another rank may be posting: each has its old or its new value. 0 where not `ok`."""
     return tl.load(ptr, mask=ok, other=0, volatile=True)
 
 
 @intrinsic
 def store_pairs(ptr, x):
-    """32-bit words to addresses, from where the tensor cores left them: each thread stores its pairs of neighbours,
-    which must have neighbouring addresses. An ordinary store of them would first pass them through shared memory, to
-    write longer lines."""
+    """Store 32-bit words from the registers in which the tensor cores left them: each thread stores its pairs of
+    neighbours, whose addresses must be neighbours too. An ordinary store would first move them through shared memory,
+    to write longer lines."""
     tl.inline_asm_elementwise(
         "st.global.v2.b32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;",
         "=r,=r,l,l,r,r",
@@ -264,8 +269,9 @@ def store_pairs(ptr, x):
 
 @intrinsic
 def load_pairs(ptr, seen):
-    """float32 words, as `store_pairs` put them there, after the wait that returned `seen`: without that, an opaque load
-    that has no effect might go before it; and one that had would be made twice, for two layouts."""
+    """float32 words that `store_pairs` stored, loaded after the wait that returned `seen`. Without that operand the
+    compiler might move an opaque load without effects before the wait; one with effects would be made twice, for two
+    layouts."""
     words = tl.inline_asm_elementwise(
         "ld.global.v2.b32 {$0, $1}, [$2];",
         "=r,=r,l,l,r,r",
@@ -279,9 +285,9 @@ def load_pairs(ptr, seen):
 
 @intrinsic
 def look_again(tries, began, guard, ptr, tile, peer):
-    """1, or 0 once a wait for posted words at `ptr` that began at `began` (`now`) has taken longer than the guard
-    allows; the same for all threads. tries: how often it has looked; the clock is read every 64th time. tile, peer: as
-    in `wait_until`."""
+    """Whether to poll on: 1, or 0 once a wait for posted words at `ptr` that began at time `began` (`globaltimer`) has
+    taken longer than the guard's bound; the same for all threads. tries: the number of polls so far; the clock is read
+    at every 64th. tile, peer: as in `wait_until`."""
     asm: tl.constexpr = """{
         .reg .pred p, q; .reg .b32 v, tid; .reg .b64 t, bound, flag, rec, wide;
         mov.b32 $0, 1; and.b32 v, $1, 63; setp.ne.s32 p, v, 63; @p bra OUT;
@@ -312,21 +318,22 @@ def look_again(tries, began, guard, ptr, tile, peer):
 
 
 @intrinsic
-def now():
-    """ns on this GPU's clock."""
+def globaltimer():
+    """The time in ns on this GPU's clock."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @intrinsic
 def window_fence():
-    """Order this program's accesses through a multicast address and through ordinary addresses of the same memory."""
+    """Order this program's accesses through a multicast address with those through ordinary addresses of the same
+    memory."""
     tl.inline_asm_elementwise("fence.proxy.alias; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @intrinsic
 def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
     """fp32 [P]: the sums over all ranks of H elements of DTYPE (bfloat16 or float16) from the multicast address `row`
-    on, and zeros. The switch adds, in fp32; in which order is not said. H is a multiple of 8, `row` of 16 bytes."""
+    on, padded with zeros. The switch adds in fp32, in an unspecified order. H is a multiple of 8, `row` of 16 bytes."""
     KIND: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
     asm: tl.constexpr = (
         """{
@@ -346,20 +353,20 @@ def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
         is_pure=False,
         pack=1,
     )
-    # Element 4 c + 2 b + a of a vector is half a of word 2 c + b.
+    # Element 4 c + 2 b + a of a vector is half `a` of word 2 c + b.
     low = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
     high = low >> 16
-    both = tl.join(low.to(tl.int16), high.to(tl.int16))
-    return tl.reshape(both, (P,)).to(DTYPE, bitcast=True).to(tl.float32)
+    packed = tl.join(low.to(tl.int16), high.to(tl.int16))
+    return tl.reshape(packed, (P,)).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @intrinsic
 def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
-    """The first H of [P] elements of 16 bits to the multicast address `row`, on every rank. H, `row` as in
+    """Store the first H of [P] elements of 16 bits to the multicast address `row`, on every rank. H and `row` are as in
     `window_sum`."""
     low, high = tl.split(tl.reshape(y.to(tl.int16, bitcast=True), (P // 8, 2, 2, 2)))
-    both = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)  # [.., c, b]
-    even, odd = tl.split(both)
+    packed = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)  # [.., c, b]
+    even, odd = tl.split(packed)
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     i = tl.arange(0, P // 8)
@@ -372,3 +379,10 @@ def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@intrinsic
+def keep_before(x):
+    """x (float32), computed before all assembly that follows: tensor-core products and their waits among it. LLVM would
+    else move arithmetic behind a product that is under way, where it needs registers that the product writes."""
+    return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)

@@ -1,4 +1,5 @@
-"""`weft.jit`: a Triton kernel that also runs in the emulator, and `intrinsic`: the few functions that differ there.
+"""`weft.jit` makes a Triton kernel that also runs in the emulator; `intrinsic` makes the few functions that differ
+there.
 
 One process can compile a kernel for a GPU and interpret it, because nothing is decided at import: a `Kernel` is an
 ordinary `JITFunction` to Triton's compiler, and the emulator interprets its Python source. The environment variable
@@ -19,14 +20,14 @@ from ..backends.base import SymmetricTensor
 
 
 class Kernel(JITFunction):
-    """A kernel or device function of weft. Launched through `World.launch` only, which checks it first."""
+    """A kernel or device function of weft. Kernels are launched by `World.launch` only, which checks them first."""
 
 
 OPTIONS = "num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers"  # `Backend.launch`
 
 
 def check_launch(kernel: object, grid: object, options: object) -> None:
-    """Raise for a kernel, a grid or options that only some backend would take."""
+    """Raise for a kernel, a grid or options that not every backend would take."""
     name = getattr(kernel, "__name__", repr(kernel))
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{name} is not a kernel: decorate it with @weft.jit")
@@ -41,7 +42,7 @@ def check_launch(kernel: object, grid: object, options: object) -> None:
 
 
 def check_arguments(kernel: JITFunction, args: object, device: torch.device) -> None:
-    """Raise for arguments of a launch that no kernel can be given, or that are not on its device."""
+    """Raise for arguments of a launch that no kernel takes, or that are not on its device."""
     if not isinstance(args, dict):
         raise TypeError(f"{kernel.__name__}: arguments are a dict by name, not {type(args).__name__}")
     constant = {p.name for p in kernel.params if p.is_constexpr}
@@ -50,36 +51,36 @@ def check_arguments(kernel: JITFunction, args: object, device: torch.device) -> 
             _check_argument(f"{kernel.__name__}, argument {name}", value, device)
 
 
-def _check_argument(what: str, value: object, device: torch.device) -> None:
+def _check_argument(label: str, value: object, device: torch.device) -> None:
     if isinstance(value, torch.Tensor):
         if value.device != device and not (value.device.type == "cpu" and value.is_pinned()):
-            raise ValueError(f"{what}: a tensor on {value.device}, and this rank is on {device}")
+            raise ValueError(f"{label}: a tensor on {value.device}, and this rank is on {device}")
     elif isinstance(value, TensorDescriptor):
-        _check_argument(what, value.base, device)
+        _check_argument(label, value.base, device)
     elif isinstance(value, SymmetricTensor):
         raise TypeError(
-            f"{what}: a SymmetricTensor is no argument: pass its .local, or its .addresses for all ranks' memory"
+            f"{label}: a SymmetricTensor is no argument: pass its .local, or its .addresses for all ranks' memory"
         )
     elif isinstance(value, tuple):
-        check_tuple(what, value)
+        check_tuple(label, value)
         for field, part in _fields(value):
-            _check_argument(f"{what}.{field}", part, device)
+            _check_argument(f"{label}.{field}", part, device)
     elif not (value is None or isinstance(value, (int, float, tl.constexpr, tl.dtype, JITFunction))):
         raise TypeError(
-            f"{what}: a {type(value).__name__} is no argument: tensors, numbers, NamedTuples of them and None are, "
+            f"{label}: a {type(value).__name__} is no argument: tensors, numbers, NamedTuples of them and None are, "
             "and what a tl.constexpr parameter takes"
         )
 
 
-def check_tuple(what: str, value: object) -> None:
-    """Raise for a descriptor in a tuple: Triton compiles such an argument, and launches none."""
+def check_tuple(label: str, value: object) -> None:
+    """Raise for a descriptor in a tuple: Triton compiles such an argument, but cannot launch with it."""
     if isinstance(value, tuple):
         for field, part in _fields(value):
             if isinstance(part, TensorDescriptor):
                 raise TypeError(
-                    f"{what}.{field}: a TensorDescriptor must be an argument by itself: Triton launches none in a tuple"
+                    f"{label}.{field}: a TensorDescriptor must be an argument by itself: Triton takes none in a tuple"
                 )
-            check_tuple(f"{what}.{field}", part)
+            check_tuple(f"{label}.{field}", part)
 
 
 def _fields(value: tuple[object, ...]) -> Iterable[tuple[object, object]]:
@@ -87,7 +88,7 @@ def _fields(value: tuple[object, ...]) -> Iterable[tuple[object, object]]:
 
 
 class Intrinsic(JITFunction):
-    """A device function whose compiled body is inline assembly; the emulator supplies what it means.
+    """A device function whose compiled body is inline assembly, and which has an emulated form.
 
     While an emulated kernel runs, calling it calls `Intrinsic.emulated[name](*args, **kwargs)` with the interpreter's
     own scalars and tensors. The emulator fills the table when it is imported.
@@ -113,8 +114,8 @@ def jit(
     """Decorate a kernel or a device function (Triton syntax).
 
     do_not_specialize: integer arguments that differ between ranks, or from call to call. Triton compiles another kernel
-    for an integer equal to 1 or divisible by 16, and ranks that run different kernels can hang, or a call waits for the
-    compiler; integers inside a NamedTuple cannot be listed and must be equal on every rank.
+    for an integer that is 1 or divisible by 16; ranks that run different kernels can hang, and a call may wait for the
+    compiler. Integers inside a NamedTuple cannot be listed and must be equal on every rank.
     """
 
     def wrap(f: Callable[..., object]) -> Kernel:
@@ -127,8 +128,8 @@ T = TypeVar("T", bound=tuple)
 
 
 def constants(kind: type[T], **values: object) -> T:
-    """A NamedTuple of a kernel's constants that travel together: each field is a `tl.constexpr` to the kernel, or such
-    a NamedTuple."""
+    """A NamedTuple of a kernel's constants: each field is a `tl.constexpr` to the kernel, or again such a
+    NamedTuple."""
     return kind(**{name: v if isinstance(v, tuple) else tl.constexpr(v) for name, v in values.items()})
 
 

@@ -1,8 +1,9 @@
-"""Where a tile's rows lie (f_S), whose they are (f_R), and which channels stand for them (f_C) (TileLink, section 3).
+"""Mappings from a tile to its rows (f_S), its rank (f_R) and its channels (f_C) (TileLink, section 3).
 
-Two mappings, one face. `StaticMapping` is affine: three divisions that the compiler folds into the tile's address.
-`TableMapping` reads tables filled at run time, for uneven shards and for routing known only on the device (MoE).
-Every function here is plain arithmetic: called as `f.fn(mapping, tile)` on the host it takes and returns Python ints.
+There are two, with the same functions. `StaticMapping` is affine: three divisions that the compiler folds into the
+tile's address. `TableMapping` reads tables filled at run time, for uneven shards and for routing known only on the
+device (MoE). Every function here is plain arithmetic: called as `f.fn(mapping, tile)` on the host it takes and returns
+Python ints.
 """
 
 import operator
@@ -16,9 +17,10 @@ import triton.language as tl
 from .jit import jit
 
 
-def check_numbers(**given: tuple[object, int]) -> None:
-    """Raise TypeError for what is no integer, ValueError for one below its least."""
-    for name, (number, least) in given.items():
+def check_numbers(**numbers: tuple[object, int]) -> None:
+    """Raise TypeError for a value that is no integer, ValueError for one below its least. numbers: (value, least) by
+    name."""
+    for name, (number, least) in numbers.items():
         if not isinstance(number, int):
             raise TypeError(f"{name} is an integer, not {number!r}")
         if number < least:
@@ -26,10 +28,11 @@ def check_numbers(**given: tuple[object, int]) -> None:
 
 
 class StaticMapping(NamedTuple):
-    """Tiles of `tile_rows` rows over shards of `rank_rows` rows each, one channel for every `channel_rows` rows.
+    """Tiles of `tile_rows` rows over shards of `rank_rows` rows each, with one channel for every `channel_rows` rows.
 
-    arrivals: how many notifies a channel gets per call. rows: all rows, the last tile may be short.
-    single: every tile lies in exactly one channel (`channel_rows % tile_rows == 0`); the wait is then one poll.
+    arrivals: the number of notifies that a channel gets per call. rows: the number of all rows; the last tile may be
+    short. single: whether every tile is in exactly one channel (`channel_rows % tile_rows == 0`); the wait is then one
+    poll.
     """
 
     tile_rows: int
@@ -42,7 +45,8 @@ class StaticMapping(NamedTuple):
 
     @classmethod
     def over(cls, rows: int, world: int, *, tile_rows: int, channel_rows: int, arrivals: int) -> "StaticMapping":
-        """`rows` split evenly over `world` ranks. Raises ValueError where the affine form does not hold."""
+        """The mapping of `rows` split evenly over `world` ranks. Raises ValueError where the affine form does not
+        hold."""
         check_numbers(rows=(rows, 0), world=(world, 1), tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
         if rows % world:
             raise ValueError(f"{rows} rows do not split evenly over {world} ranks; use TableMapping")
@@ -56,7 +60,7 @@ class StaticMapping(NamedTuple):
 class TableMapping(NamedTuple):
     """Tiles whose rows, rank and channels are read from int32 device tables indexed by tile.
 
-    row_lo, row_hi: f_S. rank: f_R. channel_lo, channel_hi: f_C. arrivals: by channel, notifies per call.
+    row_lo, row_hi: f_S. rank: f_R. channel_lo, channel_hi: f_C. arrivals: the number of notifies per call, by channel.
     """
 
     row_lo: torch.Tensor
@@ -119,7 +123,7 @@ def tile_channels(m, tile):
 
 @jit
 def channel_arrivals(m, channel):
-    """How many notifies a channel gets in one call."""
+    """The number of notifies that a channel gets in one call."""
     if m.table:
         return tl.load(m.arrivals + channel)
     else:
@@ -127,22 +131,23 @@ def channel_arrivals(m, channel):
 
 
 def balanced_rows(rows: int, world: int) -> list[int]:
-    """Rows of every rank when `rows` are split as evenly as possible, longer shards first."""
+    """The number of rows of every rank when `rows` are split as evenly as possible, longer shards first."""
     check_numbers(rows=(rows, 0), world=(world, 1))
     return [rows // world + (r < rows % world) for r in range(world)]
 
 
 @jit
 def first_row(rank, M, W: tl.constexpr):
-    """First row that a rank owns, as `balanced_rows` has it, in a kernel."""
+    """The first row that a rank owns, for the shards of `balanced_rows`, in a kernel."""
     return rank * (M // W) + tl.minimum(rank, M % W)
 
 
 def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
-    """The tables of a `TableMapping` for shards of any length, laid one after another without padding.
+    """The tables of a `TableMapping` for shards of any length, one after another without padding.
 
     Channels number each shard's runs of `channel_rows` rows in order, so a tile that spans shards waits for a
-    contiguous range. Also returns, by rank, `offset` (first row, world + 1 entries) and `channel_base` (likewise).
+    contiguous range. Also returns, by rank, `offset` (first row, world + 1 entries) and `channel_base` (first channel,
+    likewise).
     """
     check_numbers(tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
     shards = [operator.index(rows) for rows in shards]

@@ -1,8 +1,8 @@
 """The tile-centric primitives (TileLink, Table 3), for use inside a `weft.jit` kernel.
 
-A notify is a release: it covers every store the program made before it. A wait is an acquire. `channel`-level calls
-(`channel_notify`, `channel_wait`) are what the tile-level ones are made of; a kernel whose tiles do not map onto rows
-may use them directly. SCOPE is "gpu" when producer and consumer run on one GPU, else "sys".
+A notify is a release: it covers every store that the program made before it. A wait is an acquire. `channel_notify` and
+`channel_wait` are what the tile-level primitives are made of; a kernel whose tiles do not map onto rows may use them
+directly. SCOPE is "gpu" when producer and consumer run on one GPU, else "sys".
 """
 
 import triton
@@ -16,14 +16,14 @@ from .mapping import channel_arrivals, tile_channels, tile_rank
 
 @jit
 def channel_notify(ch, channel, rank, BULK: tl.constexpr = True, SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Release: one arrival at `channel` of `rank`. BULK: the program has bulk (TMA) stores to cover."""
+    """Release: add one arrival to `channel` of `rank`. BULK: the program has bulk (TMA) stores to cover."""
     flush_stores(BULK)
     tl.atomic_add(counters_of(ch, rank) + channel, 1, sem="release", scope=SCOPE)
 
 
 @jit
 def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
-    """Release: one arrival at `channel` of every rank, all at once."""
+    """Release: add one arrival to `channel` of every rank at once."""
     flush_stores(BULK)
     release_fence("sys")
     r = tl.arange(0, triton.next_power_of_2(ch.world))
@@ -33,15 +33,16 @@ def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
 
 @jit
 def channel_wait(ch, channel, arrivals, tile, peer, SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Acquire: block until this call's `arrivals` have come to this rank's `channel`. A Timeout names tile and peer."""
+    """Acquire: block until this rank's `channel` has had this call's `arrivals`. A Timeout names `tile` and `peer`."""
     wait_until(ch.counters + channel, calls_of(ch) * arrivals, ch.guard, tile, peer, SCOPE)
 
 
 @jit
 def producer_tile_notify(ch, tile, MODE: tl.constexpr = tl.constexpr("p2p"), BULK: tl.constexpr = True):
-    """Notify that this producer tile is done. MODE "p2p": notify the rank it belongs to (f_R); "broadcast": notify all.
+    """Notify that this producer tile is done. MODE "p2p" notifies the rank that it belongs to (f_R), "broadcast" all
+    ranks.
 
-    The tile must lie in one channel (`mapping.single`, or a table whose ranges have length one).
+    The tile must be in one channel (`mapping.single`, or a table whose ranges have length one).
     """
     tl.static_assert(MODE == "p2p" or MODE == "broadcast", "MODE must be p2p or broadcast")
     channel, end = tile_channels(ch.mapping, tile)
@@ -71,7 +72,7 @@ def peer_tile_notify(ch, tile, rank, BULK: tl.constexpr = True):
 
 @jit
 def peer_tile_wait(ch, tile, rank):
-    """Block until `rank` has notified this rank that its `tile` is done (one arrival a call)."""
+    """Block until `rank` has notified this rank that its `tile` is done (one arrival per call)."""
     channel_wait(ch, tile, 1, tile, rank)
 
 

@@ -1,4 +1,4 @@
-"""Reference decoders on weft's ops."""
+"""Decoders (Llama, Mistral, Qwen, Mixtral) on weft's operators."""
 
 from .cache import Batch, Cache, Layout
 from .config import Config

@@ -1,10 +1,11 @@
 """Attention of a batch's new tokens to the cache.
 
-long       prompts and chunks of many tokens (`cache.is_long`) in a batch that is known on the host: the fastest
-           library (ops/attention/libraries.py) request by request, a chunk's own tokens with a causal mask, those
-           before it without, and one merge. A library that makes a plan for each length (cuDNN) makes few
+long       for prompts and chunks of many tokens (`cache.is_long`) in a batch that the host knows: the fastest library
+           (ops/attention/libraries.py) for one request at a time, with a causal mask for the chunk's own tokens and
+           without for those before it, and one merge. Lengths are multiples of a step, so that a library that builds a
+           plan for each length (cuDNN) builds few
 flash      torch's flash attention over requests of any lengths, which it reads from tables on the device
-others     scaled_dot_product_attention request by request, where that does not run
+request    scaled_dot_product_attention for one request at a time, where flash attention does not run
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..ops.attention.libraries import CUDNN
-from ..ops.attention.segmented import Heads, Keys, merged
+from ..ops.attention.segmented import AttentionConfig, KeyValues, merge_partials
 from ..ops.attention.segmented import attend as partial
 from ..world import World
 from .cache import Part, Rows
@@ -29,16 +30,16 @@ def attend(
     out: torch.Tensor,
     flash: bool,
 ) -> torch.Tensor:
-    """[rows, heads D]: the first `heads` heads of qkv [rows, ..], each token attending to its request's tokens up to
-    itself in the cache (keys, values [slots, max_len, kv_heads, D]). In `out`, or, where one kernel does all, in its
-    own memory. What padding gets means nothing."""
+    """Return [rows, heads D], attention of the first `heads` heads of qkv [rows, ..]. Each token attends to its
+    request's tokens up to itself in the cache: keys and values [slots, max_len, kv_heads, D]. The result is `out`, or
+    the tensor that a kernel returned. Rows of padding are undefined."""
     rows, d, single = part.rows, keys.shape[-1], part.single.rows
     q = qkv[:, : heads * d].view(rows, heads, d)
-    of = Heads((), heads, keys.shape[-2], d, q.dtype, d**-0.5)
-    if part.long and (flash or not single) and fastest(world, of):
+    config = AttentionConfig((), heads, keys.shape[-2], d, q.dtype, d**-0.5)
+    if part.long and (flash or not single) and fastest(world, config):
         if single:
             out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
-        _long(world, of, qkv, q, part, keys, values, out.view(q.shape))
+        _long(world, config, qkv, q, part, keys, values, out.view(q.shape))
         return out
     if flash:
         if single == 0 or single == rows:
@@ -46,29 +47,29 @@ def attend(
         out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
         out.view(q.shape)[single:].copy_(_flash(q[single:], part.several, keys, values))
         return out
-    pieces = part.pieces  # as they are now: with a layout that is filled again the next call may have others
+    chunks = part.chunks  # those of this call: a layout that is filled again gets other ones
 
-    def each() -> None:
+    def attend_to_requests() -> None:
         out.zero_()
-        for row, n, slot, end in pieces:
+        for row, n, slot, end in chunks:
             k, v = (t[slot, :end].transpose(0, 1)[None] for t in (keys, values))
-            mine = q[row : row + n].transpose(0, 1)[None]
-            seen = None if n == 1 else torch.ones(n, end, dtype=torch.bool, device=q.device).tril(end - n)
-            y = F.scaled_dot_product_attention(mine, k, v, attn_mask=seen, enable_gqa=heads != keys.shape[-2])
+            queries = q[row : row + n].transpose(0, 1)[None]
+            mask = None if n == 1 else torch.ones(n, end, dtype=torch.bool, device=q.device).tril(end - n)
+            y = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=heads != keys.shape[-2])
             out[row : row + n] = y[0].transpose(0, 1).reshape(n, heads * d)
 
-    world.call(each, [qkv, keys, values], [out], world.current_stream())
+    world.call(attend_to_requests, [qkv, keys, values], [out], world.current_stream())
     return out
 
 
-def fastest(world: World, of: Heads) -> bool:
-    """Whether a library is there that is faster than flash attention."""
-    return world.device.type == "cuda" and of.able(world, "forward", CUDNN.least)[0] is CUDNN
+def fastest(world: World, config: AttentionConfig) -> bool:
+    """Whether this machine has cuDNN's attention, which is expected to be faster than flash attention."""
+    return world.device.type == "cuda" and config.able(world, "forward", CUDNN.min_rows)[0] is CUDNN
 
 
 def _long(
     world: World,
-    of: Heads,
+    config: AttentionConfig,
     qkv: torch.Tensor,
     q: torch.Tensor,
     part: Part,
@@ -76,25 +77,25 @@ def _long(
     values: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """q, a view of qkv, and out [rows, heads, D]."""
-    for row, n, slot, end in part.pieces:
+    """Attend to one request at a time. q, a view of qkv, and out are [rows, heads, D]."""
+    for row, n, slot, end in part.chunks:
         if row < part.single.rows:
             continue
-        mine, to, start = q[row : row + n], out[row : row + n], end - n
-        found = [
-            partial(world, of, 0, mine, Keys(keys[slot, lo:hi], values[slot, lo:hi]), causal)
+        queries, result, start = q[row : row + n], out[row : row + n], end - n
+        partials = [
+            partial(world, config, 0, queries, KeyValues(keys[slot, lo:hi], values[slot, lo:hi]), causal)
             for lo, hi, causal in ((start, end, True), (0, start, False))
             if lo < hi
         ]
-        if len(found) > 1:
-            merged(world, found, None, to, world.empty((of.heads, n), torch.float32))
+        if len(partials) > 1:
+            merge_partials(world, partials, None, result, world.empty((config.heads, n), torch.float32))
         else:
-            world.copy(to, found[0].out, world.current_stream())
+            world.copy(result, partials[0].out, world.current_stream())
 
 
 def _flash(q: torch.Tensor, region: Rows, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """torch.nn.attention.varlen's kernel. Slots lie one after another in the cache, so that a request's keys begin at
-    row kv_at of [slots max_len, kv_heads, D]; kv_len, not the next request's kv_at, says where they end."""
+    """Call the kernel of torch.nn.attention.varlen. The keys of a request begin at row kv_at of the flattened cache
+    [slots max_len, kv_heads, D], and kv_len, not the next request's kv_at, says where they end."""
     k, v = keys.flatten(0, 1), values.flatten(0, 1)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, region.cu_q, region.kv_at, region.max_q, region.max_k, 0.0, True, False, seqused_k=region.kv_len
@@ -102,8 +103,8 @@ def _flash(q: torch.Tensor, region: Rows, keys: torch.Tensor, values: torch.Tens
 
 
 def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `_flash` runs here, and gives what scaled_dot_product_attention gives: tried on a chunk of a request and
-    a whole one, and on single tokens."""
+    """Whether `_flash` runs on this GPU and agrees with scaled_dot_product_attention for a chunk of a request, a whole
+    request, and single tokens."""
     if world.device.type != "cuda":
         return False
 
@@ -117,17 +118,19 @@ def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
     )
     several = Rows(5, 3, 8, ints(0, 2, 5), ints(16, 0, 0), ints(7, 3))
     single = Rows(2, 1, 8, ints(0, 1, 2), ints(8, 16, 0), ints(5, 8))
-    wanted = []
+    expected = []
     for row, n, slot, end in ((0, 2, 2, 7), (2, 3, 0, 3), (0, 1, 1, 5), (1, 1, 2, 8)):
         a, b, c = (t.transpose(0, 1)[None].float() for t in (q[row : row + n], keys[slot, :end], values[slot, :end]))
-        seen = torch.ones(n, end, dtype=torch.bool, device=world.device).tril(end - n)
-        wanted.append(F.scaled_dot_product_attention(a, b, c, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
+        mask = torch.ones(n, end, dtype=torch.bool, device=world.device).tril(end - n)
+        expected.append(F.scaled_dot_product_attention(a, b, c, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
     try:
-        got = torch.cat([_flash(q, several, keys, values), _flash(q[:2], single, keys, values)])
+        actual = torch.cat([_flash(q, several, keys, values), _flash(q[:2], single, keys, values)])
     except (RuntimeError, TypeError) as error:
-        world.say_once(f"attention request by request: flash attention does not run here ({error})")
+        world.log_once(f"attention runs request by request: flash attention does not run on this GPU ({error})")
         return False
-    if (got.float() - torch.cat(wanted)).abs().max() > 0.02:
-        world.say_once("attention request by request: flash attention over requests of any lengths is wrong here")
+    if (actual.float() - torch.cat(expected)).abs().max() > 0.02:
+        world.log_once(
+            "attention runs request by request: flash attention over requests of any lengths is wrong on this GPU"
+        )
         return False
     return True

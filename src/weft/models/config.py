@@ -14,11 +14,11 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sizes of the layers with experts, which are all but `dense_layers`. top_k: the number of experts of a token.
-    intermediate_size: that of each expert. renormalise: whether the chosen experts' probabilities are divided by their
-    sum. shared_intermediate_size: that of the shared expert (0: none). parallel: how ranks split the experts, "expert"
-    (each has some) or "tensor" (each has some columns of all), as `weft.moe.MoE` has it. Raises ValueError for sizes
-    that no layer has."""
+    """The sizes of the layers with experts, which are all but `dense_layers`. `top_k` is the number of experts of a
+    token, `intermediate_size` that of an expert, and `shared_intermediate_size` that of the shared expert (0: none).
+    `renormalise` says whether the chosen experts' probabilities are divided by their sum. `parallel` is "expert" (each
+    rank has some experts) or "tensor" (each rank has some columns of every expert), as for `weft.moe.MoE`. Raises
+    ValueError for impossible sizes."""
 
     num_experts: int
     top_k: int
@@ -32,17 +32,18 @@ class Mixture:
         if self.parallel not in ("expert", "tensor"):
             raise ValueError(f'parallel {self.parallel!r} is not "expert" or "tensor"')
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"{self.top_k} experts a token, of {self.num_experts}")
+            raise ValueError(f"top_k {self.top_k} must be from 1 to the {self.num_experts} experts")
         if self.intermediate_size < 1 or self.shared_intermediate_size < 0:
-            raise ValueError(f"{self}: an expert's middle is at least 1")
+            raise ValueError(f"{self}: intermediate_size must be at least 1")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a decoder, named as in Hugging Face's LlamaConfig. `rope`: "default", "linear" or "llama3", with its
-    numbers in `rope_numbers` (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings).
-    qkv_bias: queries, keys and values have a bias; qk_norm: every head of queries and keys is normalised before it is
-    rotated. mixture: None where no layer has experts. Raises ValueError for sizes or a rope that no decoder has."""
+    """The sizes of a decoder, named as in Hugging Face's LlamaConfig. `rope` is "default", "linear" or "llama3", with
+    its numbers in `rope_numbers`: factor, for llama3 also low_freq_factor, high_freq_factor and
+    original_max_position_embeddings. With `qkv_bias` queries, keys and values have a bias; with `qk_norm` each head of
+    queries and keys is normalised before the rotary embedding. `mixture` is None if no layer has experts. Raises
+    ValueError for impossible sizes or an unknown rope."""
 
     vocab_size: int
     hidden_size: int
@@ -71,14 +72,14 @@ class Config:
             "head_dim",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: at least 1")
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary positions turn pairs")
+            raise ValueError(f"head_dim {self.head_dim} is odd: the rotary embedding rotates pairs")
         if self.rope not in _NUMBERS:
             raise ValueError(f"rotary scaling {self.rope!r} is not one of {sorted(_NUMBERS)}")
         if len(self.rope_numbers) != len(_NUMBERS[self.rope]):
@@ -88,8 +89,8 @@ class Config:
     def of(cls, source: Config | Mapping[str, object] | object) -> Config:
         """Return the Config of a Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
 
-        Raises ValueError for a missing size and for what the decoder does not compute: other model types and biases, an
-        activation other than SiLU, sliding windows, other kinds of rotary scaling.
+        Raises ValueError for a missing size and for features that the decoder does not have: other model types and
+        biases, an activation other than SiLU, sliding windows, other kinds of rotary scaling.
         """
         if isinstance(source, Config):
             return source
@@ -126,14 +127,15 @@ class Config:
         )
 
     def rotary(self, length: int, device: torch.device) -> torch.Tensor:
-        """fp32 [length, head_dim]: cosine, then sine, of position times frequency, computed in float64."""
+        """Return float32 [length, head_dim], the cosines and then the sines of the rotary embedding's angles (position
+        times frequency), computed in float64."""
         frequency = self.rope_theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
         if self.rope == "linear":
             frequency = frequency / self.rope_numbers[0]
         elif self.rope == "llama3":
             factor, low, high, original = self.rope_numbers
-            turns = original * frequency / (2 * math.pi)  # turns over the trained context
-            keep = ((turns - low) / (high - low)).clamp(0, 1)
+            rotations = original * frequency / (2 * math.pi)  # full rotations over the original context length
+            keep = ((rotations - low) / (high - low)).clamp(0, 1)
             frequency = frequency * (keep + (1 - keep) / factor)
         angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
         return torch.cat([angle.cos(), angle.sin()], 1).float().to(device)
@@ -150,7 +152,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class _Values:
-    """A config's values by name, from a dict or from any object's attributes."""
+    """The values of a config, from a dict's keys or an object's attributes."""
 
     source: Mapping[str, object] | object
 
@@ -163,9 +165,9 @@ class _Values:
 
 
 def _rope(values: _Values) -> tuple[float, str, tuple[float, ...]]:
-    """Base, kind and numbers of the rotary positions."""
+    """Return the base, kind and numbers of the rotary embedding."""
     get = values.get
-    scaling = dict(get("rope_parameters", None) or get("rope_scaling", {}))  # the first since transformers 5
+    scaling = dict(get("rope_parameters", None) or get("rope_scaling", {}))  # rope_parameters since transformers 5
     rope = scaling.get("rope_type", scaling.get("type"))
     if rope is None and scaling.keys() - {"rope_theta"}:
         raise ValueError(f"rotary scaling {scaling} has no rope_type")
@@ -191,5 +193,5 @@ def _mixture(kind: str, values: _Values) -> Mixture | None:
         intermediate_size=get("moe_intermediate_size"),
         renormalise=bool(get("norm_topk_prob", False)),
         shared_intermediate_size=get("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
-        dense_layers=tuple(at for at in layers if at in dense or (at + 1) % step),
+        dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
     )

@@ -21,12 +21,16 @@ class Graphs:
 
         forward     token ids [M], Batch -> logits [requests, vocab], valid until the next call of this size
 
-    sizes: the sizes, rising, to which tokens and requests of one token are padded; several: the most requests with more
-    tokens. Where the requests of one token do not fit when padded, beside the others in the padded tokens, they take
-    the size below and the rest of them go with the others. The first batch of a size runs twice before it is captured.
-    Ranks must make the same calls. Raises ValueError for sizes that do not rise from 1, ids that are not the batch's,
-    and batches and caches that do not fit; Unsupported where attention goes request by request (no flash kernels for
-    this dtype and GPU): such a graph would serve one batch.
+    sizes: the sizes, in rising order, to which tokens and requests of one token are padded.
+    several: the most requests with more than one token.
+
+    If the padded requests of one token leave too little room for the others, they are padded to the next smaller size,
+    and the rest of them count as requests of several tokens. The first batch of a size runs twice before it is
+    captured. Ranks must make the same calls.
+
+    Raises ValueError for sizes that do not rise from 1, ids that do not match the batch, and batches and caches that do
+    not fit; Unsupported where attention runs request by request (there is no flash kernel for this dtype and GPU),
+    since such a graph would serve a single batch.
     """
 
     def __init__(
@@ -34,37 +38,38 @@ class Graphs:
     ) -> None:
         sizes = tuple(sizes)
         if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)) or several < 0:
-            raise ValueError(f"sizes {sizes}, several {several}: sizes must rise from at least 1, several from 0")
+            raise ValueError(
+                f"sizes {sizes}, several {several}: sizes must rise from at least 1, several must be at least 0"
+            )
         if model.world.device.type == "cuda" and not model.flash:
             raise Unsupported(f"CUDA graphs need flash attention for {model.dtype}, heads of {model.config.head_dim}")
-        self.model, self.cache, self.sizes, self.several, self.wanted = model, cache, sizes, several, plan
-        self._made: dict[tuple[int, int, int], _Captured] = {}
+        self.model, self.cache, self.sizes, self.several, self.plan = model, cache, sizes, several, plan
+        self._captured: dict[tuple[int, int, int], _Captured] = {}
         self._pool: Any = None
 
     def __call__(self, ids: Tensor, batch: Batch) -> Tensor:
         return self.prepare(ids, batch)()
 
     def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
-        """Do the host's work for a batch. The function returned does the rest, on the current stream, as often as it is
-        called."""
+        """Prepare a batch on the host. Return a function that runs the forward pass on the current stream, and may be
+        called any number of times."""
         if ids.shape != (batch.tokens,):
             raise ValueError(f"{list(ids.shape)} token ids for a batch of {batch.tokens} tokens")
         room = self._room(batch)
         singles = room[1]
-        made = self._made.get(room)
-        if made is None:
-            made = _Captured(self.model, self.model.layout(batch, self.cache, self.wanted, room))
-            self._made[room] = made
-        layout, held, world = made.layout, made.ids, self.model.world
+        captured = self._captured.get(room)
+        if captured is None:
+            captured = _Captured(self.model, self.model.layout(batch, self.cache, self.plan, room))
+            self._captured[room] = captured
+        layout, static_ids, world = captured.layout, captured.ids, self.model.world
         fill, lead = layout.filling(batch), min(batch.singles, singles)
-        spread = [(held[:lead], ids[:lead]), (held[singles : singles + batch.tokens - lead], ids[lead:])]
+        copies = [(static_ids[:lead], ids[:lead]), (static_ids[singles : singles + batch.tokens - lead], ids[lead:])]
 
         def run() -> Tensor:
             fill()
-            for to, part in spread:
-                fill_in = functools.partial(to.copy_, part)
-                world.call(fill_in, [part], [to], world.current_stream())
-            return self._run(made)[: batch.requests]
+            for dst, src in copies:
+                world.call(functools.partial(dst.copy_, src), [src], [dst], world.current_stream())
+            return self._run(captured)[: batch.requests]
 
         return run
 
@@ -75,32 +80,33 @@ class Graphs:
             singles = self._size(batch.singles)
         if singles + batch.tokens - batch.singles > tokens:
             below = max((size for size in self.sizes if size < singles), default=0)
-            several += singles - 1 - below  # the most that `below` has no room for
+            several += singles - 1 - below  # at most so many do not fit into `below`
             singles = below
         return tokens, singles, several if tokens > singles else 0
 
-    def _size(self, least: int) -> int:
-        size = next((s for s in self.sizes if s >= least), None)
+    def _size(self, tokens: int) -> int:
+        """Return the smallest padded size for `tokens`."""
+        size = next((s for s in self.sizes if s >= tokens), None)
         if size is None:
-            raise ValueError(f"{least} tokens, padded, are more than {self.sizes[-1]}")
+            raise ValueError(f"{tokens} tokens are more than the largest size, {self.sizes[-1]}")
         return size
 
-    def _run(self, made: _Captured) -> Tensor:
+    def _run(self, captured: _Captured) -> Tensor:
         if self.model.world.device.type != "cuda":
-            return self.model(made.ids, made.layout)
-        if made.graph is None:
-            made.graph, made.logits = made.capture(self._pool)
-            self._pool = made.graph.pool()
-        made.graph.replay()
-        return made.logits
+            return self.model(captured.ids, captured.layout)
+        if captured.graph is None:
+            captured.graph, captured.logits = captured.capture(self._pool)
+            self._pool = captured.graph.pool()
+        captured.graph.replay()
+        return captured.logits
 
 
 class _Captured:
-    """A layout, its ids, and, once it has run, its graph."""
+    """A layout, its token ids, and, after the first run, its graph and logits."""
 
     def __init__(self, model: Llama, layout: Layout) -> None:
         self.model, self.layout = model, layout
-        with torch.inference_mode(False):  # a call may come outside it
+        with torch.inference_mode(False):  # a call may run outside inference mode
             self.ids = model.world.zeros((layout.tokens,), torch.int64)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits = self.ids  # until there is a graph

@@ -1,19 +1,19 @@
-"""A Llama-family decoder, tensor-parallel over a World: RMSNorm, rotary grouped-query attention, SwiGLU or a mixture of
-experts, cached keys and values.
+"""A Llama-family decoder, tensor-parallel over a World: RMSNorm, grouped-query attention with rotary embedding, SwiGLU
+or a mixture of experts, and a key-value cache.
 
-Every rank holds some of the heads and some of the MLP's columns or experts, and the whole embedding and output head. A
-layer is that of nn/decoder_layer.py, to which this module brings attention and MLP. How the ranks sum what these leave
-is the plan's:
+Every rank holds some of the heads and some of the MLP's columns or experts, and the whole embedding and output head.
+nn/decoder_layer.py has the layer; this module adds attention and MLP. The plan says how the ranks sum their partial
+outputs:
 
     plain      GEMMs | all-reduce | add, norm              residual [M, H] on every rank
-    fused      GEMMs | all_reduce_rms_norm                 residual by rows at their owners, or [M, H] where M is small
+    fused      GEMMs | all_reduce_rms_norm                 residual rows at their owners, or [M, H] if M is small
     woven      the same for two parts of the tokens, one's all_reduce_rms_norm under the other's GEMMs (nn/weave.py)
-    sequence   all-gather + GEMM .. GEMM + reduce-scatter  residual and norms by rows at their owners
+    sequence   all-gather + GEMM .. GEMM + reduce-scatter  residual and norms of this rank's rows
 
-Experts take replicated tokens and sharded ones (mixture.py). "auto" is "sequence" where there are some: nothing
-predicts the others.
+Experts take replicated tokens and sharded ones (mixture.py). With experts "auto" is "sequence", since there is no
+prediction for the other plans.
 
-Nothing in a forward pass waits for the device or copies from the host: lengths, positions and slots are in a Layout.
+A forward pass never waits for the device or copies from the host: lengths, positions and cache slots are in a Layout.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,14 +40,17 @@ from ..nn.decoder_layer import (
     own_rows,
 )
 from ..nn.mlp import ParallelMLP
-from ..nn.sharded import Sharded, part_of
+from ..nn.scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, quantized, scaled_operand
+from ..nn.sharded import divide_by_ranks
 from ..nn.weave import LayerPlan, LayerTimes, Table, halves, table
-from ..ops.activation import gate
+from ..ops.activation import launch_silu_mul, silu_mul
 from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul import Shares, matmul, tile
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
+from ..ops.product import linear
+from ..ops.recipes import SCALE_BLOCK, Recipe, ScaledFactors
 from ..planner.layers import DecoderSizes, predicted
 from ..transport.memory import lock
 from ..world import World
@@ -59,66 +63,88 @@ from .weight import Weight
 Tensor = torch.Tensor
 
 
-class Attention(Sharded):
-    """Projections of this rank's heads. State dict: {q,k,v,o}_proj.weight, and where the config has them
+class Attention(ScaledModule):
+    """Projections of this rank's heads. State dict: {q,k,v,o}_proj.weight and, if the config has them,
     {q,k,v}_proj.bias and {q,k}_norm.weight, as in Transformers' LlamaAttention, Qwen2Attention and Qwen3Attention.
 
-    parameters  qkv [(heads + 2 kv_heads) D / W, H], queries first, then keys, then values; out [H, heads D / W];
-                bias, of the rows of qkv, and norms [2, D], of queries and keys, or None
+        parameters  qkv [(heads + 2 kv_heads) D / W, H], queries, then keys, then values; out [H, heads D / W]; bias, of
+                    the rows of qkv, and norms [2, D], of queries and keys, or None
+        recipe      of 8-bit weights, as in `weft.nn`; {q,k,v,o}_proj.weight_scale, or weight_scale_inv, are in
+                    qkv_scale and out_scale
     """
 
     sharded_dim = {
-        **{f"{part}_proj.{of}": 0 for part in "qkv" for of in ("weight", "bias")},
-        **{f"{part}_norm.weight": None for part in "qk"},
+        **{f"{projection}_proj.{parameter}": 0 for projection in "qkv" for parameter in ("weight", "bias")},
+        **{f"{projection}_norm.weight": None for projection in "qk"},
         "o_proj.weight": 1,
     }
-    held = ("qkv", "out", "bias", "norms")
+    sharded_parameters = ("qkv", "out", "bias", "norms", "qkv_scale", "out_scale")
+    qkv_scale: nn.Parameter | None
+    out_scale: nn.Parameter | None
 
-    def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, world: World, dtype: torch.dtype, recipe: str | None = None) -> None:
         super().__init__(world, dtype)
+        self.dtype, self.recipe = dtype, recipe
         self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
-        self.heads, self.head_dim = part_of("num_attention_heads", config.num_attention_heads, world), d
+        self.heads, self.head_dim = divide_by_ranks("num_attention_heads", config.num_attention_heads, world), d
         rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
-        self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
-        self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
+        if recipe is None:
+            self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
+            self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
+            self.register_parameter("qkv_scale", None)
+            self.register_parameter("out_scale", None)
+        else:
+            self._hold_8_bits(recipe, hidden, device)
         bias = torch.zeros(rows, dtype=dtype, device=device) if config.qkv_bias else None
         norms = torch.ones(2, d, dtype=dtype, device=device) if config.qk_norm else None
         self.bias, self.norms = (None if t is None else nn.Parameter(t) for t in (bias, norms))
-        self.fill({f"{part}_proj.weight": hidden**-0.5 for part in "qkvo"})
+        self.fill({f"{projection}_proj.weight": hidden**-0.5 for projection in "qkvo"})
+
+    def _hold_8_bits(self, recipe: str, hidden: int, device: torch.device) -> None:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for n, k in ((q, hidden), (kv, hidden), (hidden, q)):
+            check_recipe("Attention", recipe, n, k)
+        self.qkv, self.qkv_scale = parameters(recipe, q + 2 * kv, hidden, device)
+        self.out, self.out_scale = parameters(recipe, hidden, q, device)
+        dims = dict.fromkeys(("q_proj.", "k_proj.", "v_proj."), 0)
+        self.hold_scales(recipe, {**dims, "o_proj.": 1 if recipe == "block" else None})
 
     def get_shard(self, name: str) -> Tensor | None:
-        if name == "o_proj.weight":
-            return self.out
-        part, of = name[0], name[2:]
-        if of == "norm.weight":
-            return None if self.norms is None else self.norms["qk".index(part)]
+        scaled = name.rpartition(".")[2] in NAMES.values()
+        if name.startswith("o_proj."):
+            return self.out_scale if scaled else self.out
+        projection, parameter = name[0], name[2:]
+        if parameter == "norm.weight":
+            return None if self.norms is None else self.norms["qk".index(projection)]
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[part]
-        whole = self.bias if of == "proj.bias" else self.qkv
+        lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[projection]
+        if scaled and self.recipe == "block":
+            lo, n = lo // SCALE_BLOCK, n // SCALE_BLOCK
+        whole = self.qkv_scale if scaled else self.bias if parameter == "proj.bias" else self.qkv
         return None if whole is None else whole[lo : lo + n]
-
-    def set_shard(self, name: str, value: Tensor) -> None:
-        shard = self.get_shard(name)
-        assert shard is not None
-        shard.copy_(value)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Config, at: int, world: World, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, config: Config, layer_index: int, world: World, dtype: torch.dtype, seed: int, recipe: str | None
+    ) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, inner = config.hidden_size, config.intermediate_size
         self.input_layernorm = Weight(hidden, world=world, dtype=dtype)
-        self.self_attn = Attention(config, world, dtype)
+        self.self_attn = Attention(config, world, dtype, recipe)
         self.post_attention_layernorm = Weight(hidden, world=world, dtype=dtype)
-        self.mlp = mlp_of(config, at, world, dtype, seed)
+        if recipe is None:
+            self.mlp = mlp_of(config, layer_index, world, dtype, seed)
+        else:
+            self.mlp = ParallelMLP(hidden, inner, world=world, dtype=dtype, recipe=recipe)
 
 
 class _Body(nn.Module):
-    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int, recipe: str | None) -> None:
         super().__init__()
         self.embed_tokens = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
         layers = range(c.num_hidden_layers)
-        self.layers: Any = nn.ModuleList(DecoderLayer(c, at, world, dtype, seed + 2 + 2 * at) for at in layers)
+        self.layers: Any = nn.ModuleList(DecoderLayer(c, i, world, dtype, seed + 2 + 2 * i, recipe) for i in layers)
         self.norm = Weight(c.hidden_size, world=world, dtype=dtype)
 
 
@@ -130,11 +156,12 @@ class Llama(nn.Module):
                     whole tensors, of which the rank takes its parts, or parts; `weft.nn.full_state_dict(model)`
                     collects the whole
 
-    config: a `transformers.LlamaConfig` or another of `config.MODEL_TYPES`, a dict with its keys, or a `Config`. The
-    weights are drawn on the device; those that every rank holds whole are drawn from `seed`, which must be the same on
-    all ranks. parallel: of the experts, "expert", each rank has some, or "tensor", each has some columns of all. Raises
-    ValueError for a config that is not computed (`Config.of`) or does not split over the ranks, TypeError for a dtype
-    other than bfloat16 and float16.
+    config: a `transformers.LlamaConfig` or another of `config.MODEL_TYPES`, a dict with its keys, or a `Config`.
+    Weights are drawn on the device; those that every rank holds whole are drawn from `seed`, which must be the same on
+    all ranks. parallel: "expert": each rank has some experts, or "tensor": each rank has some columns of all experts.
+    recipe: "row" or "block": the projections have 8-bit weights, whose scales state dicts have as checkpoints do
+    (nn/scaled.py); without experts, and without `sms`. Raises ValueError for a config that is not supported
+    (`Config.of`) or does not split over the ranks, TypeError for a dtype other than bfloat16 and float16.
     """
 
     def __init__(
@@ -145,20 +172,23 @@ class Llama(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
         parallel: str = "expert",
+        recipe: str | None = None,
     ) -> None:
         super().__init__()
         c = Config.of(config)
+        if c.mixture is not None and recipe is not None:
+            raise ValueError(f"recipe {recipe!r}: experts have 16-bit weights")
         if c.mixture is not None:
             c = replace(c, mixture=replace(c.mixture, parallel=parallel))
         elif parallel != "expert":
             raise ValueError(f"parallel {parallel!r}: this config has no experts to split")
-        self.config = c
+        self.config, self.recipe = c, recipe
         self.world = world
-        self.model = _Body(c, world, dtype, seed)
+        self.model = _Body(c, world, dtype, seed, recipe)
         if not c.tie_word_embeddings:
             self.lm_head = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
-        dense = [mlp for mlp in self.model.modules() if isinstance(mlp, ParallelMLP)]  # shared experts too
-        self.middles = {(mlp.gate_up.shape[0], mlp.inner) for mlp in dense}  # columns before and after the activation
+        dense = [mlp for mlp in self.model.modules() if isinstance(mlp, ParallelMLP)]  # includes shared experts
+        self.mlp_widths = {(mlp.gate_up.shape[0], mlp.inner) for mlp in dense}  # columns around the activation
         self.requires_grad_(False)
         self._rotary = torch.empty(0, c.head_dim)
 
@@ -182,7 +212,7 @@ class Llama(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
         tied = {f"{prefix}lm_head.weight"} if self.config.tie_word_embeddings else set()
-        if self.config.mixture is not None:  # in a checkpoint Mixtral's have another name than in memory
+        if self.config.mixture is not None:  # Mixtral's checkpoints name experts otherwise than its module
             for key in [key for key in state_dict if ".block_sparse_moe." in key]:
                 state_dict[key.replace(".block_sparse_moe.", ".mlp.")] = state_dict.pop(key)
         for key in list(state_dict):
@@ -192,14 +222,16 @@ class Llama(nn.Module):
 
     # -- plans ---------------------------------------------------------------------------------------------------------
     def plan(self, plan: str | LayerPlan, tokens: int, mode: str = "graph") -> LayerPlan:
-        """What "auto" (for `mode`, "graph" or "eager": the measured table, or what is predicted for sizes that are not
-        in it; "sequence" with experts), a kind, or a LayerPlan comes to; one that weaves gets a smart split, and of one
-        token is "fused". "auto" is collective the first time. Raises TypeError for what is none of these, ValueError
-        for `sms` with experts, or where this rank's weights do not suit weft's GEMM."""
+        """Return the LayerPlan for a plan: "auto" (the measured table, or the prediction for sizes that are not in it;
+        "sequence" with experts), a kind, or a LayerPlan. A woven plan gets a smart split; with one token it becomes
+        "fused". mode: "graph" or "eager". "auto" is collective at the first call. Raises TypeError for other types,
+        ValueError for `sms` with experts or with weights that do not suit weft's GEMM."""
         c, world = self.config, self.world
         measured = table(world, c.hidden_size, c.intermediate_size) if c.mixture is None else Table()
         if isinstance(plan, str):
             plan = LayerPlan(plan) if plan != "auto" else self._auto(measured, tokens, mode)
+        if self.recipe is not None and isinstance(plan, LayerPlan) and plan.sms:
+            raise ValueError(f"{plan}: weft's GEMM on some of the SMs takes 16-bit operands, and weights have 8 bits")
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
         if c.mixture is not None and plan.sms:
@@ -216,26 +248,28 @@ class Llama(nn.Module):
         return LayerPlan("woven", split, plan.sms, plan.norm)
 
     def _auto(self, measured: Table, tokens: int, mode: str) -> LayerPlan:
-        """The layer's plan is chosen as an op's is: what was decided before, else what is stored, else predicted."""
+        """Return the layer's plan, chosen as an op's is: the earlier decision, else the stored one, else the predicted
+        one."""
         if self.config.mixture is not None:
             return LayerPlan("sequence")
         sizes = DecoderSizes(*(size for part in self.gemms() for size in part))
 
         def expected(mode: str) -> LayerPlan:
             stored = measured.choose(tokens, mode)
-            return LayerPlan(*predicted(self.world, sizes, tokens, mode)) if stored is None else stored
+            plan = LayerPlan(*predicted(self.world, sizes, tokens, mode)) if stored is None else stored
+            return plan if self.recipe is None else replace(plan, sms=0)
 
-        return self.world.choices.choose(Choice(("decoder", sizes, tokens), expected), mode)
+        return self.world.choices.choose(Choice(("decoder", sizes, tokens, self.recipe), expected), mode)
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
+        """Return (N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
         attention, mlp = self.model.layers[0].self_attn, self.model.layers[0].mlp
         return [tuple(w.shape) for w in (attention.qkv, attention.out)], [
             tuple(w.shape) for w in (mlp.gate_up, mlp.down)
         ]
 
     def waves(self, programs: int, rows: int) -> LayerTimes:
-        """The time of weft's own GEMMs, in K steps of a tile."""
+        """Return the times of weft's own GEMMs, in K steps of a tile."""
         t, world = tile(self.world), self.world
         attention, mlp = self.gemms()
 
@@ -252,9 +286,9 @@ class Llama(nn.Module):
         room: tuple[int, int, int] | None = None,
         mode: str = "graph",
     ) -> Layout:
-        """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`).
-        mode: what "auto" is to suit, passes captured in a CUDA graph, or "eager" ones. Raises ValueError for a cache of
-        another dtype or config than the model's."""
+        """Return the batch's device tables. room: (tokens, singles, several) of other batches to fill it with (see
+        `Layout`). mode: what "auto" optimises for: passes captured in a CUDA graph, or "eager" ones. Raises ValueError
+        for a cache of another dtype or config than the model's."""
         self._check(cache)
         return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens, mode), self.world, room)
 
@@ -271,10 +305,11 @@ class Llama(nn.Module):
     def forward(
         self, ids: Tensor, batch: Batch | Layout, cache: Cache | None = None, plan: str | LayerPlan = "auto"
     ) -> Tensor:
-        """ids: int [M], the batch's tokens in order. Keys and values go to the cache. plan: "auto", a kind, or a
-        LayerPlan. A Layout has a cache and a plan of its own, and ids for all its rows. All ranks must make the same
-        calls, with the same ids; the first of so many tokens and a plan is compared (Mismatch on every rank), which
-        waits for the device. Raises ValueError for a batch, ids or a cache that do not fit; see also `plan`."""
+        """Return the logits. ids: int [M], the batch's tokens in order. Keys and values go to the cache. plan: "auto",
+        a kind, or a LayerPlan. A Layout has a cache and a plan of its own, and ids for all its rows. All ranks must
+        make the same calls, with the same ids; the first call with a number of tokens and a plan checks that (Mismatch
+        on every rank), which waits for the device. Raises ValueError for a batch, ids or a cache that do not fit; see
+        also `plan`."""
         world = self.world
         if isinstance(batch, Batch):
             if cache is None:
@@ -298,10 +333,11 @@ class Llama(nn.Module):
     def hidden(
         self, ids: Tensor, layout: Layout, allreduce_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
     ) -> Tensor:
-        """The normalised output of the last layer, [rows, H] of the layout, valid until the next forward pass.
+        """Return the normalised output of the last layer, [rows, H] of the layout, valid until the next forward pass.
 
-        allreduce_norm: what sums the partial outputs, called as `all_reduce_rms_norm`, in place of what the plan takes;
-        with a plan that is neither woven nor "sequence"."""
+        allreduce_norm: a function called as `all_reduce_rms_norm`, which sums the partial outputs in its place; for
+        plans other than woven and "sequence".
+        """
         world, plan, c = self.world, layout.plan, self.config
         if ids.shape != (layout.tokens,):
             raise ValueError(f"{list(ids.shape)} token ids for a layout of {layout.tokens} tokens")
@@ -315,16 +351,16 @@ class Llama(nn.Module):
         world.call(lambda: torch.index_select(embedding, 0, ids, out=x), [embedding, ids], [x], stream)
         norms, memory = self._norms(), _PassMemory(self, layout)
         states = self._states(x, norms[0], layout, allreduce_norm)
-        for at, layer in enumerate(self.model.layers):
-            attention = _AttentionOfPass(self, layer.self_attn, at, layout, memory)
-            mlp = _MlpOfPass(self, layer.mlp, at, layout, memory)
-            decoder_layer(states, attention, mlp, (norms[2 * at + 1], norms[2 * at + 2]))
+        for i, layer in enumerate(self.model.layers):
+            attention = _AttentionOfPass(self, layer.self_attn, i, layout, memory)
+            mlp = _MlpOfPass(self, layer.mlp, i, layout, memory)
+            decoder_layer(states, attention, mlp, (norms[2 * i + 1], norms[2 * i + 2]))
         return states.gathered()
 
     def _states(
         self, x: Tensor, norm: RMSNorm, layout: Layout, allreduce_norm: Callable[..., tuple[Tensor, Tensor]] | None
     ) -> HiddenStates:
-        """The hidden states before the first layer, as the plan has them, of embeddings x [M, H]."""
+        """Return the hidden states before the layers, in the plan's layout, from embeddings x [M, H]."""
         world, plan = self.world, layout.plan
         if plan.kind == "sequence":
             rows = own_rows(x, world)
@@ -332,16 +368,16 @@ class Llama(nn.Module):
         plain, normed = plan.kind == "plain", rms_norm(x, *norm, world=world)
         if allreduce_norm is None:
             allreduce_norm = all_reduce_then_norm if plain else all_reduce_rms_norm
-        by: dict[str, Any] = dict(plan=plan.norm_plan, whole=plain, allreduce_norm=allreduce_norm)
-        return ReplicatedStates(world, x, normed, layout.splits, **by)
+        options: dict[str, Any] = dict(plan=plan.norm_plan, full_residual=plain, allreduce_norm=allreduce_norm)
+        return ReplicatedStates(world, x, normed, layout.splits, **options)
 
     def _check_same_on_all_ranks(self, ids: Tensor, layout: Layout) -> None:
-        """Collective. Each rank computes its part of what its own ids ask for, and of different ids the sum is of
-        nothing."""
+        """Raise Mismatch unless all ranks have the same ids and batch: partial outputs of different ids must not be
+        summed. Collective."""
         world = self.world
         world.finish(world.current_stream())
         slots = torch.cat([part.slots for part in layout.parts])
-        batch = [number for part in layout.parts for piece in part.pieces for number in piece]
+        batch = [number for part in layout.parts for chunk in part.chunks for number in chunk]
         world.check_same_on_all_ranks(
             "decoder",
             tokens=layout.tokens,
@@ -352,12 +388,12 @@ class Llama(nn.Module):
         )
 
     def _norms(self) -> list[RMSNorm]:
-        """The norms in order: before each attention and each MLP, and at the end."""
+        """Return the norms in order: those before each attention and each MLP, and the final one."""
         layers = [n for layer in self.model.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)]
         return [RMSNorm(module.weight, self.config.rms_norm_eps) for module in (*layers, self.model.norm)]
 
     def _rotary_table(self, length: int) -> Tensor:
-        """fp32 [at least `length`, head_dim], of `Config.rotary`, on the device."""
+        """Return fp32 [at least `length`, head_dim] of `Config.rotary`, on the device."""
         if self._rotary.shape[0] < length:
             c, world = self.config, self.world
             self._rotary = world.cached(
@@ -366,8 +402,15 @@ class Llama(nn.Module):
             )
         return self._rotary
 
-    def _linear(self, x: Tensor, weight: Tensor, out: Tensor | None, sms: int) -> Tensor:
-        """x @ weight.T, by weft's own GEMM on `sms` SMs, or by the library's; in `out` where there is one."""
+    def _linear(self, x: Activation, weight: Tensor, scale: Tensor | None, out: Tensor | None, sms: int) -> Tensor:
+        """Return x @ weight.T, by weft's own GEMM on `sms` SMs, or by the library's, in `out` if there is one. scale:
+        of an 8-bit weight; x then has 16 bits, or 8 bits with its scales."""
+        if scale is not None and self.recipe is not None:
+            rows, x_scale = quantized(x, self.recipe, self.world)
+            operands = ScaledFactors(rows, weight, None, x_scale, scale)
+            stream = self.world.current_stream()
+            return linear(self.world, Recipe(self.recipe, True), self.dtype, operands, stream, out)
+        assert isinstance(x, torch.Tensor)
         out = self.world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if sms:
             matmul(x, weight, out, self.world, sms)
@@ -375,10 +418,12 @@ class Llama(nn.Module):
             self.world.linear(x, weight, None, self.world.current_stream(), out)
         return out
 
-    def _heads(self, layer: Attention, at: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor) -> Tensor:
-        """Attention between the projections: qkv [rows, ..] -> [rows, heads D], in `out` or in memory of its own."""
+    def _heads(
+        self, layer: Attention, layer_index: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor
+    ) -> Tensor:
+        """Compute attention between the projections: qkv [rows, ..] -> [rows, heads D], in `out` or in new memory."""
         world, cache = self.world, layout.cache
-        keys, values = cache.keys[at], cache.values[at]
+        keys, values = cache.keys[layer_index], cache.values[layer_index]
         heads, kv, d = layer.heads, layer.kv_heads, layer.head_dim
         rotary = self._rotary_table(cache.max_len)
         bias, norms = layer.bias, layer.norms
@@ -400,29 +445,34 @@ class Llama(nn.Module):
 
 @dataclass
 class _SublayerOfPass:
-    """A module of the at-th layer in one forward pass, as `nn.decoder_layer` takes it."""
+    """A module of layer `layer_index` in one forward pass, as `nn.decoder_layer` takes it."""
 
     model: Llama
     module: nn.Module
-    at: int
+    layer_index: int
     layout: Layout
     memory: _PassMemory
 
-    def linear(self, x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-        return self.model._linear(x, weight, out, self.layout.plan.sms)
+    def linear(self, x: Activation, weight: Tensor, scale: Tensor | None, out: Tensor | None) -> Tensor:
+        return self.model._linear(x, weight, scale, out, self.layout.plan.sms)
 
     def dense(self, mlp: ParallelMLP, x: Tensor, out: Tensor | None) -> Tensor:
         world, sms = self.model.world, self.layout.plan.sms
-        both, inner = (t[: x.shape[0]] for t in self.memory.middles[mlp.gate_up.shape[0], mlp.inner])
+        gate_up, inner = (t[: x.shape[0]] for t in self.memory.mlp_buffers[mlp.gate_up.shape[0], mlp.inner])
+        hidden: Activation = inner
         if sms:
             matmul(x, mlp.gate_up, inner, world, sms, gated=mlp.inner)
         else:
-            gate(self.linear(x, mlp.gate_up, both), inner, world, mlp.block)
-        return self.linear(inner, mlp.down, out)
+            self.linear(x, mlp.gate_up, mlp.gate_up_scale, gate_up)
+            if mlp.recipe is None:
+                launch_silu_mul(gate_up, inner, world, mlp.block)
+            else:
+                hidden = silu_mul(gate_up, world=world, quantize=mlp.recipe)
+        return self.linear(hidden, mlp.down, mlp.down_scale, out)
 
 
 class _AttentionOfPass(_SublayerOfPass):
-    """Each token part attends for itself, to the cache."""
+    """Attention, in which each part of the tokens attends to the cache."""
 
     module: Attention
 
@@ -430,16 +480,21 @@ class _AttentionOfPass(_SublayerOfPass):
         return self, states.normed
 
     def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
-        qkv = self.linear(x, self.module.qkv, self.memory.qkv[: x.shape[0]])
-        return self.linear(self.heads(qkv, part), self.module.out, out)
+        attention = self.module
+        qkv = self.linear(x, attention.qkv, attention.qkv_scale, self.memory.qkv[: x.shape[0]])
+        return self.linear(self.heads(qkv, part), attention.out, attention.out_scale, out)
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        qkv: Tensor = all_gather_matmul(x, self.module.qkv, world=self.model.world, rows=shards)
-        return matmul_reduce_scatter(self.heads(qkv, 0), self.module.out, world=self.model.world, rows=shards)
+        attention, world = self.module, self.model.world
+        scaled = partial(scaled_operand, recipe=self.model.recipe, dtype=self.model.dtype, world=world)
+        rows, scales = scaled(x, attention.qkv_scale)
+        qkv = all_gather_matmul(rows, attention.qkv, world=world, rows=shards, **scales)
+        heads, scales = scaled(self.heads(qkv, 0), attention.out_scale)
+        return matmul_reduce_scatter(heads, attention.out, world=world, rows=shards, **scales)
 
     def heads(self, qkv: Tensor, part: int) -> Tensor:
         out = self.memory.heads[: qkv.shape[0]]
-        return self.model._heads(self.module, self.at, self.layout.parts[part], self.layout, qkv, out)
+        return self.model._heads(self.module, self.layer_index, self.layout.parts[part], self.layout, qkv, out)
 
 
 class _MlpOfPass(_SublayerOfPass):
@@ -454,15 +509,15 @@ class _MlpOfPass(_SublayerOfPass):
         return mlp.partial_sums(x, self.layout.parts[part].slots if self.layout.padded else None, shared, out)
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        routed = isinstance(self.module, MixtureMLP) and self.layout.padded  # where padding is to go to no expert
+        routed = isinstance(self.module, MixtureMLP) and self.layout.padded  # padding goes to no expert
         slots = (own_rows(self.layout.parts[0].slots, self.model.world),) if routed else ()
         y: Tensor = self.module(x, shards, *slots)
         return y
 
 
 class _PassMemory:
-    """Where the sublayers of a forward pass write what they alone read. The token parts' computations take turns on one
-    stream, and share it."""
+    """Buffers in which the sublayers of a forward pass write intermediate results. The two parts of the tokens compute
+    in turn on one stream, and share the buffers."""
 
     def __init__(self, model: Llama, layout: Layout) -> None:
         world, dtype, rows = model.world, model.dtype, max(layout.splits)
@@ -471,24 +526,27 @@ class _PassMemory:
         if layout.plan.kind == "sequence":
             return
         self.qkv = world.empty((rows, attention.qkv.shape[0]), dtype)
-        own_gate = layout.plan.sms > 0  # in the epilogue of weft's GEMM
-        self.middles = {
-            (both, inner): (world.empty((0 if own_gate else rows, both), dtype), world.empty((rows, inner), dtype))
-            for both, inner in model.middles
+        fused = layout.plan.sms > 0  # in the epilogue of weft's GEMM
+        self.mlp_buffers = {
+            (gate_up, inner): (
+                world.empty((0 if fused else rows, gate_up), dtype),
+                world.empty((rows, inner), dtype),
+            )
+            for gate_up, inner in model.mlp_widths
         }
 
 
 def _digest(numbers: Sequence[int]) -> str:
-    """A few of them to read, and a checksum of all."""
-    first = ", ".join(map(str, numbers[:6])) + ", .." * (len(numbers) > 6)
-    return f"[{first}] ({zlib.crc32(repr(numbers).encode()):08x})"
+    """Return some of the numbers to read, and a checksum of all."""
+    shown = ", ".join(map(str, numbers[:6])) + ", .." * (len(numbers) > 6)
+    return f"[{shown}] ({zlib.crc32(repr(numbers).encode()):08x})"
 
 
 @prepared
 def _rotate_and_keep(
     world: World, rows: int, max_len: int, heads: tuple[int, int, int], eps: float, bias: bool
 ) -> Launch:
-    """heads: of queries, of keys and values, and their elements."""
+    """Return the launch. heads: numbers of query heads and of key-value heads, and the elements of a head."""
     queries, kv, d = heads
     return Launch(
         world,

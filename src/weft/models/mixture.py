@@ -1,16 +1,15 @@
-"""The MLP of a decoder's layer as a mixture of experts, which ranks split whole or by columns. It has two forms, as
-hidden states have (nn/decoder_layer.py):
+"""The MLP of a decoder layer as a mixture of experts, which ranks split by experts or by columns. It has two forms,
+like the hidden states (nn/decoder_layer.py):
 
-    sharded      own rows -> router, gate -> weft.moe over the ranks -> + shared expert -> same rows
-    replicated   all rows -> router, gate -> weft.moe of this rank alone -> + its part of the shared one -> partial sum
+    sharded      own rows -> router -> weft.moe over the ranks -> + shared expert -> same rows
+    replicated   all rows -> router -> weft.moe of this rank alone -> + its part of the shared expert -> partial sum
 
-sharded, of the plan "sequence" (llama.py): the experts' dispatch and combine move rows between the ranks themselves,
-under their GEMMs, so the layer before leaves the rows where their owner is. Attention ends with a reduce-scatter and
-begins with an all-gather, as it does before a dense MLP.
+sharded, in the plan "sequence" (llama.py): the experts' dispatch and combine move rows between the ranks under their
+GEMMs, so the preceding layer leaves the rows with their owner. Attention ends with a reduce-scatter and begins with an
+all-gather, as it does before a dense MLP.
 
-replicated, of the other plans: rows are on every rank, and each computes what its experts, or its columns of all
-experts, add to their sums. No row travels but in the all-reduce behind it, which is that of a dense MLP, and so is the
-weaving.
+replicated, in the other plans: every rank has all rows, and computes what its experts, or its columns of all experts,
+add to their sums. Rows travel only in the all-reduce that follows, which is that of a dense MLP, and so is the weaving.
 """
 
 from __future__ import annotations
@@ -36,22 +35,24 @@ Tensor = torch.Tensor
 
 class Experts(Sharded):
     """Experts d E / W to (d + 1) E / W - 1 of rank d, or columns d I / W to (d + 1) I / W - 1 of all E. State dict:
-    gate_up_proj [El, 2 Il, H], down_proj [El, H, Il], names and order as in Transformers.
+    gate_up_proj [El, 2 Il, H], down_proj [El, H, Il], with names and order as in Transformers.
 
     parameters  w13 as `weft.moe.pack` lays it out, w2 [El, H, Il]
     """
 
-    held = ("w13", "w2")
+    sharded_parameters = ("w13", "w2")
 
-    def __init__(self, of: Mixture, hidden: int, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, mixture: Mixture, hidden: int, world: World, dtype: torch.dtype) -> None:
         super().__init__(world, dtype)
-        self.split = split = Share.of(world, of.parallel, of.num_experts, of.intermediate_size, False)
-        columns, inner, block = of.parallel == "tensor", split.columns, world.scale.interleave
+        self.split = split = Share.for_rank(
+            world, mixture.parallel, mixture.num_experts, mixture.intermediate_size, False
+        )
+        columns, inner, block = mixture.parallel == "tensor", split.columns, world.scale.interleave
         self.sharded_dim = {"gate_up_proj": 1, "down_proj": 2} if columns else {"gate_up_proj": 0, "down_proj": 0}
         shape = split.experts, -(-inner // block), 2, block, hidden
         self.w13 = nn.Parameter(torch.zeros(shape, dtype=dtype, device=world.device))
         self.w2 = nn.Parameter(torch.empty(split.experts, hidden, inner, dtype=dtype, device=world.device))
-        self.fill({"gate_up_proj": hidden**-0.5, "down_proj": of.intermediate_size**-0.5})
+        self.fill({"gate_up_proj": hidden**-0.5, "down_proj": mixture.intermediate_size**-0.5})
 
     def get_shard(self, name: str) -> Tensor:
         if name == "down_proj":
@@ -65,26 +66,28 @@ class Experts(Sharded):
         else:
             self.w13.copy_(pack(value, world=self.world))
 
-    def own_part(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
+    def local_shard(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
         """Return this rank's part of a tensor; that of gate_up_proj has columns of gate and columns of up."""
-        part = super().own_part(name, value, shape)
+        part = super().local_shard(name, value, shape)
         gate_and_up = name == "gate_up_proj" and part is not None and value.shape != shape
-        return self.split.of_first(value, "blocked") if gate_and_up and self.split.sharing > 1 else part
+        return self.split.w13_columns(value, "blocked") if gate_and_up and self.split.tp_size > 1 else part
 
-    def whole(self, name: str, shard: Tensor) -> Tensor:
-        value, sharing = super().whole(name, shard), self.split.sharing
-        if name == "gate_up_proj" and sharing > 1:
-            return value.unflatten(1, (sharing, 2, -1)).transpose(1, 2).flatten(1, 3)
+    def unsharded(self, name: str, shard: Tensor) -> Tensor:
+        value, tp_size = super().unsharded(name, shard), self.split.tp_size
+        if name == "gate_up_proj" and tp_size > 1:
+            return value.unflatten(1, (tp_size, 2, -1)).transpose(1, 2).flatten(1, 3)
         return value
 
 
 class MixtureMLP(nn.Module):
-    """x [m_r, H] -> [m_r, H], the rows of this rank (`forward`), or x [M, H] of all ranks -> a partial sum
-    (`partial_sums`). State dict: gate.weight, experts.*, and where there is a shared expert,
-    shared_expert.{gate,up,down}_proj.weight and shared_expert_gate.weight, as Transformers names them.
+    """A mixture of experts as the MLP of a decoder layer.
 
-    The router is whole on every rank, the experts are split, and the shared expert is tensor-parallel. Experts load one
-    by one too, as checkpoints have them: w1, w3 and w2 (Mixtral), or gate_proj, up_proj and down_proj (Qwen).
+    x [m_r, H] -> [m_r, H], the rows of this rank (`forward`), or x [M, H] of all ranks -> a partial sum
+    (`partial_sums`). State dict: gate.weight, experts.*, and where there is a shared expert,
+    shared_expert.{gate,up,down}_proj.weight and shared_expert_gate.weight, with Transformers' names.
+
+    Every rank has the whole router; the experts are split, and the shared expert is tensor-parallel. Experts can also
+    be loaded one by one, as checkpoints have them: w1, w3 and w2 (Mixtral), or gate_proj, up_proj and down_proj (Qwen).
     """
 
     def __init__(self, config: Config, world: World, dtype: torch.dtype, seed: int) -> None:
@@ -94,36 +97,35 @@ class MixtureMLP(nn.Module):
         self.world, self.mixture = world, mixture
         self.gate = Weight(mixture.num_experts, hidden, world=world, dtype=dtype, seed=seed)
         self.experts = Experts(mixture, hidden, world, dtype)
-        self.alone = world.alone  # made here, and not in a CUDA graph's capture
+        self.alone = world.alone  # allocated here, because a CUDA graph capture cannot allocate it
         if inner := mixture.shared_intermediate_size:
             self.shared_expert = ParallelMLP(hidden, inner, world=world, dtype=dtype)
             self.shared_expert_gate = Weight(1, hidden, world=world, dtype=dtype, seed=seed + 1)
 
     def forward(self, x: Tensor, rows: Sequence[int] | None = None, slots: Tensor | None = None) -> Tensor:
-        """rows: rows of every rank's x, where they are not all equal. slots: int32 [m_r]; rows of slot -1 are padding,
-        which goes to no expert."""
+        """Return the MLP's result for this rank's rows. rows: the numbers of rows of all ranks, where they are not all
+        equal. slots: int32 [m_r], the cache slot of each row; rows of slot -1 are padding, which goes to no expert."""
         experts, (ids, weights) = self.experts, self._routes(x, slots)
         shared = self.shared(x, self.shared_expert(x, rows)) if self.mixture.shared_intermediate_size else None
         weights_of_experts = experts.w13, experts.w2
         return routed(experts.split, x, ids, weights, *weights_of_experts, shared=shared, rows=rows, world=self.world)
 
     def partial_sums(self, x: Tensor, slots: Tensor | None, shared: Tensor | None, out: Tensor | None) -> Tensor:
-        """[M, H] = shared + this rank's part in the sums of x [M, H], in `out` where there is one; no rank waits for
-        another. shared: [M, H] or None, which `out` may hold; slots: int32 [M]."""
+        """Return [M, H] = shared + this rank's part in the sums of x [M, H], in `out` unless None; no rank waits for
+        another. shared: [M, H] or None, which `out` may be; slots: int32 [M]."""
         world, experts, (ids, weights) = self.world, self.experts, self._routes(x, slots)
         shape = ids.shape[0], min(ids.shape[1], experts.split.experts)
-        own = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
+        own_routes = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
 
         def pick() -> None:
-            for to, routes in zip(own, experts.split.own_routes(ids, weights), strict=True):
-                to.copy_(routes)
+            for dst, routes in zip(own_routes, experts.split.local_routes(ids, weights), strict=True):
+                dst.copy_(routes)
 
-        world.call(pick, [ids, weights], own, world.current_stream())
-        return moe(x, own[0], own[1], experts.w13, experts.w2, shared=shared, world=self.alone, out=out)
+        world.call(pick, [ids, weights], own_routes, world.current_stream())
+        return moe(x, own_routes[0], own_routes[1], experts.w13, experts.w2, shared=shared, world=self.alone, out=out)
 
     def shared(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return y, the shared expert's rows of x or a part of their sums, multiplied in place by what its gate gives
-        each row."""
+        """Return y, rows or partial sums of the shared expert for x, multiplied in place by each row's sigmoid gate."""
         world, stream = self.world, self.world.current_stream()
         share = world.linear(x, self.shared_expert_gate.weight, None, stream)
         world.call(lambda: y.mul_(share.sigmoid()), [y, share], [y], stream)
@@ -147,8 +149,8 @@ class MixtureMLP(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def mlp_of(config: Config, at: int, world: World, dtype: torch.dtype, seed: int) -> ParallelMLP | MixtureMLP:
-    """The MLP of layer `at`."""
-    if config.mixture is not None and at not in config.mixture.dense_layers:
+def mlp_of(config: Config, layer_index: int, world: World, dtype: torch.dtype, seed: int) -> ParallelMLP | MixtureMLP:
+    """Return the MLP of layer `layer_index`."""
+    if config.mixture is not None and layer_index not in config.mixture.dense_layers:
         return MixtureMLP(config, world, dtype, seed)
     return ParallelMLP(config.hidden_size, config.intermediate_size, world=world, dtype=dtype)

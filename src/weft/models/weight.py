@@ -1,4 +1,4 @@
-"""What a decoder holds whole on every rank: embeddings, norms, routers."""
+"""The replicated weights of a decoder: embeddings, norms and routers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..world import World
 
 
 class Weight(Sharded):
-    """A tensor that every rank holds whole, under the name `weight`."""
+    """A tensor that is the same on every rank, under the name `weight`."""
 
     sharded_dim = {"weight": None}
-    held = ("weight",)
+    sharded_parameters = ("weight",)
 
     def __init__(self, *shape: int, world: World, dtype: torch.dtype, seed: int | None = None) -> None:
         super().__init__(world, dtype)

@@ -9,16 +9,19 @@ import torch
 from torch import nn
 
 from ..ops.all_gather_matmul.op import all_gather_matmul
+from ..ops.common import ScaledOptions
 from ..ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
-from .sharded import Sharded, part_of
+from .scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, quantized_weight, scaled_operand
+from .sharded import divide_by_ranks
 
 
-class _ParallelLinear(Sharded):
+class _ParallelLinear(ScaledModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
-    held = ("weight", "bias")
+    weight_scale: nn.Parameter | None
+    sharded_parameters = ("weight", "bias", "weight_scale")
 
     def __init__(
         self,
@@ -30,33 +33,50 @@ class _ParallelLinear(Sharded):
         dtype: torch.dtype,
         weight_shape: tuple[int, int],
         bias_shape: int,
+        recipe: str | None,
     ) -> None:
         super().__init__(world, dtype)
         self.in_features, self.out_features, self.plan = in_features, out_features, plan
-        self.weight = nn.Parameter(torch.empty(weight_shape, dtype=dtype, device=world.device))
-        self.bias = nn.Parameter(torch.zeros(bias_shape, dtype=dtype, device=world.device)) if bias else None
+        self.dtype, self.recipe = dtype, recipe
+        check_recipe(type(self).__name__, recipe, *weight_shape)
+        if recipe is None:
+            self.weight = nn.Parameter(torch.empty(weight_shape, dtype=dtype, device=world.device))
+            self.register_parameter("weight_scale", None)
+        else:
+            self.weight, self.weight_scale = parameters(recipe, *weight_shape, world.device)
+            dim = self.sharded_dim["weight"]
+            self.hold_scales(recipe, {"": None if dim == 1 and recipe == "row" else dim})
+        self.bias = None
+        if bias:
+            zeros = torch.zeros(bias_shape, dtype=dtype, device=world.device)
+            self.bias = nn.Parameter(zeros, requires_grad=recipe is None)
         self.fill({"weight": in_features**-0.5})
 
     def get_shard(self, name: str) -> torch.Tensor | None:
-        return self.weight if name == "weight" else self.bias
+        return self.weight_scale if name in NAMES.values() else self.weight if name == "weight" else self.bias
 
-    def set_shard(self, name: str, value: torch.Tensor) -> None:
-        self.get_shard(name).copy_(value)  # type: ignore[union-attr]
+    def scaled(self, x: Activation) -> tuple[torch.Tensor, ScaledOptions]:
+        return scaled_operand(x, self.weight_scale, self.recipe, self.dtype, self.world)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Self:
-        """This rank's part of a whole `nn.Linear`, which must be the same on all ranks; copies it to `world.device`.
-        What is frozen stays so. dtype: the linear's, if it is not given. Raises as the constructor."""
+        """Return this rank's part of a whole `nn.Linear`, which must be the same on all ranks, copied to `world.device`
+        and, with a `recipe`, quantized. Parameters that are frozen stay frozen. dtype: by default the linear's. Raises
+        as the constructor."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: an nn.Linear is needed, got {type(linear).__name__}")
         options.setdefault("dtype", linear.weight.dtype)
-        made = cls(
+        module = cls(
             linear.in_features, linear.out_features, world=world, bias=linear.bias is not None, plan=plan, **options
         )
-        made.load_state_dict(linear.state_dict())
+        state = linear.state_dict()
+        if module.recipe is not None:
+            weight = state["weight"].to(module.dtype)
+            state["weight"], state[NAMES[module.recipe]] = quantized_weight(weight, module.recipe, world)
+        module.load_state_dict(state)
         for name, p in linear.named_parameters():
-            getattr(made, name).requires_grad_(p.requires_grad)
-        return made
+            getattr(module, name).requires_grad_(p.requires_grad and module.recipe is None)
+        return module
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -69,9 +89,11 @@ class ColumnParallelLinear(_ParallelLinear):
         forward     x [m_r, in_features] -> [M, out_features / W]
         parameters  weight [out_features / W, in_features], bias [out_features / W]
 
-    keep_gathered: the backward pass finds the gathered x [M, in_features] kept, and does not gather it again. State
-    dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W does not divide out_features,
-    TypeError for a dtype other than bfloat16 and float16.
+    keep_gathered: keep the gathered x [M, in_features] for the backward pass, which otherwise gathers it again. recipe:
+    "row" or "block": the weight is e4m3, with float32 weight_scale [out_features / W, 1] or weight_scale_inv
+    [out_features / W / 128, in_features / 128], and no gradient (nn/scaled.py); x has 16 bits, or 8 bits as
+    `weft.quantize` returns it. State dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W
+    does not divide out_features, TypeError for a dtype other than bfloat16 and float16.
     """
 
     sharded_dim = {"weight": 0, "bias": 0}
@@ -86,18 +108,20 @@ class ColumnParallelLinear(_ParallelLinear):
         keep_gathered: bool = False,
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
+        recipe: str | None = None,
     ) -> None:
-        n = part_of("ColumnParallelLinear: out_features", out_features, world)
-        super().__init__(in_features, out_features, world, bias, plan, dtype, (n, in_features), n)
+        n = divide_by_ranks("ColumnParallelLinear: out_features", out_features, world)
+        super().__init__(in_features, out_features, world, bias, plan, dtype, (n, in_features), n, recipe)
         self.keep_gathered = keep_gathered
 
-    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: rows of every rank's x, where they are not all equal."""
+    def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Apply the layer. rows: rows of every rank's x, if they are not all equal."""
         keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-        made = all_gather_matmul(
-            x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows, return_gathered=keep
+        (operand, scales), world, plan = self.scaled(x), self.world, self.plan
+        y = all_gather_matmul(
+            operand, self.weight, self.bias, world=world, plan=plan, rows=rows, return_gathered=keep, **scales
         )
-        return made[0] if isinstance(made, tuple) else made
+        return y[0] if isinstance(y, tuple) else y
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -106,9 +130,10 @@ class RowParallelLinear(_ParallelLinear):
         forward     x [M, in_features / W] -> [m_r, out_features] (reduce="scatter") or [M, out_features] (reduce="all")
         parameters  weight [out_features, in_features / W], bias [out_features], the same on all ranks
 
-    The gradient of the bias is the same on all ranks, so their copies stay equal. State dicts have nn.Linear's names
-    (`weft.nn.full_state_dict`). Raises ValueError if W does not divide in_features, TypeError for a dtype other than
-    bfloat16 and float16.
+    The gradient of the bias is the same on all ranks, so their copies stay equal. recipe: as in ColumnParallelLinear;
+    weight_scale [out_features, 1], the same on all ranks, or weight_scale_inv [out_features / 128, in_features / W /
+    128]. State dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W does not divide
+    in_features, TypeError for a dtype other than bfloat16 and float16.
     """
 
     sharded_dim = {"weight": 1, "bias": None}
@@ -123,16 +148,18 @@ class RowParallelLinear(_ParallelLinear):
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
         reduce: str = "scatter",
+        recipe: str | None = None,
     ) -> None:
         if reduce not in ("scatter", "all"):
             raise ValueError(f'RowParallelLinear: reduce {reduce!r} is not "scatter" or "all"')
-        k = part_of("RowParallelLinear: in_features", in_features, world)
+        k = divide_by_ranks("RowParallelLinear: in_features", in_features, world)
         self.reduce = reduce
-        super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), out_features)
+        super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), out_features, recipe)
 
-    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: rows that every rank gets; None: as evenly as possible, longer shards first. With reduce="all" every
-        rank gets all of them, whatever `rows` says."""
+    def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Apply the layer. rows: rows that every rank gets; None: as evenly as possible, longer shards on lower ranks.
+        With reduce="all" every rank gets all rows, and `rows` is ignored."""
+        (operand, scales), world, plan = self.scaled(x), self.world, self.plan
         if self.reduce == "all":
-            return matmul_all_reduce(x, self.weight, self.bias, world=self.world, plan=self.plan)
-        return matmul_reduce_scatter(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)
+            return matmul_all_reduce(operand, self.weight, self.bias, world=world, plan=plan, **scales)
+        return matmul_reduce_scatter(operand, self.weight, self.bias, world=world, plan=plan, rows=rows, **scales)

@@ -1,47 +1,57 @@
 """The MLP of a Llama layer: x shard -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard.
 
-One parameter holds gate and up, so that one GEMM computes both. Its rows alternate blocks of gate and of up, whole ones
-in every tile of the GEMM, the last two padded with zero rows:
+One parameter holds gate and up, so that one GEMM computes both. Blocks of gate rows and of up rows alternate, whole
+ones in every tile of the GEMM, the last two padded with zero rows:
 
     gate_up [S, H]    gate 0..B | up 0..B | gate B..2B | up B..2B | ... | gate, 0 | up, 0
 
-A tile then holds matching blocks, and where no gradients are needed the GEMM's epilogue computes silu(gate) * up: the
-activation [M, 2 I / W] is never written. With gradients it is, because the backward pass needs it. Padding gets zero
-gradients and stays zero. State dicts know nothing of it.
+A tile then holds matching blocks, and without gradients the GEMM's epilogue computes silu(gate) * up, so that the
+activation [M, 2 I / W] is never written. With gradients it is written, because the backward pass needs it. Padding gets
+zero gradients and stays zero. State dicts do not contain it.
+
+With 8-bit weights (`recipe`) gate and up are one block each: SiLU-mul writes 8-bit rows with their scales, and a GEMM's
+epilogue, which has only a part of a row, cannot compute these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
-from ..ops.activation import silu_mul_blocks
+from ..ops.activation import silu_mul, silu_mul_blocks
 from ..ops.all_gather_matmul.op import all_gather_matmul, all_gather_swiglu
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..plans import Plan
 from ..tensor_checks import requires_grad
 from ..world import World
-from .sharded import Sharded, part_of
+from .scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, scaled_operand
+from .sharded import divide_by_ranks
 
 
-class ParallelMLP(Sharded):
-    """SwiGLU: (silu(x @ gate_proj.T) * (x @ up_proj.T)) @ down_proj.T, no biases; a rank holds I / W of the middle.
+class ParallelMLP(ScaledModule):
+    """SwiGLU: (silu(x @ gate_proj.T) * (x @ up_proj.T)) @ down_proj.T, without biases; a rank holds I / W of the hidden
+    columns.
 
         forward     x [m_r, H] -> [m_r, H], the same rows
         state dict  gate_proj.weight, up_proj.weight [I / W, H], down_proj.weight [H, I / W]; the names are those of
                     Hugging Face's LlamaMLP, whose state dict `load_state_dict` takes; see `weft.nn.full_state_dict`
         parameters  gate_up [S, H], down [H, I / W]; S is 2 I / W rounded up to whole blocks
 
-    H hidden_size, I intermediate_size, W ranks, m_r rows of this rank, M of all. keep_gathered: the backward pass finds
-    the gathered x [M, H] kept, and does not gather it again. `state_dict()` copies gate_proj and up_proj out of
-    gate_up: write to parameters, not to its values. Raises ValueError if W does not divide I, TypeError for a dtype
-    other than bfloat16 and float16.
+    H is hidden_size, I intermediate_size, W the number of ranks, m_r the rows of this rank, M those of all ranks.
+    keep_gathered: keep the gathered x [M, H] for the backward pass, which otherwise gathers it again. `state_dict()`
+    copies gate_proj and up_proj out of gate_up: write to parameters, not to its values. recipe: "row" or "block", as in
+    ColumnParallelLinear: weights are e4m3 without a gradient, each with a weight_scale or weight_scale_inv; x has 16
+    bits, or 8 bits as `weft.quantize`, or `all_reduce_rms_norm` with `quantize`, returns it. Raises ValueError if W
+    does not divide I, TypeError for a dtype other than bfloat16 and float16.
     """
 
     sharded_dim = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
-    held = ("gate_up", "down")
+    sharded_parameters = ("gate_up", "down", "gate_up_scale", "down_scale")
+    gate_up_scale: nn.Parameter | None
+    down_scale: nn.Parameter | None
 
     def __init__(
         self,
@@ -52,44 +62,73 @@ class ParallelMLP(Sharded):
         keep_gathered: bool = False,
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
+        recipe: str | None = None,
     ) -> None:
-        inner = part_of("ParallelMLP: intermediate_size", intermediate_size, world)
+        inner = divide_by_ranks("ParallelMLP: intermediate_size", intermediate_size, world)
         super().__init__(world, dtype)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
-        self.keep_gathered = keep_gathered
-        self.inner, self.block = inner, world.scale.interleave
-        blocks = -(-inner // self.block)
-        device = world.device
-        self.gate_up = nn.Parameter(torch.zeros(2 * blocks * self.block, hidden_size, dtype=dtype, device=device))
-        self.down = nn.Parameter(torch.empty(hidden_size, inner, dtype=dtype, device=device))
+        self.keep_gathered, self.dtype, self.recipe = keep_gathered, dtype, recipe
+        self.inner, self.block = inner, world.scale.interleave if recipe is None else inner
+        blocks, device = -(-inner // self.block), world.device
+        if recipe is None:
+            self.gate_up = nn.Parameter(torch.zeros(2 * blocks * self.block, hidden_size, dtype=dtype, device=device))
+            self.down = nn.Parameter(torch.empty(hidden_size, inner, dtype=dtype, device=device))
+            self.register_parameter("gate_up_scale", None)
+            self.register_parameter("down_scale", None)
+        else:
+            check_recipe("ParallelMLP", recipe, inner, hidden_size)
+            check_recipe("ParallelMLP", recipe, hidden_size, inner)
+            self.gate_up, self.gate_up_scale = parameters(recipe, 2 * inner, hidden_size, device)
+            self.down, self.down_scale = parameters(recipe, hidden_size, inner, device)
+            dims = {"gate_proj.": 0, "up_proj.": 0, "down_proj.": 1 if recipe == "block" else None}
+            self.hold_scales(recipe, dims)
         bound = hidden_size**-0.5
         self.fill({"gate_proj.weight": bound, "up_proj.weight": bound, "down_proj.weight": intermediate_size**-0.5})
 
-    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: rows of every rank's x, where they are not all equal."""
+    def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Apply the MLP. rows: rows of every rank's x, if they are not all equal."""
         world, plan = self.world, self.plan
+        if self.recipe is not None:
+            return self._in_8_bits(x, rows, self.recipe)
+        x = cast(torch.Tensor, x)  # the op refuses anything else
         if torch.is_grad_enabled() and requires_grad(x, self.gate_up, self.down):
             keep = self.keep_gathered and self.gate_up.requires_grad
-            made = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows, return_gathered=keep)
-            both = made[0] if isinstance(made, tuple) else made
-            hidden = silu_mul_blocks(both, self.inner, self.block, world)
+            gathered = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows, return_gathered=keep)
+            gate_up = gathered[0] if isinstance(gathered, tuple) else gathered
+            hidden = silu_mul_blocks(gate_up, self.inner, self.block, world)
         else:
             hidden = all_gather_swiglu(x, self.gate_up, self.inner, world, plan, rows)
         return matmul_reduce_scatter(hidden, self.down, world=world, plan=plan, rows=rows)
 
+    def _in_8_bits(self, x: Activation, rows: Sequence[int] | None, recipe: str) -> torch.Tensor:
+        world, plan = self.world, self.plan
+        operand, scales = scaled_operand(x, self.gate_up_scale, recipe, self.dtype, world)
+        gate_up = all_gather_matmul(operand, self.gate_up, world=world, plan=plan, rows=rows, **scales)
+        hidden = silu_mul(gate_up, world=world, quantize=recipe)
+        operand, scales = scaled_operand(hidden, self.down_scale, recipe, self.dtype, world)
+        return matmul_reduce_scatter(operand, self.down, world=world, plan=plan, rows=rows, **scales)
+
     def _half(self, name: str) -> torch.Tensor:
-        """Blocks [S / 2B, B, H] of gate or up, a view."""
+        """Return blocks [S / 2B, B, H] of gate or up, as a view."""
         blocks = self.gate_up.view(-1, 2, self.block, self.hidden_size)
         return blocks[:, 0 if name == "gate_proj.weight" else 1]
 
     def get_shard(self, name: str) -> torch.Tensor:
+        projection, _, parameter = name.partition(".")
+        if parameter in NAMES.values():
+            assert self.gate_up_scale is not None and self.down_scale is not None
+            if projection == "down_proj":
+                return self.down_scale
+            return self.gate_up_scale.chunk(2)[projection == "up_proj"]
         if name == "down_proj.weight":
             return self.down
+        if self.recipe is not None:
+            return self.gate_up.chunk(2)[projection == "up_proj"]
         return self._half(name).reshape(-1, self.hidden_size)[: self.inner]
 
     def set_shard(self, name: str, value: torch.Tensor) -> None:
-        if name == "down_proj.weight":
-            self.down.copy_(value)
+        if self.recipe is not None or name == "down_proj.weight":
+            super().set_shard(name, value)
             return
         half = self._half(name)
         padding = half.shape[0] * self.block - self.inner

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer as a module: router, experts of this rank, and a shared expert beside them."""
+"""A mixture-of-experts layer as a module: the router, the experts of this rank, and an optional shared expert."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from ..op import check_call
 from ..ops.moe.call import ACTIVATIONS
 from ..ops.moe.expert_parallel.op import pack
-from ..ops.moe.routing.capacity import limit
-from ..ops.moe.routing.placement import place
+from ..ops.moe.routing.capacity import apply_capacity
+from ..ops.moe.routing.placement import expert_placement
 from ..ops.moe.routing.router import gate
 from ..plans import Plan
 from ..tensor_checks import check_device, dims
@@ -23,41 +23,42 @@ from .split import Share, routed
 
 
 class MoE(nn.Module):
-    """x [T, H] -> [T, H], the tokens of every rank.
+    """A mixture-of-experts layer, x [T, H] -> [T, H], for the tokens of every rank.
 
         router     [E, H], the same on all ranks, with router_bias [E] or None; `scoring` and further options are those
                    of `weft.moe.gate`
         w13, w2    this rank's experts, packed (`weft.moe.pack`), with b13 and b2 or None
         placement  int32 [E] or [E, R], or None
-        received   int32 [El], rows that the last call brought to each of this rank's experts, or None without
+        received   int32 [El], the rows that each of this rank's experts received in the last call, or None without
                    count_received
-        dropped    int32 [E], this rank's routes that it dropped, or None without a capacity_factor
+        dropped    int32 [E], the routes of this rank that were dropped, or None without a capacity_factor
 
-    H hidden_size, I intermediate_size, E num_experts, k top_k. Router and experts are initialised as torch.nn.Linear,
-    from a seed that the first rank of `world` draws, so that the router is the same everywhere, and an expert wherever
-    it is: so making the module is collective. They are frozen: `load_experts` takes a checkpoint's, `requires_grad_()`
-    makes them train. A rank's gradients of the router and the shared expert are those of its own tokens alone.
-    `received` and `dropped` are the same memory in every call, so a CUDA graph's replays write them.
+    H is hidden_size, I intermediate_size, E num_experts, k top_k. Router and experts are initialised like
+    torch.nn.Linear, from a seed that the first rank of `world` draws, so that the router is the same on all ranks, and
+    an expert is the same wherever it is. Making the module is therefore collective. The parameters are frozen:
+    `load_experts` loads a checkpoint's, and `requires_grad_()` makes them trainable. A rank's gradients of the router
+    and the shared expert are those of its own tokens alone. `received` and `dropped` are the same memory in every call,
+    so a CUDA graph's replays write them.
 
     Args:
         world: the ranks.
-        expert_group: those of them over which the experts are split (`world.split`); the other groups have all experts
-            too. None: all, W of them.
+        expert_group: the ranks over which the experts are split (`world.split`); other groups have all experts too.
+            None: all W ranks.
         shared: a module from [T, H] to [T, H] whose rows are added (a shared expert, the same on all ranks), or None.
-        capacity_factor, drop: as `weft.moe.limit` has them; None: no route is dropped.
-        max_tokens, max_rows, keep: as `weft.moe.moe` has them.
-        placement: the physical experts of each logical one, as `weft.moe.place` takes them; each number from 0 to P - 1
-            comes once in it, and a rank holds P / W. To move experts write another placement of as many in it, on all
-            ranks, and call `load_experts`. None: the logical ones are the physical ones.
+        capacity_factor, drop: as in `weft.moe.apply_capacity`; None: no route is dropped.
+        max_tokens, max_rows, keep: as in `weft.moe.moe`.
+        placement: the physical experts of each logical one, as `weft.moe.expert_placement` takes them; each number from
+            0 to P - 1 occurs once, and a rank holds P / W. To move experts, write another placement of as many experts
+            into it, on all ranks, and call `load_experts`. None: the logical experts are the physical ones.
         parallel: "expert": rank d of W holds experts d E / W to (d + 1) E / W - 1, physical ones where there is a
             placement (`weft.moe.moe`). "tensor": every rank holds I / W columns of all experts
             (`weft.all_gather_grouped_matmul`, `weft.grouped_matmul_reduce_scatter`). A number: so many neighbouring
-            ranks share the columns of the same experts, and others have others. Where ranks share columns there is no
-            placement, max_tokens, max_rows or count_received; `keep` is that of the first half.
+            ranks share the columns of the same experts, and other ranks have other experts. Where ranks share columns
+            there is no placement, max_tokens, max_rows or count_received; `keep` is that of the first half.
 
-    Raises ValueError where the ranks do not divide E, or P, or those that share columns I; for a placement of other
-    numbers; for an option that columns over ranks do not go with; or for an activation that `weft.moe.moe` does not
-    know.
+    Raises:
+        ValueError: the ranks do not divide E or P, or those that share columns do not divide I; the placement has other
+            numbers; an option does not go with columns over ranks; or `weft.moe.moe` does not know the activation.
     """
 
     placement: torch.Tensor | None
@@ -90,15 +91,15 @@ class MoE(nn.Module):
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        everyone, world = world, world if expert_group is None else expert_group
+        full_world, world = world, world if expert_group is None else expert_group
         check_call("MoE", world, plan)
         if activation not in ACTIVATIONS:
             raise ValueError(f"MoE: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         super().__init__()
         physical = num_experts if placement is None else placed(placement, num_experts)
-        self.split = split = Share.of(world, parallel, physical, intermediate_size, placement is not None)
-        own = dict(placement=placement, max_tokens=max_tokens, max_rows=max_rows, count_received=count_received or None)
-        split.check(own)
+        self.split = split = Share.for_rank(world, parallel, physical, intermediate_size, placement is not None)
+        counted = count_received or None
+        split.check(dict(placement=placement, max_tokens=max_tokens, max_rows=max_rows, count_received=counted))
         self.capacity_factor, self.drop, self.max_tokens, self.max_rows = capacity_factor, drop, max_tokens, max_rows
         self.world, self.plan, self.activation, self.top_k = world, plan, activation, top_k
         self.scoring, self.renormalise, self.scale, self.shared, self.keep = scoring, renormalise, scale, shared, keep
@@ -107,8 +108,8 @@ class MoE(nn.Module):
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=world.device)
 
-        first = zeros(split.experts, wide * split.columns, hidden_size)
-        first = first if wide == 1 else pack(first, world=world)
+        w13 = zeros(split.experts, wide * split.columns, hidden_size)
+        w13 = w13 if wide == 1 else pack(w13, world=world)
 
         def counts(n: int) -> torch.Tensor:
             return torch.zeros(n, dtype=torch.int32, device=world.device)
@@ -120,16 +121,16 @@ class MoE(nn.Module):
         frozen = partial(nn.Parameter, requires_grad=False)
         self.router = frozen(zeros(num_experts, hidden_size))
         self.router_bias = frozen(zeros(num_experts)) if bias else None
-        self.w13, self.w2 = frozen(first), frozen(zeros(split.experts, hidden_size, split.columns))
-        self.b13 = frozen(zeros(*first.shape[:-1])) if bias else None
+        self.w13, self.w2 = frozen(w13), frozen(zeros(split.experts, hidden_size, split.columns))
+        self.b13 = frozen(zeros(*w13.shape[:-1])) if bias else None
         self.b2 = frozen(zeros(split.experts, hidden_size)) if bias and split.part == 0 else None
-        self._initialise(everyone.exchange(int(torch.randint(1 << 62, ())))[0])
+        self._initialise(full_world.exchange(int(torch.randint(1 << 62, ())))[0])
 
     def route(
         self, x: torch.Tensor, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E] that they come from.
-        ids: those of an earlier pass, to be taken again (routing replay); None: those of the best experts."""
+        """Return ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E] from which they are
+        computed. ids: those of an earlier pass, to be used again (routing replay); None: those of the best experts."""
         logits = nn.functional.linear(x, self.router, self.router_bias)
         ids, weights = gate(
             logits,
@@ -148,19 +149,28 @@ class MoE(nn.Module):
         rows: Sequence[int] | None = None,
         routes: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """rows: tokens of every rank of the group, where they are not all equal and there is no max_tokens. routes: ids
-        and weights of x, of `route`, where they are wanted for a loss too, or of another gate; None: `route`'s. Raises
-        ValueError for an x that is not [T, H] of the experts' dtype."""
+        """Return the layer's result for x.
+
+        Args:
+            x: [T, H], of the experts' dtype.
+            rows: the numbers of tokens of all ranks of the group, where they are not all equal and there is no
+                max_tokens.
+            routes: ids and weights of x, from `route` where a loss needs them too, or from another router. None: those
+                of `route`.
+
+        Raises:
+            ValueError: x is not [T, H] of the experts' dtype.
+        """
         check_device("MoE", self.world, "x", x)
         if x.dim() != 2 or x.shape[1] != self.w2.shape[1] or x.dtype != self.w13.dtype:
             wanted = f"[T, {self.w2.shape[1]}] {str(self.w13.dtype).removeprefix('torch.')}"
             raise ValueError(f"MoE: x {dims(x)} must be {wanted}, as its experts are: x.flatten(0, -2), x.to(dtype)")
         ids, weights = self.route(x)[:2] if routes is None else routes
         if self.capacity_factor is not None and self.dropped is not None:
-            ids, dropped = limit(ids, weights, self.router.shape[0], self.capacity_factor, drop=self.drop)
+            ids, dropped = apply_capacity(ids, weights, self.router.shape[0], self.capacity_factor, drop=self.drop)
             self.dropped.copy_(dropped)
         if self.placement is not None:
-            ids = place(ids, self.placement, world=self.world)
+            ids = expert_placement(ids, self.placement, world=self.world)
         shared = None if self.shared is None else self.shared(x)
         whole = dict(max_tokens=self.max_tokens, max_rows=self.max_rows, received=self.received)
         return routed(
@@ -170,15 +180,19 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def load_experts(self, state: Mapping[str, torch.Tensor], prefix: str = "") -> None:
-        """Load the router and this rank's experts from a layer's part of a checkpoint, as Transformers names it.
+        """Load the router and this rank's experts from a layer's part of a checkpoint, with the names that Transformers
+        gives them.
 
-        state, prefix: the names in `state` that begin with prefix are read without it: `gate.weight` or `router.weight`
-        (`.bias`); the experts one by one (`experts.N.w1/w3/w2.weight` of Mixtral,
-        `experts.N.gate_proj/up_proj/down_proj.weight` of Qwen and DeepSeek) or in one tensor: `experts.gate_up_proj`
-        and `experts.down_proj`, [E, 2 I, H] and [E, H, I], or GPT-OSS's [E, H, 2 I] and [E, I, H] with gate and up in
-        turn and `_bias`es.
+        Args:
+            state: the checkpoint's tensors by name: `gate.weight` or `router.weight` (`.bias`); the experts one by one
+                (`experts.N.w1/w3/w2.weight` of Mixtral, `experts.N.gate_proj/up_proj/down_proj.weight` of Qwen and
+                DeepSeek) or in one tensor: `experts.gate_up_proj` and `experts.down_proj`, [E, 2 I, H] and [E, H, I],
+                or GPT-OSS's [E, H, 2 I] and [E, I, H] with alternating gate and up columns and `_bias`es.
+            prefix: only names that begin with it are read, without it.
 
-        Raises KeyError for a name that is missing, ValueError for a tensor of another shape.
+        Raises:
+            KeyError: a name is missing.
+            ValueError: a tensor has another shape.
         """
         names = CheckpointLayer(state, prefix)
         router = "gate" if "gate.weight" in names else "router"
@@ -186,28 +200,28 @@ class MoE(nn.Module):
         if self.router_bias is not None:
             self._set(self.router_bias, names[f"{router}.bias"])
         w13, w2, layout = stacked(names, self.w13.shape[-1])
-        own = self._own_experts(self.router.shape[0])
-        biases = [] if self.b13 is None else [names[f"experts.{n}_proj_bias"][own] for n in ("gate_up", "down")]
-        self._set_experts(layout, w13[own], w2[own], *biases)
+        own_experts = self._own_experts(self.router.shape[0])
+        biases = [] if self.b13 is None else [names[f"experts.{n}_proj_bias"][own_experts] for n in ("gate_up", "down")]
+        self._set_experts(layout, w13[own_experts], w2[own_experts], *biases)
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Draw the router and this rank's experts. An expert's number seeds its values, so no rank draws those of
-        others."""
+        """Draw the router and this rank's experts. An expert's number seeds its values, so no rank draws those of other
+        ranks' experts."""
         split, (experts, hidden) = self.split, self.router.shape
-        inner, wide = split.columns * split.sharing, 1 if self.activation == "gelu" else 2
-        own = torch.Generator(self.router.device)
+        inner, wide = split.columns * split.tp_size, 1 if self.activation == "gelu" else 2
+        generator = torch.Generator(self.router.device)
 
         def draw(fan_in: int, *shape: int) -> torch.Tensor:
             bound, values = fan_in**-0.5, self.router.new_empty(shape)
-            return values.uniform_(-bound, bound, generator=own)
+            return values.uniform_(-bound, bound, generator=generator)
 
         def expert(number: int) -> list[torch.Tensor]:
-            own.manual_seed(seed + 1 + number)
+            generator.manual_seed(seed + 1 + number)
             shapes = [(hidden, wide * inner, hidden), (inner, hidden, inner), (hidden, wide * inner), (inner, hidden)]
             return [draw(*shape) for shape in (shapes if self.b13 is not None else shapes[:2])]
 
-        own.manual_seed(seed)
+        generator.manual_seed(seed)
         self._set(self.router, draw(hidden, experts, hidden))
         if self.router_bias is not None:
             self._set(self.router_bias, draw(hidden, experts))
@@ -215,25 +229,25 @@ class MoE(nn.Module):
         self._set_experts("blocked", *(torch.stack(values) for values in drawn))
 
     def _set_experts(self, layout: str, w13: torch.Tensor, w2: torch.Tensor, *biases: torch.Tensor) -> None:
-        """Set this rank's part of the parameters, given all columns of its experts."""
+        """Set this rank's part of the parameters from all columns of its experts."""
         self._set(self.w13, self._packed(w13, layout))
-        self._set(self.w2, w2.chunk(self.split.sharing, 2)[self.split.part])
+        self._set(self.w2, w2.chunk(self.split.tp_size, 2)[self.split.part])
         if self.b13 is not None:
             self._set(self.b13, self._packed(biases[0], layout))
         if self.b2 is not None:
             self._set(self.b2, biases[1])
 
     def _own_experts(self, experts: int) -> list[int]:
-        """The logical experts that this rank holds, in the order of the physical ones."""
+        """Return the logical experts that this rank holds, in the order of the physical ones."""
         logical = list(range(experts))
         if self.placement is not None:
             placed(self.placement, experts)
-            places = self.placement.view(experts, -1).tolist()
-            logical = [e for _, e in sorted((p, e) for e, row in enumerate(places) for p in row if p >= 0)]
-        return logical[self.split.own]
+            physical = self.placement.view(experts, -1).tolist()
+            logical = [e for _, e in sorted((p, e) for e, row in enumerate(physical) for p in row if p >= 0)]
+        return logical[self.split.expert_range]
 
     def _packed(self, t: torch.Tensor, layout: str) -> torch.Tensor:
-        t = self.split.of_first(t, layout if self.activation != "gelu" else "")
+        t = self.split.w13_columns(t, layout if self.activation != "gelu" else "")
         return t if self.activation == "gelu" else pack(t, world=self.world, layout=layout)
 
     def _set(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -242,16 +256,16 @@ class MoE(nn.Module):
         parameter.copy_(value)
 
     def extra_repr(self) -> str:
-        (local, hidden, inner), sharing = self.w2.shape, self.split.sharing
-        inner *= sharing
+        (local, hidden, inner), tp_size = self.w2.shape, self.split.tp_size
+        inner *= tp_size
         sizes = f"hidden_size={hidden}, intermediate_size={inner}, experts={local} of {self.router.shape[0]}"
-        sizes += f", columns over {sharing}" if sharing > 1 else ""
+        sizes += f", columns over {tp_size}" if tp_size > 1 else ""
         return f"{sizes}, top_k={self.top_k}, rank {self.world.rank} of {self.world.size}"
 
 
 class CheckpointLayer(dict[str, torch.Tensor]):
-    """A checkpoint's tensors whose names begin with `prefix`, without it. The KeyError of a missing one says what is
-    there."""
+    """The tensors of a checkpoint whose names begin with `prefix`, under names without it. The KeyError of a missing
+    name says which names exist."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], prefix: str) -> None:
         super().__init__({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
@@ -260,14 +274,14 @@ class CheckpointLayer(dict[str, torch.Tensor]):
     def __missing__(self, name: str) -> torch.Tensor:
         raise self.missing(name + (f" (or {self.prefix}gate.weight)" if name == "router.weight" else ""))
 
-    def missing(self, what: str) -> KeyError:
+    def missing(self, name: str) -> KeyError:
         if not self.names:
             has = "is empty"
         elif self:
             has = f"has {', '.join(self.prefix + name for name in islice(self, 4))}, .."
         else:
             has = f"has nothing that begins with {self.prefix!r}, but {', '.join(self.names[:4])}, .."
-        return KeyError(f"{self.prefix}{what} is missing; the checkpoint {has}")
+        return KeyError(f"{self.prefix}{name} is missing; the checkpoint {has}")
 
 
 def placed(table: torch.Tensor, experts: int) -> int:
@@ -290,10 +304,10 @@ def stacked(names: CheckpointLayer, hidden: int) -> tuple[torch.Tensor, torch.Te
         if "experts.gate_up_proj_bias" in names:  # GPT-OSS
             return w13.transpose(1, 2), w2.transpose(1, 2), "interleaved"
         return w13, w2, "blocked"
-    found = {int(m[1]) for name in names if (m := re.match(r"experts\.(\d+)\.", name))}
+    numbers = {int(m[1]) for name in names if (m := re.match(r"experts\.(\d+)\.", name))}
     gate, up, down = ("w1", "w3", "w2") if "experts.0.w1.weight" in names else ("gate_proj", "up_proj", "down_proj")
-    first = [torch.cat([names[f"experts.{e}.{part}.weight"] for part in (gate, up)]) for e in sorted(found)]
-    second = [names[f"experts.{e}.{down}.weight"] for e in sorted(found)]
-    if not first:
+    gate_up = [torch.cat([names[f"experts.{e}.{part}.weight"] for part in (gate, up)]) for e in sorted(numbers)]
+    downs = [names[f"experts.{e}.{down}.weight"] for e in sorted(numbers)]
+    if not gate_up:
         raise names.missing("experts.gate_up_proj (or experts one by one)")
-    return torch.stack(first), torch.stack(second), "blocked"
+    return torch.stack(gate_up), torch.stack(downs), "blocked"

@@ -1,4 +1,4 @@
-"""Experts whose columns are split over ranks, for `MoE`: which are this rank's, and how they run."""
+"""The experts, or columns of experts, that a rank of `MoE` holds, and how they run."""
 
 from __future__ import annotations
 
@@ -16,55 +16,56 @@ from ..world import World
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share: the `group`-th group of `experts` experts, and of each the `part`-th of `sharing` parts of the
-    inner size, which has `columns` columns."""
+    """This rank's share of the experts: `experts` experts, of the group of experts number `group`. `tp_size` ranks
+    split the columns of an expert; this rank holds part number `part`, which is `columns` columns wide."""
 
     experts: int
     columns: int
-    sharing: int
+    tp_size: int
     group: int
     part: int
 
     @classmethod
-    def of(cls, world: World, parallel: str | int, experts: int, inner: int, physical: bool) -> Share:
-        """Return this rank's share. physical: whether the experts are those of a placement. Raises ValueError for what
-        does not divide."""
-        sharing = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel
-        if type(sharing) is not int or sharing < 1 or world.size % sharing:
+    def for_rank(cls, world: World, parallel: str | int, experts: int, inner: int, physical: bool) -> Share:
+        """Return this rank's share. `physical` says whether the experts are those of a placement. Raises ValueError for
+        sizes that the ranks do not divide."""
+        tp_size = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel
+        if type(tp_size) is not int or tp_size < 1 or world.size % tp_size:
             raise ValueError(f'MoE: parallel {parallel!r} is not "expert", "tensor" or a divisor of {world.size} ranks')
-        groups = world.size // sharing
+        groups = world.size // tp_size
         if experts % groups:
-            by = f"the world size {groups}" if sharing == 1 else f"{groups} groups of ranks"
-            what = "physical experts" if physical else "num_experts"
-            raise ValueError(f"MoE: {what} {experts} is not divisible by {by}")
-        if inner % sharing:
-            raise ValueError(f"MoE: intermediate_size {inner} is not divisible by the {sharing} ranks that share it")
-        return cls(experts // groups, inner // sharing, sharing, *divmod(world.rank, sharing))
+            divisor = f"the world size {groups}" if tp_size == 1 else f"{groups} groups of ranks"
+            count = "physical experts" if physical else "num_experts"
+            raise ValueError(f"MoE: {count} {experts} is not divisible by {divisor}")
+        if inner % tp_size:
+            raise ValueError(f"MoE: intermediate_size {inner} is not divisible by the {tp_size} ranks that split it")
+        return cls(experts // groups, inner // tp_size, tp_size, *divmod(world.rank, tp_size))
 
-    def check(self, given: Mapping[str, object]) -> None:
-        """Raises ValueError for options, None where they are not used, that go with whole experts alone."""
-        names = ", ".join(name for name, value in given.items() if value is not None)
-        if self.sharing > 1 and names:
-            raise ValueError(f"MoE: {names}: only for whole experts, not where {self.sharing} ranks share one")
+    def check(self, options: Mapping[str, object]) -> None:
+        """Raise ValueError if one of `options`, which need whole experts, is not None and ranks split experts."""
+        names = ", ".join(name for name, value in options.items() if value is not None)
+        if self.tp_size > 1 and names:
+            raise ValueError(f"MoE: {names}: only for whole experts, not where {self.tp_size} ranks split one")
 
     @property
-    def own(self) -> slice:
+    def expert_range(self) -> slice:
+        """The experts of this rank, among those of all ranks."""
         return slice(self.group * self.experts, (self.group + 1) * self.experts)
 
-    def of_first(self, t: torch.Tensor, layout: str) -> torch.Tensor:
-        """This rank's columns of first matrices or biases [El, N, ..]. layout: that of gate and up, as `pack` takes it;
-        "" for one matrix alone."""
+    def w13_columns(self, t: torch.Tensor, layout: str) -> torch.Tensor:
+        """Return this rank's columns of w13 or b13 [El, N, ..]. `layout` is that of gate and up, as for `pack`; "" for
+        experts without a gate."""
         halves = t.chunk(2, 1) if layout == "blocked" else (t,)
-        return torch.cat([half.chunk(self.sharing, 1)[self.part] for half in halves], 1)
+        return torch.cat([half.chunk(self.tp_size, 1)[self.part] for half in halves], 1)
 
-    def own_routes(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the routes to this rank's experts, numbered from 0, and their weights, [T, n], as `weft.moe.moe` of
-        `World.alone` takes them, given routes [T, k] to the experts of all ranks. Other routes have a number of no
-        expert. n is k, or the number of this rank's experts where that is less."""
+    def local_routes(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the routes to this rank's experts, numbered from 0, and their weights, both [T, n], as `weft.moe.moe`
+        with `World.alone` takes them. ids and weights [T, k] are routes to the experts of all ranks. Routes to other
+        ranks get an id that is no expert's. n is the smaller of k and the number of this rank's experts."""
         if ids.shape[1] <= self.experts:
-            return ids - self.own.start, weights
+            return ids - self.expert_range.start, weights
         experts = torch.arange(self.experts, dtype=ids.dtype, device=ids.device)
-        chosen = (ids - self.own.start)[:, :, None] == experts
+        chosen = (ids - self.expert_range.start)[:, :, None] == experts
         return torch.where(chosen.any(1), experts, -1), (weights[:, :, None] * chosen).sum(1)
 
 
@@ -84,15 +85,17 @@ def routed(
     keep: str = "rows",
     world: World,
     plan: str | Plan = "auto",
-    **whole: Any,
+    **expert_options: Any,
 ) -> torch.Tensor:
-    """Return what `weft.moe.moe` does: where ranks share the columns of experts, computed by its two halves. whole:
-    further options, which go with whole experts alone."""
+    """Return what `weft.moe.moe` returns; where ranks split the columns of experts, its two halves compute it.
+    `expert_options` are further options, which need whole experts."""
     common: dict[str, Any] = dict(rows=rows, world=world, plan=plan)
-    of_first: dict[str, Any] = dict(b13=b13, activation=activation, keep=keep)
-    if split.sharing == 1:
-        out: torch.Tensor = moe(x, ids, weights, w13, w2, b2=b2, shared=shared, **of_first, **common, **whole)
+    w13_options: dict[str, Any] = dict(b13=b13, activation=activation, keep=keep)
+    if split.tp_size == 1:
+        out: torch.Tensor = moe(
+            x, ids, weights, w13, w2, b2=b2, shared=shared, **w13_options, **common, **expert_options
+        )
         return out
-    common["sharing"] = split.sharing
-    hidden, routes = all_gather_grouped_matmul(x, ids, weights, w13, inner=split.columns, **of_first, **common)
+    common["tp_size"] = split.tp_size
+    hidden, routes = all_gather_grouped_matmul(x, ids, weights, w13, inner=split.columns, **w13_options, **common)
     return grouped_matmul_reduce_scatter(hidden, routes, ids, w2, b2=b2, shared=shared, **common)

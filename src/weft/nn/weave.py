@@ -1,18 +1,18 @@
-"""Token weaving (TokenWeave, section 4): the tokens of a batch in two, one's communication under the other's compute.
+"""Token weaving (TokenWeave, section 4): the communication of one part of the tokens runs under the other's compute.
 
-A layer is a run of stages, each a computation on this rank's part of the weights followed by what sums it over the
-ranks: all-reduce, residual add, norm. With two token parts the stages' computations take turns on the caller's stream
-and the reductions run on a second stream:
+A layer is a sequence of stages. Each is a computation with this rank's shard of the weights, followed by a reduction
+over the ranks: all-reduce, residual add and norm. With two token parts the computations alternate on the caller's
+stream and the reductions run on a second stream:
 
     caller's   attn(0) | attn(1) | mlp(0)  | mlp(1)  | attn(0)' | ...
     "weave"              norm(0) | norm(1) | norm(0) | norm(1)  | ...
 
-attn(0)' is of the next layer, under which the suffix's last norm of this one goes on. The suffix attends to the prefix
-through the cache, which attn(0) has filled before attn(1) starts, so each token meets the same keys as without weaving.
-`Weave` is this order, of which decoder_layer.py makes use.
+attn(0)' belongs to the next layer and overlaps the suffix's last norm of this one. The suffix attends to the prefix
+through the cache, which attn(0) has filled before attn(1) starts, so that each token sees the same keys as without
+weaving. `Weave` enforces this order; decoder_layer.py uses it.
 
-Where to split: a GEMM's time goes up in steps, when a row of tiles more needs a wave more. `LayerTimes.split` takes the
-split whose two halves together take the least time (smart split).
+The time of a GEMM rises in steps, whenever another row of tiles needs another wave. `LayerTimes.split` returns the
+split whose two parts together take the least time (TokenWeave's smart split).
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ LAYER_KINDS = ("plain", "fused", "woven", "sequence")
 class LayerPlan:
     """How a decoder's layers run.
 
-    kind: "plain", the library's all-reduce, then add and norm; "fused", `all_reduce_rms_norm`; "woven", that in two
-    parts, the first of `split` tokens; "sequence", activations sharded by tokens between layers, on all-gather + GEMM
-    and GEMM + reduce-scatter.
-    sms: SMs that the GEMMs take, by weft's own kernel, to leave the others to the communication; 0: the library's
-    GEMMs.
-    norm: plan of `all_reduce_rms_norm`: "auto", a kind, or a Plan, which is kept as its JSON.
-    Raises ValueError for what is none of these, for the split of a plan that is not woven, and for SMs or a norm
-    with "sequence".
+    kind: "plain" is NCCL's all-reduce, then add and norm; "fused" is `all_reduce_rms_norm`; "woven" is "fused" in two
+        token parts, the first of `split` tokens; "sequence" shards activations by tokens between layers, with
+        all-gather + GEMM and GEMM + reduce-scatter.
+    sms: the number of SMs of weft's GEMM kernel, which leaves the others to the communication. 0: cuBLAS computes the
+        GEMMs.
+    norm: the plan of `all_reduce_rms_norm`: "auto", a kind, or a Plan, which is stored as its JSON.
+
+    Raises ValueError for other values, for a split with another kind than "woven", and for SMs or a norm with
+    "sequence".
     """
 
     kind: str = "plain"
@@ -62,9 +63,9 @@ class LayerPlan:
             raise ValueError(f"kind {self.kind!r} is not one of {list(LAYER_KINDS)}")
         if self.split < 0 or self.sms < 0:
             raise ValueError(f"{self}: split and sms must be at least 0")
-        plan, known = self.norm_plan, ["auto", *ALL_REDUCE_RMS_NORM.kinds]
-        if (plan.kind if isinstance(plan, Plan) else plan) not in known:
-            raise ValueError(f"norm {self.norm!r} is not one of {known}, or a Plan of them")
+        plan, kinds = self.norm_plan, ["auto", *ALL_REDUCE_RMS_NORM.kinds]
+        if (plan.kind if isinstance(plan, Plan) else plan) not in kinds:
+            raise ValueError(f"norm {self.norm!r} is not one of {kinds}, or a Plan of them")
         if self.split and self.kind != "woven":
             raise ValueError(f"{self}: only a woven layer is split")
         if self.kind == "sequence" and (self.sms or self.norm != "auto"):
@@ -74,35 +75,37 @@ class LayerPlan:
 
     @property
     def norm_plan(self) -> str | Plan:
-        kept = self.norm
-        return Plan.from_json(kept) if isinstance(kept, str) and kept.startswith("{") else kept
+        norm = self.norm
+        return Plan.from_json(norm) if isinstance(norm, str) and norm.startswith("{") else norm
 
 
 class Weave:
-    """The order of the stages of one token part, or of two whose reductions run on a second stream. Raises ValueError
-    for other numbers of parts.
+    """The order of the stages of one token part, or of two parts whose reductions run on a second stream.
 
-    For each part: `wait`, the stage's computation on the caller's stream, and, inside `reducing`, its reduction.
+    For each stage and part, call `wait`, compute on the caller's stream, and reduce inside `reducing`. Raises
+    ValueError for another number of parts.
     """
 
     def __init__(self, world: World, parts: int) -> None:
         if parts not in (1, 2):
             raise ValueError(f"{parts} parts: one or two are woven")
         self.world, self.parts = world, parts
-        self._pending: dict[int, tuple[Event, tuple[object, ...]]] = {}  # by part, and what is not to be freed yet
+        self._pending: dict[
+            int, tuple[Event, tuple[object, ...]]
+        ] = {}  # by part: its reduction, and tensors that must stay alive
 
     def wait(self, part: int) -> None:
-        """Have the caller's stream wait for the part's last reduction."""
+        """Make the caller's stream wait for the part's last reduction."""
         if part in self._pending:
             event, _ = self._pending[part]
             self.world.wait_event(self.world.current_stream(), event)
             del self._pending[part]
 
     def reducing(self, part: int, *operands: object) -> AbstractContextManager[object]:
-        """A context manager in which the current stream is the one of reductions, behind the part's computation.
+        """Return a context in which the current stream is the one of reductions, after the part's computation.
 
-        operands: what a reduction reads and nobody else holds. They are kept until `wait`, because the caching
-        allocator may give memory that is freed before to the next computation on the caller's stream.
+        `operands` are tensors that the reduction reads. They stay alive until `wait`, because the caching allocator
+        could give memory that is freed earlier to the next computation on the caller's stream.
         """
         return nullcontext() if self.parts == 1 else self._on_second_stream(part, operands)
 
@@ -121,12 +124,12 @@ def run(
     compute: Sequence[Callable[[int, torch.Tensor], torch.Tensor]],
     reduce: Callable[[int, int, torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Run all stages on one or two token parts. Return what `reduce` made of each at the end, ordered on the caller's
+    """Run all stages on one or two token parts. Return the last stage's reduced tensors, ordered on the caller's
     stream.
 
-    parts: what the first stage takes. `compute[k](part, y)`: stage k's partial output of y. reduce(k, part, partial):
-    what the next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for
-    other numbers of parts.
+    parts: the inputs of the first stage. `compute[k](part, y)` returns the partial sum of stage k. `reduce(k, part,
+    partial)` returns the next stage's input; with two parts the second stream is its current stream. Raises ValueError
+    for another number of parts.
     """
     ys, weave = list(parts), Weave(world, len(parts))
     for k, stage in enumerate(compute):
@@ -141,14 +144,15 @@ def run(
 
 
 def halves(tokens: int, step: int = 128) -> int:
-    """Tokens of the prefix: half of them, in whole steps where there are some, as GEMMs take rows in whole tiles."""
+    """Return the number of tokens of the prefix: half of them, rounded down to a multiple of `step` unless that is 0,
+    because GEMMs compute whole tiles of rows."""
     return tokens // 2 // step * step or tokens // 2
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The times, in us, of a layer's parts at `step`, 2 `step`, .. tokens: the GEMMs around attention, the GEMMs of the
-    MLP, and one `all_reduce_rms_norm` with the SMs that it has beside them (empty: not known)."""
+    """The times, in us, of a layer's steps at `step`, 2 `step`, .. tokens: the GEMMs around attention, the GEMMs of the
+    MLP, and one `all_reduce_rms_norm` on the SMs that it has while GEMMs run (empty: not measured)."""
 
     step: int
     attention: tuple[float, ...]
@@ -165,8 +169,8 @@ class LayerTimes:
         time: Callable[[int, int], float],
         rows: int,
     ) -> LayerTimes:
-        """The model of a GEMM whose tiles are known, up to `rows` tokens. attention, mlp: (N, K) of their GEMMs;
-        time(tiles, K): how long one takes."""
+        """Return the times up to `rows` tokens of GEMMs whose tile is known. attention and mlp have (N, K) of each
+        GEMM, and time(tiles, K) returns the time of one in us."""
         bm, bn = tile
 
         def us(gemms: Sequence[tuple[int, int]]) -> tuple[float, ...]:
@@ -176,41 +180,44 @@ class LayerTimes:
 
         return cls(bm, us(attention), us(mlp))
 
-    def _at(self, us: tuple[float, ...], tokens: int) -> float:
-        """Return the time at so many tokens; past the end, in proportion."""
+    def _time(self, us: tuple[float, ...], tokens: int) -> float:
+        """Return the time at `tokens`, extrapolated in proportion beyond the last one."""
         i = math.ceil(tokens / self.step)
         return us[i - 1] if i <= len(us) else us[-1] * i / len(us)
 
     def layer(self, prefix: int, suffix: int) -> float:
-        """Return the time of a woven layer, in us: four steps, each as long as its compute or the other part's norm."""
+        """Return the time of a woven layer, in us: four steps, each of which takes the longer of its compute and the
+        other part's norm."""
         total = 0.0
         for gemms in (self.attention, self.mlp):
-            for mine, other in ((prefix, suffix), (suffix, prefix)):
-                norm = self._at(self.norm, other) if self.norm else 0.0
-                total += max(self._at(gemms, mine), norm)
+            for computing, reducing in ((prefix, suffix), (suffix, prefix)):
+                norm = self._time(self.norm, reducing) if self.norm else 0.0
+                total += max(self._time(gemms, computing), norm)
         return total
 
     def split(self, tokens: int) -> int:
-        """Tokens of the prefix: of the splits at whole steps that take the least time (within a hundredth), the most
-        even. Fewer than two steps are split in the middle."""
-        at = range(self.step, tokens, self.step)
-        if len(at) == 0:
+        """Return the number of tokens of the prefix: among the multiples of `step` within 1% of the least time, the
+        most even split. Fewer than two steps are split in the middle."""
+        splits = range(self.step, tokens, self.step)
+        if len(splits) == 0:
             return tokens // 2
-        us = {s: self.layer(s, tokens - s) for s in at}
+        us = {s: self.layer(s, tokens - s) for s in splits}
         best = min(us.values())
-        return min((s for s in at if us[s] <= 1.01 * best), key=lambda s: (abs(2 * s - tokens), s))
+        return min((s for s in splits if us[s] <= 1.01 * best), key=lambda s: (abs(2 * s - tokens), s))
 
 
-Choices = tuple[tuple[int, LayerPlan], ...]  # (the number of tokens from which on it is best, plan), rising
+Choices = tuple[
+    tuple[int, LayerPlan], ...
+]  # (the number of tokens from which on the plan is the fastest, the plan), in rising order
 
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured of one model on one GPU model and world.
+    """Measurements of one model on one GPU model and world.
 
-    choices: those in a CUDA graph; a woven plan's `split` is found by the profile. eager: those for launches by the
-    host, which few tokens wait for, so that more launches cost more. Below the first number of tokens of either, the
-    plan is plain. What is empty was not measured.
+    `choices` holds for CUDA graphs, `eager` for launches from the host, whose time few tokens do not hide. The `split`
+    of a woven plan comes from the profile. Below the lowest number of tokens the plan is plain. An empty field was not
+    measured.
     """
 
     choices: Choices = ()
@@ -234,17 +241,17 @@ class Table:
         return cls(graph, profile, eager)
 
     def choose(self, tokens: int, mode: str = "graph") -> LayerPlan | None:
-        """mode: "graph" or "eager". None where nobody measured in this mode."""
+        """Return the plan for `tokens` in `mode`, "graph" or "eager"; None if that mode was not measured."""
         choices = self.choices if mode == "graph" else self.eager
         if not choices:
             return None
-        return next((plan for least, plan in reversed(choices) if tokens >= least), LayerPlan())
+        return next((plan for min_tokens, plan in reversed(choices) if tokens >= min_tokens), LayerPlan())
 
 
 def two_parts_from(world: World, hidden: int, intermediate: int) -> tuple[int | None, str | Plan]:
-    """Return the number of tokens from which on a decoder of these sizes goes in two parts (None: never), and the plan
-    of its norms then. Both come from measurements on this GPU and as many ranks, where nothing but weaving is faster
-    from there on."""
+    """Return the number of tokens from which on a decoder of these sizes runs in two token parts (None: never), and the
+    plan of its norms. Both come from measurements on this GPU with this number of ranks: from that number of tokens on,
+    weaving was faster than the plain and the fused plan throughout."""
     woven: list[tuple[int, LayerPlan]] = []
     for tokens, choice in table(world, hidden, intermediate).choices if world.size > 1 else ():
         woven = [] if choice.kind in ("plain", "fused") else [*woven, *([(tokens, choice)] * (choice.kind == "woven"))]
@@ -255,20 +262,20 @@ _learned: dict[str, Table] = {}
 
 
 def name_of(world: World, hidden: int, intermediate: int) -> str:
+    """Return the name of a table: the ranks and the sizes of the decoder."""
     return f"{world.size} x {hidden} x {intermediate}"
 
 
 def learn_layers(name: str, table: Table) -> None:
-    """Use a table measured in this process, before the shipped one. Every rank must learn the same."""
+    """Use a table measured in this process in place of the shipped one. Every rank must use the same table."""
     _learned[name] = table
 
 
 def table(world: World, hidden: int, intermediate: int) -> Table:
-    """Return the table learned in this process, or that in `planner/tables/decoder/<gpu>.json`; an empty one where
-    nobody measured."""
+    """Return the table from `learn_layers`, else that in `planner/tables/decoder/<gpu>.json`, else an empty one."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
         path = resources.files("weft.planner") / "tables" / "decoder" / f"{gpu_of(world)}.json"
-        found = json.loads(path.read_text()) if path.is_file() else {}
-        _learned[name] = Table.from_json(found[name]) if name in found else Table()
+        tables = json.loads(path.read_text()) if path.is_file() else {}
+        _learned[name] = Table.from_json(tables[name]) if name in tables else Table()
     return _learned[name]

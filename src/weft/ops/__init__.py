@@ -1,7 +1,7 @@
 """The definitions of all operators: whoever imports one has them all in the registry."""
 # ruff: noqa: F401
 
-from . import activation, norm, rotary
+from . import activation, norm, product, quantize, rotary
 from .all_gather_matmul import op as _all_gather
 from .all_reduce import op as _all_reduce
 from .attention import op as _attention

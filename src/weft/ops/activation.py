@@ -1,9 +1,9 @@
-"""SiLU-mul, the gated activation between the two halves of a Llama MLP. Local: no rank waits for another."""
+"""SiLU-mul, the gated activation of a Llama MLP. No rank waits for another."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from triton import JITFunction
@@ -16,13 +16,14 @@ from ..plans import Plan, Sequential
 from ..tensor_checks import DTYPES, aligned, check_device, dims
 from ..torch_library import Backward, CallOptions
 from ..world import World
+from .quantize import silu_mul_quantized
 
 _OP = "silu_mul"
 
 
 @dataclass(frozen=True)
 class SiluCall(Call):
-    """out [m, columns] of x [m, stride], which alternates blocks of `interleave` gate and up columns."""
+    """out [m, columns] of x [m, stride], in which blocks of `interleave` gate and up columns alternate."""
 
     m: int
     columns: int
@@ -40,7 +41,7 @@ class SiluOperands(NamedTuple):
 
 
 def run_silu_mul(world: World, call: SiluCall, plan: Plan, operands: SiluOperands, out: torch.Tensor) -> None:
-    gate(operands.x, out, world, call.interleave)
+    launch_silu_mul(operands.x, out, world, call.interleave)
 
 
 class SiluMul(Local[SiluCall]):
@@ -62,8 +63,8 @@ class SiluMul(Local[SiluCall]):
     def sizes(self, call: SiluCall) -> tuple[int, int, int]:
         return call.m, call.columns, 1
 
-    def backward(self, world: World, given: Backward) -> list[torch.Tensor | None]:
-        (x,), (dy,), (_, interleave) = given.saved, given.gradients, given.options
+    def backward(self, world: World, context: Backward) -> list[torch.Tensor | None]:
+        (x,), (dy,), (_, interleave) = context.saved, context.gradients, context.options
         assert x is not None and dy is not None
         x, dy = x.contiguous(), dy.contiguous()
         dx = world.empty(tuple(x.shape), x.dtype)
@@ -81,7 +82,7 @@ class SiluMul(Local[SiluCall]):
         def run(x: torch.Tensor) -> torch.Tensor:
             check()
             out = world.empty((call.m, call.columns), call.dtype)
-            gate(aligned(x), out, world, call.interleave)
+            launch_silu_mul(aligned(x), out, world, call.interleave)
             finish(world.current_stream())
             return out
 
@@ -91,21 +92,38 @@ class SiluMul(Local[SiluCall]):
 SILU_MUL = registered(SiluMul())
 
 
-def silu_mul(x: torch.Tensor, *, world: World) -> torch.Tensor:
-    """silu(gate) * up [M, I] for x [M, 2 I], whose columns are gate, then up: the activation of a Llama MLP.
+@overload
+def silu_mul(x: torch.Tensor, *, world: World, quantize: None = None, scale: None = None) -> torch.Tensor: ...
+@overload
+def silu_mul(
+    x: torch.Tensor, *, world: World, quantize: str, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def silu_mul(
+    x: torch.Tensor, *, world: World, quantize: str | None = None, scale: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) * up [M, I] for x [M, 2 I], the gate columns followed by the up columns: the activation of a Llama
+    MLP.
 
     Computed in float32, in one launch; differentiable, also in one launch. x is bfloat16 or float16 on `world.device`.
     Raises ValueError or TypeError for anything else. No rank waits for another.
+
+    quantize: a recipe of `weft.quantize`, "row", "block" or "tensor": the result is e4m3 and is returned with its
+    scales, from the same launch; it has no gradient. scale: float32 [1], required by "tensor" and refused by the
+    others.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"silu_mul: x must be a tensor, got {type(x).__name__}")
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"silu_mul: x must be [M, 2I], gate then up, got {list(x.shape)}")
-    return silu_mul_blocks(x, x.shape[1] // 2, x.shape[1] // 2, world)
+    columns = x.shape[1] // 2
+    if quantize is not None:
+        return silu_mul_quantized(x, columns, columns, quantize, scale, world)
+    return silu_mul_blocks(x, columns, columns, world)
 
 
 def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> torch.Tensor:
-    """`silu_mul` [M, columns] of x [M, S] that alternates `block` gate and `block` up columns, the last two padded."""
+    """Return `silu_mul` [M, columns] of x [M, S], in which `block` gate and `block` up columns alternate; the last two
+    blocks are padded."""
     return SILU_MUL(world, Sequential(), SiluOperands(x), (columns, block))
 
 
@@ -118,8 +136,9 @@ def validate(x: torch.Tensor, world: World) -> None:
         raise TypeError(f"{_OP}: x is {dims(x)}; bfloat16 and float16 are supported")
 
 
-def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:
-    """out [M, I] = silu(gate) * up; x [M, S] alternates `interleave` gate, then as many up columns, the last padded."""
+def launch_silu_mul(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:
+    """Compute out [M, I] = silu(gate) * up of x [M, S], in which `interleave` gate and as many up columns alternate;
+    the last two blocks are padded."""
     rows, columns = out.shape
     if rows and columns:
         launch = _elementwise(world, silu_mul_kernel, rows, columns, x.shape[1], columns, interleave)
@@ -130,7 +149,8 @@ def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> N
 def _elementwise(
     world: World, kernel: JITFunction, rows: int, columns: int, stride: int, width: int, interleave: int
 ) -> Launch:
-    """stride: elements of a row of the kernel's input; width: columns that its tiles of R x C elements cover."""
+    """Return the launch. stride: elements of a row of the kernel's input. width: columns that its tiles of R x C
+    elements cover."""
     block = world.scale.gate_block
     c = min(1 << (width - 1).bit_length(), block)
     r = block // c

@@ -1,14 +1,14 @@
-"""Decomposed plans of ranks that have no symmetric memory: one part of every shard after the other, whose collective
-by the library goes on under the GEMM of another part.
+"""Decomposed plans of ranks without symmetric memory. Shards are cut into parts; the library's collective of one part
+runs under the GEMM of another.
 
     all-gather       comm    gather part 0 | gather part 1 | ...
                      stream                | GEMM 0, put in order | GEMM 1, ..
-    reduce-scatter   stream  rows of part 0 together, GEMM 0 | part 1 ..
-                     comm                                    | sum and scatter part 0 | ..
+    reduce-scatter   stream  collect rows of part 0, GEMM 0 | part 1 ..
+                     comm                                   | reduce-scatter part 0 | ..
 
-A part is as many of a shard's rows as the plan's group is of the shards. What the collectives take is contiguous, so
-rows are copied within the GPU: once through its memory, where the link is several times as slow. All memory is
-allocated before the streams part, since the allocator orders what it gives again by one stream alone.
+A part has the same share of a shard's rows as the plan's group has of the shards. Collectives need contiguous memory,
+so rows are copied within the GPU; that costs one pass through its memory, while the link is several times as slow. All
+memory is allocated before the streams diverge, because the caching allocator orders reuse on one stream only.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from __future__ import annotations
 import torch
 
 from ..plans import Decomposed
-from ..transport.copies import group_steps
+from ..transport.collectives import add_bias
+from ..transport.order import group_steps
 from ..world import World
-from .common import Factors, add_bias
+from .recipes import ScaledFactors
 
 
 def parts_of(plan: Decomposed, rows: int, size: int) -> list[tuple[int, int]]:
-    """The first row of every part of a shard of `rows` rows, and the one behind its last."""
+    """Return the range of rows of every part of a shard of `rows` rows."""
     parts = [(rows * group.start // size, rows * group.stop // size) for group in group_steps(plan, size)]
     return [(lo, hi) for lo, hi in parts if hi > lo]
 
 
-def gather(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor) -> torch.Tensor:
-    """out [M, N]; returns the gathered x [M, K]."""
-    x, weight, bias = operands
+def gather(world: World, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor) -> torch.Tensor:
+    """Compute out [M, N], and return the gathered x [M, K]."""
+    x, weight, bias, *_ = operands
     (rows, k), n, size = x.shape, weight.shape[0], world.size
     stream, comm = world.current_stream(), world.side_stream("comm")
     arrived, product = world.empty((size * rows, k), x.dtype), world.empty((size * rows, n), x.dtype)
@@ -45,9 +46,9 @@ def gather(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor)
     return gathered
 
 
-def scatter(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor) -> None:
-    """out [m, N], this rank's rows of the sum over ranks."""
-    x, weight, bias = operands
+def scatter(world: World, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor) -> None:
+    """Compute out [m, N], this rank's rows of the sum over ranks."""
+    x, weight, bias, *_ = operands
     (rows, n), k, size = out.shape, x.shape[1], world.size
     stream, comm = world.current_stream(), world.side_stream("comm")
     together, partial = world.empty((size * rows, k), x.dtype), world.empty((size * rows, n), x.dtype)
@@ -62,5 +63,5 @@ def scatter(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor
     add_bias(world, out, bias, stream)
 
 
-def _copy(world: World, to: torch.Tensor, source: torch.Tensor) -> None:
-    world.call(lambda: to.copy_(source), [source], [to], world.current_stream())
+def _copy(world: World, target: torch.Tensor, source: torch.Tensor) -> None:
+    world.call(lambda: target.copy_(source), [source], [target], world.current_stream())

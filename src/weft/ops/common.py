@@ -1,52 +1,42 @@
-"""What the ops around one GEMM have in common: checks, which plans fit, descriptors, sums of staged rows."""
+"""What ops with one GEMM share: checks, which plans fit, descriptors, options."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Required, TypedDict, TypeVar
 
 import torch
 
 from ..architectures import EARLIEST, lacks
 from ..backends import library_gemm
-from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
 from ..kernel_launch import Matrix
 from ..lang.jit import constants
-from ..op import Call, Op
-from ..plans import Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoLevel, TwoShot, posts
-from ..tensor_checks import DTYPES, bulk, bulky, check_device, dims
+from ..op import Call, Op, Operands
+from ..plans import (
+    Awaiting,
+    Decomposed,
+    Fused,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TileShape,
+    TwoLevel,
+    TwoShot,
+    is_low_latency,
+)
+from ..tensor_checks import bulk, bulky
 from ..world import World
+from .recipes import E4M3, Recipe, ScaledFactors, fit_plan, scaled_tile, unfit
 from .tiles import fitting, suited
 
 
-def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
-    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if t is not None or name != "bias":
-            check_device(op, world, name, t)
-    if x.dim() != 2 or weight.dim() != 2:
-        raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
-    if x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"{op}: x {dims(x)} and weight {dims(weight)} disagree on K (weight is [out, in] as in nn.Linear)"
-        )
-    if weight.shape[0] == 0 or weight.shape[1] == 0:
-        raise ValueError(f"{op}: empty weight {dims(weight)}")
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
-
-
 class PlanOptions(TypedDict, total=False):
-    """Keywords that ops have in common, for the overloads of a function: what each means, its own docstring says."""
+    """Keywords that ops have in common, for the overloads of a function. The function's docstring describes them."""
 
     world: Required[World]
     plan: str | Plan
@@ -64,6 +54,36 @@ class RowOutOptions(RowOptions, OutOptions, total=False):
     pass
 
 
+class DtypeOptions(TypedDict, total=False):
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+
+
+class ScaledOptions(DtypeOptions, total=False):
+    x_scale: torch.Tensor | None
+    weight_scale: torch.Tensor | None
+
+
+class ScaledPlanOptions(PlanOptions, ScaledOptions, total=False):
+    pass
+
+
+class ScaledRowOptions(RowOptions, ScaledOptions, total=False):
+    pass
+
+
+class ScaledOutOptions(OutOptions, ScaledOptions, total=False):
+    pass
+
+
+class ScaledRowOutOptions(RowOutOptions, ScaledOptions, total=False):
+    pass
+
+
+class GatheredOptions(RowOutOptions, DtypeOptions, total=False):
+    """Options of all-gather + GEMM, except the scales, which its overload names."""
+
+
 class Factors(NamedTuple):
     """Operands of a GEMM x @ weight.T + bias."""
 
@@ -74,13 +94,20 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class MatmulCall(Call):
-    """A GEMM [M, K] x [N, K]^T on every rank, and what goes before or after it. shards: rows of every rank."""
+    """A GEMM [M, K] x [N, K]^T on every rank, and its collective. shards: rows of every rank. dtype: of the result.
+    recipe: of 8-bit operands; None for operands of the result's dtype."""
 
     shards: tuple[int, ...]
     n: int
     k: int
     dtype: torch.dtype
     bias: bool
+    recipe: Recipe | None = field(default=None, kw_only=True)
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """The dtype of x and the weight."""
+        return self.dtype if self.recipe is None else E4M3
 
     @property
     def rows(self) -> int:
@@ -91,51 +118,81 @@ class MatmulCall(Call):
         return min(self.shards) == max(self.shards)
 
     def agreed(self) -> dict[str, Hashable]:
-        return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias)
+        scaled = {} if self.recipe is None else dict(recipe=self.recipe)
+        return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias) | scaled
 
 
 M = TypeVar("M", bound=MatmulCall)
+AnyFactors = TypeVar("AnyFactors", Factors, ScaledFactors)
 
 
 class MatmulOp(Op[M]):
-    """What the ops around one GEMM have in common. Operands: x, weight, bias."""
+    """Base of the ops with one GEMM. Operands: x, weight, bias."""
 
     def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
 
-    takes = Factors
-    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] that is laid out as [K, N]
+    takes: ClassVar[Callable[..., Operands]] = Factors
+    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] stored as [K, N]
 
-    def alike(self, call: M) -> Hashable:
-        """Return what calls that share a trial have in common, with rows counted as the library's GEMM counts M."""
+    def trial_key(self, call: M) -> Hashable:
+        """Return what calls that share a trial have in common, with rows rounded as for the library's GEMM."""
         return tuple((call.agreed() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
-    scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
+    def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
+        dtype = getattr(operands[0], "dtype", None)
+        return "products of float8_e4m3fn do not have" if dtype == E4M3 else super().no_gradient(operands)
+
+    def scaling(self, call: M) -> str:
+        return "" if call.recipe is None else call.recipe.scaling
+
+    def fitted(self, call: M, plan: Plan) -> Plan:
+        """Return the plan, with tiles for 8-bit operands if the call has them."""
+        return plan if call.recipe is None else fit_plan(plan, call.recipe)
+
+    def _named(self, world: World, call: M, name: str, capturing: bool) -> Plan:
+        return self.fitted(call, super()._named(world, call, name, capturing))
+
+    def expected(self, world: World, call: M, mode: str) -> Plan:
+        """Return the expected plan; sequential for 8-bit operands, for which the planner has no rates and only trials
+        decide."""
+        return super().expected(world, call, mode) if call.recipe is None else Sequential()
+
+    scatters_rows: ClassVar[bool] = True  # rows are sharded over ranks, before or after
 
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
-        """A Plan that was given runs as it is; one that "auto" or a kind's name stands for, in the tiles that suit."""
+        """Return the Plan to run. A Plan given by the caller keeps its tiles; the plan of "auto" or of a kind's name
+        gets tiles that suit the shape. With 8-bit operands every plan gets tiles that suit these."""
+        if isinstance(asked, Plan):
+            asked = self.fitted(call, asked)
         plan = super().choose(world, call, asked, capturing)
-        if not isinstance(asked, str):
+        if call.recipe is not None or not isinstance(asked, str):
             return plan
         if self.collective == "all_to_all":
             return fitting(plan, world.capability)
         return suited(plan, call.shards, call.n, world.sm_count, world.capability)
 
-    def laid(self, plan: Plan, operands: Factors) -> Factors:
-        """A gradient's weight is a transposed one, whose copy would take as long as some collectives do."""
-        x, weight, bias = operands
-        if isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t()):
-            x, bias = bulk((x, bias))  # type: ignore[assignment]
-            return Factors(x, weight, bias)
-        return Factors(*bulk(operands))  # type: ignore[arg-type]
+    def dense_operands(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
+        """Return dense operands. A weight stored as [K, N], as a gradient's GEMM has, is not copied if the plan takes
+        it: the copy would take as long as some collectives."""
+        x, weight, *others = operands
+        kept = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
+        if kept and weight.dtype != E4M3:
+            dense_x, *rest = bulk((x, *others))
+            return self.takes(dense_x, weight, *rest)
+        return self.takes(*bulk(operands))
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
-        if isinstance(plan, OneShot | TwoShot) and posts(plan):
-            return world.peer_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
+        if call.recipe is not None and (reason := self.why_not_8_bits(world, call.recipe, plan)):
+            return reason
+        if isinstance(plan, OneShot | TwoShot) and is_low_latency(plan):
+            return world.peer_reason or whole_words(K=call.k, N=call.n) or self.why_uneven(world, call, plan, asked)
         if isinstance(plan, Fused | TwoShot):
-            return world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
+            return (
+                world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.why_uneven(world, call, plan, asked)
+            )
         if isinstance(plan, Decomposed):
-            return self.lopsided(world, call, plan, asked)
+            return self.why_uneven(world, call, plan, asked)
         if isinstance(plan, TwoLevel):
             return None
         assert isinstance(plan, Signaled)
@@ -147,25 +204,36 @@ class MatmulOp(Op[M]):
             )
         return reason
 
-    def lopsided(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
-        """Why shards of these lengths do not suit the plan: "", which is not said, where nobody asked for it."""
+    def why_not_8_bits(self, world: World, recipe: Recipe, plan: Plan) -> str | None:
+        """Return why the plan does not serve 8-bit operands of a recipe, or None."""
+        if isinstance(plan, Fused):
+            return unfit(recipe, plan.tile)
+        if isinstance(plan, Signaled | Awaiting):
+            return "its GEMM takes 16-bit operands"
+        if isinstance(plan, TwoLevel):
+            return "no scales of 8-bit operands go between nodes"
+        return world.symmetric_reason if isinstance(plan, Decomposed) else None
+
+    def why_uneven(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
+        """Return why the plan does not serve shards of these lengths, or None. The reason is "", which is not logged,
+        if nobody asked for the plan."""
         why = None
         if isinstance(plan, OneShot) and self.scatters_rows:
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
-                return ""  # its memory is of the longest part for every rank
+                return ""  # it would allocate the longest part for every rank
             if min(call.shards) == 0 < max(call.shards):
-                why = "a rank without rows would not wait for the others"
+                why = "a rank without rows would not wait for the other ranks"
         elif not call.even and self.copies_shards(plan):
             why = "copies are of shards of one length"
         return "" if why and asked == "auto" else why
 
     def copies_shards(self, plan: Plan) -> bool:
-        """Whether a copy engine moves whole shards."""
+        """Return whether a copy engine moves whole shards."""
         return isinstance(plan, Decomposed)
 
 
 def whole_words(**sizes: int) -> str | None:
-    """Why rows of so many elements do not suit bulk copies."""
+    """Return why rows of so many elements do not suit bulk copies, or None."""
     for name, size in sizes.items():
         if size % 8:
             return f"{name} {size} must be a multiple of 8 (16-byte rows for bulk copies)"
@@ -173,48 +241,47 @@ def whole_words(**sizes: int) -> str | None:
 
 
 def given_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whole: bool) -> tuple[int, ...]:
-    """Rows of every rank, as given: x has all of them (`whole`), or this rank's."""
-    named, mine = len(rows) == world.size and min(rows) >= 0, x.shape[0]
-    if whole and not (named and sum(rows) == mine):
+    """Check and return the caller's `rows`, the number of rows of every rank. whole: x has the rows of all ranks, not
+    this rank's alone."""
+    valid, own_rows = len(rows) == world.size and min(rows) >= 0, x.shape[0]
+    if whole and not (valid and sum(rows) == own_rows):
         raise ValueError(
             f"{op}: rows {list(rows)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}"
         )
-    if not whole and not (named and rows[world.rank] == mine):
-        raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and {mine} for rank {world.rank}")
+    if not whole and not (valid and rows[world.rank] == own_rows):
+        raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and {own_rows} for rank {world.rank}")
     return tuple(rows)
 
 
 def split_rows(world: World, m: int) -> tuple[int, ...]:
-    """`balanced_rows` of M without a comparison, for sizes that torch.compile has as symbols."""
+    """Return `balanced_rows` of M, computed without comparisons, for sizes that are symbols under torch.compile."""
     return tuple((m + world.size - 1 - r) // world.size for r in range(world.size))
 
 
 def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The caller's list or tensor as it is now: the backward pass reads it again, and decisions are kept by it."""
+    """Return a copy of the caller's list or tensor as a tuple: it is part of the key of decisions, and the backward
+    pass reads it later."""
     if rows is None or torch.compiler.is_compiling():
-        return rows  # type: ignore[return-value]  # symbols, maybe
+        return rows  # type: ignore[return-value]  # may hold symbols
     try:
         return tuple(operator.index(r) for r in rows)
     except TypeError:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def tile_of(tile: TileShape, group_m: int, trans_b: bool = False) -> Tile:
-    """trans_b: the weight [N, K] is laid out as [K, N]."""
+def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, recipe: Recipe | None = None) -> Tile:
+    """Return a kernel's Tile. trans_b: the weight [N, K] is stored as [K, N]. recipe: of 8-bit operands."""
+    if recipe is not None:
+        return scaled_tile(tile, group_m, recipe)
     return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)
 
 
 def transposed(weight: torch.Tensor) -> bool:
-    """Whether a weight [N, K], as a plan takes it, is laid out as [K, N]."""
+    """Return whether a dense weight [N, K] is stored as [K, N]."""
     return not weight.is_contiguous()
 
 
 def weight_matrix(call: MatmulCall, tile: TileShape, trans_b: bool = False) -> Matrix:
-    """The weight's descriptor in the tiles of a GEMM."""
+    """Return the weight's descriptor, in the tiles of a GEMM."""
     (n, k), (bn, bk) = (call.n, call.k), (tile.block_n, tile.block_k)
     return Matrix(k, n, (bk, bn)) if trans_b else Matrix(n, k, (bn, bk))
-
-
-def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Stream) -> None:
-    if bias is not None:
-        world.call(lambda: out.add_(bias), [out, bias], [out], stream)

@@ -38,7 +38,7 @@ class Shares:
     def of(cls, world: World, tiles: int, steps: int, programs: int) -> Shares:
         """The quickest for `tiles` tiles of `steps` K steps; none where the last wave is so full that sharing it costs
         more than it spares."""
-        part, handed, cost = world.scale.part, world.scale.handed, world.scale.added
+        part, handed, cost = world.scale.min_part_steps, world.scale.handover_steps, world.scale.add_steps
         waves, rest = divmod(tiles, programs)
         best = cls((waves + (rest > 0)) * steps)
         for each in range(1, 5) if rest else ():

@@ -1,5 +1,5 @@
-"""RMSNorm and residual add, on rows in ordinary order or in the tiles that a signaled plan leaves. Local: no rank
-waits."""
+"""RMSNorm and residual add, of rows in ordinary order or in the tiles that a signaled plan leaves. No rank waits for
+another."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..world import World
 
 @dataclass(frozen=True)
 class Remap:
-    """How a matrix [rows, columns] lies in tiles of block_m x block_n, one after another, each as its left and its
-    right half.
+    """The layout of a matrix [rows, columns] as tiles of block_m x block_n stored one after another, each as its left
+    half and its right half.
 
-    Tiles go down group_m tile rows, then to the next column, then to the next group_m tile rows, of tiles_m tile rows
-    in all. Tiles at the edges are whole; what they hold outside the matrix means nothing.
+    Tiles are in the order of group_m tile rows, column by column, then the next group_m tile rows, of tiles_m tile rows
+    in all. Tiles at the edges are whole; their elements outside the matrix are undefined.
     """
 
     rows: int
@@ -41,13 +41,13 @@ class Remap:
         return tiles * 2 * self.block_m, self.block_n // 2
 
     def index(self) -> torch.Tensor:
-        """int64 [rows, columns] on the CPU: `tiles.flatten()[index]` is the matrix."""
+        """Return int64 [rows, columns] on the CPU, such that `tiles.flatten()[index]` is the matrix."""
         row, col = torch.arange(self.rows)[:, None], torch.arange(self.columns)[None, :]
         half = self.block_n // 2
-        tm, tn = row // self.block_m, col // self.block_n
-        first = tm // self.group_m * self.group_m
-        height = (self.tiles_m - first).clamp_max(self.group_m)
-        tile = first * -(-self.columns // self.block_n) + tn * height + tm - first
+        tile_row, tile_column = row // self.block_m, col // self.block_n
+        group_start = tile_row // self.group_m * self.group_m
+        height = (self.tiles_m - group_start).clamp_max(self.group_m)
+        tile = group_start * -(-self.columns // self.block_n) + tile_column * height + tile_row - group_start
         strip = (tile * 2 + col % self.block_n // half) * self.block_m + row % self.block_m
         return strip * half + col % half
 
@@ -94,15 +94,17 @@ def rms_norm(
     """h / sqrt(mean(h^2) + eps) * weight over the columns of h = x, or h = x + residual.
 
     Args:
-        x: [M, N]; or with `remap` the tiles that `matmul_all_reduce` or `matmul_reduce_scatter` with `reorder=False`
-            returned beside it (FlashOverlap, section 4.3: putting them in order costs no pass over memory of its own).
+        x: [M, N]; with `remap`, the tiles that `matmul_all_reduce` or `matmul_reduce_scatter` returned with it for
+            `reorder=False`. The norm then puts them in order without a further pass over memory (FlashOverlap, section
+            4.3).
         weight: [N].
         eps: added to the mean of squares.
-        world: whose device it is. No rank waits for another.
+        world: the World whose device is used. No rank waits for another.
         residual: [M, N], in ordinary order.
-        remap: None where x is in ordinary order.
+        remap: None if x is in ordinary order.
 
-    bfloat16 or float16, all the same. Computed in float32; h is rounded to the dtype first, as if it had been a tensor.
+    All tensors are bfloat16, or all float16. Computed in float32; h is rounded to the dtype before the norm, as if it
+    had been stored.
 
     Returns:
         [M, N] in ordinary order; with a residual also h [M, N].
@@ -131,7 +133,7 @@ def rms_norm(
 
 
 def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:
-    """x + residual [M, N] in ordinary order, for x as `rms_norm` takes it. Added in float32. Raises as `rms_norm`."""
+    """x + residual [M, N] in ordinary order, for x as in `rms_norm`. Added in float32. Raises as `rms_norm`."""
     check_call("residual_add", world)
     check_device("residual_add", world, "residual", residual)
     rows, n = validate("residual_add", world, x, remap, {"residual": residual})
@@ -156,22 +158,22 @@ def put_rows(
 
 
 def columns(world: World, remap: Remap | None) -> int:
-    """Return the columns of a run (compute/norm.py)."""
+    """Return the columns of a contiguous run (compute/norm.py)."""
     if remap is not None:
         return remap.block_n // 2
-    return world.scale.run
+    return world.scale.run_columns
 
 
 def validate(
     op: str, world: World, x: torch.Tensor, remap: Remap | None, others: dict[str, torch.Tensor | None]
 ) -> tuple[int, int]:
-    """Return the rows and columns of the matrix."""
+    """Check the operands, and return the rows and columns of the matrix."""
     check_call(op, world)
     for name, t in (("x", x), *others.items()):
         if t is not None or name != "residual":
             check_device(op, world, name, t)
     if remap is not None and not isinstance(remap, Remap):
-        raise TypeError(f"{op}: remap must be the weft.Remap that came with x, or None, got {remap!r}")
+        raise TypeError(f"{op}: remap must be the weft.Remap returned with x, or None, got {remap!r}")
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be 2-D, got {dims(x)}")
     if remap is not None and x.shape != remap.shape:
@@ -195,7 +197,7 @@ def validate(
 
 
 class Shape(NamedTuple):
-    """How many programs, of how many warps, go over how many rows and columns."""
+    """The number of programs and their warps, and the rows and columns that they process."""
 
     programs: int
     warps: int
@@ -212,7 +214,7 @@ def _launch(
     residual: bool,
     numbers: tuple[tuple[str, float], ...],
 ) -> Launch:
-    """numbers: of the kernel's own parameters, by name."""
+    """Return the launch. numbers: the kernel's own parameters, by name."""
     tiled = dict(BM=1, GROUP_M=1) if remap is None else dict(BM=remap.block_m, GROUP_M=remap.group_m)
     return Launch(
         world,

@@ -1,5 +1,5 @@
-"""Rotary embedding (Su et al. 2021) of queries and keys, and the RMSNorm of their heads before it. Local: no rank waits
-for another."""
+"""Rotary embedding (Su et al. 2021) of queries and keys, after an optional RMSNorm of their heads. No rank waits for
+another."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_rotary(world: World, call: RotaryCall, plan: Plan, operands: RotaryOpera
 
 
 class Rotary(Local[RotaryCall]):
-    """Options: heads, kv_heads, eps."""
+    """Rotary embedding. Options: heads, kv_heads, eps."""
 
     name = _OP
     signature = (
@@ -74,8 +74,8 @@ class Rotary(Local[RotaryCall]):
     def check(self, world: World, operands: RotaryOperands, options: CallOptions) -> RotaryCall:
         (qkv, cos, sin, *norms), (heads, kv_heads, eps) = operands, options
         check_call(_OP, world)
-        given = dict(qkv=qkv, cos=cos, sin=sin, query_norm=norms[0], key_norm=norms[1])
-        for name, t in given.items():
+        tensors = dict(qkv=qkv, cos=cos, sin=sin, query_norm=norms[0], key_norm=norms[1])
+        for name, t in tensors.items():
             if t is not None:
                 check_device(_OP, world, name, t)
         if qkv.dtype not in DTYPES:
@@ -132,16 +132,17 @@ def rotary(
     *,
     world: World,
 ) -> torch.Tensor:
-    """qkv with rotated queries and keys, and its values as they are, in one launch.
+    """qkv with rotated queries and keys, and unchanged values, in one launch.
 
     Args:
         qkv: [M, (heads + 2 kv_heads) D], queries, then keys, then values; bfloat16 or float16.
-        cos, sin: [.., D] of P rows; row r of qkv has the angles of row r % P, of which the first D / 2 columns count:
-            column c < D / 2 of a head is rotated with column c + D / 2.
-        norms: [D] each, weights of the RMSNorm of every query's and every key's head before the rotation.
+        cos, sin: [.., D] with P rows in all. Row r of qkv has the angles of row r % P, of which columns 0 to D / 2 are
+            used: column c < D / 2 of a head is rotated with column c + D / 2.
+        norms: weights [D] of the RMSNorm of every query head, and of every key head, before the rotation; None: no
+            norm.
 
-    Computed in float32, rounded once. Raises ValueError or TypeError for what does not fit. No gradient.
+    Computed in float32, rounded once. Raises ValueError or TypeError for operands that do not fit. No gradient.
     """
-    of = (None, None) if norms is None else norms
-    made: torch.Tensor = ROTARY(world, Sequential(), (qkv, cos, sin, *of), (heads, kv_heads, float(eps)))
-    return made
+    norm_weights = (None, None) if norms is None else norms
+    rotated: torch.Tensor = ROTARY(world, Sequential(), (qkv, cos, sin, *norm_weights), (heads, kv_heads, float(eps)))
+    return rotated

@@ -32,16 +32,18 @@ import torch
 from ..backends.base import Stream, SymmetricTensor
 from ..op import REGISTRY
 from ..plans import TwoLevel
-from ..transport.copies import COPIES, sum_parts
-from ..transport.memory import lock
+from ..transport.collectives import add_bias
+from ..transport.copy_engine import COPIES, sum_parts
+from ..transport.memory import lock, workspace
 from ..transport.two_level import BETWEEN, RowPiece, hops, of_node, pull_rows, send, sum_rows
 from ..world import World
-from .all_gather_matmul.call import GATHER_GEMM, GatherCall
+from .all_gather_matmul.call import GATHER_GEMM, GatherCall, GatheredRows
 from .all_reduce.call import PLAIN_SUM, SumCall, Tensors
 from .all_reduce.kernels import ABSENT, OWN, WHOLE
 from .all_reduce.runs import norm_rows
-from .common import Factors, add_bias, split_rows
+from .common import Factors, split_rows
 from .matmul_reduce.call import GEMM_REDUCE_SCATTER, ReduceCall
+from .recipes import ScaledFactors
 
 if TYPE_CHECKING:
     from .matmul_all_to_all.op import RoutedCall, Routing
@@ -73,8 +75,8 @@ def _together(slices: Sequence[slice]) -> slice | None:
 
 # -- all-gather + GEMM -------------------------------------------------------------------------------------------------
 def run_gather(
-    world: World, call: GatherCall, plan: TwoLevel, operands: Factors, out: torch.Tensor
-) -> torch.Tensor | None:
+    world: World, call: GatherCall, plan: TwoLevel, operands: ScaledFactors, out: torch.Tensor
+) -> GatheredRows | None:
     """Return the gathered activation, or None where the call wants none."""
     x, place, pieces = operands.x, world.levels.node.rank, plan.pieces
     stream, between = world.current_stream(), world.side_stream(BETWEEN)
@@ -91,13 +93,13 @@ def run_gather(
     for slices, part, event in zip(theirs, parts, landed, strict=True):
         world.wait_event(stream, event)
         _multiply_node(world, call, operands._replace(x=part), slices, out, gathered)
-    return gathered
+    return None if gathered is None else GatheredRows(gathered, None)
 
 
 def _multiply_node(
     world: World,
     call: GatherCall,
-    operands: Factors,
+    operands: ScaledFactors,
     slices: Sequence[slice],
     out: torch.Tensor,
     gathered: torch.Tensor | None,
@@ -106,8 +108,8 @@ def _multiply_node(
     whole, rows, node = _together(slices), _lengths(slices), world.levels.node
     if not any(rows):
         return
-    into, options = None if whole is None else out[whole], (rows, call.gated, call.gathered)
-    y, full = REGISTRY[GATHER_GEMM].call(node, "auto", operands, options, into)
+    into, options = None if whole is None else out[whole], (rows, call.gated, call.gathered, None, False)
+    y, full, _ = REGISTRY[GATHER_GEMM].call(node, "auto", operands, options, into)
     for to, part in ((out, y), (gathered, full)):
         if to is not None and part is not None and (whole is None or to is gathered):
             _put(world, to, slices, part)
@@ -121,7 +123,7 @@ def _put(world: World, to: torch.Tensor, slices: Sequence[slice], part: torch.Te
 
 
 # -- GEMM + reduce-scatter ---------------------------------------------------------------------------------------------
-def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Factors, out: torch.Tensor) -> None:
+def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: ScaledFactors, out: torch.Tensor) -> None:
     levels, pieces, rows = world.levels, plan.pieces, out.shape[0]
     place, stream, between = levels.node.rank, world.current_stream(), world.side_stream(BETWEEN)
     staging = world.empty((levels.across.size, rows, call.n), call.dtype)  # by the node that the rows come from
@@ -139,9 +141,9 @@ def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Factor
         sum_parts(own, staging, out, operands.bias, levels.across, stream)
 
 
-def _reduce_node(world: World, operands: Factors, slices: Sequence[slice], out: torch.Tensor) -> None:
+def _reduce_node(world: World, operands: ScaledFactors, slices: Sequence[slice], out: torch.Tensor) -> None:
     """GEMM + reduce-scatter on this node, of the rows `slices` of x, one slice for each of its ranks."""
-    (x, weight, _), whole, rows = operands, _together(slices), _lengths(slices)
+    (x, weight, *_), whole, rows = operands, _together(slices), _lengths(slices)
     if not any(rows):
         return
     if whole is None:
@@ -149,7 +151,9 @@ def _reduce_node(world: World, operands: Factors, slices: Sequence[slice], out: 
         world.call(lambda: torch.cat(parts, out=part), parts, [part], world.current_stream())
     else:
         part = x[whole]
-    REGISTRY[GEMM_REDUCE_SCATTER].call(world.levels.node, "auto", Factors(part, weight), (rows, True), out)
+    REGISTRY[GEMM_REDUCE_SCATTER].call(
+        world.levels.node, "auto", ScaledFactors(part, weight), (rows, True, None, False), out
+    )
 
 
 # -- all-reduce --------------------------------------------------------------------------------------------------------
@@ -163,11 +167,10 @@ def _pieces(world: World, m: int, plan: TwoLevel) -> list[RowPiece]:
 def _held(world: World, name: str, pieces: Sequence[RowPiece], columns: int, dtype: torch.dtype) -> SymmetricTensor:
     """Symmetric memory of the node for the rows that each of its ranks owns of every piece."""
     shape = len(pieces), max(max(piece.shards) for piece in pieces), columns
-    nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
-    return world.levels.node.buffer(f"two levels, {name}", nbytes).view(0, shape, dtype)
+    return workspace(world.levels.node, f"two levels, {name}", shape, dtype)
 
 
-def run_reduce_all(world: World, call: ReduceCall, plan: TwoLevel, operands: Factors, out: torch.Tensor) -> None:
+def run_reduce_all(world: World, call: ReduceCall, plan: TwoLevel, operands: ScaledFactors, out: torch.Tensor) -> None:
     node, across = world.levels.node, world.levels.across
     stream, between = world.current_stream(), world.side_stream(BETWEEN)
     pieces = _pieces(world, call.m, plan)
@@ -192,8 +195,7 @@ def run_sum(world: World, call: SumCall, plan: TwoLevel, t: Tensors, stream: Str
     node, across, between = world.levels.node, world.levels.across, world.side_stream(BETWEEN)
     pieces, plain = _pieces(world, call.m, plan), call.op == PLAIN_SUM
     node.order(lock(node, COPIES), stream)
-    nbytes = call.m * call.h * call.dtype.itemsize
-    source = node.buffer("two levels, x", nbytes).view(0, (call.m, call.h), call.dtype)
+    source = workspace(node, "two levels, x", (call.m, call.h), call.dtype)
     held = _held(world, "rows", pieces, call.h, call.out_dtype)
     sums = _held(world, "sums", pieces, call.h, call.dtype) if call.keep else None
     own = split_rows(world, call.m)
@@ -255,9 +257,7 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
     order, ordered = routing.by_destination(world), world.empty((call.sent, call.k), call.dtype)
     node.order(lock(node, COPIES), stream)
     longest = max(_pool_rows(world, routing, rank)[-1] for rank in range(world.size))
-    pool = node.buffer("two levels, pool", longest * call.n * call.dtype.itemsize).view(
-        0, (longest, call.n), call.dtype
-    )
+    pool = workspace(node, "two levels, pool", (longest, call.n), call.dtype)
     begins = _pool_rows(world, routing, world.rank)
     world.call(lambda: torch.index_select(x, 0, order, out=ordered), [x, order], [ordered], stream)
 
@@ -297,7 +297,7 @@ def _pull_routed(
     the same place here."""
     node, me = world.levels.node, world.rank
     node.barrier(stream)
-    for p in ((node.rank + j) % node.size for j in range(node.size)):
+    for p in (node.rank, *node.other_ranks):
         sender = source * node.size + p
         begin = _pool_rows(world, routing, world.node * node.size + p)[source]
         begin += sum(of_node(world, world.node, routing.counts[sender])[: node.rank])

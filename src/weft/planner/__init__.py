@@ -1,3 +1,3 @@
-"""Which plan serves a call. It reads the registry, which is to have all operators."""
+"""Choose the plan of a call. Importing this package imports `weft.ops`, so that the registry holds every op."""
 
 from .. import ops as ops

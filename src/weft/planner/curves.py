@@ -1,4 +1,4 @@
-"""Numbers between measured ones, and what is fitted to measured ones."""
+"""Interpolation between measured numbers, and least squares."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import numpy as np
 
 
 class Smooth:
-    """A smooth function known at scattered points: a linear fit at each place, in which near points count most. Passes
-    (almost) through them, never leaves their range, and goes on level beyond the outermost points."""
+    """A smooth function through scattered points, by local linear regression: each value comes from a linear fit in
+    which near points count most. It passes (almost) through the points, never leaves their range, and is constant
+    beyond the outermost points."""
 
     def __init__(self, points: Sequence[Sequence[float]], values: Sequence[float], slope: float = 0.05) -> None:
-        """slope: how much a slope costs; large for few or noisy points."""
+        """slope: penalty for a slope; large for few or noisy points."""
         self.points, self.values = np.asarray(points, float), np.asarray(values, float)
         self.ridge = np.diag([0.0] + [slope] * self.points.shape[1])
-        self.first, self.last = self.points.min(0), self.points.max(0)
-        self.low, self.high = float(self.values.min()), float(self.values.max())
+        self.lowest, self.highest = self.points.min(0), self.points.max(0)
+        self.least, self.largest = float(self.values.min()), float(self.values.max())
 
-    def __call__(self, *at: float) -> float:
-        away = self.points - np.clip(at, self.first, self.last)
+    def __call__(self, *point: float) -> float:
+        away = self.points - np.clip(point, self.lowest, self.highest)
         weight = ((away * away).sum(1) + 0.04) ** -1.5
         a = np.column_stack([np.ones(len(away)), away])
         left = (a.T * weight) @ a + self.ridge * weight.sum()
         value = float(np.linalg.solve(left, (a.T * weight) @ self.values)[0])
-        return min(max(value, self.low), self.high)
+        return min(max(value, self.least), self.largest)
 
 
 class Curve:
-    """us by bytes: straight lines between measured sizes; the first one's time below them, the last line's slope above,
-    where that does not fall, which would be noise."""
+    """us by bytes, piecewise linear. Below the smallest measured size it is constant; above the largest one it
+    continues the last slope, unless that is negative, which would be noise."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self.sizes, self.us = zip(*sorted(points), strict=True)
@@ -48,55 +49,59 @@ class Curve:
 
 
 def filled(tiles: float | np.ndarray, programs: int, per_sm: int, soft: float) -> np.ndarray:
-    """Waves that `tiles` tiles (a number or an array of them) take over `programs` programs. A last wave that leaves
-    SMs idle costs less than a whole one, by the share `soft` of what is missing, because the others get its power;
-    where two programs share an SM, half a wave takes half the time."""
+    """Return the waves that `tiles` tiles (a number or an array) take over `programs` programs. A last wave that leaves
+    SMs idle costs less than a whole one, by the fraction `soft` of what is missing, because the other SMs get its
+    power. With two programs on an SM, half a wave takes half the time."""
     whole, rest = np.divmod(tiles, programs)
     last = np.ceil(rest * per_sm / programs) / per_sm
     return whole + np.where(whole > 0, (1 - soft) * last + soft * rest / programs, last)
 
 
 def near_mean(points: dict[tuple[int, int, int], list[float]]) -> Callable[[int, int, int], float]:
+    """Return a correction by shape: the mean of the values of near points (M, N, K), and half their median far from all
+    of them."""
     if not points:
         return lambda m, n, k: 0.0
-    at = np.log2(np.array(list(points), float))
-    away: dict[tuple[int, int], np.ndarray] = {}  # by N and K, which are a layer's, while M is the batch's
+    log_sizes = np.log2(np.array(list(points), float))
+    squared_distances: dict[tuple[int, int], np.ndarray] = {}  # by (N, K); a layer has few of these and many M
     values = np.array([sum(v) / len(v) for v in points.values()])
     middle = float(np.median(values))
 
     def correction(m: int, n: int, k: int) -> float:
-        """The mean of near points' values; far from all of them half the middle one."""
-        layer = away.get((n, k))
-        if layer is None:
-            layer = away[n, k] = ((at[:, 1:] - np.log2([n, k])) ** 2).sum(1) + 0.02
-        weight = 1 / ((at[:, 0] - math.log2(m)) ** 2 + layer)
+
+        layer_distances = squared_distances.get((n, k))
+        if layer_distances is None:
+            layer_distances = squared_distances[n, k] = ((log_sizes[:, 1:] - np.log2([n, k])) ** 2).sum(1) + 0.02
+        weight = 1 / ((log_sizes[:, 0] - math.log2(m)) ** 2 + layer_distances)
         return float((weight @ values + 0.5 * middle * 0.5) / (weight.sum() + 0.5))
 
     return correction
 
 
-def least_squares(misses: Callable[[np.ndarray], np.ndarray], x: np.ndarray, rounds: int = 25) -> np.ndarray:
-    """Levenberg-Marquardt with differences wide enough for a function with steps (waves), outliers held down."""
-    damp, size = 1e-2, 0.03
+def least_squares(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, rounds: int = 25) -> np.ndarray:
+    """Levenberg-Marquardt, robust to outliers; its differences are wide enough for a function with steps (waves)."""
+    damping, step_size = 1e-2, 0.03
 
     def cost(v: np.ndarray) -> float:
         return float((2 * (np.sqrt(1 + (v / 0.05) ** 2) - 1)).sum())
 
-    now = misses(x)
+    current = residuals(x)
     for _ in range(rounds):
-        j = np.column_stack([(misses(x + size * e) - misses(x - size * e)) / (2 * size) for e in np.eye(len(x))])
-        w = 1 / np.sqrt(1 + (now / 0.05) ** 2)
-        jj, jr = (j.T * w) @ j, (j.T * w) @ now
+        j = np.column_stack(
+            [(residuals(x + step_size * e) - residuals(x - step_size * e)) / (2 * step_size) for e in np.eye(len(x))]
+        )
+        w = 1 / np.sqrt(1 + (current / 0.05) ** 2)
+        jj, jr = (j.T * w) @ j, (j.T * w) @ current
         for _ in range(6):
-            step = np.clip(np.linalg.solve(jj + damp * np.diag(np.diag(jj) + 1e-9), -jr), -0.5, 0.5)
-            then = misses(x + step)
-            if cost(then) < cost(now):
+            step = np.clip(np.linalg.solve(jj + damping * np.diag(np.diag(jj) + 1e-9), -jr), -0.5, 0.5)
+            trial = residuals(x + step)
+            if cost(trial) < cost(current):
                 break
-            damp *= 4
+            damping *= 4
         else:
             return x
-        done = cost(now) - cost(then) < 1e-5 * cost(now)
-        x, now, damp = x + step, then, damp / 3
-        if done:
+        converged = cost(current) - cost(trial) < 1e-5 * cost(current)
+        x, current, damping = x + step, trial, damping / 3
+        if converged:
             break
     return x

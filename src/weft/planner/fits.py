@@ -1,6 +1,6 @@
-"""What cannot be measured alone and is fitted to a profile's calls of the plan's kind: what ranks lose by waiting for
-each other at every barrier and collective, what copies and collectives reach inside a call, and for each fused variant
-a rate, a drain rate, a slow-down of the tiles and a fixed cost."""
+"""Parameters that cannot be measured alone. They are fitted to a profile's calls of the plan's kind: the time that
+ranks wait for each other at every barrier and collective, the rates of copies and collectives inside a call, and for
+each fused variant a pull rate under the GEMM and after it, the slow-down of its tiles and a fixed cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .models import decomposed, fused, signaled
 from .models.decomposed import Chunking
 from .models.fused import Pulling
 from .models.signaled import Moving, Signaling
-from .parts import Lacks, PartTimes
+from .parts import NotMeasured, PartTimes
 from .profile import Profile, TimedCall
 from .queues import end
 
@@ -31,20 +31,21 @@ Fit = TypeVar("Fit", Chunking, Moving, Pulling, Signaling)
 
 @functools.lru_cache(maxsize=4096)
 def family(plan: Plan) -> str:
-    """What calls are alike: of one kind; of one fused variant; signaled and moved by copies."""
+    """Return a name that calls share whose times are fitted together: those of one kind, of one fused variant, or of
+    signaled plans moved by copies."""
     if isinstance(plan, Fused):
         return plan.to_json()
     return f"{plan.kind} by copies" if isinstance(plan, Signaled) and plan.copies else plan.kind
 
 
 class Fits(PartTimes):
-    """The parts, and what was fitted to the profile's calls, each when it is first asked for."""
+    """The parts, and the parameters fitted to the profile's calls. Each is fitted when it is first needed."""
 
     def __init__(self, profile: Profile, clock: float = 1.0) -> None:
         super().__init__(profile, clock)
-        self.ran: dict[tuple[str, str], list[TimedCall]] = defaultdict(list)  # by op and family
-        for r in profile.ran:
-            self.ran[r.op, family(Plan.from_json(r.plan))].append(r)
+        self.calls: dict[tuple[str, str], list[TimedCall]] = defaultdict(list)  # by (op, family)
+        for r in profile.calls:
+            self.calls[r.op, family(Plan.from_json(r.plan))].append(r)
         self._variants: dict[str, list[Fused]] = {}
         self._copying: dict[str, list[int]] = {}
         self._pulling: dict[tuple[str, Fused], Pulling] = {}
@@ -52,31 +53,32 @@ class Fits(PartTimes):
         self._moving: dict[str, Moving] = {}
         self._chunking: Chunking | None = None
 
-    def graphs(self, op: str, alike: str) -> list[TimedCall]:
-        """The profile's calls of that family inside graphs."""
-        return [r for r in self.ran.get((op, alike), []) if r.mode == "graph"]
+    def graphs(self, op: str, name: str) -> list[TimedCall]:
+        """Return the profile's calls of a family in CUDA graphs."""
+        return [r for r in self.calls.get((op, name), []) if r.mode == "graph"]
 
     def variants(self, op: str) -> Sequence[Fused]:
-        """The fused plans of which the profile has calls."""
+        """Return the fused plans of which the profile has calls."""
         if op not in self._variants:
-            plans = [Plan.from_json(plan) for name, plan in self.ran if name == op and plan.startswith("{")]
+            plans = [Plan.from_json(plan) for name, plan in self.calls if name == op and plan.startswith("{")]
             self._variants[op] = [plan for plan in plans if isinstance(plan, Fused)]
         return self._variants[op]
 
     def copying(self, op: str) -> list[int]:
-        """The SMs left in the op's measured calls that are signaled and moved by copies."""
+        """Return the numbers of SMs that the GEMM leaves free, in the op's measured signaled calls moved by copies."""
         if op not in self._copying:
-            ran = self.ran.get((op, family(Signaled(copies=True))), [])
+            ran = self.calls.get((op, family(Signaled(copies=True))), [])
             self._copying[op] = sorted({json.loads(r.plan)["ctas"] for r in ran})
         return self._copying[op]
 
     @property
     def chunking(self) -> Chunking:
-        """Fitted to the profile's decomposed calls of all ops, where there are some."""
+        """The parameters fitted to the profile's decomposed calls of all ops; the defaults if there are fewer than
+        three."""
         if self._chunking is None:
             self._chunking = Chunking()
             ran = [r for op in collectives() for r in self.graphs(op, "decomposed")]
-            with contextlib.suppress(Lacks):  # a profile that stopped half way
+            with contextlib.suppress(NotMeasured):  # `weft tune` was stopped before it measured what the model needs
                 if len(ran) > 2:
                     self._chunking = fitted(
                         Chunking(), ran, lambda plan, r, x: end(decomposed.steps(self, r.op, plan, r.m, r.n, r.k, x))
@@ -84,7 +86,7 @@ class Fits(PartTimes):
         return self._chunking
 
     def signaling(self, op: str) -> Signaling:
-        """Fitted to the profile's signaled calls of the op that a collective moves."""
+        """Return the parameters fitted to the op's signaled calls whose groups a collective moves."""
         if op not in self._signaling:
             self._signaling[op] = Signaling()
             ran = self.graphs(op, family(Signaled()))
@@ -95,7 +97,7 @@ class Fits(PartTimes):
         return self._signaling[op]
 
     def moving(self, op: str) -> Moving:
-        """Fitted to the profile's signaled calls of the op that copies move."""
+        """Return the parameters fitted to the op's signaled calls whose groups copy engines move."""
         if op not in self._moving:
             self._moving[op] = Moving()
             ran = self.graphs(op, family(Signaled(copies=True)))
@@ -109,17 +111,17 @@ class Fits(PartTimes):
         return self._moving[op]
 
     def pulling(self, op: str, plan: Fused) -> Pulling:
-        """What the pulling programs of this variant reach: fitted to the profile's calls of it."""
+        """Return the rates of the programs that pull in this variant, fitted to the profile's calls of it."""
         key = (op, plan)
         if key not in self._pulling:
             ran, chunking = self.graphs(op, family(plan)), self.chunking
             if not ran:
-                raise Lacks(f"no call of {op} with {plan} was measured on {self.machine.name}")
-            names: tuple[str, ...] = ("fixed", "rate", "drain", "slow")
-            if collective(op) == "all_gather":  # a copy engine is as fast as for decomposed plans
-                names = ("fixed", "rate", "slow") if isinstance(plan, FusedGather) else ("fixed", "slow")
+                raise NotMeasured(f"no call of {op} with {plan} was measured on {self.machine.name}")
+            parameters: tuple[str, ...] = ("fixed", "rate", "drain", "slow")
+            if collective(op) == "all_gather":  # the rate of a copy engine is known from decomposed plans
+                parameters = ("fixed", "rate", "slow") if isinstance(plan, FusedGather) else ("fixed", "slow")
             self._pulling[key] = fitted(
-                Pulling(), ran, lambda _, r, x: fused.us(self, op, plan, r.m, r.n, r.k, x, chunking), names
+                Pulling(), ran, lambda _, r, x: fused.us(self, op, plan, r.m, r.n, r.k, x, chunking), parameters
             )
         return self._pulling[key]
 
@@ -128,18 +130,19 @@ def fitted(
     start: Fit,
     ran: Sequence[TimedCall],
     model: Callable[[Any, TimedCall, Fit], float],
-    names: Sequence[str] = (),
+    parameters: Sequence[str] = (),
 ) -> Fit:
-    """Least squares of the log of model / measured; the parameters' logs are held near where they start, slow-downs
-    more. model: us of a call, by its plan and the parameters."""
-    names = names or tuple(vars(start))
-    first = np.log([getattr(start, n) for n in names])
-    hold = np.array([0.3 if n in ("slow", "gemm", "other", "copy") else 0.05 for n in names])
+    """Fit the parameters `names` of `start` so that `model` predicts the measured times, by least squares of log(model
+    / measured). A penalty keeps the parameters' logs near their start, less so those of slow-downs. model: us of a
+    call, from its plan, its row and the parameters."""
+    parameters = parameters or tuple(vars(start))
+    start_logs = np.log([getattr(start, n) for n in parameters])
+    pull = np.array([0.3 if n in ("slow", "gemm", "transfer", "copy") else 0.05 for n in parameters])
     plans = [Plan.from_json(r.plan) for r in ran]
 
-    def misses(x: np.ndarray) -> np.ndarray:
-        with_ = replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
-        off = [math.log(model(plan, r, with_) / r.us) for plan, r in zip(plans, ran, strict=True)]
-        return np.concatenate([off, hold * (x - first)])
+    def residuals(x: np.ndarray) -> np.ndarray:
+        parameters_at_x = replace(start, **dict(zip(parameters, np.exp(x).tolist(), strict=True)))
+        errors = [math.log(model(plan, r, parameters_at_x) / r.us) for plan, r in zip(plans, ran, strict=True)]
+        return np.concatenate([errors, pull * (x - start_logs)])
 
-    return replace(start, **dict(zip(names, np.exp(least_squares(misses, first)).tolist(), strict=True)))
+    return replace(start, **dict(zip(parameters, np.exp(least_squares(residuals, start_logs)).tolist(), strict=True)))

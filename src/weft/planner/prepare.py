@@ -1,4 +1,4 @@
-"""`weft.prepare`: calls of every size that a plan is found for, made before anybody waits for one."""
+"""`weft.prepare`: calls of every size that has a plan of its own, made before the first user waits for one."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from .search import near
 
 
 def sizes(rows: int, multiple: int, world: int) -> list[int]:
-    """Multiples of `multiple`, from `rows` downwards: of those that one plan is found for the largest, and the next,
-    whose shards are no whole tiles where the largest one's are, which is another compiled kernel."""
-    found: dict[int, list[int]] = {}
+    """Return the multiples of `multiple` up to `rows`, in descending order: of those that share one plan, the largest
+    two. The second one's shards may not be whole tiles where the largest one's are, which takes another compiled
+    kernel."""
+    by_planned_size: dict[int, list[int]] = {}
     for m in range(rows // multiple * multiple, 0, -multiple):
-        found.setdefault(near(m, world), []).append(m)
-    return [m for alike in found.values() for m in alike[:2]]
+        by_planned_size.setdefault(near(m, world), []).append(m)
+    return [m for sizes_of_plan in by_planned_size.values() for m in sizes_of_plan[:2]]
 
 
 def prepare(call: Callable[[int], object], rows: int, *, multiple: int | None = None, world: World) -> None:
-    """Make calls of all sizes that a plan is found for: the calls that come later compile no kernel and search for no
-    plan. Collective; outside CUDA graphs; waits for the GPU. Rank 0 shows how far it is on stderr.
+    """Call `call` once for every size that has a plan of its own, so that later calls compile no kernel and search for
+    no plan. Collective; outside CUDA graphs; waits for the GPU. Rank 0 shows its progress on stderr.
 
         weft.prepare(lambda m: weft.matmul_all_reduce(x[:m], w, world=world), 8192, world=world)
 
-    A call of a new size still compares notes with the other ranks, and has its memory to allocate.
+    A later call of a new size still compares its arguments with the other ranks, and allocates its memory.
 
     Args:
-        call: makes the calls of one size, in rows of all ranks together. Alike on all ranks.
-        rows: the most that will come.
-        multiple: sizes are multiples of it. None: of the number of ranks, as an all-gather of even shards has them.
+        call: makes the calls of one size, in rows of all ranks together; the same on all ranks.
+        rows: the largest size.
+        multiple: sizes are multiples of it. None: of the number of ranks, as in an all-gather of even shards.
         world: the World of the calls.
 
     Raises:
-        TypeError, ValueError: `rows` or `multiple` is no int, or below 1.
+        TypeError, ValueError: `rows` or `multiple` is not an int, or below 1.
     """
     multiple = world.size if multiple is None else multiple
     for name, value in (("rows", rows), ("multiple", multiple)):

@@ -1,10 +1,10 @@
-"""What one machine measured, and how it is kept: the numbers that the predictor computes with (`predict.py`).
+"""The measurements of one machine, and their file. The predictor computes with these numbers (`predict.py`).
 
-A profile is made by `weft tune` and holds measurements only, no conclusion: times of library GEMMs, of waves of Triton
-tiles, of collectives and copies by size, how much they slow each other down, and some calls of whole ops. It is JSON,
-one line a measurement, in the user's cache directory, one file for each machine (GPU model, number of ranks, link,
-versions of torch, Triton and NCCL); profiles that ship with weft lie in `profiles/<gpu>-x<ranks>.json`. A file that
-stops half way is still a profile: `weft tune` goes on where it ended.
+`weft tune` makes a profile. It holds measurements only, no conclusions: times of library GEMMs, of waves of Triton
+tiles, of collectives and copies by size, how much a GEMM and a transfer slow each other down, and some calls of whole
+ops. It is JSON with one measurement a line, in the user's cache directory, one file for each machine (GPU model, number
+of ranks, link, versions of torch, Triton and NCCL). Profiles that ship with weft are `profiles/<gpu>-x<ranks>.json`. A
+profile that `weft tune` has not finished is valid; the next run continues it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from ..plans import FusedGather, Plan, Signaled
 from .table import gpu_model
 
 SEND_TO_NODE = "send to a node"
-FORMAT = 3  # the version of a profile's rows, and of the plans in them
+FORMAT = 3  # version of the file, which includes the format of the plans in it
 
 
 class ProfileError(WeftError):
-    """A profile file that cannot be used; says which and why."""
+    """A profile cannot be used; the message says which one and why."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a profile is valid for. link: "nvlink18" (links a GPU), "pcie", "network" where ranks span hosts."""
+    """The machine that a profile is valid for. link: "nvlink18" (18 links a GPU), "pcie", "network" if ranks span
+    hosts."""
 
     gpu: str
     world: int
@@ -53,15 +54,17 @@ class Hardware:
     def name(self) -> str:
         return f"{self.gpu}-x{self.world}"
 
-    def differences(self, other: Hardware) -> list[str]:
-        """Say in words which fields of `other` differ from this machine's."""
-        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return [f"{name} {theirs}, here {ours}" for name, ours, theirs in pairs if ours != theirs]
+    def differences(self, measured: Hardware) -> list[str]:
+        """Return, in words, the fields in which the machine of a profile, `measured`, differs from this one."""
+        pairs = [(f.name, getattr(self, f.name), getattr(measured, f.name)) for f in fields(self)]
+        return [
+            f"{name} {measured_value}, here {value}" for name, value, measured_value in pairs if value != measured_value
+        ]
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """The library's GEMM [m, k] x [n, k]^T alone: us a call."""
+    """us a call of the library's GEMM [m, k] x [n, k]^T alone."""
 
     m: int
     n: int
@@ -71,7 +74,8 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Wave:
-    """A persistent Triton GEMM of `tiles` tiles over `programs` programs, per_sm on each SM they use: us a call."""
+    """us a call of a persistent Triton GEMM of `tiles` tiles over `programs` programs, per_sm on each SM that they
+    use."""
 
     block_m: int
     block_n: int
@@ -87,45 +91,50 @@ class Wave:
 
 @dataclass(frozen=True)
 class Latency:
-    """Time of one thing of one size.
+    """us of one operation of one size.
 
-    what: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" (bytes of the whole tensor: gathered, unreduced,
-    reduced, sent by a rank; ctas as the communicator is limited, 0: not), "one_shot all_gather" and the like (the same
-    by low-latency rows), "copy" (one of a chain of copies from a peer),
-    "local" (one within a GPU), "sum" (adding up the partial sums of all ranks; bytes of the result), "barrier", "check"
-    (the GEMM of the self-check), "launch" (the host's time for something that it gives to a stream, with its event),
-    SEND_TO_NODE (every rank sends so many bytes to the rank with its place in another node).
+    operation:
+        "all_gather", "reduce_scatter", "all_reduce", "all_to_all": bytes of the whole tensor (gathered, unreduced,
+            reduced, sent by a rank); ctas: limit of the communicator, 0 for none
+        "one_shot all_gather" and the like: the same by a low-latency plan
+        "copy": one of a chain of copies from a peer
+        "local": a copy within a GPU
+        "sum": adding the partial sums of all ranks; bytes of the result
+        "barrier"
+        "check": the GEMM of the self-check
+        "launch": the host's time for submitting an operation to a stream, with its event
+        SEND_TO_NODE: every rank sends so many bytes to the rank with the same local rank in another node
     """
 
-    what: str
+    operation: str
     ctas: int
     nbytes: int
     us: float
 
 
 @dataclass(frozen=True)
-class Beside:
-    """How many times as long a GEMM and `what` take while both run. ctas as in Latency."""
+class Slowdown:
+    """Time of a GEMM, and of a transfer, while both run, over the time alone. operation, ctas: as in Latency."""
 
-    what: str
+    operation: str
     ctas: int
     gemm: float
-    other: float
+    transfer: float
 
 
 @dataclass(frozen=True)
-class Takes:
-    """CTAs that `what` was seen to run with, on a communicator limited to `ctas` (0: not limited)."""
+class UsedCtas:
+    """CTAs that an operation was seen to use, on a communicator limited to `ctas` (0: no limit)."""
 
-    what: str
+    operation: str
     ctas: int
     nbytes: int
-    seen: int
+    used: int
 
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One measured call of an op: `plan` as JSON, `mode` "graph" or "eager"."""
+    """One measured call of an op. plan: as JSON. mode: "graph" or "eager"."""
 
     op: str
     plan: str
@@ -136,86 +145,87 @@ class TimedCall:
     us: float
 
 
-Measurement = Gemm | Wave | Latency | Beside | Takes | TimedCall
+Measurement = Gemm | Wave | Latency | Slowdown | UsedCtas | TimedCall
 
 
 @dataclass(frozen=True)
 class Profile:
-    """All that one machine measured. made: date, ISO. source: "weft tune", or what else it was derived from."""
+    """All measurements of one machine. created: ISO date. source: "weft tune", or what the profile was derived from."""
 
     machine: Hardware
-    made: str
+    created: str
     source: str
     gemms: tuple[Gemm, ...] = ()
     waves: tuple[Wave, ...] = ()
     latencies: tuple[Latency, ...] = ()
-    beside: tuple[Beside, ...] = ()
-    takes: tuple[Takes, ...] = ()
-    ran: tuple[TimedCall, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
+    used_ctas: tuple[UsedCtas, ...] = ()
+    calls: tuple[TimedCall, ...] = ()
 
     def rows(self) -> Iterator[Measurement]:
         for name in SECTIONS:
             yield from getattr(self, name)
 
-    def __add__(self, more: Iterable[Measurement]) -> Profile:
-        """This profile with `more` measurements, which replace those of the same thing."""
-        rows = {identity(row): row for row in (*self.rows(), *more)}
+    def __add__(self, rows: Iterable[Measurement]) -> Profile:
+        """Return this profile with further measurements, which replace those of the same thing."""
+        measured = {identity(row): row for row in (*self.rows(), *rows)}
         sections: dict[str, Any] = {
-            name: tuple(row for row in rows.values() if type(row) is cls) for name, cls in SECTIONS.items()
+            name: tuple(row for row in measured.values() if type(row) is cls) for name, (cls, _) in SECTIONS.items()
         }
         return replace(self, **sections)
 
-    def constant(self, what: str, ctas: int = 0) -> float | None:
-        """A Latency that does not depend on a size."""
-        return next((x.us for x in self.latencies if (x.what, x.ctas) == (what, ctas)), None)
+    def constant(self, operation: str, ctas: int = 0) -> float | None:
+        """Return the us of an operation that has no size, or None."""
+        return next((x.us for x in self.latencies if (x.operation, x.ctas) == (operation, ctas)), None)
 
     def to_json(self) -> str:
-        head = {"format": FORMAT, "machine": asdict(self.machine), "made": self.made, "source": self.source}
+        head = {"format": FORMAT, "machine": asdict(self.machine), "made": self.created, "source": self.source}
         parts = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
-        for name in SECTIONS:
+        for name, (_, key) in SECTIONS.items():
             rows = ",\n".join(json.dumps(astuple(row)) for row in getattr(self, name))
-            parts.append(f"{json.dumps(name)}: [\n{rows}\n]")
+            parts.append(f"{json.dumps(key)}: [\n{rows}\n]")
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
     @staticmethod
     def from_json(text: str, where: str = "profile") -> Profile:
-        """Read a profile. Raises ProfileError for anything that is not a profile of this format."""
+        """Read a profile. Raises ProfileError for text that is not a profile of this format."""
         try:
             data = json.loads(text)
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, this weft reads {FORMAT}")
-            sections = {name: tuple(_row(cls, row) for row in data[name]) for name, cls in SECTIONS.items()}
+            sections = {name: tuple(_row(cls, row) for row in data[key]) for name, (cls, key) in SECTIONS.items()}
             machine = _row(Hardware, [data["machine"][f.name] for f in fields(Hardware)])
-            made = Profile(machine, str(data["made"]), str(data["source"]), **sections)
-            _check(made)
-            return made
+            profile = Profile(machine, str(data["made"]), str(data["source"]), **sections)
+            _check(profile)
+            return profile
         except (KeyError, TypeError, ValueError) as e:
-            said = f"it lacks {e}" if isinstance(e, KeyError) else str(e)
-            raise ProfileError(f"{where}: not a usable profile: {said}; move it away, or `weft tune --again`") from e
+            problem = f"it lacks {e}" if isinstance(e, KeyError) else str(e)
+            raise ProfileError(f"{where}: not a usable profile: {problem}; move it away, or `weft tune --again`") from e
 
     @functools.cached_property
     def digest(self) -> str:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-SECTIONS: dict[str, type] = {
-    "gemms": Gemm,
-    "waves": Wave,
-    "latencies": Latency,
-    "beside": Beside,
-    "takes": Takes,
-    "ran": TimedCall,
+# The fields of a Profile that hold measurements, each with its class and its key in the file.
+SECTIONS: dict[str, tuple[type, str]] = {
+    "gemms": (Gemm, "gemms"),
+    "waves": (Wave, "waves"),
+    "latencies": (Latency, "latencies"),
+    "slowdowns": (Slowdown, "beside"),
+    "used_ctas": (UsedCtas, "takes"),
+    "calls": (TimedCall, "ran"),
 }
-_RESULTS = {"us", "gemm", "other", "seen"}  # the other fields say of what
+_RESULTS = {"us", "gemm", "transfer", "used"}  # fields that hold a result; the others say what was measured
 
 
 def identity(row: Measurement) -> tuple:
-    """What was measured, without the result."""
+    """Return the fields that say what was measured, without the results."""
     return type(row), *(value for name, value in vars(row).items() if name not in _RESULTS)
 
 
 def _check(profile: Profile) -> None:
-    """Raises ValueError for rows that no measurement gives, with which a prediction would fail later, in a call of an
+    """Raise ValueError for rows that no measurement gives. A prediction would fail with them later, in a call of an
     op."""
     sms, seen = profile.machine.sms, set()
     for row in (profile.machine, *profile.rows()):
@@ -224,9 +234,9 @@ def _check(profile: Profile) -> None:
                 raise ValueError(f"{name} = {value} in {row}")
     for row in profile.rows():
         if identity(row) in seen:
-            raise ValueError(f"{row} is there twice")
+            raise ValueError(f"{row} appears twice")
         seen.add(identity(row))
-        if isinstance(row, Latency | Beside | Takes) and row.ctas >= sms:
+        if isinstance(row, Latency | Slowdown | UsedCtas) and row.ctas >= sms:
             raise ValueError(f"{row} is of more CTAs than leave one of {sms} SMs")
         if isinstance(row, TimedCall):
             if row.op not in collectives() or row.mode not in ("graph", "eager"):
@@ -249,13 +259,13 @@ def _row(cls: type, values: object) -> Any:
     types = _types(cls)
     if not isinstance(values, list) or len(values) != len(types):
         raise ValueError(f"{values!r} is no {cls.__name__}")
-    out: list[object] = []
-    for (name, kind), given in zip(types, values, strict=True):
-        value: object = float(given) if kind is float and type(given) is int else given
+    fields_: list[object] = []
+    for (name, kind), stored in zip(types, values, strict=True):
+        value: object = float(stored) if kind is float and type(stored) is int else stored
         if (kind is float and not (type(value) is float and 0 < value < 1e9)) or type(value) is not kind:
             raise ValueError(f"{name} = {value!r} in {values!r} is no {kind.__name__} that was measured")
-        out.append(value)
-    return cls(*out)
+        fields_.append(value)
+    return cls(*fields_)
 
 
 # -- where it is kept ------------------------------------------------------------------------------------------------
@@ -283,8 +293,8 @@ def _plain(version: str) -> str:
 
 
 def cache_path(machine: Hardware) -> Path | None:
-    """Where `weft tune` keeps this machine's profile: $XDG_CACHE_HOME/weft/profiles or the like. None where weft runs
-    from its source without what it depends on."""
+    """Return the file in which `weft tune` keeps this machine's profile, $XDG_CACHE_HOME/weft/profiles/.. on Linux.
+    None if platformdirs is not installed, as in a source tree with torch and Triton alone."""
     try:
         from platformdirs import user_cache_dir
     except ModuleNotFoundError:
@@ -295,19 +305,20 @@ def cache_path(machine: Hardware) -> Path | None:
 
 
 def shipped(name: str) -> Profile | None:
-    """The profile that comes with weft, by name ("nvidia-h200-x4"), if there is one."""
+    """Return the profile that ships with weft under this name ("nvidia-h200-x4"), or None."""
     path = resources.files(__package__) / "profiles" / f"{name}.json"
     return Profile.from_json(path.read_text(), f"{name}.json") if path.is_file() else None
 
 
 def names() -> list[str]:
-    """The profiles that come with weft."""
-    found = (resources.files(__package__) / "profiles").iterdir()
-    return sorted(f.name.removesuffix(".json") for f in found if f.name.endswith(".json"))
+    """Return the names of the profiles that ship with weft."""
+    files = (resources.files(__package__) / "profiles").iterdir()
+    return sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json"))
 
 
 def exists(path: Path) -> bool:
-    """Whether the file exists. Raises ProfileError where that cannot be seen, as in another user's directory."""
+    """Return whether the file exists. Raises ProfileError if that cannot be determined, as in another user's
+    directory."""
     try:
         return path.exists()
     except OSError as e:
@@ -315,7 +326,7 @@ def exists(path: Path) -> bool:
 
 
 def read(path: Path) -> Profile:
-    """Read a file. Raises ProfileError where it is missing, unreadable or not a profile."""
+    """Read a file. Raises ProfileError if it is missing, unreadable or not a profile."""
     try:
         return Profile.from_json(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as e:
@@ -323,7 +334,7 @@ def read(path: Path) -> Profile:
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write the profile whole or not at all: a reader never sees half a file."""
+    """Write the profile atomically: a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(profile.to_json())
@@ -331,15 +342,15 @@ def write(profile: Profile, path: Path) -> None:
 
 
 def find(machine: Hardware) -> Profile | None:
-    """The cached profile of exactly this machine, else the shipped one of its GPU, count and link; None where nobody
-    measured. Raises ProfileError for one that is there and cannot be used."""
+    """Return the cached profile of exactly this machine, else the shipped one of its GPU, count and link; None if there
+    is neither. Raises ProfileError if the file cannot be used."""
     path = cache_path(machine)
     if path is not None and exists(path):
         profile = read(path)
-        other = machine.differences(profile.machine)
-        if other:
+        differences = machine.differences(profile.machine)
+        if differences:
             raise ProfileError(
-                f"{path}: measured on another machine ({', '.join(other)}); `weft tune --again` measures this one"
+                f"{path}: measured on another machine ({', '.join(differences)}); `weft tune --again` measures this one"
             )
         return profile
     known = shipped(machine.name)
@@ -349,14 +360,15 @@ def find(machine: Hardware) -> Profile | None:
 
 
 def nearest_machine(machine: Hardware) -> Profile | None:
-    """Return the shipped profile of as many GPUs, of this model where there is one, for ranks that share a GPU; None
-    where there is no such profile."""
+    """Return the shipped profile of as many GPUs, of this GPU model if there is one, or None. For ranks that share a
+    GPU."""
     same = [p for p in map(shipped, names()) if p is not None and p.machine.world == machine.world]
     return min(same, key=lambda p: p.machine.gpu != machine.gpu, default=None)
 
 
 def _link(device: torch.device, gpus: int) -> str:
-    """How this GPU is connected, from NVML: its active NVLinks, or PCIe."""
+    """Return how this GPU is connected, from NVML: "nvlink" and its number of active links, "pcie", "none" or
+    "unknown"."""
     if gpus < 2:
         return "none"
     try:

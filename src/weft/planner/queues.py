@@ -1,4 +1,4 @@
-"""What runs beside what in a predicted call: works on queues, and how they slow each other down."""
+"""Simulation of the queues of one call: when each piece of work runs, and how concurrent ones slow each other down."""
 
 from __future__ import annotations
 
@@ -7,60 +7,60 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .profile import Beside
+from .profile import Slowdown
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing on one queue of a predicted call."""
+    """One piece of work on a queue of a predicted call; start and end in us."""
 
     queue: str
-    what: str
+    name: str
     start: float
     end: float
 
 
 @dataclass(eq=False)
 class Work:
-    """Something that its queue runs in its turn, once `after` has ended: us alone, and when it runs beside others."""
+    """A piece of work that its queue runs in order, after `after` has ended. us: its time alone."""
 
     queue: str
-    what: str
+    name: str
     us: float
     after: Work | None = None
     start: float = -1.0
     end: float = math.inf
 
 
-def side_by_side(works: Sequence[Work], beside: Beside, summing: float = 1.0) -> list[Step]:
-    """When each runs. A queue runs its works in order, one at a time. GEMMs on several queues ("gemm", "gemm 2") share
-    the SMs evenly, transfers ("comm", "comm 2") the links; a GEMM and a transfer slow each other down while both run.
-    summing: how many times as long GEMMs take beside a transfer that is a sum."""
+def side_by_side(works: Sequence[Work], slowdown: Slowdown, summing: float = 1.0) -> list[Step]:
+    """Return the start and end of each piece of work. A queue runs its works in order, one at a time. GEMMs on several
+    queues ("gemm", "gemm 2") share the SMs evenly, transfers ("comm", "comm 2") the links; a GEMM and a transfer slow
+    each other down while both run. summing: time of a GEMM over its time alone while a transfer that sums runs."""
     queues: dict[str, list[Work]] = defaultdict(list)
     for w in reversed(works):
         queues[w.queue].append(w)
-    left = {id(w): w.us for w in works}
-    now = 0.0
+    remaining = {id(w): w.us for w in works}
+    time = 0.0
     while any(queues.values()):
-        running = [q[-1] for q in queues.values() if q and (q[-1].after is None or q[-1].after.end <= now)]
+        running = [q[-1] for q in queues.values() if q and (q[-1].after is None or q[-1].after.end <= time)]
         gemms, moving = (sum(w.queue.startswith(q) for w in running) for q in ("gemm", "comm"))
-        summed = any(w.queue.startswith("comm") and w.what == "sum" for w in running)
-        slow = {
-            "comm": max(moving, 1) * (beside.other if gemms else 1.0),
-            "gemm": max(gemms, 1) * (beside.gemm if moving else 1.0) * (summing if summed else 1.0),
+        summing_now = any(w.queue.startswith("comm") and w.name == "sum" for w in running)
+        factors = {
+            "comm": max(moving, 1) * (slowdown.transfer if gemms else 1.0),
+            "gemm": max(gemms, 1) * (slowdown.gemm if moving else 1.0) * (summing if summing_now else 1.0),
         }
-        slower = [slow.get(w.queue[:4], 1.0) for w in running]
-        step = min(left[id(w)] * s for w, s in zip(running, slower, strict=True))
-        for w, s in zip(running, slower, strict=True):
-            w.start = now if w.start < 0 else w.start
-            left[id(w)] -= step / s
-            if left[id(w)] <= 1e-9:
-                w.end = now + step
+        slow = [factors.get(w.queue[:4], 1.0) for w in running]
+        step = min(remaining[id(w)] * s for w, s in zip(running, slow, strict=True))
+        for w, s in zip(running, slow, strict=True):
+            w.start = time if w.start < 0 else w.start
+            remaining[id(w)] -= step / s
+            if remaining[id(w)] <= 1e-9:
+                w.end = time + step
                 queues[w.queue].pop()
-        now += step
-    return [Step(w.queue, w.what, w.start, w.end) for w in works]
+        time += step
+    return [Step(w.queue, w.name, w.start, w.end) for w in works]
 
 
 def end(steps: Sequence[Step]) -> float:
-    """When all of them have ended."""
+    """Return the time at which all steps have ended."""
     return max(s.end for s in steps)

@@ -1,17 +1,16 @@
-"""The best plan for a shape, without running any: candidates of every kind, their predicted times, the fastest.
+"""The best plan for a shape, without running any: candidates of every kind, their predicted times, and the fastest.
 
 Candidates:
-    decomposed    every division of the shards that the op can run; whether a chunk fills its last wave is in its GEMM's
-                  time
-    fused         the variants of which the profile has calls; a copy engine serves even shards alone
-    one shot, two shots    where not more bytes move than were measured
+    decomposed    every division of the shards that the op can run
+    fused         the variants of which the profile has calls; those by a copy engine only for even shards
+    one shot, two shots    up to the measured number of bytes
     two-level     over several nodes, in up to four pieces
-    signaled      partitions of the GEMM's waves into groups, for every number of CTAs that was measured. By the
-                  accumulate rule the end of transfer i depends on what came before only through the end of transfer i -
-                  1, so for each size of the first group the best partition is found by going through the waves once
-                  (FlashOverlap prunes and tries). Moved by copies: the default groups, and a wave a group
+    signaled      partitions of the GEMM's waves into groups, for every measured number of CTAs. By the accumulate rule
+                  the end of transfer i depends on earlier ones only through the end of transfer i - 1, so dynamic
+                  programming over the waves finds the best partition for each size of the first group (FlashOverlap
+                  prunes and tries). Moved by copies: the default groups, and groups of one wave
 
-An overlapped plan is taken only where it is predicted faster than the sequential one by more than `gain`.
+An overlapped plan is chosen only if it is predicted faster than sequential by more than `gain`.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from ..plans import (
     TwoShotPull,
     settings,
 )
-from .parts import ITEM, Lacks
+from .parts import ITEM, NotMeasured
 from .predict import Predictor
 from .table import GAIN
 
 EAGER_GAIN = 1.05
 SLOW_HOST = 2.0
-UNITS = 48  # a GEMM of more waves is divided in steps of several
-KEPT = 3
+UNITS = 48  # a GEMM of more waves is divided at multiples of several waves
+BEST_PARTITIONS = 3
 PIECES = 2
-SINGLE = (1,) * 16  # waves a group, of signaled plans moved by copies: the last has what is left
-FIRST = (1, 2, 3, 4, 6, 8, 12, 16)  # waves, or such steps, in the first group
+SINGLE = (1,) * 16  # waves of each group, of signaled plans moved by copies; the last group takes the rest
+FIRST_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)  # sizes of the first group, in waves or in such multiples
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for one op and shape, and among what. M, N, K are those of the GEMM on one rank, M that of all
-    ranks.
+    """The plan chosen for one op and shape, and the candidates. M, N, K are those of the GEMM on one rank, but M counts
+    the rows of all ranks.
 
-    plan: the one that "auto" takes. why: in words, what the decision rests on. options: all candidates by predicted
-    time, the fastest first; empty where nothing was predicted. `print` shows the best of every kind.
+    plan: the one that "auto" runs. why: in words, what the decision rests on. options: all candidates by predicted
+    time, the fastest first; empty if nothing was predicted. `print` shows the best one of every kind.
     """
 
     op: str
@@ -77,7 +76,7 @@ class Decision:
 
     @property
     def us(self) -> float | None:
-        """Predicted time of the plan."""
+        """Predicted time of the plan in us, or None."""
         return next((o.us for o in self.options if o.plan == self.plan), None)
 
     @property
@@ -101,22 +100,21 @@ class Decision:
 
 
 def gain(mode: str) -> float:
-    """How many times as fast as the sequential plan one has to be predicted. Of eager calls (bench/measure/host.py,
-    "auto" on 2 GPUs) those predicted to win by less than EAGER_GAIN lost as often as they won: hosts differ from call
-    to call."""
+    """Return how many times as fast as sequential a plan must be predicted to be. Eager calls need EAGER_GAIN: those
+    predicted to win by less lost as often as they won (bench/measure/host.py, "auto" on 2 GPUs), since hosts differ
+    from call to call."""
     return GAIN if mode == "graph" else EAGER_GAIN
 
 
 def slowness(plan: Plan, mode: str) -> float:
-    """Return how many times as slow as in the profile the host is assumed to be when an eager plan has to be predicted
-    to win. A host is often slower than in the shortest call, from which the profile is made (bench/measure/host.py,
-    sequential calls of the smallest sizes on 2 GPUs: 53 us there; in two runs 61 to 147 us, 100 in the median). That
-    delays plans of few launches no more than the sequential one; a plan of several streams launches three times as
-    much, and has to hide that even then."""
+    """Return how many times as slow as in the profile the host is assumed to be when an eager plan must be predicted to
+    win. The profile has the shortest call, and hosts are often slower: 53 us there, 61 to 147 us in two runs of
+    bench/measure/host.py (sequential calls of the smallest sizes, 2 GPUs, median 100). That delays plans of few
+    launches as much as sequential; a plan on several streams launches three times as much, and must win even then."""
     return SLOW_HOST if mode == "eager" and isinstance(plan, Decomposed | Signaled) else 1.0
 
 
-OTHERWISE: dict[type[Plan], str] = {
+VARIANT_WORDS: dict[type[Plan], str] = {
     FusedGatherByCopies: "by copies",
     TwoShotPull: "pulled",
     TwoShotLowLatency: "low latency",
@@ -124,18 +122,18 @@ OTHERWISE: dict[type[Plan], str] = {
 
 
 def brief(plan: Plan) -> str:
-    """A plan by its kind, what its class does otherwise, and what differs from the defaults of its class."""
-    usual = settings(type(plan)())
-    said = [OTHERWISE[type(plan)]] if type(plan) in OTHERWISE else []
-    said += [f"{name}={value}" for name, value in settings(plan).items() if value != usual[name]]
-    return f"{plan.kind} ({', '.join(said)})" if said else plan.kind
+    """Return a plan as its kind, a word for its variant, and the fields that differ from the defaults of its class."""
+    defaults = settings(type(plan)())
+    settings_text = [VARIANT_WORDS[type(plan)]] if type(plan) in VARIANT_WORDS else []
+    settings_text += [f"{name}={value}" for name, value in settings(plan).items() if value != defaults[name]]
+    return f"{plan.kind} ({', '.join(settings_text)})" if settings_text else plan.kind
 
 
 @functools.cache
 def divisions(size: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of shards that a decomposed plan can have in a world of `size`: each a power of two that divides the
-    shards before it. Other worlds, and those with too many to try, get single shards, equal groups and doubling
-    ones."""
+    """Return the groups of shards that a decomposed plan can have on `size` ranks: each a power of two that divides the
+    number of shards before it. For another number of ranks than a power of two there are only single shards, and above
+    16 ranks equal groups and doubling ones."""
     if size & (size - 1):
         return ((1,) * size,)
     if size > 16:
@@ -143,58 +141,60 @@ def divisions(size: int) -> tuple[tuple[int, ...], ...]:
         doubling = [(g, *(g << i for i in range((size // g).bit_length() - 1))) for g in (1, 2, 4)]
         return tuple(equal + doubling)
 
-    def from_(at: int) -> Iterator[tuple[int, ...]]:
-        if at == size:
+    def divisions_from(done: int) -> Iterator[tuple[int, ...]]:
+        if done == size:
             yield ()
         for g in (1 << i for i in range(size.bit_length())):
-            if at % g == 0 and at + g <= size:
-                yield from ((g, *rest) for rest in from_(at + g))
+            if done % g == 0 and done + g <= size:
+                yield from ((g, *rest) for rest in divisions_from(done + g))
 
-    return tuple(d for d in from_(0) if len(d) > 1)
+    return tuple(d for d in divisions_from(0) if len(d) > 1)
 
 
 def groupings(
     p: Predictor, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None = None
 ) -> list[tuple[int, ...]]:
-    """One group of all waves, and the KEPT fastest partitions by predicted time among the best ones for each size of
-    the first group."""
+    """Return one group of all waves, and the BEST_PARTITIONS partitions predicted fastest among the best ones for each
+    size of the first group."""
     part = p.signaled_parts(op, plan, m, n, k, received)
     step = -(-part.waves // UNITS)
-    ends = [*range(step, part.waves, step), part.waves]  # a group ends at one of these
+    ends = [*range(step, part.waves, step), part.waves]  # waves at which a group may end
     if len(ends) == 1:
         return [(part.waves,)]
     bounds = np.array([0, *ends])
-    firsts = np.array([f for f in FIRST if f < len(ends)])
-    # took[i, j]: the transfer of waves bounds[i] .. bounds[j] alone; the last one may be of fewer tiles
+    firsts = np.array([f for f in FIRST_GROUPS if f < len(ends)])
+    # transfers[i, j]: us of transferring waves bounds[i] .. bounds[j] alone; the last wave may have fewer tiles
     lengths = sorted({int(b - a) for i, a in enumerate(bounds) for b in bounds[i + 1 : -1]})
     by_length = np.zeros(part.waves + 1)
     by_length[lengths] = [part.transfer(g * part.programs) for g in lengths]
     count = len(bounds)
-    took = by_length[np.maximum(bounds[None, :] - bounds[:, None], 0)]
-    took[:-1, -1] = [part.transfer(part.tiles - a * part.programs) for a in bounds[:-1].tolist()]
+    transfers = by_length[np.maximum(bounds[None, :] - bounds[:, None], 0)]
+    transfers[:-1, -1] = [part.transfer(part.tiles - a * part.programs) for a in bounds[:-1].tolist()]
     signal = (
-        part.signal + bounds[firsts][:, None] * part.alone + (bounds[None, :] - bounds[firsts][:, None]) * part.beside
+        part.signal
+        + bounds[firsts][:, None] * part.alone
+        + (bounds[None, :] - bounds[firsts][:, None]) * part.concurrent
     )
     gemm = part.gemm(bounds[firsts])
     done = np.full((len(firsts), count), np.inf)
-    came = np.zeros((len(firsts), count), int)
+    previous = np.zeros((len(firsts), count), int)
     rows = np.arange(len(firsts))
-    done[rows, firsts] = part.moved(signal[rows, firsts], took[0, firsts], gemm)
+    done[rows, firsts] = part.moved(signal[rows, firsts], transfers[0, firsts], gemm)
     for j in range(2, count):
         begin = np.maximum(signal[:, j, None], done[:, :j] + part.gap)
-        ways = part.moved(begin, took[None, :j, j], gemm[:, None])
-        i = ways.argmin(1)
-        better = ways[rows, i] < done[:, j]
-        done[better, j], came[better, j] = ways[rows, i][better], i[better]
-    found: list[tuple[int, ...]] = [(part.waves,)]
-    for f in done[:, -1].argsort()[:KEPT]:
+        ends_by_start = part.moved(begin, transfers[None, :j, j], gemm[:, None])
+        i = ends_by_start.argmin(1)
+        better = ends_by_start[rows, i] < done[:, j]
+        done[better, j], previous[better, j] = ends_by_start[rows, i][better], i[better]
+    partitions: list[tuple[int, ...]] = [(part.waves,)]
+    for f in done[:, -1].argsort()[:BEST_PARTITIONS]:
         path, j = [count - 1], count - 1
-        while came[f, j]:
-            j = int(came[f, j])
+        while previous[f, j]:
+            j = int(previous[f, j])
             path.append(j)
         cuts = [0, *(int(bounds[j]) for j in reversed(path))]
-        found.append(tuple(b - a for a, b in pairwise(cuts)))
-    return list(dict.fromkeys(found))
+        partitions.append(tuple(b - a for a, b in pairwise(cuts)))
+    return list(dict.fromkeys(partitions))
 
 
 def candidates(
@@ -205,57 +205,61 @@ def candidates(
     k: int,
     even: bool = True,
     received: int | None = None,
-    whole: bool | None = None,
+    movable: bool | None = None,
     limits: bool = True,
 ) -> list[Plan]:
-    """Plans worth predicting. even: whether all ranks have as many rows, without which nothing is decomposed. whole:
-    whether copies can move the groups of a signaled plan (`Op.movable`); None: as M says. limits: whether a
-    communicator can be held to a number of CTAs, without which a signaled plan takes other SMs than was predicted."""
-    what = collective(op)
-    out: list[Plan] = [Sequential()]
+    """Return the plans worth predicting.
+
+    even: all ranks have the same number of rows; without it nothing is decomposed. movable: copies can move the groups
+    of a signaled plan (`Op.movable`); None: as M says. limits: a communicator can be limited to a number of CTAs;
+    without it a signaled plan would take other SMs than predicted.
+    """
+    collective_name = collective(op)
+    plans: list[Plan] = [Sequential()]
     if p.world == 1:
-        return out
-    if even and what != "all_to_all":
-        out += [Decomposed(groups) for groups in divisions(p.world)]
-        if what == "reduce_scatter" and m // p.world % PIECES == 0:
-            out.append(Decomposed((1,) * p.world, PIECES))
-    if p.over_nodes is not None and what != "all_to_all":
-        out += [TwoLevel(pieces) for pieces in (1, 2, 4)]
+        return plans
+    if even and collective_name != "all_to_all":
+        plans += [Decomposed(groups) for groups in divisions(p.world)]
+        if collective_name == "reduce_scatter" and m // p.world % PIECES == 0:
+            plans.append(Decomposed((1,) * p.world, PIECES))
+    if p.over_nodes is not None and collective_name != "all_to_all":
+        plans += [TwoLevel(count) for count in (1, 2, 4)]
     if k % 8 == 0 and n % 8 == 0:
-        if what == "all_reduce" or m >= p.world:  # the others need rows of every rank
-            out += p.posted(what, m * (k if what == "all_gather" else n) * ITEM)
-        out += [plan for plan in p.variants(op) if even or not isinstance(plan, FusedGatherByCopies)]
-    if k % 8 == 0 and what != "all_gather" and (n % 8 == 0 or what != "all_to_all"):
-        for ctas in sorted(c for w, c in p.curves if w == what and c) if limits else ():
+        if collective_name == "all_reduce" or m >= p.world:  # the other collectives need rows on every rank
+            plans += p.low_latency_times(collective_name, m * (k if collective_name == "all_gather" else n) * ITEM)
+        plans += [plan for plan in p.variants(op) if even or not isinstance(plan, FusedGatherByCopies)]
+    if k % 8 == 0 and collective_name != "all_gather" and (n % 8 == 0 or collective_name != "all_to_all"):
+        for ctas in sorted(c for w, c in p.curves if w == collective_name and c) if limits else ():
             plan = Signaled(ctas=ctas)
-            out += [replace(plan, groups=groups) for groups in groupings(p, op, plan, m, n, k, received)]
+            plans += [replace(plan, groups=groups) for groups in groupings(p, op, plan, m, n, k, received)]
         for ctas in p.copying(op):
             plan = Signaled(ctas=ctas, copies=True)
             waves = -(-(-(-m // plan.tile.block_m) * -(-n // plan.tile.block_n)) // (p.sms - ctas))
-            if what == "all_to_all" or (
-                n % 8 == 0 and (REGISTRY[op].movable(plan, m, p.world) if whole is None else whole)
+            if collective_name == "all_to_all" or (
+                n % 8 == 0 and (REGISTRY[op].movable(plan, m, p.world) if movable is None else movable)
             ):
-                out += [plan, *([replace(plan, groups=SINGLE[:waves])] if waves > 4 else [])]
-    return out
+                plans += [plan, *([replace(plan, groups=SINGLE[:waves])] if waves > 4 else [])]
+    return plans
 
 
 def near(m: int, world: int) -> int:
-    """The next M of a grid of 16 steps an octave, which is decided for in place of `m`. Upwards: fewer rows may take a
-    wave less, and a plan made for that wave less leaves the last tiles to a wave of their own."""
+    """Return the next M, upwards, of a grid of 16 steps an octave, for which the plan of `m` is chosen. It rounds up
+    because fewer rows may take a wave less, and a plan for that wave less would leave the last tiles to a wave of their
+    own."""
     step = 1 << max(m.bit_length() - 5, 0)
-    at = -(-m // step) * step
-    return at if m % world else -(-at // world) * world
+    rounded = -(-m // step) * step
+    return rounded if m % world else -(-rounded // world) * world
 
 
 class Planner:
-    """Decides from one profile's predictor, and remembers."""
+    """Choose plans with one profile's predictor, and remember them."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         self.decide = functools.lru_cache(maxsize=16384)(self._decide)
         self.sum = functools.lru_cache(maxsize=16384)(self._sum)
         self.nearest = functools.lru_cache(maxsize=16384)(self._nearest)
-        predictor.fit()  # so that no decision waits for it
+        predictor.fit()  # no decision then waits for it
 
     def _decide(
         self,
@@ -266,51 +270,51 @@ class Planner:
         mode: str = "graph",
         even: bool = True,
         received: int | None = None,
-        whole: bool | None = None,
+        movable: bool | None = None,
         limits: bool = True,
     ) -> Decision:
-        """The fastest candidate of those predicted faster than the sequential one by more than `gain`, on a host of
-        their `slowness`, or sequential. Raises Lacks where the profile cannot even tell the sequential time."""
+        """Return the fastest of the candidates that are predicted faster than sequential by more than `gain`, on a host
+        of their `slowness`; else sequential. Raises NotMeasured if the profile lacks even the sequential time."""
         p, options = self.predictor, []
-        for plan in candidates(p, op, m, n, k, even, received, whole, limits):
+        for plan in candidates(p, op, m, n, k, even, received, movable, limits):
             try:
                 options.append(Option(plan, p.time(op, plan, m, n, k, mode, received)))
-            except Lacks:
+            except NotMeasured:
                 if isinstance(plan, Sequential):
                     raise
         options.sort(key=lambda o: o.us)
         sequential = next(o.us for o in options if isinstance(o.plan, Sequential))
         wins = (o.plan for o in options if self._wins(op, o.plan, m, n, k, mode, sequential, received))
         best = next(wins, Sequential())
-        why = f"predicted from the profile of {p.machine.name} ({p.profile.source}, {p.profile.made[:10]})"
+        why = f"predicted from the profile of {p.machine.name} ({p.profile.source}, {p.profile.created[:10]})"
         return Decision(op, m, n, k, p.world, mode, best, why, tuple(options))
 
     def _wins(
         self, op: str, plan: Plan, m: int, n: int, k: int, mode: str, sequential: float, received: int | None = None
     ) -> bool:
-        """Whether a plan is predicted faster than the sequential one by more than `gain`. sequential: us of that one.
-        Raises Lacks."""
+        """Return whether a plan is predicted faster than sequential, which takes `sequential` us, by more than `gain`.
+        Raises NotMeasured."""
         us = self.predictor.time(op, plan, m, n, k, mode, received, slowness(plan, mode))
         return sequential > gain(mode) * us
 
-    def _sum(self, nbytes: int, passed: float = 0.0) -> Plan:
-        """The fastest all-reduce of so many bytes alone: the library's, or by low-latency rows. passed: how many times
-        its bytes the kernels behind the library's read and write, in which low-latency rows are already summed. Raises
-        Lacks."""
+    def _sum(self, nbytes: int, passes: float = 0.0) -> Plan:
+        """Return the fastest plan of an all-reduce of so many bytes alone: the library's, or a low-latency one. passes:
+        bytes that the kernels after the library's read and write, over `nbytes`; a low-latency plan includes their
+        work. Raises NotMeasured."""
         p = self.predictor
-        library = p.latency("all_reduce", nbytes) + p.optional("local", passed * nbytes)
-        times = p.posted("all_reduce", nbytes)
+        library = p.latency("all_reduce", nbytes) + p.optional("local", passes * nbytes)
+        times = p.low_latency_times("all_reduce", nbytes)
         best = min(times, key=lambda plan: times[plan], default=Sequential())
         return best if best in times and library > GAIN * times[best] else Sequential()
 
     def _nearest(self, op: str, m: int, n: int, k: int, mode: str, limits: bool = True) -> Plan:
-        """What "auto" runs: the plan for `near(m)`, so that serving, where M changes with every batch, searches a few
-        hundred times and not once for every M; sequential where that plan is not predicted faster at M itself. The same
-        on every rank, whatever it decided before. Raises Lacks."""
-        p, at = self.predictor, near(m, self.predictor.world)
-        whole = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
-        plan = self.decide(op, at, n, k, mode, m % p.world == 0, whole=whole, limits=limits).plan
-        if at == m or isinstance(plan, Sequential):
+        """Return the plan that "auto" runs: that of `near(m)`, so that serving, where M changes with every batch,
+        searches a few hundred times and not once for every M; sequential if that plan is not predicted faster at M
+        itself. It is the same on every rank, whatever the rank chose before. Raises NotMeasured."""
+        p, planned_m = self.predictor, near(m, self.predictor.world)
+        movable = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
+        plan = self.decide(op, planned_m, n, k, mode, m % p.world == 0, movable=movable, limits=limits).plan
+        if planned_m == m or isinstance(plan, Sequential):
             return plan
         sequential = p.time(op, Sequential(), m, n, k, mode)
         return plan if self._wins(op, plan, m, n, k, mode, sequential) else Sequential()

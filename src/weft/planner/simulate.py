@@ -1,19 +1,19 @@
-"""What ops and layers would take on machines that nobody here has: other links, fewer GPUs, many nodes.
+"""Predicted times of ops and layers on machines that were not measured: other links, fewer GPUs, many nodes.
 
-A profile of a real machine is carried over to a topology and the same predictor works with it. GEMMs, tiles and how
-much things slow each other down stay as measured: the GPUs are those of the profile. What moves bytes is scaled:
+The profile of a real machine is scaled to a topology, and the same predictor works with it. GEMMs, tiles and slow-downs
+stay as measured, since the GPUs are the profile's. Times of transfers are scaled:
 
-    bytes      every boundary of a level passes the whole tensor (a ring through all links of the boundary at once), so
-               the slowest boundary sets the rate; what the library reaches of a link's nominal rate, by size, is the
+    bytes      the whole tensor crosses every boundary of a level (a ring through all links of the boundary at once), so
+               the slowest boundary sets the rate; the library's share of a link's nominal rate, by size, is the
                profile's
-    latency    steps of a tree or of a ring, whichever is fewer microseconds, with each level's own; the rest of the
-               profile's shortest time (launch, protocol) is the same everywhere
-    pulling    programs that read peers reach what they reached, or as much of a slower link as a copy engine would
+    latency    steps of a tree or of a ring, whichever takes less time, each with its level's latency; the rest of the
+               profile's shortest time (launch, protocol) stays
+    pulling    programs that read peers keep their measured rate, but are no faster than a copy engine on a slower link
 
 Copies, pulling programs and their barriers need memory that all ranks can address: a topology of one level. Over
-several levels what is left is the library's collectives (sequential, decomposed all-reduce, signaled), and over two,
-where GPUs of the inner one address each other, the two-level plans. The library's collectives are those over all ranks
-that the first rules describe: every node's network cards together carry the whole tensor once, as NCCL's rings do.
+several levels there are the library's collectives (sequential, decomposed all-reduce, signaled), and over two levels,
+if GPUs of the inner one address each other's memory, the two-level plans. The library's collectives over all ranks
+follow the first rule: all network cards of a node together carry the whole tensor once, as NCCL's rings do.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..op import around, collective, collectives
-from ..plans import Fused, Plan
+from ..op import collective, collectives, op_around
+from ..plans import Fused, Plan, Sequential, Signaled
 from .models.fused import Pulling
 from .models.signaled import Signaling
 from .models.two_level import OverNodes
-from .parts import ITEM, Lacks
+from .parts import ITEM, NotMeasured
 from .predict import Predictor
 from .profile import SEND_TO_NODE, Latency, Profile
-from .search import Planner, brief
+from .search import Decision, Planner, brief, gain
 
 CURVE_SIZES = tuple(1 << i for i in range(16, 33))
-MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # times the tensor
+MOVED = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_reduce": 2,
+    "all_to_all": 1,
+}  # bytes that cross a boundary, over those of the tensor
 
 
 @dataclass(frozen=True)
 class Level:
-    """How `count` GPUs, or groups of the level below, are joined: us of one message, and GB/s a GPU in one
+    """A level of `count` GPUs, or of groups of the level below. latency_us: of one message. gbs: GB/s a GPU in one
     direction."""
 
     count: int
@@ -49,8 +54,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """levels: the innermost first; the number of GPUs is the product of their counts. peer_access: whether GPUs of the
-    innermost level read each other's memory."""
+    """The levels, the innermost first; the number of GPUs is the product of their counts. peer_access: GPUs of the
+    innermost level address each other's memory."""
 
     name: str
     levels: tuple[Level, ...]
@@ -69,8 +74,8 @@ class Topology:
     def one_level(self) -> bool:
         return self.peer_access and all(x.count == 1 for x in self.levels[1:])
 
-    def of(self, gpus: int) -> Topology:
-        """The same links with as many GPUs: inner levels are filled first, the outermost grows."""
+    def resized(self, gpus: int) -> Topology:
+        """Return the same links with as many GPUs: inner levels are filled first, the outermost grows."""
         counts, left = [], gpus
         for x in self.levels[:-1]:
             counts.append(math.gcd(x.count, left))
@@ -80,7 +85,8 @@ class Topology:
         return replace(self, name=self.name, levels=levels)
 
     def rate(self) -> float:
-        """GB/s of a GPU in a ring through all GPUs: the slowest boundary, of which all GPUs inside share the links."""
+        """Return the GB/s of a GPU in a ring through all GPUs: that of the slowest boundary, whose links all GPUs
+        inside share."""
         inside, rates = 1, []
         for x in self.levels:
             if x.count > 1:
@@ -89,28 +95,29 @@ class Topology:
         return min(rates, default=math.inf)
 
     def latency(self) -> float:
-        """us of the steps of a ring or a tree through all GPUs, one way."""
+        """Return the us of the steps of a ring or a tree through all GPUs, one way."""
         used = [x for x in self.levels if x.count > 1]
         tree = sum(math.ceil(math.log2(x.count)) * x.latency_us for x in used)
         ring = (self.gpus - 1) * max((x.latency_us for x in used), default=0.0)
         return min(tree, ring)
 
 
-# What the maker states: an NVLink 4 link carries 26.562 GB/s one way (nvidia-smi nvlink -s), a GPU has 18; PCIe 5 x16
-# 64 GB/s, 4 32 GB/s; a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies: the order of what is usual.
+# Rates are the makers' figures: an NVLink 4 link carries 26.562 GB/s one way (nvidia-smi nvlink -s), and a GPU has 18;
+# PCIe 5 x16 carries 64 GB/s, PCIe 4 x16 32 GB/s, a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies are
+# typical orders of magnitude.
 def nvlink(gpus: int = 8, links: int = 18) -> Topology:
-    """GPUs of one node on a switch, so many NVLink 4 links each."""
+    """Return the GPUs of one node on a switch, with so many NVLink 4 links each."""
     return Topology(f"NVLink, {links} links", (Level(gpus, 1.3, 26.562 * links),))
 
 
 def pcie(gpus: int = 8, generation: int = 5) -> Topology:
-    """GPUs of one node on PCIe, 16 lanes each."""
+    """Return the GPUs of one node on PCIe, with 16 lanes each."""
     return Topology(f"PCIe {generation}", (Level(gpus, 2.5, 64.0 * 2 ** (generation - 5)),))
 
 
 def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
-    """Nodes of GPUs on NVLink, joined by a network of `gbs` GB/s a GPU in each direction. Fewer GPUs than `per_node`
-    are one smaller node. Raises ValueError where nodes of `per_node` do not make that many."""
+    """Return nodes of GPUs on NVLink, joined by a network of `gbs` GB/s a GPU in each direction. Fewer GPUs than
+    `per_node` are one smaller node. Raises ValueError if `gpus` is not a multiple of `per_node`."""
     per_node = min(per_node, gpus)
     if per_node < 1 or gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}")
@@ -120,48 +127,50 @@ def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
     )
 
 
-class Elsewhere(Predictor):
-    """A predictor of another topology: its parts scaled, what was fitted taken from the profile's own predictor."""
+class ScaledPredictor(Predictor):
+    """A predictor of another topology. Its transfers are scaled; fitted parameters are those of the measured
+    predictor."""
 
-    def __init__(self, here: Predictor, topology: Topology, measured_on: Topology) -> None:
-        self.here, self.topology = here, topology
-        profile = here.profile
+    def __init__(self, measured: Predictor, topology: Topology, measured_on: Topology) -> None:
+        self.measured, self.topology = measured, topology
+        profile = measured.profile
         self.slower = measured_on.levels[0].gbs / topology.levels[0].gbs if topology.one_level else 1.0
         machine = replace(profile.machine, world=topology.gpus, link=topology.name)
-        rows = _latencies(here, topology, measured_on)
-        super().__init__(replace(profile, machine=machine, latencies=tuple(rows), ran=()))
+        rows = _latencies(measured, topology, measured_on)
+        super().__init__(replace(profile, machine=machine, latencies=tuple(rows), calls=()))
         used = [x for x in topology.levels if x.count > 1]
         if topology.peer_access and len(used) == 2 and topology.levels[0].count > 1:
-            self.over_nodes = _over_nodes(here, used[0], used[1], measured_on)
+            self.over_nodes = _over_nodes(measured, used[0], used[1], measured_on)
 
     def variants(self, op: str) -> Sequence[Fused]:
-        return self.here.variants(op) if self.topology.one_level else ()
+        return self.measured.variants(op) if self.topology.one_level else ()
 
     def pulling(self, op: str, plan: Fused) -> Pulling:
-        pull = self.here.pulling(op, plan)
+        pull = self.measured.pulling(op, plan)
         most = max(
-            (c.sizes[-1] / c.us[-1] / 1e3 for (what, _), c in self.curves.items() if what == "copy"), default=math.inf
+            (c.sizes[-1] / c.us[-1] / 1e3 for (operation, _), c in self.curves.items() if operation == "copy"),
+            default=math.inf,
         )
         return replace(pull, rate=min(pull.rate, most), drain=min(pull.drain, most)) if self.slower > 1 else pull
 
     def signaling(self, op: str) -> Signaling:
-        return self.here.signaling(op)
+        return self.measured.signaling(op)
 
     def _correction(self, op: str, plan: Plan) -> Callable[[int, int, int], float]:
-        return self.here._correction(op, plan)
+        return self.measured._correction(op, plan)
 
 
-def _over_nodes(here: Predictor, node: Level, network: Level, measured_on: Topology) -> OverNodes:
-    """What the two levels take: a node as a topology of its own, transfers over the network as those of pairs, and sums
-    as those of a GPU a node."""
-    inside = Planner(Elsewhere(here, Topology("a node", (node,)), measured_on))
-    across = Elsewhere(here, Topology("a GPU a node", (network,), peer_access=False), measured_on)
-    pair = Elsewhere(here, Topology("a pair", (replace(network, count=2),), peer_access=False), measured_on)
+def _over_nodes(measured: Predictor, node: Level, network: Level, measured_on: Topology) -> OverNodes:
+    """Return the times of two levels: a node as a topology of its own, transfers over the network as those of a pair of
+    GPUs, and all-reduces as those of one GPU a node."""
+    inside = Planner(ScaledPredictor(measured, Topology("a node", (node,)), measured_on))
+    across = ScaledPredictor(measured, Topology("a GPU a node", (network,), peer_access=False), measured_on)
+    pair = ScaledPredictor(measured, Topology("a pair", (replace(network, count=2),), peer_access=False), measured_on)
 
     def node_us(op: str, m: int, n: int, k: int) -> float:
         us = inside.decide(op, m, n, k, "graph", m % node.count == 0).us
         if us is None:
-            raise Lacks(f"{op} {m} x {n} x {k} cannot be predicted")
+            raise NotMeasured(f"{op} {m} x {n} x {k} cannot be predicted")
         return us
 
     return OverNodes(
@@ -174,40 +183,42 @@ def _over_nodes(here: Predictor, node: Level, network: Level, measured_on: Topol
 
 
 def over_nodes(profile: Profile, nodes: int) -> Topology:
-    """So many nodes as the profile's machine, joined by the link that `weft tune` measured between nodes: us of the
-    shortest message, and the rate at the longest. Raises Lacks where it measured none."""
-    sends = {x.nbytes: x.us for x in profile.latencies if x.what == SEND_TO_NODE}
+    """Return so many nodes like the profile's machine, joined by the link that `weft tune` measured between nodes, with
+    the us of the shortest message and the rate at the longest. Raises NotMeasured if the profile has no such link."""
+    sends = {x.nbytes: x.us for x in profile.latencies if x.operation == SEND_TO_NODE}
     if len(sends) < 2:
-        raise Lacks(f"the link between nodes was not measured on {profile.machine.name}")
+        raise NotMeasured(f"the link between nodes was not measured on {profile.machine.name}")
     shortest, longest = min(sends), max(sends)
     gbs = (longest - shortest) / max(sends[longest] - sends[shortest], 1e-3) / 1e3
     links, short = links_of(profile), sends[shortest]
     return Topology(f"nodes of {links.gpus}, {gbs:.1f} GB/s a GPU", (*links.levels, Level(nodes, short, gbs)))
 
 
-def _latencies(here: Predictor, topology: Topology, measured_on: Topology) -> list[Latency]:
+def _latencies(measured: Predictor, topology: Topology, measured_on: Topology) -> list[Latency]:
     rows = []
     w, w0 = topology.gpus, measured_on.gpus
-    for (what, ctas), curve in here.curves.items():
-        if what in MOVED:
+    for (operation, ctas), curve in measured.curves.items():
+        if operation in MOVED:
             short = curve(0)
-            base = max(short - measured_on.latency() * MOVED[what], 0.0)
+            base = max(short - measured_on.latency() * MOVED[operation], 0.0)
             for size in CURVE_SIZES:
                 moved = size * (w - 1) / w
-                same = moved * w0 / (w0 - 1)  # the tensor of which the measured GPUs moved as much
+                same = moved * w0 / (w0 - 1)  # the tensor of which each measured GPU moved as many bytes
                 bandwidth = (curve(same) - short) * measured_on.rate() / topology.rate()
-                us = base + topology.latency() * MOVED[what] + max(bandwidth, 0.0)
-                rows.append(Latency(what, ctas, size, us))
-        elif what == "copy" and topology.one_level:
+                us = base + topology.latency() * MOVED[operation] + max(bandwidth, 0.0)
+                rows.append(Latency(operation, ctas, size, us))
+        elif operation == "copy" and topology.one_level:
             slower = measured_on.levels[0].gbs / topology.levels[0].gbs
-            rows += [Latency(what, ctas, s, curve(0) + max(curve(s) - curve(0), 0.0) * slower) for s in CURVE_SIZES]
-        elif what == "barrier" and topology.one_level:
-            rows.append(Latency(what, ctas, 0, max(curve(0) + topology.latency() - measured_on.latency(), 1.0)))
-        elif what == "local":
-            rows += [Latency(what, ctas, s, curve(s)) for s in CURVE_SIZES]
-        elif what == "sum":
-            share = (w + 1) / (w0 + 1)  # a partial sum of every rank is read
-            rows += [Latency(what, ctas, s, curve(0) + (curve(s) - curve(0)) * share) for s in CURVE_SIZES]
+            rows += [
+                Latency(operation, ctas, s, curve(0) + max(curve(s) - curve(0), 0.0) * slower) for s in CURVE_SIZES
+            ]
+        elif operation == "barrier" and topology.one_level:
+            rows.append(Latency(operation, ctas, 0, max(curve(0) + topology.latency() - measured_on.latency(), 1.0)))
+        elif operation == "local":
+            rows += [Latency(operation, ctas, s, curve(s)) for s in CURVE_SIZES]
+        elif operation == "sum":
+            share = (w + 1) / (w0 + 1)  # one partial sum of every rank is read, and the sum is written
+            rows += [Latency(operation, ctas, s, curve(0) + (curve(s) - curve(0)) * share) for s in CURVE_SIZES]
     return rows
 
 
@@ -215,25 +226,25 @@ def _latencies(here: Predictor, topology: Topology, measured_on: Topology) -> li
 Call = tuple[str, int, int, int]  # op, M, N, K on one rank
 
 
-def calls_of(what: str, size: tuple[int, int, int], gpus: int) -> list[Call]:
-    """The ops of "mlp" or "decoder" for a size (tokens, hidden, intermediate), or the one op for (M, N, K) of the whole
-    layer, each on one of `gpus` ranks. A decoder's are those of its four projections, without attention itself."""
+def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[Call]:
+    """Return the ops of a workload, each on one of `gpus` ranks. "mlp" and "decoder" have size (tokens, hidden,
+    intermediate), a decoder's ops being its four projections, without attention; an op has size (M, N, K) of the whole
+    layer."""
     part = lambda n: max(-(-n // gpus) + 7, 8) // 8 * 8  # noqa: E731
     m, a, b = size
-    if what in ("mlp", "decoder"):
-        gather, scatter = around("all_gather"), around("reduce_scatter")
+    if workload in ("mlp", "decoder"):
+        gather, scatter = op_around("all_gather"), op_around("reduce_scatter")
         mlp = [(gather, m, part(2 * b), a), (scatter, m, a, part(b))]
         attention = [(gather, m, part(3 * a), a), (scatter, m, a, part(a))]
-        return mlp if what == "mlp" else attention + mlp
-    if what not in collectives():
-        raise ValueError(f'{what!r} is not "mlp", "decoder" or one of {sorted(collectives())}')
-    return [(what, m, part(a), b) if collective(what) == "all_gather" else (what, m, a, part(b))]
+        return mlp if workload == "mlp" else attention + mlp
+    if workload not in collectives():
+        raise ValueError(f'{workload!r} is not "mlp", "decoder" or one of {sorted(collectives())}')
+    return [(workload, m, part(a), b) if collective(workload) == "all_gather" else (workload, m, a, part(b))]
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """One size: us of the plans that are predicted fastest, of the sequential ones, of the GEMMs and transfers
-    alone."""
+    """One size: us of the fastest predicted plans, of the sequential ones, and of GEMMs and transfers alone."""
 
     size: tuple[int, int, int]
     us: float
@@ -247,22 +258,22 @@ class Simulated:
         return self.sequential / self.us
 
     @property
-    def of_limit(self) -> float:
-        """The longer of GEMMs and transfers, over the time."""
+    def bound_share(self) -> float:
+        """The longer of GEMMs and transfers alone, over the time."""
         return max(self.gemm, self.comm) / self.us
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What was simulated; `print` it, or `plot` it."""
+    """The result of `simulate`; `print` it, or `plot` it."""
 
     topology: Topology
-    what: str
+    workload: str
     source: str
     rows: tuple[Simulated, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.what} on {self.topology.gpus} GPUs, {self.topology.name} (us, simulated; {self.source})"]
+        lines = [f"{self.workload} on {self.topology.gpus} GPUs, {self.topology.name} (us, simulated; {self.source})"]
         lines.append(f"{'size':>22} {'sequential':>11} {'best':>9} {'':>6} {'GEMM':>9} {'comm.':>9}  plans")
         for r in self.rows:
             plans = ", ".join(brief(p) for p in r.plans)
@@ -273,7 +284,7 @@ class Simulation:
         return "\n".join(lines)
 
     def plot(self, path: Path | str) -> None:
-        """Bars of the best time for each size, beside sequential, GEMM and transfers alone."""
+        """Draw, for each size, bars of the best time and of sequential, GEMMs and transfers alone."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -286,7 +297,7 @@ class Simulation:
             axes.bar([x + (i - 1.5) * 0.2 for x in range(len(values))], values, 0.19, label=label, color=colour)
         axes.set_xticks(range(len(self.rows)), [" x ".join(map(str, r.size)) for r in self.rows], fontsize=8)
         axes.set_ylabel("us")
-        axes.set_title(f"{self.what}, {self.topology.gpus} GPUs, {self.topology.name} (simulated)", fontsize=10)
+        axes.set_title(f"{self.workload}, {self.topology.gpus} GPUs, {self.topology.name} (simulated)", fontsize=10)
         axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=130)
@@ -294,44 +305,49 @@ class Simulation:
 
 def simulate(
     topology: Topology,
-    what: str,
+    workload: str,
     sizes: Iterable[tuple[int, int, int]],
     *,
     profile: Profile | Path | str | None = None,
     measured_on: Topology | None = None,
+    eight_bits: bool = False,
 ) -> Simulation:
     """Predict an op or a layer on a topology.
 
     Args:
-        topology: GPUs and links (`nvlink`, `pcie`, `cluster`, or levels of your own); the GPUs are the profile's model.
-        what: "mlp", "decoder" (its projections), or an op ("matmul_all_reduce", ..).
+        topology: GPUs and links (`nvlink`, `pcie`, `cluster`, or your own levels); the GPUs are the profile's model.
+        workload: "mlp", "decoder" (its projections), or an op ("matmul_all_reduce", ..).
         sizes: (tokens, hidden, intermediate) of the layer, or (M, N, K) of the op, before they are divided over the
             GPUs.
         profile: as in `weft.explain`. Default: this machine's.
-        measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or
-            PCIe 5.
+        measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or PCIe
+            5.
+        eight_bits: operands of GEMMs have 8 bits, sums and results 16. No profile has their rates: a GEMM is assumed to
+            be as fast as a 16-bit one of half K, whose rows have as many bytes. The Simulation says so.
 
     Returns:
         A Simulation.
 
     Raises:
         ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
-        TypeError: no Topology.
-        ValueError: an unknown op or layer, a size that is no triple of whole numbers from 1, a `measured_on` of another
+        TypeError: `topology` is not a Topology.
+        ValueError: the workload is unknown, a size is not three whole numbers from 1, or `measured_on` has another
             number of GPUs than the profile.
     """
     from .auto import profile_for
 
     if not isinstance(topology, Topology):
         raise TypeError(f"topology {topology!r} is no Topology: weft.planner.simulate.nvlink(8), say")
-    sizes = list(sizes)  # a generator's are gone once they were looked at
+    sizes = list(sizes)  # a generator can be read only once
     if any(not isinstance(s, Sequence) or len(s) != 3 or any(type(v) is not int or v < 1 for v in s) for s in sizes):
         raise ValueError(f"sizes {sizes}: each is three numbers from 1, whole ones")
-    found = profile_for(profile, None)
-    links = measured_on or links_of(found)
-    if links.gpus != found.machine.world:
-        raise ValueError(f"measured_on has {links.gpus} GPUs, and the profile of {found.machine.name} does not")
-    return simulate_from(Predictor(found), topology, what, sizes, links)
+    measured_profile = profile_for(profile, None)
+    links = measured_on or links_of(measured_profile)
+    if links.gpus != measured_profile.machine.world:
+        raise ValueError(
+            f"measured_on has {links.gpus} GPUs, and the profile of {measured_profile.machine.name} does not"
+        )
+    return simulate_from(Predictor(measured_profile), topology, workload, sizes, links, eight_bits)
 
 
 def links_of(profile: Profile) -> Topology:
@@ -344,29 +360,48 @@ def links_of(profile: Profile) -> Topology:
 
 
 def simulate_from(
-    here: Predictor, topology: Topology, what: str, sizes: Sequence[tuple[int, int, int]], measured_on: Topology
+    measured: Predictor,
+    topology: Topology,
+    workload: str,
+    sizes: Sequence[tuple[int, int, int]],
+    measured_on: Topology,
+    eight_bits: bool = False,
 ) -> Simulation:
-    """`simulate` from a predictor of the measured machine, for many topologies in turn."""
-    there = Elsewhere(here, topology, measured_on)
-    planner, rows = Planner(there), []
+    """Simulate with a predictor of the measured machine, which many topologies can share."""
+    predictor = ScaledPredictor(measured, topology, measured_on)
+    planner, rows = Planner(predictor), []
     for size in sizes:
         plans: list[Plan] = []
         us = sequential = gemm = comm = 0.0
-        for op, m, n, k in calls_of(what, size, topology.gpus):
+        for op, m, n, k in calls_of(workload, size, topology.gpus):
+            k = max(k // 16 * 8, 8) if eight_bits else k
             decision = planner.decide(op, m, n, k, "graph", m % topology.gpus == 0)
-            if decision.us is None or decision.sequential is None:
-                raise Lacks(f"{op} {m} x {n} x {k} cannot be predicted")
-            plans.append(decision.plan)
-            us, sequential = us + decision.us, sequential + decision.sequential
-            gemm += there.gemm(m, n, k)
+            best = _without_signals(decision) if eight_bits else decision
+            if best.us is None or decision.sequential is None:
+                raise NotMeasured(f"{op} {m} x {n} x {k} cannot be predicted")
+            plans.append(best.plan)
+            us, sequential = us + best.us, sequential + decision.sequential
+            gemm += predictor.gemm(m, n, k)
             comm += (
-                there.latency(collective(op), m * (k if collective(op) == "all_gather" else n) * ITEM)
-                if there.world > 1
+                predictor.latency(collective(op), m * (k if collective(op) == "all_gather" else n) * ITEM)
+                if predictor.world > 1
                 else 0
             )
-        if what in ("mlp", "decoder"):  # gate and up are read, their product written
-            activation = there.latency("local", size[0] * -(-size[2] // topology.gpus) * 3 * ITEM // 2)
+        if workload in ("mlp", "decoder"):  # gate and up are read, and their product is written
+            activation = predictor.latency("local", size[0] * -(-size[2] // topology.gpus) * 3 * ITEM // 2)
             us, sequential = us + activation, sequential + activation
         rows.append(Simulated(size, us, sequential, gemm, comm, tuple(plans)))
-    source = f"from the profile of {here.machine.name}, {here.profile.source}"
-    return Simulation(topology, what, source, tuple(rows))
+    source = f"from the profile of {measured.machine.name}, {measured.profile.source}"
+    if eight_bits:
+        source += "; 8-bit operands: GEMMs not measured, assumed as fast as 16-bit ones of half K"
+    return Simulation(topology, workload, source, tuple(rows))
+
+
+def _without_signals(decision: Decision) -> Decision:
+    """Return the decision among the plans that take 8-bit operands."""
+    if not isinstance(decision.plan, Signaled) or decision.sequential is None:
+        return decision
+    others = (o.plan for o in decision.options if not isinstance(o.plan, Signaled))
+    fastest = next(others, Sequential())  # options are sorted by time
+    us = next((o.us for o in decision.options if o.plan == fastest), decision.sequential)
+    return replace(decision, plan=fastest if decision.sequential > gain("graph") * us else Sequential())

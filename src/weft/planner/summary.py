@@ -1,5 +1,5 @@
-"""What a profile is good for, as `weft tune` ends with it: a decoder layer's operators on this machine, predicted, as a
-table and as a plot."""
+"""The last output of `weft tune`: what the profile predicts for the operators of a Llama-70B layer on this machine, as
+a table and as a plot."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..op import collective, op_around
 from ..plans import Plan
-from .parts import Lacks
+from .parts import NotMeasured
 from .predict import Predictor
 from .profile import Profile
 from .search import Planner, brief
 
 H, INNER_SIZE = 8192, 28672  # hidden and inner size of Llama-70B
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
-PREDICTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The predicted times in a CUDA graph of one operator, in us: by the library's GEMM and NCCL, and by the plan that
+    """Predicted us in a CUDA graph of one operator: sequential (the library's GEMM and NCCL), and by the plan that
     "auto" takes."""
 
     op: str
@@ -36,19 +37,19 @@ class Gain:
 
 
 def gains(profile: Profile) -> list[Gain]:
-    """Return what is predicted for Llama-70B's MLP, split over the profile's GPUs; without what was not measured."""
+    """Return the predictions for Llama-70B's MLP, split over the profile's GPUs, leaving out what was not measured."""
     planner, gpus = Planner(Predictor(profile)), profile.machine.world
-    found = []
-    for op in PREDICTED:
-        n, k = (2 * INNER_SIZE // gpus, H) if op == PREDICTED[0] else (H, INNER_SIZE // gpus)
+    gains = []
+    for op in map(op_around, COLLECTIVES):
+        n, k = (2 * INNER_SIZE // gpus, H) if collective(op) == "all_gather" else (H, INNER_SIZE // gpus)
         for tokens in TOKENS:
             try:
                 decision = planner.decide(op, tokens, n, k, "graph", tokens % gpus == 0)
-            except Lacks:
+            except NotMeasured:
                 continue
             if decision.us and decision.sequential:
-                found.append(Gain(op, tokens, decision.sequential, decision.us, decision.plan))
-    return found
+                gains.append(Gain(op, tokens, decision.sequential, decision.us, decision.plan))
+    return gains
 
 
 def table(profile: Profile) -> Table:
@@ -62,17 +63,16 @@ def table(profile: Profile) -> Table:
 
 
 def plot(profile: Profile, path: Path) -> None:
-    """Draw how many times as fast as cuBLAS and NCCL "auto" is predicted to be, over the number of tokens."""
+    """Draw the predicted speedup of "auto" over cuBLAS and NCCL, by the number of tokens."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.subplots()
     every = gains(profile)
-    for op in PREDICTED:
+    for op in dict.fromkeys(gain.op for gain in every):
         points = [(gain.tokens, gain.ratio) for gain in every if gain.op == op]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=op)
+        axes.plot(*zip(*points, strict=True), marker="o", label=op)
     axes.axhline(1.0, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(TOKENS, [f"{tokens:,}" for tokens in TOKENS])

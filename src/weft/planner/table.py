@@ -1,9 +1,9 @@
-"""Measured plans: what was best for which shape, per GPU model and per way of launching.
+"""The measured plans: the fastest one for each measured shape, by GPU model and way of launching.
 
-`tables/<gpu>.json` is made by `bench/pages/table.py` from the results of `bench/measure/run.py --tune`. A row names op,
-world, M, N, K (global sizes of the GEMM on one rank), mode ("graph": captured in a CUDA graph, "eager"), the plan that
-won and its speed relative to cuBLAS + NCCL: as the benchmark confirmed it, or as the tuning run had it less what such
-runs overstated elsewhere.
+`bench/pages/table.py` makes `tables/<gpu>.json` from the results of `bench/measure/run.py --tune`. A row has the op,
+world, M, N, K (of the GEMM on one rank, but M of all ranks), mode ("graph": captured in a CUDA graph, "eager"), the
+fastest plan and its speedup over cuBLAS + NCCL: the one that the benchmark confirmed, or that of the tuning run, less
+what such runs overstated elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..plans import Plan, Sequential
 if TYPE_CHECKING:
     from ..world import World
 
-GAIN = 1.02  # a plan that won by less is not worth its memory
+GAIN = 1.02  # a plan with a smaller speedup is not worth its memory
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Measured:
 
 @functools.cache
 def load(gpu: str) -> tuple[Measured, ...]:
-    """The rows of one GPU model; empty for a model nobody measured."""
+    """Return the rows of one GPU model; empty if it was not measured."""
     path = resources.files(__package__) / "tables" / f"{gpu}.json"
     if not path.is_file():
         return ()
@@ -52,14 +52,14 @@ def load(gpu: str) -> tuple[Measured, ...]:
 
 
 def gpu_of(world: World) -> str:
-    """The GPU model by whose plans this World runs: its own; for ranks that share a GPU of which no plans were
-    measured, a model of which some were."""
+    """Return the GPU model whose plans this World runs: its own, or, for ranks that share a GPU without measured plans,
+    a model that has some."""
     gpu = gpu_model(world.device)
     return gpu if load(gpu) or not world.backend.shares_gpu else next(iter(models()), gpu)
 
 
 def models() -> list[str]:
-    """The GPU models of which plans were measured."""
+    """Return the GPU models that have measured plans."""
     files = (resources.files(__package__) / "tables").iterdir()
     return sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json"))
 
@@ -68,8 +68,8 @@ _learned: list[Measured] = []
 
 
 def learn(rows: list[Measured]) -> None:
-    """Rows measured in this process; they stand before the shipped ones of the same shape. Every rank must learn the
-    same."""
+    """Add rows measured in this process; they take precedence over the shipped ones of the same shape. Every rank must
+    learn the same rows."""
     _learned[:0] = rows
     Op.knowledge += 1
     exact.cache_clear()
@@ -77,7 +77,7 @@ def learn(rows: list[Measured]) -> None:
 
 @functools.cache
 def gpu_model(device: torch.device) -> str:
-    """ "nvidia-h200" and the like; "none" without a GPU."""
+    """Return the GPU model, such as "nvidia-h200"; "none" without a GPU."""
     if device.type != "cuda":
         return "none"
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
@@ -85,8 +85,8 @@ def gpu_model(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def exact(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Plan | None:
-    """The plan of the row of exactly this shape, Sequential where nothing won there; None without such a row. An op
-    that was measured in graphs alone is one launch in place of several, which the host is no slower with."""
+    """Return the plan of the row of exactly this shape, Sequential if nothing won there, None without a row. The rows
+    of an op that was only measured in graphs also count for eager calls: its plan is one launch in place of several."""
     rows = [r for r in (*_learned, *load(gpu)) if r.op == op]
     modes = (mode, *({"graph"} if all(r.mode == "graph" for r in rows) else ()))
     for r in rows:

@@ -1,9 +1,9 @@
-"""How long a call takes on the GPU.
+"""Times of calls on the GPU.
 
-`chooser.span` is what every timing in weft rests on: two events around work, on one stream. What runs between them
-differs, and so does what is measured. `CudaTimer` replays one call back to back from a graph, with all ranks at once,
-for the profile. bench/common/timing.py and the demo time several functions in turns, so that a GPU that gets hot slows
-all of them alike. The self-check (auto.py) times a GEMM on one GPU, without other ranks and in 20 ms.
+Every timing in weft rests on `chooser.span`: two events around work on one stream. `CudaTimer`, for the profile,
+replays one call back to back from a graph, with all ranks at once. bench/common/timing.py and the demo time several
+functions in alternation, so that a GPU that heats up slows all of them. The self-check (auto.py) times a GEMM on one
+GPU, without other ranks, in 20 ms.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from ..backends.base import Stream
 from ..chooser import CYCLES, Events, length, span
 from ..world import World
 
-GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to BATCH
-BATCH, REPLAYS, MOST_REPLAYS = 20, 4, 16  # of short things up to MOST_REPLAYS replays
+GRAPH_US = 3000.0  # us of a captured graph, at most BATCH calls
+BATCH, REPLAYS, MOST_REPLAYS = 20, 4, 16  # graphs shorter than GRAPH_US are replayed up to MOST_REPLAYS times
 AHEAD = 200 * CYCLES  # longer than the host takes to launch a replay
 
-Timed = Callable[[int], Events]  # of so many calls
+Timed = Callable[[int], Events]  # submits so many calls and returns the events around them
 R = TypeVar("R")
 
 
-def exchanged(world: World, what: str, value: R) -> list[R]:
-    """Every rank's value. Raises RuntimeError where a rank is elsewhere, because something failed there."""
-    theirs = world.exchange((what, value))
-    if any(t[0] != what for t in theirs):
+def exchanged(world: World, step: str, value: R) -> list[R]:
+    """Return every rank's value. Raises RuntimeError if another rank is at another step, because something failed
+    there."""
+    values = world.exchange((step, value))
+    if any(t[0] != step for t in values):
         raise RuntimeError("another rank failed")
-    return [t[1] for t in theirs]
+    return [t[1] for t in values]
 
 
 class Timer(Protocol):
-    """How long things take, in us; the slowest rank's. Collective."""
+    """Times in us, those of the slowest rank. Collective."""
 
     def graph(self, fn: Callable[[], object]) -> float:
-        """A call of fn, captured and replayed back to back."""
+        """Return the time of a call of fn, captured and replayed back to back."""
 
     def eager(self, fn: Callable[[], object]) -> float:
-        """A call of fn, launched back to back."""
+        """Return the time of a call of fn, launched back to back."""
 
-    def together(self, fn: Callable[[], object], other: Callable[[Stream], object]) -> tuple[float, float]:
-        """How many times as long fn takes while other(stream) runs, and the reverse."""
+    def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
+        """Return the time of fn while transfer(stream) runs, over its time alone, and the same for the transfer."""
 
 
 class CudaTimer:
@@ -57,14 +58,14 @@ class CudaTimer:
     def _slowest(self, us: float) -> float:
         return max(exchanged(self.world, "time", us))
 
-    def _meet(self) -> None:
-        """All ranks' streams go on from here together."""
+    def _rendezvous(self) -> None:
+        """Let all ranks' streams continue together from here."""
         self.world.all_reduce(self.word, self.world.current_stream())
 
     def _once(self, fn: Callable[[], object]) -> float:
-        """us of a call, roughly, after one to warm up."""
+        """Return the rough us of a call, after one to warm up."""
         fn()
-        self._meet()
+        self._rendezvous()
         two = span(lambda: (fn(), fn()))
         two[1].synchronize()
         return self._slowest(length(two) / 2)
@@ -82,8 +83,10 @@ class CudaTimer:
             graph.replay()
             spans = []
             for _ in range(replays):
-                torch.cuda._sleep(AHEAD)  # else the host's launch counts, which takes longer than what is short
-                self._meet()
+                torch.cuda._sleep(
+                    AHEAD
+                )  # without it, the launch on the host would count, which is longer than a short graph
+                self._rendezvous()
                 spans.append(span(graph.replay))
             torch.cuda.synchronize()
             return self._slowest(statistics.median(map(length, spans)) / calls)
@@ -93,58 +96,63 @@ class CudaTimer:
             self._once(fn)
             spans = []
             for _ in range(REPLAYS):
-                self._meet()
+                self._rendezvous()
                 spans.append(span(lambda: [fn() for _ in range(BATCH)]))
                 torch.cuda.synchronize()
             return self._slowest(statistics.median(map(length, spans)) / BATCH)
 
-    def together(self, fn: Callable[[], object], other: Callable[[Stream], object]) -> tuple[float, float]:
-        """The one whose slow-down is asked for runs a third as long as the other, in its middle."""
+    def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
+        """The measured one runs a third as long as the other, in the middle of its time."""
         with torch.cuda.stream(self.stream):
             side = self.world.side_stream("tune")
 
             def on_side(count: int) -> Events:
-                def beside() -> None:
+                def run_transfers() -> None:
                     for _ in range(count):
-                        other(side)
+                        transfer(side)
 
-                return span(beside, side)
+                return span(run_transfers, side)
 
             def on_main(count: int) -> Events:
                 return span(lambda: [fn() for _ in range(count)])
 
             def alone(run: Timed, count: int) -> float:
-                took = []
+                times = []
                 for _ in range(3):
-                    self._meet()
+                    self._rendezvous()
                     side.wait_stream(self.stream)
                     timed = run(count)
                     torch.cuda.synchronize()
-                    took.append(length(timed))
-                return self._slowest(statistics.median(took))
+                    times.append(length(timed))
+                return self._slowest(statistics.median(times))
 
             def within(
-                long: Timed, many: int, short: Timed, few: int, first: torch.cuda.Stream, then: torch.cuda.Stream
+                long: Timed,
+                long_calls: int,
+                short: Timed,
+                short_calls: int,
+                long_stream: torch.cuda.Stream,
+                short_stream: torch.cuda.Stream,
             ) -> float:
-                took = []
+                times = []
                 for _ in range(3):
-                    self._meet()
+                    self._rendezvous()
                     side.wait_stream(self.stream)
-                    long(max(many // 4, 1))
-                    then.wait_stream(first)
-                    long(many)
-                    timed = short(few)
+                    long(max(long_calls // 4, 1))
+                    short_stream.wait_stream(long_stream)
+                    long(long_calls)
+                    timed = short(short_calls)
                     torch.cuda.synchronize()
-                    took.append(length(timed))
-                return self._slowest(statistics.median(took))
+                    times.append(length(timed))
+                return self._slowest(statistics.median(times))
 
             on_side(1)
             on_main(1)
             torch.cuda.synchronize()
             a, b = alone(on_main, 2) / 2, alone(on_side, 2) / 2
-            few_a, few_b = (max(2, int(2000 / us)) for us in (a, b))
-            many_a, many_b = (max(2, int(8000 / us)) for us in (a, b))
-            a, b = alone(on_main, few_a), alone(on_side, few_b)
-            slow_a = within(on_side, many_b, on_main, few_a, side, self.stream) / a
-            slow_b = within(on_main, many_a, on_side, few_b, self.stream, side) / b
+            short_a, short_b = (max(2, int(2000 / us)) for us in (a, b))
+            long_a, long_b = (max(2, int(8000 / us)) for us in (a, b))
+            a, b = alone(on_main, short_a), alone(on_side, short_b)
+            slow_a = within(on_side, long_b, on_main, short_a, side, self.stream) / a
+            slow_b = within(on_main, long_a, on_side, short_b, self.stream, side) / b
             return max(slow_a, 1.0), max(slow_b, 1.0)

@@ -1,17 +1,16 @@
-"""`weft tune`: measures what the planner computes with, and keeps it (`planner/profile.py`).
+"""`weft tune`: take the measurements of a profile and keep them (`planner/profile.py`).
 
-A list of probes, the most important first, each of which gives one or a few measurements. Before each probe the ranks
-agree that there is time left; after it the first rank adds what was measured to the file. A probe whose measurements
-the file has already is left out, so a run that was stopped is continued by the next. A probe that fails is said and
-left out.
+The probes are a list, the most important first; each returns one or a few measurements. Before each probe the ranks
+check together that there is time left; after it rank 0 adds the measurements to the file. A probe whose measurements
+are in the file is skipped, so a run that was stopped is continued by the next. A probe that fails is reported and
+skipped.
 
-What is timed is captured in a CUDA graph and replayed back to back, because that is how the ops are meant to run and
-because a GPU that idles between probes would be measured at clocks that it does not keep; the median over replays
-counts, then the slowest rank.
+Calls are captured in a CUDA graph and replayed back to back: ops are meant to run in graphs, and a GPU that idles
+between probes would run at clocks that it does not keep. The median over replays counts, then the slowest rank.
 
     weft tune                                                     on all GPUs of this machine
     torchrun --nnodes 2 ... -m weft.planner.tune                  the link between nodes, once each node has a profile
-    torchrun --nproc-per-node 8 -m weft.planner.tune --out FILE   the same in a source tree, with torch and triton alone
+    torchrun --nproc-per-node 8 -m weft.planner.tune --out FILE   in a source tree, with torch and triton alone
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from .profile import (
 )
 from .timing import CudaTimer, exchanged
 
-SAVE_EVERY = 3.0  # seconds
+SAVE_EVERY = 3.0  # seconds between two writes of the file
 
 
 def probes_of(b: Bench) -> Iterator[Probe]:
-    """All of them, the most important first; of ranks on several nodes those of the link between."""
+    """Yield all probes, the most important first; for ranks on several nodes those of the link between nodes."""
     coarse, rest = b.sizes.nbytes
     if b.world.nodes_reason is not None:
         yield from moves.sends(b, (*coarse, *rest))
@@ -59,36 +58,36 @@ def probes_of(b: Bench) -> Iterator[Probe]:
         yield Probe("the host's launches", (Latency("launch", 0, 0, 1.0),), lambda: launch(b))
     if b.copies:
         yield b.latency("barrier", 0, lambda: b.world.barrier())
-    for what in ("all_gather", "reduce_scatter", "all_reduce"):
-        yield from (moves.collective(b, what, 0, size) for size in coarse)
+    for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+        yield from (moves.collective(b, operation, 0, size) for size in coarse)
     yield from moves.copies(b, coarse)
     yield from (gemms.gemm(b, *size) for size in b.sizes.gemms[0])
     for wave in b.sizes.tiles:
         yield from (gemms.wave(b, wave, *size) for size in b.sizes.waves)
-    yield from moves.beside(b, "copy", 0) if b.copies else ()
+    yield from moves.concurrent_probes(b, "copy", 0) if b.copies else ()
     yield from calls.calls(b, 0)
-    yield from calls.few_rows(b) if b.copies else ()
+    yield from calls.low_latency_calls(b) if b.copies else ()
     for ctas in b.sizes.ctas[:2]:
-        for what in AFTER:
-            yield from (moves.collective(b, what, ctas, size) for size in coarse)
-            yield from moves.beside(b, what, ctas)
+        for operation in AFTER:
+            yield from (moves.collective(b, operation, ctas, size) for size in coarse)
+            yield from moves.concurrent_probes(b, operation, ctas)
     yield from calls.signaled_calls(b, 0)
     yield from calls.eager_calls(b)
-    for what in ("all_reduce", "all_gather", "reduce_scatter"):
-        yield from moves.beside(b, what, 0)
+    for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+        yield from moves.concurrent_probes(b, operation, 0)
     yield from (gemms.gemm(b, *size) for size in b.sizes.gemms[1])
-    for what in ("all_gather", "reduce_scatter", "all_reduce"):
-        yield from (moves.collective(b, what, 0, size) for size in rest)
+    for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+        yield from (moves.collective(b, operation, 0, size) for size in rest)
     yield from moves.copies(b, rest)
     yield from (moves.collective(b, "all_to_all", 0, size) for size in (*coarse, *rest))
     for ctas in b.sizes.ctas:
-        for what in AFTER:
-            yield from (moves.collective(b, what, ctas, size) for size in (*coarse, *rest))
-            yield from moves.beside(b, what, ctas)
+        for operation in AFTER:
+            yield from (moves.collective(b, operation, ctas, size) for size in (*coarse, *rest))
+            yield from moves.concurrent_probes(b, operation, ctas)
     yield from calls.calls(b, 1)
     yield from calls.signaled_calls(b, 1)
     if b.world.device.type == "cuda":
-        yield moves.takes(b)
+        yield moves.ctas_probe(b)
 
 
 # -- one number each
@@ -103,99 +102,107 @@ def check(b: Bench) -> list[Measurement]:
 
 
 # -- running them ----------------------------------------------------------------------------------------------------
-Say = Callable[[int, int, str], None]  # probes done, of how many, and what is next
+Say = Callable[[int, int, str], None]  # called with the probes done, their total, and the name of the next one
 
 
 def measure(
-    world: World, profile: Profile, seconds: float, probes: Sequence[Probe], save: Callable[[Profile], None], say: Say
+    world: World,
+    profile: Profile,
+    seconds: float,
+    probes: Sequence[Probe],
+    save: Callable[[Profile], None],
+    report: Say,
 ) -> Profile:
-    """Collective. `profile` with what the probes measured in about `seconds`; saved on the first rank every few
-    seconds. Raises Timeout where a rank is gone."""
-    start = saved = time.monotonic()
-    have = {identity(row) for row in profile.rows()}
-    todo = []
-    for probe in probes:  # the list names some twice, at two ranks of importance
-        wanted = {identity(row) for row in probe.gives}
-        if not wanted <= have:
-            todo.append(probe)
-        have |= wanted
-    for i, probe in enumerate(todo):
+    """Return `profile` with what the probes measured in about `seconds`. Rank 0 saves it every few seconds. Collective.
+    Raises Timeout if a rank is gone."""
+    start = saved_at = time.monotonic()
+    measured = {identity(row) for row in profile.rows()}
+    remaining = []
+    for probe in probes:  # some probes appear twice in the list, for two sets of sizes
+        wanted = {identity(row) for row in probe.rows}
+        if not wanted <= measured:
+            remaining.append(probe)
+        measured |= wanted
+    for i, probe in enumerate(remaining):
         if max(world.exchange(time.monotonic() - start)) > seconds:
             break
         if world.rank == 0:
-            say(i, len(todo), probe.what)
+            report(i, len(remaining), probe.name)
         rows: Sequence[Measurement] = ()
-        said = ""
+        problem = ""
         try:
             rows = probe.run()
-        except Timeout:  # a rank is gone, or its GPU hangs: nothing more can be measured
+        except Timeout:  # a rank is gone, or its GPU hangs, so nothing else can be measured
             raise
         except Exception as e:
-            said = f"{probe.what}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+            problem = f"{probe.name}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
         failed: list[str] | None = None
-        while failed is None:  # until all are here: ranks that met this one elsewhere fail too, and come
+        while failed is None:  # ranks that were in another exchange raise RuntimeError there, and then join this one
             try:
-                failed = [s for s in exchanged(world, "probe", said) if s]
+                failed = [s for s in exchanged(world, "probe", problem) if s]
             except Timeout:
                 raise
             except RuntimeError as e:
-                said = said or f"{probe.what}: {e}"
+                problem = problem or f"{probe.name}: {e}"
         if failed:
             if world.rank == 0:
-                say(i, len(todo), f"left out: {failed[0]}")
+                report(i, len(remaining), f"left out: {failed[0]}")
             continue
         profile += rows
-        if world.rank == 0 and time.monotonic() - saved > SAVE_EVERY:
+        if world.rank == 0 and time.monotonic() - saved_at > SAVE_EVERY:
             save(profile)
-            saved = time.monotonic()
+            saved_at = time.monotonic()
     if world.rank == 0:
         save(profile)
     return profile
 
 
 def start_of(machine: Hardware, path: Path, again: bool = False) -> Profile:
-    """What the file holds of this machine, of the day it was begun; without one, or again, an empty profile of today.
-    Raises ProfileError for a file of something else."""
+    """Return the profile in the file, with its date; an empty profile of today if there is no file, or with `again`.
+    Raises ProfileError if the file is not a profile of this machine."""
     empty = Profile(machine, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "weft tune")
     if again or not exists(path):
         return empty
-    found = read(path)
-    other = machine.differences(found.machine)
-    if other:
+    profile = read(path)
+    differences = machine.differences(profile.machine)
+    if differences:
         raise ProfileError(
-            f"{path} is of another machine ({', '.join(other)}): move it away, name another file, or "
+            f"{path} is of another machine ({', '.join(differences)}): move it away, name another file, or "
             "`weft tune --again`"
         )
-    return found
+    return profile
 
 
-def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = False) -> tuple[str, int, int]:
-    """Collective. Measure this machine into `out`, or where weft looks for it; again: all of it, in place of what the
-    file has. Over several nodes alike: only the link between nodes, into the profile of one of them. Returns the file,
-    and how many of the measurements it has, of how many. Raises ProfileError for a file that it cannot go on with, for
-    other nodes, and for ranks that share a GPU."""
+def run(world: World, seconds: float, out: Path | None, report: Say, again: bool = False) -> tuple[str, int, int]:
+    """Measure this machine into `out`, or the file in which weft looks for its profile. again: measure everything, and
+    replace the file. On several equal nodes only the link between nodes is measured, into the profile of one of them.
+    Collective.
+
+    Returns the file, how many measurements it has, and how many there are in all. Raises ProfileError for a file that
+    cannot be continued, for nodes that differ, and for ranks that share a GPU.
+    """
     if world.nodes_reason and world.levels_reason:
         raise ProfileError(
-            f"a profile is of one node's GPUs, or of nodes alike, and of this World {world.levels_reason}"
+            f"a profile is of one node's GPUs, or of equal nodes, and of this World {world.levels_reason}"
         )
     if world.backend.shares_gpu:
-        raise ProfileError("ranks share a GPU, where no time says anything")
+        raise ProfileError("ranks share a GPU, so times mean nothing")
     machine = this_machine(world.device, world.nodes.count(world.node))
     path = out or cache_path(machine)
     if path is None:
         raise ProfileError("platformdirs is not installed, so name a file with --out")
-    found: Profile | str = ""
+    shared: Profile | str = ""
     if world.rank == 0:
         try:
-            found = start_of(machine, path, again)
+            shared = start_of(machine, path, again)
         except ProfileError as e:
-            found = str(e)
-    profile = world.exchange(found)[0]
+            shared = str(e)
+    profile = world.exchange(shared)[0]
     if isinstance(profile, str):
         raise ProfileError(profile)
     probes = list(probes_of(Bench(world, CudaTimer(world))))
-    profile = measure(world, profile, seconds, probes, lambda p: write(p, path), say)
-    wanted = {identity(row) for p in probes for row in p.gives}
+    profile = measure(world, profile, seconds, probes, lambda p: write(p, path), report)
+    wanted = {identity(row) for p in probes for row in p.rows}
     return str(path), len(wanted & {identity(row) for row in profile.rows()}), len(wanted)
 
 
@@ -209,14 +216,14 @@ def main() -> None:
     a = p.parse_args()
     world, last = init(), [0.0]
 
-    def say(done: int, total: int, what: str) -> None:
-        if what.startswith("left out") or time.monotonic() - last[0] > 5:
+    def report(done: int, total: int, operation: str) -> None:
+        if operation.startswith("left out") or time.monotonic() - last[0] > 5:
             last[0] = time.monotonic()
-            print(f"{done}/{total} {what}", flush=True)
+            print(f"{done}/{total} {operation}", flush=True)
 
-    path, have, wanted = run(world, a.seconds, a.out, say, a.again)
+    path, measured, wanted = run(world, a.seconds, a.out, report, a.again)
     if world.rank == 0:
-        print(f"{path}: {have} of {wanted} measurements", flush=True)
+        print(f"{path}: {measured} of {wanted} measurements", flush=True)
     torch.distributed.destroy_process_group()
 
 

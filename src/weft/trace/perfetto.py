@@ -1,6 +1,6 @@
 """Spans as Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-A rank is a process, a track is a thread of it, a wait carries an arrow from the track whose notify ended it.
+A rank is a process, a track is a thread of it, and an arrow leads to each wait from the track whose notify ended it.
 """
 
 from __future__ import annotations
@@ -13,32 +13,39 @@ from typing import Any
 from .span import Span
 from .tracks import lanes
 
-Event = dict[str, Any]  # as the JSON has it
+TraceEvent = dict[str, Any]  # as the JSON has it
 
 
-def events(spans: Sequence[Span]) -> list[Event]:
-    """Trace events, times in microseconds (the emulator's kB count as microseconds)."""
+def events(spans: Sequence[Span]) -> list[TraceEvent]:
+    """Trace events with times in microseconds (the emulator's unit, one kB, counts as a microsecond)."""
     thread = {lane: number for number, lane in enumerate(lanes(spans))}
-    out: list[Event] = []
+    out: list[TraceEvent] = []
     for rank in sorted({rank for rank, _ in thread}):
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
     for (rank, track), number in thread.items():
-        at = {"pid": rank, "tid": number}
-        out.append({"ph": "M", "name": "thread_name", **at, "args": {"name": track}})
-        out.append({"ph": "M", "name": "thread_sort_index", **at, "args": {"sort_index": number}})
+        thread_ids = {"pid": rank, "tid": number}
+        out.append({"ph": "M", "name": "thread_name", **thread_ids, "args": {"name": track}})
+        out.append({"ph": "M", "name": "thread_sort_index", **thread_ids, "args": {"sort_index": number}})
     for number, span in enumerate(spans):
-        at = {"pid": span.rank, "tid": thread[span.rank, span.track]}
+        thread_ids = {"pid": span.rank, "tid": thread[span.rank, span.track]}
         args = {"detail": span.detail} if span.detail else {}
         if span.releaser:
             args["ended by"] = f"rank {span.releaser[0]} {span.releaser[1]}"
         out.append(
-            {"ph": "X", "name": span.name, "cat": span.kind, **at, "ts": span.start, "dur": span.end - span.start}
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.kind,
+                **thread_ids,
+                "ts": span.start,
+                "dur": span.end - span.start,
+            }
             | ({"args": args} if args else {})
         )
         if span.releaser in thread:
             flow = {"name": "release", "cat": "release", "id": number, "ts": span.end}
             out.append({"ph": "s", **flow, "pid": span.releaser[0], "tid": thread[span.releaser]})
-            out.append({"ph": "f", "bp": "e", **flow, **at})
+            out.append({"ph": "f", "bp": "e", **flow, **thread_ids})
     return out
 
 

@@ -1,8 +1,8 @@
-"""Spans as a picture: a lane for every track of every rank, and who waited for whom.
+"""Spans as a picture: a lane for every track of every rank, and which rank waited for which.
 
 Work is filled in the colour of its kind. A wait is a pale bar in the colour of the rank whose notify ended it, with a
-line from that notify's lane; the matrix on the right adds the waits up. Several runs lie under each other on one axis,
-each from its own start, and every later one says how much sooner it ended than the first.
+line from that notify's lane; the matrix on the right sums the waits. Several runs are drawn below each other on one
+axis, each from its own start, and each after the first is labelled with the time that it ended sooner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tracks import lanes
 
 Lane = tuple[int, str]
 
-# Okabe and Ito's colours, for ranks Paul Tol's: the colour-blind tell them apart, those of four ranks also when pale.
+# Okabe and Ito's colours, and Paul Tol's for ranks, which the colour-blind can distinguish; four ranks' also when pale.
 WORK = {
     "compute": "#0072b2",
     "local": "#56b4e9",
@@ -41,11 +41,11 @@ MEANING = {"local": "element-wise", "gather": "all-gather", "call": "library cal
 RANKS = ("#cc6677", "#88ccee", "#332288", "#ddcc77", "#117733", "#aa4499", "#999933", "#882255")
 INK, PALE, GROUND = "#222222", "#6b7078", "#f4f5f7"
 SAVED, LOST = "#00694c", "#a04000"
-WIDTH, DPI = 10, 180  # inches: read at the 900 pixels of a page, the smallest letters are 8 pixels high
+WIDTH, DPI = 10, 180  # inches, dots per inch: at a page's 900 pixels the smallest letters are 8 pixels high
 LITTLE, NORMAL, LARGE = 7, 8, 9.5  # points
-NAMELESS, ROOM = 0.003, 0.05  # part of the axis, below which no bar is named; inches around a name
+NAMELESS, ROOM = 0.003, 0.05  # bars shorter than this part of the axis have no name; inches around a name
 FAINT = 0.5  # opacity of a wait
-_ARROWS = 60  # as many of the longest waits get a line; more would hide the bars
+_ARROWS = 60  # the number of longest waits that have a line; more lines would hide the bars
 _BETWEEN = 0.9  # lanes left free between two ranks, for the names of short bars
 
 
@@ -54,7 +54,7 @@ def _colour(rank: int) -> str:
 
 
 def from_start(spans: Sequence[Span]) -> list[Span]:
-    """The same spans, the first of which starts at 0."""
+    """The same spans, shifted so that the first starts at 0."""
     start = min(s.start for s in spans)
     return [replace(s, start=s.start - start, end=s.end - start) for s in spans]
 
@@ -62,7 +62,7 @@ def from_start(spans: Sequence[Span]) -> list[Span]:
 def stacked(spans: Sequence[Span]) -> list[Span]:
     """The same spans with kernels that follow one another on a rank in the same lanes: `program:3` for every program 3.
 
-    A kernel that runs beside another one keeps lanes of its own.
+    A kernel that runs at the same time as another one keeps its own lanes.
     """
     extent: dict[tuple[int, str], tuple[float, float]] = {}
     for s in spans:
@@ -78,19 +78,20 @@ def stacked(spans: Sequence[Span]) -> list[Span]:
         busy.setdefault((rank, lane), []).append((lo, hi))
         place[rank, track] = lane
 
-    def moved(at: tuple[int, str]) -> tuple[int, str]:
-        return at[0], place.get(at, at[1])
+    def moved(lane_of_releaser: tuple[int, str]) -> tuple[int, str]:
+        return lane_of_releaser[0], place.get(lane_of_releaser, lane_of_releaser[1])
 
     return [replace(s, track=place[s.rank, s.track], releaser=moved(s.releaser) if s.releaser else None) for s in spans]
 
 
 def draw(panels: Mapping[str, Sequence[Span]], path: Path, *, unit: str, heading: str = "") -> None:
-    """One timeline a panel, under its title, all to the same scale; `unit` names the unit of the spans' times."""
+    """Save one timeline per panel, under its title, all to the same scale; `unit` names the unit of the spans'
+    times."""
     render(panels, unit=unit, heading=heading).savefig(path)
 
 
 def render(panels: Mapping[str, Sequence[Span]], *, unit: str, heading: str = "") -> Figure:
-    """What `draw` saves."""
+    """The figure that `draw` saves."""
     runs = {title: from_start(stacked(spans)) for title, spans in panels.items() if spans}
     shown = [s for spans in runs.values() for s in spans]
     rows, ends = [_rows(spans) for spans in runs.values()], [max(s.end for s in spans) for spans in runs.values()]
@@ -113,7 +114,7 @@ def render(panels: Mapping[str, Sequence[Span]], *, unit: str, heading: str = ""
     if heading:
         figure.suptitle(heading, x=0.008, ha="left", fontsize=NORMAL, color=INK)
     _legend(figure, shown)
-    figure.draw_without_rendering()  # from here on it is known how much room a name has
+    figure.draw_without_rendering()  # computes the layout, which says how wide a name may be
     for axes, spans, row, limit in zip(timelines, runs.values(), rows, [reach, *ends[1:]], strict=False):
         _name_bars(axes, spans, row, limit)
     return figure
@@ -131,7 +132,7 @@ def _page(rows: Sequence[dict[Lane, float]], matrix: bool) -> tuple[Figure, Grid
 
 
 def _rows(spans: Sequence[Span]) -> dict[Lane, float]:
-    """Where each lane lies, counted in lanes from the top."""
+    """The vertical position of each lane, counted in lanes from the top."""
     place, y, before = {}, 0.0, None
     for lane in lanes(spans):
         if before is not None and lane[0] != before:
@@ -142,7 +143,7 @@ def _rows(spans: Sequence[Span]) -> dict[Lane, float]:
 
 
 def _family(track: str) -> tuple[str, str]:
-    """What a lane and others like it are called, and its number among them: "gemm (pull):3" is ("pull", "3")."""
+    """The name that a lane shares with others like it, and its number among them: "gemm (pull):3" is ("pull", "3")."""
     family, _, rest = track.rpartition(":")
     if family == "stream":
         return f"{rest} stream", ""
@@ -153,17 +154,17 @@ def _family(track: str) -> tuple[str, str]:
 
 def _labels(row: dict[Lane, float]) -> list[tuple[float, str]]:
     """One label for all lanes of a family on a rank, at their middle."""
-    found = []
+    labels = []
     for (_, family), group in groupby(row, key=lambda lane: (lane[0], _family(lane[1])[0])):
         members = list(group)
         numbers = [_family(track)[1] for _, track in members]
         which = numbers[0] if len(set(numbers)) == 1 else f"{numbers[0]}\N{EN DASH}{numbers[-1]}"
-        found.append(((row[members[0]] + row[members[-1]]) / 2, f"{family} {which}".strip()))
-    return found
+        labels.append(((row[members[0]] + row[members[-1]]) / 2, f"{family} {which}".strip()))
+    return labels
 
 
 def _margin(figure: Figure, rows: Sequence[dict[Lane, float]]) -> float:
-    """Points left of the lanes that their labels take."""
+    """The width in points, left of the lanes, that their labels need."""
     labels = {text for row in rows for _, text in _labels(row)}
     texts = (Text(0, 0, label, fontsize=LITTLE, figure=figure) for label in labels)
     return max((text.get_window_extent().width * 72 / DPI for text in texts), default=0.0) + 12
@@ -225,17 +226,17 @@ def _arrows(axes: Axes, spans: Sequence[Span], row: dict[Lane, float]) -> None:
     axes.scatter([x for x, _ in tips], [y for _, y in tips], s=7, c=colours, linewidths=0, zorder=4)
 
 
-def _compare(axes: Axes, end: float, first: float, unit: str) -> None:
-    """Mark the time between this run's end and the first one's: how much sooner, or later, it ended."""
-    sooner = end <= first
+def _compare(axes: Axes, end: float, first_end: float, unit: str) -> None:
+    """Mark the time between the end of this run and of the first: how much sooner, or later, this one ended."""
+    sooner = end <= first_end
     colour = SAVED if sooner else LOST
-    axes.axvspan(end, first, color=to_rgba(colour, 0.15), lw=0, zorder=1)
+    axes.axvspan(end, first_end, color=to_rgba(colour, 0.15), lw=0, zorder=1)
     ends = dict(arrowstyle="<->", color=colour, shrinkA=0, shrinkB=0)
-    axes.annotate("", (end, -0.95), (first, -0.95), arrowprops=ends)
-    said = f"{abs(first - end):.0f} {unit} {'saved' if sooner else 'lost'} ({abs(1 - end / first):.0%})"
+    axes.annotate("", (end, -0.95), (first_end, -0.95), arrowprops=ends)
+    label = f"{abs(first_end - end):.0f} {unit} {'saved' if sooner else 'lost'} ({abs(1 - end / first_end):.0%})"
     axes.annotate(
-        said,
-        (max(first, end), 1),
+        label,
+        (max(first_end, end), 1),
         (0, 4),
         axes.get_xaxis_transform(),
         "offset points",
@@ -247,8 +248,8 @@ def _compare(axes: Axes, end: float, first: float, unit: str) -> None:
 
 
 def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit: float) -> None:
-    """Name runs of bars where there is room, up to `limit`: at the bars, or over a rank's uppermost lane. One program
-    of a kernel is named."""
+    """Name runs of bars where there is room, up to `limit`: at the bars, or above a rank's uppermost lane. Only one
+    program of a kernel is named."""
     (zero, _), (one, _) = axes.transData.transform([(0, 0), (1, 0)])
     uppermost = {rank: min(y for (r, _), y in row.items() if r == rank) for rank, _ in row}
     named: set[tuple[int, str, str]] = set()
@@ -269,8 +270,11 @@ def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit:
                     middle = (bar.start + bar.end) / 2
                     text.set_color(_on(WORK.get(bar.kind, PALE)))
                     named |= {(rank, family, bar.name)} if program else set()
-                elif not program and (beside := _beside(wide, run[0].start, end, before, after)) is not None:
-                    middle = beside
+                elif (
+                    not program
+                    and (outside := _middle_outside_bars(wide, run[0].start, end, before, after)) is not None
+                ):
+                    middle = outside
                     end = max(end, middle + wide / 2)
                 elif y == uppermost[rank] and over <= middle - wide / 2 and middle + wide / 2 <= limit:
                     text.set_y(y - 0.75)
@@ -281,19 +285,20 @@ def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit:
             before = end
 
 
-def _beside(wide: float, start: float, end: float, before: float, after: float) -> float | None:
-    """The middle of a name behind bars from `start` to `end` in a lane that is free until `after`, else before them if
-    it is free from `before` on."""
+def _middle_outside_bars(wide: float, start: float, end: float, before: float, after: float) -> float | None:
+    """The middle of a name after bars from `start` to `end` in a lane that is free until `after`, else before them if
+    it is free from `before` on; None where there is no room."""
     if wide <= after - end:
         return end + wide / 2
     return start - wide / 2 if wide <= start - before else None
 
 
 def _runs(bars: Iterable[Span]) -> list[list[Span]]:
-    """A lane's bars by name, as they follow one another, with the waits before the first and behind each."""
+    """A lane's bars in groups of equal names that follow one another, with the waits before the first and after
+    each."""
     runs: list[list[Span]] = []
     for s in bars:
-        names = {other.name for other in runs[-1] if other.kind != "wait"} if runs else {""}
+        names = {bar.name for bar in runs[-1] if bar.kind != "wait"} if runs else {""}
         if runs and (s.kind == "wait" or names <= {s.name}):
             runs[-1].append(s)
         else:
@@ -302,7 +307,7 @@ def _runs(bars: Iterable[Span]) -> list[list[Span]]:
 
 
 def _on(colour: str) -> str:
-    """What can be read on this colour."""
+    """A text colour that can be read on this colour."""
     red, green, blue = to_rgb(colour)
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.4 else INK
 
@@ -328,7 +333,7 @@ def _legend(figure: Figure, spans: Sequence[Span]) -> None:
 
 
 def waited(spans: Sequence[Span]) -> dict[tuple[int, int], float]:
-    """Time that rank a's tracks spent in waits that rank b's notify ended, by (a, b)."""
+    """The time that rank a's tracks spent in waits that rank b's notify ended, by (a, b)."""
     total: dict[tuple[int, int], float] = {}
     for s in spans:
         if s.releaser:

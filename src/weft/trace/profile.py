@@ -1,12 +1,12 @@
-"""One call on this rank's GPU as spans: lanes by what is done, times from the moment at which all ranks set out.
+"""One call on this rank's GPU as spans: lanes by kind of work, times from the moment at which all ranks begin.
 
     host   | exchange | launches: sleep, barrier, call
     GPU                | sleep . . . . . . | barrier | call
                          until every host has        0
                          launched its call
 
-The barrier, an all-reduce of one word, ends on all ranks within a few microseconds. Its end is 0 on every rank, so that
-clocks that differ do not matter, and what the profiler saw before it is not drawn.
+The barrier, an all-reduce of one word, ends on all ranks within a few microseconds. Its end is time 0 on every rank, so
+that clocks that differ do not matter, and what the profiler recorded before it is not drawn.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ..world import World
-from .perfetto import Event
+from .perfetto import TraceEvent
 from .span import Span
 
 ACTIVITIES = (ProfilerActivity.CUDA,)
-HEAD_START = 10_000_000  # cycles, about 5 ms: hosts are less apart than that
+HEAD_START = 10_000_000  # cycles, about 5 ms, which is more than the hosts are apart
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-TOUCH = 5.0  # microseconds that the end of a kernel and the start of the next may lie over each other in one lane
+TOUCH = 5.0  # microseconds by which a kernel and the next one in its lane may overlap
 
 
 class Role(NamedTuple):
@@ -40,8 +40,8 @@ class Role(NamedTuple):
 
 
 REDUCE = Role("reduce", "reduce-scatter", "reduce")
-# Roles by patterns of the start of a kernel's or a copy's name; the first that fits counts. A profiler does not say
-# whether the copy engine or SMs made a copy within one GPU.
+# Roles by a pattern that the name of a kernel or copy begins with; the first that matches counts. A profiler does not
+# say whether the copy engine or SMs made a copy within one GPU.
 ROLES = {
     r"nccl\w*AllGather|gather_low_latency$": Role("all-gather", "all-gather", "gather"),
     r"nccl|scatter_low_latency$": REDUCE,
@@ -60,9 +60,9 @@ def profiled(world: World, fn: Callable[[], object]) -> list[Span]:
     return spans_of(world.rank, recorded(world, fn))
 
 
-def recorded(world: World, fn: Callable[[], object]) -> list[Event]:
-    """Trace events of a barrier and of a call of `fn` after it. An unrecorded call comes before: starting the profiler
-    takes one rank 0.1 s longer than another."""
+def recorded(world: World, fn: Callable[[], object]) -> list[TraceEvent]:
+    """Trace events of a barrier and of a call of `fn` after it. A call that is not recorded comes before: starting the
+    profiler takes one rank 0.1 s longer than another."""
     word = world.zeros((1,), torch.float32)
 
     def together() -> None:
@@ -82,9 +82,9 @@ def recorded(world: World, fn: Callable[[], object]) -> list[Event]:
         return json.loads(path.read_text())["traceEvents"]
 
 
-def spans_of(rank: int, events: Iterable[Event]) -> list[Span]:
-    """Return what came after the barrier, the first kernel of NCCL's among one rank's events; nothing if there is none.
-    Times are in microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
+def spans_of(rank: int, events: Iterable[TraceEvent]) -> list[Span]:
+    """The spans after the barrier, which is the first NCCL kernel among one rank's events; none without it. Times are
+    in microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
     work = sorted((e for e in events if e.get("cat") in CATEGORIES), key=lambda e: e["ts"])
     ends = [e["ts"] + e["dur"] for e in work if _kernel(e).startswith("nccl")]
     call = [e for e in work if ends and e["ts"] >= ends[0]]
@@ -97,7 +97,7 @@ def spans_of(rank: int, events: Iterable[Event]) -> list[Span]:
     return apart(spans)
 
 
-def _kernel(event: Event) -> str:
+def _kernel(event: TraceEvent) -> str:
     name = event["name"].removeprefix("void ").replace("(anonymous namespace)::", "")
     return name if event["cat"] != "kernel" else re.split("[(<]", name)[0].strip()
 
@@ -106,13 +106,13 @@ def _role(kernel: str) -> Role:
     return next((role for name, role in ROLES.items() if re.match(name, kernel)), Role("compute", kernel, "compute"))
 
 
-def _threads(event: Event) -> int:
+def _threads(event: TraceEvent) -> int:
     return math.prod((*event["args"].get("grid", (0,)), *event["args"].get("block", (0,))))
 
 
-def _helps(event: Event, call: Sequence[Event]) -> bool:
-    """Whether the event sums tiles: of two launches of `gemm_reduce` side by side, the one of fewer threads does, and
-    the other computes them."""
+def _helps(event: TraceEvent, call: Sequence[TraceEvent]) -> bool:
+    """Whether the event is the launch of `gemm_reduce` that sums tiles: of two that overlap, the one with fewer threads
+    sums tiles, and the other computes them."""
     lo, hi = event["ts"], event["ts"] + event["dur"]
     return _kernel(event) == "gemm_reduce" and any(
         _kernel(e) == "gemm_reduce" and e["ts"] < hi and lo < e["ts"] + e["dur"] and _threads(event) < _threads(e)
@@ -121,8 +121,7 @@ def _helps(event: Event, call: Sequence[Event]) -> bool:
 
 
 def apart(spans: Iterable[Span]) -> list[Span]:
-    """Return the same spans with lanes "compute", "compute 2", .. where spans of one lane run side by side on several
-    streams."""
+    """The same spans with lanes "compute", "compute 2", .. where spans of one lane overlap on several streams."""
     ends: dict[str, list[float]] = {}
     out = []
     for s in sorted(spans, key=lambda s: s.start):

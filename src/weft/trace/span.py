@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """start, end: microseconds on a GPU; virtual time of the emulator (bytes touched, in kB) otherwise."""
+    """An interval on one track of one rank. start, end: microseconds on a GPU; virtual time of the emulator (kB touched
+    by one SM) otherwise."""
 
     rank: int
-    # Emulator: "kernel:3" (program 3; on a side stream, "kernel (pull):3"), "stream:main", "stream:copy", "host". GPU:
-    # what is done there, "compute", "all-gather", "copy engine" or "reduce"; "compute 2" beside another one.
+    # In the emulator "kernel:3" (program 3; on a side stream, "kernel (pull):3"), "stream:main", "stream:copy", "host".
+    # On a GPU the kind of work, "compute", "all-gather", "copy engine" or "reduce"; "compute 2" where two overlap.
     track: str
     name: str  # kernel, op or copy
     kind: str  # "compute", "local" (element-wise), "copy", "gather", "reduce", "wait", "call"
     start: float
     end: float
-    detail: str = ""  # for a wait: which tile and channel, and who ended it; GPU: the kernel's full name
-    releaser: tuple[int, str] | None = None  # for a wait: (rank, track) of the notify that ended it
+    detail: str = ""  # of a wait, its tile and channel; on a GPU, the kernel's full name
+    releaser: tuple[int, str] | None = None  # of a wait, the (rank, track) of the notify that ended it

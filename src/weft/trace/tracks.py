@@ -12,12 +12,12 @@ _FAMILY = {"host": 0, "stream": 1, "all-gather": 3, "copy engine": 4, "reduce": 
 
 def _key(lane: tuple[int, str]) -> tuple[int, int, list[tuple[int, str]]]:
     rank, track = lane
-    parts, family = re.findall(r"\d+|\D+", track), re.split(r":| \d+$", track)[0]
-    return rank, _FAMILY.get(family, 2), [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
+    words, family = re.findall(r"\d+|\D+", track), re.split(r":| \d+$", track)[0]
+    return rank, _FAMILY.get(family, 2), [(int(p), "") if p.isdigit() else (-1, p) for p in words]
 
 
 def lanes(spans: Sequence[Span]) -> list[tuple[int, str]]:
-    """Every (rank, track): by rank; the host first, then streams, then programs in the order of their numbers, or
-    what computes; what communicates last."""
+    """Every (rank, track), by rank: first the host, then streams, then programs by number or computing kernels, then
+    communication."""
     seen = {(span.rank, span.track) for span in spans}
     return sorted(seen | {span.releaser for span in spans if span.releaser}, key=_key)

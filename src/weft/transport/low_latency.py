@@ -1,8 +1,9 @@
-"""Launching the kernels of low-latency rows (transport/low_latency_kernels.py), and the all-gather and reduce-scatter
-that GEMMs of few rows take."""
+"""Launches of the kernels of low-latency rows (low_latency_kernels.py), and the all-gather and reduce-scatter of a few
+rows as transports with one arrival, or one part (interfaces.py)."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ..kernel_launch import Launch, Moved, Words, prepared
 from ..plans import LowLatencyShot
 from ..tensor_checks import DTYPES
 from ..world import World
+from .collectives import gather_at_once, reduce_at_once
 from .low_latency_kernels import EMPTY, Slots, gather_low_latency, scatter_low_latency
 
 PROGRAMS = 1024  # the most programs that post
@@ -51,7 +53,7 @@ class Posting:
 def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
     """Return memory whose thirds have at least `nbytes`, a power of two: batches grow row by row, and what graphs hold
     stays. Collective when it has to grow."""
-    held = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staged))
+    held = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staging_bytes))
 
     def make() -> Thirds:
         words = held.local.view(torch.int32)
@@ -91,7 +93,7 @@ def launch(world: World, posting: Posting, stream: Stream, **moving: Moved) -> N
 
 def _posting(
     kernel: JITFunction,
-    what: str,
+    name: str,
     x: torch.Tensor,
     world: World,
     plan: LowLatencyShot,
@@ -113,25 +115,14 @@ def _posting(
     if kernel is scatter_low_latency:
         constants |= dict(DTYPE=DTYPES[x.dtype], P=block * VECTOR // x.element_size())
         filled = world.size * most
-    name = f"{what} {list(shards)} x {x.shape[1]} {x.dtype}"
+    name = f"{name} {list(shards)} x {x.shape[1]} {x.dtype}"
     options = dict(num_warps=warps, maxnreg=min(255, 2048 // warps))
     return Posting(kernel, name, plan, filled * VECTOR, options, constants)
 
 
-def gather(
-    x: torch.Tensor, world: World, plan: LowLatencyShot, shards: tuple[int, ...], stream: Stream
-) -> torch.Tensor:
-    """Return all_gather(x) [M, K]. Rows are whole 16-byte words, and every rank has some. plan: programs and warps."""
-    out = world.empty((sum(shards), x.shape[1]), x.dtype)
-    of = world.cached(
-        (gather_low_latency, shards, x.shape[1], x.dtype, plan),
-        lambda: _posting(gather_low_latency, "all_gather", x, world, plan, shards),
-    )
-    launch(world, of, stream, x=x, out=out)
-    return out
-
-
-def scatter(
+def _post(
+    kernel: JITFunction,
+    name: str,
     x: torch.Tensor,
     world: World,
     plan: LowLatencyShot,
@@ -139,9 +130,28 @@ def scatter(
     stream: Stream,
     out: torch.Tensor,
 ) -> None:
-    """Store this rank's rows of the sum over ranks of x [M, N] in `out`; rows and plan are as in `gather`."""
-    of = world.cached(
-        (scatter_low_latency, shards, x.shape[1], x.dtype, plan),
-        lambda: _posting(scatter_low_latency, "reduce_scatter", x, world, plan, shards),
-    )
-    launch(world, of, stream, x=x, out=out)
+    key = kernel, shards, x.shape[1], x.dtype, plan
+    launch(world, world.cached(key, lambda: _posting(kernel, name, x, world, plan, shards)), stream, x=x, out=out)
+
+
+def gather(
+    x: torch.Tensor, world: World, plan: LowLatencyShot, shards: tuple[int, ...], stream: Stream
+) -> torch.Tensor:
+    """Return all_gather(x) [M, K]. Every rank has some rows; `plan` has programs and warps. Rows that are no whole
+    16-byte words travel padded to these."""
+    (rows, columns), word = x.shape, VECTOR // x.itemsize
+    out = world.empty((sum(shards), columns), x.dtype)
+    if columns % word == 0:
+        _post(gather_low_latency, "all_gather", x, world, plan, shards, stream, out)
+        return out
+    padded = world.zeros((rows, columns + -columns % word), x.dtype)
+    world.call(lambda: padded[:, :columns].copy_(x), [x], [padded], stream)
+    arrived = gather(padded, world, plan, shards, stream)
+    world.call(lambda: out.copy_(arrived[:, :columns]), [arrived], [out], stream)
+    return out
+
+
+# Stores this rank's rows of the sum over ranks of x [M, N] in `out`. Rows are whole 16-byte words, and every rank has
+# some; the arguments are x, world, plan, shards, stream and out.
+scatter = functools.partial(_post, scatter_low_latency, "reduce_scatter")
+gather_rows, reduce_rows = gather_at_once(gather), reduce_at_once(scatter)

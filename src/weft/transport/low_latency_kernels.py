@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 
 from ..lang.channel import address_of, rank_of
-from ..lang.intrinsics import flush_stores, look_again, now, peek, post, same_call
+from ..lang.intrinsics import flush_stores, globaltimer, look_again, peek, post, same_call
 from ..lang.jit import jit
 
 EMPTY = tl.constexpr(-0x7FFF8000)  # 0x80008000: two negative zeros of 16 bits, or next to nothing of 32
@@ -154,7 +154,7 @@ def sum_low_latency(
     `residual` on its owner, who has posted it too. W 0: int32 [WORDS], the row that its owner, another rank, has
     posted."""
     c = tl.arange(0, WORDS)
-    began = now()
+    began = globaltimer()
     tries = 0
     missing = 1
     acc = nothing(W, WORDS, P)

@@ -3,6 +3,8 @@ streams."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,7 +86,12 @@ class Halves(NamedTuple):
 
     @classmethod
     def of(cls, arena: Arena, granules: torch.Tensor, half: int) -> Halves:
-        return cls(arena.memory.addresses, granules, arena.turn, half)
+        return cls(arena.memory.addresses, granules, arena.epoch, half)
+
+
+def workspace(world: World, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
+    """A tensor in the World's buffer of that name (`World.buffer`). Collective when the buffer has to grow."""
+    return world.buffer(name, math.prod(shape) * dtype.itemsize).view(0, shape, dtype)
 
 
 class Lock:

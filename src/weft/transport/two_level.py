@@ -14,7 +14,7 @@ import torch
 
 from ..backends.base import Stream, SymmetricTensor
 from ..world import World
-from .copies import sum_parts
+from .copy_engine import pull_parts, sum_parts
 
 BETWEEN = "between nodes"  # the stream of the transfers
 
@@ -57,12 +57,10 @@ def sum_rows(world: World, source: SymmetricTensor, piece: RowPiece, into: torch
     """into = this rank's rows of the piece of `source` [M, H], summed over the ranks of the node in their order, in
     float32."""
     node = world.levels.node
-    rows, (count, columns) = piece.rows(node.rank), into.shape
+    rows, count = piece.rows(node.rank), len(into)
     if not count:
         return
-    staging = node.empty((node.size, count, columns), into.dtype)
-    for p in ((node.rank + j) % node.size for j in range(1, node.size)):
-        node.copy(staging[p], source.peers[p][rows], stream)
+    staging = pull_parts(node, source, rows, count, stream)
     sum_parts(source.local[rows], staging, into, None, node, stream)
 
 
@@ -72,7 +70,7 @@ def pull_rows(
     """Copy to `into`, which are rows `first` and on of the whole, those that the piece has of them. held: [pieces,
     rows, columns], on each rank of the node its rows of every piece."""
     node, last = world.levels.node, first + into.shape[0]
-    for p in ((node.rank + j) % node.size for j in range(node.size)):
+    for p in (node.rank, *node.other_ranks):
         rows = piece.rows(p)
         lo, hi = max(rows.start, first), min(rows.stop, last)
         if lo < hi:

@@ -50,7 +50,7 @@ def flow(architecture: str, folder: Path) -> Flow:
     (folder / "config.json").write_text(json.dumps({**config, **more}))
     args = EngineArgs(model=str(folder), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True)
     config = args.create_engine_config()
-    found = read_interface().found
+    found = read_interface().objects
     with set_current_vllm_config(config):
         if not model_parallel_is_initialized():
             init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")

@@ -1,23 +1,21 @@
-"""A Transformers model's tensor parallelism by weft: model = weft.hf.weave(model).
+"""Tensor parallelism of Transformers models by weft: model = weft.hf.weave(model).
 
-Transformers leaves a full activation on every rank behind each row-parallel linear: a GEMM, NCCL's all-reduce, the add
-of the residual and the norm, one after another, and 25 us of host time for each linear that it wraps. A woven model
+Transformers runs a GEMM, NCCL's all-reduce, the residual add and the norm one after another behind each row-parallel
+linear, with a full activation on every rank and 25 us of host time for each linear that it wraps. A woven model
 computes the same in other steps:
 
-    linears          this rank's part alone, without wrappers; the row-parallel ones leave partial sums
-    between them     `all_reduce_rms_norm`: sum over ranks, residual and norm in one, where the residual is held by
-                     rows at their owners if tokens are many
-    attention        queries, keys and values in one GEMM; norms of heads and rotary embedding in one launch
+    linears          this rank's shard, without wrappers; row-parallel linears return partial sums
+    between them     `all_reduce_rms_norm`: sum over ranks, residual and norm in one kernel; of many tokens each rank
+                     holds only its own rows of the residual
+    attention        queries, keys and values in one GEMM; head norms and rotary embedding in one launch
     MLP              gate and up in one GEMM, SiLU-mul in one launch
     many tokens      in two parts, one's all_reduce_rms_norm under the other's GEMMs
 
-Decoder layers (nn/decoder_layer.py) hand on the residual and its norm in place of hidden states; the model between them
-does not look inside. What
-Transformers does beside (embedding, attention, caches, masks, generate) stays its own, and so does the output head of a
-model that it has not split. For inference.
+Decoder layers (nn/decoder_layer.py) pass on the residual and its norm in place of hidden states, which the model
+between them does not inspect. The embedding, attention, caches, masks and generate stay Transformers' own, and so does
+the output head of a model that it has not split. Woven models are for inference.
 
-Beside `weave`: `paged`, an attention for continuous batching, and `styles`, single linears of any architecture, before
-loading.
+`paged` is an attention for continuous batching, and `styles` serves single linears of any architecture, before loading.
 """
 
 from .moe import register_experts

@@ -1,4 +1,4 @@
-"""`generate` of a woven model: what ranks draw at random, and where the emulator cannot follow."""
+"""`generate` of a woven model: all ranks take the random draws of rank 0. The emulator cannot run generate_batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ...transport.collectives import gather
 from ...world import World
 
 Method = Callable[..., object]
-DRAWS = (torch.multinomial, torch.rand, torch.rand_like)  # of Transformers' sampling, beams and drafts
+# the random functions of Transformers' sampling, beam search and assisted decoding
+DRAWS = (torch.multinomial, torch.rand, torch.rand_like)
 
 
-class FirstRanksDraws(TorchFunctionMode):
-    """What is drawn at random on the first rank is drawn on all. The ranks have the same logits and generators of their
-    own, so that each would take a token of its own, and one would end before the others."""
+class RankZeroDraws(TorchFunctionMode):
+    """A mode in which every rank takes the random draws of rank 0. The ranks have the same logits but different random
+    generators, so that each would otherwise sample its own token, and one could stop before the others."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -36,30 +37,34 @@ class FirstRanksDraws(TorchFunctionMode):
         if func not in DRAWS or not isinstance(drawn, torch.Tensor):
             return drawn
         world, stream = self.world, self.world.current_stream()
-        every = gather(drawn.reshape(1, -1), world, [1] * world.size, stream)
+        draws = gather(drawn.reshape(1, -1), world, [1] * world.size, stream)
         world.finish(stream)
-        return every[0].view(drawn.shape)
+        return draws[0].view(drawn.shape)
 
 
-def drawing_nothing() -> AbstractContextManager[object]:
-    """A context manager for a forward pass inside `generate`, whose functions FirstRanksDraws need not look at; it does
-    not look at those of compiled code anyway."""
+def without_draws() -> AbstractContextManager[object]:
+    """Return a context for a forward pass inside `generate`, which draws nothing: it turns RankZeroDraws off, to save
+    its host time at every function. In compiled code the mode is never active."""
     modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
-    alone = len(modes) == 1 and isinstance(modes[0], FirstRanksDraws)
-    return torch._C.DisableTorchFunction() if alone else nullcontext()
+    only_mode = len(modes) == 1 and isinstance(modes[0], RankZeroDraws)
+    return torch._C.DisableTorchFunction() if only_mode else nullcontext()
 
 
-def drawn_alike(own: Method, world: World) -> Method:
-    @functools.wraps(own)
+def same_draws(method: Method, world: World) -> Method:
+    """Return the model's `generate`, with the random draws of rank 0 on every rank."""
+
+    @functools.wraps(method)
     def generate(*args: object, **kwargs: object) -> object:
-        with FirstRanksDraws(world):
-            return own(*args, **kwargs)
+        with RankZeroDraws(world):
+            return method(*args, **kwargs)
 
     return generate
 
 
-def not_emulated(own: Method) -> Method:
-    @functools.wraps(own)
+def not_emulated(method: Method) -> Method:
+    """Return a `generate_batch` that raises Unsupported."""
+
+    @functools.wraps(method)
     def generate_batch(*args: object, **kwargs: object) -> object:
         raise Unsupported(
             "generate_batch runs the model on a thread of its own, on which an emulated rank cannot call an operator: "

@@ -1,19 +1,20 @@
 """Mixtures of experts of Transformers, woven: Mixtral, Qwen3-MoE and GPT-OSS.
 
-Transformers' own expert parallelism has every rank route all tokens, copy those of its experts' routes, run them, and
-sum over ranks by an all-reduce. A woven layer's hidden states (nn/decoder_layer.py) are, by the tokens of the pass:
+In Transformers' own expert parallelism every rank routes all tokens, copies those of its own experts, computes them,
+and sums over ranks by an all-reduce. The hidden states of a woven layer (nn/decoder_layer.py) depend on the pass's
+tokens:
 
     replicated   qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm
     sharded      all-gather + qkv | attention | o + reduce-scatter | norm | router, weft.moe over the ranks | norm
 
-replicated, of few tokens: every rank has all of them, and `weft.moe` of this rank alone gives what its experts, or its
-columns of all of them, add to their sums; no token travels. That leaves a partial sum, as a dense MLP does, and two
-exchanges of activations a layer, which go under the GEMMs of another token part where there are two. sharded: a rank
-keeps the rows that it owns, routes those alone, and tokens travel under the GEMMs before and behind which they are
-needed. Attention is tensor-parallel in both, its three projections one GEMM.
+Few tokens are replicated: every rank has all of them, and `weft.moe` on this rank alone computes what its experts, or
+its columns of all experts, add to each token. No token is sent. The result is a partial sum, as that of a dense MLP,
+and a layer exchanges activations twice, under the GEMMs of another token part if there are two. Many tokens are
+sharded: a rank routes only its own rows, and tokens are exchanged under the grouped GEMMs. Attention is tensor-parallel
+in both, with its three projections in one GEMM.
 
-`experts_forward` is the experts alone, for Transformers' registry of experts' implementations: weft's grouped GEMMs on
-the experts that a rank holds, under whatever parallelism Transformers has around them.
+`experts_forward` is the experts alone, for Transformers' registry of experts implementations: weft's grouped GEMMs for
+the experts that a rank holds, under Transformers' own parallelism.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ Tensor = torch.Tensor
 
 
 class Kind(NamedTuple):
-    """activation: of `weft.moe.moe`; scoring: of `weft.moe.gate`; layout: of gate and up, as `weft.moe.pack` has it."""
+    """The activation for `weft.moe.moe`, the scoring for `weft.moe.gate`, and the layout of gate and up for
+    `weft.moe.pack`."""
 
     activation: str
     scoring: str
@@ -49,23 +51,23 @@ class Kind(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Whether matrices are [in, out]."""
+        """Whether the module's matrices are [in, out]."""
         return self.layout == "interleaved"
 
 
-EXPERT_KINDS = {  # by class of the experts
+EXPERT_KINDS = {  # by the class of the experts module
     "MixtralExperts": Kind("swiglu", "softmax", "blocked"),
     "Qwen3MoeExperts": Kind("swiglu", "softmax", "blocked"),
     "GptOssExperts": Kind("gpt_oss", "softmax_after", "interleaved"),
 }
 LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
-HELD_EXPERTS = "_weft_experts"  # the attribute of a module whose experts are packed, where nothing else is woven
+EXPERTS_ATTRIBUTE = "_weft_experts"  # where `register_experts` stores a module's packed experts
 GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
 
 
 # -- what can be woven -------------------------------------------------------------------------------------------------
 def check_experts(name: str, experts: Module) -> None:
-    """Raises Unsupported, naming what is not known, for the experts of a layer."""
+    """Raise Unsupported for experts of an unknown class, dtype or activation."""
     if type(experts).__name__ not in EXPERT_KINDS:
         raise Unsupported(f"{name} is {type(experts).__name__}; weave knows {', '.join(EXPERT_KINDS)}")
     dtype = experts.gate_up_proj.dtype
@@ -76,32 +78,33 @@ def check_experts(name: str, experts: Module) -> None:
 
 
 def router_of(mlp: Module) -> Any:
+    """Return the router module of an MLP with experts."""
     return mlp.router if hasattr(mlp, "router") else mlp.gate
 
 
 def parallel_of(parameter: Tensor) -> str:
-    """Whether experts are split over ranks whole, or by their columns (Transformers' tensor parallelism)."""
-    by_columns = isinstance(parameter, DTensor) and getattr(parameter.placements[0], "dim", 0) != 0
-    return "tensor" if by_columns else "expert"
+    """Return "tensor" if Transformers has split the columns of every expert, "expert" otherwise."""
+    splits_columns = isinstance(parameter, DTensor) and getattr(parameter.placements[0], "dim", 0) != 0
+    return "tensor" if splits_columns else "expert"
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 class RankExperts:
-    """This rank's experts of a module that is whole, or that Transformers has split, as `weft.moe.moe` takes them;
-    `split` says which. Gate and up are packed, which takes their bytes once more, and GPT-OSS's second matrices are
-    transposed, which takes theirs.
+    """This rank's experts, in the layout of `weft.moe.moe`, of a module that every rank has whole or that Transformers
+    has split. `split` says which experts they are. Packed gate and up need their bytes a second time, and so do the
+    transposed second matrices of GPT-OSS.
 
-    local: the module's tensors are this rank's alone, and what its router gives are numbers among them, from 0 on.
+    With `local` the module's tensors are already this rank's experts, and routed ids are numbered from 0 among them.
     """
 
     def __init__(self, module: Module, world: World, local: bool = False) -> None:
         self.kind, self.module, self.local = EXPERT_KINDS[type(module).__name__], module, local
-        self.world, self.activation, first, second = world, self.kind.activation, module.gate_up_proj, module.down_proj
+        self.world, self.activation, w13, w2 = world, self.kind.activation, module.gate_up_proj, module.down_proj
         self.alone = world.alone
-        inner, count = second.shape[1 if self.kind.transposed else 2], first.shape[0]
-        parallel = parallel_of(first)
+        inner, count = w2.shape[1 if self.kind.transposed else 2], w13.shape[0]
+        parallel = parallel_of(w13)
         ranks = self.alone if local and parallel == "expert" else world
-        self.split = Share.of(ranks, parallel, count, inner, False)
+        self.split = Share.for_rank(ranks, parallel, count, inner, False)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
         self.b13: Tensor | None = None
@@ -110,43 +113,44 @@ class RankExperts:
 
     def _bind(self) -> None:
         module = self.module
-        self.w13 = kept(self.w13, self._packed(module.gate_up_proj))
-        second = self._mine(module.down_proj)
-        self.w2 = second if second.is_contiguous() else kept(self.w2, second.contiguous())
+        self.w13 = in_memory_of(self.w13, self._packed(module.gate_up_proj))
+        w2 = self._local(module.down_proj)
+        self.w2 = w2 if w2.is_contiguous() else in_memory_of(self.w2, w2.contiguous())
         if self.kind.transposed:
-            self.b13 = kept(self.b13, self._packed(module.gate_up_proj_bias))
-            self.b2 = None if self.split.part else self._mine(module.down_proj_bias).contiguous()
+            self.b13 = in_memory_of(self.b13, self._packed(module.gate_up_proj_bias))
+            self.b2 = None if self.split.part else self._local(module.down_proj_bias).contiguous()
 
     def _packed(self, t: Tensor) -> Tensor:
-        return pack(self._mine(t), world=self.world, layout=self.kind.layout)
+        return pack(self._local(t), world=self.world, layout=self.kind.layout)
 
-    def _mine(self, t: Tensor) -> Tensor:
-        mine = local_of(t).detach()
+    def _local(self, t: Tensor) -> Tensor:
+        """Return this rank's experts of t, with matrices as [out, in]."""
+        local = local_of(t).detach()
         if not isinstance(t, DTensor) and not self.local:
-            mine = mine[self.split.own]
-        return mine.transpose(1, 2) if self.kind.transposed and t.dim() == 3 else mine
+            local = local[self.split.expert_range]
+        return local.transpose(1, 2) if self.kind.transposed and t.dim() == 3 else local
 
     def partial(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, H], this rank's part in the sum of every token of x [T, H], which all ranks have. None waits for
+        """Return this rank's partial sums [T, H] for the tokens x [T, H], which all ranks have. No rank waits for
         another."""
         assert self.w13 is not None and self.w2 is not None
-        given = x, *self.split.own_routes(ids, weights), self.w13, self.w2
-        return moe(*given, b13=self.b13, b2=self.b2, activation=self.activation, world=self.alone, out=out)
+        operands = x, *self.split.local_routes(ids, weights), self.w13, self.w2
+        return moe(*operands, b13=self.b13, b2=self.b2, activation=self.activation, world=self.alone, out=out)
 
     def over_ranks(self, x: Tensor, ids: Tensor, weights: Tensor, shards: Sequence[int] | None) -> Tensor:
-        """[m_r, H], the sums of this rank's own tokens x [m_r, H] over the experts of all ranks."""
+        """Return [m_r, H], the output of the experts of all ranks for this rank's tokens x [m_r, H]."""
         assert self.w13 is not None and self.w2 is not None
         operands = x, ids, weights, self.w13, self.w2, self.b13, self.b2
         return routed(self.split, *operands, activation=self.activation, rows=shards, world=self.world)
 
 
-def kept(held: Tensor | None, t: Tensor) -> Tensor:
-    """Return t in the memory that `held` has, if any, which a captured graph may read."""
-    return t if held is None else held.copy_(t)
+def in_memory_of(previous: Tensor | None, t: Tensor) -> Tensor:
+    """Return t, copied into the memory of `previous` if that is a tensor, since a captured graph may read it."""
+    return t if previous is None else previous.copy_(t)
 
 
 class Router:
-    """A router's forward: logits, weights and ids of all experts, in Transformers' order."""
+    """The forward pass of a router, which returns logits, weights and ids, as Transformers' routers do."""
 
     def __init__(self, router: Module, kind: Kind, world: World) -> None:
         self.module = router
@@ -161,7 +165,7 @@ class Router:
 
     def _bind(self) -> None:
         bias = getattr(self.module, "bias", None)
-        self.weight, self.bias = whole(self.module.weight), None if bias is None else whole(bias)
+        self.weight, self.bias = replicated(self.module.weight), None if bias is None else replicated(bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(x.flatten(0, -2), self.weight, self.bias)
@@ -169,20 +173,21 @@ class Router:
         return logits, weights, ids
 
 
-def whole(t: Tensor) -> Tensor:
+def replicated(t: Tensor) -> Tensor:
+    """Return the tensor of a parameter that is the same on all ranks."""
     return local_of(t).detach()
 
 
 def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
-    """An implementation of experts for Transformers' `ExpertsInterface`, as `weft.hf.register_experts` puts it there:
-    of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call, and
-    again where one of the module's tensors is another, or was written."""
+    """Return the implementation of experts that `weft.hf.register_experts` adds to Transformers' `ExpertsInterface`. It
+    computes a module's local experts, whose ids begin at 0; routes to the id after the last one are dropped. Experts
+    are packed at the first call, and again when one of the module's tensors was replaced or written."""
 
     def forward(module: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        world, experts = world_of(), vars(module).get(HELD_EXPERTS)
+        world, experts = world_of(), vars(module).get(EXPERTS_ATTRIBUTE)
         if experts is None or experts.world is not world:
             check_experts(type(module).__name__, module)
-            experts = module.__dict__[HELD_EXPERTS] = RankExperts(module, world, local=True)
+            experts = module.__dict__[EXPERTS_ATTRIBUTE] = RankExperts(module, world, local=True)
         experts.parameters.refresh(world, lambda module: type(module).__name__)
         return experts.partial(hidden_states, top_k_index.int(), top_k_weights.float())
 
@@ -190,29 +195,30 @@ def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
 
 
 class Registered(threading.local):
-    """The World that this thread registered: emulated ranks are threads of one process, and each has its own."""
+    """The World that this thread registered, since emulated ranks are threads of one process, each with its own. A
+    thread that registered none uses the World that the process registered last."""
 
     world: World | None = None
-    last: ClassVar[World]  # of any thread: of a process that is one rank, all take it
+    process_world: ClassVar[World]
 
     def set(self, world: World) -> None:
-        self.world = Registered.last = world
+        self.world = Registered.process_world = world
 
     def get(self) -> World:
-        return Registered.last if self.world is None else self.world
+        return Registered.process_world if self.world is None else self.world
 
 
 _registered = Registered()
 
 
 def register_experts(world: World) -> None:
-    """Make `experts_implementation="weft"` known to Transformers: weft's grouped GEMMs for Mixtral, Qwen3-MoE and
-    GPT-OSS, on the experts that a rank holds.
+    """Add `experts_implementation="weft"` to Transformers: weft's grouped GEMMs for the local experts of Mixtral,
+    Qwen3-MoE and GPT-OSS, for inference.
 
-    world: the ranks that Transformers splits the experts over, which have the same tokens; of a process the one that
-    was registered last, of an emulated rank its own. Transformers' parallelism around the experts stays as it is;
-    `weave` replaces that too. For inference. Experts are packed at a module's first call, which takes their bytes once
-    more, and again where a parameter was written (`repack`).
+    `world` are the ranks over which Transformers splits the experts; all of them have the same tokens. A process uses
+    the World that it registered last, an emulated rank its own. Transformers' parallelism around the experts stays as
+    it is; `weave` replaces that too. Experts are packed at a module's first call, which needs their bytes a second
+    time, and again when a parameter was written (`repack`).
     """
     from transformers.integrations.moe import ExpertsInterface
 
@@ -222,29 +228,30 @@ def register_experts(world: World) -> None:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 class Projections(HeadsShard):
-    """Transformers' own attention of this rank's heads between weft's projections."""
+    """Transformers' own attention of this rank's heads, between weft's projections."""
 
     def __init__(self, attention: Module, world: World) -> None:
         super().__init__(attention, world)
         self.attend = lambda normed, *, project, **kwargs: attention(project(self.qkv, normed), **kwargs)
 
 
-def weave_attention(attention: Module, done: Woven) -> Projections:
-    """Make `attention` take the projected queries, keys and values in place of hidden states, and return its heads."""
-    projections, start = Projections(attention, done.world), 0
-    done.follow(projections.qkv, projections.out)
+def weave_attention(attention: Module, woven: Woven) -> Projections:
+    """Make `attention` take projected queries, keys and values in place of hidden states and return its heads'
+    output."""
+    projections, start = Projections(attention, woven.world), 0
+    woven.follow(projections.qkv, projections.out)
     for linear, width in zip(projections.qkv.linears, projections.qkv.widths, strict=True):
-        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=start, length=width))
+        woven.forward(linear, functools.partial(torch.narrow, dim=-1, start=start, length=width))
         start += width
-    done.forward(attention.o_proj, lambda heads: heads)
+    woven.forward(attention.o_proj, lambda heads: heads)
     if hasattr(attention, "sinks"):
-        done.follow(Sinks(attention, done.world))
-        done.undo.append(lambda: attention.__dict__.pop("sinks"))
+        woven.follow(Sinks(attention, woven.world))
+        woven.undo.append(lambda: attention.__dict__.pop("sinks"))
     return projections
 
 
 class Sinks:
-    """This rank's attention sinks, one a head; they shadow the parameter, which stays whole."""
+    """The attention sinks of this rank's heads, which shadow the module's replicated parameter."""
 
     def __init__(self, attention: Module, world: World) -> None:
         self.attention, self.world = attention, world
@@ -256,7 +263,7 @@ class Sinks:
 
 # -- MLPs --------------------------------------------------------------------------------------------------------------
 class RoutedExperts(NamedTuple):
-    """The router, a module, and this rank's experts, in place of an MLP."""
+    """A router module and this rank's experts, as the sublayer in place of an MLP."""
 
     router: Module
     experts: RankExperts
@@ -271,21 +278,22 @@ class RoutedExperts(NamedTuple):
         return self.experts.over_ranks(x, ids, weights, shards)
 
 
-def weave_experts(mlp: Module, done: Woven) -> RoutedExperts:
-    router, experts = router_of(mlp), RankExperts(mlp.experts, done.world)
-    woven_router = Router(router, experts.kind, done.world)
-    done.follow(experts, woven_router)
-    done.forward(router, woven_router.forward)
+def weave_experts(mlp: Module, woven: Woven) -> RoutedExperts:
+    router, experts = router_of(mlp), RankExperts(mlp.experts, woven.world)
+    woven_router = Router(router, experts.kind, woven.world)
+    woven.follow(experts, woven_router)
+    woven.forward(router, woven_router.forward)
     return RoutedExperts(router, experts)
 
 
 def split_of(experts: Module) -> str:
+    """Return, for the report, what of the experts each rank has."""
     return "whole experts" if parallel_of(experts.gate_up_proj) == "expert" else "columns of all experts"
 
 
 def split_reason(experts: Module, world: World) -> str | None:
-    """Why the ranks cannot share these experts; None if they can."""
+    """Return why the ranks cannot split these experts, or None."""
     count = experts.gate_up_proj.shape[0]
     if parallel_of(experts.gate_up_proj) == "expert" and count % world.size:
-        return f"{count} experts over {world.size} ranks"
+        return f"{count} experts do not divide by {world.size} ranks"
     return None

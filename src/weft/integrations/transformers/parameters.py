@@ -1,9 +1,9 @@
-"""The parameters of a woven model, which is written to as any other: `load_state_dict`, `copy_`, a merge of adapters.
+"""The parameters of a woven model, which may be written as any other's: `load_state_dict`, `copy_`, merged adapters.
 
-Shards compute with views of the parameters, so that writes in place need nothing, and a captured graph sees them too.
-Where several linears are one GEMM, the parameters become views of the stacked weight. Experts alone are packed, which
-no view can be: they are packed again, in place, once a parameter was written. At the start of each pass `refresh` looks
-whether a parameter is another tensor than before, and a packed one also whether it was written.
+Shards compute with views of the parameters, so that writes in place take effect at once, also in a captured graph.
+Where several linears are one GEMM, their parameters become views of the stacked weight. Only experts are packed into
+copies, since no view has that layout; they are packed again, in place, after a parameter was written. At the start of
+each pass `refresh` checks whether a parameter is still the same tensor, and for packed ones whether it was written.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from ...world import World
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds this rank's elements; the parameter itself, where it is not split."""
+    """Return the tensor of this rank's elements: the parameter itself unless it is a DTensor."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def shard_of(parameter: torch.Tensor, dim: int, world: World) -> torch.Tensor:
-    """This rank's shard along `dim`: all that it holds of a split parameter, a view of a whole one. Raises Unsupported
-    for one that is split otherwise, as FSDP does."""
+    """Return this rank's shard along `dim`: the local tensor of a DTensor, a view of any other parameter. Raises
+    Unsupported for a DTensor that is split otherwise, as FSDP does."""
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         split = [(n, getattr(p, "dim", None)) for n, p in zip(mesh.shape, placements, strict=True) if n > 1]
         if split != [(world.size, dim)] * (world.size > 1):
             raise Unsupported(
-                f"a parameter {list(parameter.shape)} is placed {placements} over {tuple(mesh.shape)} ranks; for "
-                f"tensor parallelism over {world.size} it would be split along dimension {dim} alone"
+                f"a parameter {list(parameter.shape)} has placements {placements} over {tuple(mesh.shape)} ranks; "
+                f"tensor parallelism over {world.size} ranks needs it split along dimension {dim} only"
             )
         return local_of(parameter).detach()
     rows = parameter.shape[dim] // world.size
     return parameter.detach().narrow(dim, world.rank * rows, rows)
 
 
-def stacked(parameters: Sequence[torch.Tensor], held: torch.Tensor | None) -> torch.Tensor:
-    """The rows of all parameters one behind another, of which the parameters are views from now on: in `held`, the
-    stack of before, which a captured graph may read, or in new memory."""
+def stacked(parameters: Sequence[torch.Tensor], previous: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows of all parameters, one after another, and make the parameters views of it. The stack reuses the
+    memory of `previous`, the last one, which a captured graph may read, or gets new memory."""
     parts = [local_of(p) for p in parameters]
-    stack = torch.cat([part.detach() for part in parts]) if held is None else held
+    stack = torch.cat([part.detach() for part in parts]) if previous is None else previous
     for part, rows in zip(parts, stack.split([part.shape[0] for part in parts]), strict=True):
         if part.data_ptr() != rows.data_ptr():
             rows.copy_(part)
@@ -55,27 +55,28 @@ def stacked(parameters: Sequence[torch.Tensor], held: torch.Tensor | None) -> to
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that counts how often somebody took or set its `data`, through which writes leave no trace."""
+    """A parameter that counts accesses to its `data`, because writes through `data` change no version counter."""
 
-    taken = 0
+    data_accesses = 0
 
     @property
     def data(self) -> torch.Tensor:
-        self.taken += 1
+        self.data_accesses += 1
         data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.taken += 1
+        self.data_accesses += 1
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-class Seen(NamedTuple):
-    """A parameter as it was when a shard was bound to it: `held`, its module's `_parameters`, has it under `name`. The
-    tensors are kept, so that no other one comes to be at the address. form: dtype, shape and device, for errors."""
+class ParameterState(NamedTuple):
+    """A parameter when a shard was bound to it. `owner` is the `_parameters` of its module, which has it under `name`.
+    The tensors are kept alive, so that no other tensor can get the same address. `form` is dtype, shape and device, for
+    errors; `writes` are version counters."""
 
-    held: dict[str, nn.Parameter | None]
+    owner: dict[str, nn.Parameter | None]
     name: str
     parameter: nn.Parameter | None
     local: torch.Tensor | None
@@ -84,29 +85,29 @@ class Seen(NamedTuple):
     writes: tuple[int, ...]
 
 
-class Same:
-    """Whether every one of many parameters is the tensor that it was: at each pass, so the loops are not Python's."""
+class Unchanged:
+    """A check that all parameters are still the same tensors. It runs at each pass, so its loops are in C."""
 
-    def __init__(self, seen: Sequence[Seen]) -> None:
-        self._held, self._names = [s.held for s in seen], [s.name for s in seen]
-        self._parameters = [s.parameter for s in seen]
-        split = [s for s in seen if isinstance(s.parameter, DTensor)]
-        whole = [s for s in seen if s.parameter is not None and not isinstance(s.parameter, DTensor)]
-        self._whole, self._split = [s.parameter for s in whole], [s.parameter for s in split]
-        self._addresses = [s.address for s in (*whole, *split)]
+    def __init__(self, states: Sequence[ParameterState]) -> None:
+        self._owners, self._names = [s.owner for s in states], [s.name for s in states]
+        self._parameters = [s.parameter for s in states]
+        dtensors = [s for s in states if isinstance(s.parameter, DTensor)]
+        plain = [s for s in states if s.parameter is not None and not isinstance(s.parameter, DTensor)]
+        self._plain, self._dtensors = [s.parameter for s in plain], [s.parameter for s in dtensors]
+        self._addresses = [s.address for s in (*plain, *dtensors)]
 
     def holds(self) -> bool:
-        if not all(map(operator.is_, map(dict.get, self._held, self._names), self._parameters)):
+        if not all(map(operator.is_, map(dict.get, self._owners, self._names), self._parameters)):
             return False
-        tensors = itertools.chain(self._whole, map(operator.attrgetter("_local_tensor"), self._split))
+        tensors = itertools.chain(self._plain, map(operator.attrgetter("_local_tensor"), self._dtensors))
         return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses))
 
 
 class Parameters:
-    """Those of some modules, to which a shard is bound.
+    """The parameters of some modules, to which a shard is bound.
 
-    bind: derives what the shard computes with, anew whenever a parameter is another tensor; where `packed`, from
-    copies, also whenever one was written.
+    `bind` derives the shard's tensors from the parameters. It is called again when a parameter is another tensor, and,
+    if the shard has `packed` copies, also when a parameter was written.
     """
 
     def __init__(self, modules: Sequence[nn.Module], bind: Callable[[], None], packed: bool = False) -> None:
@@ -114,58 +115,60 @@ class Parameters:
         self.bind()
 
     def bind(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # a later call may come outside it
+        with torch.inference_mode(False), torch.no_grad():  # a later call may run outside inference mode
             self._bind()
-        self.seen = [
-            self._see(module._parameters, name, p) for module in self.modules for name, p in module._parameters.items()
+        self.states = [
+            self._state(module._parameters, name, p)
+            for module in self.modules
+            for name, p in module._parameters.items()
         ]
-        self._same = Same(self.seen)
+        self._unchanged = Unchanged(self.states)
 
-    def _see(self, held: dict[str, nn.Parameter | None], name: str, p: nn.Parameter | None) -> Seen:
+    def _state(self, owner: dict[str, nn.Parameter | None], name: str, p: nn.Parameter | None) -> ParameterState:
         if p is None:
-            return Seen(held, name, None, None, 0, "None", ())
+            return ParameterState(owner, name, None, None, 0, "None", ())
         if self.packed and p.is_inference():
             raise Unsupported(
-                f"{name} was made under torch.inference_mode, whose tensors do not tell that they are written: load "
-                "the model outside of it"
+                f"{name} was made under torch.inference_mode, whose tensors do not count writes: load the model outside"
+                " of it"
             )
         if self.packed and type(p) is nn.Parameter:
             p.__class__ = WatchedParameter
         local = local_of(p)
-        return Seen(held, name, p, local.detach(), local.data_ptr(), _form(p), self._writes(p))
+        return ParameterState(owner, name, p, local.detach(), local.data_ptr(), _form(p), self._writes(p))
 
     def _writes(self, p: nn.Parameter | None) -> tuple[int, ...]:
         if p is None or not self.packed:
             return ()
-        return p._version, local_of(p)._version, getattr(p, "taken", 0)
+        return p._version, local_of(p)._version, getattr(p, "data_accesses", 0)
 
     def changed(self) -> bool:
-        return not (self._same.holds() and all(s.writes == self._writes(s.parameter) for s in self.seen))
+        return not (self._unchanged.holds() and all(s.writes == self._writes(s.parameter) for s in self.states))
 
     def refresh(self, world: World, path: Callable[[nn.Module], str]) -> None:
-        """Bind the shard anew if a parameter has changed. path: of a module, for errors. Raises Unsupported for another
-        shape, dtype or device than before, WeftError inside the capture of a CUDA graph."""
+        """Bind the shard again if a parameter has changed. `path` returns a module's name, for errors. Raises
+        Unsupported for another shape, dtype or device than before, WeftError inside a CUDA graph capture."""
         if not self.changed():
             return
         for module in self.modules:
-            for seen in self.seen:
-                now = _form(seen.held.get(seen.name))
-                if seen.held is module._parameters and now != seen.form:
+            for state in self.states:
+                form = _form(state.owner.get(state.name))
+                if state.owner is module._parameters and form != state.form:
                     raise Unsupported(
-                        f"{path(module)}.{seen.name} was {seen.form} when the model was woven and is {now} now: "
-                        "weft.hf.unweave(model), and weave it again"
+                        f"{path(module)}.{state.name} was {state.form} when the model was woven and is {form} now: "
+                        "call weft.hf.unweave(model) and weave it again"
                     )
         if world.capturing():
             raise WeftError(
-                f"{path(self.modules[0])}: its parameters changed since the last call, and a CUDA graph is being "
-                "captured, in which they cannot be taken over; call the model once before"
+                f"{path(self.modules[0])}: its parameters have changed since the last call, and cannot be bound again "
+                "while a CUDA graph is captured; call the model once before the capture"
             )
         self.bind()
 
     def release(self) -> None:
-        for seen in self.seen:
-            if isinstance(seen.parameter, WatchedParameter):
-                object.__setattr__(seen.parameter, "__class__", nn.Parameter)
+        for state in self.states:
+            if isinstance(state.parameter, WatchedParameter):
+                object.__setattr__(state.parameter, "__class__", nn.Parameter)
 
 
 def _form(p: torch.Tensor | None) -> str:

@@ -1,5 +1,8 @@
-"""This rank's shard of a Transformers model's attention and MLP: without the wrappers of its tensor parallelism, and
-with what comes out of one input in one GEMM. What leaves a sum over ranks is a `Sublayer` of nn/decoder_layer.py."""
+"""This rank's shards of a Transformers model's attention and MLP, without the wrappers of its tensor parallelism.
+
+Linears with the same input are one GEMM. A shard whose output is summed over the ranks is a `Sublayer` of
+nn/decoder_layer.py.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +20,39 @@ from ...models.attention import fastest
 from ...models.cache import is_long
 from ...ops.activation import silu_mul
 from ...ops.all_gather_matmul.op import all_gather_matmul
-from ...ops.attention.segmented import Heads
+from ...ops.attention.segmented import AttentionConfig
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.rotary import rotary
 from ...transport.collectives import gather
 from ...world import World
 from .parameters import Parameters, local_of, shard_of, stacked
 
-Module: TypeAlias = Any  # one of Transformers', whose attributes types do not know
+Module: TypeAlias = Any  # a module of Transformers, whose attributes the type checker does not know
 
 
 class ColumnShards:
-    """This rank's columns of linears that have one input: of linears that hold no others, which become views of a
-    stacked weight, by one GEMM; of whole ones among several ranks, each by its own."""
+    """This rank's columns of linears with the same input. Linears that Transformers has split, or those of a single
+    rank, become views of one stacked weight and are one GEMM; those that every rank has whole are a GEMM each."""
 
     def __init__(self, linears: Sequence[nn.Linear], world: World) -> None:
         self.world, self.linears = world, linears
         self.widths = [shard_of(linear.weight, 0, world).shape[0] for linear in linears]
-        self.weights: Sequence[torch.Tensor] = ()  # of each GEMM
+        self.weights: Sequence[torch.Tensor] = ()  # one a GEMM
         self.biases: Sequence[torch.Tensor | None] = ()
         self.parameters = Parameters(linears, self._bind)
 
     def _bind(self) -> None:
         self.weights = self._shards([linear.weight for linear in self.linears], self.weights)
         biases = [linear.bias for linear in self.linears if linear.bias is not None]
-        held = [bias for bias in self.biases if bias is not None]
-        self.biases = self._shards(biases, held) if biases else [None] * len(self.weights)
+        previous = [bias for bias in self.biases if bias is not None]
+        self.biases = self._shards(biases, previous) if biases else [None] * len(self.weights)
 
-    def _shards(self, parameters: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _shards(self, parameters: Sequence[torch.Tensor], previous: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.world.size > 1 and not all(isinstance(p, DTensor) for p in parameters):
             return [shard_of(p, 0, self.world) for p in parameters]
         for p in parameters:
-            shard_of(p, 0, self.world)  # raises for what is split otherwise
-        return [stacked(parameters, held[0] if held else None)]
+            shard_of(p, 0, self.world)  # raises for a parameter that is split otherwise
+        return [stacked(parameters, previous[0] if previous else None)]
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if len(self.weights) == 1:
@@ -61,20 +64,20 @@ class ColumnShards:
         return out
 
     def gathered(self, x: torch.Tensor, shards: Sequence[int] | None) -> torch.Tensor:
-        """The first GEMM overlaps the gather."""
+        """Return this rank's columns for the rows of all ranks. The first GEMM overlaps the gather."""
         gathered = functools.partial(
             all_gather_matmul, x, self.weights[0], self.biases[0], world=self.world, rows=shards
         )
         if len(self.weights) == 1:
             return gathered()
-        y, every = gathered(return_gathered=True)
-        others = [F.linear(every, w, b) for w, b in zip(self.weights[1:], self.biases[1:], strict=True)]
-        return torch.cat([y, *others], -1)
+        y, full_x = gathered(return_gathered=True)
+        rest = [F.linear(full_x, w, b) for w, b in zip(self.weights[1:], self.biases[1:], strict=True)]
+        return torch.cat([y, *rest], -1)
 
 
 class RowShard:
-    """This rank's rows of a linear: a partial sum, to which the first rank adds the bias. whole_bias: the bias, which
-    is to be added once."""
+    """This rank's input columns of a row-parallel linear, whose output is a partial sum. Rank 0 adds the bias;
+    `full_bias` is for an operator that adds it to the sum."""
 
     def __init__(self, linear: nn.Linear, world: World) -> None:
         self.world, self.linear = world, linear
@@ -82,14 +85,14 @@ class RowShard:
 
     def _bind(self) -> None:
         self.weight, bias = shard_of(self.linear.weight, 1, self.world), self.linear.bias
-        self.whole_bias = None if bias is None else local_of(bias).detach()
-        self.bias = None if self.world.rank else self.whole_bias
+        self.full_bias = None if bias is None else local_of(bias).detach()
+        self.bias = None if self.world.rank else self.full_bias
 
     def partial(self, x: torch.Tensor, out: torch.Tensor | None, part: int) -> torch.Tensor:
         return _linear(self.world, x, self.weight, self.bias, out)
 
     def sharded(self, x: torch.Tensor, shards: Sequence[int] | None) -> torch.Tensor:
-        return matmul_reduce_scatter(x, self.weight, self.whole_bias, world=self.world, rows=shards)
+        return matmul_reduce_scatter(x, self.weight, self.full_bias, world=self.world, rows=shards)
 
 
 def _linear(
@@ -101,11 +104,11 @@ def _linear(
 
 
 class HeadShard:
-    """The output head of a model that Transformers has split: this rank's columns, and the others' by the library's
-    collective. own: the module's forward before, which torch.compile can follow."""
+    """The output head of a model that Transformers has split: this rank's columns, and those of the other ranks by
+    NCCL's all-gather. `eager_forward` is the module's own forward, which torch.compile can trace."""
 
     def __init__(self, linear: nn.Linear, world: World) -> None:
-        self.world, self.own, self.linear = world, linear.forward, linear
+        self.world, self.eager_forward, self.linear = world, linear.forward, linear
         self.parameters = Parameters([linear], self._bind)
 
     def _bind(self) -> None:
@@ -123,37 +126,39 @@ class HeadShard:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return self.own(x)
+            return self.eager_forward(x)
         world, y = self.world, F.linear(x, self.weight)
         rows = y.flatten(0, -2)
-        every = gather(rows, world, [rows.shape[0]] * world.size, world.current_stream())
-        return every.view(world.size, *y.shape).movedim(0, -2).flatten(-2)
+        columns = gather(rows, world, [rows.shape[0]] * world.size, world.current_stream())
+        return columns.view(world.size, *y.shape).movedim(0, -2).flatten(-2)
 
 
 class MlpShard:
+    """This rank's columns of gate and up, and its input columns of down."""
+
     def __init__(self, mlp: Module, world: World) -> None:
         self.world, self.gate_up = world, ColumnShards((mlp.gate_proj, mlp.up_proj), world)
         self.down = RowShard(mlp.down_proj, world)
 
     def partial(self, x: torch.Tensor, out: torch.Tensor | None, part: int) -> torch.Tensor:
-        both = None if out is None else self.world.empty((x.shape[0], sum(self.gate_up.widths)), x.dtype)
-        return self.down.partial(silu_mul(self.gate_up(x, both), world=self.world), out, part)
+        gate_up = None if out is None else self.world.empty((x.shape[0], sum(self.gate_up.widths)), x.dtype)
+        return self.down.partial(silu_mul(self.gate_up(x, gate_up), world=self.world), out, part)
 
     def sharded(self, x: torch.Tensor, shards: Sequence[int] | None) -> torch.Tensor:
         return self.down.sharded(silu_mul(self.gate_up.gathered(x, shards), world=self.world), shards)
 
 
 def window_of(attention: Module) -> int | None:
-    """The window of sliding-window attention: the module's own, or, where modules have none, the configuration's."""
+    """Return the window of sliding-window attention, from the module, or from the configuration."""
     has_window: Module = attention if hasattr(attention, "sliding_window") else attention.config
     window: int | None = getattr(has_window, "sliding_window", None)
     return window
 
 
 class HeadsShard:
-    """Attention of this rank's heads. `attend` takes normed hidden states and returns the heads' output [.., heads D],
-    and what attention gives besides; its argument `project` gives the projections [.., N] of hidden states. `out`
-    leaves the partial sum. window: of sliding-window attention."""
+    """Attention of this rank's heads. `attend` takes normalised hidden states and returns the heads' output [.., heads
+    D] and the attention weights; its argument `project` computes the projections [.., N]. `out` is the output
+    projection. `window` is that of sliding-window attention."""
 
     attend: Callable[..., tuple[torch.Tensor, Any]]
 
@@ -164,14 +169,14 @@ class HeadsShard:
 
 
 class AttentionShard(HeadsShard):
-    """`forward` is the module's but for the output projection, whose rows may go in two token parts. What does not
-    change is looked up here: a configuration is slow to ask."""
+    """Attention without the output projection, whose rows may run in two token parts. Constants are looked up here,
+    because a configuration's attributes are slow."""
 
     def __init__(self, attention: Module, world: World) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         super().__init__(attention, world)
-        self.config, self.attend = attention.config, attention  # whose forward is the one below
+        self.config, self.attend = attention.config, attention  # `weave` sets the forward below on this module
         self.dim = d = attention.head_dim
         self.heads = self.qkv.widths[0] // d, self.qkv.widths[1] // d
         self.counts = [width // d for width in self.qkv.widths]
@@ -180,9 +185,11 @@ class AttentionShard(HeadsShard):
         self.parameters = Parameters(self.normed, self._bind)
         self.eps = self.normed[0].variance_epsilon if self.normed else 0.0
         self.scaling, self.layer_idx = attention.scaling, attention.layer_idx
-        self.known, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
+        self.interfaces, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
         self.eager = modeling.eager_attention_forward
-        self.fast = fastest(world, Heads((), *self.heads, d, attention.q_proj.weight.dtype, attention.scaling))
+        self.fast = fastest(
+            world, AttentionConfig((), *self.heads, d, attention.q_proj.weight.dtype, attention.scaling)
+        )
 
     def _bind(self) -> None:
         if self.normed:
@@ -199,7 +206,7 @@ class AttentionShard(HeadsShard):
         project: Callable[[ColumnShards, torch.Tensor], torch.Tensor],
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Return [.., heads D] in place of hidden states, and what attention gives besides."""
+        """Return the heads' output [.., heads D] in place of hidden states, and the attention weights."""
         qkv, (cos, sin) = project(self.qkv, hidden_states), position_embeddings
         shape = qkv.shape[:-1]
         qkv = rotary(qkv.flatten(0, -2), cos, sin, *self.heads, self.norms, self.eps, world=self.world)
@@ -209,7 +216,7 @@ class AttentionShard(HeadsShard):
         name = self.config._attn_implementation
         if name == "sdpa" and (faster := self._faster(q, k, v, attention_mask, kwargs.get("is_causal"))) is not None:
             return faster.reshape(*shape, -1), None
-        attend = self.known.get_interface(name, self.eager)
+        attend = self.interfaces.get_interface(name, self.eager)
         heads, weights = attend(
             self.module,
             q,
@@ -226,14 +233,14 @@ class AttentionShard(HeadsShard):
     def _faster(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool | None
     ) -> torch.Tensor | None:
-        """Attention [B, M, heads, D] where torch computes it faster than Transformers asks it to; elsewhere None."""
+        """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None."""
         (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.scaling
         if m == 1 and heads != kv and mask is not None and mask.shape[1] == 1:
-            # Query heads of one key head are rows of one call, not each beside a copy of its keys and values.
+            # The query heads of one key head are rows of one call, so that keys and values are not repeated.
             rows = q.reshape(b, kv, heads // kv, d)
             return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
         if self.fast and mask is None and causal is not False and self.window is None and m == k.shape[2]:
             if is_long(m, m):
-                given = q, k, v, None, False, 0.0, True, False
-                return torch.ops.aten._scaled_dot_product_cudnn_attention(*given, scale=scale)[0].transpose(1, 2)
+                args = q, k, v, None, False, 0.0, True, False
+                return torch.ops.aten._scaled_dot_product_cudnn_attention(*args, scale=scale)[0].transpose(1, 2)
         return None

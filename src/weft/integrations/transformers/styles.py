@@ -1,7 +1,7 @@
-"""Transformers' tensor-parallel styles, served by weft: the official way, of single linears alone, before loading.
+"""Transformers' tensor-parallel styles, served by weft for single linears, before a model is loaded.
 
-rowwise   `matmul_all_reduce`: the GEMM under its own all-reduce, where that pays
-colwise   this rank's GEMM, without a wrapper's host time
+rowwise   `matmul_all_reduce`: the GEMM overlaps its own all-reduce, if that is faster
+colwise   this rank's GEMM, without the host time of a wrapper
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Forward = Callable[..., torch.Tensor]
 
 
 def styles(plan: str | Plan = "auto") -> Styles:
-    """Models that are loaded from this call on, with `distributed_config=DistributedConfig(tp_size=..)`, have weft's
-    linears: Transformers' styles "rowwise" and "colwise", by which its plans name them, are weft's.
+    """Replace Transformers' styles "rowwise" and "colwise" by weft's, for models that are loaded from now on with
+    `distributed_config=DistributedConfig(tp_size=..)`.
 
-    Returns a Styles; as a context manager, or by `close()`, it gives the names back to Transformers. Models that were
-    loaded keep what they have. plan: of `weft.matmul_all_reduce`; ValueError for one that it does not have. What a call
-    is not of (a gradient, another dtype than bfloat16 and float16, a group that has no World) goes on to Transformers'
-    own, at each call anew. `weave` goes further than this, and may follow it.
+    Return a Styles, which restores Transformers' styles as a context manager or by `close()`; loaded models keep their
+    linears. `plan` is that of `weft.matmul_all_reduce`; raises ValueError for one that it does not have. Calls with a
+    gradient, another dtype than bfloat16 and float16, or a group without a World use Transformers' own linears. `weave`
+    overlaps more, and may follow.
     """
     return Styles(plan)
 
 
 class Styles:
-    """linears: how many have been given a forward of weft's."""
+    """weft's styles while they are in place. `linears` counts the linears that have got a forward of weft."""
 
     def __init__(self, plan: str | Plan) -> None:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
@@ -44,28 +44,30 @@ class Styles:
         MATMUL_ALL_REDUCE.check_plan(plan)
         self.plan, self.linears = plan, 0
         self._table, self._before = ALL_PARALLEL_STYLES, {n: ALL_PARALLEL_STYLES[n] for n in ("rowwise", "colwise")}
-        for name, own in self._before.items():
-            ALL_PARALLEL_STYLES[name] = self._style(type(own), _rows if name == "rowwise" else _columns)
+        for name, style in self._before.items():
+            ALL_PARALLEL_STYLES[name] = self._style(type(style), _rows if name == "rowwise" else _columns)
 
-    def _style(self, own: type[Any], compute: Callable[..., torch.Tensor | None]) -> Any:
-        """An object of Transformers' style, all of it inherited but the forward that it installs."""
-        taken = self
+    def _style(self, base: type[Any], compute: Callable[..., torch.Tensor | None]) -> Any:
+        """Return an object of Transformers' style `base` that installs another forward."""
+        styles = self
 
-        class Style(own):
+        class Style(base):
             def install_forward(self, module: Any, mesh: Any) -> Any:
                 super().install_forward(module, mesh)
                 plain = type(module) is nn.Linear
                 if plain:
                     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
-                    module.forward = _first(functools.partial(compute, module, group, taken.plan), module.forward)
-                taken.linears += plain
+                    module.forward = _with_fallback(
+                        functools.partial(compute, module, group, styles.plan), module.forward
+                    )
+                styles.linears += plain
                 return module
 
         return Style()
 
     def close(self) -> None:
-        for name, own in self._before.items():
-            self._table[name] = own
+        for name, style in self._before.items():
+            self._table[name] = style
 
     def __enter__(self) -> Styles:
         return self
@@ -74,10 +76,12 @@ class Styles:
         self.close()
 
 
-def _first(compute: Callable[[torch.Tensor], torch.Tensor | None], own: Forward) -> Forward:
+def _with_fallback(compute: Callable[[torch.Tensor], torch.Tensor | None], fallback: Forward) -> Forward:
+    """Return a forward that calls `compute`, and `fallback` where that does not apply or returns None."""
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        made = None if torch.is_grad_enabled() or isinstance(x, DTensor) or x.dtype not in DTYPES else compute(x)
-        return own(x) if made is None else made
+        y = None if torch.is_grad_enabled() or isinstance(x, DTensor) or x.dtype not in DTYPES else compute(x)
+        return fallback(x) if y is None else y
 
     return forward
 
@@ -99,7 +103,7 @@ def _columns(module: Any, group: Any, plan: str | Plan, x: torch.Tensor) -> torc
 
 
 def _local(parameter: torch.Tensor, placement: Shard | Replicate) -> torch.Tensor | None:
-    """This rank's part of what lies as expected; quantised weights do not."""
+    """Return the local tensor of a DTensor with this placement; None for another one, such as a quantised weight."""
     if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (placement,):
         return None
     return parameter.to_local()

@@ -1,4 +1,4 @@
-"""`weave`, `unweave` and `report`: which models can be woven, and what is put into them."""
+"""`weave`, `unweave`, `repack` and `report`, and the checks of which models can be woven."""
 
 from __future__ import annotations
 
@@ -19,50 +19,49 @@ from ...tensor_checks import DTYPES
 from ...world import World
 from . import moe
 from .forwards import SHARDED_FROM, layer_forward, model_forward, norm_forward
-from .generation import drawn_alike, not_emulated
+from .generation import not_emulated, same_draws
 from .modules import Hooks, Layers, check_modules
 from .shards import AttentionShard, HeadShard, HeadsShard, MlpShard, Module
 from .woven import Woven
 
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-BY_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-BY_ROWS = ("self_attn.o_proj", "mlp.down_proj")
-HELD = "_weft"  # the attribute of a woven model
+COLUMN_PARALLEL = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
+WOVEN_ATTRIBUTE = "_weft"  # where a woven model stores its state
 
 
 def weave(
     model: nn.Module, world: World | None = None, *, plan: str | Plan = "auto", two_parts: str | int | None = "auto"
 ) -> nn.Module:
-    """The model itself, its layers' communication and element-wise work by weft from now on.
+    """Make weft compute the communication and element-wise work of the model's layers, and return the model.
 
     Args:
         model: Llama, Mistral, Qwen2 (and 2.5), Qwen3, Mixtral, Qwen3-MoE or GPT-OSS of Transformers, as the causal
-            model or its base, bfloat16 or float16, on the World's device. Either loaded with
-            `distributed_config=DistributedConfig(tp_size=..)`, its experts split whole or by columns, or whole on every
-            rank, of which a rank then computes with its part. `state_dict` and `save_pretrained` give what they gave,
-            and what is written into the parameters later is what is computed with. Of linears that are one GEMM they
-            become views of one weight; experts' matrices are packed, which takes their bytes again (`repack`).
+            model or its base, bfloat16 or float16, on the World's device. It is either loaded with
+            `distributed_config=DistributedConfig(tp_size=..)`, with experts split whole or by columns, or whole on
+            every rank, which then computes with its shard. `state_dict` and `save_pretrained` are unchanged, and later
+            writes to the parameters take effect. Linears that become one GEMM become views of one weight; experts are
+            packed, which needs their bytes a second time (`repack`).
         world: the ranks. None: those that the model is split over, by `weft.init`.
-        plan: of `all_reduce_rms_norm`.
-        two_parts: from how many tokens of a pass on its rows go through a layer in two parts, one's all-reduce and norm
-            under the other's GEMMs (TokenWeave, section 4); attention is of both at once. "auto": from where that was
-            measured to pay on this GPU, for these sizes and as many ranks; with experts, of which nothing was, never.
-            None: never.
+        plan: that of `all_reduce_rms_norm`.
+        two_parts: the number of tokens from which on a pass runs through a layer in two token parts, one's all-reduce
+            and norm under the other's GEMMs (TokenWeave, section 4); attention computes both at once. "auto": the
+            number from which on that was measured to be faster, on this GPU, for these sizes and this number of ranks;
+            never with experts, which were not measured. None: never.
 
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
-    rounded once. `forward`, `generate`, caches and CUDA graphs work as before; all ranks make the same calls, and take
-    what the first one draws where `generate` samples. Hidden states are gathered where `output_hidden_states` asks for
-    them; attention weights are refused. `unweave` puts the model back, `report` says what
-    was done.
+    rounded once. `forward`, `generate`, caches and CUDA graphs work as before. All ranks must make the same calls, and
+    where `generate` samples they take the draws of rank 0. `output_hidden_states` gathers the hidden states;
+    `output_attentions` is refused. `unweave` restores the model, `report` says what was replaced.
 
     Raises:
-        Unsupported, naming the module: a model that is not one of these, quantised or adapted linears, heads that the
-            ranks do not divide, another dtype or activation; a class, a forward or a hook inside a layer that is not
-            Transformers' own, also one that is put there later, at the next pass.
-        ValueError: a model that is woven already, or is whole and comes without a World; a plan that
-            `all_reduce_rms_norm` does not have. A call that needs a gradient.
+        Unsupported, naming the module: another model, quantised or adapted linears, heads that the ranks do not divide,
+            another dtype or activation; a class, a forward or a hook inside a layer that is not Transformers' own (at
+            the next pass, if it was set later).
+        ValueError: a model that is woven already, or that is whole on every rank and comes without a World; a plan that
+            `all_reduce_rms_norm` does not have; a call that needs a gradient.
     """
-    if getattr(model, HELD, None) is not None:
+    if getattr(model, WOVEN_ATTRIBUTE, None) is not None:
         raise ValueError("this model is woven already; weft.hf.unweave puts it back")
     base: Module = getattr(model, "base_model", model)
     layers: list[Module] = [*getattr(base, "layers", ())]
@@ -75,42 +74,44 @@ def weave(
     check_modules(layers, called)
     with_experts = [hasattr(layer.mlp, "experts") for layer in layers]
     two_parts_from, two_parts_plan = _two_parts(world, layers[0], plan, two_parts)
-    done = Woven(world, plan, two_parts_from, two_parts_plan, any(with_experts), all(with_experts))
+    woven = Woven(world, plan, two_parts_from, two_parts_plan, any(with_experts), all(with_experts))
     try:
-        _weave_layers(layers, base.norm, done)
-        done.replaced.append(_parts_said(done))
-        _weave_model(model, base, done)
+        _weave_layers(layers, base.norm, woven)
+        woven.replaced.append(_describe_parts(woven))
+        _weave_model(model, base, woven)
     except BaseException:
-        done.undo_all()
+        woven.undo_all()
         raise
-    done.layers = Layers(base, layers, called)
-    setattr(model, HELD, done)
+    woven.layers = Layers(base, layers, called)
+    setattr(model, WOVEN_ATTRIBUTE, woven)
     return model
 
 
-def _weave_model(model: nn.Module, base: Module, done: Woven) -> None:
-    done.forward(base, model_forward(base, done))
-    loaded = base.register_load_state_dict_post_hook(lambda *_: done.refresh(base))
-    done.undo.append(loaded.remove)
+def _weave_model(model: nn.Module, base: Module, woven: Woven) -> None:
+    woven.forward(base, model_forward(base, woven))
+    loaded = base.register_load_state_dict_post_hook(lambda *_: woven.refresh(base))
+    woven.undo.append(loaded.remove)
     head: Module = getattr(model, "lm_head", None)
-    if split := HeadShard.fits(head, done.world):
-        shard = HeadShard(head, done.world)
-        done.follow(shard)
-        done.forward(head, shard.forward)
-        done.replaced.append("lm_head: this rank's columns, gathered")
-    done.left += [(name, "Transformers' own") for name, other in _others(model, base) if other is not head or not split]
-    _generate(model, done)
+    if split := HeadShard.fits(head, woven.world):
+        shard = HeadShard(head, woven.world)
+        woven.follow(shard)
+        woven.forward(head, shard.forward)
+        woven.replaced.append("lm_head: this rank's columns, gathered")
+    untouched = [name for name, module in _other_modules(model, base) if module is not head or not split]
+    woven.left += [(name, "Transformers' own") for name in untouched]
+    _generate(model, woven)
 
 
-def _generate(model: Module, done: Woven) -> None:
-    if hasattr(model, "generate") and done.world.size > 1:
-        done.replace(model, "generate", drawn_alike(model.generate, done.world))
-    if hasattr(model, "generate_batch") and done.world.backend.name == "emulated":
-        done.replace(model, "generate_batch", not_emulated(model.generate_batch))
+def _generate(model: Module, woven: Woven) -> None:
+    if hasattr(model, "generate") and woven.world.size > 1:
+        woven.replace(model, "generate", same_draws(model.generate, woven.world))
+    if hasattr(model, "generate_batch") and woven.world.backend.name == "emulated":
+        woven.replace(model, "generate_batch", not_emulated(model.generate_batch))
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
-    """The hooks of routers, and those before a dense model's attention, which takes the normed hidden states."""
+    """Yield the hooks that a woven model calls: those of routers, and the pre-hooks of a dense model's attention, which
+    takes the normalised hidden states."""
     for layer in layers:
         if type(layer).__name__ not in moe.LAYERS:
             yield layer.self_attn._forward_pre_hooks
@@ -119,88 +120,92 @@ def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
             yield from (router._forward_hooks, router._forward_pre_hooks)
 
 
-def _weave_layers(layers: list[Module], last: nn.Module, done: Woven) -> None:
+def _weave_layers(layers: list[Module], last: nn.Module, woven: Woven) -> None:
     norms = [layer.input_layernorm for layer in layers[1:]] + [last]
     for layer, norm in zip(layers, norms, strict=True):
-        attention, mlp = _weave_attention(layer, done), _weave_mlp(layer.mlp, done)
-        done.forward(layer, layer_forward(layer, norm, attention, mlp, norm is last, done))
-    done.forward(last, norm_forward)
-    done.replaced += _said(layers, done)
+        attention, mlp = _weave_attention(layer, woven), _weave_mlp(layer.mlp, woven)
+        woven.forward(layer, layer_forward(layer, norm, attention, mlp, norm is last, woven))
+    woven.forward(last, norm_forward)
+    woven.replaced += _describe_layers(layers, woven)
 
 
-def _weave_attention(layer: Module, done: Woven) -> HeadsShard:
+def _weave_attention(layer: Module, woven: Woven) -> HeadsShard:
     if type(layer).__name__ in moe.LAYERS:
-        return moe.weave_attention(layer.self_attn, done)
-    attention = AttentionShard(layer.self_attn, done.world)
-    done.follow(attention, attention.qkv, attention.out)
-    done.forward(layer.self_attn, attention.forward)
+        return moe.weave_attention(layer.self_attn, woven)
+    attention = AttentionShard(layer.self_attn, woven.world)
+    woven.follow(attention, attention.qkv, attention.out)
+    woven.forward(layer.self_attn, attention.forward)
     return attention
 
 
-def _weave_mlp(mlp: Module, done: Woven) -> Sublayer:
+def _weave_mlp(mlp: Module, woven: Woven) -> Sublayer:
     if hasattr(mlp, "experts"):
-        return moe.weave_experts(mlp, done)
-    shard = MlpShard(mlp, done.world)
-    done.follow(shard.gate_up, shard.down)
+        return moe.weave_experts(mlp, woven)
+    shard = MlpShard(mlp, woven.world)
+    woven.follow(shard.gate_up, shard.down)
     return shard
 
 
 def unweave(model: nn.Module) -> nn.Module:
-    """The model as it was before `weave`. Raises ValueError for one that is not woven."""
-    done = _woven(model)
-    done.undo_all()
-    delattr(model, HELD)
+    """Restore the model as it was before `weave`, and return it. Raises ValueError for a model that is not woven."""
+    woven = _woven(model)
+    woven.undo_all()
+    delattr(model, WOVEN_ATTRIBUTE)
     return model
 
 
 def repack(model: nn.Module) -> nn.Module:
-    """The model itself, woven or with `register_experts`' experts, which are packed again from their parameters.
+    """Pack the experts of a woven model, or of one with `register_experts`, from their parameters again. Return the
+    model.
 
-    A pass does so by itself where it sees that a parameter was written, by `load_state_dict`, `copy_` or through
-    `data`. Call this after what leaves no trace, a collective or a kernel that writes into an expert's parameters
-    (`torch.distributed.broadcast`), and before the replay of a CUDA graph: packed experts keep their memory. Other
-    weights are the parameters' own memory and need nothing.
+    A pass does this itself after `load_state_dict`, `copy_` and writes through `data`. Call `repack` after writes that
+    torch does not count, such as those of a collective (`torch.distributed.broadcast`) or a kernel, and before the
+    replay of a CUDA graph: packed experts keep their memory. Other weights are the parameters' own memory.
     """
-    done = getattr(model, HELD, None)
+    woven = getattr(model, WOVEN_ATTRIBUTE, None)
     registered = [
-        vars(module)[moe.HELD_EXPERTS].parameters for module in model.modules() if moe.HELD_EXPERTS in vars(module)
+        vars(module)[moe.EXPERTS_ATTRIBUTE].parameters
+        for module in model.modules()
+        if moe.EXPERTS_ATTRIBUTE in vars(module)
     ]
-    for parameters in (*registered, *(done.parameters if isinstance(done, Woven) else ())):
+    for parameters in (*registered, *(woven.parameters if isinstance(woven, Woven) else ())):
         if parameters.packed:
             parameters.bind()
     return model
 
 
 def report(model: nn.Module) -> str:
-    """What `weave` replaced, and what it left alone, a line each. Raises ValueError for a model that is not woven."""
-    done = _woven(model)
-    world = done.world
+    """Return what `weave` replaced and what it left alone, a line each. Raises ValueError for a model that is not
+    woven."""
+    woven = _woven(model)
+    world = woven.world
     lines = [f"woven over {world.size} ranks, this one {world.rank}"]
-    lines += [f"  {what}" for what in done.replaced]
-    return "\n".join([*lines, *(f"  {name}: {why}" for name, why in done.left)])
+    lines += [f"  {line}" for line in woven.replaced]
+    return "\n".join([*lines, *(f"  {name}: {why}" for name, why in woven.left)])
 
 
-def _two_parts(world: World, layer: Module, plan: str | Plan, asked: str | int | None) -> tuple[int | None, str | Plan]:
-    """The number of tokens from which on a pass goes in two parts (None: never), and the plan of all_reduce_rms_norm
-    then. "auto" takes them from measurements of the decoder of these sizes (nn/weave.py), where nothing but weaving is
-    faster from there on. Only dense decoders are measured: one with experts goes in two parts where `asked` is a
-    number."""
-    if asked is None or world.size == 1:
+def _two_parts(
+    world: World, layer: Module, plan: str | Plan, two_parts: str | int | None
+) -> tuple[int | None, str | Plan]:
+    """Return the number of tokens from which on a pass runs in two parts (None: never), and the plan of its norms.
+    "auto" takes them from the measurements of a decoder of these sizes (`two_parts_from`). Only dense decoders were
+    measured: a model with experts runs in two parts only if `two_parts` is a number."""
+    if two_parts is None or world.size == 1:
         return None, plan
     measured, measured_plan = None, plan
     if type(layer).__name__ not in moe.LAYERS:
         config = layer.self_attn.config
         measured, measured_plan = two_parts_from(world, config.hidden_size, config.intermediate_size)
-    if asked == "auto":
-        asked = measured
-    if asked is not None and (not isinstance(asked, int) or asked < 1):
-        raise ValueError(f'two_parts: {asked!r} is not "auto", a number of tokens or None')
-    return asked, measured_plan if plan == "auto" else plan
+    if two_parts == "auto":
+        two_parts = measured
+    if two_parts is not None and (not isinstance(two_parts, int) or two_parts < 1):
+        raise ValueError(f'two_parts: {two_parts!r} is not "auto", a number of tokens or None')
+    return two_parts, measured_plan if plan == "auto" else plan
 
 
-def _said(layers: list[Module], done: Woven) -> Iterator[str]:
-    attention, alone = layers[0].self_attn, done.world.size == 1
-    gemms = "in one GEMM" if alone or isinstance(attention.q_proj.weight, DTensor) else "by a GEMM each"
+def _describe_layers(layers: list[Module], woven: Woven) -> Iterator[str]:
+    attention, single_rank = layers[0].self_attn, woven.world.size == 1
+    gemms = "in one GEMM" if single_rank or isinstance(attention.q_proj.weight, DTensor) else "by a GEMM each"
     norms = "norms of heads and rotary" if hasattr(attention, "q_norm") else "rotary"
     if type(layers[0]).__name__ in moe.LAYERS:
         yield "layers.*.self_attn.q_proj, k_proj, v_proj: one GEMM of this rank's heads; o_proj: this rank's columns"
@@ -210,43 +215,42 @@ def _said(layers: list[Module], done: Woven) -> Iterator[str]:
         if hasattr(mlp, "experts"):
             yield f"layers.*.mlp ({type(mlp).__name__}): weft.moe, {moe.split_of(mlp.experts)} on every rank"
         else:
-            without = " without experts" if done.experts else ""
+            without = " without experts" if woven.experts else ""
             yield f"layers.*.mlp{without}: gate and up {gemms}, SiLU-mul in one launch; down_proj: a partial sum"
-    norm = f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm"
-    yield norm + (f", below {SHARDED_FROM} tokens and in two parts; else rows by their owners" * done.shards_tokens)
+    norm = f"layers.*, norm: all_reduce_rms_norm, plan {woven.plan}, in place of all-reduce, add and norm"
+    yield norm + (f", below {SHARDED_FROM} tokens and in two parts; else rows by their owners" * woven.shards_tokens)
 
 
-def _parts_said(done: Woven) -> str:
-    if done.two_parts is None:
+def _describe_parts(woven: Woven) -> str:
+    if woven.two_parts is None:
         return "in one part, whatever the tokens"
-    plan = done.two_parts_plan if isinstance(done.two_parts_plan, str) else done.two_parts_plan.kind
-    return (
-        f"from {done.two_parts} tokens on in two parts, one's all_reduce_rms_norm, plan {plan}, under the other's GEMMs"
-    )
+    plan = woven.two_parts_plan if isinstance(woven.two_parts_plan, str) else woven.two_parts_plan.kind
+    norms = f"one's all_reduce_rms_norm, plan {plan}, under the other's GEMMs"
+    return f"from {woven.two_parts} tokens on in two parts, {norms}"
 
 
 def _woven(model: nn.Module) -> Woven:
-    done = getattr(model, HELD, None)
-    if done is None:
+    woven = getattr(model, WOVEN_ATTRIBUTE, None)
+    if woven is None:
         raise ValueError(f"{type(model).__name__} is not woven")
-    assert isinstance(done, Woven)
-    return done
+    assert isinstance(woven, Woven)
+    return woven
 
 
 # -- what can be woven -------------------------------------------------------------------------------------------------
 def _check(base: nn.Module, layers: list[Module]) -> None:
-    known = *KNOWN_LAYERS, *moe.LAYERS
-    if not layers or any(type(layer).__name__ not in known for layer in layers):
+    supported = *KNOWN_LAYERS, *moe.LAYERS
+    if not layers or any(type(layer).__name__ not in supported for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in layers}) or [type(base).__name__]
         raise Unsupported(
-            f"weave knows {', '.join(known)}; this model has {', '.join(kinds)}. Of any architecture that Transformers "
-            "splits, weft.hf.styles() serves the linears: call it before loading"
+            f"weave knows {', '.join(supported)}; this model has {', '.join(kinds)}. weft.hf.styles(), called before "
+            "loading, serves the linears of any architecture that Transformers splits"
         )
     for i, layer in enumerate(layers):
         mixture = type(layer).__name__ in moe.LAYERS and not hasattr(layer.mlp, "gate_proj")
         if mixture:
             moe.check_experts(f"layers.{i}.mlp.experts", getattr(layer.mlp, "experts", None))
-        for name in (*BY_COLUMNS, *BY_ROWS):
+        for name in (*COLUMN_PARALLEL, *ROW_PARALLEL):
             if mixture and name.startswith("mlp."):
                 continue
             linear = layer.get_submodule(name)
@@ -254,9 +258,9 @@ def _check(base: nn.Module, layers: list[Module]) -> None:
                 raise Unsupported(f"layers.{i}.{name} is {type(linear).__name__}, not a plain nn.Linear")
             if linear.weight.dtype not in DTYPES:
                 raise Unsupported(f"layers.{i}.{name} is {linear.weight.dtype}; bfloat16 and float16 are supported")
-        for names in (BY_COLUMNS[:3], BY_COLUMNS[3:] if not mixture else ()):
+        for names in (COLUMN_PARALLEL[:3], COLUMN_PARALLEL[3:] if not mixture else ()):
             if len({layer.get_submodule(name).bias is None for name in names}) > 1:
-                raise Unsupported(f"layers.{i}: of {', '.join(names)} some have a bias and others none")
+                raise Unsupported(f"layers.{i}: some of {', '.join(names)} have a bias and some do not")
         act = getattr(layer.self_attn.config, "hidden_act", "silu")
         if act != "silu":
             raise Unsupported(f"layers.{i}.mlp has activation {act!r}; silu is supported")
@@ -267,13 +271,15 @@ def _check_split(layers: list[Module], world: World) -> None:
     config, head = layers[0].self_attn.config, layers[0].self_attn.head_dim
     for name, count in (("heads", config.num_attention_heads), ("key-value heads", config.num_key_value_heads)):
         if count % world.size:
-            raise Unsupported(f"{count} {name} of {head} columns over {world.size} ranks")
+            raise Unsupported(f"{count} {name} of {head} columns do not divide by {world.size} ranks")
     for mlp in (layer.mlp for layer in layers):
         if hasattr(mlp, "experts"):
             if why := moe.split_reason(mlp.experts, world):
                 raise Unsupported(why)
         elif config.intermediate_size % (8 * world.size):
-            raise Unsupported(f"intermediate size {config.intermediate_size} over {world.size} ranks, not by eights")
+            raise Unsupported(
+                f"intermediate size {config.intermediate_size} is not a multiple of 8 times {world.size} ranks"
+            )
 
 
 def _world_of(layer: nn.Module) -> World:
@@ -283,8 +289,8 @@ def _world_of(layer: nn.Module) -> World:
     raise ValueError("this model is whole on every rank: weave it with a World (weave(model, weft.init()))")
 
 
-def _others(model: nn.Module, base: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that stay as they are, by name: none inside a layer but attention itself."""
+def _other_modules(model: nn.Module, base: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that stay Transformers' own, with their names; inside layers only attention."""
     names = {id(module): name for name, module in model.named_modules()}
     for module in (*base.children(), *(model.children() if model is not base else ())):
         if module not in (base, base.layers, base.norm):

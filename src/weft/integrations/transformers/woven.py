@@ -1,4 +1,4 @@
-"""What `weave` did to a model, and how it is undone."""
+"""The state of a woven model: what `weave` replaced, and how to undo it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import nn
 from ...plans import Plan
 from ...world import World
 from .modules import Layers
-from .parameters import Parameters, Same
+from .parameters import Parameters, Unchanged
 
 
 def path_of(base: nn.Module, module: nn.Module) -> str:
-    return next((name for name, other in base.named_modules() if other is module), type(module).__name__)
+    """Return the name of `module` in the model, else its type's name."""
+    return next((name for name, child in base.named_modules() if child is module), type(module).__name__)
 
 
 class Bound(Protocol):
@@ -26,13 +27,13 @@ class Bound(Protocol):
 
 @dataclass
 class Woven:
-    """What was done to a model. replaced: a line for each kind of module; left: module and reason. undo: puts a
-    module's own forward back.
+    """The state of a woven model.
 
-    two_parts: from so many tokens on a pass goes in two token parts, whose `all_reduce_rms_norm` goes by
-    two_parts_plan; None: never. experts: whether layers have some. shards_tokens: whether the hidden states of many
-    tokens are sharded. In the pass that is on, `causal` says that every token attends to all before it and to no other,
-    `recorded` that its hidden states are asked for.
+    `replaced` has a line for each kind of module that was replaced, `left` the module and reason of the others. The
+    functions of `undo` restore the modules. From `two_parts` tokens on (None: never) a pass runs in two token parts,
+    whose `all_reduce_rms_norm` uses `two_parts_plan`. `experts` says whether any layer has experts, `shards_tokens`
+    whether the hidden states of many tokens are sharded. Of the current pass, `causal` says that the mask is only
+    causal, and `recorded` that Transformers records hidden states.
     """
 
     world: World
@@ -48,36 +49,38 @@ class Woven:
     undo: list[Callable[[], None]] = field(default_factory=list)
     parameters: list[Parameters] = field(default_factory=list)
     layers: Layers | None = None
-    same: Same | None = None
+    unchanged: Unchanged | None = None
 
     def follow(self, *shards: Bound) -> None:
-        """Have the shards bound to their parameters as these are at the start of every pass."""
+        """Bind these shards to their current parameters at the start of every pass."""
         self.parameters += [shard.parameters for shard in shards]
         self.undo += [shard.parameters.release for shard in shards]
 
     def check(self, base: nn.Module) -> None:
-        """Check before a pass that the model is as it was woven, but for its parameters' values."""
+        """Check before a pass that only the values of parameters have changed since weaving."""
         assert self.layers is not None
         self.layers.check()
         if torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()):
             raise ValueError(
-                "a woven model computes no gradient, and its parameters require one: call it under "
+                "a woven model computes no gradients, and its parameters require them: call it under "
                 "torch.inference_mode() or torch.no_grad(), or unweave it to train"
             )
         self.refresh(base)
 
     def refresh(self, base: nn.Module) -> None:
-        """Bind to their parameters the shards whose parameters have changed."""
+        """Rebind the shards whose parameters have changed."""
         bound = [parameters for parameters in self.parameters if parameters.packed]
-        if self.same is None or not self.same.holds():
+        if self.unchanged is None or not self.unchanged.holds():
             bound = self.parameters
         for parameters in bound:
             parameters.refresh(self.world, functools.partial(path_of, base))
         if bound is self.parameters:
-            self.same = Same([seen for parameters in bound if not parameters.packed for seen in parameters.seen])
+            self.unchanged = Unchanged(
+                [state for parameters in bound if not parameters.packed for state in parameters.states]
+            )
 
     def forward(self, module: nn.Module, forward: Callable[..., object]) -> None:
-        """`module` runs `forward` from now on, as Transformers' own styles install theirs: on the instance."""
+        """Make `module` run `forward`, which is set on the instance, as Transformers' own styles do."""
         self.replace(module, "forward", forward)
 
     def undo_all(self) -> None:

@@ -1,38 +1,40 @@
-"""weft under vLLM: `pip install weft` beside it, and `vllm serve` as ever.
+"""weft in vLLM: `pip install weft` into vLLM's environment, then `vllm serve` as before.
 
-An entry point of vLLM's group `vllm.general_plugins`, which vLLM calls in each of its processes. A model that is
-tensor-parallel has, once it is loaded, weft's operators where its sums over ranks are:
+vLLM calls the entry point in its group `vllm.general_plugins` in each of its processes. Once a tensor-parallel model is
+loaded, weft's operators replace its sums over ranks:
 
     row-parallel linear -> RMSNorm -> column-parallel linear    one operator (row_norm_column.py)
     experts -> RMSNorm -> column-parallel linear                the same, without the first GEMM
     other row-parallel linears                                  row_all_reduce.py
 
-Where these meet is read from the model's own forward (dataflow.py). WEFT_VLLM=0 turns it off.
+The places are found in the model's own forward (dataflow.py). WEFT_VLLM=0 turns the plugin off.
 """
 
 from __future__ import annotations
 
 from ...errors import WeftError
 from .. import plugin_state
-from .interface import Theirs, installed, read_interface
+from .interface import VllmObject, installed, read_interface
 from .plugin import WEFT_VLLM, register
 
 __all__ = ["register", "report", "state"]
 
 
 def state() -> str:
-    """Whether the plugin would be loaded, and what it would not find, in a line. Imports vLLM where it is installed."""
+    """Return in a line whether the plugin would be loaded, and what it would not find. Imports vLLM if it is
+    installed."""
     if installed() is None:
         return "not installed"
-    found = read_interface()
-    said = [f"{found.version}{'' if found.tried else ' (untried)'}", plugin_state(WEFT_VLLM, "VLLM_PLUGINS")]
-    return "; ".join([*said, *(f"not served: {why}" for why in found.missing.values())])
+    interface = read_interface()
+    parts = [f"{interface.version}{'' if interface.tried else ' (untried)'}", plugin_state(WEFT_VLLM, "VLLM_PLUGINS")]
+    return "; ".join([*parts, *(f"not served: {why}" for why in interface.missing.values())])
 
 
-def report(llm: Theirs) -> str:
-    """What weft serves in an engine (`vllm.LLM`), what it leaves to vLLM and why, and the calls so far. A line each.
+def report(llm: VllmObject) -> str:
+    """Return what weft serves in an engine (`vllm.LLM`), what it leaves to vLLM and why, and the calls so far, a line
+    each.
 
-    Raises WeftError where its workers do not know weft: it is off there, or not installed.
+    Raises WeftError if its workers do not know weft: the plugin is off there, or not installed.
     """
     try:
         texts = llm.collective_rpc("weft_report")

@@ -1,9 +1,9 @@
-"""Which reductions of a model end in a norm: found in the model's own forward, traced symbolically.
+"""Find the reductions of a model whose only reader is a norm, by tracing the model's own forward symbolically.
 
 A reduction is a module that ends in an all-reduce: a row-parallel linear, or the runner of a mixture of experts. The
-graph has one node for each module that contains none, so it shows where sums, norms and column-parallel linears meet,
-whatever the model and its modules are called. A reduction whose only reader is an RMSNorm can leave its sum to it
-(`Site`). What is not proved by the graph stays as it is.
+graph has one node for each module without a reduction inside. So it shows how sums, norms and column-parallel linears
+are connected, whatever the names of the model and its modules. An RMSNorm that is the only reader of a reduction can
+compute its sum (`Site`). Modules whose use the graph does not prove stay as they are.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import fx, nn
 
 
 class Kinds(Protocol):
-    """What an engine's modules are."""
+    """The kinds of an engine's modules."""
 
     def reduces(self, module: nn.Module) -> bool:
-        """Whether the module's output ends in an all-reduce that it can leave out."""
+        """Whether the module ends in an all-reduce that it can leave out."""
 
     def gives_bias(self, module: nn.Module) -> bool:
-        """Whether it returns (output, bias)."""
+        """Whether the module returns (output, bias)."""
 
     def is_norm(self, module: nn.Module) -> bool: ...
 
@@ -34,8 +34,8 @@ class Kinds(Protocol):
 
 @dataclass
 class Site:
-    """reduction -> norm -> column. residual: the norm adds one. column: the one reader of the normalised rows, where
-    that is a column-parallel linear, or None. name: the norm's."""
+    """A chain reduction -> norm -> column. `residual` says whether the norm adds a residual. `column` is the only
+    reader of the normalised rows if that is a column-parallel linear, else None. `name` is the norm's name."""
 
     name: str
     reduction: nn.Module
@@ -46,8 +46,8 @@ class Site:
 
 @dataclass
 class Flow:
-    """sites: in the order of the forward pass. by_rows: whether the residual that each site's norm returns goes to
-    another site's norm alone. left: why a part of the model could not be traced."""
+    """The sites of a model, in the order of the forward pass. `by_rows` says whether only sites' norms read the
+    residuals that sites' norms return. `left` has the reasons why parts of the model could not be traced."""
 
     sites: list[Site] = field(default_factory=list)
     by_rows: bool = False
@@ -56,7 +56,8 @@ class Flow:
 
 # -- tracing -----------------------------------------------------------------------------------------------------------
 class Symbol(fx.Proxy):
-    """A tensor of two sizes that do not matter. A node whose sizes were asked for is marked: it is read."""
+    """A tensor of two arbitrary sizes. A node whose sizes the forward reads is marked, since that counts as a
+    reader."""
 
     @property
     def shape(self) -> torch.Size:
@@ -73,30 +74,30 @@ class Symbol(fx.Proxy):
 
 
 class Forward(nn.Module):
-    """A module's forward with the arguments that the tracer gives it: tensors alone, by name."""
+    """A module's forward with the tracer's arguments: only tensors, by name."""
 
     constants: Mapping[str, None] = {"input_ids": None, "intermediate_tensors": None}
-    optional = ("inputs_embeds", "residual")  # given although they have defaults
+    optional = ("inputs_embeds", "residual")  # passed although they have defaults
 
     def __init__(self, module: nn.Module, tracer: fx.Tracer) -> None:
         super().__init__()
         self.module, self.tracer = module, tracer
 
     def forward(self) -> object:
-        given: dict[str, object] = {}
+        arguments: dict[str, object] = {}
         for name, parameter in inspect.signature(type(self.module).forward).parameters.items():
             if name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             if name in self.constants:
-                given[name] = None
+                arguments[name] = None
             elif parameter.default is parameter.empty or name in self.optional:
-                given[name] = self.tracer.create_proxy("placeholder", name, (), {})
+                arguments[name] = self.tracer.create_proxy("placeholder", name, (), {})
         forward: Callable[..., object] = type(self.module).forward
-        return forward(self.module, **given)
+        return forward(self.module, **arguments)
 
 
 class Tracer(fx.Tracer):
-    """Goes into modules that contain a reduction, and into no other."""
+    """A tracer that enters only modules with a reduction inside."""
 
     def __init__(self, kinds: Kinds) -> None:
         super().__init__()
@@ -110,12 +111,12 @@ class Tracer(fx.Tracer):
 
 
 def contains(module: nn.Module, kinds: Kinds) -> bool:
-    """Whether there is a reduction inside the module, which is none itself."""
+    """Whether the module, which is not a reduction itself, contains one."""
     return not kinds.reduces(module) and any(kinds.reduces(child) for child in module.modules())
 
 
 def stacks(model: nn.Module, kinds: Kinds) -> Iterator[nn.Module]:
-    """Modules that have a list of layers in which there are reductions."""
+    """Yield the modules with a list of layers that contain reductions."""
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
         if any(contains(layer, kinds) for layers in lists for layer in layers):
@@ -128,77 +129,78 @@ class Graph(NamedTuple):
 
 
 def traced(module: nn.Module, kinds: Kinds) -> Graph:
-    """Return the graph of the module's forward, traced on symbols. Raises whatever that forward raises on them. What it
-    sets on modules is as it was before."""
-    tracer, held = Tracer(kinds), [(each, dict(each.__dict__)) for each in module.modules()]
+    """Return the graph of the module's forward, traced on symbols. Raises what that forward raises on them. Attributes
+    that it sets on modules are restored."""
+    tracer, saved = Tracer(kinds), [(child, dict(child.__dict__)) for child in module.modules()]
     root = Forward(module, tracer)
     try:
         return Graph(root, list(tracer.trace(root).nodes))
     finally:
-        for each, before in held:
-            each.__dict__.clear()
-            each.__dict__.update(before)
+        for child, attributes in saved:
+            child.__dict__.clear()
+            child.__dict__.update(attributes)
 
 
 # -- reading the graph -------------------------------------------------------------------------------------------------
 def flow_of(model: nn.Module, kinds: Kinds) -> Flow:
-    """Return the sites of every stack of layers. A stack whose forward cannot be traced as a whole is traced layer by
-    layer; sites that lie between its layers are not seen then."""
+    """Return the sites of every stack of layers. A stack whose forward cannot be traced is traced layer by layer, which
+    misses the sites between its layers."""
     flow, graphs, names = Flow(), [], {id(module): name for name, module in model.named_modules()}
     for stack in stacks(model, kinds):
         try:
             graphs.append(traced(stack, kinds))
             continue
         except Exception as error:
-            flow.left.append(f"{type(stack).__name__}: {said(error)}")
-        for layer in (each for child in stack.children() if isinstance(child, nn.ModuleList) for each in child):
+            flow.left.append(f"{type(stack).__name__}: {first_sentence(error)}")
+        for layer in (layer for child in stack.children() if isinstance(child, nn.ModuleList) for layer in child):
             if contains(layer, kinds):
                 try:
                     graphs.append(traced(layer, kinds))
                 except Exception as error:
-                    flow.left.append(f"{type(layer).__name__}: {said(error)}")
+                    flow.left.append(f"{type(layer).__name__}: {first_sentence(error)}")
     flow.left = list(dict.fromkeys(flow.left))
     chained = not flow.left
     for graph in graphs:
-        found = sites(graph, kinds, names)
-        chained &= bool(found) and residuals_stay(graph, {id(site.norm) for site in found})
-        flow.sites += found
+        graph_sites = sites(graph, kinds, names)
+        chained &= bool(graph_sites) and residuals_stay(graph, {id(site.norm) for site in graph_sites})
+        flow.sites += graph_sites
     flow.by_rows = chained and bool(flow.sites)
     return flow
 
 
-def said(error: Exception) -> str:
-    """Return the first sentence of the error's message, or its type's name where it has none."""
+def first_sentence(error: Exception) -> str:
+    """Return the first sentence of the error's message, or the name of its type if the message is empty."""
     return f"{error}".split(". ")[0].splitlines()[0] if f"{error}" else type(error).__name__
 
 
 def sites(graph: Graph, kinds: Kinds, names: Mapping[int, str]) -> list[Site]:
+    """Return the sites in a graph."""
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    found = []
+    found_sites = []
     for node in graph.nodes:
         reduction = module_of(graph, node)
         if reduction is None or not kinds.reduces(reduction):
             continue
-        summed = first_of(node) if kinds.gives_bias(reduction) else node
+        summed = first_item(node) if kinds.gives_bias(reduction) else node
         reader = only_reader(summed)
         norm = module_of(graph, reader)
         if reader is None or norm is None or not kinds.is_norm(norm) or reader.kwargs:
             continue
         if len(reader.args) > 2 or reader.args[0] is not summed or calls[node.target] + calls[reader.target] > 2:
             continue
-        if len(reader.args) == 2 and first_of(reader) is None:
+        if len(reader.args) == 2 and first_item(reader) is None:
             continue
         site = Site(names[id(norm)], reduction, norm, len(reader.args) == 2 and reader.args[1] is not None)
-        behind = only_reader(first_of(reader) if site.residual else reader)
-        column = module_of(graph, behind)
-        if behind is not None and column is not None and kinds.is_column(column) and calls[behind.target] == 1:
+        following = only_reader(first_item(reader) if site.residual else reader)
+        column = module_of(graph, following)
+        if following is not None and column is not None and kinds.is_column(column) and calls[following.target] == 1:
             site.column = column
-        found.append(site)
-    return found
+        found_sites.append(site)
+    return found_sites
 
 
 def residuals_stay(graph: Graph, norms: set[int]) -> bool:
-    """Whether what sites return as the residual is read by sites alone, as theirs."""
+    """Whether only sites' norms read the residuals that sites' norms return, and as their residual."""
     for node in graph.nodes:
         if id(module_of(graph, node)) not in norms or len(node.args) < 2:
             continue
@@ -206,21 +208,22 @@ def residuals_stay(graph: Graph, norms: set[int]) -> bool:
             if item.args[1:] == (0,):
                 continue
             for reader in item.users:
-                taken = len(reader.args) == 2 and reader.args[1] is item and reader.args[0] is not item
-                if id(module_of(graph, reader)) not in norms or not taken:
+                as_residual = len(reader.args) == 2 and reader.args[1] is item and reader.args[0] is not item
+                if id(module_of(graph, reader)) not in norms or not as_residual:
                     return False
     return True
 
 
 def module_of(graph: Graph, node: fx.Node | None) -> nn.Module | None:
+    """Return the module that a node calls, or None."""
     if node is None or node.op != "call_module":
         return None
     return graph.root.get_submodule(str(node.target))
 
 
-def first_of(node: fx.Node) -> fx.Node | None:
-    """Return the node that reads the first item of the pair that `node` gives; None where the pair is read as a whole.
-    A residual is read by its index."""
+def first_item(node: fx.Node) -> fx.Node | None:
+    """Return the node that takes the first item of the pair `node`. Return None if no node does, or if the pair is also
+    used as a whole."""
     items: dict[object, fx.Node] = {}
     for user in node.users:
         if user.op != "call_function" or getattr(user.target, "__name__", "") != "getitem":
@@ -230,8 +233,8 @@ def first_of(node: fx.Node) -> fx.Node | None:
 
 
 def only_reader(node: fx.Node | None) -> fx.Node | None:
-    """The one node that reads another, once, and whose sizes nobody asked for."""
+    """Return the only node that reads `node`; None if there are several readers or reads, or if its sizes are read."""
     if node is None or len(node.users) != 1 or node.meta.get("sized"):
         return None
     (reader,) = node.users
-    return reader if sum(each is node for each in reader.all_input_nodes) == 1 else None
+    return reader if sum(operand is node for operand in reader.all_input_nodes) == 1 else None

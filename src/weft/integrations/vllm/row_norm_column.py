@@ -1,17 +1,17 @@
-"""What stands between two attentions, or attention and MLP, of a tensor-parallel decoder, as one operator: the
-row-parallel GEMM, the sum over ranks, residual and RMSNorm, and the column-parallel GEMM behind them.
+"""The steps between two sublayers of a tensor-parallel decoder as one operator: the row-parallel GEMM, the sum over
+ranks, residual and RMSNorm, and the column-parallel GEMM.
 
     sequential  GEMM | all_reduce_rms_norm | GEMM
     engine      GEMM | the engine's own all-reduce and norm | GEMM
-    sequence    GEMM + reduce-scatter | norm of own rows | all-gather + GEMM
+    sequence    GEMM + reduce-scatter | norm of this rank's rows | all-gather + GEMM
     woven       the tokens in two parts, one's all_reduce_rms_norm under the other's GEMMs (TokenWeave, section 4):
 
         caller's   row(0) | row(1)  | column(0) | column(1)
         "weave"             norm(0) | norm(1)
 
-It is one operator so that a compiled graph, whose shapes are symbols, holds all of these: which one runs depends on the
-number of tokens, and no shape that the graph sees does. The residual is always [M, H]. Of many tokens only this rank's
-rows of it mean anything (`ResidualRows`), which the next call of this operator reads and nobody else.
+It is one operator so that a compiled graph with symbolic shapes contains all of these plans: which plan runs depends on
+the number of tokens, but no shape in the graph does. The residual is always [M, H]. For many tokens only this rank's
+rows of it are defined (`ResidualRows`), and only the next call of this operator reads them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Engine(Plan):
-    """The layer given back to the engine: its own all-reduce and norm."""
+    """The engine's own all-reduce and norm."""
 
     kind: ClassVar[str] = "engine"
 
 
 @dataclass(frozen=True)
 class ShardedTokens(Plan):
-    """GEMM + reduce-scatter, norm of own rows, all-gather + GEMM."""
+    """GEMM + reduce-scatter, norm of this rank's rows, all-gather + GEMM."""
 
     kind: ClassVar[str] = "sequence_parallel"
 
@@ -60,8 +60,8 @@ class TwoParts(Plan):
 
 
 class ResidualRows(IntEnum):
-    """Which rows of the residual mean anything: all on every rank; those that this rank owns
-    (`weft.lang.balanced_rows`); those that it owns of each half of the tokens."""
+    """The rows of the residual that are defined on a rank: all rows; the rows that it owns (`weft.lang.balanced_rows`);
+    or the rows that it owns of each half of the tokens."""
 
     WHOLE = 0
     OWN = 1
@@ -69,7 +69,7 @@ class ResidualRows(IntEnum):
 
 
 class LayerTensors(NamedTuple):
-    """x: [M, K], or with no row-parallel weight [M, H], this rank's part of the sum."""
+    """The operands. x is [M, K], or without a row-parallel weight this rank's partial sum [M, H]."""
 
     x: Tensor
     residual: Tensor | None
@@ -82,7 +82,8 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class RowNormColumnCall(Call):
-    """m: tokens. k, n: columns of x and of the result, 0 without the GEMM. plain_norm: its weight has x's dtype."""
+    """m is the number of tokens; k and n are the columns of x and of the result, 0 without that GEMM. `plain_norm` says
+    that the norm's weight has the dtype of x."""
 
     m: int
     h: int
@@ -104,39 +105,47 @@ def run_sequential(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTe
     if call.layout is ResidualRows.HALVES:
         return run_woven(world, call, plan, t)
     whole = call.layout is ResidualRows.WHOLE
-    own = slice(None) if whole else own_rows(world, call.m)
-    held = None if t.residual is None else t.residual[own]
-    y, kept = all_reduce_rms_norm(row_product(world, t, t.x), held, t.norm, call.eps, full_residual=whole, world=world)
-    return column_product(world, t, y), kept if whole else placed(world, call, [(own, kept)])
+    own_range = slice(None) if whole else own_row_range(world, call.m)
+    residuals = None if t.residual is None else t.residual[own_range]
+    y, new_residual = all_reduce_rms_norm(
+        row_product(world, t, t.x), residuals, t.norm, call.eps, full_residual=whole, world=world
+    )
+    return column_product(world, t, y), new_residual if whole else residual_of_rows(
+        world, call, [(own_range, new_residual)]
+    )
 
 
 def run_engine(world: World, call: RowNormColumnCall, plan: Engine, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    partial = t.x.clone() if t.row is None else row_product(world, t, t.x)  # FlashInfer's writes the residual there
-    y, kept = engines_norm()(partial, t.residual, EngineNorm(world, t.norm, call.eps))
-    return column_product(world, t, y), kept
+    partial = (
+        t.x.clone() if t.row is None else row_product(world, t, t.x)
+    )  # FlashInfer's kernel writes the residual into its input
+    y, new_residual = engine_all_reduce_norm()(partial, t.residual, EngineNorm(world, t.norm, call.eps))
+    return column_product(world, t, y), new_residual
 
 
 def run_sequence_parallel(
     world: World, call: RowNormColumnCall, plan: ShardedTokens, t: LayerTensors
 ) -> tuple[Tensor, Tensor]:
     assert t.row is not None and t.column is not None
-    counts, own = split_rows(world, call.m), own_rows(world, call.m)
+    counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
     y = matmul_reduce_scatter(t.x, t.row, t.row_bias, world=world)
-    y, kept = EngineNorm(world, t.norm, call.eps)(y, None if t.residual is None else t.residual[own])
+    y, new_residual = EngineNorm(world, t.norm, call.eps)(y, None if t.residual is None else t.residual[own_range])
     rows = None if len(set(counts)) == 1 else counts
-    return all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows), placed(world, call, [(own, kept)])
+    return all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows), residual_of_rows(
+        world, call, [(own_range, new_residual)]
+    )
 
 
 def run_woven(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    cut, weave, normed, held = halves(call.m), Weave(world, 2), [], []
+    cut, weave, normed, residuals = halves(call.m), Weave(world, 2), [], []
     parts = (slice(0, cut), slice(cut, call.m))
     for i, part in enumerate(parts):
-        partial, own = row_product(world, t, t.x[part]), own_rows(world, part.stop - part.start, part.start)
+        partial, own_range = row_product(world, t, t.x[part]), own_row_range(world, part.stop - part.start, part.start)
         with weave.reducing(i, partial):
-            residual = None if t.residual is None else t.residual[own]
-            y, kept = all_reduce_rms_norm(partial, residual, t.norm, call.eps, world=world)
+            residual = None if t.residual is None else t.residual[own_range]
+            y, new_residual = all_reduce_rms_norm(partial, residual, t.norm, call.eps, world=world)
         normed.append(y)
-        held.append((own, kept))
+        residuals.append((own_range, new_residual))
     out, main = world.empty((call.m, call.n or call.h), call.dtype), world.current_stream()
     for i, (part, y) in enumerate(zip(parts, normed, strict=True)):
         weave.wait(i)
@@ -144,26 +153,27 @@ def run_woven(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors
             world.copy(out[part], y, main)
         else:
             world.linear(y, t.column, t.column_bias, main, out[part])
-    return out, placed(world, call, held)
+    return out, residual_of_rows(world, call, residuals)
 
 
-def own_rows(world: World, m: int, first: int = 0) -> slice:
-    """Return the range of this rank's rows among m rows, the first of which is row `first`."""
+def own_row_range(world: World, m: int, start: int = 0) -> slice:
+    """Return this rank's row range among m rows that begin with row `start`."""
     counts = split_rows(world, m)
-    start = first + sum(counts[: world.rank])
+    start += sum(counts[: world.rank])
     return slice(start, start + counts[world.rank])
 
 
-def placed(world: World, call: RowNormColumnCall, held: Sequence[tuple[slice, Tensor]]) -> Tensor:
-    """The residual [M, H], of which those rows are filled; none where none was given, since then nobody reads it."""
+def residual_of_rows(world: World, call: RowNormColumnCall, residuals: Sequence[tuple[slice, Tensor]]) -> Tensor:
+    """Return the residual [M, H] with these rows filled in; with none if the call has no residual, which no call
+    reads."""
     residual, stream = world.empty((call.m, call.h), call.dtype), world.current_stream()
-    for rows, kept in held if call.residual else ():
-        world.copy(residual[rows], kept, stream)
+    for rows, new_residual in residuals if call.residual else ():
+        world.copy(residual[rows], new_residual, stream)
     return residual
 
 
 def row_product(world: World, t: LayerTensors, x: Tensor) -> Tensor:
-    """This rank's part of the sum, to which the first rank adds the bias."""
+    """Return this rank's partial sum, to which rank 0 adds the bias."""
     if t.row is None:
         return x
     return world.linear(x.contiguous(), t.row, None if world.rank else t.row_bias, world.current_stream())
@@ -176,7 +186,7 @@ def column_product(world: World, t: LayerTensors, y: Tensor) -> Tensor:
 # -- the engine's own --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EngineNorm:
-    """An RMSNorm as the engine's functions take one."""
+    """An RMSNorm with the attributes and the signature of vLLM's."""
 
     world: World
     weight: Tensor
@@ -189,8 +199,9 @@ class EngineNorm:
 
 
 @cache
-def engines_norm() -> Callable[[Tensor, Tensor | None, EngineNorm], tuple[Tensor, Tensor]]:
-    """norm(all_reduce(x), residual) as vLLM has it: FlashInfer's, where vLLM takes that, else its all-reduce."""
+def engine_all_reduce_norm() -> Callable[[Tensor, Tensor | None, EngineNorm], tuple[Tensor, Tensor]]:
+    """Return vLLM's norm(all_reduce(x), residual): FlashInfer's kernel where vLLM uses it, else its all-reduce and
+    norm."""
     from vllm.distributed import tensor_model_parallel_all_reduce
 
     def plain(x: Tensor, residual: Tensor | None, norm: EngineNorm) -> tuple[Tensor, Tensor]:
@@ -205,9 +216,10 @@ def engines_norm() -> Callable[[Tensor, Tensor | None, EngineNorm], tuple[Tensor
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 class RowNormColumn(Op[RowNormColumnCall]):
-    """The operands are those of LayerTensors. The options are eps, the number of tokens from which on the residual is
-    held by rows, and the number from which on they go in two parts (0: never). Returns the product [M, N], or without a
-    column-parallel weight the normalised rows [M, H], and the residual [M, H]."""
+    """row_norm_column. The operands are those of LayerTensors. The options are eps, the number of tokens from which on
+    a rank holds only its own rows of the residual, and the number from which on the tokens run in two parts (0: never).
+    Returns the product [M, N], or without a column-parallel weight the normalised rows [M, H], and the residual [M,
+    H]."""
 
     name = "row_norm_column"
     signature = (
@@ -232,7 +244,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         k, n = (0 if row is None else k), (0 if column is None else column.shape[0])
         if norm.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"{self.name}: the norm's weight is {dims(norm)}, x is {dims(x)}")
-        wanted = {
+        specs = {
             "x": (x, (m, k or h), x.dtype),
             "residual": (residual, (m, h), x.dtype),
             "row": (row, (h, k), x.dtype),
@@ -240,7 +252,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
             "column": (column, (n, h), x.dtype),
             "column_bias": (column_bias, (n,), x.dtype),
         }
-        check_operands(self.name, world, wanted)
+        check_operands(self.name, world, specs)
         eps, rows_from, woven_from = options
         assert isinstance(eps, float) and isinstance(rows_from, int) and isinstance(woven_from, int)
         layout = ResidualRows.WHOLE
@@ -263,38 +275,38 @@ class RowNormColumn(Op[RowNormColumnCall]):
 
     # -- which plan
     def expected(self, world: World, call: RowNormColumnCall, mode: str) -> Plan:
-        """Return the plan without a trial: on GPUs, whole rows are given back to the engine, which knows its
-        machine."""
+        """Return the plan without a trial. On GPUs that is the engine's own for whole rows, which the engine has tuned
+        for its machine."""
         if call.layout is ResidualRows.HALVES:
             return TwoParts()
-        given_back = world.device.type == "cuda" and self.fits(world, call, Engine(), "auto") is None
-        return Engine() if given_back else Sequential()
+        prefers_engine = world.device.type == "cuda" and self.fits(world, call, Engine(), "auto") is None
+        return Engine() if prefers_engine else Sequential()
 
     def candidates(self, world: World, call: RowNormColumnCall) -> Sequence[Plan]:
         plan = Sequential() if call.layout is ResidualRows.WHOLE else ShardedTokens()
         return (plan,) if self.fits(world, call, plan, "auto") is None else ()
 
-    def alike(self, call: RowNormColumnCall) -> Hashable:
+    def trial_key(self, call: RowNormColumnCall) -> Hashable:
         """Return the call with its number of tokens rounded up to a power of two."""
         return replace(call, m=1 << (call.m - 1).bit_length())
 
     def fits(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
         gemms = call.k and call.n
         if isinstance(plan, Engine) and (call.layout is not ResidualRows.WHOLE or not call.plain_norm):
-            return "the engine's own norm takes whole rows, and a weight of their dtype"
+            return "the engine's own norm needs whole rows and a weight of their dtype"
         if isinstance(plan, ShardedTokens) and not (call.layout is ResidualRows.OWN and gemms and call.plain_norm):
-            return "sequence parallelism takes both GEMMs, and a residual that is held by rows"
+            return "sequence parallelism needs both GEMMs, and a residual of which each rank holds its own rows"
         if isinstance(plan, TwoParts) != (call.layout is ResidualRows.HALVES):
-            return "two parts take a residual that is held by rows of each"
+            return "two parts need a residual of which each rank holds its own rows of both"
         return None
 
     def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **more: Hashable) -> None:
-        """Check nothing: the operators that this one is made of check that all ranks make the same call."""
+        """Check nothing: the operators that this one calls check that all ranks make the same call."""
 
     def execute(
         self, world: World, call: RowNormColumnCall, plan: Plan, operands: LayerTensors, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        assert out is None, "an output of one's own: not of this operator"
+        assert out is None, "this operator has no out="
         if not call.m:
             y, residual = (world.empty(*shape) for shape in self.outputs(world, call))
             return y, residual
@@ -321,27 +333,27 @@ def row_norm_column(
     world: World,
     plan: str | Plan = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """norm(h) @ column.T + column_bias and h, for h = residual + the sum over ranks of x @ row.T, + row_bias.
+    """Return norm(h) @ column.T + column_bias, and h = residual + the sum over ranks of x @ row.T, + row_bias.
 
     Args:
-        x: [M, K], this rank's columns of the activation; without `row` [M, H], this rank's part of the sum.
-        residual: [M, H], or None. What an earlier call returned with the same rows_from and woven_from, or the same
-            rows on all ranks.
+        x: [M, K], this rank's columns of the activation; without `row` this rank's partial sum [M, H].
+        residual: [M, H], or None. It is the residual of an earlier call with the same rows_from and woven_from, or the
+            same on all ranks.
         norm, eps: the RMSNorm's weight [H], of x's dtype or float32, and its epsilon.
-        row: [H, K], this rank's part of the row-parallel weight. row_bias: [H], the same on all ranks.
-        column: [N, H], this rank's part of the column-parallel weight, or None. column_bias: [N], this rank's.
-        rows_from: the number of tokens from which on each rank has its own rows of the residual, which then goes to
-            this operator alone; 0: never. The residual is whole where there is no symmetric memory.
-        woven_from: the number of tokens from which on these go in two parts; 0: never.
-        world, plan: as in `weft.all_reduce_rms_norm`; plan also "engine", "sequence_parallel" or "woven".
+        row: [H, K], this rank's shard of the row-parallel weight. row_bias: [H], the same on all ranks.
+        column: [N, H], this rank's shard of the column-parallel weight, or None. column_bias: [N], this rank's.
+        rows_from: the number of tokens from which on each rank has only its own rows of the residual, which then only
+            this operator may read; 0: never. Without symmetric memory each rank has all rows.
+        woven_from: the number of tokens from which on the tokens run in two parts; 0: never.
+        world, plan: as in `weft.all_reduce_rms_norm`; plan may also be "engine", "sequence_parallel" or "woven".
 
     Returns:
-        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], which by rows and without a residual means
-        nothing.
+        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], which is undefined if ranks hold their own
+        rows and there is no residual.
 
     Raises as `weft.all_reduce_rms_norm`.
     """
     options = eps, rows_from, woven_from
     operands = LayerTensors(x, residual, norm, row, row_bias, column, column_bias)
-    made: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(world, plan, operands, options)
-    return made
+    results: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(world, plan, operands, options)
+    return results

@@ -1,4 +1,4 @@
-"""The number of tokens from which on residuals are held by rows, timed on the loaded model's own weights."""
+"""Time, with the loaded model's weights, from how many tokens on each rank should hold only its own residual rows."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ import torch
 from ...chooser import Choice
 from ...world import World
 from .dataflow import Flow, Site
-from .interface import Theirs
+from .interface import VllmObject
 from .layers import Classes
 from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
 
-RESIDUALS_WHOLE, RESIDUALS_BY_ROWS = (
-    0,
-    1,
-)  # the number of tokens from which on a call holds the residual by rows; 0: never
+# The option rows_from of `row_norm_column`: 0 never holds residuals by rows, 1 always does.
+RESIDUALS_WHOLE, RESIDUALS_BY_ROWS = 0, 1
 
 
-def rows_from(flow: Flow, classes: Classes, world: World, least: int, most: int) -> int:
-    """The smallest power of two of tokens, at least `least`, from which on, up to `most`, the sites of a pass take less
-    time with residuals held by rows than with whole ones, each by its fastest plan, of which the engine's own is one.
-    0: there is none. Collective; also makes the trials of these sizes, so that requests wait for none."""
+def rows_from(flow: Flow, classes: Classes, world: World, min_tokens: int, max_tokens: int) -> int:
+    """Return the smallest power of two, at least `min_tokens`, from which on, up to `max_tokens`, a pass takes less
+    time if each rank holds only its own rows of residuals; 0 if there is none. Each call uses its fastest plan, of
+    which the engine's own is one. Collective. It also makes the trials of these sizes, so that no request waits for
+    them."""
     kinds = Counter(shapes(site, classes) for site in flow.sites)
     one_each = {shapes(site, classes): site for site in flow.sites}
-    found, tokens = 0, 1 << (least - 1).bit_length()
+    threshold, tokens = 0, 1 << (min_tokens - 1).bit_length()
     with torch.inference_mode():
-        while tokens <= most:
-            sites = [(drawn(one_each[kind], classes, world, tokens), count) for kind, count in kinds.items()]
+        while tokens <= max_tokens:
+            sites = [(random_operands(one_each[kind], classes, world, tokens), count) for kind, count in kinds.items()]
             choice = Choice(
                 ("residuals", tokens, *kinds.items()),
                 lambda mode: RESIDUALS_WHOLE,
@@ -40,29 +39,30 @@ def rows_from(flow: Flow, classes: Classes, world: World, least: int, most: int)
                 sizes=(tokens,),
                 worth=1.0,
             )
-            found = (found or tokens) if world.choices.choose(choice, "eager") == RESIDUALS_BY_ROWS else 0
+            threshold = (threshold or tokens) if world.choices.choose(choice, "eager") == RESIDUALS_BY_ROWS else 0
             tokens *= 2
-    return found
+    return threshold
 
 
 def one_pass(world: World, sites: Sequence[tuple[LayerTensors, int]], rows_from: int) -> None:
-    """Call the operator with each kind of site's tensors, as often as there are such sites."""
+    """Call the operator with the tensors of each kind of site, as often as the model has such sites."""
     for tensors, count in sites:
         for _ in range(count):
             ROW_NORM_COLUMN(world, "auto", tensors, (1e-6, rows_from, 0))
 
 
 def shapes(site: Site, classes: Classes) -> tuple[int, int]:
-    """Columns of x where the site computes the first GEMM, else 0, and of the result of the second, or 0."""
+    """Return the columns of x if the site computes the row-parallel GEMM, else 0, and those of the column-parallel
+    GEMM's result, else 0."""
     row, column = operands(site, classes)[1:]
     return 0 if row is None else row.shape[1], 0 if column is None else column.shape[0]
 
 
 def operands(site: Site, classes: Classes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The norm's weight, and those of the GEMMs that the site computes."""
-    norm: Theirs = site.norm
-    reduction: Theirs = site.reduction
-    column: Theirs = site.column
+    """Return the weights of the norm and of the two GEMMs, None for one that the site does not compute."""
+    norm: VllmObject = site.norm
+    reduction: VllmObject = site.reduction
+    column: VllmObject = site.column
     return (
         norm.weight,
         reduction.weight if classes.is_gemm(reduction) else None,
@@ -70,8 +70,8 @@ def operands(site: Site, classes: Classes) -> tuple[torch.Tensor, torch.Tensor |
     )
 
 
-def drawn(site: Site, classes: Classes, world: World, tokens: int) -> LayerTensors:
-    """Return the site's weights, and random rows of so many tokens."""
+def random_operands(site: Site, classes: Classes, world: World, tokens: int) -> LayerTensors:
+    """Return the site's weights with random rows of `tokens` tokens."""
     norm, row, column = operands(site, classes)
 
     def rows(columns: int) -> torch.Tensor:

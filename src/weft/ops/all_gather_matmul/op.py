@@ -26,37 +26,39 @@ from ...plans import (
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered, summed
 from ...world import World
-from ..common import Factors, MatmulOp, RowOutOptions, given_rows, plain_rows, validate, whole_words
+from ..common import GatheredOptions, MatmulOp, ScaledRowOutOptions, given_rows, plain_rows, whole_words
+from ..recipes import ScaledFactors, check_product
 from ..two_level import run_gather
-from .call import GATHER_GEMM, GatherCall
+from .call import GATHER_GEMM, GatherCall, GatheredRows
 from .runs import (
     direct_sequential,
     run_awaiting,
-    run_decomposed,
     run_fused,
-    run_fused_by_copies,
-    run_one_shot,
-    run_sequential,
+    run_gathered,
     usable,
 )
 
 
 class AllGatherMatmul(MatmulOp[GatherCall]):
-    """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered. Returns (result, gathered
-    or None)."""
+    """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered, dtype of the result or
+    None, fast_accum. Returns (result, gathered or None, its scales or None)."""
 
     name = GATHER_GEMM
-    signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, int gated, bool gathered"
-    results = 2
+    signature = (
+        "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale, SymInt[]? rows, int gated, "
+        "bool gathered, ScalarType? out_dtype, bool use_fast_accum"
+    )
+    results = 3
+    takes = ScaledFactors
     collective = "all_gather"
     transposes = Sequential, Decomposed, Fused, OneShot, TwoLevel
     runs = {
-        Sequential: run_sequential,
-        Decomposed: run_decomposed,
+        Sequential: run_gathered,
+        Decomposed: run_gathered,
         FusedGather: run_fused,
-        FusedGatherByCopies: run_fused_by_copies,
+        FusedGatherByCopies: run_fused,
         Awaiting: run_awaiting,
-        OneShot: run_one_shot,
+        OneShot: run_gathered,
         TwoLevel: run_gather,
     }
     refuses = {Decomposed: ("pieces",)}
@@ -71,33 +73,42 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in library_gemm.FORMS if form.pingpong)
     over_nodes = (TwoLevel(), TwoLevel(2))
 
-    def check(self, world: World, operands: Factors, options: CallOptions) -> GatherCall:
-        (x, weight, bias), (rows, gated, gathered) = operands, options
-        validate(self.name, world, x, weight, bias)
+    def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> GatherCall:
+        (x, weight, bias, *_), (rows, gated, gathered, dtype, fast) = operands, options
+        recipe, dtype = check_product(self.name, world, operands, dtype, fast)
         shards = (x.shape[0],) * world.size if rows is None else given_rows(self.name, world, rows, x, whole=False)
-        return GatherCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, gated, gathered)
+        n, k = weight.shape
+        return GatherCall(shards, n, k, dtype, bias is not None, gated, gathered, recipe=recipe)
 
     def outputs(self, world: World, call: GatherCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        gathered = [((call.rows, call.k), call.dtype)] if call.gathered else []
+        gathered = [((call.rows, call.k), call.operand_dtype)] if call.gathered else []
+        if call.gathered and call.scales_in_row:
+            gathered.append(((call.rows, call.scales_in_row), torch.float32))
         return [((call.rows, call.gated or call.n), call.dtype), *gathered]
 
-    def returned(self, world: World, call: GatherCall, result: torch.Tensor, more: object) -> Returned:
+    def returned(self, world: World, call: GatherCall, result: torch.Tensor, more: Returned) -> Returned:
         if not call.gathered:
-            return result, None
-        return result, more if call.rows else world.empty((0, call.k), call.dtype)
+            return result, None, None
+        if not call.rows:
+            more = GatheredRows(*(world.empty(shape, dtype) for shape, dtype in self.outputs(world, call)[1:]))
+        return result, more.x, more.scales
 
     def saved(
-        self, operands: Factors, results: Sequence[torch.Tensor | None], options: CallOptions, needs: Sequence[bool]
+        self,
+        operands: ScaledFactors,
+        results: Sequence[torch.Tensor | None],
+        options: CallOptions,
+        needs: Sequence[bool],
     ) -> Sequence[torch.Tensor | None]:
         """The gathered activation instead of this rank's rows, where it was asked for."""
-        (x, weight, _), (_, gated, gathered) = operands, options
+        (x, weight, *_), (_, gated, gathered, *_) = operands, options
         if gated:
             raise RuntimeError("all-gather + gated GEMM has no gradient: use all_gather_matmul, then silu_mul")
         return ((results[1] if gathered else x) if needs[1] else None, weight if needs[0] else None)
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """dx is a GEMM + reduce-scatter of dy, dweight takes the activation gathered again, or kept."""
-        (x, weight), (dy, dfull), (rows, _, gathered) = given.saved, given.gradients, given.options
+        (x, weight), (dy, dfull, _), (rows, _, gathered, *_) = given.saved, given.gradients, given.options
         like = dy if dy is not None else dfull
         assert like is not None
         shards = (like.shape[0] // world.size,) * world.size if rows is None else rows
@@ -111,16 +122,17 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
                 db = column_sums(world, dy)
             if given.needs[0]:
                 assert weight is not None
-                dx = REGISTRY["matmul_reduce_scatter"](world, "auto", (dy, weight.t(), None), (shards, True))
+                options = shards, True, None, False
+                dx = REGISTRY["matmul_reduce_scatter"](world, "auto", ScaledFactors(dy, weight.t()), options)
         if dfull is not None and gathered and given.needs[0]:
             part = summed(world, dfull, shards)
             total = dx if dx is not None else world.zeros(tuple(part.shape), part.dtype)
             world.call(lambda: total.add_(part), [total, part], [total], world.current_stream())
             dx = total
-        return dx, dw, db
+        return dx, dw, db, None, None
 
     def fits(self, world: World, call: GatherCall, plan: Plan, asked: str | Plan) -> str | None:
-        if isinstance(plan, Awaiting):
+        if isinstance(plan, Awaiting) and call.recipe is None:
             return self._not_awaiting(world, call, plan, asked)
         reason = super().fits(world, call, plan, asked)
         if reason is None and not isinstance(plan, Decomposed):
@@ -136,14 +148,14 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     def _not_awaiting(self, world: World, call: GatherCall, plan: Awaiting, asked: str | Plan) -> str | None:
         missing = library_gemm.lacks() if world.backend.name == "cuda" else None
         reason = world.symmetric_reason or whole_words(K=call.k, N=call.n) or missing and f"quack: {missing}"
-        reason = reason or self.lopsided(world, call, plan, asked)
+        reason = reason or self.why_uneven(world, call, plan, asked)
         if reason is None and not self.movable(plan, call.rows, world.size):
             reason = f"shards of {call.shards[0]} rows are not whole clusters of {plan.cluster_m} x {plan.tile_m}"
         return reason
 
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
         """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank."""
-        could = call.even and world.symmetric_reason is None
+        could = call.even and world.symmetric_reason is None and call.recipe is None
         fit = [plan for plan in self.tries if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
         if not fit or (key not in world.decided and world.capturing()):
@@ -160,7 +172,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return isinstance(plan, Decomposed | Awaiting | FusedGatherByCopies)
 
     def direct(self, world: World, call: GatherCall, plan: Plan) -> Direct | None:
-        usual = isinstance(plan, Sequential) and call.even
+        usual = isinstance(plan, Sequential) and call.even and call.recipe is None
         return direct_sequential(world, call) if usual else None
 
 
@@ -174,7 +186,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     *,
     return_gathered: Literal[False] = False,
-    **options: Unpack[RowOutOptions],
+    **options: Unpack[ScaledRowOutOptions],
 ) -> torch.Tensor: ...
 @overload
 def all_gather_matmul(
@@ -183,7 +195,9 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     *,
     return_gathered: Literal[True],
-    **options: Unpack[RowOutOptions],
+    x_scale: None = None,
+    weight_scale: None = None,
+    **options: Unpack[GatheredOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -191,9 +205,31 @@ def all_gather_matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    return_gathered: Literal[True],
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    **options: Unpack[GatheredOptions],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]: ...
+@overload
+def all_gather_matmul(
+    x_shard: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
     return_gathered: bool,
-    **options: Unpack[RowOutOptions],
+    x_scale: None = None,
+    weight_scale: None = None,
+    **options: Unpack[GatheredOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def all_gather_matmul(
+    x_shard: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    return_gathered: bool,
+    **options: Unpack[ScaledRowOutOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]: ...
 def all_gather_matmul(
     x_shard: torch.Tensor,
     weight: torch.Tensor,
@@ -204,7 +240,11 @@ def all_gather_matmul(
     out: torch.Tensor | None = None,
     return_gathered: bool = False,
     rows: Sequence[int] | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """all_gather(x_shard) @ weight.T + bias: the column-parallel half of a layer (TileLink, section 5).
 
     Every rank holds some rows of the activation and some columns of the layer, and gets all rows of its columns.
@@ -221,12 +261,16 @@ def all_gather_matmul(
             backward pass then does not gather again.
         rows: rows of every rank's shard, in the order of the ranks, where they are not all equal. None: all ranks have
             as many as this one.
+        x_scale, weight_scale, out_dtype, use_fast_accum: as in `weft.matmul`, for x_shard and weight in
+            torch.float8_e4m3fn: rows and their scales travel as they are. x_scale is of the rows of this rank; by
+            tensor it must be the same on all ranks. Without a gradient.
 
-    All tensors are bfloat16 or all float16, on `world.device`, contiguous or not. What is not is copied, but
+    Other tensors are bfloat16 or all float16, on `world.device`, contiguous or not. What is not is copied, but
     for a weight that is a contiguous one transposed. Sums are accumulated in float32.
 
     Returns:
-        [M, N] with M = sum(rows), the shards in the order of the ranks; with `return_gathered` also [M, K].
+        [M, N] with M = sum(rows), the shards in the order of the ranks; with `return_gathered` also [M, K], and of
+        8-bit operands the scales of its rows, [M, 1] or [M, K / 128], None by tensor.
 
     Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, through the weight transposed;
     dweight gathers the activation again; dbias sums dy over its rows.
@@ -241,9 +285,13 @@ def all_gather_matmul(
         Timeout: a peer did not arrive; see the guide.
         WeftError: the first call of a shape inside a CUDA graph capture.
     """
-    options = None if rows is None else plain_rows(GATHER_GEMM, rows), 0, return_gathered
-    y, full = ALL_GATHER_MATMUL(world, plan, Factors(x_shard, weight, bias), options, out)
-    return (y, full) if return_gathered else y
+    named = None if rows is None else plain_rows(GATHER_GEMM, rows)
+    operands = ScaledFactors(x_shard, weight, bias, x_scale, weight_scale)
+    options = named, 0, return_gathered, out_dtype, use_fast_accum
+    y, full, scales = ALL_GATHER_MATMUL(world, plan, operands, options, out)
+    if not return_gathered:
+        return y
+    return (y, full) if x_scale is None else (y, full, scales)
 
 
 def all_gather_swiglu(
@@ -259,5 +307,5 @@ def all_gather_swiglu(
     weight [S, K] alternates blocks of `world.scale.interleave` rows of gate and of up, the last two padded with zeros.
     No gradient: use all_gather_matmul and silu_mul.
     """
-    options = plain_rows(GATHER_GEMM, rows), columns, False
-    return ALL_GATHER_MATMUL(world, plan, Factors(x_shard, weight, None), options)[0]
+    options = plain_rows(GATHER_GEMM, rows), columns, False, None, False
+    return ALL_GATHER_MATMUL(world, plan, ScaledFactors(x_shard, weight), options)[0]

@@ -28,7 +28,8 @@ Symmetric = SymmetricTensor | None
 
 @dataclass(frozen=True)
 class SumCall(Call):
-    """What one call computes, besides its plan. `residual`, `keep`: ABSENT, OWN or WHOLE."""
+    """What one call computes, besides its plan. `residual`, `keep`: ABSENT, OWN or WHOLE. group: elements of a row that
+    share a scale, which is returned; 0: there are no such scales."""
 
     op: str
     m: int
@@ -41,6 +42,12 @@ class SumCall(Call):
     keep: int
     bias: bool
     scaled: bool
+    group: int = 0
+
+    @property
+    def scales(self) -> tuple[int, int]:
+        """The shape of the scales."""
+        return self.m, self.h // self.group if self.group else 0
 
     @property
     def rows(self) -> int:
@@ -66,6 +73,7 @@ class SumCall(Call):
             SCALED=self.scaled,
             RESIDUAL=self.residual,
             KEEP=self.keep,
+            GROUP=self.padded if self.group == self.h else self.group,
         )
         return sizes._replace(eps=self.eps)
 
@@ -97,8 +105,8 @@ class SumOperands(NamedTuple):
 
 @dataclass
 class Tensors:
-    """A call's operands, and where its results go; `residual` and `kept` may be None. x_shared, out_shared: x and out
-    on every rank, where they are in symmetric memory."""
+    """A call's operands, and where its results go; `residual`, `kept` and `scales` may be None. x_shared, out_shared: x
+    and out on every rank, where they are in symmetric memory."""
 
     x: torch.Tensor
     residual: torch.Tensor | None
@@ -109,12 +117,12 @@ class Tensors:
     kept: torch.Tensor | None
     x_shared: Symmetric = None
     out_shared: Symmetric = None
+    scales: torch.Tensor | None = None
 
     def arguments(self) -> dict[str, torch.Tensor]:
         """Return the kernels' arguments that may be absent, by name; x stands for one that is."""
-        tensors = dict(
-            residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=self.scale
-        )
+        scale = self.scale if self.scales is None else self.scales
+        tensors = dict(residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=scale)
         return {name: self.x if t is None else t for name, t in tensors.items()}
 
 

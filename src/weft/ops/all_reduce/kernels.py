@@ -25,9 +25,11 @@ one rank a counter, because a program without rows to sum would otherwise be ahe
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
-from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of
+from ...compute.quantize import over_scales
+from ...lang.channel import address_of, calls_of, end_call, rank_of, select
 from ...lang.intrinsics import flush_stores, release_fence, wait_until, window_fence, window_store, window_sum
 from ...lang.jit import jit
 from ...lang.mapping import first_row
@@ -39,7 +41,8 @@ ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # a resi
 
 class Norm(NamedTuple):
     """What a call computes: rows of H elements, P being H rounded up to a power of two; a NORM, with a BIAS, over a
-    scale (SCALED); a RESIDUAL is added before, and the sum KEEPt."""
+    scale (SCALED), or over scales of the row's own, one for each GROUP of its elements (P: of all); 0: none. A RESIDUAL
+    is added before, and the sum KEEPt."""
 
     eps: float
     DTYPE: tl.constexpr
@@ -51,10 +54,12 @@ class Norm(NamedTuple):
     SCALED: tl.constexpr
     RESIDUAL: tl.constexpr
     KEEP: tl.constexpr
+    GROUP: tl.constexpr
 
 
 class Affine(NamedTuple):
-    """[H] weight and bias, and the scale [1]; pointers to anything where `Norm` has none."""
+    """[H] weight and bias, and the scale [1]; pointers to anything where `Norm` has none. With GROUP, scale is where
+    scales [M, groups] are written: for rows that go to other ranks too, the addresses of every rank's."""
 
     weight: tl.tensor
     bias: tl.tensor
@@ -73,13 +78,14 @@ class Shots(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Addresses of every rank's memory, int64, by rank: its part, staging memory, output, and sum + residual. BULK:
-    stagings and landings hold granules of the descriptors instead."""
+    """Addresses of every rank's memory, int64, by rank: its part, staging memory, output, sum + residual, and scales.
+    BULK: stagings and landings hold granules of the descriptors instead."""
 
     parts: torch.Tensor
     stagings: torch.Tensor
     landings: torch.Tensor
     sums: torch.Tensor
+    scales: torch.Tensor
 
 
 @jit
@@ -150,6 +156,27 @@ def normalise(h, w, b, divisor, norm):
 
 
 @jit
+def store_scales(scales, t, values, norm):
+    """Store the scales of row t."""
+    g = tl.arange(0, norm.P // norm.GROUP)
+    row = t.to(tl.int64) * tl.cdiv(norm.H, norm.GROUP)
+    tl.store(scales + row + g, values, mask=g * norm.GROUP < norm.H)
+
+
+@jit
+def store_scales_everywhere(addresses, t, values, me, norm, W: tl.constexpr):
+    """Store the scales of row t on every rank, by one store: an address a rank would take registers that are not
+    there."""
+    RANKS: tl.constexpr = triton.next_power_of_2(W)
+    r = tl.arange(0, RANKS)
+    g = tl.arange(0, norm.P // norm.GROUP)[None, :]
+    row = t.to(tl.int64) * tl.cdiv(norm.H, norm.GROUP)
+    to = address_of(addresses, (me + r) % W, tl.float32)[:, None]
+    ok = (r < W)[:, None] & (g * norm.GROUP < norm.H)
+    tl.store(to + row + g, tl.broadcast_to(values[None, :], (RANKS, norm.P // norm.GROUP)), mask=ok)
+
+
+@jit
 def push_rows(x, stage_desc, stages, boxes, me, pid, M, most, norm, shots, W: tl.constexpr):
     """Push this rank's rows to their owners' slots for it. stages, boxes: addresses of staging memory (BULK: granules)
     and counters, from the next rank on. A unit is block b of D owners, R rows each, and is released as one."""
@@ -172,7 +199,7 @@ def push_rows(x, stage_desc, stages, boxes, me, pid, M, most, norm, shots, W: tl
         there = i < first_row(owner + 1, M, W) - lo
         ok = there & (cols < H)
         part = tl.load(x + (lo + i).to(tl.int64) * H + cols, mask=ok, other=0.0)
-        stage = place_of(stages, step, W - 1)
+        stage = select(stages, step, W - 1)
         if shots.BULK:  # a row past the last is outside the descriptor's tensor
             store_bulk(stage_desc, stage, tl.where(there, me * most + i, 1 << 24), part, P)
         else:
@@ -181,7 +208,7 @@ def push_rows(x, stage_desc, stages, boxes, me, pid, M, most, norm, shots, W: tl
             flush_stores(shots.BULK)
             release_fence("sys")
             for k in tl.static_range(D):
-                box = pointer(place_of(boxes, unit % GROUPS * D + k, W - 1), tl.int32)
+                box = pointer(select(boxes, unit % GROUPS * D + k, W - 1), tl.int32)
                 tl.atomic_add(box + block, 1, sem="relaxed", scope="sys")
 
 
@@ -202,13 +229,20 @@ def sum_rows(
     for q in tl.range(0, count * SOURCES, num_stages=STAGES):
         source = q % SOURCES
         i = (first + q // SOURCES).to(tl.int64)
-        part = load_row(pointer(place_of(sources, source, SOURCES), DTYPE) + i * H, H, P)
+        part = load_row(pointer(select(sources, source, SOURCES), DTYPE) + i * H, H, P)
         acc = tl.where(source == 0, 0.0, acc) + part.to(tl.float32)
         if source == SOURCES - 1:
             w, b, divisor = parameters(weights, norm)
             if KEEP == OWN:
                 store_row(new_residual + i * H, acc.to(DTYPE), H, P)
-            y = normalise(acc, w, b, divisor, norm).to(OUT)
+            y = normalise(acc, w, b, divisor, norm)
+            if norm.GROUP:
+                y, values = over_scales(y, P // norm.GROUP, norm.GROUP)
+                if TO > 1:
+                    store_scales_everywhere(weights.scale, lo + i, values, me, norm, TO)
+                else:
+                    store_scales(weights.scale, lo + i, values, norm)
+            y = y.to(OUT)
             for k in tl.static_range(TO):
                 if BULK:
                     store_bulk(out_desc, outs[k], lo + first + q // SOURCES, y, P)
@@ -267,7 +301,7 @@ def two_shot(
         sources = sources + ((residual + lo.to(tl.int64) * H).to(tl.int64),)
     SOURCES: tl.constexpr = W + (norm.RESIDUAL != ABSENT)
 
-    weights = Affine(weight, bias, scale)
+    weights = Affine(weight, bias, places.scales if norm.GROUP else scale)
     blocks = tl.cdiv(rows, R)
     for block in range(pid, blocks, PROGRAMS):
         if shots.PULL:
@@ -381,4 +415,7 @@ def add_norm(x, out, residual, new_residual, weight, bias, scale, me, M, norm, W
             if (t >= lo) & (t < first_row(rank + 1, M, W)):
                 store_row(new_residual + row - lo.to(tl.int64) * H, acc.to(norm.DTYPE), H, P)
         y = normalise(acc, w, b, divisor, norm)
+        if norm.GROUP:
+            y, values = over_scales(y, P // norm.GROUP, norm.GROUP)
+            store_scales(scale, t, values, norm)
         store_row(out + row, y.to(norm.OUT), H, P)

@@ -11,7 +11,8 @@ from ...plans import Multicast
 from ...transport.memory import lock
 from ...world import World
 from .call import SumCall, Tensors
-from .kernels import WHOLE, multicast_shot
+from .kernels import multicast_shot
+from .runs import SHARED, share_rows, take_rows
 
 
 def why_no_multicast(world: World, call: SumCall) -> str | None:
@@ -24,24 +25,11 @@ def why_no_multicast(world: World, call: SumCall) -> str | None:
 
 
 def run_multicast(world: World, call: SumCall, plan: Multicast, t: Tensors, stream: Stream) -> None:
-    source, out = t.x_shared, t.out_shared
-    m, h, size = call.m, call.h, call.dtype.itemsize
-    world.order(lock(world, "two-shot all-reduce"), stream)
-    if source is None:
-        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
-        world.copy(source.local, t.x, stream)
-    landing = out is None
-    if out is None:
-        out = world.buffer("two-shot all-reduce, out", m * h * size).view(0, (m, h), call.dtype)
-    sums = None
-    if call.keep == WHOLE.value:
-        sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype)
-    launch = _multicast_launch(world, call, plan, tuple(s.multicast if s else 0 for s in (source, out, sums)))
+    world.order(lock(world, SHARED), stream)
+    shared = share_rows(world, call, t, stream)
+    launch = _multicast_launch(world, call, plan, tuple(memory.multicast if memory else 0 for memory in shared[:3]))
     launch(stream, **{name: value for name, value in t.arguments().items() if name != "scale"})
-    if landing:
-        world.copy(t.out, out.local, stream)
-    if sums is not None and t.kept is not None:
-        world.copy(t.kept, sums.local, stream)
+    take_rows(world, t, shared, stream)
 
 
 @prepared

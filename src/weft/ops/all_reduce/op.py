@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Unpack, overload
 
 import torch
 
@@ -24,13 +24,14 @@ from ...plans import (
     TwoShotLowLatency,
     TwoShotPull,
     TwoShotPush,
-    posts,
+    is_low_latency,
 )
 from ...tensor_checks import aligned, check_device, dense, dims, output, overlap
 from ...torch_library import CallOptions
 from ...transport.low_latency import VECTOR
 from ...world import World
-from ..common import split_rows
+from ..common import OutOptions, split_rows
+from ..recipes import E4M3, SCALE_BLOCK
 from ..two_level import run_sum
 from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
@@ -66,15 +67,15 @@ class Reduce(Op[SumCall]):
     refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
     small = TwoShotPush
     over_nodes: ClassVar[Sequence[Plan]] = (TwoLevel(), TwoLevel(4))
-    looks_at_addresses = True
+    depends_on_addresses = True
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
         """Return the plans whose memory for staged rows is in proportion: low-latency rows take (W + 1) times theirs,
         three times over, in one shot."""
         nbytes = call.m * call.h * call.dtype.itemsize
-        return [plan for plan in self.tries if not posts(plan) or 3 * (world.size + 1) * nbytes <= STAGED]
+        return [plan for plan in self.tries if not is_low_latency(plan) or 3 * (world.size + 1) * nbytes <= STAGED]
 
-    def alike(self, call: SumCall) -> Hashable:
+    def trial_key(self, call: SumCall) -> Hashable:
         """Return the call with its number of rows as the library's GEMM counts M."""
         return replace(call, m=stepped(call.m))
 
@@ -83,14 +84,16 @@ class Reduce(Op[SumCall]):
 
     def outputs(self, world: World, call: SumCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         kept = call.m if call.keep == WHOLE.value else split_rows(world, call.m)[world.rank]
-        return [((call.m, call.h), call.out_dtype), *([((kept, call.h), call.dtype)] if call.keep else [])]
+        scales = [(call.scales, torch.float32)] if call.group else []
+        return [((call.m, call.h), call.out_dtype), *([((kept, call.h), call.dtype)] if call.keep else []), *scales]
 
     def fits(self, world: World, call: SumCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.h * call.dtype.itemsize % VECTOR:
             return f"{call.m * call.h} elements are no whole 16-byte words"
         if isinstance(plan, TwoLevel):
-            return None
-        if posts(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):  # else rows are counted
+            return "scales of rows do not go between nodes" if call.group else None
+        # With another dtype of the output a two-shot plan counts rows.
+        if is_low_latency(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):
             return world.peer_reason
         reason = world.symmetric_reason
         if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShotCounted) and plan.bulk)):
@@ -99,12 +102,13 @@ class Reduce(Op[SumCall]):
 
     def execute(
         self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Peers may write to `out` where it is symmetric, and read x: so whether they do is agreed."""
         x, residual, weight, bias, scale = operands
         x, stream = dense(x) if call.h else x, world.current_stream()
         # A program may be done with a row that another has yet to read: here of x, and below.
-        if isinstance(out, torch.Tensor) and overlap(out, x) and (posts(plan) or out.data_ptr() != x.data_ptr()):
+        in_place = not is_low_latency(plan) and isinstance(out, torch.Tensor) and out.data_ptr() == x.data_ptr()
+        if isinstance(out, torch.Tensor) and overlap(out, x) and not in_place:
             x = _apart(x, world, stream)
         place = (
             world.shared(out) if isinstance(out, torch.Tensor) and out.data_ptr() % 16 == 0 else None
@@ -114,25 +118,26 @@ class Reduce(Op[SumCall]):
         world.begin(self.check_same_on_all_ranks(world, call, plan, out=place and place[1], x=source and source[1]))
         (shape, dtype), *more = self.outputs(world, call)
         result = output(self.name, world, out, shape, dtype)
-        kept = world.empty(*more[0]) if more else None
+        kept = world.empty(*more[0]) if call.keep else None
+        scales = world.empty(*more[-1]) if call.group else None
         if call.m == 0:
-            return result, kept
+            return result, kept, scales
         residual, weight, bias, scale = (
             t if t is None else _apart(dense(t), world, stream) if overlap(out, t) else dense(t)
             for t in (residual, weight, bias, scale)
         )
         shared = source and source[0], place and place[0]
-        t = Tensors(x, residual, weight, bias, scale, result, kept, *shared)
+        t = Tensors(x, residual, weight, bias, scale, result, kept, *shared, scales)
         self.runs[type(plan)](world, call, plan, t, stream)
         world.finish(stream)
-        return result, kept
+        return result, kept, scales
 
     def check_same_on_all_ranks(self, world: World, call: SumCall, plan: Plan, **places: Hashable) -> int | None:
         return (
             super().check_same_on_all_ranks(world, call, plan, **places) if places else None
         )  # as `execute` knows them
 
-    def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
+    def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """Return where x and `out` lie in symmetric memory, None for one that does not: there plans read and write
         directly, which a capture must find prepared."""
         x = operands[0]
@@ -148,7 +153,7 @@ class Reduce(Op[SumCall]):
 
 class AllReduceRmsNorm(Reduce):
     """Operands: x, residual, weight, bias, scale; options: eps, norm, dtype of the normalised rows or None, full
-    residual. Returns them and the new residual."""
+    residual, recipe of scales to return or "". Returns the rows, the new residual, and scales or None."""
 
     name = NORM
     takes = NormOperands
@@ -161,9 +166,9 @@ class AllReduceRmsNorm(Reduce):
     )
     signature = (
         "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? scale, float eps, str norm,"
-        " ScalarType? out_dtype, bool full_residual"
+        " ScalarType? out_dtype, bool full_residual, str quantize"
     )
-    results = 2
+    results = 3
 
     def check(self, world: World, operands: NormOperands, options: CallOptions) -> SumCall:
         return _described(world, operands, *options)
@@ -171,14 +176,14 @@ class AllReduceRmsNorm(Reduce):
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
         """Return a direct function for plans of few rows, where the host's time is most of a call's; None for
         others."""
-        if not posts(plan) or call.out_dtype != call.dtype:
+        if not is_low_latency(plan) or call.out_dtype != call.dtype:
             return None
         number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # as `execute` has it
         prepared_for = posting(world, call, plan)
         (shape, dtype), *more = self.outputs(world, call)
         check, current, finish = world.check, world.current_stream, world.finish
 
-        def run(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
             check()
             world.begin(number)
             stream, y = current(), world.empty(shape, dtype)
@@ -186,7 +191,7 @@ class AllReduceRmsNorm(Reduce):
             residual, weight, bias, scale = (None if t is None else aligned(t) for t in others)
             post(world, prepared_for, Tensors(aligned(x), residual, weight, bias, scale, y, kept), stream)
             finish(stream)
-            return y, kept
+            return y, kept, None
 
         return run
 
@@ -217,7 +222,7 @@ class AllReduce(Reduce):
         x = operands.x
         y = None if out is None else output(self.name, world, out, x.shape, x.dtype).view(call.m, call.h)
         rows = dense(x).view(call.m, call.h)
-        made, _ = super().execute(world, call, plan, NormOperands(rows), y)
+        made, *_ = super().execute(world, call, plan, NormOperands(rows), y)
         return made.view(x.shape) if out is None else out
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
@@ -235,11 +240,11 @@ class AllReduce(Reduce):
         return call.h * call.dtype.itemsize < SHORT and call.m > world.sm_count
 
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
-        if not isinstance(plan, Sequential) and not posts(plan):
+        if not isinstance(plan, Sequential) and not is_low_latency(plan):
             return None
         number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # as `execute` has it
         check, current, finish = world.check, world.current_stream, world.finish
-        if not posts(plan):
+        if not is_low_latency(plan):
             copied, all_reduce = world.results, world.all_reduce
 
             def sum_copy(x: torch.Tensor) -> torch.Tensor:
@@ -268,6 +273,34 @@ class AllReduce(Reduce):
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = registered(AllReduceRmsNorm()), registered(AllReduce())
 
 
+class NormOptions(OutOptions, total=False):
+    bias: torch.Tensor | None
+    norm: str
+    out_dtype: torch.dtype | None
+    scale: torch.Tensor | None
+    full_residual: bool
+
+
+@overload
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    quantize: None = None,
+    **options: Unpack[NormOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    quantize: str,
+    **options: Unpack[NormOptions],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 def all_reduce_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -279,10 +312,11 @@ def all_reduce_rms_norm(
     out_dtype: torch.dtype | None = None,
     scale: torch.Tensor | None = None,
     full_residual: bool = False,
+    quantize: str | None = None,
     out: torch.Tensor | None = None,
     world: World,
     plan: str | Plan = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: what stands between a row-parallel
     layer and the next column-parallel one (TokenWeave, section 4).
 
@@ -296,7 +330,9 @@ def all_reduce_rms_norm(
         norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
         out_dtype: of the normalised rows; None: x's.
         scale: float32 [1]: the normalised rows are divided by it and clamped to +-448. Goes with out_dtype
-            torch.float8_e4m3fn, and is needed there.
+            torch.float8_e4m3fn, and is needed there without `quantize`.
+        quantize: "row" or "block": the normalised rows are float8_e4m3fn, divided by scales of their own, one a row or
+            one for each 128 columns, as `weft.quantize` has them, and the scales are returned too.
         full_residual: the residual, old and new, is [M, H] on every rank, not this rank's rows alone. In two shots the
             new one travels as the normalised rows do.
         out: [M, H], contiguous, where to write the normalised rows. In memory of `World.symmetric` (the same place on
@@ -311,7 +347,8 @@ def all_reduce_rms_norm(
     new residual is rounded once.
 
     Returns:
-        The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
+        The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H]; with
+        `quantize` also the scales, float32 [M, 1] or [M, H / 128].
 
     Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 3 (W + 1) M H elements
     (one shot), 3 M H, and 3 M H more with a full residual, and 3 H for each of the M rows rounded up to a multiple of W
@@ -325,9 +362,9 @@ def all_reduce_rms_norm(
             is none for this op: use torch.no_grad()).
         Mismatch, Timeout, WeftError: as `all_gather_matmul`.
     """
-    options = float(eps), norm, out_dtype, full_residual
-    y, kept = ALL_REDUCE_RMS_NORM(world, plan, NormOperands(x, residual, weight, bias, scale), options, out)
-    return y, kept
+    options = float(eps), norm, out_dtype, full_residual, quantize or ""
+    y, kept, scales = ALL_REDUCE_RMS_NORM(world, plan, NormOperands(x, residual, weight, bias, scale), options, out)
+    return (y, kept, scales) if quantize else (y, kept)
 
 
 def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Plan) -> bool:
@@ -337,7 +374,7 @@ def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Pla
     def chosen() -> bool:
         layout = OWN.value if world.size > 1 else WHOLE.value
         call = SumCall(NORM, m, h, dtype, dtype, RMS.value, 0.0, layout, layout, False, False)
-        return posts(ALL_REDUCE_RMS_NORM.choose(world, call, plan, False))
+        return is_low_latency(ALL_REDUCE_RMS_NORM.choose(world, call, plan, False))
 
     found: bool = world.cached((NORM, "posts", m, h, dtype, plan), chosen)
     return found
@@ -375,7 +412,13 @@ def _checked(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> 
 
 
 def _described(
-    world: World, operands: NormOperands, eps: float, norm: str, out_dtype: torch.dtype | None, full_residual: bool
+    world: World,
+    operands: NormOperands,
+    eps: float,
+    norm: str,
+    out_dtype: torch.dtype | None,
+    full_residual: bool,
+    quantize: str,
 ) -> SumCall:
     """The call, validated: ValueError or TypeError for anything that this rank alone can see is wrong."""
     x, residual, weight, bias, scale = operands
@@ -406,17 +449,7 @@ def _described(
             raise ValueError(f"{NORM}: {name} {dims(t)} must be [{h}], as H of x {dims(x)}")
         if t is not None and t.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"{NORM}: {name} is {dims(t)}; {x.dtype}, as x, or float32 is needed")
-    out_dtype = out_dtype or x.dtype
-    if out_dtype not in OUTPUTS:
-        raise TypeError(f"{NORM}: out_dtype {out_dtype} is not one of {[str(d) for d in OUTPUTS]}")
-    if (out_dtype == torch.float8_e4m3fn) != (scale is not None):
-        raise ValueError(
-            f"{NORM}: a scale goes with out_dtype torch.float8_e4m3fn, and only there; out_dtype is {out_dtype}"
-        )
-    if scale is not None and (missing := lacks(world.capability, ADA, "results in float8_e4m3fn")):
-        raise Unsupported(f"{NORM}: {missing}")
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-        raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
+    out_dtype = _checked_output(world, x, out_dtype, scale, quantize)
     layout = WHOLE if full_residual or world.size == 1 else OWN
     return SumCall(
         NORM,
@@ -430,7 +463,36 @@ def _described(
         layout.value,
         bias is not None,
         scale is not None,
+        {"": 0, "row": h, "block": SCALE_BLOCK}[quantize],
     )
+
+
+def _checked_output(
+    world: World, x: torch.Tensor, out_dtype: torch.dtype | None, scale: torch.Tensor | None, quantize: str
+) -> torch.dtype:
+    """The dtype of the normalised rows."""
+    if quantize not in ("", "row", "block"):
+        raise ValueError(f'{NORM}: quantize {quantize!r} is not "row" or "block"; by tensor: out_dtype and scale')
+    if quantize and (scale is not None or out_dtype not in (None, E4M3)):
+        raise ValueError(
+            f"{NORM}: quantize={quantize!r} gives {E4M3} and scales, and takes no other out_dtype, nor a scale"
+        )
+    if quantize == "block" and x.shape[1] % SCALE_BLOCK:
+        raise ValueError(
+            f"{NORM}: H {x.shape[1]} of x {dims(x)} is not a multiple of {SCALE_BLOCK}, for scales by block"
+        )
+    dtype = E4M3 if quantize else out_dtype or x.dtype
+    if dtype not in OUTPUTS:
+        raise TypeError(f"{NORM}: out_dtype {dtype} is not one of {[str(d) for d in OUTPUTS]}")
+    if (dtype == E4M3) != (scale is not None) and not quantize:
+        raise ValueError(
+            f"{NORM}: a scale goes with out_dtype torch.float8_e4m3fn, and only there; out_dtype is {dtype}"
+        )
+    if dtype == E4M3 and (missing := lacks(world.capability, ADA, "results in float8_e4m3fn")):
+        raise Unsupported(f"{NORM}: {missing}")
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+        raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
+    return dtype
 
 
 def _apart(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -30,14 +30,15 @@ from ...plans import (
     TwoShotPush,
 )
 from ...transport import low_latency
-from ...transport.copies import COPIES
-from ...transport.memory import Flat, flat, lock, rank_word
+from ...transport.copy_engine import COPIES, pull_parts, pull_rows
+from ...transport.memory import Flat, flat, lock, rank_word, workspace
 from ...world import World
 from ..common import split_rows
 from .call import LINE, PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
 from .kernels import ABSENT, OWN, WHOLE, Places, Shots, add_norm, sum_norm, two_shot
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
+SHARED = "two-shot all-reduce"  # the name of the symmetric memory of these plans
 REST_KIB = 11  # of a program's shared memory, that rows under way do not take
 
 
@@ -160,30 +161,47 @@ def _shots(plan: TwoShotCounted, programs: int, world: World, row: int, bulk: bo
     )
 
 
-def run_two_shot(world: World, call: SumCall, plan: TwoShotCounted, t: Tensors, stream: Stream) -> None:
-    source, out = t.x_shared, t.out_shared
-    m, h, size = call.m, call.h, call.dtype.itemsize
-    world.order(lock(world, "two-shot all-reduce"), stream)
-    most = -(-m // world.size)
-    staging = landing = sums = None
-    if not plan.pull:
-        staging = world.buffer("two-shot all-reduce, staging", world.size * most * h * size)
-    elif source is None:
-        source = world.buffer("two-shot all-reduce, x", m * h * size)
-        world.copy(source.local[: m * h * size].view(call.dtype).view(m, h), t.x, stream)
-    if out is None:
-        landing = out = world.buffer("two-shot all-reduce, out", m * h * call.out_dtype.itemsize)
-    if call.keep == WHOLE.value:
-        sums = world.buffer("two-shot all-reduce, sums", m * h * size)
+class SharedRows(NamedTuple):
+    """Symmetric memory of a call: of x, where other ranks read it; for all rows; and, of a call that has these, for
+    sums and scales."""
 
-    launch = _two_shot_launch(world, call, plan, staging, source, out, sums)
+    x: Symmetric
+    out: SymmetricTensor
+    sums: Symmetric
+    scales: Symmetric
+
+
+def share_rows(world: World, call: SumCall, t: Tensors, stream: Stream, read: bool = True) -> SharedRows:
+    """Return the memory, with x in it where it is `read`. A caller orders the uses by the lock SHARED."""
+    shape, x = (call.m, call.h), t.x_shared
+    if x is None and read:
+        x = workspace(world, f"{SHARED}, x", shape, call.dtype)
+        world.copy(x.local, t.x, stream)
+    return SharedRows(
+        x,
+        t.out_shared or workspace(world, f"{SHARED}, out", shape, call.out_dtype),
+        workspace(world, f"{SHARED}, sums", shape, call.dtype) if call.keep == WHOLE.value else None,
+        workspace(world, f"{SHARED}, scales", call.scales, torch.float32) if call.group else None,
+    )
+
+
+def take_rows(world: World, t: Tensors, shared: SharedRows, stream: Stream) -> None:
+    """Copy what landed to the call's own results."""
+    for result, landed in zip((t.out, t.kept, t.scales), shared[1:], strict=True):
+        if result is not None and landed is not None and landed is not t.out_shared:
+            world.copy(result, landed.local, stream)
+
+
+def run_two_shot(world: World, call: SumCall, plan: TwoShotCounted, t: Tensors, stream: Stream) -> None:
+    world.order(lock(world, SHARED), stream)
+    shared, staging = share_rows(world, call, t, stream, plan.pull), None
+    if not plan.pull:
+        rows = world.size * -(-call.m // world.size)
+        staging = workspace(world, f"{SHARED}, staging", (rows, call.h), call.dtype)
+    launch = _two_shot_launch(world, call, plan, staging, shared)
     instead = {name: t.x for name in ("staging", "stage_desc", "out_desc") if name in launch.moving}
     launch(stream, **t.arguments(), x=t.x, **instead)
-    if landing is not None:
-        nbytes = m * h * call.out_dtype.itemsize
-        world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)
-    if sums is not None and t.kept is not None:
-        world.copy(t.kept, sums.local[: m * h * size].view(call.dtype).view(m, h), stream)
+    take_rows(world, t, shared, stream)
 
 
 @prepared
@@ -192,11 +210,10 @@ def _two_shot_launch(
     call: SumCall,
     plan: TwoShotCounted,
     staging: Symmetric,
-    source: Symmetric,
-    out: SymmetricTensor,
-    sums: Symmetric,
+    shared: SharedRows,
 ) -> Launch:
     """Where there is no staging, and where rows are not stored in bulk, x stands for what the kernel does not read."""
+    source, out, sums, scales = shared
     size, programs = call.dtype.itemsize, plan.programs or world.sm_count
     bulk = _moved_by_bulk(call, world, plan, staging, out) if plan.bulk else None
     descriptors, where = bulk or ({}, dict(stagings=(staging or out).addresses, landings=out.addresses))
@@ -212,7 +229,12 @@ def _two_shot_launch(
         programs,
         call.options(plan.warps),
         **fixed,
-        places=Places(parts=(source or out).addresses, sums=(sums or out).addresses, **where),
+        places=Places(
+            parts=(source or out).addresses,
+            sums=(sums or out).addresses,
+            scales=(scales or out).addresses,
+            **where,
+        ),
         turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
         ch=world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", counters, None)),
         M=call.m,
@@ -225,45 +247,27 @@ def run_decomposed(world: World, call: SumCall, plan: Decomposed, t: Tensors, st
     """A copy engine pulls the peers' parts of the own rows, one kernel sums and normalises them, a copy engine pulls
     the other owners' rows. The barriers say: every part is there; every owner's rows are there, and no part is read any
     more; no row is read any more, so that the caller may write to `out`."""
-    source, out = t.x_shared, t.out_shared
-    m, h, size, me = call.m, call.h, call.dtype.itemsize, world.rank
-    shards = split_rows(world, m)
-    ends = list(itertools.accumulate(shards, initial=0))
-    mine, most, whole = shards[me], shards[0], call.keep == WHOLE.value
-    copies = world.side_stream("copy")
-    for holder in (lock(world, COPIES), lock(world, "two-shot all-reduce")):
+    me, copies = world.rank, world.side_stream("copy")
+    ends = list(itertools.accumulate(split_rows(world, call.m), initial=0))
+    own = slice(ends[me], ends[me + 1])
+    for holder in (lock(world, COPIES), lock(world, SHARED)):
         world.order(holder, stream)
     world.wait_event(copies, world.record(stream))
-    if source is None:
-        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
-        world.copy(source.local, t.x, copies)
-    landing = out is None
-    if out is None:
-        nbytes = m * h * call.out_dtype.itemsize
-        out = world.buffer("two-shot all-reduce, out", nbytes).view(0, (m, h), call.out_dtype)
-    sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype) if whole else None
-    staging = world.empty((world.size, most, h), call.dtype)
-    kept = t.kept if sums is None else sums.local[ends[me] : ends[me + 1]]
-    others = [(me + j) % world.size for j in range(1, world.size)]
+    shared = share_rows(world, call, t, copies)
+    source, out, sums, scales = shared
+    assert source is not None
+    kept = t.kept if sums is None else sums.local[own]
 
     world.barrier(copies)
-    for p in others if mine else ():
-        world.copy(staging[p][:mine], source.peers[p][ends[me] : ends[me + 1]], copies)
-    local = replace(t, x=source.local, out=out.local, kept=kept)
+    staging = pull_parts(world, source, own, ends[1], copies)
+    local = replace(t, x=source.local, out=out.local, kept=kept, scales=scales.local if scales else None)
     owned = replace(call, keep=OWN.value if call.keep else ABSENT.value)
     _sum_norm(world, owned)(copies, **local.arguments(), x=local.x, out=local.out, staging=staging)
     world.barrier(copies)
-    for p in others:
-        if shards[p]:
-            rows = slice(ends[p], ends[p + 1])
-            for everyone in (out, sums) if sums else (out,):
-                world.copy(everyone.local[rows], everyone.peers[p][rows], copies)
+    pull_rows(world, [each for each in shared[1:] if each], ends, copies)
     world.barrier(copies)
     world.wait_event(stream, world.record(copies))
-    if landing:
-        world.copy(t.out, out.local, stream)
-    if sums is not None and t.kept is not None:
-        world.copy(t.kept, sums.local, stream)
+    take_rows(world, t, shared, stream)
 
 
 @prepared

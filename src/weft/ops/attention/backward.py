@@ -1,11 +1,12 @@
 """Gradients of gathered attention.
 
-    main stream  stage | barrier | own gradients     | of others' keys .. | all-to-all of dk, dv | sums
-    copy stream               | pull | pull | meet
+    main stream  barrier | gradients of local keys | gradients of remote keys .. | all-to-all of dk, dv | sums
+    copy stream           | push | push | push
 
-The library's backward pass computes the probabilities again as exp(score - lse). With the lse and the output of all
-keys it is exact for some of them, so that dq is a sum over calls, and dk and dv of a call are those of its keys. Those
-of other ranks' keys go home, where they are summed in float32 in the order of the ranks; each was rounded once before.
+The library's backward pass recomputes the probabilities as exp(score - lse). Given the lse and the output over all
+keys, it is exact for any range of keys, so that dq is a sum over calls, and dk and dv of a call are those of its keys.
+Those of remote keys go back to their rank, which sums them in float32 in the order of the ranks; each was rounded once
+before.
 """
 
 from __future__ import annotations
@@ -19,161 +20,179 @@ import torch
 from ...plans import Plan, Segmented
 from ...tensor_checks import dense
 from ...world import World
-from .key_ranges import Sight
-from .libraries import AttentionLibrary, Packed, Passed
-from .segmented import Heads, Keys, Views, bounds_of, fetched
+from .key_ranges import KeyRanges
+from .libraries import AttentionLibrary, BackwardOperands, Packed
+from .segmented import AttentionConfig, GroupsByRank, KeyValues, fetch_key_values, sequence_offsets
 
 Tensor = torch.Tensor
 
 
-class Attended(NamedTuple):
-    """The queries and results of a call, and the gradient of `out`, for all queries of this rank. q, out, dout [m,
-    heads, D]; lse [heads, m]."""
+class ForwardResult(NamedTuple):
+    """Queries q [m, heads, D] and results out [m, heads, D] and lse [heads, m] of a forward call, and the gradient dout
+    [m, heads, D]."""
 
     q: Tensor
     out: Tensor
     lse: Tensor
     dout: Tensor
 
-    def since(self, first: int) -> Attended:
-        return Attended(self.q[first:], self.out[first:], self.lse[:, first:], self.dout[first:])
+    def from_query(self, query: int) -> ForwardResult:
+        return ForwardResult(self.q[query:], self.out[query:], self.lse[:, query:], self.dout[query:])
 
 
 def backward(
     world: World,
-    of: Heads,
+    config: AttentionConfig,
     plan: Plan,
-    seen: Sight,
-    views: Views,
-    result: Attended,
-    own: Keys,
+    key_ranges: KeyRanges,
+    groups_by_rank: GroupsByRank,
+    result: ForwardResult,
+    local_kv: KeyValues,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return dq, dk, dv, with None for one that is not needed."""
-    stream, m, n = world.current_stream(), len(result.q), len(own.k)
-    result = Attended(*map(dense, result))  # cuDNN reads whole 16-byte words, and a gradient may begin anywhere
-    row = (2, of.kv_heads, of.dim)
-    if seen.packed and isinstance(plan, Segmented):
+    """Return dq, dk and dv, with None for one that is not needed."""
+    stream, m, n, packed = world.current_stream(), len(result.q), len(local_kv.k), key_ranges.packed
+    # cuDNN reads aligned 16-byte words, and a gradient may begin at any address.
+    result = ForwardResult(*map(dense, result))
+    kv_shape = (2, config.kv_heads, config.dim)
+    if packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
-    others, end = fetched(world, of, plan, own, seen.others, views)
-    mine = world.zeros((n, *row), torch.float32)
+    remote, end = fetch_key_values(world, config, plan, local_kv, key_ranges.remote, groups_by_rank)
+    local_dkv = world.zeros((n, *kv_shape), torch.float32)
     dqs: list[tuple[int, Tensor]] = []
-    parts: dict[int, Tensor] = {}
-    for square in seen.own if m else ():
-        dq, *pair = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
+    dkv_by_rank: dict[int, Tensor] = {}
+    for block in key_ranges.local if m else ():
+        dq, *dkv = gradients(world, config, result, local_kv.rows(block.lo, block.hi), packed or block.causal)
         dqs.append((0, dq))
-        add(world, mine[square.lo : square.hi].unbind(1), pair)
-    for group, there in others:
-        if m > group.first:
-            dq, *pair = gradients(world, of, result.since(group.first), there, seen.packed or False)
-            dqs.append((group.first, dq))
-            pairs = co_resident(world, pair)
+        add(world, local_dkv[block.lo : block.hi].unbind(1), dkv)
+    for group, remote_kv in remote:
+        if m > group.first_query:
+            dq, *dkv = gradients(world, config, result.from_query(group.first_query), remote_kv, packed or False)
+            dqs.append((group.first_query, dq))
+            group_dkv = stack_dkv(world, dkv)
         else:
-            pairs = world.zeros((group.rows, *row), of.dtype)
-        at = 0
-        for piece in group.pieces:
-            count = piece.hi - piece.lo
-            part, at = pairs[at : at + count], at + count
-            if piece.source == world.rank:  # packed sequences have them in one run with the others
-                add(world, [mine[piece.lo : piece.hi]], [part])
+            group_dkv = world.zeros((group.rows, *kv_shape), config.dtype)
+        start = 0
+        for key_range in group.ranges:
+            count = key_range.hi - key_range.lo
+            range_dkv, start = group_dkv[start : start + count], start + count
+            if key_range.source == world.rank:  # packed sequences have local keys in one run with remote ones
+                add(world, [local_dkv[key_range.lo : key_range.hi]], [range_dkv])
             else:
-                parts[piece.source] = part
+                dkv_by_rank[key_range.source] = range_dkv
     if end is not None:
         world.wait_event(stream, end)
     if needs[1] or needs[2]:
-        mine = summed_at_home(world, of, views, parts, mine)
-    both = [rounded(world, t, of.dtype) if need else None for t, need in zip(mine.unbind(1), needs[1:3], strict=True)]
-    return [summed(world, dqs, result.q) if needs[0] else None, *both]
+        local_dkv = sum_over_ranks(world, config, groups_by_rank, dkv_by_rank, local_dkv)
+    dk, dv = (
+        rounded(world, t, config.dtype) if need else None
+        for t, need in zip(local_dkv.unbind(1), needs[1:3], strict=True)
+    )
+    return [sum_dq(world, dqs, result.q) if needs[0] else None, dk, dv]
 
 
-def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool | Packed) -> Sequence[Tensor]:
-    """Return dq, dk, dv of these keys."""
-    (q, out, lse, dout), (k, v, wait) = result, keys
-    passed = Passed(q, k, v, out, lse, dout)
+def gradients(
+    world: World, config: AttentionConfig, result: ForwardResult, kv: KeyValues, mask: bool | Packed
+) -> Sequence[Tensor]:
+    """Return dq, dk and dv of these keys and values."""
+    (q, out, lse, dout), (k, v, wait) = result, kv
+    operands = BackwardOperands(q, k, v, out, lse, dout)
     use, sizes = "packed_backward" if isinstance(mask, Packed) else "backward", (len(q), len(k), mask is True)
-    wanted = [(t.shape, of.dtype) for t in (q, k, v)]
-    bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
+    outputs = [(t.shape, config.dtype) for t in (q, k, v)]
+    offsets = sequence_offsets(world, mask) if isinstance(mask, Packed) else None
     if wait is not None:
         wait()
 
     def attention(library: AttentionLibrary) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(mask, bool):
-            return library.backward(passed, mask, of.scale)
-        assert library.packed_backward is not None and bounds is not None
-        return library.packed_backward(passed, mask, bounds, of.scale)
+            return library.backward(operands, mask, config.scale)
+        assert library.packed_backward is not None and offsets is not None
+        return library.packed_backward(operands, mask, offsets, config.scale)
 
-    library = of.library(world, use, sizes, attention)
-    given = [*passed, *(bounds or ())]
-    return world.results(lambda: attention(library), wanted, given, world.current_stream())
-
-
-def add(world: World, totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    def sums() -> None:
-        for total, part in zip(totals, parts, strict=True):
-            total.add_(part)
-
-    world.call(sums, [*totals, *parts], totals, world.current_stream())
+    library = config.library(world, use, sizes, attention)
+    reads = [*operands, *(offsets or ())]
+    return world.results(lambda: attention(library), outputs, reads, world.current_stream())
 
 
-def co_resident(world: World, both: list[Tensor]) -> Tensor:
+def add(world: World, totals: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """Add each of `terms` to the one of `totals` with the same index."""
+
+    def add_all() -> None:
+        for total, term in zip(totals, terms, strict=True):
+            total.add_(term)
+
+    world.call(add_all, [*totals, *terms], totals, world.current_stream())
+
+
+def stack_dkv(world: World, dkv: list[Tensor]) -> Tensor:
     """Return dk and dv as one tensor [n, 2, kv heads, D]."""
-    n, *row = both[0].shape
-    pairs = world.empty((n, 2, *row), both[0].dtype)
-    world.call(lambda: torch.stack(both, 1, out=pairs), both, [pairs], world.current_stream())
-    return pairs
+    n, *row = dkv[0].shape
+    stacked = world.empty((n, 2, *row), dkv[0].dtype)
+    world.call(lambda: torch.stack(dkv, 1, out=stacked), dkv, [stacked], world.current_stream())
+    return stacked
 
 
-def summed(world: World, dqs: Sequence[tuple[int, Tensor]], q: Tensor) -> Tensor:
-    """Return dq in the dtype of q, summed in float32 and rounded once. dqs: parts, each for the rows from its `first`
-    on; the parts that come first have all rows."""
+def sum_dq(world: World, dqs: Sequence[tuple[int, Tensor]], q: Tensor) -> Tensor:
+    """Return dq in the dtype of q, summed in float32 and rounded once. Each of `dqs` is the first query of a term and
+    the term; terms of all queries come before the others."""
     if len(dqs) == 2 and dqs[0][0] == 0:
-        (_, total), (first, part) = dqs
-        add(world, [total[first:]], [part])  # torch adds two numbers of 16 bits in float32
+        (_, total), (first_query, term) = dqs
+        add(world, [total[first_query:]], [term])  # torch adds two 16-bit tensors in float32
         return total
     total = world.zeros(q.shape, torch.float32)
-    for first, part in dqs:
-        add(world, [total[first:]], [part])
+    for first_query, term in dqs:
+        add(world, [total[first_query:]], [term])
     return rounded(world, total, q.dtype)
 
 
 def rounded(world: World, t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of t in `dtype`."""
     out = world.empty(t.shape, dtype)
     world.call(lambda: out.copy_(t), [t], [out], world.current_stream())
     return out
 
 
-def summed_at_home(world: World, of: Heads, views: Views, parts: dict[int, Tensor], mine: Tensor) -> Tensor:
-    """Return float32 [n, 2, kv heads, D]: the gradients of this rank's keys, summed over all ranks in the order of the
-    ranks. parts: by rank, this rank's gradients of that rank's keys."""
+def sum_over_ranks(
+    world: World,
+    config: AttentionConfig,
+    groups_by_rank: GroupsByRank,
+    dkv_by_rank: dict[int, Tensor],
+    local_dkv: Tensor,
+) -> Tensor:
+    """Return float32 [n, 2, kv heads, D], the gradients of this rank's keys and values, summed over the ranks in their
+    order. `dkv_by_rank` has this rank's gradients of each other rank's keys and values."""
     if world.size == 1:
-        return mine
-    stream, row = world.current_stream(), (2, of.kv_heads, of.dim)
-    others = [groups if r != world.rank else () for r, groups in enumerate(views)]
-    comes = [next((p for group in groups for p in group.pieces if p.source == world.rank), None) for groups in others]
-    sent = [parts[r] if r in parts else world.empty((0, *row), of.dtype) for r in range(world.size)]
-    came = [world.empty((0 if p is None else p.hi - p.lo, *row), of.dtype) for p in comes]
-    world.all_to_all(came, sent, stream)
-    total = world.zeros(mine.shape, torch.float32)
+        return local_dkv
+    stream, row = world.current_stream(), (2, config.kv_heads, config.dim)
+    groups_of_readers = [groups if r != world.rank else () for r, groups in enumerate(groups_by_rank)]
+    ranges = [
+        next((key_range for group in groups for key_range in group.ranges if key_range.source == world.rank), None)
+        for groups in groups_of_readers
+    ]
+    sent = [dkv_by_rank[r] if r in dkv_by_rank else world.empty((0, *row), config.dtype) for r in range(world.size)]
+    received = [world.empty((0 if r is None else r.hi - r.lo, *row), config.dtype) for r in ranges]
+    world.all_to_all(received, sent, stream)
+    total = world.zeros(local_dkv.shape, torch.float32)
 
-    def sums() -> None:
-        for rank, (piece, part) in enumerate(zip(comes, came, strict=True)):
+    def add_all() -> None:
+        for rank, (key_range, term) in enumerate(zip(ranges, received, strict=True)):
             if rank == world.rank:
-                total.add_(mine)
-            elif piece is not None:
-                total[piece.lo : piece.hi].add_(part)
+                total.add_(local_dkv)
+            elif key_range is not None:
+                total[key_range.lo : key_range.hi].add_(term)
 
-    world.call(sums, [mine, *came], [total], stream)
+    world.call(add_all, [local_dkv, *received], [total], stream)
     return total
 
 
 def sinks_gradient(world: World, sinks: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
-    """A sink's weight is exp(sink - lse), and its value is 0."""
+    """Return the gradient of `sinks` [heads]: a sink is a key with the weight exp(sink - lse) and the value 0."""
     assert sinks is not None
-    made, logits = world.empty(sinks.shape, sinks.dtype), sinks
+    dsinks, logits = world.empty(sinks.shape, sinks.dtype), sinks
 
-    def sums() -> None:
+    def compute() -> None:
         delta = (dout.float() * out.float()).sum(-1)
-        made.copy_(-((logits.float() - lse.t()).exp() * delta).sum(0))
+        dsinks.copy_(-((logits.float() - lse.t()).exp() * delta).sum(0))
 
-    world.call(sums, [sinks, out, lse, dout], [made], world.current_stream())
-    return made
+    world.call(compute, [sinks, out, lse, dout], [dsinks], world.current_stream())
+    return dsinks

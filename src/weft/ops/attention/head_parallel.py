@@ -1,191 +1,161 @@
-"""Attention by heads (DeepSpeed-Ulysses): every rank gets the whole sequence of some of the heads.
+"""Head-parallel attention (DeepSpeed-Ulysses): every rank computes some of the heads over the whole sequence.
 
     push q, k, v | barrier | attention of 1 / W of the heads over the whole sequence | push out, lse | barrier | copy
 
-A push writes blocks of a matrix where their readers read them, so that rows of all heads become whole sequences of few
-heads, and back, on the way. A causal mask is then one square, the same work for all ranks in any layout, and nothing is
-merged. What a barrier orders: behind the first, all rows have come, and nobody reads the last call's results any
-more; behind the second, all results have come, and nobody reads queries or keys any more. Results have memory of their
-own: while one rank still copies them another pushes queries of the next call, which may be of another size.
+A push stores each block of a matrix where its reader needs it, so that rows of all heads become whole sequences of some
+heads on the way, and rows of all heads again on the way back. A causal mask is then one causal block, which is the same
+work for all ranks in any layout, and no partial results are merged.
+
+What the barriers order: after the first one, all rows have arrived, and no rank still reads the results of the previous
+call. After the second one, all results have arrived, and no rank still reads queries or keys. Each tensor has a buffer
+of its own, because a rank may still copy results while another one pushes the queries of the next call, whose sizes may
+differ.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-import triton.language as tl
 
 from ...backends.base import SymmetricTensor
 from ...kernel_launch import Launch, prepared
 from ...plans import HeadParallel
-from ...tensor_checks import DTYPES
-from ...transport.memory import lock
+from ...transport.memory import lock, workspace
+from ...transport.sm_push import PushBlock, block_launch
 from ...world import World
-from .kernels import push_blocks
-from .key_ranges import Sight, zigzag_chunks
-from .segmented import Heads, Keys, Partial, attend, merged
+from .key_ranges import KeyRanges, zigzag_chunks
+from .segmented import AttentionConfig, KeyValues, Partial, attend, merge_partials
 
 Tensor = torch.Tensor
-Block = tuple[int, int, int, int, int, int, int]  # reader, rows, columns, first element and row length there, and here
 
 MEMORY = "attention heads"
-ALIGNED = 16  # bytes
 
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads and rows are whose. chunks: by rank, (first row here, first row of the sequence, rows) of what lies
-    together in both."""
+    """The split of heads and rows over the ranks. `chunks` has, for each rank, (first row in its shard, first row in
+    the sequence, rows) of every run of rows that is contiguous in both."""
 
-    of: Heads
+    config: AttentionConfig
     chunks: tuple[tuple[tuple[int, int, int], ...], ...]
 
     @staticmethod
-    def over(of: Heads, zigzag: bool) -> HeadSplit:
+    def over(config: AttentionConfig, zigzag: bool) -> HeadSplit:
         if zigzag:
-            return HeadSplit(of, zigzag_chunks(of.shards))
-        ends = accumulate(of.shards, initial=0)
-        return HeadSplit(of, tuple(((0, at, rows),) for at, rows in zip(ends, of.shards, strict=False)))
+            return HeadSplit(config, zigzag_chunks(config.shards))
+        starts = accumulate(config.shards, initial=0)
+        return HeadSplit(config, tuple(((0, start, n),) for start, n in zip(starts, config.shards, strict=False)))
 
     @property
-    def part(self) -> Heads:
-        """What a rank computes: the whole sequence of some heads."""
-        of, size = self.of, len(self.of.shards)
-        return replace(of, shards=(sum(of.shards),), heads=of.heads // size, kv_heads=of.kv_heads // size)
+    def rank_config(self) -> AttentionConfig:
+        """The attention that one rank computes: some heads over the whole sequence."""
+        config, size = self.config, len(self.config.shards)
+        heads, kv_heads = config.heads // size, config.kv_heads // size
+        return replace(config, shards=(sum(config.shards),), heads=heads, kv_heads=kv_heads)
 
-    def out(self, rank: int, heads: int) -> list[Block]:
-        """Return the blocks by which rows [n, heads of all ranks, D] of a rank go to every reader's [S, its heads,
-        D]."""
-        size, width = len(self.chunks), heads * self.of.dim
+    def dispatch_blocks(self, rank: int, heads: int) -> list[PushBlock]:
+        """Return the blocks that take rows [n, W heads, D] of `rank` to the [S, heads, D] of every reader."""
+        size, width = len(self.chunks), heads * self.config.dim
         return [
-            (reader, rows, width, to * width, width, (at * size + reader) * width, size * width)
+            PushBlock(reader, rows, width, in_sequence * width, width, (in_shard * size + reader) * width, size * width)
             for reader in ring(rank, size)
-            for at, to, rows in self.chunks[rank]
+            for in_shard, in_sequence, rows in self.chunks[rank]
         ]
 
-    def back(self, rank: int) -> list[Block]:
-        """Return the blocks by which results [S, this rank's heads, D] go back to the rows' ranks, [n, heads, D]."""
-        size, width = len(self.chunks), self.part.heads * self.of.dim
+    def combine_blocks(self, rank: int) -> list[PushBlock]:
+        """Return the blocks that take results [S, heads of `rank`, D] back to the [n, heads, D] of the rows' ranks."""
+        size, width = len(self.chunks), self.rank_config.heads * self.config.dim
         return [
-            (reader, rows, width, (to * size + rank) * width, size * width, at * width, width)
+            PushBlock(reader, rows, width, (in_shard * size + rank) * width, size * width, in_sequence * width, width)
             for reader in ring(rank, size)
-            for to, at, rows in self.chunks[reader]
+            for in_shard, in_sequence, rows in self.chunks[reader]
         ]
 
-    def lse_back(self, rank: int) -> list[Block]:
-        """Return the blocks by which lse [this rank's heads, S] goes back to the rows' ranks, [heads, n]."""
-        heads, total = self.part.heads, sum(self.of.shards)
+    def lse_blocks(self, rank: int) -> list[PushBlock]:
+        """Return the blocks that take lse [heads of `rank`, S] back to the [heads, n] of the rows' ranks."""
+        heads, total, shards = self.rank_config.heads, sum(self.config.shards), self.config.shards
         return [
-            (reader, heads, rows, rank * heads * self.of.shards[reader] + to, self.of.shards[reader], at, total)
+            PushBlock(reader, heads, rows, rank * heads * shards[reader] + in_shard, shards[reader], in_sequence, total)
             for reader in ring(rank, len(self.chunks))
-            for to, at, rows in self.chunks[reader]
+            for in_shard, in_sequence, rows in self.chunks[reader]
         ]
 
 
 def ring(rank: int, size: int) -> list[int]:
-    """Return every rank, from the next one on."""
+    """Return all ranks, beginning with the one after `rank`."""
     return [(rank + step) % size for step in range(1, size + 1)]
 
 
 def forward(
     world: World,
-    of: Heads,
+    config: AttentionConfig,
     plan: HeadParallel,
-    seen: Sight,
+    key_ranges: KeyRanges,
     zigzag: bool,
     q: Tensor,
-    own: Keys,
+    local_kv: KeyValues,
     sinks: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """lse float32 [heads, m]; and out [m, heads, D] is written. seen: of a rank that has the whole sequence. Queries
-    are the last of their rank's places."""
-    stream, rank, n, m = world.current_stream(), world.rank, len(own.k), len(q)
-    split = world.cached((MEMORY, "split", of, zigzag), lambda: HeadSplit.over(of, zigzag))
-    part = split.part
-    planes = memory_of(world, split)
+    """Write out [m, heads, D] and return lse float32 [heads, m]. `key_ranges` are those of a single rank with the whole
+    sequence. The queries are those of the last m rows of this rank's shard."""
+    stream, rank, n, m = world.current_stream(), world.rank, len(local_kv.k), len(q)
+    split = world.cached((MEMORY, "split", config, zigzag), lambda: HeadSplit.over(config, zigzag))
+    rank_config = split.rank_config
+    q_memory, k_memory, v_memory, out_memory, lse_memory = symmetric_tensors(world, split)
     world.order(lock(world, MEMORY), stream)
-    if m < n:  # others count with as many queries as keys
-        every = world.zeros((n, of.heads, of.dim), of.dtype)
-        world.copy(every[n - m :], q, stream)
-        q = every
-    for plane, t, heads in ((0, q, part.heads), (1, own.k, part.kv_heads), (2, own.v, part.kv_heads)):
-        push(world, plan, (split, "out", heads), t, planes[plane])
+    if m < n:  # the other ranks read as many queries as keys
+        padded = world.zeros((n, config.heads, config.dim), config.dtype)
+        world.copy(padded[n - m :], q, stream)
+        q = padded
+
+    def push(t: Tensor, memory: SymmetricTensor, method: str, *args: int) -> None:
+        """Push the blocks that this method of the split returns, given the rank and `args`."""
+        _push(world, plan.programs, (split, method, *args), t.dtype)(stream, x=t, memory=memory.addresses)
+
+    push(q, q_memory, "dispatch_blocks", rank_config.heads)
+    push(local_kv.k, k_memory, "dispatch_blocks", rank_config.kv_heads)
+    push(local_kv.v, v_memory, "dispatch_blocks", rank_config.kv_heads)
     world.barrier(stream, MEMORY)
-    whole, square = Keys(planes[1].local, planes[2].local), seen.own[0]
-    made = attend(world, part, 0, planes[0].local, whole, seen.packed or square.causal)
+    sequence_kv, block = KeyValues(k_memory.local, v_memory.local), key_ranges.local[0]
+    result = attend(world, rank_config, 0, q_memory.local, sequence_kv, key_ranges.packed or block.causal)
     if sinks is not None:
-        partial, made = (
-            made,
-            Partial(0, world.empty(made.out.shape, of.dtype), world.empty(made.lse.shape, torch.float32)),
-        )
-        merged(world, [partial], sinks[rank * part.heads : (rank + 1) * part.heads], made.out, made.lse)
-    push(world, plan, (split, "back"), made.out, planes[3])
-    push(world, plan, (split, "lse_back"), made.lse, planes[4])
+        partial = result
+        result = Partial(0, world.empty(partial.out.shape, config.dtype), world.empty(partial.lse.shape, torch.float32))
+        rank_sinks = sinks[rank * rank_config.heads : (rank + 1) * rank_config.heads]
+        merge_partials(world, [partial], rank_sinks, result.out, result.lse)
+    push(result.out, out_memory, "combine_blocks")
+    push(result.lse, lse_memory, "lse_blocks")
     world.barrier(stream, MEMORY)
-    lse = world.empty((of.heads, m), torch.float32)
-    rows, sums = planes[3].local[n - m : n], planes[4].local[: of.heads * n].view(of.heads, n)[:, n - m :]
+    lse = world.empty((config.heads, m), torch.float32)
+    received_out = out_memory.local[n - m : n]
+    received_lse = lse_memory.local[: config.heads * n].view(config.heads, n)[:, n - m :]
 
     def copy() -> None:
-        out.copy_(rows)
-        lse.copy_(sums)
+        out.copy_(received_out)
+        lse.copy_(received_lse)
 
-    world.call(copy, [rows, sums], [out, lse], stream)
+    world.call(copy, [received_out, received_lse], [out, lse], stream)
     return lse
 
 
-def memory_of(world: World, split: HeadSplit) -> list[SymmetricTensor]:
-    """Return the memory of queries, keys and values that this rank computes with; of results, and their lse, of its own
-    rows."""
-    of, part = split.of, split.part
-    total, most = sum(of.shards), max(of.shards)
-    given = [((total, heads, of.dim), of.dtype) for heads in (part.heads, part.kv_heads, part.kv_heads)]
-    made = [((most, of.heads, of.dim), of.dtype), ((most * of.heads,), torch.float32)]
-    return laid_out(world, MEMORY, given) + laid_out(world, f"{MEMORY}, results", made)
-
-
-def laid_out(world: World, name: str, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[SymmetricTensor]:
-    """Return symmetric tensors of these shapes and dtypes, one behind another in the buffer `name`. Collective when the
-    buffer has to grow."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
-    starts = list(accumulate((-(-nbytes // ALIGNED) * ALIGNED for nbytes in sizes), initial=0))
-    memory = world.buffer(name, starts[-1])
-
-    def views() -> list[SymmetricTensor]:
-        return [memory.view(at, shape, dtype) for at, (shape, dtype) in zip(starts, kinds, strict=False)]
-
-    return world.cached((name, *kinds, memory.local.data_ptr()), views)
-
-
-def push(
-    world: World, plan: HeadParallel, which: tuple[HeadSplit, str, *tuple[int, ...]], t: Tensor, to: SymmetricTensor
-) -> None:
-    """Push blocks of t to their readers. which: a HeadSplit, and its method with the arguments behind the rank."""
-    _push(world, plan.programs, which, t.dtype)(world.current_stream(), x=t, memory=to.addresses)
+def symmetric_tensors(world: World, split: HeadSplit) -> list[SymmetricTensor]:
+    """Return the symmetric tensors of a call: q, k and v of this rank's heads, then out and lse of this rank's rows."""
+    config, rank_config = split.config, split.rank_config
+    total, max_rows = sum(config.shards), max(config.shards)
+    heads = {"q": rank_config.heads, "k": rank_config.kv_heads, "v": rank_config.kv_heads}
+    return [
+        *(workspace(world, f"{MEMORY}, {name}", (total, n, config.dim), config.dtype) for name, n in heads.items()),
+        workspace(world, f"{MEMORY}, out", (max_rows, config.heads, config.dim), config.dtype),
+        workspace(world, f"{MEMORY}, lse", (max_rows * config.heads,), torch.float32),
+    ]
 
 
 @prepared
-def _push(world: World, programs: int, which: tuple[HeadSplit, str, *tuple[int, ...]], dtype: torch.dtype) -> Launch:
-    split, name, *more = which
-    blocks: list[Block] = getattr(split, name)(world.rank, *more)
-    table = world.cached((MEMORY, *which), lambda: world.tensor([word for b in blocks for word in b], torch.int64))
-    cols = min(1 << (max(b[2] for b in blocks) - 1).bit_length(), 1024)
-    rows = max(1, 4 * world.scale.block // cols)
-    return Launch(
-        world,
-        push_blocks,
-        programs or world.sm_count,
-        dict(num_warps=16, local=True),
-        table=table,
-        blocks=len(blocks),
-        across=-(-max(b[2] for b in blocks) // cols),
-        down=-(-max(b[1] for b in blocks) // rows),
-        DTYPE=DTYPES.get(dtype, tl.float32),
-        ALIGN=8 if dtype in DTYPES else 1,
-        ROWS=rows,
-        COLS=cols,
-    )
+def _push(
+    world: World, programs: int, block_source: tuple[HeadSplit, str, *tuple[int, ...]], dtype: torch.dtype
+) -> Launch:
+    split, method, *args = block_source
+    return block_launch(world, programs, block_source, getattr(split, method)(world.rank, *args), dtype)

@@ -1,17 +1,19 @@
-"""Which keys a rank's queries see, as a few blocks that a library computes: all of them, or a causal square.
+"""The keys that a rank's queries attend to, as a few rectangles of the score matrix that a library computes.
 
-Rank r holds n_r rows of the sequence, and queries for the last m_r of them. "contiguous": the ranks' rows one after
-another. "zigzag": the sequence is cut into 2 W chunks, and rank r holds chunks r and 2 W - 1 - r, so that a causal mask
-leaves every rank the same work. Then a rank's own rows are one causal square; of a rank before it all its queries see
-the first chunk alone, of a rank behind it the queries of its second chunk see everything:
+Rank r holds n_r rows of the sequence, and queries for the last m_r of them. In the layout "contiguous" the ranks' rows
+follow one another. In the layout "zigzag" the sequence is cut into 2 W chunks, and rank r holds chunks r and
+2 W - 1 - r, so that a causal mask leaves every rank the same work. There a rank's local rows are one causal block. Of a
+rank with a smaller number, all queries see the first chunk and none the second. Of a rank with a larger number, only
+the queries of the second chunk see keys, and they see all of them:
 
-    W = 2      keys 0 3 | 1 2          keys of rank 0: chunks 0 and 3, of rank 1: chunks 1 and 2
+    W = 2      keys 0 3 | 1 2          rank 0 holds chunks 0 and 3, rank 1 holds chunks 1 and 2
     rank 0  0:      \\ . | . .          \\ causal, # all, . none
             3:      # \\ | # #
     rank 1  1:      # . | \\ .
             2:      # . | # \\
 
-Other ranks come in the order r - 1, r - 2, .. 0, W - 1, .. r + 1: at every step each rank pushes to another one.
+Remote ranks are visited in the order r - 1, r - 2, .. 0, W - 1, .. r + 1, so that at every step each rank pushes to
+another one.
 """
 
 from __future__ import annotations
@@ -30,169 +32,174 @@ from ...world import World
 from .libraries import Packed
 
 
-class Piece(NamedTuple):
-    """Rows lo to hi of a rank's part."""
+class KeyRange(NamedTuple):
+    """Keys lo to hi of the shard of rank `source`."""
 
     source: int
     lo: int
     hi: int
 
 
-class Square(NamedTuple):
-    """This rank's keys lo to hi, which all its queries see; causal: as a causal square."""
+class CausalBlock(NamedTuple):
+    """Local keys lo to hi, against all local queries. With `causal` the block lies on the diagonal of the causal mask;
+    otherwise every query sees all of its keys."""
 
     lo: int
     hi: int
     causal: bool
 
 
-class Group(NamedTuple):
-    """Pieces that the queries from `first` on see whole."""
+class KeyGroup(NamedTuple):
+    """Key ranges for one library call, which the queries from `first_query` on see whole."""
 
-    first: int
-    pieces: tuple[Piece, ...]
+    first_query: int
+    ranges: tuple[KeyRange, ...]
 
     @property
     def rows(self) -> int:
-        return sum(piece.hi - piece.lo for piece in self.pieces)
+        return sum(key_range.hi - key_range.lo for key_range in self.ranges)
 
 
-class Sight(NamedTuple):
-    """packed: how the queries see what is there, instead of whole or as a square."""
+class KeyRanges(NamedTuple):
+    """The local and remote keys that a rank's queries see. `packed`, where it is set, says how the queries see those
+    keys, in place of the causal flags."""
 
-    own: tuple[Square, ...]
-    others: tuple[Group, ...]
+    local: tuple[CausalBlock, ...]
+    remote: tuple[KeyGroup, ...]
     packed: Packed | None = None
 
 
 def first_chunk(rows: int) -> int:
-    """Return the number of rows of the first of a rank's two chunks."""
+    """Return the number of rows in the first of a rank's two chunks."""
     return rows - rows // 2
 
 
 @functools.lru_cache(maxsize=1024)
-def sight(rank: int, shards: tuple[int, ...], queries: int, causal: bool, zigzag: bool) -> Sight:
-    """Return what rank's queries see. The pieces do not depend on `queries`."""
+def causal_key_ranges(rank: int, shards: tuple[int, ...], queries: int, causal: bool, zigzag: bool) -> KeyRanges:
+    """Return the keys that the last `queries` rows of `rank` see. The key ranges do not depend on `queries`."""
     size, n = len(shards), shards[rank]
     order = [(rank - step) % size for step in range(1, size)]
-    whole = {s: Piece(s, 0, shards[s]) for s in order}
+    whole = {source: KeyRange(source, 0, shards[source]) for source in order}
     if not causal:
-        return Sight(_squares(Square(0, n, False)), _groups((0, [whole[s] for s in order])))
+        return KeyRanges(_nonempty_blocks(CausalBlock(0, n, False)), _nonempty_groups((0, list(whole.values()))))
     if not n:
-        return Sight((), ())
-    own = _squares(Square(n - queries, n, True), Square(0, n - queries, False))
-    before, behind = [s for s in order if s < rank], [s for s in order if s > rank]
+        return KeyRanges((), ())
+    local = _nonempty_blocks(CausalBlock(n - queries, n, True), CausalBlock(0, n - queries, False))
+    lower, higher = [source for source in order if source < rank], [source for source in order if source > rank]
     if not zigzag:
-        return Sight(own, _groups((0, [whole[s] for s in before])))
-    firsts = [Piece(s, 0, first_chunk(shards[s])) for s in before]
-    later = first_chunk(n)
-    return Sight(own, _groups((0, firsts), (later, [whole[s] for s in behind if later < n])))
+        return KeyRanges(local, _nonempty_groups((0, [whole[source] for source in lower])))
+    first_chunks = [KeyRange(source, 0, first_chunk(shards[source])) for source in lower]
+    second = first_chunk(n)  # the first query of this rank's second chunk
+    return KeyRanges(
+        local, _nonempty_groups((0, first_chunks), (second, [whole[source] for source in higher if second < n]))
+    )
 
 
-def _squares(*squares: Square) -> tuple[Square, ...]:
-    return tuple(s for s in squares if s.hi > s.lo)
+def _nonempty_blocks(*blocks: CausalBlock) -> tuple[CausalBlock, ...]:
+    return tuple(block for block in blocks if block.hi > block.lo)
 
 
-def _groups(*groups: tuple[int, Sequence[Piece]]) -> tuple[Group, ...]:
-    made = [Group(first, tuple(p for p in pieces if p.hi > p.lo)) for first, pieces in groups]
-    return tuple(group for group in made if group.pieces)
+def _nonempty_groups(*groups: tuple[int, Sequence[KeyRange]]) -> tuple[KeyGroup, ...]:
+    nonempty = [(first_query, tuple(r for r in ranges if r.hi > r.lo)) for first_query, ranges in groups]
+    return tuple(KeyGroup(first_query, ranges) for first_query, ranges in nonempty if ranges)
 
 
 @functools.lru_cache(maxsize=1024)
-def packed_sight(
-    rank: int, shards: tuple[int, ...], queries: int, bounds: tuple[int, ...], causal: bool, window: int
-) -> Sight:
-    """Return what rank's queries see of sequences that begin and end at `bounds`: one run of keys, the own ones among
-    them."""
-    ends = [0, *accumulate(shards)]
-    first, last = ends[rank + 1] - queries, ends[rank + 1]
-    of_queries, of_keys, start = [0], [0], last
-    for lo, hi in pairwise(bounds):
-        mine = max(lo, first), min(hi, last)
-        if mine[0] >= mine[1]:
+def packed_key_ranges(
+    rank: int, shards: tuple[int, ...], queries: int, cu_seqlens: tuple[int, ...], causal: bool, window: int
+) -> KeyRanges:
+    """Return the keys that the last `queries` rows of `rank` see in packed sequences: one run of keys, in which local
+    and remote ones follow each other."""
+    shard_starts = [0, *accumulate(shards)]
+    query_start, query_stop = shard_starts[rank + 1] - queries, shard_starts[rank + 1]
+    cu_queries, cu_keys, start = [0], [0], query_stop
+    for lo, hi in pairwise(cu_seqlens):
+        query_lo, query_hi = max(lo, query_start), min(hi, query_stop)
+        if query_lo >= query_hi:
             continue
-        lo = max(lo, mine[0] - window + 1) if window else lo
+        lo = max(lo, query_lo - window + 1) if window else lo
         start = min(start, lo)
-        of_queries.append(mine[1] - first)
-        of_keys.append((mine[1] if causal else hi) - start)
-    stop = start + of_keys[-1]
-    cut = [(max(start, a), min(stop, b), a) for a, b in pairwise(ends)]
-    pieces = [Piece(r, lo - a, hi - a) for r, (lo, hi, a) in enumerate(cut)]
-    packed = Packed(tuple(of_queries), tuple(of_keys), causal, window)
-    if ends[rank] <= start and stop <= last:
-        return Sight(_squares(Square(start - ends[rank], stop - ends[rank], False)), (), packed)
-    return Sight((), _groups((0, pieces)), packed)
+        cu_queries.append(query_hi - query_start)
+        cu_keys.append((query_hi if causal else hi) - start)
+    stop = start + cu_keys[-1]
+    ranges = [
+        KeyRange(source, max(start, lo) - lo, min(stop, hi) - lo)
+        for source, (lo, hi) in enumerate(pairwise(shard_starts))
+    ]
+    packed, shard_start = Packed(tuple(cu_queries), tuple(cu_keys), causal, window), shard_starts[rank]
+    if shard_start <= start and stop <= query_stop:
+        return KeyRanges(_nonempty_blocks(CausalBlock(start - shard_start, stop - shard_start, False)), (), packed)
+    return KeyRanges((), _nonempty_groups((0, ranges)), packed)
 
 
 @functools.lru_cache(maxsize=1024)
-def divided(groups: tuple[Group, ...], calls: int) -> tuple[Group, ...]:
-    """Divide each group into at most `calls` parts of whole pieces, the larger ones last: what comes late is computed
-    at once."""
-    parts = []
-    for first, pieces in groups:
-        at = 0
-        for count in reversed(balanced_rows(len(pieces), min(calls, len(pieces)))):
-            parts.append(Group(first, pieces[at : at + count]))
-            at += count
-    return tuple(parts)
+def split_groups(groups: tuple[KeyGroup, ...], calls: int) -> tuple[KeyGroup, ...]:
+    """Split each group into at most `calls` groups of whole ranges. The smaller ones come first, so that attention
+    starts early."""
+    split = []
+    for first_query, ranges in groups:
+        start = 0
+        for count in reversed(balanced_rows(len(ranges), min(calls, len(ranges)))):
+            split.append(KeyGroup(first_query, ranges[start : start + count]))
+            start += count
+    return tuple(split)
 
 
 @functools.lru_cache(maxsize=1024)
-def landing(groups: tuple[Group, ...]) -> tuple[tuple[Piece, int], ...]:
-    """Return the pieces, and at which row of the reader's memory each one lands: one behind another."""
-    pieces = [piece for group in groups for piece in group.pieces]
-    starts = accumulate((piece.hi - piece.lo for piece in pieces), initial=0)
-    return tuple(zip(pieces, starts, strict=False))
+def buffer_rows(groups: tuple[KeyGroup, ...]) -> tuple[tuple[KeyRange, int], ...]:
+    """Return each range with its first row in the reader's buffer, where the ranges follow one another."""
+    ranges = [key_range for group in groups for key_range in group.ranges]
+    starts = accumulate((key_range.hi - key_range.lo for key_range in ranges), initial=0)
+    return tuple(zip(ranges, starts, strict=False))
 
 
 # -- the zigzag layout -------------------------------------------------------------------------------------------------
 def _chunks(length: int, size: int) -> list[range]:
-    ends = [0]
-    for rows in balanced_rows(length, 2 * size):
-        ends.append(ends[-1] + rows)
+    ends = accumulate(balanced_rows(length, 2 * size), initial=0)
     return [range(lo, hi) for lo, hi in pairwise(ends)]
 
 
 def zigzag_rows(length: int, size: int) -> tuple[int, ...]:
-    """Return the rows of every rank of a sequence of this length."""
+    """Return how many rows of a sequence of `length` each of `size` ranks holds in the zigzag layout."""
     chunks = _chunks(length, size)
     return tuple(len(chunks[r]) + len(chunks[2 * size - 1 - r]) for r in range(size))
 
 
 @functools.lru_cache(maxsize=1024)
 def zigzag_chunks(shards: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Return, by rank, for each of its two chunks: the first row in the rank's part, the first row in the sequence, and
-    the number of rows."""
-    firsts = [first_chunk(n) for n in shards]
-    seconds = [n - first for n, first in zip(shards, firsts, strict=True)]
-    starts, last = list(accumulate([*firsts, *reversed(seconds)], initial=0)), 2 * len(shards) - 1
+    """Return, for each rank, its two chunks as (first row in the rank's shard, first row in the sequence, rows)."""
+    first_rows = [first_chunk(n) for n in shards]
+    second_rows = [n // 2 for n in shards]
+    starts, last = list(accumulate([*first_rows, *reversed(second_rows)], initial=0)), 2 * len(shards) - 1
     return tuple(
-        ((0, starts[r], first), (first, starts[last - r], second))
-        for r, (first, second) in enumerate(zip(firsts, seconds, strict=True))
+        ((0, starts[r], first_rows[r]), (first_rows[r], starts[last - r], second_rows[r])) for r in range(len(shards))
     )
 
 
 def zigzag_positions(length: int, world: World) -> torch.Tensor:
-    """int64: where in a sequence of `length` this rank's rows stand (for rotary embeddings, masks, labels)."""
+    """Return int64 [n_r], the positions of this rank's rows in a sequence of `length` (for rotary embeddings, masks and
+    labels)."""
     chunks = _chunks(length, world.size)
-    mine = [*chunks[world.rank], *chunks[2 * world.size - 1 - world.rank]]
-    return torch.tensor(mine, dtype=torch.int64, device=world.device)
+    positions = [*chunks[world.rank], *chunks[2 * world.size - 1 - world.rank]]
+    return torch.tensor(positions, dtype=torch.int64, device=world.device)
 
 
 def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:
-    """This rank's rows of x [S, ..], which every rank has whole: chunks r and 2 W - 1 - r of 2 W, which are as even as
-    can be. Where 2 W does not divide S, ranks have different numbers of rows, which attention is then told as
-    `rows=weft.zigzag_rows(S, world.size)`."""
+    """Return this rank's rows of x [S, ..], which every rank has whole: chunks r and 2 W - 1 - r of 2 W.
+
+    Chunks differ by at most one row. Where 2 W does not divide S, ranks have different numbers of rows; attention then
+    needs `rows=weft.zigzag_rows(S, world.size)`.
+    """
     chunks = _chunks(x.shape[0], world.size)
-    first, second = chunks[world.rank], chunks[2 * world.size - 1 - world.rank]
-    return torch.cat([x[first.start : first.stop], x[second.start : second.stop]])
+    pair = chunks[world.rank], chunks[2 * world.size - 1 - world.rank]
+    return torch.cat([x[chunk.start : chunk.stop] for chunk in pair])
 
 
 def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> torch.Tensor:
-    """Collective. The whole [S, ..] on every rank, in the order of the sequence, of this rank's rows x [n_r, ..].
+    """Return on every rank the sequence [S, ..] in its own order, from each rank's zigzag rows x [n_r, ..].
 
-    length: S, where ranks have different numbers of rows; None: all have as many as this one. Raises ValueError where x
-    has another number of rows than that leaves this rank. No gradient.
+    This is a collective without a gradient. `length` is S; None says that all ranks have as many rows as this one.
+    Raises ValueError where x does not have the rows that `length` leaves this rank.
     """
     length = x.shape[0] * world.size if length is None else length
     rows, stream = zigzag_rows(length, world.size), world.current_stream()
@@ -204,13 +211,12 @@ def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> 
         world.check_same_on_all_ranks("zigzag_restore", rows=rows, columns=tuple(x.shape[1:]), dtype=str(x.dtype))
     )
     flat = gather(x.detach().reshape(x.shape[0], math.prod(x.shape[1:])).contiguous(), world, rows, stream)
-    out, chunks, at = world.empty((length, *x.shape[1:]), x.dtype), _chunks(length, world.size), 0
+    out, chunks, start = world.empty((length, *x.shape[1:]), x.dtype), _chunks(length, world.size), 0
     for rank in range(world.size):
         for chunk in (chunks[rank], chunks[2 * world.size - 1 - rank]):
             if len(chunk):
-                world.copy(
-                    out[chunk.start : chunk.stop], flat[at : at + len(chunk)].view(len(chunk), *x.shape[1:]), stream
-                )
-            at += len(chunk)
+                rows_of_chunk = flat[start : start + len(chunk)].view(len(chunk), *x.shape[1:])
+                world.copy(out[chunk.start : chunk.stop], rows_of_chunk, stream)
+            start += len(chunk)
     world.finish(stream)
     return out

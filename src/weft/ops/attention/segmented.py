@@ -1,46 +1,46 @@
-"""How keys and values come, and what is computed when.
+"""Segmented attention: ranks push key ranges to each other while a library attends to those that have arrived.
 
-    main stream  barrier | own attention          | attention over others .. | merge
+    main stream  barrier | attention over local keys | attention over remote keys .. | merge
     copy stream           | push | push | push
 
-Every rank pushes its keys and values to where their readers read them, with a flag behind each piece; readers wait for
-flags between two calls of the library. The barrier says that nobody reads what the last call brought any more. Nothing
-is staged, and no kernel has to find an SM beside the library's, which takes all of them.
+Every rank pushes its keys and values into the buffers of the ranks that read them, and notifies the reader after each
+range (`copy_engine.exchange_rows`). Readers wait for those notifications between two calls of the library.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ...backends.base import Event, Stream, SymmetricTensor
+from ...backends.base import Event, Stream
 from ...backends.library_gemm import stepped
 from ...chooser import Choice, Chooser
 from ...kernel_launch import Launch, prepared
-from ...lang.host import rank_notify, rank_wait
 from ...plans import Plan, Segmented
-from ...tensor_checks import DTYPES
 from ...transport.collectives import gather
-from ...transport.memory import lock
+from ...transport.copy_engine import Send, exchange_rows, push
+from ...transport.memory import workspace
+from ...transport.sm_push import pushing
 from ...world import World
 from . import libraries
-from .kernels import merge, push_rows
-from .key_ranges import Group, Sight, divided, landing
-from .libraries import AttentionLibrary, Bounds, Packed
+from .kernels import merge
+from .key_ranges import KeyGroup, KeyRanges, buffer_rows, split_groups
+from .libraries import AttentionLibrary, Packed, SequenceOffsets
 
 Tensor = torch.Tensor
-Views = Sequence[Sequence[Group]]  # by rank, what it sees of others if it has as many queries as keys
+GroupsByRank = Sequence[Sequence[KeyGroup]]  # the remote keys of each rank if it has as many queries as keys
 
-KEYS = "attention keys"  # what readers read, and its barrier
+KEYS = "attention keys"  # the buffer of remote keys and values, and its barrier
 
 
 @dataclass(frozen=True)
-class Heads:
-    """What the parts of a call have in common. shards: keys of every rank."""
+class AttentionConfig:
+    """What all library calls of an operator call share. `shards` is the number of keys of each rank, `dim` the head
+    dimension."""
 
     shards: tuple[int, ...]
     heads: int
@@ -52,17 +52,17 @@ class Heads:
     def library(
         self, world: World, use: str, sizes: tuple[int, int, bool], run: Callable[[AttentionLibrary], object]
     ) -> AttentionLibrary:
-        """Return the fastest attention library for `run`, which computes with one. sizes: queries, keys, and whether
-        the mask is causal; libraries are timed at the first call of such sizes."""
+        """Return the fastest attention library for `run`, which computes with the one it gets. `sizes` are queries,
+        keys, and whether the mask is causal; libraries are timed at the first call of such sizes."""
         key = use, sizes, self.dtype, self.heads, self.kv_heads, self.dim
         return world.decided.get(key) or self._choose(world, key, use, sizes, run)
 
     def able(self, world: World, use: str, rows: int) -> Sequence[AttentionLibrary]:
-        """Return the libraries that are right for a call of at least so many queries and keys, the one that is expected
-        to be the fastest first."""
-        given = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
-        found = world.cached(("attention libraries", *given), lambda: libraries.right(*given))
-        return [library for library in found if library.least <= rows] or found[-1:]
+        """Return the libraries whose results are right for a call of at least `rows` queries and keys, the one that is
+        expected to be the fastest first."""
+        kind = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
+        right = world.cached(("attention libraries", *kind), lambda: libraries.right(*kind))
+        return [library for library in right if library.min_rows <= rows] or right[-1:]
 
     def _choose(
         self,
@@ -74,220 +74,202 @@ class Heads:
     ) -> AttentionLibrary:
         queries, keys, causal = sizes
         able = self.able(world, use, min(queries, keys))
-        library, known = able[0], True
+        library, decided = able[0], True
         if len(able) > 1 and world.backend.clock is not None:
-            of = world.device, self.dtype, self.heads, self.kv_heads, self.dim
-            alike = use, stepped(queries), stepped(keys), causal, *of
-            library = Chooser.alone.choose(Choice(alike, lambda mode: able[0], lambda: able, run))
-            known = alike in Chooser.alone.trials  # else it is first seen in a capture
-        if known:
+            kind = world.device, self.dtype, self.heads, self.kv_heads, self.dim
+            choice_key = use, stepped(queries), stepped(keys), causal, *kind
+            library = Chooser.alone.choose(Choice(choice_key, lambda mode: able[0], lambda: able, run))
+            decided = choice_key in Chooser.alone.trials  # a capture cannot time, so a later call decides
+        if decided:
             world.decided[key] = library
         return library
 
 
-class Keys(NamedTuple):
-    """k and v [n, kv heads, D]. wait: has the current stream go on once they are there; None: they are."""
+class KeyValues(NamedTuple):
+    """k and v [n, kv heads, D]. `wait` makes the current stream wait until they have arrived; None says that they are
+    there already."""
 
     k: Tensor
     v: Tensor
     wait: Callable[[], None] | None = None
 
-    def rows(self, lo: int, hi: int) -> Keys:
+    def rows(self, lo: int, hi: int) -> KeyValues:
         return self._replace(k=self.k[lo:hi], v=self.v[lo:hi])
 
 
-class Fetched(NamedTuple):
-    """others: by library call, pieces of other ranks in the order in which they lie, and their keys. end: what the call
-    waits for at its end."""
+class FetchedKeyValues(NamedTuple):
+    """The remote keys and values of each library call, with their key ranges in the order of the rows. The main stream
+    waits for `end` before the operator returns."""
 
-    others: list[tuple[Group, Keys]]
+    remote: list[tuple[KeyGroup, KeyValues]]
     end: Event | None = None
 
 
 class Partial(NamedTuple):
-    """out [m - first, heads, D] and lse [heads, m - first] of queries from `first` on, over some of the keys."""
+    """Attention over some of the keys: out [m - first_query, heads, D] and lse [heads, m - first_query] of the queries
+    from `first_query` on."""
 
-    first: int
+    first_query: int
     out: Tensor
     lse: Tensor
 
 
-# -- how keys come -----------------------------------------------------------------------------------------------------
-def fetched(world: World, of: Heads, plan: Plan, own: Keys, groups: Sequence[Group], views: Views) -> Fetched:
-    """Fetch what this rank's queries see of others (`groups`)."""
+# -- fetching keys and values ------------------------------------------------------------------------------------------
+def fetch_key_values(
+    world: World,
+    config: AttentionConfig,
+    plan: Plan,
+    local_kv: KeyValues,
+    groups: Sequence[KeyGroup],
+    groups_by_rank: GroupsByRank,
+) -> FetchedKeyValues:
+    """Fetch the remote keys and values of this rank's `groups`."""
     if world.size == 1:
-        return Fetched([])
+        return FetchedKeyValues([])
     if isinstance(plan, Segmented):
-        return pushed(world, of, plan, own, divided(tuple(groups), plan.calls), views)
-    return Fetched(gathered(world, of, own, groups))
+        return push_key_values(world, config, plan, local_kv, split_groups(tuple(groups), plan.calls), groups_by_rank)
+    return FetchedKeyValues(all_gather_key_values(world, config, local_kv, groups))
 
 
-def gathered(world: World, of: Heads, own: Keys, groups: Sequence[Group]) -> list[tuple[Group, Keys]]:
-    """All-gather K and V with NCCL, and copy a group's pieces together where they are not contiguous. Returns each
-    group with its keys."""
-    stream, columns = world.current_stream(), of.kv_heads * of.dim
-    every = [gather(t.reshape(-1, columns), world, of.shards, stream) for t in (own.k, own.v)]
-    starts = [sum(of.shards[:r]) for r in range(world.size)]
-    out = []
-    for first, unsorted in groups:
-        group = Group(first, tuple(sorted(unsorted)))
-        spans = joined([(starts[p.source] + p.lo, starts[p.source] + p.hi) for p in group.pieces])
+def all_gather_key_values(
+    world: World, config: AttentionConfig, local_kv: KeyValues, groups: Sequence[KeyGroup]
+) -> list[tuple[KeyGroup, KeyValues]]:
+    """All-gather K and V with NCCL, and copy a group's ranges together where they are not contiguous. Return each group
+    with its keys and values."""
+    stream, columns = world.current_stream(), config.kv_heads * config.dim
+    gathered = [gather(t.reshape(-1, columns), world, config.shards, stream) for t in (local_kv.k, local_kv.v)]
+    starts = [sum(config.shards[:r]) for r in range(world.size)]
+    fetched = []
+    for first_query, unsorted in groups:
+        group = KeyGroup(first_query, tuple(sorted(unsorted)))
+        spans = merge_adjacent([(starts[r.source] + r.lo, starts[r.source] + r.hi) for r in group.ranges])
         if len(spans) == 1:
-            k, v = (t[slice(*spans[0])] for t in every)
+            k, v = (t[slice(*spans[0])] for t in gathered)
         else:
-            k, v = (packed(world, t, spans, stream) for t in every)
-        shape = (-1, of.kv_heads, of.dim)
-        out.append((group, Keys(k.view(shape), v.view(shape))))
-    return out
+            k, v = (concatenate(world, t, spans, stream) for t in gathered)
+        shape = (-1, config.kv_heads, config.dim)
+        fetched.append((group, KeyValues(k.view(shape), v.view(shape))))
+    return fetched
 
 
-def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans with those that touch joined to one."""
-    out: list[tuple[int, int]] = []
+def merge_adjacent(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the spans, with those that touch merged into one."""
+    merged: list[tuple[int, int]] = []
     for lo, hi in spans:
-        if out and out[-1][1] == lo:
-            out[-1] = out[-1][0], hi
+        if merged and merged[-1][1] == lo:
+            merged[-1] = merged[-1][0], hi
         else:
-            out.append((lo, hi))
+            merged.append((lo, hi))
+    return merged
+
+
+def concatenate(world: World, t: Tensor, spans: Sequence[tuple[int, int]], stream: Stream) -> Tensor:
+    """Return the rows of `t` in `spans` as one tensor."""
+    rows = [hi - lo for lo, hi in spans]
+    out = world.empty((sum(rows), t.shape[1]), t.dtype)
+    for part, (lo, hi) in zip(out.split(rows), spans, strict=True):
+        world.copy(part, t[lo:hi], stream)
     return out
 
 
-def packed(world: World, t: Tensor, spans: Sequence[tuple[int, int]], stream: Stream) -> Tensor:
-    out, at = world.empty((sum(hi - lo for lo, hi in spans), t.shape[1]), t.dtype), 0
-    for lo, hi in spans:
-        world.copy(out[at : at + hi - lo], t[lo:hi], stream)
-        at += hi - lo
-    return out
-
-
-def pushed(world: World, of: Heads, plan: Segmented, own: Keys, groups: Sequence[Group], views: Views) -> Fetched:
-    """Push K and V, by copy engine or by a few programs, to where their readers read them. Returns what this rank
-    reads."""
-    stream, copies, me, total = world.current_stream(), world.side_stream("copy"), world.rank, sum(of.shards)
-    nbytes = 2 * total * of.kv_heads * of.dim * of.dtype.itemsize
-    memory = world.buffer(KEYS, nbytes).view(0, (2, total, of.kv_heads, of.dim), of.dtype)
-    world.order(lock(world, KEYS), stream)
-    ch = world.channel(f"{KEYS} there", world.size, None)
-    turn = world.barrier(stream, KEYS)
-    world.wait_event(copies, world.record(stream))
-    if plan.push_programs:
-        push = programs_push(world, plan, copies)
-    else:
-        push = functools.partial(engine_push, world, copies)
-    with world.on(copies):  # once, not for every copy
-        for step in range(1, world.size):
-            reader = (me + step) % world.size
-            for piece, at in landing(views[reader]):
-                if piece.source == me:
-                    push(memory, reader, at, own.rows(piece.lo, piece.hi))
-                    rank_notify(world, ch, me, reader, turn, copies)
-        for piece, at in landing(views[me]):
-            if piece.source == me:  # packed sequences have them in one run with the others
-                engine_push(world, copies, memory, me, at, own.rows(piece.lo, piece.hi))
-        end = world.record(copies)
-
-    def there(lo: int, hi: int, sources: Sequence[int]) -> Keys:
-        def wait() -> None:
-            for source in sources:
-                if source == me:
-                    world.wait_event(stream, end)
-                else:
-                    rank_wait(world, ch, source, turn, stream)
-
-        return Keys(memory.local[0, lo:hi], memory.local[1, lo:hi], wait)
-
-    placed = {piece.source: (piece, at) for piece, at in landing(views[me])}
-    others = []
+def push_key_values(
+    world: World,
+    config: AttentionConfig,
+    plan: Segmented,
+    local_kv: KeyValues,
+    groups: Sequence[KeyGroup],
+    groups_by_rank: GroupsByRank,
+) -> FetchedKeyValues:
+    """Push local keys and values into the buffers of the ranks that read them, by copy engine or by a few programs.
+    Return the keys and values that the other ranks push into this rank's buffer."""
+    me, total = world.rank, sum(config.shards)
+    memory = workspace(world, KEYS, (2, total, config.kv_heads, config.dim), config.dtype)
+    sends = [
+        Send(reader, row, local_kv.rows(key_range.lo, key_range.hi)[:2])
+        for reader in (*world.other_ranks, me)  # packed sequences have local keys in one run with remote ones
+        for key_range, row in buffer_rows(groups_by_rank[reader])
+        if key_range.source == me
+    ]
+    exchanged = exchange_rows(world, KEYS, memory, sends, pushing(plan.push_programs) if plan.push_programs else push)
+    row_of_source = {key_range.source: row - key_range.lo for key_range, row in buffer_rows(groups_by_rank[me])}
+    remote = []
     for group in groups:
-        piece, at = placed[group.pieces[0].source]
-        lo = at + group.pieces[0].lo - piece.lo
-        others.append((group, there(lo, lo + group.rows, [p.source for p in group.pieces])))
-    return Fetched(others, end)
+        start = row_of_source[group.ranges[0].source] + group.ranges[0].lo
+        k, v = memory.local[:, start : start + group.rows]
+        remote.append((group, KeyValues(k, v, partial(exchanged.wait, [r.source for r in group.ranges]))))
+    return FetchedKeyValues(remote, exchanged.end)
 
 
-def engine_push(world: World, stream: Stream, memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
-    for plane, t in zip(memory.peers[reader], (keys.k, keys.v), strict=True):
-        world.copy(plane[at : at + len(t)], t, stream)
-
-
-def programs_push(world: World, plan: Segmented, stream: Stream) -> Callable[[SymmetricTensor, int, int, Keys], None]:
-    def push(memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
-        width, total = keys.k[0].numel(), memory.local.shape[1]
-        launch = _push(world, plan.push_programs, reader, at * width, total * width, keys.k.numel(), keys.k.dtype)
-        launch(stream, memory=memory.addresses, k=keys.k, v=keys.v)
-
-    return push
-
-
-@prepared
-def _push(world: World, programs: int, reader: int, start: int, plane: int, count: int, dtype: torch.dtype) -> Launch:
-    sizes = dict(reader=reader, start=start, plane=plane, count=count)
-    block = 4 * world.scale.block  # four 16-byte words a thread under way
-    return Launch(world, push_rows, programs, dict(num_warps=16, local=True), **sizes, DTYPE=DTYPES[dtype], BLOCK=block)
-
-
-# -- what is computed --------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 def forward(
     world: World,
-    of: Heads,
+    config: AttentionConfig,
     plan: Plan,
-    seen: Sight,
-    views: Views,
+    key_ranges: KeyRanges,
+    groups_by_rank: GroupsByRank,
     q: Tensor,
-    own: Keys,
+    local_kv: KeyValues,
     sinks: Tensor | None,
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [m, heads, D], which is `out` where that is given, and lse float32 [heads, m]."""
-    stream, m = world.current_stream(), len(q)
-    if seen.packed and isinstance(plan, Segmented):
+    """Return out [m, heads, D], written into `out` if there is one, and lse float32 [heads, m]."""
+    stream, m, packed = world.current_stream(), len(q), key_ranges.packed
+    if packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
-    keys = fetched(world, of, plan, own, seen.others if m else (), views)
-    calls = [(0, own.rows(s.lo, s.hi), s.causal) for s in seen.own if m]
-    calls += [(group.first, there, False) for group, there in keys.others]
-    partials = [attend(world, of, first, q[first:], there, seen.packed or causal) for first, there, causal in calls]
-    if keys.end is not None:
-        world.wait_event(stream, keys.end)
+    fetched = fetch_key_values(world, config, plan, local_kv, key_ranges.remote if m else (), groups_by_rank)
+    calls = [(0, local_kv.rows(block.lo, block.hi), block.causal) for block in key_ranges.local if m]
+    calls += [(group.first_query, remote_kv, False) for group, remote_kv in fetched.remote]
+    partials = [attend(world, config, query, q[query:], kv, packed or causal) for query, kv, causal in calls]
+    if fetched.end is not None:
+        world.wait_event(stream, fetched.end)
     if out is None and len(partials) == 1 and sinks is None:
         return partials[0].out, partials[0].lse
-    result, lse = world.empty(q.shape, q.dtype) if out is None else out, world.empty((of.heads, m), torch.float32)
-    merged(world, partials, sinks, result, lse)
+    result = world.empty(q.shape, q.dtype) if out is None else out
+    lse = world.empty((config.heads, m), torch.float32)
+    merge_partials(world, partials, sinks, result, lse)
     return result, lse
 
 
-def attend(world: World, of: Heads, first: int, q: Tensor, keys: Keys, mask: bool | Packed) -> Partial:
-    use, sizes = "packed" if isinstance(mask, Packed) else "forward", (len(q), len(keys.k), mask is True)
-    wanted = ((q.shape, q.dtype), ((of.heads, len(q)), torch.float32))
-    bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
-    if keys.wait is not None:
-        keys.wait()
+def attend(
+    world: World, config: AttentionConfig, first_query: int, q: Tensor, kv: KeyValues, mask: bool | Packed
+) -> Partial:
+    """Compute attention of q over `kv` with a library. `mask` is a Packed, or whether the mask is causal."""
+    use, sizes = "packed" if isinstance(mask, Packed) else "forward", (len(q), len(kv.k), mask is True)
+    outputs = ((q.shape, q.dtype), ((config.heads, len(q)), torch.float32))
+    offsets = sequence_offsets(world, mask) if isinstance(mask, Packed) else None
+    if kv.wait is not None:
+        kv.wait()
 
     def attention(library: AttentionLibrary) -> tuple[Tensor, Tensor]:
         if isinstance(mask, bool):
-            return library.forward(q, keys.k, keys.v, mask, of.scale)
-        assert library.packed is not None and bounds is not None
-        return library.packed(q, keys.k, keys.v, mask, bounds, of.scale)
+            return library.forward(q, kv.k, kv.v, mask, config.scale)
+        assert library.packed is not None and offsets is not None
+        return library.packed(q, kv.k, kv.v, mask, offsets, config.scale)
 
-    library, given = of.library(world, use, sizes, attention), [q, keys.k, keys.v, *(bounds or ())]
-    out, lse = world.results(lambda: attention(library), wanted, given, world.current_stream())
-    return Partial(first, out, lse)
-
-
-def bounds_of(world: World, packed: Packed) -> Bounds:
-    """Return the bounds as tensors, which are kept: a CUDA graph reads them again."""
-    queries, keys = packed.queries, packed.keys
-    make = world.tensor
-    return world.cached(("bounds", queries, keys), lambda: (make(queries, torch.int32), make(keys, torch.int32)))
+    library, operands = config.library(world, use, sizes, attention), [q, kv.k, kv.v, *(offsets or ())]
+    out, lse = world.results(lambda: attention(library), outputs, operands, world.current_stream())
+    return Partial(first_query, out, lse)
 
 
-def merged(world: World, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Merge partial results into `out` and `lse`. The merge takes those of all queries first."""
+def sequence_offsets(world: World, packed: Packed) -> SequenceOffsets:
+    """Return the offsets of packed sequences as tensors. They are kept, since a CUDA graph reads them at every
+    replay."""
+    queries, keys = packed.cu_queries, packed.cu_keys
+    tensor = world.tensor
+    return world.cached(
+        ("sequence offsets", queries, keys), lambda: (tensor(queries, torch.int32), tensor(keys, torch.int32))
+    )
+
+
+def merge_partials(world: World, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """Merge partial results into `out` and `lse`. All partial results that do not begin at query 0 begin at the same
+    one."""
     m, heads, d = out.shape
     if not m:
         return
-    partials = sorted(partials, key=lambda partial: partial.first)
-    whole, first = len([p for p in partials if p.first == 0]), partials[-1].first
-    launch = _merge(world, m, heads, d, first, whole, sinks is not None)
+    partials = sorted(partials, key=lambda partial: partial.first_query)
+    full, first_query = len([p for p in partials if p.first_query == 0]), partials[-1].first_query
+    launch = _merge(world, m, heads, d, first_query, full, sinks is not None)
     launch(
         world.current_stream(),
         outs=tuple([p.out for p in partials]),
@@ -299,10 +281,10 @@ def merged(world: World, partials: Sequence[Partial], sinks: Tensor | None, out:
 
 
 @prepared
-def _merge(world: World, m: int, heads: int, d: int, first: int, whole: int, sinks: bool) -> Launch:
-    """whole: partial results of all queries; the others begin with query `first`."""
+def _merge(world: World, m: int, heads: int, d: int, first_query: int, full: int, sinks: bool) -> Launch:
+    """Prepare the merge of `full` partial results of all queries and any number that begin with `first_query`."""
     cols = 1 << (d - 1).bit_length()
     rows = max(world.scale.block // cols, 1)
-    sizes = dict(M=m, first=first, HEADS=heads, D=d, WHOLE=whole, SINKS=sinks, ROWS=rows, COLS=cols)
+    sizes = dict(M=m, first_query=first_query, HEADS=heads, D=d, FULL=full, SINKS=sinks, ROWS=rows, COLS=cols)
     programs = min(world.sm_count * 4, heads * -(-m // rows))
     return Launch(world, merge, programs, dict(num_warps=4, local=True), **sizes)

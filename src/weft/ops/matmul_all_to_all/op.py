@@ -21,21 +21,20 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ...architectures import HOPPER
 from ...backends.base import Stream
-from ...compute.signaled_gemm import Order, signaled_gemm
 from ...errors import Mismatch
-from ...kernel_launch import Launch, Matrix
-from ...lang.jit import constants
+from ...kernel_launch import Launch
 from ...op import check_call, registered
 from ...plans import Plan, Sequential, Signaled, TwoLevel
 from ...tensor_checks import check_device
 from ...torch_library import CallOptions
-from ...transport.copies import COPIES
-from ...transport.memory import lock
+from ...transport.copy_engine import COPIES, pull_from_all
+from ...transport.memory import lock, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
-from ...world import Kept, World, disagreement
-from ..common import Factors, MatmulCall, MatmulOp, tile_of, validate, weight_matrix, whole_words
+from ...world import Memo, World, disagreement
+from ..common import Factors, MatmulCall, MatmulOp, whole_words
+from ..matmul_reduce.signaled import Tiling, gemm_launch
+from ..recipes import validate
 from ..two_level import run_exchange
 
 _OP = "matmul_all_to_all"
@@ -55,7 +54,7 @@ class Routing:
     destinations: tuple[np.ndarray, ...] = field(repr=False)  # int64 [rows], by rank
     key: str
     world: weakref.ref[World] = field(repr=False)
-    prepared: Kept = field(default_factory=dict, repr=False)
+    prepared: Memo = field(default_factory=dict, repr=False)
 
     def keep(self, world: World, key: Hashable, make: Callable[[], R]) -> R:
         """What was prepared for this routing, made at the first use."""
@@ -228,27 +227,11 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTable
 
 
 def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -> Launch:
-    """The signaled GEMM of x_desc and w_desc, + bias, whose rows go where `groups` says."""
-    return Launch(
-        world,
-        signaled_gemm,
-        world.sm_count - plan.ctas,
-        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages, local=True, few_registers=True),
-        x_desc=Matrix(call.sent, call.k, (plan.tile.block_m, plan.tile.block_k)),
-        w_desc=weight_matrix(call, plan.tile),
-        ch=groups.prepared.ch,
-        rows=groups.rows,
-        turns=groups.prepared.turns,
-        offsets=groups.prepared.offsets,
-        shard=0,
-        order=constants(Order, OWNERS=1, IN_ORDER=False, ROTATE=False, FLAT=world.capability >= HOPPER),
-        tiles=groups.prepared.schedule.bounds[-1],
-        tiles_m=-(-call.sent // plan.tile.block_m),
-        M=call.sent,
-        N=call.n,
-        K=call.k,
-        tile=tile_of(plan.tile, groups.group_m),
-    )
+    """The signaled GEMM, whose rows go where `groups` says."""
+    tiles, tiles_m = groups.prepared.schedule.bounds[-1], -(-call.sent // plan.tile.block_m)
+    tiling = Tiling(call.sent, call.n, tiles, tiles_m, 1, groups.group_m, False)
+    fixed = dict(rows=groups.rows)
+    return gemm_launch(world, call, plan, groups.prepared, tiling, call.sent, fixed, local=True, few_registers=True)
 
 
 def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
@@ -260,7 +243,7 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
     pools = None
     if plan.copies:  # the barrier says that nobody pulls from the pools any more
         longest = max(len(d) for d in routing.destinations)
-        pools = world.buffer("pool", longest * n * call.dtype.itemsize).view(0, (longest, n), call.dtype)
+        pools = workspace(world, "pool", (longest, n), call.dtype)
         world.order(lock(world, COPIES), stream)
         world.barrier(stream)
     pool = world.empty((m, n), call.dtype) if pools is None else pools.local
@@ -274,21 +257,11 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
         outs = [out[lo : lo + count] for lo, count in zip(groups.comes[g], groups.got[g], strict=True)]
         world.all_to_all(outs, parts, stream, groups.prepared.communicator)
 
-    lanes = [world.side_stream(f"from {j}") for j in range(world.size)] if plan.copies else []
-
     def pull(g: int, stream: Stream) -> None:
-        """A stream for each sender: as many copies at once keep the links busy whatever the counts."""
         assert pools is not None
-        world.barrier(stream)
-        stored = world.record(stream)
-        for j, lane in enumerate(lanes):
-            p = (world.rank + j) % world.size
-            world.wait_event(lane, stored)
-            if count := groups.got[g][p]:
-                lo, held = groups.comes[g][p], groups.held[g][p]
-                world.copy(out[lo : lo + count], pools.peers[p][held : held + count], lane)
-            if g == len(groups.got) - 1:
-                world.wait_event(stream, world.record(lane))
+        cells = zip(pools.peers, groups.comes[g], groups.held[g], groups.got[g], strict=True)
+        parts = [(out[lo : lo + count], theirs[held : held + count]) for theirs, lo, held, count in cells]
+        pull_from_all(world, parts, stream, last=g == len(groups.got) - 1)
 
     exchange_groups(world, groups.prepared, multiply, pull if plan.copies else collective)
 
@@ -325,7 +298,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         reason = super().fits(world, call, plan, asked)
         return reason if isinstance(plan, TwoLevel) else reason or whole_words(N=call.n)
 
-    def decisions(self, world: World, options: CallOptions) -> Kept:
+    def decisions(self, world: World, options: CallOptions) -> Memo:
         return options[0].prepared
 
     def check_same_on_all_ranks(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> int | None:
@@ -346,7 +319,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         plan: Plan,
         operands: Factors,
         out: torch.Tensor | None,
-        decisions: Kept,
+        decisions: Memo,
     ) -> bool:
         return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
 

@@ -37,7 +37,8 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ...compute.gemm import FLUSHED, column_halves, grouped_tile, second_operand
-from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
+from ...compute.scaled_gemm import add_step, row_scales, rows_below, scale_half, tile_scales, weight_scale
+from ...lang.channel import address_of, calls_of, end_call, rank_of, select, take_ticket
 from ...lang.descriptors import tiles_of
 from ...lang.intrinsics import flush_stores, wait_until
 from ...lang.jit import jit
@@ -87,7 +88,7 @@ def sum_half_tiles(
         part = q // W % PARTS
         lm, tn = grouped_tile(half_tile // 2, tiles_m, tiles_n, GROUP)
         flat_row = first_row + ((me * tiles_m + lm) * tiles_n + tn) * (2 * BM) + half_tile % 2 * BM + part * R
-        block = tl.reshape(flat_desc.load([place_of(places, rank, W), flat_row, 0]), (R, COLS))
+        block = tl.reshape(flat_desc.load([select(places, rank, W), flat_row, 0]), (R, COLS))
         acc = tl.where(rank == 0, 0.0, acc) + block.to(tl.float32)
         if rank == W - 1:
             row = lm * BM + part * R
@@ -117,7 +118,7 @@ def gather_tile(flat_desc, places, first_row, number, me, out, offsets, grid, ti
         s = (me + 1 + q // PARTS) % W
         part = q % PARTS
         flat_row = first_row + ((s * tiles_m + lm) * tiles_n + tn) * (2 * BM) + part * R
-        block = tl.reshape(flat_desc.load([place_of(places, s, W), flat_row, 0]), (R, COLS))
+        block = tl.reshape(flat_desc.load([select(places, s, W), flat_row, 0]), (R, COLS))
         lo = tl.load(offsets + s)
         row = lo + lm * BM + part * R % BM + r
         col = (tn * 2 + part * R // BM) * COLS + c
@@ -188,19 +189,49 @@ def forward_tiles(ch, grid, pid, FORWARD: tl.constexpr, GROUP: tl.constexpr):
         channel_broadcast(ch, tile, False)
 
 
+@jit
+def empty_sums(tile):
+    """The float32 accumulators of a tile, [BM, BN], and of its halves of rows, [BM / 2, BN] each: 0 for what a loop of
+    these tiles does not have."""
+    acc, upper, lower = 0, 0, 0
+    if tile.PROMOTE:
+        upper = tl.zeros((tile.BM // 2, tile.BN), tl.float32)
+        lower = tl.zeros((tile.BM // 2, tile.BN), tl.float32)
+    else:
+        acc = tl.zeros((tile.BM, tile.BN), tl.float32)
+    return acc, upper, lower
+
+
+@jit
+def store_partial(arena_desc, acc, scales, granule, flat_row, col, N, tile):
+    """Store a tile's sums, or those of a half of its rows, as its left half from flat_row of the arena on and its right
+    one BM rows behind. scales: TileScales of 8-bit operands, or None."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLS: tl.constexpr = tile.BN // 2
+    left, right = column_halves(acc, ROWS, tile.BN)
+    if tile.SCALED:
+        left = scale_half(left, None, scales, col, N, tile.SCALED)
+    arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, ROWS, COLS)))
+    if tile.SCALED:  # behind the store: `store_scaled_tile` says why
+        right = scale_half(right, None, scales, col + COLS, N, tile.SCALED)
+    arena_desc.store([granule, flat_row + tile.BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, ROWS, COLS)))
+
+
 @jit(do_not_specialize=("tiles_m",))
 def gemm_reduce(
-    x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, ch, offsets, tiles_m, N, K, tile, how,
+    x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, offsets, tiles_m, N, K, tile, how,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """COMPUTE: the programs that compute; else those that forward and pull. One launch each.
 
-    x_desc [M, K], w_desc [N, K], or [K, N] (TURNED); a half of the arena (`transport.memory.Halves`) holds all owners'
-    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2])
-    and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2]. out [m_r, N], or [M, N] (ALL). bias
-    [N] or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest
-    shard. GROUP_M: a multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners
-    that this rank has stored, which only its own programs count."""
+    x_desc [M, K], w_desc [N, K], or [K, N] (TRANS_B); a half of the arena (`transport.memory.Halves`) holds all owners'
+    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2],
+    PROMOTE: half the rows, as x_desc's) and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2].
+    out [m_r, N], or [M, N] (ALL). bias [N] or None. scales: the `Scales` of 8-bit operands, by which tiles are stored,
+    or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest shard.
+    GROUP_M: a multiple of the world.
+    Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has stored, which only its
+    own programs count."""
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     W: tl.constexpr = ch.world
@@ -221,11 +252,12 @@ def gemm_reduce(
         firsts = ()
         for i in tl.static_range(W):
             firsts = firsts + (tl.load(offsets + i),)
+        rows = tl.load(offsets + W)
         steps = tl.cdiv(K, BK)
         late = min(FLUSHED, steps - 1)
         t = pid - WORKERS
         step, row, col, flat_row, channel, stored = steps - 1, 0, 0, 0, 0, -1
-        acc = tl.zeros((BM, BN), tl.float32)
+        acc, upper, lower = empty_sums(tile)
         # signaled_gemm's loop could go through the same tiles, each a group of its own: without its table of turns,
         # which costs a look in every tile, and with this arena as one more place to store to. Compiled for sm_90a so,
         # this kernel had 173 registers for 165 and 1,112 instructions for 1,072 (8 ranks: 181 for 175, 1,160 for
@@ -237,21 +269,36 @@ def gemm_reduce(
                 tm, tn = grouped_tile(t, W * tiles_m, tiles_n, tile.GROUP_M)
                 owner = (tm + me + 1) % W
                 lm = tm // W
-                row = place_of(firsts, owner, W) + lm * BM
+                row = select(firsts, owner, W) + lm * BM
                 col = tn * BN
                 channel = lm * tiles_n + tn
                 flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
-            acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TRANS_B), acc)
+            if tile.PROMOTE:
+                of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
+                w = weight_scale(of_tile, col, step * BK, K, tile.SCALED)
+                upper_scale = row_scales(of_tile, 0, step * BK, BM // 2, tile.SCALED) * w
+                lower_scale = row_scales(of_tile, BM // 2, step * BK, BM // 2, tile.SCALED) * w
+                upper, lower = add_step(
+                    upper, lower, x_desc, w_desc, row, col, step * BK, upper_scale, lower_scale, tile
+                )
+            else:
+                acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TRANS_B), acc)
             if (step == late) & (stored >= 0):
                 flush_stores(True)
                 tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
                 stored = -1
             if step == steps - 1:
-                left, right = column_halves(acc, BM, BN)
-                arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, BM, COLS)))
-                arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, BM, COLS)))
+                of_tile = None
+                if tile.SCALED:
+                    of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
+                if tile.PROMOTE:
+                    store_partial(arena_desc, upper, of_tile, granule, flat_row, col, N, tile)
+                    of_tile = rows_below(of_tile, BM // 2)
+                    store_partial(arena_desc, lower, of_tile, granule, flat_row + BM // 2, col, N, tile)
+                else:
+                    store_partial(arena_desc, acc, of_tile, granule, flat_row, col, N, tile)
                 stored = channel
-                acc = tl.zeros((BM, BN), tl.float32)
+                acc, upper, lower = empty_sums(tile)
         if stored >= 0:
             flush_stores(True)
             tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")

@@ -29,28 +29,24 @@ from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered
 from ...world import World
 from ..common import (
-    Factors,
     MatmulOp,
-    OutOptions,
-    PlanOptions,
-    RowOptions,
-    RowOutOptions,
+    ScaledOutOptions,
+    ScaledPlanOptions,
+    ScaledRowOptions,
+    ScaledRowOutOptions,
     given_rows,
     plain_rows,
     split_rows,
-    validate,
     whole_words,
 )
 from ..norm import Remap
+from ..recipes import ScaledFactors, check_product
 from ..two_level import run_reduce_all, run_scatter
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .runs import (
     direct_sequential,
-    run_decomposed_all,
-    run_decomposed_scatter,
     run_fused,
-    run_one_shot,
-    run_sequential,
+    run_reduced,
     run_shots,
 )
 from .signaled import reduce_in_tiles, run_signaled
@@ -59,13 +55,19 @@ from .signaled import reduce_in_tiles, run_signaled
 class MatmulReduce(MatmulOp[ReduceCall]):
     """What the two sums over ranks share."""
 
+    takes = ScaledFactors
+
     everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
     transposes = Sequential, Decomposed, Fused, OneShot, TwoShot, TwoLevel
 
     def saved(
-        self, operands: Factors, results: Sequence[torch.Tensor | None], options: CallOptions, needs: Sequence[bool]
+        self,
+        operands: ScaledFactors,
+        results: Sequence[torch.Tensor | None],
+        options: CallOptions,
+        needs: Sequence[bool],
     ) -> Sequence[torch.Tensor | None]:
-        x, weight, _ = operands
+        x, weight, *_ = operands
         return x if needs[1] else None, weight if needs[0] else None
 
     def outputs(self, world: World, call: ReduceCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -84,25 +86,30 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         return reason
 
     def execute(
-        self, world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor | None
+        self, world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor | None
     ) -> Returned:
         if call.reorder or not isinstance(plan, Signaled) or not call.rows:
             return super().execute(world, call, plan, operands, out)
         world.check()
-        tiles = reduce_in_tiles(world, call, plan, self.laid(plan, operands))
+        tiles = reduce_in_tiles(world, call, plan, self.dense_operands(plan, operands))
         world.finish(world.current_stream())
         return tiles
 
     def direct(self, world: World, call: ReduceCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.reorder and (self.everywhere or call.even)
+        usual = usual and call.recipe is None
         return direct_sequential(world, call) if usual else None
 
 
 class MatmulReduceScatter(MatmulReduce):
-    """Options: rows that every rank gets, or None for as even a split as there is; reorder."""
+    """Options: rows that every rank gets, or None for as even a split as there is; reorder; dtype of the result or
+    None; fast_accum."""
 
     name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
-    signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, bool reorder"
+    signature = (
+        "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale, SymInt[]? rows, bool reorder, "
+        "ScalarType? out_dtype, bool use_fast_accum"
+    )
     everywhere = False
     variants = (
         FusedReduceScatter(),
@@ -111,10 +118,10 @@ class MatmulReduceScatter(MatmulReduce):
         FusedReduceScatter(pull_programs=64, forward_programs=2),
     )
     runs = {
-        Sequential: run_sequential,
-        Decomposed: run_decomposed_scatter,
+        Sequential: run_reduced,
+        Decomposed: run_reduced,
         FusedReduceScatter: run_fused,
-        OneShot: run_one_shot,
+        OneShot: run_reduced,
         Signaled: run_signaled,
         TwoLevel: run_scatter,
     }
@@ -123,36 +130,39 @@ class MatmulReduceScatter(MatmulReduce):
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """dx is an all-gather + GEMM of dy, dweight takes the dy that this gathered."""
-        (x, weight), (dy,), (rows, _), needs = given.saved, given.gradients, given.options, given.needs
+        (x, weight), (dy,), (rows, *_), needs = given.saved, given.gradients, given.options, given.needs
         assert dy is not None
         shards = split_rows(world, given.shapes[0][0]) if rows is None else rows
         dx = full = None
         if needs[0]:
             assert weight is not None
-            options = shards, 0, needs[1] or needs[2]
-            dx, full = REGISTRY["all_gather_matmul"](world, "auto", (dy, weight.t(), None), options)
+            options = shards, 0, needs[1] or needs[2], None, False
+            dx, full, _ = REGISTRY["all_gather_matmul"](world, "auto", ScaledFactors(dy, weight.t()), options)
         elif needs[1] or needs[2]:
             full = regathered(world, dy, shards)
         dw = product(world, full.t(), x) if needs[1] and x is not None and full is not None else None
-        return dx, dw, column_sums(world, full) if needs[2] and full is not None else None
+        return dx, dw, column_sums(world, full) if needs[2] and full is not None else None, None, None
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:
         """Groups are rows of equal shards of whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
 
-    def check(self, world: World, operands: Factors, options: CallOptions) -> ReduceCall:
-        (x, weight, bias), (rows, reorder) = operands, options
-        validate(self.name, world, x, weight, bias)
+    def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
+        (x, weight, bias, *_), (rows, reorder, dtype, fast) = operands, options
+        recipe, dtype = check_product(self.name, world, operands, dtype, fast)
         shards = split_rows(world, x.shape[0]) if rows is None else given_rows(self.name, world, rows, x, whole=True)
         (n, k), m = weight.shape, x.shape[0]
-        return ReduceCall(shards, n, k, x.dtype, bias is not None, m, self.everywhere, reorder)
+        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, recipe=recipe)
 
 
 class MatmulAllReduce(MatmulReduce):
-    """Options: reorder."""
+    """Options: reorder, dtype of the result or None, fast_accum."""
 
     name, collective = GEMM_ALL_REDUCE, "all_reduce"
-    signature = "Tensor x, Tensor weight, Tensor? bias, bool reorder"
+    signature = (
+        "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale, bool reorder, "
+        "ScalarType? out_dtype, bool use_fast_accum"
+    )
     everywhere = True
     variants = (
         FusedAllReduce(),
@@ -161,8 +171,8 @@ class MatmulAllReduce(MatmulReduce):
     )
     scatters_rows = False
     runs = {
-        Sequential: run_sequential,
-        Decomposed: run_decomposed_all,
+        Sequential: run_reduced,
+        Decomposed: run_reduced,
         FusedAllReduce: run_fused,
         OneShot: run_shots,
         TwoShotPush: run_shots,
@@ -186,14 +196,14 @@ class MatmulAllReduce(MatmulReduce):
         dy = dy.contiguous()
         dx = product(world, dy, weight) if needs[0] and weight is not None else None
         dw = product(world, dy.t(), x) if needs[1] and x is not None else None
-        return dx, dw, column_sums(world, dy) if needs[2] else None
+        return dx, dw, column_sums(world, dy) if needs[2] else None, None, None
 
-    def check(self, world: World, operands: Factors, options: CallOptions) -> ReduceCall:
-        (x, weight, bias), (reorder,) = operands, options
-        validate(self.name, world, x, weight, bias)
+    def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
+        (x, weight, bias, *_), (reorder, dtype, fast) = operands, options
+        recipe, dtype = check_product(self.name, world, operands, dtype, fast)
         shards = split_rows(world, x.shape[0])
         (n, k), m = weight.shape, x.shape[0]
-        return ReduceCall(shards, n, k, x.dtype, bias is not None, m, self.everywhere, reorder)
+        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, recipe=recipe)
 
 
 MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())
@@ -207,7 +217,7 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     *,
     reorder: Literal[True] = True,
-    **options: Unpack[RowOutOptions],
+    **options: Unpack[ScaledRowOutOptions],
 ) -> torch.Tensor: ...
 @overload
 def matmul_reduce_scatter(
@@ -216,7 +226,7 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     *,
     reorder: Literal[False],
-    **options: Unpack[RowOptions],
+    **options: Unpack[ScaledRowOptions],
 ) -> tuple[torch.Tensor, Remap | None]: ...
 def matmul_reduce_scatter(
     x: torch.Tensor,
@@ -228,6 +238,10 @@ def matmul_reduce_scatter(
     out: torch.Tensor | None = None,
     rows: Sequence[int] | None = None,
     reorder: bool = True,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
     """This rank's rows of the sum over ranks of x @ weight.T, + bias: the row-parallel half of a layer (TileLink,
     section 5).
@@ -247,6 +261,9 @@ def matmul_reduce_scatter(
         reorder: False: leave the result as the plan's communication leaves it and return it with a `weft.Remap`, for
             `weft.rms_norm` or `weft.residual_add`; the Remap is None for rows in ordinary order (all plans but
             "signaled"). Without gradient, `out` and torch.compile.
+        x_scale, weight_scale, out_dtype, use_fast_accum: as in `weft.matmul`, for x and weight in torch.float8_e4m3fn.
+            Partial sums, the result and the bias are of out_dtype. "signaled" is of 16-bit operands. Without a
+            gradient.
 
     Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
     the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
@@ -265,9 +282,9 @@ def matmul_reduce_scatter(
     """
     if not reorder:
         check_plain(GEMM_REDUCE_SCATTER, out, x, weight, bias)
-    return MATMUL_REDUCE_SCATTER(
-        world, plan, Factors(x, weight, bias), (plain_rows(GEMM_REDUCE_SCATTER, rows), reorder), out
-    )
+    operands = ScaledFactors(x, weight, bias, x_scale, weight_scale)
+    options = plain_rows(GEMM_REDUCE_SCATTER, rows), reorder, out_dtype, use_fast_accum
+    return MATMUL_REDUCE_SCATTER(world, plan, operands, options, out)
 
 
 @overload
@@ -277,7 +294,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     *,
     reorder: Literal[True] = True,
-    **options: Unpack[OutOptions],
+    **options: Unpack[ScaledOutOptions],
 ) -> torch.Tensor: ...
 @overload
 def matmul_all_reduce(
@@ -286,7 +303,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     *,
     reorder: Literal[False],
-    **options: Unpack[PlanOptions],
+    **options: Unpack[ScaledPlanOptions],
 ) -> tuple[torch.Tensor, Remap | None]: ...
 def matmul_all_reduce(
     x: torch.Tensor,
@@ -297,12 +314,16 @@ def matmul_all_reduce(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
     reorder: bool = True,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
     """The sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence parallelism
     (TileLink, section 5).
 
-    Args, dtypes and errors are those of `matmul_reduce_scatter`: x [M, K], weight [N, K], bias [N] the same on all
-    ranks, out [M, N]. plan may also be "two_shot" (of few rows better TwoShotLowLatency()).
+    Args, dtypes and errors are those of `matmul_reduce_scatter`, scales too: x [M, K], weight [N, K], bias [N] the same
+    on all ranks, out [M, N]. plan may also be "two_shot" (of few rows better TwoShotLowLatency()).
 
     Returns:
         [M, N], the same bits on every rank.
@@ -317,7 +338,8 @@ def matmul_all_reduce(
     """
     if not reorder:
         check_plain(GEMM_ALL_REDUCE, out, x, weight, bias)
-    return MATMUL_ALL_REDUCE(world, plan, Factors(x, weight, bias), (reorder,), out)
+    operands = ScaledFactors(x, weight, bias, x_scale, weight_scale)
+    return MATMUL_ALL_REDUCE(world, plan, operands, (reorder, out_dtype, use_fast_accum), out)
 
 
 def check_plain(

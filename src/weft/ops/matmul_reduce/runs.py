@@ -13,56 +13,94 @@ fused               one GEMM whose finished tiles programs of a second launch, o
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping
 
 import torch
 
-from ...backends.base import Options
+from ...backends.base import Stream
+from ...compute.scaled_gemm import Scales
 from ...errors import Unsupported
-from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, prepared
+from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...op import Direct
-from ...plans import Decomposed, FusedAllReduce, FusedReduce, FusedReduceScatter, OneShot, Plan, TwoShot, posts
-from ...transport import low_latency
-from ...transport.collectives import scattered_sum
-from ...transport.copies import COPIES, chunks, group_steps, sum_parts
-from ...transport.memory import Halves, flat, lock
+from ...plans import (
+    Decomposed,
+    FusedAllReduce,
+    FusedReduce,
+    FusedReduceScatter,
+    OneShot,
+    Plan,
+    Sequential,
+    TwoShot,
+    is_low_latency,
+)
+from ...transport import collectives, copy_engine, low_latency
+from ...transport.collectives import add_bias
+from ...transport.interfaces import ReduceTransport
+from ...transport.memory import Halves, flat
 from ...world import Arena, World
 from .. import by_collectives
 from ..all_reduce.op import ALL_REDUCE
 from ..all_reduce.runs import sum_few
-from ..common import Factors, add_bias, tile_of, transposed, weight_matrix
+from ..common import tile_of, transposed, weight_matrix
+from ..product import linear
+from ..recipes import ScaledFactors, block_rows, scales_of_part
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
 
+SUM_REGISTERS = 112  # registers of a thread that sums, beside GEMMs of 8-bit operands
 
-# -- sequential and few rows -------------------------------------------------------------------------------------------
-def run_sequential(world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
-    x, weight, bias = operands
-    stream = world.current_stream()
+
+# -- the library's GEMM ------------------------------------------------------------------------------------------------
+# The transport that sums the partial rows of each plan at their owners.
+REDUCES: Mapping[type[Plan], ReduceTransport] = {
+    Sequential: collectives.reduce_rows,
+    OneShot: low_latency.reduce_rows,
+    Decomposed: copy_engine.reduce_rows,
+}
+
+
+def multiply(
+    world: World,
+    call: ReduceCall,
+    operands: ScaledFactors,
+    stream: Stream,
+    out: torch.Tensor | None = None,
+    rows: slice | None = None,
+) -> torch.Tensor:
+    """x @ weight.T, or some rows of it, by the fastest library."""
+    part = operands._replace(bias=None)
+    if rows is not None:
+        part = part._replace(x=part.x[rows], x_scale=scales_of_part(call.recipe, part.x_scale, rows))
+    return linear(world, call.recipe, call.dtype, part, stream, out)
+
+
+def run_reduced(world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor) -> None:
+    """Compute the GEMM part by part, and send each part to be summed by the plan's transport."""
     if world.size == 1:
-        world.linear(x, weight, bias, stream, out)
+        linear(world, call.recipe, call.dtype, operands, world.current_stream(), out)
         return
-    if call.everywhere:
-        world.linear(x, weight, None, stream, out)
-        world.all_reduce(out, stream)
-    else:
-        scattered_sum(world.linear(x, weight, None, stream), world, call.shards, stream, out)
-    add_bias(world, out, bias, stream)
+    if isinstance(plan, Decomposed) and world.symmetric_reason and not call.everywhere:
+        by_collectives.scatter(world, plan, operands, out)
+        return
+    transport = collectives.reduce_all_rows if call.everywhere else REDUCES[type(plan)]
+    with transport(world, plan, call.shards, out, operands.bias) as parts:
+        for part in parts:
+            part.send(multiply(world, call, operands, part.lane, part.partial, part.rows))
 
 
 def direct_sequential(world: World, call: ReduceCall) -> Direct:
     """What a sequential call of equal shards and contiguous operands comes to, in as little host time as Python
     takes."""
     check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
-    linear, all_reduce, reduce_scatter = world.linear, world.all_reduce, world.reduce_scatter
+    product, all_reduce, reduce_scatter = world.linear, world.all_reduce, world.reduce_scatter
     everywhere, rows, n = call.everywhere, call.shards[0], call.n
 
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: None) -> torch.Tensor:
         check()
         stream = current()
-        out = linear(x, weight, None, stream)
+        out = product(x, weight, None, stream)
         if everywhere:
             all_reduce(out, stream)
         else:
@@ -76,96 +114,32 @@ def direct_sequential(world: World, call: ReduceCall) -> Direct:
     return run
 
 
-def run_one_shot(world: World, call: ReduceCall, plan: OneShot, operands: Factors, out: torch.Tensor) -> None:
-    x, weight, bias = operands
+def run_shots(
+    world: World, call: ReduceCall, plan: OneShot | TwoShot, operands: ScaledFactors, out: torch.Tensor
+) -> None:
     stream = world.current_stream()
-    low_latency.scatter(world.linear(x, weight, None, stream), world, plan, call.shards, stream, out)
-    add_bias(world, out, bias, stream)
-
-
-def run_shots(world: World, call: ReduceCall, plan: OneShot | TwoShot, operands: Factors, out: torch.Tensor) -> None:
-    x, weight, bias = operands
-    stream = world.current_stream()
-    partial = world.linear(x, weight, None, stream)
-    if posts(plan):
+    partial = multiply(world, call, operands, stream)
+    if is_low_latency(plan):
         sum_few(partial, world, plan, stream, out)
     else:
         ALL_REDUCE.call(world, plan, (partial,), (), out)
-    add_bias(world, out, bias, stream)
-
-
-# -- decomposed --------------------------------------------------------------------------------------------------------
-def run_decomposed_scatter(
-    world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor
-) -> None:
-    if world.symmetric_reason:
-        by_collectives.scatter(world, plan, operands, out)
-    else:
-        _decomposed_scatter(world, plan, operands, out)
-
-
-def _decomposed_scatter(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor) -> None:
-    """The first barrier says that every staging slot may be written again, the others that every push of a piece has
-    landed. GEMMs alternate between two streams, so that one fills the SMs that the last tiles of the one before leave
-    idle."""
-    (x, weight, bias), (rows, n), me, size = operands, out.shape, world.rank, world.size
-    groups = chunks(plan, me, size)[::-1]
-    pieces = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
-    part = rows // pieces
-    stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
-    second = world.side_stream("gemm", urgent=False)
-    lanes = itertools.cycle((stream, second))
-    memory = world.buffer("staging", size * rows * n * x.element_size())
-    world.order(lock(world, COPIES), stream)
-    staging = memory.view(0, (pieces, size, part, n), x.dtype)
-    partial = world.empty((size * rows, n), x.dtype)
-    xs, parts = x.split(part), partial.split(part)  # `pieces` of each rank
-    start = world.record(stream)
-    world.wait_event(second, start)
-    world.wait_event(copies, start)
-    world.barrier(copies)
-    for piece in range(pieces):
-        for first, ranks in groups:
-            lane, one = next(lanes), len(ranks) == 1
-            index, run = first * pieces + piece, slice(first * rows, (first + len(ranks)) * rows)
-            world.linear(xs[index] if one else x[run], weight, None, lane, parts[index] if one else partial[run])
-            world.wait_event(copies, world.record(lane))
-            for p in ranks:
-                if p != me:
-                    world.copy(staging.peers[p][piece, me], parts[p * pieces + piece], copies)
-        world.barrier(copies)
-        world.wait_event(sums, world.record(copies))  # the own rows' GEMM too: the last that `copies` waited for
-        own, result = parts[me * pieces + piece], out[piece * part :][:part]
-        sum_parts(own, staging.local[piece], result, bias, world, sums)
-    for other in (second, sums):
-        world.wait_event(stream, world.record(other))
-
-
-def run_decomposed_all(world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor) -> None:
-    """Chunks of rows: the library's all-reduce of one under the GEMM of the next. Fewer CTAs for NCCL:
-    NCCL_MAX_CTAS."""
-    (x, weight, bias), stream, comm = operands, world.current_stream(), world.side_stream("comm")
-    rows = x.shape[0] // world.size
-    for group in group_steps(plan, world.size):
-        lo, hi = group.start * rows, group.stop * rows
-        world.linear(x[lo:hi], weight, None, stream, out[lo:hi])
-        world.wait_event(comm, world.record(stream))
-        world.all_reduce(out[lo:hi], comm)
-    world.wait_event(stream, world.record(comm))
-    add_bias(world, out, bias, stream)
+    add_bias(world, out, operands.bias, stream)
 
 
 # -- fused -------------------------------------------------------------------------------------------------------------
-def run_fused(world: World, call: ReduceCall, plan: FusedReduce, operands: Factors, out: torch.Tensor) -> None:
+def run_fused(world: World, call: ReduceCall, plan: FusedReduce, operands: ScaledFactors, out: torch.Tensor) -> None:
     """Two launches on two streams that join again: programs that forward and pull tiles, which share the SMs with the
     GEMM's. Both are loaded before either runs: a puller without its GEMM would wait in vain."""
-    (x, weight, bias), stream, side = operands, world.current_stream(), world.side_stream("pull")
+    (x, weight, bias, x_scale, weight_scale), side = operands, world.side_stream("pull")
+    stream = world.current_stream()
     tiles_m, tiles_n = _tiles(call, plan)
-    tile_bytes = plan.tile.block_m * plan.tile.block_n * x.element_size()
+    tile_bytes = plan.tile.block_m * plan.tile.block_n * call.dtype.itemsize
     arena = world.arena(world.size * tiles_m * tiles_n * tile_bytes)
     world.order(arena, stream)
     pull, gemm, ahead = _fused_launches(world, call, plan, transposed(weight), arena)
-    moving = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
+    moving: dict[str, Moved] = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
+    if x_scale is not None and weight_scale is not None:
+        moving["scales"] = Scales(x_scale, weight_scale)
     ahead((out, bias), lambda: (GivenLaunch(pull, moving), GivenLaunch(gemm, moving)))
     world.wait_event(side, world.record(stream))
     pull(side, **moving)
@@ -205,18 +179,18 @@ def _fused_launches(
     view, granules = flat(world, arena.memory)
     if view is None:
         raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
-    fixed = dict(
-        x_desc=Matrix(call.m, call.k, (bm, bk)),
+    fixed: dict[str, object] = dict(
+        x_desc=Matrix(call.m, call.k, (block_rows(tile, call.recipe), bk)),
         w_desc=weight_matrix(call, tile, trans_b),
         arena=Halves.of(arena, granules, arena.half // call.dtype.itemsize),
-        arena_desc=view.descriptor(call.dtype, bm, bn // 2),
+        arena_desc=view.descriptor(call.dtype, block_rows(tile, call.recipe), bn // 2),
         flat_desc=view.descriptor(call.dtype, block, bn // 2),
         ch=ch,
         offsets=offsets,
         tiles_m=_tiles(call, plan)[0],
         N=call.n,
         K=call.k,
-        tile=tile_of(tile, -(-tile.group_m // size) * size, trans_b),
+        tile=tile_of(tile, -(-tile.group_m // size) * size, trans_b, call.recipe),
         how=constants(
             Sums,
             WORKERS=world.sm_count,
@@ -229,7 +203,12 @@ def _fused_launches(
             ALL=call.everywhere,
         ),
     )
-    small: Options = dict(num_warps=4, num_stages=tile.stages, co_resident=True)
-    options: Options = dict(num_warps=tile.warps, num_stages=tile.stages)
+    small: dict[str, int] = dict(num_warps=4, num_stages=tile.stages, co_resident=True)
+    options: dict[str, int] = dict(num_warps=tile.warps, num_stages=tile.stages)
+    if call.recipe is None:
+        fixed["scales"] = None
+    else:  # an epilogue that scales takes registers that the program beside it needs
+        small["maxnreg"] = SUM_REGISTERS
+        options["maxnreg"] = min(255, (65536 // 32 - 4 * SUM_REGISTERS) // tile.warps // 8 * 8)
     pull = Launch(world, gemm_reduce, forward + pullers, small, **fixed, COMPUTE=False)
     return pull, Launch(world, gemm_reduce, world.sm_count, options, **fixed, COMPUTE=True), Ahead()

@@ -19,7 +19,7 @@ a `Remap`: `weft.rms_norm` and `weft.residual_add` read through it, or a kernel 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -33,13 +33,14 @@ from ...lang.jit import constants
 from ...lang.mapping import balanced_rows
 from ...plans import Signaled
 from ...tensor_checks import DTYPES
-from ...transport.copies import COPIES, sum_parts
-from ...transport.memory import lock, rank_word
+from ...transport.copy_engine import COPIES, staging_slots, sum_parts
+from ...transport.memory import lock, rank_word, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule
 from ...transport.sums import sum_partials
 from ...world import World
 from ..common import Factors, MatmulCall, tile_of, weight_matrix
 from ..norm import Remap, put_rows
+from ..recipes import ScaledFactors
 from .call import ReduceCall
 
 
@@ -56,23 +57,29 @@ class Tiling(NamedTuple):
     shard: int = 0
 
 
-@prepared
-def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
-    """The signaled GEMM of x_desc and w_desc, + bias, to `out`."""
-    bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
+def gemm_launch(
+    world: World,
+    call: MatmulCall,
+    plan: Signaled,
+    signals: Signals,
+    tiling: Tiling,
+    m: int,
+    fixed: Mapping[str, object],
+    **options: int,
+) -> Launch:
+    """The signaled GEMM of x_desc [m, K] and w_desc, + bias, to `out`. `fixed` holds more of its fixed arguments."""
+    bm, bk = plan.tile.block_m, plan.tile.block_k
     return Launch(
         world,
         signaled_gemm,
         world.sm_count - plan.ctas,
-        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages),
-        x_desc=Matrix(call.rows, call.k, (bm, bk)),
+        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages, **options),
+        x_desc=Matrix(m, call.k, (bm, bk)),
         w_desc=weight_matrix(call, plan.tile),
-        out=Matrix(tiling.rows, tiling.cols, (bm, bn // 2)),
         ch=signals.ch,
         turns=signals.turns,
         offsets=signals.offsets,
-        rows=None,
-        M=call.rows,
+        M=m,
         N=call.n,
         K=call.k,
         tiles=tiling.tiles,
@@ -86,19 +93,26 @@ def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, ti
             ROTATE=tiling.shard > 0,
             FLAT=world.capability >= HOPPER,
         ),
+        **fixed,
     )
 
 
-def launch_on(launch: Launch, operands: Factors, out: torch.Tensor) -> Callable[[Stream], None]:
+@prepared
+def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
+    out = Matrix(tiling.rows, tiling.cols, (plan.tile.block_m, plan.tile.block_n // 2))
+    return gemm_launch(world, call, plan, signals, tiling, call.rows, dict(out=out, rows=None))
+
+
+def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tensor) -> Callable[[Stream], None]:
     """What launches the signaled GEMM, to `out`, on a stream."""
-    x, weight, bias = operands
+    x, weight, bias, *_ = operands
     return lambda stream: launch(stream, x_desc=x, w_desc=weight, bias=bias, out=out)
 
 
 # -- the library's collectives -----------------------------------------------------------------------------------------
 
 
-def run_signaled(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+def run_signaled(world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor) -> None:
     if plan.copies:
         _by_copies(world, call, plan, operands, out)
         return
@@ -108,7 +122,7 @@ def run_signaled(world: World, call: ReduceCall, plan: Signaled, operands: Facto
 
 
 def reduce_in_tiles(
-    world: World, call: ReduceCall, plan: Signaled, operands: Factors
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors
 ) -> tuple[torch.Tensor, Remap | None]:
     """The sum in tiles [2 x tiles x block_m, block_n / 2], with how they are laid out; moved by copies, in ordinary
     order, and None."""
@@ -146,7 +160,7 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
 
 
 def _by_collectives(
-    world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor | None
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Remap, bool]:
     """The sum in tiles, how they are laid out, and whether they are instead in `out`, in ordinary order."""
     bm, bn, tiles_n = plan.tile.block_m, plan.tile.block_n, -(-call.n // plan.tile.block_n)
@@ -177,12 +191,12 @@ def _by_collectives(
 # -- copy engines ------------------------------------------------------------------------------------------------------
 
 
-def _by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+def _by_copies(world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor) -> None:
     (_reduce_by_copies if call.everywhere else _scatter_by_copies)(world, call, plan, operands, out)
 
 
 def _in_rows(
-    world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor, shard: int
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor, shard: int
 ) -> tuple[Signals, Callable[[Stream], None], list[int]]:
     """A GEMM to `out` [M, N] in groups of whole rows of tiles: what is on the device, what launches it, and the rows
     where groups end, in the order in which they are computed. shard: as signaled_gemm takes it."""
@@ -200,22 +214,23 @@ def _in_rows(
     return signals, gemm, [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
 
 
-def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+def _scatter_by_copies(
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor
+) -> None:
     """Every rank computes the rows of the next rank first, and its own last, under which the last copies end. A copy
     engine pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done,
     the owner sums its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
     (rows, n), m, me, size = out.shape, call.m, world.rank, world.size
-    world.order(lock(world, COPIES), world.current_stream())
-    staging = world.buffer("staging", m * n * call.dtype.itemsize).view(0, (size, rows, n), call.dtype)
+    staging = staging_slots(world, (size, rows, n), call.dtype)
     partial = world.empty((m, n), call.dtype)
     signals, gemm, ends = _in_rows(world, call, plan, operands, partial, rows // plan.tile.block_m)
 
     def push(g: int, stream: Stream) -> None:
         a, b = ends[g : g + 2]
-        for j in range(a // rows, min(size - 1, -(-b // rows))):
-            p = (me + 1 + j) % size
+        for j, p in enumerate(world.other_ranks):
             lo, hi = max(a - j * rows, 0), min(b - j * rows, rows)
-            world.copy(staging.peers[p][me, lo:hi], partial[p * rows + lo : p * rows + hi], stream)
+            if lo < hi:
+                world.copy(staging.peers[p][me, lo:hi], partial[p * rows + lo : p * rows + hi], stream)
         if a < m - rows <= b:
             world.barrier(stream)
 
@@ -243,22 +258,24 @@ def _partial_sum(world: World, n: int, dtype: torch.dtype, first: int, rows: int
     )
 
 
-def _reduce_by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+def _reduce_by_copies(
+    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor
+) -> None:
     """Group by group: once every rank has computed it, each sums its own part of the group's rows, which it reads from
     all ranks, in fp32 in rank order; once all have, a copy engine pulls the other parts. Each of the two has a stream
     of its own, so that they go on side by side for successive groups (docs/design-notes.md).
 
     Who is past the second barrier of a call's last group knows that nobody reads its partial sums any more, and who is
     past the first one of the next call, that nobody pulls its sums any more."""
-    (m, n), me, size, nbytes = out.shape, world.rank, world.size, call.dtype.itemsize
+    (m, n), me, size = out.shape, world.rank, world.size
     stream, adds, pulls = world.current_stream(), world.side_stream("sum"), world.side_stream("pull")
     world.order(lock(world, COPIES), stream)
-    partials = world.buffer("partials", m * n * nbytes).view(0, (m, n), call.dtype)
+    partials = workspace(world, "partials", (m, n), call.dtype)
     signals, gemm, ends = _in_rows(world, call, plan, operands, partials.local, 0)
     parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
     # By group: rows of `sums` before it, as many on every rank (the first rank's, which has the most).
     starts = list(accumulate((p[1] - p[0] for p in parts), initial=0))
-    sums = world.buffer("sums", starts[-1] * n * nbytes).view(0, (starts[-1], n), call.dtype)
+    sums = workspace(world, "sums", (starts[-1], n), call.dtype)
 
     def reduce_group(g: int, comm: Stream) -> None:
         world.barrier(comm)
@@ -269,7 +286,7 @@ def _reduce_by_copies(world: World, call: ReduceCall, plan: Signaled, operands: 
             launch(adds, partials=partials.addresses, out=out[lo:hi], sums=sums.local[starts[g] :])
         world.barrier(adds, "meet sums")
         world.wait_event(pulls, world.record(adds))
-        for p in ((me + j) % size for j in range(1, size)):
+        for p in world.other_ranks:
             rows = slice(*parts[g][p : p + 2])
             if count := rows.stop - rows.start:
                 world.copy(out[rows], sums.peers[p][starts[g] : starts[g] + count], pulls)

@@ -1,4 +1,4 @@
-"""What one call of an MoE layer computes, and its tensors."""
+"""The description of one call of an MoE layer, and the tensors that it takes and keeps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from .expert_parallel.kernels import CLAMPED, GELU, SWIGLU
 from .routing.route_tables import rows_of
 
 NAME = "moe"
-MOST_K = 16  # experts of a token
-KEEPS = ("nothing", "rows", "activation")  # what is kept for a backward pass
+MAX_TOPK = 16  # experts of a token at most
+KEEPS = ("nothing", "rows", "activation")  # what is saved for a backward pass
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one call computes. capacity: C, tokens that a rank has at most, in this call, the same on all ranks. hidden,
-    inner: H and I. activation: "swiglu", silu(gate) * up; "gelu", without a gate; "gpt_oss", (up + 1) * gate *
-    sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7. max_rows: rows of its experts that a rank has room for;
-    None: as many as can come."""
+    """The sizes and options of one MoE call, the same on all ranks.
 
-    capacity: int
+    max_tokens_per_rank: the most tokens that any rank brings; shapes call it max_tokens. hidden, inner: H and I. k:
+    experts of a token. activation: "swiglu" is silu(gate) * up; "gelu" has no gate matrix; "gpt_oss" is (up + 1) * gate
+    * sigmoid(1.702 gate) with gate at most 7 and up clamped to [-7, 7]. max_rows: the number of rows of its experts for
+    which a rank has room; None means the worst case.
+    """
+
+    max_tokens_per_rank: int
     experts: int
     k: int
     hidden: int
@@ -38,9 +41,12 @@ class Layer:
 
 
 class Weights(NamedTuple):
-    """The matrices and biases of this rank's El experts. w13 [El, N, H]: N = I for "gelu"; else blocks of
-    `world.scale.interleave` gate and as many up rows in turn, the last padded with zeros. w2 [El, H, I]. b13 [El, N],
-    laid out as the rows of w13; b2 [El, H]."""
+    """The matrices and biases of this rank's El experts.
+
+    w13 [El, N, H]: for "gelu" N = I. Otherwise blocks of `world.scale.interleave` gate rows alternate with blocks of as
+    many up rows, and the last block is padded with zeros. w2 [El, H, I]. b13 [El, N] has the layout of w13's rows; b2
+    [El, H].
+    """
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -49,11 +55,14 @@ class Weights(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a call leaves for its backward pass, or None: rows [W, C, H], tokens as they came; both [rows, N], what the
-    activation is of, with its bias."""
+    """What a call saves for its backward pass; None is not saved.
+
+    rows [W, max_tokens, H]: the tokens as they arrived. preactivation [rows, N]: the result of the first GEMM with its
+    bias, to which the activation is applied.
+    """
 
     rows: torch.Tensor | None = None
-    both: torch.Tensor | None = None
+    preactivation: torch.Tensor | None = None
 
 
 NONE_KEPT = Kept()
@@ -61,7 +70,7 @@ NONE_KEPT = Kept()
 
 class MoeOperands(NamedTuple):
     """The operands of `weft.moe.moe`, with the first matrices and their biases flat: [El, N, H] and [El, N]. Eager
-    calls without a gradient write `received`; others return its values."""
+    calls without a gradient write `received`; other calls return its values."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -80,11 +89,17 @@ class MoeOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class MoeCall(Call):
-    """own: tokens of this rank. tokens: of every rank, or None, at most the layer's capacity. counted: whether the
-    numbers of rows received are a result. Whether there are biases, `own` and `counted` are each rank's own, and not
-    told. keep: what is kept for the backward pass; None: no gradient is asked for."""
+    """A checked call.
 
-    own: int
+    own_tokens: the number of this rank's tokens. tokens: the numbers of all ranks' tokens, or None where each is only
+    known to be at most max_tokens_per_rank. counted: whether the numbers of received rows are a result. keep: what is
+    saved for the backward pass; None means that no gradient is asked for.
+
+    Each rank chooses for itself whether there are biases; that, `own_tokens` and `counted` are not compared between
+    ranks.
+    """
+
+    own_tokens: int
     tokens: tuple[int, ...] | None
     layer: Layer
     keep: str | None = None
@@ -92,14 +107,15 @@ class MoeCall(Call):
 
     @property
     def rows(self) -> int:
-        """The most tokens of a rank, and never 0: a rank without tokens does not know of the others'."""
-        return self.layer.capacity
+        """Return the most tokens of a rank. It is at least 1, because a rank without tokens does not know the other
+        ranks' numbers."""
+        return self.layer.max_tokens_per_rank
 
     def agreed(self) -> dict[str, Hashable]:
         layer = self.layer
-        agreed: dict[str, Hashable] = dict(
+        values: dict[str, Hashable] = dict(
             rows=self.tokens,
-            max_tokens=layer.capacity,
+            max_tokens=layer.max_tokens_per_rank,
             max_rows=layer.max_rows,
             experts=layer.experts,
             k=layer.k,
@@ -108,38 +124,39 @@ class MoeCall(Call):
             dtype=str(layer.dtype),
             activation=layer.activation,
         )
-        return agreed if self.keep is None else dict(agreed, keep=self.keep)
+        return values if self.keep is None else dict(values, keep=self.keep)
 
     def kept(self, world: World, block_m: int) -> Shapes:
-        """Return the shapes and dtypes of what `Kept` has, whose rows lie in tiles of block_m."""
+        """Return the shapes and dtypes of the tensors in `Kept`, for rows in tiles of block_m."""
         rows, columns = layer_rows(world, self.layer, block_m), first_columns(world, self.layer)
         return kept_shapes(world, self.layer, self.keep, rows, columns)
 
     def received(self, world: World, operands: MoeOperands) -> torch.Tensor | None:
-        """Return memory for the numbers of rows received: the caller's, or that of a result, or None."""
+        """Return the tensor for the numbers of received rows: the caller's, a new result, or None."""
         if operands.received is not None or not self.counted:
             return operands.received
         return world.empty((self.layer.experts // world.size,), torch.int32)
 
 
 def kept_shapes(world: World, layer: Layer, keep: str | None, rows: int, columns: int) -> Shapes:
-    """Return the shapes and dtypes of what `Kept` has; columns: those of the first GEMM."""
-    shapes = [((world.size, layer.capacity, layer.hidden), layer.dtype), ((rows, columns), layer.dtype)]
+    """Return the shapes and dtypes of the tensors in `Kept`. columns: those of the first GEMM."""
+    shapes = [((world.size, layer.max_tokens_per_rank, layer.hidden), layer.dtype), ((rows, columns), layer.dtype)]
     return shapes[: 0 if keep is None else KEEPS.index(keep)]
 
 
 def layer_rows(world: World, layer: Layer, block_m: int) -> int:
-    """Return the rows of a layer's tables, and of what is in expert order, in tiles of block_m rows."""
-    return rows_of(world, layer.capacity, layer.k, layer.experts // world.size, block_m, layer.max_rows)
+    """Return the number of rows in expert order that a layer's tables have, in tiles of block_m rows."""
+    return rows_of(world, layer.max_tokens_per_rank, layer.k, layer.experts // world.size, block_m, layer.max_rows)
 
 
 def first_columns(world: World, layer: Layer) -> int:
-    """Return N, the columns of an expert's first GEMM: rows of its w13."""
+    """Return N, the columns of an expert's first GEMM, which are the rows of its w13."""
     block = world.scale.interleave
     return layer.inner if layer.activation == "gelu" else 2 * -(-layer.inner // block) * block
 
 
 def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, op: str = NAME) -> None:
+    """Raise ValueError or TypeError for x, ids or weights whose shapes or dtypes do not fit each other."""
     if x.dim() != 2 or x.dtype not in DTYPES:
         raise ValueError(f"{op}: x must be [T, H], bfloat16 or float16, got {dims(x)}")
     for name, t, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):

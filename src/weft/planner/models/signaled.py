@@ -1,6 +1,6 @@
-"""Signaled plans: waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of
-the group's signal and a gap after the end of transfer i - 1 (the accumulate rule), and is slowed by the GEMM for as
-long as that runs. Plans whose groups copy engines move are modelled as decomposed ones."""
+"""Model of signaled plans. The GEMM's tiles run in waves on the SMs that the collective leaves. The transfer of group i
+starts at the later of the group's signal and a gap after the end of transfer i - 1 (the accumulate rule), and is slowed
+until the GEMM ends. Plans whose groups copy engines move are modelled with queues, as decomposed ones."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ...op import collective
 from ...plans import Signaled, partition
 from ..parts import ITEM, Occupancy, PartTimes
 from ..queues import Step, Work, side_by_side
-from .decomposed import Chunking, copied, met
+from .decomposed import Chunking, barrier_us, copy_us
 
-# us that a GEMM takes longer for each group that it tells of (docs/measurements.md: a wave a group beside in order)
-TOLD = 0.7
-FULL = 256 << 20  # bytes of a copy whose start does not count
-Numbers = TypeVar("Numbers", float, np.ndarray)  # one, or one for each of several groups
+# us that each signaled group adds to a GEMM (docs/measurements.md, groups of one wave against tiles in order).
+SIGNAL_COST = 0.7
+LARGE_COPY = 256 << 20  # bytes of a copy whose start-up time is negligible
+Numbers = TypeVar("Numbers", float, np.ndarray)  # a number, or an array with one for each candidate
 
 
 @dataclass(frozen=True)
 class Signaling:
-    """What signaled calls of one op cost beside their parts: us from the last tile of a group to the start of its
-    collective, and from the end of one collective to the start of the next, for which the ranks wait for each other;
-    and how many times as long waves and transfers take side by side, beyond what was measured of them alone."""
+    """Parameters of the signaled calls of one op. signal: us from the last tile of a group to the start of its
+    collective. gap: us from the end of one collective to the start of the next, for which the ranks wait for each
+    other. gemm, transfer: slow-down of waves and of transfers while both run, beyond the measured one."""
 
     signal: float = 6.0
     gap: float = 3.0
     gemm: float = 1.0
-    other: float = 1.0
+    transfer: float = 1.0
 
 
 @dataclass(frozen=True)
 class Moving:
-    """What all-reduces and all-to-alls cost beside their parts whose groups copy engines move: us of a barrier beyond
-    its own; how many times as long as alone a copy takes, and a GEMM while another kernel sums what it reads from the
-    peers."""
+    """Parameters of all-reduces and all-to-alls whose groups copy engines move. gap: us that a barrier takes beyond its
+    own time. copy: time of a copy over its time alone. gemm: time of a GEMM over its time alone, while another kernel
+    sums rows that it reads from peers."""
 
     gap: float = 6.0
     copy: float = 1.0
@@ -49,100 +49,103 @@ class Moving:
 
 @dataclass(frozen=True)
 class SignaledParts:
-    """A signaled GEMM: its tiles and waves over `programs` programs, the tiles that a group (but the last) has a
-    multiple of; us of a wave alone and beside the collective, us from the last tile of a group to its collective and
-    between collectives; bytes of a tile, the collective's us by bytes and how much it is slowed."""
+    """The numbers that the accumulate rule works with.
+
+    tiles, waves, programs: of the GEMM. unit: every group but the last has a multiple of so many tiles. alone,
+    concurrent: us of a wave alone and while the collective runs. signal, gap: as in Signaling. tile_bytes: bytes of a
+    tile. curve: us of the collective by bytes. slow: its slow-down under the GEMM.
+    """
 
     tiles: int
     waves: int
     programs: int
     unit: int
     alone: float
-    beside: float
+    concurrent: float
     signal: float
     gap: float
-    tile: float
+    tile_bytes: float
     curve: Callable[[float], float]
     slow: float
 
     def ends(self, groups: Sequence[int]) -> list[int]:
-        """Return, for each group, how many tiles are done, and may be moved, when its waves are."""
+        """Return, for each group, how many tiles are done, and may be transferred, when its waves are done."""
         waves = itertools.accumulate(partition(groups, self.waves))
         done = [min(self.tiles, w * self.programs) for w in waves]
         return [d if d == self.tiles else d // self.unit * self.unit for d in done]
 
     def transfer(self, tiles: int) -> float:
-        """us to move `tiles` tiles alone."""
-        return self.curve(tiles * self.tile)
+        """Return the us of transferring `tiles` tiles alone."""
+        return self.curve(tiles * self.tile_bytes)
 
-    def gemm(self, first: Numbers) -> Numbers:
-        """us of all waves, with `first` of them in the first group, which no transfer slows."""
-        return first * self.alone + (self.waves - first) * self.beside
+    def gemm(self, first_waves: Numbers) -> Numbers:
+        """Return the us of all waves; no transfer slows the waves of the first group."""
+        return first_waves * self.alone + (self.waves - first_waves) * self.concurrent
 
     def moved(self, begin: Numbers, us: Numbers, gemm: Numbers) -> Numbers:
-        """When a transfer that takes `us` alone ends, slowed from `begin` to the end of the GEMM."""
+        """Return the end of a transfer that takes `us` alone and is slowed from `begin` to the end of the GEMM."""
         return begin + us + np.minimum(us * (self.slow - 1), np.maximum(gemm - begin, 0) * (1 - 1 / self.slow))
 
 
 def in_place(op: str, n: int) -> bool:
-    """Whether a signaled plan leaves rows of N elements in ordinary order without moving them once more."""
+    """Return whether a signaled plan leaves rows of N elements in ordinary order, without a further copy."""
     return collective(op) == "all_to_all" or (collective(op) == "all_reduce" and n % 8 == 0)
 
 
 def parts(
-    p: PartTimes, op: str, plan: Signaled, m: int, n: int, k: int, more: Signaling, received: int | None = None
+    p: PartTimes, op: str, plan: Signaled, m: int, n: int, k: int, fit: Signaling, received: int | None = None
 ) -> SignaledParts:
-    """What the accumulate rule works with. The GEMM has the SMs that the collective leaves."""
+    """Return what the accumulate rule works with. The GEMM has the SMs that the collective leaves."""
     if not 0 < plan.ctas < p.sms:
         raise ValueError(f"{plan.ctas} CTAs leave none of {p.sms} SMs, or are none")
-    what, programs = collective(op), p.sms - plan.ctas
+    collective_name, programs = collective(op), p.sms - plan.ctas
     owners = p.world if collective(op) == "reduce_scatter" else 1
     columns = -(-n // plan.tile.block_n)
     tiles = owners * -(-m // owners // plan.tile.block_m) * columns
     waves, unit = -(-tiles // programs), owners
-    if in_place(op, n):  # whole rows of tiles
+    if in_place(op, n):  # a group has whole rows of tiles
         unit = max(1, min(plan.tile.group_m, programs // columns)) * columns
     alone = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) / waves
-    beside = p.beside(what, plan.ctas)
-    tile = plan.tile.block_m * plan.tile.block_n * ITEM * max(1.0, (received or 0) / m)
-    curve = functools.partial(p.latency, what, ctas=plan.ctas)
-    p.latency(what, 1, plan.ctas)  # raises Lacks
+    slowdown = p.slowdown(collective_name, plan.ctas)
+    tile_bytes = plan.tile.block_m * plan.tile.block_n * ITEM * max(1.0, (received or 0) / m)
+    curve = functools.partial(p.latency, collective_name, ctas=plan.ctas)
+    p.latency(collective_name, 1, plan.ctas)  # raises NotMeasured now, not at the first transfer
     return SignaledParts(
         tiles,
         waves,
         programs,
         unit,
         alone,
-        alone * max(beside.gemm * more.gemm, 1.0),
-        more.signal,
-        more.gap,
-        tile,
+        alone * max(slowdown.gemm * fit.gemm, 1.0),
+        fit.signal,
+        fit.gap,
+        tile_bytes,
         curve,
-        max(beside.other * more.other, 1.0),
+        max(slowdown.transfer * fit.transfer, 1.0),
     )
 
 
 def steps(
-    p: PartTimes, op: str, plan: Signaled, m: int, n: int, k: int, more: Signaling, received: int | None = None
+    p: PartTimes, op: str, plan: Signaled, m: int, n: int, k: int, fit: Signaling, received: int | None = None
 ) -> list[Step]:
-    part = parts(p, op, plan, m, n, k, more, received)
+    part = parts(p, op, plan, m, n, k, fit, received)
     ran: list[Step] = []
-    at, moved, done = 0.0, -part.gap, 0
+    time, transferred, done = 0.0, -part.gap, 0
     groups = partition(plan.groups, part.waves)
     gemm = part.gemm(groups[0])
     for i, (g, end) in enumerate(zip(groups, part.ends(groups), strict=True)):
-        took = g * (part.beside if i else part.alone)
-        ran.append(Step("gemm", f"group {i}", at, at + took))
-        at += took
+        took = g * (part.concurrent if i else part.alone)
+        ran.append(Step("gemm", f"group {i}", time, time + took))
+        time += took
         if end > done:
-            begin = max(at + part.signal, moved + part.gap)
-            moved = float(part.moved(begin, part.transfer(end - done), gemm))
-            ran.append(Step("comm", collective(op), begin, moved))
+            begin = max(time + part.signal, transferred + part.gap)
+            transferred = float(part.moved(begin, part.transfer(end - done), gemm))
+            ran.append(Step("comm", collective(op), begin, transferred))
         done = end
     if in_place(op, n):
         return ran
     out = max(m, received or 0) * n * ITEM // (p.world if collective(op) == "reduce_scatter" else 1)
-    return [*ran, Step("gemm", "put in order", moved, moved + p.optional("local", out))]
+    return [*ran, Step("gemm", "put in order", transferred, transferred + p.optional("local", out))]
 
 
 def steps_by_copies(
@@ -156,42 +159,47 @@ def steps_by_copies(
     moving: Moving,
     received: int | None = None,
 ) -> list[Step]:
-    """Reduce-scatter: a group is pushed when its waves are done, but for the own rows, the last; one sum at the
-    end. All-reduce: once every rank has a group, it is summed by pulling on SMs, and once all have, copy engines
-    pull the sums. All-to-all: each group is pulled, once every rank has it."""
-    what = collective(op)
+    """Return the steps of a signaled plan whose groups copy engines move.
+
+    reduce-scatter   a group is pushed when its waves are done, this rank's rows after all others; one sum at the
+                     end
+    all-reduce       when every rank has computed a group, programs on SMs sum it from all ranks; when all sums are
+                     there, copy engines pull them
+    all-to-all       when every rank has computed a group, copy engines pull it
+    """
+    collective_name = collective(op)
     tiles, programs = -(-m // plan.tile.block_m) * -(-n // plan.tile.block_n), p.sms - plan.ctas
     waves, share = -(-tiles // programs), (p.world - 1) / p.world
-    wave, nbytes = (
+    wave_us, nbytes = (
         p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) / waves,
         m * n * ITEM * max(1.0, (received or 0) / m),
     )
-    scattered = what == "reduce_scatter"
-    more = Moving() if scattered else moving
-    barrier = met(p, chunking) if scattered else p.latency("barrier") + more.gap
-    works, before = [], 0.0
-    if what != "all_reduce":
+    scattered = collective_name == "reduce_scatter"
+    fit = Moving() if scattered else moving
+    barrier = barrier_us(p, chunking) if scattered else p.latency("barrier") + fit.gap
+    works, done_before = [], 0.0
+    if collective_name != "all_reduce":
         works.append(Work("comm" if scattered else "gemm", "enter", barrier))
     for i, g in enumerate(partition(plan.groups, waves)):
-        gemm = Work("gemm", f"group {i}", g * wave + TOLD)
+        gemm = Work("gemm", f"group {i}", g * wave_us + SIGNAL_COST)
         works.append(gemm)
-        done = min(1.0, before + g / waves)
-        part = min(done, share) - min(before, share) if scattered else (done - before) * share
-        before = done
+        done = min(1.0, done_before + g / waves)
+        part = min(done, share) - min(done_before, share) if scattered else (done - done_before) * share
+        done_before = done
         if part <= 0:
             continue
         if scattered:
-            works.append(Work("comm", "copy", copied(p, chunking, part * nbytes), gemm))
+            works.append(Work("comm", "copy", copy_us(p, chunking, part * nbytes), gemm))
             continue
-        there = Work("meet", "barrier", barrier, gemm)
-        works.append(there)
-        if what == "all_reduce":
-            rate = p.latency("copy", FULL) / FULL  # us a byte: loads have no start-up cost of copies
-            summed = Work("comm 2", "sum", part * nbytes * rate, there)
-            there = Work("meet 2", "barrier", barrier, summed)
-            works += [summed, there]
-        works.append(Work("comm 3", "copy", p.latency("copy", part * nbytes) * more.copy, there))
+        barrier_end = Work("meet", "barrier", barrier, gemm)
+        works.append(barrier_end)
+        if collective_name == "all_reduce":
+            rate = p.latency("copy", LARGE_COPY) / LARGE_COPY  # us a byte; loads have no start-up time
+            sum_work = Work("comm 2", "sum", part * nbytes * rate, barrier_end)
+            barrier_end = Work("meet 2", "barrier", barrier, sum_work)
+            works += [sum_work, barrier_end]
+        works.append(Work("comm 3", "copy", p.latency("copy", part * nbytes) * fit.copy, barrier_end))
     if scattered:
-        pushed = Work("comm", "barrier", barrier)
-        works += [pushed, Work("gemm", "sum", p.optional("sum", nbytes / p.world), pushed)]
-    return side_by_side(works, p.beside("copy", 0), more.gemm)
+        barrier_after_pushes = Work("comm", "barrier", barrier)
+        works += [barrier_after_pushes, Work("gemm", "sum", p.optional("sum", nbytes / p.world), barrier_after_pushes)]
+    return side_by_side(works, p.slowdown("copy", 0), fit.gemm)

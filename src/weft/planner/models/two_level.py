@@ -1,8 +1,8 @@
-"""Two-level plans: the node's op on the rows of one node after the other, by the fastest plan that is predicted there,
-and transfers between nodes on a queue of their own, before it (all-gather) or behind it.
+"""Model of two-level plans: the node's op runs on the rows of one node after another, by the plan predicted fastest
+there, and transfers between nodes run on a queue of their own, before the op (all-gather) or after it.
 
-The node's kernels leave BETWEEN_CTAS SMs to the transfers, so they take as much longer as they have fewer SMs: the
-library's GEMM, which leaves none, is taken to be slowed as much by what it shares them with.
+The node's kernels leave BETWEEN_CTAS SMs to the transfers and are slowed in proportion. The library's GEMM leaves none;
+the model slows it as much, since it shares its SMs with the transfers.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...backends.base import BETWEEN_CTAS
-from ...op import around, collective
+from ...op import collective, op_around
 from ...plans import TwoLevel
-from ..parts import ITEM, Lacks, PartTimes
+from ..parts import ITEM, NotMeasured, PartTimes
 from ..queues import Step
 
 
 @dataclass(frozen=True)
 class OverNodes:
-    """What `nodes` nodes alike take. node: the parts of one. node_us: of an op there, (op, M, N, K). send: us of so
-    many bytes of every rank to its place in another node. all_reduce: of so many among the ranks of one place."""
+    """Times on `nodes` equal nodes. node: the parts of one node. node_us: us of an op on one node, by (op, M, N, K).
+    send: us of sending so many bytes from every rank to the rank with the same local rank in another node. all_reduce:
+    us of an all-reduce among the ranks with the same local rank."""
 
     nodes: int
     node: PartTimes
@@ -34,61 +35,67 @@ class OverNodes:
 
 
 def steps(p: OverNodes, op: str, plan: TwoLevel, m: int, n: int, k: int) -> list[Step]:
-    """M of all ranks. Raises Lacks for GEMM + all-to-all."""
-    what = collective(op)
-    if what == "all_gather":
+    """Return the steps of a call; m counts the rows of all ranks. Raises NotMeasured for GEMM + all-to-all."""
+    collective_name = collective(op)
+    if collective_name == "all_gather":
         return _gather(p, op, plan, m, n, k)
-    if what == "reduce_scatter":
+    if collective_name == "reduce_scatter":
         return _scatter(p, op, plan, m, n, k)
-    if what == "all_reduce":
+    if collective_name == "all_reduce":
         return _reduce(p, plan, m, n, k)
-    raise Lacks(f"no model of {plan} for {op}")
+    raise NotMeasured(f"no model of {plan} for {op}")
 
 
 def _gather(p: OverNodes, op: str, plan: TwoLevel, m: int, n: int, k: int) -> list[Step]:
-    rows, pieces = m // p.nodes, plan.pieces
-    sent = p.send(rows // p.node.world // pieces * k * ITEM)
-    placed = p.node.optional("local", rows // pieces * n * ITEM) if pieces > 1 else 0.0
-    now = p.op(op, rows, n, k)
-    found = [Step("gemm", "own node", 0.0, now)]
-    for i in range((p.nodes - 1) * pieces):
-        landed = (i + 1) * sent
-        found.append(Step("comm", "send", landed - sent, landed))
-        begin, now = max(now, landed), max(now, landed) + p.op(op, rows // pieces, n, k) + placed
-        found.append(Step("gemm", f"piece {i}", begin, now))
-    return found
+    rows, piece_count = m // p.nodes, plan.pieces
+    send_us = p.send(rows // p.node.world // piece_count * k * ITEM)
+    place_us = p.node.optional("local", rows // piece_count * n * ITEM) if piece_count > 1 else 0.0
+    computed = p.op(op, rows, n, k)
+    steps = [Step("gemm", "own node", 0.0, computed)]
+    for i in range((p.nodes - 1) * piece_count):
+        arrived = (i + 1) * send_us
+        steps.append(Step("comm", "send", arrived - send_us, arrived))
+        start, computed = (
+            max(computed, arrived),
+            max(computed, arrived) + p.op(op, rows // piece_count, n, k) + place_us,
+        )
+        steps.append(Step("gemm", f"piece {i}", start, computed))
+    return steps
 
 
 def _scatter(p: OverNodes, op: str, plan: TwoLevel, m: int, n: int, k: int) -> list[Step]:
-    rows, pieces = m // p.nodes, plan.pieces
+    rows, piece_count = m // p.nodes, plan.pieces
     shard = rows // p.node.world * n * ITEM
-    sent = p.send(shard // pieces)
-    gathered = p.node.optional("local", rows // pieces * k * ITEM) if pieces > 1 else 0.0
-    now = landed = 0.0
-    found = []
-    for i in range((p.nodes - 1) * pieces):
-        begin, now = now, now + gathered + p.op(op, rows // pieces, n, k)
-        found.append(Step("gemm", f"piece {i}", begin, now))
-        start, landed = max(now, landed), max(now, landed) + sent
-        found.append(Step("comm", "send", start, landed))
-    done = now + p.op(op, rows, n, k)
-    summed = max(done, landed) + p.node.optional("local", (p.nodes + 1) * shard / 2)
-    return [*found, Step("gemm", "own node", now, done), Step("gemm", "sum", max(done, landed), summed)]
+    send_us = p.send(shard // piece_count)
+    gather_us = p.node.optional("local", rows // piece_count * k * ITEM) if piece_count > 1 else 0.0
+    computed = sent = 0.0
+    steps = []
+    for i in range((p.nodes - 1) * piece_count):
+        start, computed = computed, computed + gather_us + p.op(op, rows // piece_count, n, k)
+        steps.append(Step("gemm", f"piece {i}", start, computed))
+        start, sent = max(computed, sent), max(computed, sent) + send_us
+        steps.append(Step("comm", "send", start, sent))
+    done = computed + p.op(op, rows, n, k)
+    sum_end = max(done, sent) + p.node.optional("local", (p.nodes + 1) * shard / 2)
+    return [*steps, Step("gemm", "own node", computed, done), Step("gemm", "sum", max(done, sent), sum_end)]
 
 
 def _reduce(p: OverNodes, plan: TwoLevel, m: int, n: int, k: int) -> list[Step]:
-    pieces, scatter = plan.pieces, around("reduce_scatter")
-    rows, found = m // pieces, []
+    piece_count, scatter = plan.pieces, op_around("reduce_scatter")
+    rows, steps = m // piece_count, []
     part = rows // p.node.world * n * ITEM
-    moved, gathered = p.all_reduce(part), p.node.world * p.node.latency("copy", part) + p.node.latency("barrier")
-    now, landed, ends = 0.0, 0.0, []
-    for i in range(pieces):
-        begin, now = now, now + p.op(scatter, rows, n, k)
-        found.append(Step("gemm", f"piece {i}", begin, now))
-        start, landed = max(now, landed), max(now, landed) + moved
-        found.append(Step("comm", "all_reduce", start, landed))
-        ends.append(landed)
-    for landed in ends:
-        begin, now = max(now, landed), max(now, landed) + gathered
-        found.append(Step("gemm", "gather", begin, now))
-    return found
+    all_reduce_us, gather_us = (
+        p.all_reduce(part),
+        p.node.world * p.node.latency("copy", part) + p.node.latency("barrier"),
+    )
+    computed, reduced, ends = 0.0, 0.0, []
+    for i in range(piece_count):
+        start, computed = computed, computed + p.op(scatter, rows, n, k)
+        steps.append(Step("gemm", f"piece {i}", start, computed))
+        start, reduced = max(computed, reduced), max(computed, reduced) + all_reduce_us
+        steps.append(Step("comm", "all_reduce", start, reduced))
+        ends.append(reduced)
+    for reduced in ends:
+        start, computed = max(computed, reduced), max(computed, reduced) + gather_us
+        steps.append(Step("gemm", "gather", start, computed))
+    return steps

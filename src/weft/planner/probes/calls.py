@@ -1,4 +1,4 @@
-"""Probes of whole ops, by their plans."""
+"""Probes of whole ops, by plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...architectures import HOPPER
-from ...op import REGISTRY, around, collective, collectives
+from ...op import REGISTRY, collective, collectives, op_around
 from ...ops.tiles import fitting
 from ...plans import Decomposed, LowLatencyShot, OneShot, Plan, Sequential
 from ..parts import SHOTS
@@ -16,22 +16,26 @@ from . import moves
 from .common import Bench, Probe, Shape
 from .moves import AFTER
 
-FEW = 32 << 20  # bytes, at most, of what is posted
+MOST_LOW_LATENCY_BYTES = 32 << 20  # of a low-latency collective
 
 
 def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
-    """Map each op to its plans of one kind, those that won on most shapes first, with the tiles that fit a GPU of that
-    compute capability."""
+    """Return each op's variants, those that won on most shapes first, with tiles that fit a GPU of that compute
+    capability."""
     named = {name: op.variants for name, op in REGISTRY.items() if op.variants}
     return {name: tuple(dict.fromkeys(fitting(plan, capability) for plan in plans)) for name, plans in named.items()}
 
 
-def posts_up_to(op: str, plan: LowLatencyShot, world: int) -> int:
-    """Bytes for which low-latency rows are tried: fewer where every rank gets all that is sent; 0: it is not the
-    op's."""
+def most_low_latency_bytes(op: str, plan: LowLatencyShot, world: int) -> int:
+    """Return the most bytes that are tried with a low-latency plan, fewer where every rank receives everything; 0 if
+    the op does not have the plan."""
     if plan.kind not in REGISTRY[op].kinds:
         return 0
-    return FEW // world if (collective(op), plan) == ("all_reduce", OneShot()) else FEW
+    return (
+        MOST_LOW_LATENCY_BYTES // world
+        if (collective(op), plan) == ("all_reduce", OneShot())
+        else MOST_LOW_LATENCY_BYTES
+    )
 
 
 def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph") -> Probe:
@@ -40,12 +44,12 @@ def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "gra
     x, w = b.x[: rows * k].view(rows, k), b.w[: n * k].view(n, k)
 
     def run() -> list[Measurement]:
-        import weft  # whose functions are timed, with all that they do on the host
+        import weft  # the public functions are timed, including their work on the host
 
-        more: dict[str, object] = {}
-        if collective(op) == "all_to_all":  # as many rows to every rank
-            more["destinations"] = weft.route([i % b.world.size for i in range(m)], world=b.world)
-        fn = lambda: getattr(weft, op)(x, w, world=b.world, plan=plan, **more)  # noqa: E731
+        options: dict[str, object] = {}
+        if collective(op) == "all_to_all":  # every rank gets the same number of rows
+            options["destinations"] = weft.route([i % b.world.size for i in range(m)], world=b.world)
+        fn = lambda: getattr(weft, op)(x, w, world=b.world, plan=plan, **options)  # noqa: E731
         fn()  # raises Unsupported on every rank before anything is timed
         return [replace(row, us=(b.timer.graph if mode == "graph" else b.timer.eager)(fn))]
 
@@ -64,17 +68,17 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
         doubling.append(sum(doubling))
     chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
     for op, fused in variants(b.world.capability).items():
-        pieces = [Decomposed((1,) * world, PIECES)] if collective(op) == "reduce_scatter" else []
-        plans: list[Plan] = [Sequential(), *((*chunks, *pieces, *fused) if b.copies else ())]
+        in_pieces = [Decomposed((1,) * world, PIECES)] if collective(op) == "reduce_scatter" else []
+        plans: list[Plan] = [Sequential(), *((*chunks, *in_pieces, *fused) if b.copies else ())]
         yield from (call(b, op, plan, *shape) for plan in plans for shape in shapes_of(b, op, part))
     yield from (
-        call(b, around("all_to_all"), Sequential(), *shape) for shape in shapes_of(b, around("all_to_all"), part)
+        call(b, op_around("all_to_all"), Sequential(), *shape) for shape in shapes_of(b, op_around("all_to_all"), part)
     )
 
 
 def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
-    """Yield calls by signaled plans of few groups and many, with a short first one and a short last one."""
-    for op in (op for op, what in collectives().items() if what in AFTER):
+    """Yield calls by signaled plans: of few groups and of many, with a short first group and a short last one."""
+    for op in (op for op, collective_name in collectives().items() if collective_name in AFTER):
         for ctas in b.sizes.ctas[:2]:
             for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
                 plan = replace(b.sizes.signaled, groups=groups, ctas=ctas)
@@ -85,7 +89,8 @@ def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
 
 
 def eager_calls(b: Bench) -> Iterator[Probe]:
-    """Yield, for every op and kind, one call that takes no time, so that the host's is seen, and one that hides it."""
+    """Yield, for every op and kind of plan, an eager call whose GPU time is negligible, which shows the host's time,
+    and one that is bound by the GPU."""
     for op, fused in variants(b.world.capability).items():
         plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if b.copies else ())]
         if collective(op) != "all_gather":
@@ -97,19 +102,23 @@ def eager_calls(b: Bench) -> Iterator[Probe]:
         for plan in plans:
             yield call(b, op, plan, *large)
             yield from (call(b, op, plan, m, n, k, "eager") for m, n, k in (small, large))
-        some = (min(1024, large[0]), *large[1:])
-        for few in SHOTS if b.copies else ():
-            if few.kind in REGISTRY[op].kinds:
-                yield from (call(b, op, few, *s, mode) for s in (small, some) for mode in ("graph", "eager"))
+        medium = (min(1024, large[0]), *large[1:])
+        for low_latency in SHOTS if b.copies else ():
+            if low_latency.kind in REGISTRY[op].kinds:
+                yield from (call(b, op, low_latency, *s, mode) for s in (small, medium) for mode in ("graph", "eager"))
 
 
-def few_rows(b: Bench) -> Iterator[Probe]:
-    """Yield the collectives by low-latency rows, alone and in whole ops, beside the library's."""
+def low_latency_calls(b: Bench) -> Iterator[Probe]:
+    """Yield the low-latency collectives alone, and whole ops by them and by other plans."""
     by_op = variants(b.world.capability)
     for op in by_op:
-        most = {plan: posts_up_to(op, plan, b.world.size) for plan in SHOTS}
-        plans = [plan for plan in SHOTS if most[plan]]
+        largest = {plan: most_low_latency_bytes(op, plan, b.world.size) for plan in SHOTS}
+        plans = [plan for plan in SHOTS if largest[plan]]
         for plan in plans:
-            yield from (moves.posted(b, op, plan, size) for size in b.sizes.few if size <= most[plan])
-        beside = Sequential(), Decomposed((1,) * b.world.size), *plans, *by_op[op]
-        yield from (call(b, op, plan, *shape) for plan in beside for shape in b.sizes.few_rows)
+            yield from (
+                moves.low_latency_collective(b, op, plan, size)
+                for size in b.sizes.low_latency_bytes
+                if size <= largest[plan]
+            )
+        concurrent = Sequential(), Decomposed((1,) * b.world.size), *plans, *by_op[op]
+        yield from (call(b, op, plan, *shape) for plan in concurrent for shape in b.sizes.low_latency_shapes)

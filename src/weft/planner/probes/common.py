@@ -1,4 +1,4 @@
-"""What probes have in common: the sizes that are measured, the memory that probes work on, and a probe."""
+"""What probes share: the measured sizes, the memory that probes use, and the class of a probe."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from ..timing import Timer
 
 BF = torch.bfloat16
 Shape = tuple[int, int, int]
-WAVES = (Occupancy(GemmTile()), Occupancy(NARROW, 2), Occupancy(GemmTile(stages=4)))  # all that the ops' plans use
+WAVES = (
+    Occupancy(GemmTile()),
+    Occupancy(NARROW, 2),
+    Occupancy(GemmTile(stages=4)),
+)  # all configurations that the ops' plans use
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; where there are two parts, the second when all else is done. gemms: (M, N, K). waves: (row
-    tiles, column tiles, K). nbytes: of collectives and copies. gather, reduce: whole ops, (M, N, K) of the GEMM on one
-    rank. ctas: limits of communicators. moved, beside: bytes and (M, N, K) of what runs side by side. few, few_rows:
-    bytes of collectives by low-latency rows, and whole ops with them. tiles: whose waves are measured. signaled: what
-    the signaled plans differ from in groups and CTAs."""
+    """The measured sizes. Where there are two parts, the second is measured when everything else is done.
+
+    gemms: (M, N, K). waves: (row tiles, column tiles, K). nbytes: of collectives and copies. gather, reduce: (M, N, K),
+    of the GEMM on one rank, of whole ops. ctas: limits of communicators. moved_bytes, concurrent_gemm: bytes of a
+    transfer and (M, N, K) of a GEMM that run concurrently. low_latency_bytes, low_latency_shapes: bytes of low-latency
+    collectives, and (M, N, K) of whole ops by them. tiles: configurations whose waves are measured. signaled: the plan
+    from which measured signaled plans differ in groups and CTAs.
+    """
 
     gemms: tuple[tuple[Shape, ...], tuple[Shape, ...]]
     waves: tuple[Shape, ...]
@@ -34,10 +41,10 @@ class Sizes:
     gather: tuple[tuple[Shape, ...], tuple[Shape, ...]]
     reduce: tuple[tuple[Shape, ...], tuple[Shape, ...]]
     ctas: tuple[int, ...]
-    moved: int
-    beside: Shape
-    few: tuple[int, ...]
-    few_rows: tuple[Shape, ...]
+    moved_bytes: int
+    concurrent_gemm: Shape
+    low_latency_bytes: tuple[int, ...]
+    low_latency_shapes: tuple[Shape, ...]
     tiles: tuple[Occupancy, ...] = WAVES
     signaled: Signaled = Signaled()
 
@@ -58,8 +65,8 @@ FINE = (
 )
 SIZES = Sizes(
     gemms=(COARSE, FINE),
-    # 132 and 264 programs: 1, 2, 4 and 8 waves of 11 columns of tiles; 4.5 and 2.25; and what 124 or 128 programs
-    # finish
+    # With 132 and 264 programs, 11 columns of tiles: 1, 2, 4 and 8 waves, then 4.5 and 2.25. With 31 columns: whole
+    # waves of 124 or 128 programs.
     waves=_grid((12, 24, 48, 96, 54, 27), (11,), (1024, 2048, 4096, 8192)) + _grid((32, 64), (31,), (2048, 8192)),
     nbytes=(
         tuple(1 << i for i in range(20, 29, 2)),
@@ -74,16 +81,15 @@ SIZES = Sizes(
         ((4096, 4096, 4096), (1024, 8192, 2048), (16384, 4096, 2048), (8192, 4608, 5120), (512, 8192, 4096)),
     ),
     ctas=(16, 24, 8, 4),
-    moved=64 << 20,
-    beside=(8192, 4096, 4096),
-    few=tuple(sorted([1 << i for i in range(15, 26)] + [3 << i for i in range(15, 24)])),
-    few_rows=((64, 8192, 4096), (128, 4096, 8192), (512, 8192, 2048)),
+    moved_bytes=64 << 20,
+    concurrent_gemm=(8192, 4096, 4096),
+    low_latency_bytes=tuple(sorted([1 << i for i in range(15, 26)] + [3 << i for i in range(15, 24)])),
+    low_latency_shapes=((64, 8192, 4096), (128, 4096, 8192), (512, 8192, 2048)),
 )
 
 
 def fitted(sizes: Sizes, capability: int) -> Sizes:
-    """Return `sizes` with the tiles that fused and signaled plans have on a GPU of that compute capability, where those
-    differ from Hopper's."""
+    """Return `sizes` with the tiles that fused and signaled plans have on a GPU of that compute capability."""
     fused, signaled = fitting(FusedGather(), capability), fitting(sizes.signaled, capability)
     if signaled == sizes.signaled and fused == FusedGather():
         return sizes
@@ -93,46 +99,50 @@ def fitted(sizes: Sizes, capability: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Probe:
-    """One thing to measure. gives: the measurements that `run` returns, with placeholders for the results."""
+    """One measurement to make. rows: the rows that `run` returns, with placeholders for the results."""
 
-    what: str
-    gives: tuple[Measurement, ...]
+    name: str
+    rows: tuple[Measurement, ...]
     run: Callable[[], Sequence[Measurement]]
 
 
 class Bench:
-    """What probes work on: a World, a timer, sizes, and memory for the largest of them."""
+    """What probes work with: a World, a timer, sizes, and memory for the largest of them."""
 
     def __init__(self, world: World, timer: Timer, sizes: Sizes = SIZES) -> None:
         self.world, self.timer, self.sizes = world, timer, fitted(sizes, world.capability)
         sizes = self.sizes
-        most = max(s for part in sizes.nbytes for s in part)
-        need = max(max(m * k, n * k, m * n) for part in sizes.gemms for m, n, k in part)
-        need = max(need, *(_wave_need(w, r, c, k) for w in sizes.tiles for r, c, k in sizes.waves))
-        shapes = [*(s for part in (*sizes.gather, *sizes.reduce) for s in part), sizes.beside, *sizes.few_rows]
-        need = max(need, *(max(m * k, n * k, m * n) for m, n, k in shapes))
-        self.x, self.w = (self._random(need) for _ in range(2))
-        self.out = world.empty((need,), BF)
-        self.full, self.part = (world.zeros((max(most // 2, 1),), BF) for _ in range(2))
+        most_bytes = max(s for part in sizes.nbytes for s in part)
+        elements = max(max(m * k, n * k, m * n) for part in sizes.gemms for m, n, k in part)
+        elements = max(elements, *(_wave_need(w, r, c, k) for w in sizes.tiles for r, c, k in sizes.waves))
+        shapes = [
+            *(s for part in (*sizes.gather, *sizes.reduce) for s in part),
+            sizes.concurrent_gemm,
+            *sizes.low_latency_shapes,
+        ]
+        elements = max(elements, *(max(m * k, n * k, m * n) for m, n, k in shapes))
+        self.x, self.w = (self._random(elements) for _ in range(2))
+        self.out = world.empty((elements,), BF)
+        self.full, self.part = (world.zeros((max(most_bytes // 2, 1),), BF) for _ in range(2))
         self.copies = world.symmetric_reason is None
 
     def _random(self, count: int) -> torch.Tensor:
-        made = self.world.empty((count,), BF)
-        made.copy_(torch.randn(count, dtype=BF, device=made.device) * 0.1)
-        return made
+        values = self.world.empty((count,), BF)
+        values.copy_(torch.randn(count, dtype=BF, device=values.device) * 0.1)
+        return values
 
-    def latency(self, what: str, nbytes: int, fn: Callable[[], object], ctas: int = 0, per: int = 1) -> Probe:
-        row = Latency(what, ctas, nbytes, 1.0)
-        said = f"{what} {size_of(nbytes)}" if nbytes else what
-        return Probe(said, (row,), lambda: [replace(row, us=self.timer.graph(fn) / per)])
+    def latency(self, operation: str, nbytes: int, fn: Callable[[], object], ctas: int = 0, per: int = 1) -> Probe:
+        row = Latency(operation, ctas, nbytes, 1.0)
+        name = f"{operation} {size_of(nbytes)}" if nbytes else operation
+        return Probe(name, (row,), lambda: [replace(row, us=self.timer.graph(fn) / per)])
 
     def library(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-        """The library's GEMM."""
+        """Compute out = x @ w.T by the library's GEMM."""
         self.world.linear(x, w, None, self.world.current_stream(), out)
 
 
-def _wave_need(on: Occupancy, row_tiles: int, col_tiles: int, k: int) -> int:
-    m, n = row_tiles * on.tile.block_m, col_tiles * on.tile.block_n * on.per_sm
+def _wave_need(occupancy: Occupancy, row_tiles: int, col_tiles: int, k: int) -> int:
+    m, n = row_tiles * occupancy.tile.block_m, col_tiles * occupancy.tile.block_n * occupancy.per_sm
     return max(m * k, n * k, m * n)
 
 

@@ -22,10 +22,10 @@ def gemm(b: Bench, m: int, n: int, k: int) -> Probe:
     return Probe(f"GEMM {m} x {n} x {k}", (row,), lambda: [replace(row, us=b.timer.graph(fn))])
 
 
-def wave(b: Bench, on: Occupancy, row_tiles: int, col_tiles: int, k: int) -> Probe:
-    """Probe waves of tiles by as many programs as divide the tiles, among the numbers that the ops use: those that fill
-    all SMs, or all but 4 or 8; those of all SMs where none divides."""
-    tile, per_sm = on.tile, on.per_sm
+def wave(b: Bench, occupancy: Occupancy, row_tiles: int, col_tiles: int, k: int) -> Probe:
+    """Return a probe of waves of tiles. The number of programs is one that the ops use, on all SMs or all but 4 or 8,
+    chosen so that it divides the tiles if possible."""
+    tile, per_sm = occupancy.tile, occupancy.per_sm
     if per_sm == 2:
         col_tiles *= 2
     tiles = row_tiles * col_tiles
@@ -34,8 +34,8 @@ def wave(b: Bench, on: Occupancy, row_tiles: int, col_tiles: int, k: int) -> Pro
     row = Wave(tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, per_sm, programs, tiles, k, 1.0)
     m, n = row_tiles * tile.block_m, col_tiles * tile.block_n
     fn = lambda: run_tiles(b, tile, programs, m, n, k)  # noqa: E731
-    said = f"waves of {tile.block_m} x {tile.block_n}, {tiles} over {programs}, K {k}"
-    return Probe(said, (row,), lambda: [replace(row, us=b.timer.graph(fn))])
+    name = f"waves of {tile.block_m} x {tile.block_n}, {tiles} over {programs}, K {k}"
+    return Probe(name, (row,), lambda: [replace(row, us=b.timer.graph(fn))])
 
 
 def run_tiles(b: Bench, tile: GemmTile, programs: int, m: int, n: int, k: int) -> None:

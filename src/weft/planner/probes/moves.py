@@ -1,4 +1,4 @@
-"""Probes of what moves bytes: collectives, copies, low-latency rows, each alone and beside a GEMM."""
+"""Probes of transfers: collectives, copies, low-latency collectives, each alone and concurrent with a GEMM."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from ...backends.base import Stream
 from ...op import REGISTRY
 from ...op import collective as collective_of
 from ...plans import LowLatencyShot
-from ...transport import low_latency as posted_rows
-from ...transport.copies import peer_at, sum_parts
+from ...transport import low_latency as low_latency
+from ...transport.copy_engine import sum_parts
+from ...transport.order import peer_at
 from ...transport.two_level import hops, send
-from ..parts import by_posted_rows
-from ..profile import SEND_TO_NODE, Beside, Latency, Measurement, Takes
+from ..parts import low_latency_name
+from ..profile import SEND_TO_NODE, Latency, Measurement, Slowdown, UsedCtas
 from . import gemms
 from .common import Bench, Probe, size_of
 
-AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals can start
+AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # collectives that a GEMM's signals can start
 
 
-def mover(b: Bench, what: str, ctas: int, nbytes: int) -> Callable[[Stream], None]:
-    """Return a function of a stream that runs the collective `what` on `nbytes`, rounded down to whole shards."""
+def collective_call(b: Bench, operation: str, ctas: int, nbytes: int) -> Callable[[Stream], None]:
+    """Return a function of a stream that runs the collective on `nbytes`, rounded down to whole shards."""
     world = b.world
-    each = max(nbytes // 2 // world.size // 8 * 8, 8)
-    full, part = b.full[: each * world.size], b.part[:each]
-    on = (world.communicator(ctas),) if ctas else ()
-    if what == "all_gather":
-        return lambda stream: world.all_gather(full, part, stream, *on)
-    if what == "reduce_scatter":
-        return lambda stream: world.reduce_scatter(part, full, stream, *on)
-    if what == "all_reduce":
-        return lambda stream: world.all_reduce(full, stream, *on)
-    outs, parts = b.part[: each * world.size].split(each), full.split(each)
-    return lambda stream: world.all_to_all(outs, parts, stream, *on)
+    shard = max(nbytes // 2 // world.size // 8 * 8, 8)
+    full, part = b.full[: shard * world.size], b.part[:shard]
+    communicator = (world.communicator(ctas),) if ctas else ()
+    if operation == "all_gather":
+        return lambda stream: world.all_gather(full, part, stream, *communicator)
+    if operation == "reduce_scatter":
+        return lambda stream: world.reduce_scatter(part, full, stream, *communicator)
+    if operation == "all_reduce":
+        return lambda stream: world.all_reduce(full, stream, *communicator)
+    outs, parts = b.part[: shard * world.size].split(shard), full.split(shard)
+    return lambda stream: world.all_to_all(outs, parts, stream, *communicator)
 
 
-def collective(b: Bench, what: str, ctas: int, nbytes: int) -> Probe:
-    row = Latency(what, ctas, nbytes, 1.0)
+def collective(b: Bench, operation: str, ctas: int, nbytes: int) -> Probe:
+    row = Latency(operation, ctas, nbytes, 1.0)
 
     def run() -> list[Measurement]:
-        move = mover(b, what, ctas, nbytes)
+        move = collective_call(b, operation, ctas, nbytes)
         return [replace(row, us=b.timer.graph(lambda: move(b.world.current_stream())))]
 
-    return Probe(f"{what} {size_of(nbytes)}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+    return Probe(f"{operation} {size_of(nbytes)}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
 
 
-def posted(b: Bench, op: str, plan: LowLatencyShot, nbytes: int) -> Probe:
-    """Probe a collective by low-latency rows alone."""
-    world, each = b.world, nbytes // 2 // b.world.size // 8 * 8
-    full, part = b.full[: each * world.size].view(world.size, each), b.part[:each].view(1, each)
+def low_latency_collective(b: Bench, op: str, plan: LowLatencyShot, nbytes: int) -> Probe:
+    """Return a probe of a low-latency collective alone."""
+    world, shard = b.world, nbytes // 2 // b.world.size // 8 * 8
+    full, part = b.full[: shard * world.size].view(world.size, shard), b.part[:shard].view(1, shard)
     shards = (1,) * world.size
 
     def fn() -> None:
@@ -62,11 +63,11 @@ def posted(b: Bench, op: str, plan: LowLatencyShot, nbytes: int) -> Probe:
         if collective_of(op) == "all_reduce":
             REGISTRY["all_reduce"].call(world, plan, (full,), (), None)
         elif collective_of(op) == "all_gather":
-            posted_rows.gather(part, world, plan, shards, stream)
+            low_latency.gather(part, world, plan, shards, stream)
         else:
-            posted_rows.scatter(full, world, plan, shards, stream, part)
+            low_latency.scatter(full, world, plan, shards, stream, part)
 
-    return b.latency(by_posted_rows(collective_of(op), plan), nbytes, fn)
+    return b.latency(low_latency_name(collective_of(op), plan), nbytes, fn)
 
 
 def copies(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
@@ -93,7 +94,7 @@ def copies(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
 
 
 def sends(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
-    """Probe the link between nodes: all ranks of a node send at once, as two-level plans have them."""
+    """Yield probes of the link between nodes: all ranks of a node send at once, as in two-level plans."""
     target, source = next(hops(b.world))
     for size in sizes:
         part, into = b.part[: size // 2], b.full[: size // 2]
@@ -105,54 +106,57 @@ def sends(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
 
 
 def sum_of_parts(b: Bench, count: int) -> None:
-    """What a decomposed reduce-scatter ends with, over columns of 1024 elements or all."""
+    """Run the sum at the end of a decomposed reduce-scatter, over rows of 1024 elements, or of `count` if that is
+    less."""
     n = min(1024, count)
     out = b.out.view(-1)[: count // n * n].view(count // n, n)
     sum_parts(b.part, b.full, out, None, b.world, b.world.current_stream())
 
 
-def beside(b: Bench, what: str, ctas: int) -> Iterator[Probe]:
-    """Probe `what` beside a GEMM: the library's, or, beside a limited communicator, one that leaves its SMs free."""
-    world, (m, n, k) = b.world, b.sizes.beside
-    row = Beside(what, ctas, 1.0, 1.0)
+def concurrent_probes(b: Bench, operation: str, ctas: int) -> Iterator[Probe]:
+    """Yield a probe of a collective or copy concurrent with a GEMM. With a limited communicator the GEMM is weft's own,
+    which leaves the communicator's SMs free."""
+    world, (m, n, k) = b.world, b.sizes.concurrent_gemm
+    row = Slowdown(operation, ctas, 1.0, 1.0)
 
     def run() -> list[Measurement]:
         x, w, out = b.x[: m * k].view(m, k), b.w[: n * k].view(n, k), b.out[: m * n].view(m, n)
-        if what == "copy":
-            size = b.sizes.moved // world.size
+        if operation == "copy":
+            size = b.sizes.moved_bytes // world.size
             memory = world.buffer("tune", size).view(0, (size,), torch.uint8)
-            peer, to = memory.peers[peer_at(1, world.rank, world.size)], b.part.view(torch.uint8)[:size]
-            move: Callable[[Stream], object] = lambda stream: world.copy(to, peer, stream)  # noqa: E731
+            source, target = memory.peers[peer_at(1, world.rank, world.size)], b.part.view(torch.uint8)[:size]
+            move: Callable[[Stream], object] = lambda stream: world.copy(target, source, stream)  # noqa: E731
         else:
-            move = mover(b, what, ctas, b.sizes.moved)
+            move = collective_call(b, operation, ctas, b.sizes.moved_bytes)
         gemm = lambda: b.library(x, w, out)  # noqa: E731
         if ctas:
             gemm = lambda: gemms.run_tiles(b, b.sizes.tiles[0].tile, world.sm_count - ctas, m, n, k)  # noqa: E731
-        slow, other = b.timer.together(gemm, move)
-        return [replace(row, gemm=slow, other=other)]
+        gemm_slowdown, transfer_slowdown = b.timer.together(gemm, move)
+        return [replace(row, gemm=gemm_slowdown, transfer=transfer_slowdown)]
 
-    yield Probe(f"GEMM beside {what}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+    yield Probe(f"GEMM concurrent with {operation}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
 
 
-def takes(b: Bench) -> Probe:
-    """Read from torch's profiler, under which no other probe should run, how many CTAs each collective takes."""
-    limits = [("all_gather", 0), *((what, ctas) for ctas in (0, *b.sizes.ctas) for what in AFTER)]
-    rows = tuple(Takes(what, ctas, b.sizes.moved, 0) for what, ctas in limits)
+def ctas_probe(b: Bench) -> Probe:
+    """Return a probe that reads from torch's profiler how many CTAs each collective takes. It runs last, since the
+    profiler would slow other probes."""
+    limits = [("all_gather", 0), *((operation, ctas) for ctas in (0, *b.sizes.ctas) for operation in AFTER)]
+    rows = tuple(UsedCtas(operation, ctas, b.sizes.moved_bytes, 0) for operation, ctas in limits)
 
     def run() -> list[Measurement]:
-        moves = [mover(b, row.what, row.ctas, row.nbytes) for row in rows]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        moves = [collective_call(b, row.operation, row.ctas, row.nbytes) for row in rows]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             for move in moves:
                 move(b.world.current_stream())
             torch.cuda.synchronize()
         with tempfile.TemporaryDirectory() as folder:
-            seen.export_chrome_trace(f"{folder}/trace.json")
+            profiler.export_chrome_trace(f"{folder}/trace.json")
             events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
         kernels = sorted(
             (e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()), key=lambda e: e["ts"]
         )
         if len(kernels) != len(rows):
             raise RuntimeError(f"the profiler saw {len(kernels)} kernels of {len(rows)} collectives")
-        return [replace(row, seen=int(e["args"]["grid"][0])) for row, e in zip(rows, kernels, strict=True)]
+        return [replace(row, used=int(e["args"]["grid"][0])) for row, e in zip(rows, kernels, strict=True)]
 
     return Probe("CTAs of the collectives", rows, run)

@@ -1,6 +1,6 @@
-"""Dispatch and combine where ranks have no symmetric memory: by the library's collectives.
+"""Dispatch and combine by the library's collectives, for ranks without symmetric memory.
 
-    dispatch   all-gathers of tokens, ids and weights; rows of this rank's experts picked from all tokens
+    dispatch   all-gathers of tokens, ids and weights; the rows of this rank's experts are picked from all tokens
     combine    weighted sums of every rank's tokens over the experts here, all-to-all, and their sum in rank order
 
 Rows have the order that the kernels give them (op.py).
@@ -18,58 +18,59 @@ from ..tensor_parallel.sequential import gathered, tables
 Tensor = torch.Tensor
 
 
-def place(
+def gather_tokens(
     world: World, layer: Split, order: ExpertOrder, weights: Tensor, x: Tensor, ids: Tensor, own_weights: Tensor
 ) -> Tensor:
-    """Tokens of all ranks [W C, H], on the current stream; writes `order` and weights [W, C, k]. layer.tile: what
-    every expert's rows begin at a multiple of."""
+    """Return the tokens of all ranks [W, max_tokens, H], flat, on the current stream; fill `order` and weights [W,
+    max_tokens, k]. Every expert's rows begin at a multiple of layer.tile."""
     tokens, all_ids, all_weights = (
-        gathered(world, layer, t, none) for t, none in ((x, 0), (ids, -1), (own_weights, 0))
+        gathered(world, layer, t, fill_value) for t, fill_value in ((x, 0), (ids, -1), (own_weights, 0))
     )
 
     def fill() -> None:
         order.ids.copy_(all_ids.view(order.ids.shape))
         weights.copy_(all_weights.view(weights.shape))
-        made = tables(order.ids, world.rank, layer, layer.local(world))
-        for name in ("slots", "sources", "offsets", "received"):
-            getattr(order, name).copy_(made[name].flatten())
+        values = tables(order.ids, world.rank, layer, layer.local(world))
+        for name in ("route_rows", "sources", "offsets", "received"):
+            getattr(order, name).copy_(values[name].flatten())
 
     world.call(fill, [all_ids, all_weights], [*order, weights], world.current_stream())
     return tokens
 
 
-def pick(world: World, tokens: Tensor, sources: Tensor, rows: Tensor) -> None:
-    """rows [.., H], in order: those of `sources`; zero where there is none."""
-    flat, place = rows.view(-1, rows.shape[-1]), sources.flatten()
+def pick_rows(world: World, tokens: Tensor, sources: Tensor, rows: Tensor) -> None:
+    """rows [.., H], in expert order = the tokens of `sources`; zero where there is none."""
+    flat, source = rows.view(-1, rows.shape[-1]), sources.flatten()
 
     def copy() -> None:
-        there = (place >= 0)[:, None]
-        flat.copy_(torch.where(there, tokens[place.clamp(min=0).long()], 0))
+        valid = (source >= 0)[:, None]
+        flat.copy_(torch.where(valid, tokens[source.clamp(min=0).long()], 0))
 
     world.call(copy, [tokens, sources], [rows], world.current_stream())
 
 
-def sums(
-    world: World, layer: Split, slots: Tensor, weights: Tensor, y: Tensor, shared: Tensor | None, out: Tensor
+def combine(
+    world: World, layer: Split, route_rows: Tensor, weights: Tensor, y: Tensor, shared: Tensor | None, out: Tensor
 ) -> None:
-    """out [T, H] = the sum over a token's routes of weight * its row of y, + shared. slots [W C k]."""
-    stream, (size, capacity, k) = world.current_stream(), weights.shape
-    parts, received = (world.empty((size, capacity, layer.hidden), layer.dtype) for _ in range(2))
-    by_token, flat = slots.view(size * capacity, k), y.view(-1, layer.hidden)
+    """out [T, H] = the sum over a token's routes of weight * its row of y, + shared. route_rows [W max_tokens k]."""
+    stream, (size, max_tokens_per_rank, k) = world.current_stream(), weights.shape
+    rank_sums, received = (world.empty((size, max_tokens_per_rank, layer.hidden), layer.dtype) for _ in range(2))
+    by_token, flat = route_rows.view(size * max_tokens_per_rank, k), y.view(-1, layer.hidden)
 
     def add() -> None:
-        total = torch.zeros(size * capacity, layer.hidden, dtype=torch.float32, device=y.device)
-        for slot, weight in zip(by_token.unbind(1), weights.view(-1, k).unbind(1), strict=True):
-            rows = flat[slot.clamp(min=0).long()].float() * weight[:, None]
-            total += torch.where((slot >= 0)[:, None], rows, 0)
-        parts.copy_(total.view(parts.shape))
+        total = torch.zeros(size * max_tokens_per_rank, layer.hidden, dtype=torch.float32, device=y.device)
+        for row, weight in zip(by_token.unbind(1), weights.view(-1, k).unbind(1), strict=True):
+            rows = flat[row.clamp(min=0).long()].float() * weight[:, None]
+            total += torch.where((row >= 0)[:, None], rows, 0)
+        rank_sums.copy_(total.view(rank_sums.shape))
 
-    # Rows of no token are anything, and how many these are the host does not know: so that y is read is not told.
-    world.call(add, [slots, weights], [parts], stream)
+    # The list of reads leaves out y: its rows without a token are undefined, and the host does not know how many these
+    # are.
+    world.call(add, [route_rows, weights], [rank_sums], stream)
     if world.size > 1:
-        world.all_to_all(list(received), list(parts), stream)
+        world.all_to_all(list(received), list(rank_sums), stream)
     else:
-        received = parts
+        received = rank_sums
 
     def total() -> None:
         result = torch.zeros(out.shape, dtype=torch.float32, device=out.device)

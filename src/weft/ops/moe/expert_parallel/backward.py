@@ -1,10 +1,10 @@
-"""The launches of an MoE layer's backward pass (backward_kernels.py, which says what orders them).
+"""The launches of an MoE layer's backward pass (backward_kernels.py says what orders them).
 
     side stream  | dispatch x, dy                         |                  | combine                       |
     main stream  | share, tables | x rows @ w13 | dy rows | @ w2, activation | @ w13 | sums over rows: dw13, .. | sum
 
-Rows are where the forward pass had them: the tables are made again, of the same ids. What it kept (`call.Kept`) is not
-sent or computed again.
+Rows have the order of the forward pass, because the tables are built again from the same ids. What the forward pass
+saved (`call.Kept`) is neither sent nor computed again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ..routing import route_tables
 from ..routing.route_tables import Tables
 from . import dispatched
 from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
-from .dispatched import SUM, Prepared, Space, scratch
-from .kernels import GELU, Routed
-from .place_rows import places_rows
+from .dispatched import COMBINE_REGISTERS, DispatchedState, LayerWorkspace, scratch
+from .kernels import GELU, RoutedRows
+from .place_rows import place_rows_launch
 from .place_rows_kernels import ExpertOrder
 
 Tensor = torch.Tensor
 
 
 class Gradients(NamedTuple):
-    """The gradients: x, dx [T, H]; weights, float32 [T, k]; those of the experts as these are, None where they are not
-    wanted."""
+    """The gradients: x is dx [T, H]; weights, float32 [T, k]; those of the experts have the experts' shapes, and are
+    None where they are not wanted."""
 
     x: Tensor
     weights: Tensor
@@ -47,149 +47,157 @@ class Gradients(NamedTuple):
 
 
 @dataclass(eq=False)
-class PassRows:
-    """What a pass has of its rows: `x`, `dy` [rows, H]; `both`, of which the activation is, and its gradient `dboth`
-    [rows, N]; `hidden` [rows, I], `y` [rows, H], as kernels.py has them; by_row float32 [rows], weights. inbox: the
-    second, of x that is sent again. home: gradients of the routes' weights [C, k]."""
+class BackwardMemory:
+    """The memory of a backward pass.
+
+    x, dy: rows [rows, H]. preactivation, dpreactivation: the input of the activation and its gradient [rows, N].
+    row_weights: float32 [rows], the weight of each row. workspace: as in the forward pass, with hidden [rows, I] and y
+    [rows, H]. x_inbox: a second inbox, for x that is sent again. dweights_inbox: float32 [max_tokens, k], the gradients
+    of this rank's routing weights, which other ranks write. ones: routing weights of 1.
+    """
 
     x: Tensor
     dy: Tensor
-    both: Tensor
-    dboth: Tensor
-    by_row: Tensor
-    at: Space
-    inbox: SymmetricTensor
-    home: SymmetricTensor
-    ones: Tensor  # float32 [W, C, k]
-    uncounted: Tensor  # counters that nobody waits for
+    preactivation: Tensor
+    dpreactivation: Tensor
+    row_weights: Tensor
+    workspace: LayerWorkspace
+    x_inbox: SymmetricTensor
+    dweights_inbox: SymmetricTensor
+    ones: Tensor  # float32 [W, max_tokens, k]
+    unused_counters: Tensor  # counters for which nobody waits
 
 
-def memory(world: World, of: Prepared, n: int) -> PassRows:
-    """Return the memory of a pass, which is that of all layers together but for what depends on C and k. Collective
-    when it has to grow."""
-    layer, rows = of.layer, of.rows
-    at = dispatched.space(world, layer, rows)
-    again = dispatched.space(world, layer, rows, "inbox of x").inbox
-    c, k = layer.capacity, layer.k
-    home = world.cached((NAME, "home", c, k), lambda: world.symmetric((c, k), torch.float32, f"{NAME} home"))
+def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMemory:
+    """Return the memory of a backward pass, which all layers share except for the parts that depend on
+    max_tokens_per_rank and k. The call is collective when it has to grow."""
+    layer, rows = state.layer, state.rows
+    workspace = dispatched.make_workspace(world, layer, rows)
+    x_inbox = dispatched.make_workspace(world, layer, rows, "inbox of x").inbox
+    shape, name = (layer.max_tokens_per_rank, layer.k), f"{NAME} gradients of weights"
 
     def ones() -> Tensor:
-        return world.tensor([1] * (world.size * c * k), torch.float32)
+        return world.tensor([1] * (world.size * shape[0] * shape[1]), torch.float32)
 
-    def room(name: str, cols: int, dtype: torch.dtype = layer.dtype) -> Tensor:
+    def rows_scratch(name: str, cols: int, dtype: torch.dtype = layer.dtype) -> Tensor:
         return scratch(world, name, rows, cols, dtype)
 
-    return PassRows(
-        x=room("rows of x", layer.hidden),
-        dy=room("rows of dy", layer.hidden),
-        both=room("both", n),
-        dboth=room("dboth", n),
-        by_row=room("weights of rows", 1, torch.float32),
-        at=at,
-        inbox=again,
-        home=home,
-        ones=world.cached((NAME, "ones", c, k), ones),
-        uncounted=world.cached((NAME, "uncounted"), lambda: world.zeros((32,), torch.int32)),
+    return BackwardMemory(
+        x=rows_scratch("rows of x", layer.hidden),
+        dy=rows_scratch("rows of dy", layer.hidden),
+        preactivation=rows_scratch("preactivation", n),
+        dpreactivation=rows_scratch("dpreactivation", n),
+        row_weights=rows_scratch("weights of rows", 1, torch.float32),
+        workspace=workspace,
+        x_inbox=x_inbox,
+        dweights_inbox=world.cached((name, *shape), lambda: world.symmetric(shape, torch.float32, name)),
+        ones=world.cached((NAME, "ones", *shape), ones),
+        unused_counters=world.cached((NAME, "unused counters"), lambda: world.zeros((32,), torch.int32)),
     )
 
 
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def placing(
-    world: World, of: Prepared, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, came: bool
+def place_launch(
+    world: World, state: DispatchedState, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, arrived: bool
 ) -> GivenLaunch:
-    """The launch that places inbox [W, C, H] in rows [rows, H], as it comes, or (came) all of it. ids: int32 [W, C,
-    k]."""
-    order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
-    return places_rows(world, of, inbox, rows, order, 0 if came else of.senders)
+    """Return the launch that places inbox [W, max_tokens, H] in rows [rows, H], step by step as it arrives, or all of
+    it if it has arrived. ids: int32 [W, max_tokens, k]."""
+    order = ExpertOrder(ids, tables.route_rows, tables.sources, tables.offsets, tables.received)
+    return place_rows_launch(world, state, inbox, rows, order, 0 if arrived else state.dispatch_programs)
 
 
-def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: Weights, m: PassRows) -> GivenLaunch:
-    gate = 0 if ACTIVATIONS[of.layer.activation] == GELU.value else world.scale.interleave
-    form = GradientForm(ACTIVATIONS[of.layer.activation], gate, w.w13.shape[1], world.size, w.b2 is not None)
+def activation_gradient_launch(
+    world: World, state: DispatchedState, tables: Tables, weights: Tensor, w: Weights, memory: BackwardMemory
+) -> GivenLaunch:
+    """Return the launch of `activation_gradient`. weights: float32 [W, max_tokens, k]."""
+    gate = 0 if ACTIVATIONS[state.layer.activation] == GELU.value else world.scale.interleave
+    form = GradientForm(ACTIVATIONS[state.layer.activation], gate, w.w13.shape[1], world.size, w.b2 is not None)
     moving: dict[str, Moved] = dict(
-        both=m.both,
-        hidden=m.at.hidden,
-        out=m.dboth,
-        dy=m.dy,
+        preactivation=memory.preactivation,
+        hidden=memory.workspace.hidden,
+        out=memory.dpreactivation,
+        dy=memory.dy,
         bias=w.w2 if w.b2 is None else w.b2,
-        by_row=m.by_row,
+        row_weights=memory.row_weights,
         tables=tables,
         weights=weights,
-        home=m.home.addresses,
+        dweights_inbox=memory.dweights_inbox.addresses,
     )
-    return GivenLaunch(activation_launch(world, of, form), moving)
+    return GivenLaunch(activation_launch(world, state, form), moving)
 
 
 class GradientForm(NamedTuple):
-    """The form of an activation's gradient. columns: N, of its operand. homes: ranks whose routes' weights have
-    gradients at home, 0 for here. bias: whether the second matrix has one."""
+    """The form of an activation's gradient. gate_block: columns of a gate block, 0 without a gate. columns: N, those of
+    its input. ranks: the number of ranks that receive gradients of routing weights, 0 for this rank alone. bias:
+    whether the second matrix has one."""
 
     activation: int
-    gated: int
+    gate_block: int
     columns: int
-    homes: int
+    ranks: int
     bias: bool
 
 
-def gradient_sizes(world: World, of: Prepared, form: GradientForm) -> GradientSizes:
+def gradient_sizes(world: World, state: DispatchedState, form: GradientForm) -> GradientSizes:
+    """Return the sizes of the gradients' kernels."""
     rows, cols = world.scale.gradient_block
     return constants(
         GradientSizes,
-        W=form.homes,
-        K=of.layer.k,
-        BM=of.plan.tile.block_m,
+        W=form.ranks,
+        K=state.layer.k,
+        BM=state.plan.tile.block_m,
         ROWS=rows,
         COLS=cols,
         ACT=form.activation,
-        GATED=form.gated,
+        GATE_BLOCK=form.gate_block,
     )
 
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
-    """Return the programs of a launch between two GEMMs, as many as fit on the GPU, and their options."""
-    return world.sm_count * world.scale.between, dict(num_warps=4, maxnreg=96, co_resident=True)
+    """Return the number of programs of a launch between two GEMMs, as many as fit on the GPU, and its options."""
+    return world.sm_count * world.scale.programs_between_gemms, dict(num_warps=4, maxnreg=96, co_resident=True)
 
 
 @prepared
-def activation_launch(world: World, of: Prepared, form: GradientForm) -> Launch:
+def activation_launch(world: World, state: DispatchedState, form: GradientForm) -> Launch:
     programs, options = between_gemms(world)
     return Launch(
         world,
         activation_gradient,
         programs,
         options,
-        C=of.layer.capacity,
+        max_tokens=state.layer.max_tokens_per_rank,
         N=form.columns,
-        H=of.layer.hidden,
-        inner=of.layer.inner,
-        s=gradient_sizes(world, of, form),
+        H=state.layer.hidden,
+        inner=state.layer.inner,
+        s=gradient_sizes(world, state, form),
         BIAS=form.bias,
     )
 
 
-def wgrad(world: World, of: Prepared, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> GivenLaunch:
-    """out [El, M, N] = a^T b of each expert's rows; a [rows, M], b [rows, N]."""
-    launch = _wgrad(world, of, a.shape[1], b.shape[1])
+def wgrad(world: World, state: DispatchedState, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> GivenLaunch:
+    """Return the launch of out [El, M, N] = a^T b over each expert's rows; a [rows, M], b [rows, N]."""
+    launch = _wgrad(world, state, a.shape[1], b.shape[1])
     return GivenLaunch(launch, dict(a_desc=a, b_desc=b, out_desc=out, offsets=tables.offsets))
 
 
 @prepared
-def _wgrad(world: World, of: Prepared, m: int, n: int) -> Launch:
-    plan = of.plan
+def _wgrad(world: World, state: DispatchedState, memory: int, n: int) -> Launch:
+    plan = state.plan
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, min(plan.tile.block_k, plan.tile.block_m)
     return Launch(
         world,
         grouped_wgrad,
         world.sm_count,
-        of.gemm(SUM, bn // 2, sending=True),
-        a_desc=Matrix(of.rows, m, (bk, bm)),
-        b_desc=Matrix(of.rows, n, (bk, bn)),
-        out_desc=Matrices(of.local, m, n, (bm, bn // 2)),
-        M=m,
+        state.gemm(COMBINE_REGISTERS, bn // 2, with_dispatch=True),
+        a_desc=Matrix(state.rows, memory, (bk, bm)),
+        b_desc=Matrix(state.rows, n, (bk, bn)),
+        out_desc=Matrices(state.local_experts, memory, n, (bm, bn // 2)),
+        M=memory,
         N=n,
-        EL=of.local,
+        EL=state.local_experts,
         BM=bm,
         BN=bn,
         BK=bk,
@@ -198,71 +206,96 @@ def _wgrad(world: World, of: Prepared, m: int, n: int) -> Launch:
     )
 
 
-def summing(
-    world: World, of: Prepared, tables: Tables, rows: Tensor, by_row: Tensor | None, out: Tensor
+def bias_gradient_launch(
+    world: World, state: DispatchedState, tables: Tables, rows: Tensor, row_weights: Tensor | None, out: Tensor
 ) -> GivenLaunch:
-    """out [El, N]: sums of each expert's rows, times by_row if there is one."""
-    launch = _row_sums(world, of, rows.shape[1], by_row is not None)
+    """Return the launch of out [El, N] = the sums of each expert's rows, multiplied by row_weights unless None."""
+    launch = _row_sums(world, state, rows.shape[1], row_weights is not None)
     return GivenLaunch(
-        launch, dict(rows=rows, by_row=rows if by_row is None else by_row, offsets=tables.offsets, out=out)
+        launch,
+        dict(rows=rows, row_weights=rows if row_weights is None else row_weights, offsets=tables.offsets, out=out),
     )
 
 
 @prepared
-def _row_sums(world: World, of: Prepared, n: int, weighted: bool) -> Launch:
+def _row_sums(world: World, state: DispatchedState, n: int, weighted: bool) -> Launch:
     block, cols = world.scale.sum_block
-    sizes = dict(N=n, EL=of.local, ROWS=block, COLS=cols, WEIGHTED=weighted)
+    sizes = dict(N=n, EL=state.local_experts, ROWS=block, COLS=cols, WEIGHTED=weighted)
     return Launch(world, row_sums, world.sm_count, dict(num_warps=4, co_resident=True), **sizes)
 
 
-def taking(world: World, of: Prepared, ids: Tensor, out: Tensor, m: PassRows) -> GivenLaunch:
-    return GivenLaunch(_take_gradients(world, of.layer.experts, ids.numel()), dict(home=m.home.local, ids=ids, out=out))
+def take_gradients_launch(
+    world: World, state: DispatchedState, ids: Tensor, out: Tensor, memory: BackwardMemory
+) -> GivenLaunch:
+    """Return the launch of `take_gradients`. out: float32 [T, k]."""
+    return GivenLaunch(
+        _take_gradients(world, state.layer.experts, ids.numel()),
+        dict(dweights_inbox=memory.dweights_inbox.local, ids=ids, out=out),
+    )
 
 
 @prepared
 def _take_gradients(world: World, experts: int, count: int) -> Launch:
     block = world.scale.routes
     programs = min(world.sm_count, max(1, -(-count // block)))
-    return Launch(world, take_gradients, programs, dict(num_warps=4), given=count, experts=experts, BLOCK=block)
+    return Launch(world, take_gradients, programs, dict(num_warps=4), num_routes=count, experts=experts, BLOCK=block)
 
 
-def of_experts(world: World, of: Prepared, tables: Tables, m: PassRows, made: Gradients) -> Iterator[GivenLaunch]:
-    if made.w13 is not None:
-        yield wgrad(world, of, tables, m.dboth, m.x, made.w13)
-    if made.w2 is not None:
-        yield wgrad(world, of, tables, m.dy, m.at.hidden, made.w2)
-    if made.b13 is not None:
-        yield summing(world, of, tables, m.dboth, None, made.b13)
-    if made.b2 is not None:
-        yield summing(world, of, tables, m.dy, m.by_row, made.b2)
+def expert_gradient_launches(
+    world: World, state: DispatchedState, tables: Tables, memory: BackwardMemory, gradients: Gradients
+) -> Iterator[GivenLaunch]:
+    """Yield the launches of the experts' gradients that are wanted."""
+    if gradients.w13 is not None:
+        yield wgrad(world, state, tables, memory.dpreactivation, memory.x, gradients.w13)
+    if gradients.w2 is not None:
+        yield wgrad(world, state, tables, memory.dy, memory.workspace.hidden, gradients.w2)
+    if gradients.b13 is not None:
+        yield bias_gradient_launch(world, state, tables, memory.dpreactivation, None, gradients.b13)
+    if gradients.b2 is not None:
+        yield bias_gradient_launch(world, state, tables, memory.dy, memory.row_weights, gradients.b2)
 
 
 def load(
-    world: World, of: Prepared, dy: Tensor, x: Tensor, ids: Tensor, w: Weights, m: PassRows, made: Gradients, kept: Kept
+    world: World,
+    state: DispatchedState,
+    dy: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    w: Weights,
+    memory: BackwardMemory,
+    gradients: Gradients,
+    kept: Kept,
 ) -> None:
-    """Load everything that a pass launches, as `dispatched.load` does for a call: what shares an SM with a GEMM comes
+    """Load all kernels of a pass, as `dispatched.load` does for a call: each kernel that shares an SM with a GEMM comes
     right before it."""
 
-    def each() -> Iterator[GivenLaunch]:
-        blank, every = Tables(*[of.words] * 8), m.ones.view(torch.int32)
-        rows = Routed(m.at.y, of.words, m.ones)
-        combining = dispatched.sums(world, of, rows, of.words, of.words, m.at)
-        alone = [step for step in of_experts(world, of, blank, m, made) if step.launch.kernel is row_sums]
-        yield from (placing(world, of, blank, every, m.at.inbox.local, m.x, came) for came in (False, True))
-        yield from (activating(world, of, blank, m.ones, w, m), *alone)
-        yield dispatched.sends(world, of, dy, ids, m.at)
-        yield dispatched.gemm_out(world, of, blank, m.x, w.w13, w.b13, m.both, of.words, sending=True)
-        yield combining
-        yield dispatched.gemm_out(world, of, blank, m.dboth, w.w13, None, m.at.y, of.words, back=True, sending=True)
-        yield combining
-        yield dispatched.gemm_out(world, of, blank, m.dy, w.w2, None, m.at.hidden, of.words, back=True, sending=True)
-        for step in of_experts(world, of, blank, m, made):
-            if step.launch.kernel is grouped_wgrad:
-                yield from (combining, step)
-        yield dispatched.last(world, of, rows, ids, None, made.x, m.at)
-        yield taking(world, of, ids, made.weights, m)
+    def launches() -> Iterator[GivenLaunch]:
+        workspace, unused = memory.workspace, state.placeholder_ints
+        tables = Tables(*[unused] * 8)
 
-    of.ahead((dy, x, ids, *w, *made, *kept), each)
+        def gemm(a: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, kn_weight: bool) -> GivenLaunch:
+            return dispatched.grouped_gemm(world, state, tables, a, weight, bias, out, unused, kn_weight, True)
+
+        all_ids, rows = memory.ones.view(torch.int32), RoutedRows(workspace.y, unused, memory.ones)
+        combine = dispatched.combine_launch(world, state, rows, unused, unused, workspace)
+        expert_gradients = list(expert_gradient_launches(world, state, tables, memory, gradients))
+        for arrived in (False, True):
+            yield place_launch(world, state, tables, all_ids, workspace.inbox.local, memory.x, arrived)
+        yield activation_gradient_launch(world, state, tables, memory.ones, w, memory)
+        yield from (step for step in expert_gradients if step.launch.kernel is row_sums)
+        yield dispatched.dispatch_launch(world, state, dy, ids, workspace)
+        yield gemm(memory.x, w.w13, w.b13, memory.preactivation, False)
+        yield combine
+        yield gemm(memory.dpreactivation, w.w13, None, workspace.y, True)
+        yield combine
+        yield gemm(memory.dy, w.w2, None, workspace.hidden, True)
+        for step in expert_gradients:
+            if step.launch.kernel is grouped_wgrad:
+                yield from (combine, step)
+        yield dispatched.final_sum_launch(world, state, rows, ids, None, gradients.x, workspace)
+        yield take_gradients_launch(world, state, ids, gradients.weights, memory)
+
+    state.ahead((dy, x, ids, *w, *gradients, *kept), launches)
 
 
 # -- a pass ------------------------------------------------------------------------------------------------------------
@@ -277,57 +310,71 @@ def backward(
     kept: Kept,
     experts: bool,
 ) -> Gradients:
-    """The gradients of `dispatched.run_dispatched` of these operands, on the current stream.
+    """Return the gradients of `dispatched.run_dispatched` for these operands, on the current stream.
 
     Args:
+        world: the ranks.
+        layer, plan: those of the forward call.
         dy: [T, H], the gradient of out.
-        kept: what that call kept; the same of it on all ranks.
+        operands: those of the forward call.
+        kept: what that call saved; the same tensors on all ranks.
         experts: whether the experts' gradients are wanted; the same on all ranks.
 
     Rounded to layer.dtype are: the rows of dy @ w2, the gradient before the activation, the activation (times the
-    route's weight, for w2's gradient), a row's dx, and a rank's sum of these; all sums are in float32 and in a fixed
-    order. Memory beside that of the forward pass: of all layers, a second inbox, and 2 (H + N) elements a row.
-    Raises as the forward pass.
+    route's weight, for w2's gradient), a row's dx, and a rank's sum of these. All sums are in float32 and in a fixed
+    order. Memory besides that of the forward pass, shared by all layers: a second inbox, and 2 (H + N) elements a row.
+    Raises what the forward pass raises.
     """
     (x, ids, weights, *_), w = operands, operands.experts
     stream, side = world.current_stream(), dispatched.side_stream(world)
     world.order(lock(world, NAME), stream)
-    of = dispatched.plan_state(world, layer, plan)
-    m = memory(world, of, w.w13.shape[1])
-    made = Gradients(world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32))
+    state = dispatched.plan_state(world, layer, plan)
+    memory = backward_memory(world, state, w.w13.shape[1])
+    gradients = Gradients(world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32))
     if experts:
-        made = Gradients(*made[:2], *(None if t is None else world.empty(t.shape, t.dtype) for t in w))
-    load(world, of, dy, x, ids, w, m, made, kept)
+        gradients = Gradients(*gradients[:2], *(None if t is None else world.empty(t.shape, t.dtype) for t in w))
+    load(world, state, dy, x, ids, w, memory, gradients, kept)
+    workspace, max_tokens_per_rank = memory.workspace, layer.max_tokens_per_rank
     start = world.record(stream)
-    ids_all, weights_all = route_tables.share(world, ids, weights, layer.capacity)
+    ids_all, weights_all = route_tables.share(world, ids, weights, max_tokens_per_rank)
     world.wait_event(side, start)
     if kept.rows is None:
-        dispatched.sends(world, of, x, ids, replace(m.at, inbox=m.inbox)).on(side)
-    dispatched.sends(world, of, dy, ids, m.at).on(side)
-    tables = route_tables.tables(world, ids_all, of.local, layer.capacity, plan.tile.block_m, layer.max_rows)
-    m = activated(world, of, tables, ids_all, w, m, kept)
-    placing(world, of, tables, ids_all, m.at.inbox.local, m.dy, False).on(stream)
-    gemm = dispatched.gemm_out(world, of, tables, m.dy, w.w2, None, m.at.hidden, m.uncounted, back=True, sending=True)
-    gemm.on(stream)
-    activating(world, of, tables, weights_all, w, m).on(stream)
-    between = world.record(stream)
-    counters = dispatched.waves(world, tables.targets)
-    dispatched.gemm_out(world, of, tables, m.dboth, w.w13, None, m.at.y, counters, back=True, sending=True).on(stream)
-    rows = Routed(m.at.y, tables.slots, m.ones)
-    dispatched.combine(world, of, rows, tables.targets, counters, m.at, between)
-    for step in of_experts(world, of, tables, m, made):
+        dispatched.dispatch_launch(world, state, x, ids, replace(workspace, inbox=memory.x_inbox)).on(side)
+    dispatched.dispatch_launch(world, state, dy, ids, workspace).on(side)
+    tables = route_tables.build_tables(
+        world, ids_all, state.local_experts, max_tokens_per_rank, plan.tile.block_m, layer.max_rows
+    )
+
+    def gemm(a: Tensor, weight: Tensor, out: Tensor, counters: Tensor) -> GivenLaunch:
+        return dispatched.grouped_gemm(world, state, tables, a, weight, None, out, counters, True, True)
+
+    memory = recompute_preactivation(world, state, tables, ids_all, w, memory, kept)
+    place_launch(world, state, tables, ids_all, workspace.inbox.local, memory.dy, False).on(stream)
+    gemm(memory.dy, w.w2, workspace.hidden, memory.unused_counters).on(stream)
+    activation_gradient_launch(world, state, tables, weights_all, w, memory).on(stream)
+    before_last_gemm = world.record(stream)
+    counters = dispatched.step_counters(world, tables.targets)
+    gemm(memory.dpreactivation, w.w13, workspace.y, counters).on(stream)
+    rows = RoutedRows(workspace.y, tables.route_rows, memory.ones)
+    dispatched.combine(world, state, rows, tables.targets, counters, workspace, before_last_gemm)
+    for step in expert_gradient_launches(world, state, tables, memory, gradients):
         step.on(stream)
-    dispatched.total(world, of, rows, ids, None, made.x, m.at)
-    taking(world, of, ids, made.weights, m).on(stream)
-    return made
+    dispatched.final_sum(world, state, rows, ids, None, gradients.x, workspace)
+    take_gradients_launch(world, state, ids, gradients.weights, memory).on(stream)
+    return gradients
 
 
-def activated(world: World, of: Prepared, tables: Tables, ids: Tensor, w: Weights, m: PassRows, kept: Kept) -> PassRows:
-    """`m` with the rows of x, and what the activation is of, there: as it was kept, or made again."""
+def recompute_preactivation(
+    world: World, state: DispatchedState, tables: Tables, ids: Tensor, w: Weights, memory: BackwardMemory, kept: Kept
+) -> BackwardMemory:
+    """Return `memory` with the rows of x and the input of the activation, either as they were saved or computed
+    again."""
     stream = world.current_stream()
-    inbox = m.inbox.local if kept.rows is None else kept.rows
-    placing(world, of, tables, ids, inbox, m.x, kept.rows is not None).on(stream)
-    if kept.both is not None:
-        return replace(m, both=kept.both)
-    dispatched.gemm_out(world, of, tables, m.x, w.w13, w.b13, m.both, m.uncounted, sending=True).on(stream)
-    return m
+    inbox = memory.x_inbox.local if kept.rows is None else kept.rows
+    place_launch(world, state, tables, ids, inbox, memory.x, kept.rows is not None).on(stream)
+    if kept.preactivation is not None:
+        return replace(memory, preactivation=kept.preactivation)
+    dispatched.grouped_gemm(
+        world, state, tables, memory.x, w.w13, w.b13, memory.preactivation, memory.unused_counters, with_dispatch=True
+    ).on(stream)
+    return memory

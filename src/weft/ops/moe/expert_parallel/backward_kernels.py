@@ -1,21 +1,21 @@
-"""What the backward pass of an MoE layer needs beside the kernels of its forward pass (kernels.py,
+"""The kernels that an MoE layer's backward pass needs besides those of its forward pass (kernels.py,
 place_rows_kernels.py).
 
-    activation_gradient  of a row's dy @ w2: the gradient before the activation, the activation itself times the route's
-                         weight, and the gradient of that weight, which goes home
+    activation_gradient  from a row's dy @ w2: the gradient before the activation, the activation times the route's
+                         weight, and the gradient of that weight, which is stored at the token's rank
     grouped_wgrad        a^T b over the rows of each expert: the gradients of w13 and w2
     row_sums             sums of each expert's rows: the gradients of the biases
-    take_gradients       what came home of the weights' gradients
+    take_gradients       copies the arrived gradients of the routing weights
 
     side stream  | dispatch_rows       |                                | combine_rows             |
     main stream  | tables | place_rows | grouped_gemm_out, its activation | grouped_gemm_out, ..wgrad | sum_ranks
 
-Order of accesses. Inbox and outbox are used as in the forward pass: `combine_rows` tells of its sums behind the last
-read of the inbox, that of `place_rows`. The weights' gradients are stored at their tokens' rank by
-`activation_gradient`, behind the wait of `place_rows` for that rank's rows, which it sends behind its `take_gradients`
-of the call before; and told of by `combine_rows` later on the stream, for which `sum_ranks` waits before
-`take_gradients`. A route belongs to one expert, so one rank writes a word. Routes that found no row are written by
-nobody: `take_gradients` leaves zeros.
+Memory order. Inbox and outbox are used as in the forward pass: `combine_rows` announces its sums after the last read of
+the inbox, which is that of `place_rows`. `activation_gradient` stores gradients of routing weights at their tokens'
+rank after `place_rows` has waited for that rank's rows, which that rank sends after its `take_gradients` of the
+previous call. They are announced by `combine_rows`, later on the stream, for which `sum_ranks` waits before
+`take_gradients`. A route belongs to one expert, so one rank writes each word. Nobody writes words of routes without a
+row: `take_gradients` has left zeros there.
 """
 
 from typing import NamedTuple
@@ -27,12 +27,13 @@ from ....lang.channel import address_of
 from ....lang.jit import jit
 from .kernels import CLAMPED, GELU
 
-IDENTITY = tl.constexpr(3)  # the activation that changes nothing
+IDENTITY = tl.constexpr(3)  # the identity as an activation
 
 
 class GradientSizes(NamedTuple):
-    """Sizes of the gradients' kernels for a layer and plan. They take ROWS rows of COLS elements at a time; BM rows of
-    a tile are whole ROWS. W 0: gradients of weights stay here. GATED 0: the activation is of one matrix."""
+    """The sizes of the gradients' kernels for a layer and plan. They process ROWS rows of COLS elements at once; BM,
+    the rows of a tile, is a multiple of ROWS. W = 0: gradients of routing weights stay on this rank. GATE_BLOCK = 0:
+    the activation has no gate."""
 
     W: tl.constexpr
     K: tl.constexpr
@@ -40,7 +41,7 @@ class GradientSizes(NamedTuple):
     ROWS: tl.constexpr
     COLS: tl.constexpr
     ACT: tl.constexpr
-    GATED: tl.constexpr
+    GATE_BLOCK: tl.constexpr
 
 
 # -- the activation ----------------------------------------------------------------------------------------------------
@@ -48,7 +49,8 @@ class GradientSizes(NamedTuple):
 
 @jit
 def gelu_gradient(x):
-    """Return gelu(x), and its derivative: the normal distribution up to x (as `gelu` has it), + x times its density."""
+    """Return gelu(x), and its derivative: the cumulative normal distribution at x (as `gelu` computes it) + x times its
+    density."""
     t = 1.0 / (1.0 + 0.2316418837 * tl.abs(x))
     tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     density = tl.exp(-0.5 * x * x)
@@ -58,95 +60,115 @@ def gelu_gradient(x):
 
 @jit
 def gated_gradient(gate, up, ACT: tl.constexpr):
-    """Return the activation, and its derivatives by gate and up."""
+    """Return the activation, and its derivatives by gate and by up."""
     if ACT == CLAMPED:
-        inside = gate <= 7.0
-        within = (up >= -7.0) & (up <= 7.0)
+        gate_in_range = gate <= 7.0
+        up_in_range = (up >= -7.0) & (up <= 7.0)
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
         s = 1.0 / (1.0 + tl.exp(-1.702 * gate))
-        by_gate = tl.where(inside, up * s * (1.0 + 1.702 * gate * (1.0 - s)), 0.0)
-        by_up = tl.where(within, gate * s, 0.0)
+        dgate = tl.where(gate_in_range, up * s * (1.0 + 1.702 * gate * (1.0 - s)), 0.0)
+        dup = tl.where(up_in_range, gate * s, 0.0)
     else:
         s = 1.0 / (1.0 + tl.exp(-gate))
-        by_gate = up * s * (1.0 + gate * (1.0 - s))
-        by_up = gate * s
-    return up * gate * s, by_gate, by_up
+        dgate = up * s * (1.0 + gate * (1.0 - s))
+        dup = gate * s
+    return up * gate * s, dgate, dup
 
 
 @jit
-def route_of(slots, sources, row, K: tl.constexpr):
-    """Return int32 [rows]: the route, of all ranks', that has the row; -1: none."""
+def route_of(route_rows, sources, row, K: tl.constexpr):
+    """Return int32 [rows]: the route, among those of all ranks, that has the row; -1 for none."""
     source = tl.load(sources + row)
     route = source * 0 - 1
     for i in tl.static_range(K):
-        at = source * K + i
-        found = tl.load(slots + at, mask=source >= 0, other=-1) == row
-        route = tl.where(found, at, route)
+        candidate = source * K + i
+        is_route = tl.load(route_rows + candidate, mask=source >= 0, other=-1) == row
+        route = tl.where(is_route, candidate, route)
     return route
 
 
 @jit
 def gradient_of_rows(
-    both, hidden, out, row, route, weight, N, inner,
-    ACT: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    preactivation, hidden, out, row, route, weight, N, inner,
+    ACT: tl.constexpr, GATE_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows of `activation_gradient`; return float32 [ROWS], the products of activation and gradient. Rows
-    without a route, which may hold anything, are not read, and become zeros."""
+    """Compute the rows of `activation_gradient`, and return float32 [ROWS], the dot products of activation and
+    gradient. Rows without a route, whose memory is undefined, are not read and become zeros."""
     dots = tl.zeros((ROWS,), tl.float32)
-    wide = N if GATED == 0 else N // 2
-    ok = (route >= 0)[:, None]
-    for part in range(0, wide, COLS):
+    columns = N if GATE_BLOCK == 0 else N // 2
+    mask = (route >= 0)[:, None]
+    for part in range(0, columns, COLS):
         c = part + tl.arange(0, COLS)[None, :]
-        here = hidden + row.to(tl.int64)[:, None] * inner + c
-        there = row.to(tl.int64)[:, None] * N
-        dy = tl.load(here, mask=ok & (c < inner), other=0.0).to(tl.float32)
+        hidden_pointers = hidden + row.to(tl.int64)[:, None] * inner + c
+        row_offset = row.to(tl.int64)[:, None] * N
+        dy = tl.load(hidden_pointers, mask=mask & (c < inner), other=0.0).to(tl.float32)
         dx = dy * weight[:, None]
-        if GATED == 0:
-            at = there + c
-            x = tl.load(both + at, mask=ok & (c < wide), other=0.0).to(tl.float32)
+        if GATE_BLOCK == 0:
+            offsets = row_offset + c
+            x = tl.load(preactivation + offsets, mask=mask & (c < columns), other=0.0).to(tl.float32)
             if ACT == GELU:
-                y, by = gelu_gradient(x)
+                y, derivative = gelu_gradient(x)
             else:
                 y = x
-                by = 1.0
-            tl.store(out + at, (dx * by).to(out.dtype.element_ty), mask=c < wide)
+                derivative = 1.0
+            tl.store(out + offsets, (dx * derivative).to(out.dtype.element_ty), mask=c < columns)
         else:
-            at = there + c // GATED * (2 * GATED) + c % GATED
-            gate = tl.load(both + at, mask=ok & (c < wide), other=0.0).to(tl.float32)
-            up = tl.load(both + at + GATED, mask=ok & (c < wide), other=0.0).to(tl.float32)
-            y, by_gate, by_up = gated_gradient(gate, up, ACT)
-            tl.store(out + at, (dx * by_gate).to(out.dtype.element_ty), mask=c < wide)
-            tl.store(out + at + GATED, (dx * by_up).to(out.dtype.element_ty), mask=c < wide)
-        y = y.to(hidden.dtype.element_ty).to(tl.float32)  # as the second GEMM had it
+            offsets = row_offset + c // GATE_BLOCK * (2 * GATE_BLOCK) + c % GATE_BLOCK
+            gate = tl.load(preactivation + offsets, mask=mask & (c < columns), other=0.0).to(tl.float32)
+            up = tl.load(preactivation + offsets + GATE_BLOCK, mask=mask & (c < columns), other=0.0).to(tl.float32)
+            y, dgate, dup = gated_gradient(gate, up, ACT)
+            tl.store(out + offsets, (dx * dgate).to(out.dtype.element_ty), mask=c < columns)
+            tl.store(out + offsets + GATE_BLOCK, (dx * dup).to(out.dtype.element_ty), mask=c < columns)
+        y = y.to(hidden.dtype.element_ty).to(tl.float32)  # rounded as the input of the second GEMM was
         dots += tl.sum(y * dy, 1)
-        tl.store(here, (y * weight[:, None]).to(hidden.dtype.element_ty), mask=c < inner)
+        tl.store(hidden_pointers, (y * weight[:, None]).to(hidden.dtype.element_ty), mask=c < inner)
     return dots
 
 
-@jit(do_not_specialize=("C",))
+@jit(do_not_specialize=("max_tokens",))
 def activation_gradient(
-    both, hidden, out, dy, bias, by_row, tables, weights, home, C, N, H, inner, s, BIAS: tl.constexpr
+    preactivation,
+    hidden,
+    out,
+    dy,
+    bias,
+    row_weights,
+    tables,
+    weights,
+    dweights_inbox,
+    max_tokens,
+    N,
+    H,
+    inner,
+    s,
+    BIAS: tl.constexpr,
 ):
-    """both [rows, N]: what the activation was of, with bias; hidden [rows, inner]: dy @ w2, and in its place afterwards
-    the activation times the route's weight; out [rows, N]: the gradient of `both`; dy [rows, H], bias [experts, H]:
-    b2's share of the weights' gradients; by_row float32 [rows]: the rows' weights, for those of b2. tables: slots,
-    sources, tiles, count (route_tables.py, `Tables`); weights float32 [W, C, K]; home: address by rank of float32
-    [C, K], where a route's gradient goes, or (W 0) float32 [W, C, K], here. N: as `grouped_gemm_in` has them; s: sizes
-    (`GradientSizes`)."""
+    """The gradient of the activation, and what depends on it.
+
+    preactivation [rows, N]: the input of the activation, with bias. hidden [rows, inner]: dy @ w2, replaced by the
+    activation times the route's weight. out [rows, N]: the gradient of preactivation. dy [rows, H], bias [experts, H]:
+    b2's part in the gradients of the routing weights. row_weights float32 [rows]: an output, the rows' routing weights
+    for the gradient of b2. tables: route_rows, sources, tiles, tile_count (`Tables` in route_tables.py). weights
+    float32 [W, max_tokens, K]. dweights_inbox: the addresses, by rank, of float32 [max_tokens, K], where a route's
+    gradient is stored, or with W = 0 a local float32 [W, max_tokens, K]. N: as in `grouped_gemm_in`; s:
+    `GradientSizes`.
+    """
     W: tl.constexpr = s.W
     K: tl.constexpr = s.K
     ROWS: tl.constexpr = s.ROWS
     COLS: tl.constexpr = s.COLS
     PER: tl.constexpr = s.BM // ROWS
-    for unit in range(tl.program_id(0), tl.load(tables.count) * PER, tl.num_programs(0)):
+    for unit in range(tl.program_id(0), tl.load(tables.tile_count) * PER, tl.num_programs(0)):
         tile = tables.tiles + 4 * (unit // PER)
         row = tl.load(tile) + unit % PER * ROWS + tl.arange(0, ROWS)
-        route = route_of(tables.slots, tables.sources, row, K)
+        route = route_of(tables.route_rows, tables.sources, row, K)
         weight = tl.load(weights + route, mask=route >= 0, other=0.0)
-        dots = gradient_of_rows(both, hidden, out, row, route, weight, N, inner, s.ACT, s.GATED, ROWS, COLS)
+        dots = gradient_of_rows(
+            preactivation, hidden, out, row, route, weight, N, inner, s.ACT, s.GATE_BLOCK, ROWS, COLS
+        )
         if BIAS:
-            tl.store(by_row + row, weight)
+            tl.store(row_weights + row, weight)
             expert = tl.load(tile + 1)
             for part in range(0, H, COLS):
                 c = part + tl.arange(0, COLS)[None, :]
@@ -154,22 +176,23 @@ def activation_gradient(
                 b = tl.load(bias + expert * H + c, mask=c < H, other=0.0).to(tl.float32)
                 dots += tl.sum(gradient * b, 1)
         if W == 0:
-            tl.store(home + route, dots, mask=route >= 0)
+            tl.store(dweights_inbox + route, dots, mask=route >= 0)
         for rank in tl.static_range(W):
-            first = rank * C * K
-            at = address_of(home, rank, tl.float32) + route - first
-            tl.store(at, dots, mask=(route >= first) & (route < first + C * K))
+            first_route = rank * max_tokens * K
+            address = address_of(dweights_inbox, rank, tl.float32) + route - first_route
+            tl.store(address, dots, mask=(route >= first_route) & (route < first_route + max_tokens * K))
 
 
-@jit(do_not_specialize=("given",))
-def take_gradients(home, ids, out, given, experts, BLOCK: tl.constexpr):
-    """out = home, both float32, of the `given` routes to experts; 0 of others. Leaves zeros, for the next call."""
-    for lo in range(tl.program_id(0) * BLOCK, given, tl.num_programs(0) * BLOCK):
+@jit(do_not_specialize=("num_routes",))
+def take_gradients(dweights_inbox, ids, out, num_routes, experts, BLOCK: tl.constexpr):
+    """out = dweights_inbox, both float32, for the first `num_routes` routes that go to experts; 0 for the others. The
+    kernel clears dweights_inbox for the next call."""
+    for lo in range(tl.program_id(0) * BLOCK, num_routes, tl.num_programs(0) * BLOCK):
         i = lo + tl.arange(0, BLOCK)
-        e = tl.load(ids + i, mask=i < given, other=-1)
-        there = (e >= 0) & (e < experts)
-        tl.store(out + i, tl.load(home + i, mask=there, other=0.0), mask=i < given)
-        tl.store(home + i, tl.zeros((BLOCK,), tl.float32), mask=i < given)
+        e = tl.load(ids + i, mask=i < num_routes, other=-1)
+        valid = (e >= 0) & (e < experts)
+        tl.store(out + i, tl.load(dweights_inbox + i, mask=valid, other=0.0), mask=i < num_routes)
+        tl.store(dweights_inbox + i, tl.zeros((BLOCK,), tl.float32), mask=i < num_routes)
 
 
 # -- sums over rows ----------------------------------------------------------------------------------------------------
@@ -182,8 +205,8 @@ def grouped_wgrad(
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """out_desc [EL, M, N], in blocks [1, BM, BN / 2], = a^T b over the rows of each expert: a_desc [rows, M] in blocks
-    [BK, BM], b_desc [rows, N] in blocks [BK, BN]; an expert's rows from offsets[e] on, in whole BK. fp32 sums in the
-    order of the rows."""
+    [BK, BM], b_desc [rows, N] in blocks [BK, BN]. An expert's rows begin at offsets[e] and are a multiple of BK. Sums
+    are fp32 in the order of the rows."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     per_expert = tiles_m * tiles_n
@@ -202,9 +225,10 @@ def grouped_wgrad(
 
 @jit
 def row_sums(
-    rows, by_row, offsets, out, N, EL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WEIGHTED: tl.constexpr
+    rows, row_weights, offsets, out, N, EL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WEIGHTED: tl.constexpr
 ):
-    """out [EL, N]: sums of each expert's rows [.., N], WEIGHTED: times by_row, fp32, in their order."""
+    """out [EL, N] = the sums of each expert's rows [.., N], with WEIGHTED multiplied by row_weights, in fp32 and in
+    their order."""
     parts = tl.cdiv(N, COLS)
     for unit in range(tl.program_id(0), EL * parts, tl.num_programs(0)):
         expert = unit // parts
@@ -213,9 +237,9 @@ def row_sums(
         acc = tl.zeros((ROWS, COLS), tl.float32)
         for lo in range(tl.load(offsets + expert), end, ROWS):
             row = lo + tl.arange(0, ROWS)
-            ok = (row < end)[:, None] & (c < N)[None, :]
-            part = tl.load(rows + row.to(tl.int64)[:, None] * N + c[None, :], mask=ok, other=0.0).to(tl.float32)
+            mask = (row < end)[:, None] & (c < N)[None, :]
+            part = tl.load(rows + row.to(tl.int64)[:, None] * N + c[None, :], mask=mask, other=0.0).to(tl.float32)
             if WEIGHTED:
-                part *= tl.load(by_row + row, mask=row < end, other=0.0)[:, None]
+                part *= tl.load(row_weights + row, mask=row < end, other=0.0)[:, None]
             acc += part
         tl.store(out + expert * N + c, tl.sum(acc, 0).to(out.dtype.element_ty), mask=c < N)

@@ -1,12 +1,11 @@
-"""The launches of an MoE layer's experts (kernels.py): what each is given, on which stream it runs, and what it waits
-for.
+"""The launches of an MoE layer's experts (kernels.py): the arguments of each, its stream, and what it waits for.
 
     side stream  start -> dispatch |                         | combine (with GEMM 2)  |
     main stream  share, tables     | GEMM 1 (with dispatch)  | GEMM 2                 | sum
 
-Programs of the side stream share the SMs with a GEMM's, which wait for them or for which they wait. So both of a pair
-must fit on an SM at once, whichever comes first; that is checked, and everything loaded, before the first call of a
-kind launches anything.
+Programs of the side stream share the SMs with those of a GEMM, which wait for them or for which they wait. So one
+program of each must fit on an SM at the same time, whichever is launched first. This is checked, and all kernels are
+loaded, before the first call of a kind launches anything.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from .kernels import (
     GELU,
     ROW_OF_TILES,
     GatheredSizes,
-    RankSums,
-    Routed,
+    RankSumSizes,
+    RoutedRows,
     combine_rows,
     dispatch_rows,
     grouped_gemm_in,
@@ -44,55 +43,60 @@ from .kernels import (
     sum_ranks,
 )
 
-SEND, SUM = 96, 128  # registers of a thread of the side stream's programs; the GEMM's beside it have the SM's others
-ELEMENTS = 32  # that such a thread has in registers at a time
-SM_MEMORY = 225 << 10  # bytes of an SM that two programs share, without what each has for itself and for small things
-LAST_WARPS, LAST_AN_SM = 4, 4  # of the last sums: warps of a program, and how many of them an SM has
+# Registers of a thread of the side stream's programs. The GEMM on the same SM has the other registers.
+DISPATCH_REGISTERS, COMBINE_REGISTERS = 96, 128
+ELEMENTS_PER_THREAD = 32  # elements that such a thread holds in registers at once
+SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of two programs on an SM, without the reserved part
+FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # warps of a program of `sum_ranks`, and its programs on an SM
 
 
 @dataclass(eq=False)
-class Prepared:
-    """What calls of one layer and plan have in common. Its memory is that of all layers."""
+class DispatchedState:
+    """The state that calls of one layer and plan have in common. Its memory is shared by all layers."""
 
     layer: Layer
     plan: DispatchedGemms
-    local: int  # experts on every rank
-    rows: int  # of expert order, at most
-    senders: int
-    summers: int
-    came: BlockChannel  # rows of every wave
-    summed: BlockChannel  # sums of every rank
-    calls: BlockChannel  # of `sum_ranks`
-    words: torch.Tensor  # int32, stands for tables
-    floats: torch.Tensor
+    local_experts: int  # experts on every rank
+    rows: int  # rows in expert order at most
+    dispatch_programs: int
+    combine_programs: int
+    dispatch_flags: BlockChannel  # counters of arrived rows, by source step
+    combine_flags: BlockChannel  # counters of arrived sums, by rank
+    calls: BlockChannel  # the channel of `same_call` in `sum_ranks`
+    placeholder_ints: torch.Tensor  # int32, in place of tables when kernels are loaded
+    placeholder_floats: torch.Tensor
     ahead: Ahead = field(default_factory=Ahead)
     loaded: set[Hashable] = field(default_factory=set)
 
     @property
     def push_block(self) -> int:
-        """Elements that a program of the side stream holds."""
-        return 32 * self.plan.side_warps * ELEMENTS
+        """The number of elements that a program of the side stream holds at once."""
+        return 32 * self.plan.side_warps * ELEMENTS_PER_THREAD
 
     @property
     def send_block(self) -> int:
-        """Rows that `dispatch_rows` sends at a time."""
+        """The number of rows that a program of `dispatch_rows` sends at once."""
         assert isinstance(self.plan, Dispatched)
         return min(self.plan.send_rows, max(1, self.push_block // power(self.layer.hidden)))
 
     @property
     def sent_elements(self) -> int:
-        """Elements of a block that is sent."""
+        """The number of elements of a block that is sent."""
         return self.send_block * power(self.layer.hidden) if isinstance(self.plan, Dispatched) else self.push_block
 
-    def gemm(self, side: int, columns: int, sending: bool) -> dict[str, int]:
-        """Options of a GEMM beside a program of so many registers a thread. It has as many stages as the plan says, or
-        as the SM's memory has room for: an epilogue stores `columns` columns at a time, and programs that are sending
-        have blocks of rows under way."""
+    def gemm(self, side_registers: int, columns: int, with_dispatch: bool) -> dict[str, int]:
+        """Return the launch options of a GEMM that shares SMs with side-stream programs of `side_registers` registers a
+        thread.
+
+        It has as many stages as the plan says, or as fit in the SM's shared memory: its epilogue stores `columns`
+        columns at once, and where dispatch runs at the same time (with_dispatch), its programs have blocks of rows in
+        flight.
+        """
         plan, item = self.plan, self.layer.dtype.itemsize
-        registers = min(255, (65536 - 32 * plan.side_warps * side) // (32 * plan.tile.warps) // 8 * 8)
-        rows = self.sent_elements * (plan.send_stages - 1) if sending else 0
-        room = SM_MEMORY - item * (plan.tile.block_m * columns + rows)
-        stages = room // (item * plan.tile.block_k * (plan.tile.block_m + plan.tile.block_n))
+        registers = min(255, (65536 - 32 * plan.side_warps * side_registers) // (32 * plan.tile.warps) // 8 * 8)
+        rows = self.sent_elements * (plan.send_stages - 1) if with_dispatch else 0
+        shared_bytes = SM_MEMORY - item * (plan.tile.block_m * columns + rows)
+        stages = shared_bytes // (item * plan.tile.block_k * (plan.tile.block_m + plan.tile.block_n))
         return dict(num_warps=plan.tile.warps, num_stages=max(1, min(plan.tile.stages, stages)), maxnreg=registers)
 
     def side_launch(
@@ -104,45 +108,51 @@ class Prepared:
         ch: BlockChannel,
         **sizes: int,
     ) -> Launch:
-        """Programs of the side stream, of so many registers a thread, which move rows of H elements."""
+        """Return the launch of a side-stream kernel that moves rows of H elements, with so many registers a thread."""
         layer, options = self.layer, dict(num_warps=self.plan.side_warps, maxnreg=registers, co_resident=True)
-        sizes |= dict(C=layer.capacity, H=layer.hidden, PROGRAMS=programs)
+        sizes |= dict(max_tokens=layer.max_tokens_per_rank, H=layer.hidden, PROGRAMS=programs)
         return Launch(world, kernel, programs, options, ch=ch, DTYPE=DTYPES[layer.dtype], **sizes)
 
 
 @dataclass(eq=False)
-class Space:
-    """turn, half: where calls alternate between two halves of inbox or outbox, the word that says which, and elements
-    from the first to the second."""
+class LayerWorkspace:
+    """The memory of a call.
+
+    epoch, half_size: where calls alternate between two halves of inbox or outbox, the word whose parity selects the
+    half, and the elements from the first half to the second.
+    """
 
     inbox: SymmetricTensor
     outbox: SymmetricTensor
     hidden: torch.Tensor
     y: torch.Tensor
-    turn: torch.Tensor | None = None
-    half: int = 0
+    epoch: torch.Tensor | None = None
+    half_size: int = 0
 
 
 @dataclass(frozen=True)
-class LastSums:
-    """The programs that sum over ranks. tp_size: neighbouring ranks that share the columns of experts. an_sm: programs
-    on an SM. co_resident: None where they have the SMs to themselves; else whether another kernel's programs, loaded
-    next, must fit on an SM with one of them."""
+class FinalSumOptions:
+    """How the programs that sum over ranks run.
+
+    tp_size: neighbouring ranks that share the columns of experts. per_sm: programs on an SM. co_resident: None where
+    they have the SMs to themselves; otherwise whether programs of the kernel that is loaded next must fit on an SM with
+    one of them.
+    """
 
     tp_size: int = 1
-    an_sm: int = LAST_AN_SM
+    per_sm: int = FINAL_SUM_PER_SM
     co_resident: bool | None = None
 
     @property
     def options(self) -> dict[str, int]:
         if self.co_resident is None:
-            registers = 65536 // (32 * LAST_WARPS * LAST_AN_SM)
-            return dict(num_warps=LAST_WARPS, maxnreg=registers, per_sm=self.an_sm)
-        return dict(num_warps=LAST_WARPS, co_resident=self.co_resident, per_sm=self.an_sm)
+            registers = 65536 // (32 * FINAL_SUM_WARPS * FINAL_SUM_PER_SM)
+            return dict(num_warps=FINAL_SUM_WARPS, maxnreg=registers, per_sm=self.per_sm)
+        return dict(num_warps=FINAL_SUM_WARPS, co_resident=self.co_resident, per_sm=self.per_sm)
 
 
 def fits(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | LowLatency) -> str | None:
-    """Why the plan cannot serve the call, the same on every rank; None where it can."""
+    """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
     for name, size in (("H", layer.hidden), ("I", layer.inner)):
         if size % 8:
             return f"rows must be whole 16-byte words, and {name} {size} is not a multiple of 8"
@@ -157,7 +167,7 @@ def fits(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | LowLaten
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of a rank. symmetric: inbox, outbox, and all ranks' ids and weights; tables: slots, sources and tiles;
+    """Bytes of a rank. symmetric: inbox, outbox, and all ranks' ids and weights; tables: route rows, sources and tiles;
     scratch: hidden and y."""
 
     symmetric: int
@@ -166,164 +176,225 @@ class LayerBytes(NamedTuple):
 
 
 def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
-    """What calls of a layer take; other layers share it."""
-    c, h, size, rows = layer.capacity, layer.hidden, layer.dtype.itemsize, layer_rows(world, layer, block_m)
+    """Return the bytes that calls of a layer take; other layers share them."""
+    c, h, size, rows = layer.max_tokens_per_rank, layer.hidden, layer.dtype.itemsize, layer_rows(world, layer, block_m)
     routes = world.size * c * layer.k
     tables = 4 * (routes + rows + 4 * rows // block_m)
     return LayerBytes(2 * world.size * c * h * size + 8 * routes, tables, rows * (h + layer.inner) * size)
 
 
-def plan_state(world: World, layer: Layer, plan: Dispatched) -> Prepared:
-    """Collective the first time. Channels of a name are those of all layers with as many programs."""
+def plan_state(world: World, layer: Layer, plan: Dispatched) -> DispatchedState:
+    """Return the state of this layer and plan. The call is collective the first time. Layers with equal numbers of
+    programs share channels."""
 
-    def make() -> Prepared:
-        senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
-        came = world.channel(f"{NAME}, rows by {senders} programs", world.size, None, senders)
-        summed = world.channel(f"{NAME}, sums by {summers} programs", world.size, None, summers)
-        rows, local = layer_rows(world, layer, plan.tile.block_m), layer.experts // world.size
+    def make() -> DispatchedState:
+        dispatch_programs = min(plan.dispatch_programs, world.sm_count)
+        combine_programs = min(plan.combine_programs, world.sm_count)
+        dispatch_flags = world.channel(
+            f"{NAME}, rows by {dispatch_programs} programs", world.size, None, dispatch_programs
+        )
+        combine_flags = world.channel(
+            f"{NAME}, sums by {combine_programs} programs", world.size, None, combine_programs
+        )
+        rows, local_experts = layer_rows(world, layer, plan.tile.block_m), layer.experts // world.size
         if layer.max_rows is None:
             mib = memory(world, layer, plan.tile.block_m).scratch / 2**20
-            world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
-        words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
+            world.log_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
+        placeholder_ints, placeholder_floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
         calls = world.calls(NAME)
-        return Prepared(layer, plan, local, rows, senders, summers, came, summed, calls, words, floats)
+        return DispatchedState(
+            layer,
+            plan,
+            local_experts,
+            rows,
+            dispatch_programs,
+            combine_programs,
+            dispatch_flags,
+            combine_flags,
+            calls,
+            placeholder_ints,
+            placeholder_floats,
+        )
 
     return world.cached((NAME, layer, plan), make)
 
 
 @prepared
-def space(world: World, layer: Layer, rows: int, inbox: str = "inbox") -> Space:
-    """Collective when it has to grow. Inbox (of that name) and outbox [W, C, H], hidden [rows, I], y [rows, H]: the
-    start of what all layers share."""
-    shape = (world.size, layer.capacity, layer.hidden)
-    nbytes = world.size * layer.capacity * layer.hidden * layer.dtype.itemsize
-    first, second = (world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in (inbox, "outbox"))
-    return Space(
-        first,
-        second,
+def make_workspace(world: World, layer: Layer, rows: int, inbox: str = "inbox") -> LayerWorkspace:
+    """Return views of the memory that all layers share: inbox (of that name) and outbox [W, max_tokens, H], hidden
+    [rows, I], y [rows, H]. The call is collective when the memory has to grow."""
+    shape = (world.size, layer.max_tokens_per_rank, layer.hidden)
+    nbytes = world.size * layer.max_tokens_per_rank * layer.hidden * layer.dtype.itemsize
+    inbox_memory, outbox_memory = (
+        world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in (inbox, "outbox")
+    )
+    return LayerWorkspace(
+        inbox_memory,
+        outbox_memory,
         scratch(world, "hidden", rows, layer.inner, layer.dtype),
         scratch(world, "y", rows, layer.hidden, layer.dtype),
     )
 
 
 def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, cols] of this rank's memory of that name, which grows at least twofold; what it was before, graphs may
-    still use."""
-    held: list[torch.Tensor] = world.cached((NAME, name, dtype), list)
-    if not held or held[-1].numel() < rows * cols:
+    """Return [rows, cols] of this rank's memory of that name. It at least doubles when it grows; CUDA graphs may still
+    use the earlier memory, which is kept."""
+    allocations: list[torch.Tensor] = world.cached((NAME, name, dtype), list)
+    if not allocations or allocations[-1].numel() < rows * cols:
         world._no_capture(name)
         world.prepared.clear()
         with world.persistent_allocation():
-            held.append(world.empty((max(rows * cols, 2 * held[-1].numel() if held else 0),), dtype))
-    return held[-1][: rows * cols].view(rows, cols)
+            allocations.append(
+                world.empty((max(rows * cols, 2 * allocations[-1].numel() if allocations else 0),), dtype)
+            )
+    return allocations[-1][: rows * cols].view(rows, cols)
 
 
-def waves(world: World, targets: torch.Tensor) -> torch.Tensor:
-    """Counters that grow with `targets`, and so are theirs alone. Collective the first time."""
-    made: dict[int, tuple[BlockChannel, torch.Tensor]] = world.cached((NAME, "waves"), dict)
-    if targets.data_ptr() not in made:
+def step_counters(world: World, targets: torch.Tensor) -> torch.Tensor:
+    """Return counters by source step that belong to `targets` and grow with them. The call is collective the first
+    time."""
+    channels: dict[int, tuple[BlockChannel, torch.Tensor]] = world.cached((NAME, "step counters"), dict)
+    if targets.data_ptr() not in channels:
         world._no_capture(NAME)
-        made[targets.data_ptr()] = world.channel(f"{NAME}, tiles by wave, {len(made)}", world.size, None), targets
-    return made[targets.data_ptr()][0].counters
+        channels[targets.data_ptr()] = (
+            world.channel(f"{NAME}, tiles by source step, {len(channels)}", world.size, None),
+            targets,
+        )
+    return channels[targets.data_ptr()][0].counters
 
 
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space) -> GivenLaunch:
-    return GivenLaunch(_sends(world, of), dict(x=x, ids=ids, inboxes=at.inbox.addresses, T=x.shape[0]))
+def dispatch_launch(
+    world: World, state: DispatchedState, x: torch.Tensor, ids: torch.Tensor, workspace: LayerWorkspace
+) -> GivenLaunch:
+    """Return the launch of `dispatch_rows`."""
+    return GivenLaunch(
+        _dispatch_launch(world, state), dict(x=x, ids=ids, inboxes=workspace.inbox.addresses, T=x.shape[0])
+    )
 
 
 @prepared
-def _sends(world: World, of: Prepared) -> Launch:
-    layer, k = of.layer, of.layer.k
-    sizes = dict(P=power(layer.hidden), K=k, KP=power(k), LOCAL=of.local, ROWS=of.send_block)
-    return of.side_launch(world, dispatch_rows, of.senders, SEND, of.came, STAGES=of.plan.send_stages, **sizes)
+def _dispatch_launch(world: World, state: DispatchedState) -> Launch:
+    layer, k = state.layer, state.layer.k
+    sizes = dict(P=power(layer.hidden), K=k, KP=power(k), EL=state.local_experts, ROWS=state.send_block)
+    return state.side_launch(
+        world,
+        dispatch_rows,
+        state.dispatch_programs,
+        DISPATCH_REGISTERS,
+        state.dispatch_flags,
+        STAGES=state.plan.send_stages,
+        **sizes,
+    )
 
 
-def gemm_in(
-    world: World, of: Prepared, w: Weights, tables: Tables, at: Space, kept: torch.Tensor | None = None
+def first_gemm(
+    world: World,
+    state: DispatchedState,
+    w: Weights,
+    tables: Tables,
+    workspace: LayerWorkspace,
+    preactivation: torch.Tensor | None = None,
 ) -> GivenLaunch:
+    """Return the launch of `grouped_gemm_in`. preactivation: where to save the input of the activation, or None."""
     moving: dict[str, Moved] = dict(
-        inbox=at.inbox.local,
+        inbox=workspace.inbox.local,
         sources=tables.sources,
         w_desc=w.w13,
-        hidden_desc=at.hidden,
-        kept_desc=kept,
+        hidden_desc=workspace.hidden,
+        preactivation_desc=preactivation,
         bias=w.b13,
         tiles=tables.tiles,
-        count=tables.count,
-        turn=at.turn,
+        tile_count=tables.tile_count,
+        epoch=workspace.epoch,
     )
-    return GivenLaunch(_gemm_in(world, of, w.w13.shape[1], at.turn is not None, at.half, kept is not None), moving)
+    return GivenLaunch(
+        _first_gemm(
+            world, state, w.w13.shape[1], workspace.epoch is not None, workspace.half_size, preactivation is not None
+        ),
+        moving,
+    )
 
 
 @prepared
-def _gemm_in(world: World, of: Prepared, n: int, turns: bool, half: int, kept: bool) -> Launch:
-    layer, plan, act, h = of.layer, of.plan, ACTIVATIONS[of.layer.activation], of.layer.hidden
+def _first_gemm(
+    world: World, state: DispatchedState, n: int, alternating: bool, half_size: int, preactivation: bool
+) -> Launch:
+    layer, plan, act, h = state.layer, state.plan, ACTIVATIONS[state.layer.activation], state.layer.hidden
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     block = 0 if act == GELU.value else world.scale.interleave
     sizes = constants(
         GatheredSizes,
-        ARRIVALS=of.senders,
-        OTHERS=of.senders if turns else 0,
+        ARRIVALS=state.dispatch_programs,
+        OTHER_PROGRAMS=state.dispatch_programs if alternating else 0,
         BM=bm,
         BN=bn,
         BK=bk,
         GROUP_M=plan.tile.group_m,
-        WHOLE=h % bk == 0,
+        EVEN_K=h % bk == 0,
         ACT=act,
-        GATED=block,
+        GATE_BLOCK=block,
         FLATTEN=plan.flatten,
     )
     return Launch(
         world,
         grouped_gemm_in,
         world.sm_count,
-        of.gemm(SEND, (block or bn // 2) + (bn // 2 if kept else 0), sending=True),
-        w_desc=Matrix(of.local * n, h, (bn, bk)),
-        hidden_desc=Matrix(of.rows, layer.inner, (bm, block or bn // 2)),
-        kept_desc=Matrix(of.rows, n, (bm, bn // 2)),
-        ch=of.came,
-        half=half,
+        state.gemm(DISPATCH_REGISTERS, (block or bn // 2) + (bn // 2 if preactivation else 0), with_dispatch=True),
+        w_desc=Matrix(state.local_experts * n, h, (bn, bk)),
+        hidden_desc=Matrix(state.rows, layer.inner, (bm, block or bn // 2)),
+        preactivation_desc=Matrix(state.rows, n, (bm, bn // 2)),
+        ch=state.dispatch_flags,
+        half_size=half_size,
         N=n,
         K=h,
         s=sizes,
     )
 
 
-def gemm_out(
+def grouped_gemm(
     world: World,
-    of: Prepared,
+    state: DispatchedState,
     tables: Tables,
     a: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     counters: torch.Tensor,
-    back: bool = False,
-    sending: bool = False,
+    kn_weight: bool = False,
+    with_dispatch: bool = False,
 ) -> GivenLaunch:
-    """out [rows, N] = a [rows, K] @ w, [El, N, K] transposed or (back) [El, K, N], + bias [El, N]; its tiles are
-    counted by wave. sending: while programs send on the same SMs."""
+    """Return the launch of out [rows, N] = a [rows, K] @ w + bias [El, N], whose tiles are counted by source step. w is
+    [El, N, K], transposed in the product, or with kn_weight [El, K, N]. with_dispatch: dispatch programs run on the
+    same SMs."""
     moving: dict[str, Moved] = dict(
-        hidden_desc=a, w_desc=w, y_desc=out, bias=bias, tiles=tables.tiles, count=tables.count, counters=counters
+        hidden_desc=a,
+        w_desc=w,
+        y_desc=out,
+        bias=bias,
+        tiles=tables.tiles,
+        tile_count=tables.tile_count,
+        counters=counters,
     )
-    return GivenLaunch(_gemm_out(world, of, a.shape[1], out.shape[1], back, sending), moving)
+    return GivenLaunch(_grouped_gemm(world, state, a.shape[1], out.shape[1], kn_weight, with_dispatch), moving)
 
 
 @prepared
-def _gemm_out(world: World, of: Prepared, k: int, n: int, back: bool, sending: bool) -> Launch:
-    plan = of.plan
+def _grouped_gemm(world: World, state: DispatchedState, k: int, n: int, kn_weight: bool, with_dispatch: bool) -> Launch:
+    plan = state.plan
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     return Launch(
         world,
         grouped_gemm_out,
         world.sm_count,
-        of.gemm(SUM, bn // 2, sending),
-        hidden_desc=Matrix(of.rows, k, (bm, bk)),
-        w_desc=Matrix(of.local * k, n, (bk, bn)) if back else Matrix(of.local * n, k, (bn, bk)),
-        y_desc=Matrix(of.rows, n, (bm, bn // 2)),
+        state.gemm(COMBINE_REGISTERS, bn // 2, with_dispatch),
+        hidden_desc=Matrix(state.rows, k, (bm, bk)),
+        w_desc=Matrix(state.local_experts * k, n, (bk, bn))
+        if kn_weight
+        else Matrix(state.local_experts * n, k, (bn, bk)),
+        y_desc=Matrix(state.rows, n, (bm, bn // 2)),
         N=n,
         K=k,
         W=world.size,
@@ -331,84 +402,107 @@ def _gemm_out(world: World, of: Prepared, k: int, n: int, back: bool, sending: b
         BN=bn,
         BK=bk,
         GROUP_M=plan.tile.group_m,
-        BACK=back,
+        KN_WEIGHT=kn_weight,
     )
 
 
-def sums(
-    world: World, of: Prepared, rows: Routed, targets: torch.Tensor, counters: torch.Tensor, at: Space
+def combine_launch(
+    world: World,
+    state: DispatchedState,
+    rows: RoutedRows,
+    targets: torch.Tensor,
+    counters: torch.Tensor,
+    workspace: LayerWorkspace,
 ) -> GivenLaunch:
+    """Return the launch of `combine_rows`. counters: those of GEMM 2."""
     moving: dict[str, Moved] = dict(
-        of=rows, targets=targets, counters=counters, outboxes=at.outbox.addresses, turn=at.turn
+        routed=rows, targets=targets, counters=counters, outboxes=workspace.outbox.addresses, epoch=workspace.epoch
     )
-    return GivenLaunch(_sums(world, of, at.half), moving)
+    return GivenLaunch(_combine_launch(world, state, workspace.half_size), moving)
 
 
 @prepared
-def _sums(world: World, of: Prepared, half: int) -> Launch:
-    layer, plan = of.layer, of.plan
-    block = 32 * plan.side_warps * ELEMENTS
+def _combine_launch(world: World, state: DispatchedState, half_size: int) -> Launch:
+    layer, plan = state.layer, state.plan
+    block = 32 * plan.side_warps * ELEMENTS_PER_THREAD
     cols = min(power(layer.hidden), block)
     sizes = dict(COLS=cols, K=layer.k, ROWS=min(plan.sum_rows, block // cols))
-    return of.side_launch(world, combine_rows, of.summers, SUM, of.summed, half=half, **sizes)
+    return state.side_launch(
+        world,
+        combine_rows,
+        state.combine_programs,
+        COMBINE_REGISTERS,
+        state.combine_flags,
+        half_size=half_size,
+        **sizes,
+    )
 
 
-def last(
+def final_sum_launch(
     world: World,
-    of: Prepared,
-    rows: Routed,
+    state: DispatchedState,
+    rows: RoutedRows,
     ids: torch.Tensor,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    at: Space,
+    workspace: LayerWorkspace,
     counters: torch.Tensor | None = None,
-    how: LastSums = LastSums(),  # noqa: B008  # frozen
+    sum_options: FinalSumOptions = FinalSumOptions(),  # noqa: B008  # frozen
 ) -> GivenLaunch:
-    """counters: of GEMM 2, where they are to be cleared."""
+    """Return the launch of `sum_ranks`. counters: those of GEMM 2 if they must be cleared."""
     moving: dict[str, Moved] = dict(
-        of=rows,
-        outbox=at.outbox.local,
+        routed=rows,
+        outbox=workspace.outbox.local,
         ids=ids,
         shared=shared,
         out=out,
         counters=counters,
-        turn=at.turn,
+        epoch=workspace.epoch,
         T=out.shape[0],
         number=world.number,
     )
-    return GivenLaunch(_last(world, of, at.half, how), moving)
+    return GivenLaunch(_final_sum_launch(world, state, workspace.half_size, sum_options), moving)
 
 
 @prepared
-def _last(world: World, of: Prepared, half: int, how: LastSums) -> Launch:
-    layer = of.layer
-    block = min(32 * LAST_WARPS * ELEMENTS // 2, world.scale.norm_block)
+def _final_sum_launch(world: World, state: DispatchedState, half_size: int, sum_options: FinalSumOptions) -> Launch:
+    layer = state.layer
+    block = min(32 * FINAL_SUM_WARPS * ELEMENTS_PER_THREAD // 2, world.scale.norm_block)
     cols = min(power(layer.hidden), block)
     rows = block // cols
-    blocks = -(-layer.capacity // rows) * -(-layer.hidden // cols)
+    blocks = -(-layer.max_tokens_per_rank // rows) * -(-layer.hidden // cols)
     return Launch(
         world,
         sum_ranks,
-        min(how.an_sm * world.sm_count, blocks),
-        how.options,
-        ch=of.summed,
-        calls=of.calls,
-        half=half,
-        C=layer.capacity,
-        ARRIVALS=of.summers,
-        by=constants(RankSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=how.tp_size, ROWS=rows, COLS=cols),
+        min(sum_options.per_sm * world.sm_count, blocks),
+        sum_options.options,
+        ch=state.combine_flags,
+        calls=state.calls,
+        half_size=half_size,
+        max_tokens=layer.max_tokens_per_rank,
+        ARRIVALS=state.combine_programs,
+        s=constants(
+            RankSumSizes,
+            H=layer.hidden,
+            K=layer.k,
+            EL=state.local_experts,
+            TP_SIZE=sum_options.tp_size,
+            ROWS=rows,
+            COLS=cols,
+        ),
     )
 
 
-def filling(plan: FusedMoe | LowLatency) -> dict[str, int]:
-    """Options of a launch that has the GPU to itself, with per_sm programs on every SM."""
+def persistent_options(plan: FusedMoe | LowLatency) -> dict[str, int]:
+    """Return the options of a launch that has the GPU to itself, with per_sm programs on every SM."""
     tile = plan.tile
     registers = min(255, 65536 // (32 * tile.warps * plan.per_sm) // 8 * 8)
     return dict(num_warps=tile.warps, num_stages=tile.stages, maxnreg=registers, per_sm=plan.per_sm)
 
 
 def layer_sizes(world: World, layer: Layer, tile: TileShape, **blocks: int) -> LayerSizes:
-    """blocks: GROUP_M, and what is sent and summed at a time."""
+    """Return the sizes of a layer for kernels that run all of it. blocks: GROUP_M, and the sizes of blocks that are
+    sent and summed."""
     h, act = layer.hidden, ACTIVATIONS[layer.activation]
     return constants(
         LayerSizes,
@@ -417,157 +511,175 @@ def layer_sizes(world: World, layer: Layer, tile: TileShape, **blocks: int) -> L
         P=power(h),
         K=layer.k,
         KP=power(layer.k),
-        LOCAL=layer.experts // world.size,
+        EL=layer.experts // world.size,
         BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,
-        WHOLE=h % tile.block_k == 0,
+        EVEN_K=h % tile.block_k == 0,
         ACT=act,
-        GATED=0 if act == GELU.value else world.scale.interleave,
+        GATE_BLOCK=0 if act == GELU.value else world.scale.interleave,
         **blocks,
     )
 
 
 def load(
     world: World,
-    of: Prepared,
+    state: DispatchedState,
     x: torch.Tensor,
     ids: torch.Tensor,
     w: Weights,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    at: Space,
+    workspace: LayerWorkspace,
     kept: Kept = NONE_KEPT,
 ) -> None:
-    """Everything that a call launches here, the first time, in pairs of what shares an SM. Raises Unsupported where a
-    pair does not."""
+    """Load all kernels of a call the first time, in pairs that share an SM. Raises Unsupported where the programs of a
+    pair do not fit together."""
 
     def steps() -> Iterable[GivenLaunch]:
-        blank, rows = Tables(*[of.words] * 8), Routed(at.y, of.words, of.floats)
-        yield sends(world, of, x, ids, at)
-        yield gemm_in(world, of, w, blank, at, kept.both)
-        yield sums(world, of, rows, of.words, of.words, at)
-        yield gemm_out(world, of, blank, at.hidden, w.w2, w.b2, at.y, of.words)
-        yield last(world, of, rows, ids, shared, out, at)
+        placeholder = Tables(*[state.placeholder_ints] * 8)
+        rows = RoutedRows(workspace.y, state.placeholder_ints, state.placeholder_floats)
+        yield dispatch_launch(world, state, x, ids, workspace)
+        yield first_gemm(world, state, w, placeholder, workspace, kept.preactivation)
+        yield combine_launch(world, state, rows, state.placeholder_ints, state.placeholder_ints, workspace)
+        yield grouped_gemm(world, state, placeholder, workspace.hidden, w.w2, w.b2, workspace.y, state.placeholder_ints)
+        yield final_sum_launch(world, state, rows, ids, shared, out, workspace)
 
-    of.ahead((x, ids, *w, shared, out, kept.both), steps)
+    state.ahead((x, ids, *w, shared, out, kept.preactivation), steps)
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
 def side_stream(world: World) -> Any:
-    """Where rows travel under the GEMMs. One rank's go nowhere and are moved on the current stream: a GEMM and its
-    senders, which wait for each other, could find no room on an SM together beside an op of `World.alone`'s parent."""
+    """Return the stream on which rows travel under the GEMMs.
+
+    A single rank sends nothing and uses the current stream: next to an op of the World from which `World.alone` was
+    made, a GEMM and its dispatch programs, which wait for each other, might not find room on one SM.
+    """
     return world.side_stream(NAME) if world.size > 1 else world.current_stream()
 
 
-def dispatch(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space, start: Any) -> None:
-    """x [T, H], of int32 ids [T, k], to the inboxes: on the side stream, behind the event `start`."""
+def dispatch(
+    world: World, state: DispatchedState, x: torch.Tensor, ids: torch.Tensor, workspace: LayerWorkspace, start: Any
+) -> None:
+    """Send x [T, H] with int32 ids [T, k] to the inboxes, on the side stream after the event `start`."""
     side = side_stream(world)
     world.wait_event(side, start)
-    sends(world, of, x, ids, at).on(side)
+    dispatch_launch(world, state, x, ids, workspace).on(side)
 
 
 def experts(
     world: World,
-    of: Prepared,
+    state: DispatchedState,
     w: Weights,
     tables: Tables,
     counters: torch.Tensor,
-    at: Space,
+    workspace: LayerWorkspace,
     kept: Kept = NONE_KEPT,
 ) -> Any:
-    """Both GEMMs on the current stream, behind what made the tables. Returns the event between them, from which on sums
-    may begin: not before, or they would take places on SMs, and tell others that the inbox is read."""
+    """Run both GEMMs on the current stream, after the launches that build the tables.
+
+    Return the event between them. Sums may start only after it: earlier they would take room on SMs, and announce to
+    other ranks that the inbox is read.
+    """
     stream = world.current_stream()
-    gemm_in(world, of, w, tables, at, kept.both).on(stream)
+    first_gemm(world, state, w, tables, workspace, kept.preactivation).on(stream)
     if kept.rows is not None:
-        world.copy(kept.rows, at.inbox.local, stream)
-    between = world.record(stream)
-    gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters).on(stream)
-    return between
+        world.copy(kept.rows, workspace.inbox.local, stream)
+    first_gemm_done = world.record(stream)
+    grouped_gemm(world, state, tables, workspace.hidden, w.w2, w.b2, workspace.y, counters).on(stream)
+    return first_gemm_done
 
 
 def combine(
     world: World,
-    of: Prepared,
-    rows: Routed,
+    state: DispatchedState,
+    rows: RoutedRows,
     targets: torch.Tensor,
     counters: torch.Tensor,
-    at: Space,
-    between: Any,
+    workspace: LayerWorkspace,
+    first_gemm_done: Any,
 ) -> None:
-    """The weighted sums of other ranks' rows to their outboxes, on the side stream."""
+    """Send the weighted sums of other ranks' rows to their outboxes, on the side stream."""
     side = side_stream(world)
-    world.wait_event(side, between)
-    sums(world, of, rows, targets, counters, at).on(side)
+    world.wait_event(side, first_gemm_done)
+    combine_launch(world, state, rows, targets, counters, workspace).on(side)
 
 
-def total(
+def final_sum(
     world: World,
-    of: Prepared,
-    rows: Routed,
+    state: DispatchedState,
+    rows: RoutedRows,
     ids: torch.Tensor,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    at: Space,
+    workspace: LayerWorkspace,
 ) -> None:
-    """out [T, H], on the current stream. Behind the side stream: else its programs could keep from an SM this rank's
-    sums, for which the other ranks' programs wait; and what these read may be written again behind this call."""
+    """Write out [T, H] on the current stream, after the side stream's work.
+
+    Otherwise its programs could keep this rank's combine programs, for which other ranks wait, from an SM; and memory
+    that these read may be overwritten after this call.
+    """
     stream = world.current_stream()
     world.wait_event(stream, world.record(side_stream(world)))
-    last(world, of, rows, ids, shared, out, at).on(stream)
+    final_sum_launch(world, state, rows, ids, shared, out, workspace).on(stream)
 
 
 def run_dispatched(
     world: World, call: MoeCall, plan: Dispatched, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream. Returns the
-    numbers of rows received, or None, and what is kept.
+    numbers of received rows, or None, and the saved tensors.
 
     Args:
         world: the ranks; all make the same calls in the same order.
         call, plan: the same layer and plan on all ranks, for which `fits` returns None.
-        operands: contiguous, on world.device. T is at most the layer's capacity, another T on every rank.
-        out: of the layer's dtype; it may hold x or shared.
+        operands: contiguous, on world.device. T is at most the layer's max_tokens_per_rank and may differ between
+            ranks.
+        out: of the layer's dtype; it may be x or shared.
 
     Sums are accumulated in float32; an expert's result, and a rank's sum of a token, are rounded to the layer's dtype.
-    Memory, shared by all layers: symmetric, 2 W C H elements; ordinary, (H + I) elements for each of `layer_rows` rows.
-    The first call of its kind makes it, not in the capture of a CUDA graph.
+    Memory, which all layers share: symmetric, 2 W max_tokens H elements; ordinary, (H + I) elements for each of
+    `layer_rows` rows. The first call of its kind allocates it and cannot be captured in a CUDA graph.
 
     Raises:
         Unsupported: the plan's programs do not fit on an SM together.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
-        Overflow: there, on a rank to whose experts more rows came than `layer_rows`.
+        Overflow: there, on a rank whose experts received more rows than `layer_rows`.
     """
     layer, stream, w = call.layer, world.current_stream(), operands.experts
     x, ids, weights, shared = operands.x, operands.ids, operands.weights, operands.shared
     received = call.received(world, operands)
     kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.kept(world, plan.tile.block_m)))
     world.order(lock(world, NAME), stream)
-    of = plan_state(world, layer, plan)
-    at = space(world, layer, of.rows)
-    routed, (filling, tables, counters) = route_tables.routes_of(world, layer.capacity, layer.k), tables_of(world, of)
-    load(world, of, x, ids, w, shared, out, at, kept)
+    state = plan_state(world, layer, plan)
+    workspace = make_workspace(world, layer, state.rows)
+    routed, (builder, tables, counters) = (
+        route_tables.routes_of(world, layer.max_tokens_per_rank, layer.k),
+        tables_of(world, state),
+    )
+    load(world, state, x, ids, w, shared, out, workspace, kept)
     start = world.record(stream)
     route_tables.share_routes(world, routed, ids, weights)
-    dispatch(world, of, x, ids, at, start)
-    route_tables.fill(world, filling, tables, routed.shared_weights.local)
-    between = experts(world, of, w, tables, counters, at, kept)
-    rows = Routed(at.y, tables.slots, routed.shared_weights.local)
-    combine(world, of, rows, tables.targets, counters, at, between)
-    total(world, of, rows, ids, shared, out, at)
+    dispatch(world, state, x, ids, workspace, start)
+    route_tables.run_builder(world, builder, tables, routed.shared_weights.local)
+    first_gemm_done = experts(world, state, w, tables, counters, workspace, kept)
+    rows = RoutedRows(workspace.y, tables.route_rows, routed.shared_weights.local)
+    combine(world, state, rows, tables.targets, counters, workspace, first_gemm_done)
+    final_sum(world, state, rows, ids, shared, out, workspace)
     if received is not None:
         world.copy(received, tables.received, stream)
     return received, *(t for t in kept if t is not None)
 
 
 @prepared
-def tables_of(world: World, of: Prepared) -> tuple[route_tables.Filling, Tables, torch.Tensor]:
-    """What fills the tables of a layer, these, and counters that grow with their `targets`. Collective the first
-    time."""
-    layer = of.layer
-    sizes = route_tables.TableSizes(of.local, layer.capacity, of.plan.tile.block_m, layer.max_rows)
-    filling, tables = route_tables.filling_of(world, layer.k, sizes)
-    return filling, tables, waves(world, tables.targets)
+def tables_of(world: World, state: DispatchedState) -> tuple[route_tables.TableBuilder, Tables, torch.Tensor]:
+    """Return the builder of a layer's tables, the tables, and the counters that grow with their `targets`. The call is
+    collective the first time."""
+    layer = state.layer
+    sizes = route_tables.TableSizes(
+        state.local_experts, layer.max_tokens_per_rank, state.plan.tile.block_m, layer.max_rows
+    )
+    builder, tables = route_tables.builder_of(world, layer.k, sizes)
+    return builder, tables, step_counters(world, tables.targets)

@@ -1,4 +1,4 @@
-"""The whole of an MoE layer's experts in one launch (fused_kernels.py), on the current stream."""
+"""The plan that runs all of an MoE layer's experts in one launch (fused_kernels.py), on the current stream."""
 
 from __future__ import annotations
 
@@ -14,177 +14,191 @@ from ....transport.memory import lock
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands
 from ..routing import route_tables
-from ..routing.route_tables import EXPERTS, Filling, Tables, TableSizes, power
-from .dispatched import ELEMENTS, Space, filling, layer_sizes, space, waves
-from .dispatched import fits as fits_in_steps
-from .fused_kernels import STAMPS, Given, LayerPlaces, LayerSizes, moe_layer
+from ..routing.route_tables import MAX_LOCAL_EXPERTS, TableBuilder, Tables, TableSizes, power
+from .dispatched import (
+    ELEMENTS_PER_THREAD,
+    LayerWorkspace,
+    layer_sizes,
+    make_workspace,
+    persistent_options,
+    step_counters,
+)
+from .dispatched import fits as fits_dispatched
+from .fused_kernels import STAMPS, LayerMemory, LayerOperands, LayerSizes, moe_layer
 
 
 @dataclass(eq=False)
-class Whole:
-    """What calls of one layer and plan have in common, besides the memory and counters of all layers. done, turn, met:
-    tiles of the first GEMM, and programs that met (fused_kernels.py)."""
+class FusedState:
+    """The state that calls of one layer and plan have in common, besides the memory and counters of all layers. done,
+    epoch, barrier_arrivals: counters of finished tiles, calls and grid barriers (fused_kernels.py)."""
 
     layer: Layer
     plan: FusedMoe
-    local: int
+    local_experts: int
     rows: int
     programs: int
     ch: BlockChannel
     calls: BlockChannel
     done: torch.Tensor
-    turn: torch.Tensor
-    met: torch.Tensor
+    epoch: torch.Tensor
+    barrier_arrivals: torch.Tensor
     sizes: LayerSizes
     tables: Tables
-    filling: Filling
+    builder: TableBuilder
     ahead: Ahead = field(default_factory=Ahead)
 
 
 def fits(world: World, layer: Layer, plan: FusedMoe) -> str | None:
-    """Why the plan cannot serve the call, the same on every rank; None where it can."""
+    """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
     programs = world.sm_count * plan.per_sm
     if plan.copy_programs > programs:
         return f"{plan.copy_programs} programs that move rows are more than there are, {programs}"
-    if layer.experts // world.size > EXPERTS:
-        return f"{layer.experts} experts over {world.size} ranks are more than {EXPERTS} on each"
-    return fits_in_steps(world, layer, plan)
+    if layer.experts // world.size > MAX_LOCAL_EXPERTS:
+        return f"{layer.experts} experts over {world.size} ranks are more than {MAX_LOCAL_EXPERTS} on each"
+    return fits_dispatched(world, layer, plan)
 
 
-def plan_state(world: World, layer: Layer, plan: FusedMoe) -> Whole:
-    """Return what calls of this layer and plan have in common. Collective the first time."""
+def plan_state(world: World, layer: Layer, plan: FusedMoe) -> FusedState:
+    """Return the state of this layer and plan. The call is collective the first time."""
 
-    def make() -> Whole:
-        movers = plan.copy_programs
-        ch = world.channel(f"{NAME}, a layer by {movers} movers", 3 * world.size - 2, None, movers)
-        programs, local = world.sm_count * plan.per_sm, layer.experts // world.size
-        of = TableSizes(local, layer.capacity, plan.tile.block_m, layer.max_rows)
-        filling, tables = route_tables.filling_of(world, layer.k, of)
-        shapes = ((2, filling.rows // plan.tile.block_m), (1,), (2,))
-        done, turn, met = (world.zeros(shape, torch.int32) for shape in shapes)
-        return Whole(
+    def make() -> FusedState:
+        copy_programs = plan.copy_programs
+        ch = world.channel(f"{NAME}, a layer by {copy_programs} copy programs", 3 * world.size - 2, None, copy_programs)
+        programs, local_experts = world.sm_count * plan.per_sm, layer.experts // world.size
+        table_sizes = TableSizes(local_experts, layer.max_tokens_per_rank, plan.tile.block_m, layer.max_rows)
+        builder, tables = route_tables.builder_of(world, layer.k, table_sizes)
+        shapes = ((2, builder.rows // plan.tile.block_m), (1,), (2,))
+        done, epoch, barrier_arrivals = (world.zeros(shape, torch.int32) for shape in shapes)
+        return FusedState(
             layer,
             plan,
-            local,
-            filling.rows,
+            local_experts,
+            builder.rows,
             programs,
             ch,
             world.calls(NAME),
             done,
-            turn,
-            met,
+            epoch,
+            barrier_arrivals,
             sizes(world, layer, plan),
             tables,
-            filling,
+            builder,
         )
 
     return world.cached((NAME, layer, plan), make)
 
 
 def sizes(world: World, layer: Layer, plan: FusedMoe) -> LayerSizes:
-    elements, p = 32 * plan.tile.warps * ELEMENTS, power(layer.hidden)
+    elements, p = 32 * plan.tile.warps * ELEMENTS_PER_THREAD, power(layer.hidden)
     cols = min(p, elements // 2)
-    blocks = dict(SEND=max(1, min(plan.copy_rows, elements // p)), STAGES=plan.copy_stages)
-    blocks |= dict(SUM=min(plan.copy_rows, elements // 2 // cols), COLS=cols)
+    blocks = dict(SEND_ROWS=max(1, min(plan.copy_rows, elements // p)), STAGES=plan.copy_stages)
+    blocks |= dict(SUM_ROWS=min(plan.copy_rows, elements // 2 // cols), COLS=cols)
     return layer_sizes(world, layer, plan.tile, GROUP_M=plan.tile.group_m, **blocks)
 
 
-def addresses(of: Whole, counters: torch.Tensor, stamps: torch.Tensor | None, at: Space) -> LayerPlaces:
-    routes = of.filling.routes
-    return LayerPlaces(
-        at.inbox.local,
-        at.inbox.addresses,
-        at.outbox.local,
-        at.outbox.addresses,
-        at.y,
+def layer_memory(
+    state: FusedState, counters: torch.Tensor, stamps: torch.Tensor | None, workspace: LayerWorkspace
+) -> LayerMemory:
+    """Return the kernel's memory."""
+    routes = state.builder.routes
+    return LayerMemory(
+        workspace.inbox.local,
+        workspace.inbox.addresses,
+        workspace.outbox.local,
+        workspace.outbox.addresses,
+        workspace.y,
         routes.shared_ids.local,
         routes.shared_ids.addresses,
         routes.shared_weights.local,
         routes.shared_weights.addresses,
-        of.tables.slots,
-        of.filling.counts,
-        of.tables,
-        of.rows,
-        of.met,
+        state.tables.route_rows,
+        state.builder.counts,
+        state.tables,
+        state.rows,
+        state.barrier_arrivals,
         counters,
-        of.done,
-        of.done.shape[1],
-        of.plan.copy_programs,
-        of.turn,
+        state.done,
+        state.done.shape[1],
+        state.plan.copy_programs,
+        state.epoch,
         stamps,
     )
 
 
 @prepared
-def _layer(world: World, of: Whole, at: Space, tokens: int, n: int, stamps: bool) -> Launch:
-    """stamps: whether `stamped` was called."""
-    layer, plan, h, i = of.layer, of.plan, of.layer.hidden, of.layer.inner
+def _layer(world: World, state: FusedState, workspace: LayerWorkspace, tokens: int, n: int, timed: bool) -> Launch:
+    """Return the launch of the layer. stamps: whether `stamped` was called."""
+    layer, plan, h, i = state.layer, state.plan, state.layer.hidden, state.layer.inner
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
-    stamped_at = world.decided[NAME, "stamps", of.programs] if stamps else None
+    times = world.decided[NAME, "stamps", state.programs] if timed else None
     return Launch(
         world,
         moe_layer,
-        of.programs,
-        filling(plan),
-        at=addresses(of, waves(world, of.tables.targets), stamped_at, at),
-        w13_desc=Matrix(of.local * n, h, (bn, bk)),
-        w2_desc=Matrix(of.local * h, i, (bn, bk)),
-        hidden_in=Matrix(of.rows, i, (bm, of.sizes.GATED.value or bn // 2)).of(at.hidden),
-        hidden_out=Matrix(of.rows, i, (bm, bk)).of(at.hidden),
-        y_desc=Matrix(of.rows, h, (bm, bn // 2)).of(at.y),
-        ch=of.ch,
+        state.programs,
+        persistent_options(plan),
+        memory=layer_memory(state, step_counters(world, state.tables.targets), times, workspace),
+        w13_desc=Matrix(state.local_experts * n, h, (bn, bk)),
+        w2_desc=Matrix(state.local_experts * h, i, (bn, bk)),
+        hidden_in=Matrix(state.rows, i, (bm, state.sizes.GATE_BLOCK.value or bn // 2)).argument(workspace.hidden),
+        hidden_out=Matrix(state.rows, i, (bm, bk)).argument(workspace.hidden),
+        y_desc=Matrix(state.rows, h, (bm, bn // 2)).argument(workspace.y),
+        ch=state.ch,
         T=tokens,
-        C=layer.capacity,
+        max_tokens=layer.max_tokens_per_rank,
         N=n,
         H=h,
         K=i,
-        s=of.sizes,
-        p=of.filling.how,
+        s=state.sizes,
+        table_sizes=state.builder.sizes,
     )
 
 
 @prepared
-def _compare(world: World, of: Whole) -> Launch:
-    """Return the launch that compares the ranks' calls. It is separate because in the layer's kernel the comparison
-    costs registers that are not there (8 bytes of spills on sm_90a)."""
-    return Launch(world, compare, 1, dict(num_warps=1), calls=of.calls)
+def _compare(world: World, state: FusedState) -> Launch:
+    """Return the launch that compares the ranks' calls. It is separate because inside the layer's kernel it would need
+    registers that are not free (8 bytes of spills on sm_90a)."""
+    return Launch(world, compare, 1, dict(num_warps=1), calls=state.calls)
 
 
 def stamped(world: World, programs: int) -> torch.Tensor:
-    """Return int64 [programs, 6], zeros the first time. From then on calls of launches of so many programs add up in it
-    how long each was at what, in ns, without its waits: sending tokens, GEMM 1, GEMM 2, sums for others, own sums; and
-    how long it ran. Such a launch is another kernel, a little slower."""
+    """Return int64 [programs, 6], which is zero the first time.
+
+    From then on, launches of so many programs add up in it the ns that each program spent, without waits, in sending
+    tokens, GEMM 1, GEMM 2, sums for others and sums of own tokens, and its whole run time. Such launches compile to a
+    kernel of their own.
+    """
     key = (NAME, "stamps", programs)
     if key not in world.decided:
         world.decided[key] = world.zeros((programs, STAMPS.value), torch.int64)
-    made: torch.Tensor = world.decided[key]
-    return made
+    times: torch.Tensor = world.decided[key]
+    return times
 
 
 def run_fused(
     world: World, call: MoeCall, plan: FusedMoe, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
-    """Run a call as `dispatched.run_dispatched` does, to the same bits, and in the same memory but for the inbox. `out`
-    may hold shared, not x. The ranks compare their calls in a small launch before it, which takes some us, as a
-    barrier.
+    """Run a call as `dispatched.run_dispatched` does, with the same bits and in the same memory except for the inbox.
+    `out` may be shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a barrier
+    does.
 
-    Raises Unsupported where the plan's programs are not resident at once.
+    Raises Unsupported where the plan's programs are not all resident at once.
     """
     (x, ids, weights, w13, w2, b13, b2, shared, _), layer = operands, call.layer
     received = call.received(world, operands)
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
-    of = plan_state(world, layer, plan)
-    at = space(world, layer, of.rows, "inbox of one launch")
-    stamps = (NAME, "stamps", of.programs) in world.decided
-    given = Given(x, ids, weights, shared, out, b13, b2)
-    step = GivenLaunch(
-        _layer(world, of, at, x.shape[0], w13.shape[1], stamps), dict(given=given, w13_desc=w13, w2_desc=w2)
+    state = plan_state(world, layer, plan)
+    workspace = make_workspace(world, layer, state.rows, "inbox of one launch")
+    stamps = (NAME, "stamps", state.programs) in world.decided
+    layer_operands = LayerOperands(x, ids, weights, shared, out, b13, b2)
+    layer_launch = GivenLaunch(
+        _layer(world, state, workspace, x.shape[0], w13.shape[1], stamps),
+        dict(operands=layer_operands, w13_desc=w13, w2_desc=w2),
     )
-    same = GivenLaunch(_compare(world, of), dict(number=world.number))
-    of.ahead((*given, w13, w2), lambda: (same, step))
-    same.on(stream)
-    step.on(stream)
+    compare_launch = GivenLaunch(_compare(world, state), dict(number=world.number))
+    state.ahead((*layer_operands, w13, w2), lambda: (compare_launch, layer_launch))
+    compare_launch.on(stream)
+    layer_launch.on(stream)
     if received is not None:
-        world.copy(received, of.tables.received, stream)
+        world.copy(received, state.tables.received, stream)
     return (received,)

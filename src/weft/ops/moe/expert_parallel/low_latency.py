@@ -1,4 +1,5 @@
-"""An MoE layer's experts for a few tokens: three launches on the current stream (low_latency_kernels.py)."""
+"""The plan that runs an MoE layer's experts for few tokens, in three launches on the current stream
+(low_latency_kernels.py)."""
 
 from __future__ import annotations
 
@@ -16,155 +17,178 @@ from ....transport.memory import lock
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands
 from ..routing.route_tables import power
-from .dispatched import ELEMENTS, filling, layer_sizes, space
-from .dispatched import fits as fits_in_steps
+from .dispatched import ELEMENTS_PER_THREAD, layer_sizes, make_workspace, persistent_options
+from .dispatched import fits as fits_dispatched
 from .fused_kernels import LayerSizes
-from .low_latency_kernels import FewPlaces, few_gemm, few_sums
+from .low_latency_kernels import LowLatencyMemory, low_latency_gemm, low_latency_sums
 
-ROUTES = 8192  # routes that every program looks through
-LOOK = 8192  # pairs of a route and a row that are compared at a time
+MAX_ROUTES = 8192  # routes that every program scans, at most
+SCAN_ELEMENTS = 8192  # pairs of a route and a row that are compared at once
 
 
 @dataclass(eq=False)
-class Few:
-    """What calls of one layer and plan have in common, besides the memory of all layers."""
+class LowLatencyState:
+    """The state that calls of one layer and plan have in common, besides the memory of all layers."""
 
     layer: Layer
     plan: LowLatency
-    local: int
+    local_experts: int
     programs: int
-    movers: int
+    copy_programs: int
     ch: BlockChannel
     calls: BlockChannel
-    slots: torch.Tensor
+    route_rows: torch.Tensor
     sizes: LayerSizes
     ahead: Ahead = field(default_factory=Ahead)
 
 
 def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:
-    """Why the plan cannot serve the call, the same on every rank; None where it can."""
-    routes = world.size * layer.capacity * layer.k
-    if routes > ROUTES:
-        return f"{routes} routes, of {world.size} ranks with up to {layer.capacity} tokens, are more than {ROUTES}"
+    """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
+    routes = world.size * layer.max_tokens_per_rank * layer.k
+    if routes > MAX_ROUTES:
+        tokens = f"{world.size} ranks with up to {layer.max_tokens_per_rank} tokens"
+        return f"{routes} routes, of {tokens}, are more than {MAX_ROUTES}"
     block = world.scale.interleave
     if layer.activation != "gelu" and plan.tile.block_n != 2 * block:
         return f"tiles of {plan.tile.block_n} columns do not hold 1 block of {block} gate and up rows"
-    return fits_in_steps(world, layer, plan)
+    return fits_dispatched(world, layer, plan)
 
 
-def plan_state(world: World, layer: Layer, plan: LowLatency) -> Few:
-    """Return what calls of this layer and plan have in common. Collective the first time."""
+def plan_state(world: World, layer: Layer, plan: LowLatency) -> LowLatencyState:
+    """Return the state of this layer and plan. The call is collective the first time."""
 
-    def make() -> Few:
+    def make() -> LowLatencyState:
         programs = world.sm_count * plan.per_sm
-        movers, local = min(plan.copy_programs, programs), layer.experts // world.size
-        others = world.size - 1  # a rank alone signals nothing
-        name = f"{NAME}, few rows and sums by {movers} programs"
-        ch = world.channel(name, 2 * others or 1, None, movers if others else None)
-        slots = world.empty((world.size * layer.capacity * layer.k,), torch.int32)
-        return Few(layer, plan, local, programs, movers, ch, world.calls(NAME), slots, sizes(world, layer, plan))
+        copy_programs, local_experts = min(plan.copy_programs, programs), layer.experts // world.size
+        other_ranks = world.size - 1  # a single rank signals nobody
+        name = f"{NAME}, low-latency rows and sums by {copy_programs} programs"
+        ch = world.channel(name, 2 * other_ranks or 1, None, copy_programs if other_ranks else None)
+        route_rows = world.empty((world.size * layer.max_tokens_per_rank * layer.k,), torch.int32)
+        return LowLatencyState(
+            layer,
+            plan,
+            local_experts,
+            programs,
+            copy_programs,
+            ch,
+            world.calls(NAME),
+            route_rows,
+            sizes(world, layer, plan),
+        )
 
     return world.cached((NAME, layer, plan), make)
 
 
 def sizes(world: World, layer: Layer, plan: LowLatency) -> LayerSizes:
-    """A block that is sent or summed is one row, or a part of it, so that many programs have some."""
-    cols = min(power(layer.hidden), 32 * plan.tile.warps * ELEMENTS // 4)
-    return layer_sizes(world, layer, plan.tile, GROUP_M=1, SEND=1, STAGES=2, SUM=1, COLS=cols)
+    """Return the kernels' sizes. A block that is sent or summed is one row or a part of it, so that many programs have
+    work."""
+    cols = min(power(layer.hidden), 32 * plan.tile.warps * ELEMENTS_PER_THREAD // 4)
+    return layer_sizes(world, layer, plan.tile, GROUP_M=1, SEND_ROWS=1, STAGES=2, SUM_ROWS=1, COLS=cols)
 
 
-def routes(world: World, layer: Layer) -> list[SymmetricTensor]:
-    """Return the ids and weights [W, C, k] of all ranks. Collective the first time."""
-    shape = (world.size, layer.capacity, layer.k)
-    return world.cached(
-        (NAME, "few", *shape),
-        lambda: [world.symmetric(shape, dtype, f"{NAME}, few routes") for dtype in (torch.int32, torch.float32)],
-    )
+def route_memory(world: World, layer: Layer) -> list[SymmetricTensor]:
+    """Return the ids and weights [W, max_tokens, k] of all ranks. The call is collective the first time."""
+    shape = (world.size, layer.max_tokens_per_rank, layer.k)
+    name, dtypes = f"{NAME}, low-latency routes", (torch.int32, torch.float32)
+    return world.cached((name, *shape), lambda: [world.symmetric(shape, dtype, name) for dtype in dtypes])
 
 
 @prepared
-def memory(world: World, of: Few) -> FewPlaces:
-    """Return the memory that the kernels use. Collective when it has to grow. Inbox and outbox are shared by all
-    layers; ids and weights by those of one capacity and k, so that no rank's part of them is another's in the next
-    call, which some ranks begin while others still sum."""
-    box, (ids, weights) = space(world, of.layer, of.slots.numel()), routes(world, of.layer)
-    return FewPlaces(
-        box.inbox.local,
-        box.inbox.addresses,
-        box.outbox.local,
-        box.outbox.addresses,
+def memory(world: World, state: LowLatencyState) -> LowLatencyMemory:
+    """Return the memory of the kernels. The call is collective when it has to grow.
+
+    All layers share the inbox and outbox. Ids and weights are shared by layers of one max_tokens_per_rank and k only,
+    so that the part of one rank does not overlap another's in the next call, which some ranks begin while others still
+    sum.
+    """
+    workspace = make_workspace(world, state.layer, state.route_rows.numel())
+    ids, weights = route_memory(world, state.layer)
+    return LowLatencyMemory(
+        workspace.inbox.local,
+        workspace.inbox.addresses,
+        workspace.outbox.local,
+        workspace.outbox.addresses,
         ids.local,
         ids.addresses,
         weights.local,
         weights.addresses,
-        of.slots,
-        box.hidden,
-        box.y,
-        of.movers,
+        state.route_rows,
+        workspace.hidden,
+        workspace.y,
+        state.copy_programs,
         None,
-        of.calls,
-        tl.constexpr(LOOK // of.plan.tile.block_m),
+        state.calls,
+        tl.constexpr(SCAN_ELEMENTS // state.plan.tile.block_m),
     )
 
 
 @prepared
-def _gemm(world: World, of: Few, n: int, k: int, first: bool, received: bool) -> Launch:
-    """received: each call says where to write how many rows came, in `at`."""
-    plan = of.plan
-    fixed: dict[str, object] = {} if received else dict(at=memory(world, of))
+def _gemm(world: World, state: LowLatencyState, n: int, k: int, is_first_gemm: bool, received: bool) -> Launch:
+    """Return the launch of one GEMM. received: each call says in `memory` where to write the numbers of received
+    rows."""
+    plan = state.plan
+    fixed_arguments: dict[str, object] = {} if received else dict(memory=memory(world, state))
     return Launch(
         world,
-        few_gemm,
-        of.programs,
-        filling(plan),
-        **fixed,
-        ch=of.ch,
-        C=of.layer.capacity,
-        s=of.sizes,
-        w_desc=Matrix(of.local * n, k, (plan.tile.block_n, plan.tile.block_k)),
+        low_latency_gemm,
+        state.programs,
+        persistent_options(plan),
+        **fixed_arguments,
+        ch=state.ch,
+        max_tokens=state.layer.max_tokens_per_rank,
+        s=state.sizes,
+        w_desc=Matrix(state.local_experts * n, k, (plan.tile.block_n, plan.tile.block_k)),
         N=n,
         K=k,
-        FIRST=first,
-        WHOLE=k % plan.tile.block_k == 0,
-        ELP=max(32, power(of.local)),
+        FIRST_GEMM=is_first_gemm,
+        EVEN_K=k % plan.tile.block_k == 0,
+        ELP=max(32, power(state.local_experts)),
     )
 
 
 @prepared
-def _sums(world: World, of: Few) -> Launch:
-    sizes = dict(C=of.layer.capacity, s=of.sizes)
-    return Launch(world, few_sums, of.programs, filling(of.plan), ch=of.ch, at=memory(world, of), **sizes)
+def _sums(world: World, state: LowLatencyState) -> Launch:
+    sizes = dict(max_tokens=state.layer.max_tokens_per_rank, s=state.sizes)
+    return Launch(
+        world,
+        low_latency_sums,
+        state.programs,
+        persistent_options(state.plan),
+        ch=state.ch,
+        memory=memory(world, state),
+        **sizes,
+    )
 
 
 def run_low_latency(
     world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
-    """Run a call as `dispatched.run_dispatched` does, in the same memory, but without tables. `out` may hold shared,
-    not x.
+    """Run a call as `dispatched.run_dispatched` does, in the same memory, but without tables. `out` may be shared, not
+    x.
 
-    Raises Unsupported where the plan's programs are not resident at once.
+    Raises Unsupported where the plan's programs are not all resident at once.
     """
     (x, ids, weights, w13, w2, b13, b2, shared, _), stream = operands, world.current_stream()
     received = call.received(world, operands)
-    # Some programs write the numbers of rows received while others still read operands.
-    apart = received is not None and overlap(received, *operands[:-1])
-    counts = world.empty((w13.shape[0],), torch.int32) if apart else received
+    # Some programs write the numbers of received rows while others still read operands.
+    write_apart = received is not None and overlap(received, *operands[:-1])
+    counts = world.empty((w13.shape[0],), torch.int32) if write_apart else received
     world.order(lock(world, NAME), stream)
-    of, tokens = plan_state(world, call.layer, plan), x.shape[0]
-    routed: dict[str, Moved] = dict(x=x, ids=ids, weights=weights, T=tokens, number=world.number)
+    state, tokens = plan_state(world, call.layer, plan), x.shape[0]
+    moving: dict[str, Moved] = dict(x=x, ids=ids, weights=weights, T=tokens, number=world.number)
     if counts is not None:
-        routed["at"] = memory(world, of)._replace(received=counts)
+        moving["memory"] = memory(world, state)._replace(received=counts)
 
-    def gemm(matrix: torch.Tensor, bias: torch.Tensor | None, first: bool) -> GivenLaunch:
-        _, n, k = matrix.shape
-        launch = _gemm(world, of, n, k, first, counts is not None)
-        return GivenLaunch(launch, dict(routed, w_desc=matrix, bias=bias))
+    def gemm(weight: torch.Tensor, bias: torch.Tensor | None, is_first_gemm: bool) -> GivenLaunch:
+        _, n, k = weight.shape
+        gemm_launch = _gemm(world, state, n, k, is_first_gemm, counts is not None)
+        return GivenLaunch(gemm_launch, dict(moving, w_desc=weight, bias=bias))
 
-    sums = GivenLaunch(_sums(world, of), dict(ids=ids, shared=shared, out=out, T=tokens))
-    steps = gemm(w13, b13, True), gemm(w2, b2, False), sums
-    of.ahead((*operands[:-1], out, counts), lambda: steps)
-    for step in steps:
-        step.on(stream)
-    if received is not None and counts is not None and apart:
+    sum_launch = GivenLaunch(_sums(world, state), dict(ids=ids, shared=shared, out=out, T=tokens))
+    launches = gemm(w13, b13, True), gemm(w2, b2, False), sum_launch
+    state.ahead((*operands[:-1], out, counts), lambda: launches)
+    for launch in launches:
+        launch.on(stream)
+    if received is not None and counts is not None and write_apart:
         world.copy(received, counts, stream)
     return (received,)

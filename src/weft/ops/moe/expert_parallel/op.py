@@ -1,18 +1,19 @@
-"""A mixture-of-experts layer with its experts split over the ranks: tokens go to their experts and weighted sums come
+"""An MoE layer whose experts are split over the ranks: tokens go to the ranks of their experts, and weighted sums come
 back.
 
-    fused        one launch, tables included: every program draws its work from one queue (fused.py, fused_kernels.py;
-                 FlashMoE)
-    dispatched   four launches and two of tables, everything on the device (dispatched.py, kernels.py): tokens travel
-                 under the first grouped GEMM, sums under the second. The same as launches on streams
+    fused        one launch that includes the tables; every program takes its work from one queue (fused.py,
+                 fused_kernels.py; FlashMoE)
+    dispatched   four launches and two for the tables, all on the device (dispatched.py, kernels.py): tokens travel
+                 under the first grouped GEMM, sums under the second
     low_latency  three launches for few tokens, without tables (low_latency.py, low_latency_kernels.py)
-    sequential   the library's all-to-all, a grouped GEMM of it, and all-to-all back. The host reads how many rows go
-                 where, so a CUDA graph cannot hold it
+    sequential   the library's all-to-all, a grouped GEMM, and all-to-all back. The host reads how many rows go where,
+                 so a CUDA graph cannot capture it
 
-The last but fused and low_latency have gradients: backward.py, where dy goes as the tokens went and the rows' gradients
-come home; and, sequential, the library's all-to-all of x and dy, autograd of its grouped GEMMs, all-to-all back.
+The plans dispatched and sequential have gradients. In backward.py dy is dispatched as the tokens were, and the
+gradients of the rows are combined; sequential uses the library's all-to-all for x and dy, autograd of its grouped
+GEMMs, and all-to-all back.
 
-The routing is given: ids and weights of every token's experts, from `weft.moe.gate` or anything else.
+The routing is an input: ids and weights of every token's experts, from `weft.moe.gate` or from elsewhere.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from ....tensor_checks import bulk, check_device, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import given_rows, plain_rows
-from ..call import ACTIVATIONS, KEEPS, MOST_K, NAME, Kept, Layer, MoeCall, MoeOperands, check_routes
+from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, check_routes
 from . import backward, dispatched, fused, low_latency, sequential
 from .dispatched import run_dispatched
 from .fused import run_fused
 from .low_latency import run_low_latency
 from .sequential import run_sequential
 
-# Rows of an expert, on the average, up to which tiles of 64 rows were faster on H200s (docs/design-notes.md), and up to
-# which the plan for few tokens was (docs/moe.md): what is expected until it is timed.
-FEW_ROWS_MOST, LOW_LATENCY_MOST, TIMED_WITHIN = 48, 8, 4
-FEW_ROWS = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
+# Average rows of an expert up to which tiles of 64 rows (docs/design-notes.md), and the low-latency plan (docs/moe.md),
+# are expected to be fastest until they are timed. Both limits were measured on H200s.
+SMALL_TILE_MAX_ROWS, LOW_LATENCY_MAX_ROWS, TIMED_WITHIN = 48, 8, 4
+SMALL_TILES = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
 
 
 def moe(
@@ -64,51 +65,58 @@ def moe(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t] (FlashMoE, section 3; its layer,
+    """out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t] (the layer of FlashMoE, section 3;
     not its kernel).
 
-    W ranks, E experts, El = E / W of them on each: rank d has experts d El to (d + 1) El - 1. For experts over groups
-    of ranks, each with all of them, `world` is one group: of 4 ranks `everyone.split(rank // 2)` makes two of 2.
+    There are W ranks and E experts, El = E / W of them on each: rank d has experts d El to (d + 1) El - 1. For expert
+    parallelism within groups of ranks, each of which has all experts, `world` is one group: of 4 ranks
+    `everyone.split(rank // 2)` makes two groups of 2.
 
     Args:
         x: [T, H], this rank's tokens. T may be 0.
         ids: int32 [T, k], the experts of each token, -1 for none; k at most 16. Ids outside 0 to E - 1 go nowhere. An
-            expert that comes twice in a token's ids counts twice, with both weights; it takes two rows of `max_rows`.
+            expert that occurs twice in a token's ids counts twice, with both weights; it takes two rows of `max_rows`.
         weights: float32 [T, k].
-        w13: this rank's first matrices: [El, I, H] for "gelu", else [El, blocks, 2, rows of a block, H], what
-            `weft.moe.pack` makes of a checkpoint's; N rows in all. w2: [El, H, I].
-        b13, b2: biases, laid out as w13 without H, and [El, H], or None.
-        shared: [T, H], added to the sum (a shared expert's rows), or None.
-        activation: "swiglu", silu(gate) * up; "gelu", of two matrices; "gpt_oss", (up + 1) * gate * sigmoid(1.702
-            gate), gate at most 7, up from -7 to 7.
-        rows: tokens of every rank, in the order of the ranks, where they are not all equal. None: all have as many as
-            this one, or, with max_tokens, any number up to it, which the ranks need not know of each other.
-        max_tokens: C, that any rank may have in this or another call. Calls of one C share tables, memory and
-            agreements, whatever their T. None: with rows the most tokens of a rank in this call; without, up to
-            min(8 E, 8192) / (W k) tokens, that number, so that ranks may decode different batches; above it T.
-        max_rows: rows of its experts that a rank has room for at least (a row: a token's for one expert). Those that
-            find no room are left out of the sums, the last experts' first: Overflow, here and in CUDA graphs. None:
-            the worst case, W C min(k, El), whose bytes the first call logs. The sequential plan has room for all.
-        received: int32 [El], contiguous, wherever it lies: where to write how many rows came to each of this rank's
-            experts and found room; or None. Each rank's own choice.
-        keep: what a call whose operands require a gradient keeps for its backward pass, of each layer, beside its
-            operands: "nothing": x is sent again; "rows": W C H elements, tokens as they came; "activation": these and
-            N elements for each row that a rank has room for, which saves a GEMM. The sequential plan keeps nothing.
-        world: the ranks. All of them must make the same call in the same order.
+        w13: this rank's first matrices: [El, I, H] for "gelu", otherwise [El, blocks, 2, rows of a block, H], the
+            layout that `weft.moe.pack` makes from a checkpoint's matrices; N rows in all.
+        w2: [El, H, I].
+        b13, b2: biases, with the layout of w13 without H, and [El, H]; or None.
+        shared: [T, H], added to the sum (the rows of a shared expert), or None.
+        activation: "swiglu" is silu(gate) * up; "gelu" has no gate matrix; "gpt_oss" is (up + 1) * gate * sigmoid(1.702
+            gate), with gate at most 7 and up clamped to [-7, 7].
+        rows: the numbers of tokens of all ranks, in the order of the ranks, where they are not all equal. None: all
+            ranks have as many as this one, or, with max_tokens, any number up to it, which the ranks need not know of
+            each other.
+        max_tokens: the most tokens that any rank may have in this or another call. Calls of one max_tokens share
+            tables, memory and agreements, whatever their T. None: with rows, the most tokens of a rank in this call;
+            without rows, min(8 E, 8192) / (W k) for up to as many tokens, so that ranks may decode different batches,
+            and T for more.
+        max_rows: the number of rows of its experts for which a rank has room at least (a row is one token for one
+            expert). Rows without room are left out of the sums, those of the last experts first: Overflow, in eager
+            calls and in CUDA graphs. None: the worst case, W max_tokens min(k, El), whose bytes the first call logs.
+            The sequential plan has room for all rows.
+        received: int32 [El], contiguous: where to write how many rows each of this rank's experts received and had room
+            for; or None. Each rank chooses for itself.
+        keep: what a call whose operands require a gradient saves for its backward pass, for each layer, besides its
+            operands: "nothing" sends x again; "rows" saves the tokens as they arrived, W max_tokens H elements;
+            "activation" saves also N elements for each row for which there is room, which saves a GEMM. The sequential
+            plan saves nothing.
+        world: the ranks. All of them must make the same calls in the same order.
         plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or such a Plan; the same on all
             ranks.
-        out: [T, H], contiguous: where to write the result; it may hold x or shared.
+        out: [T, H], contiguous: where to write the result; it may be x or shared.
 
-    x, experts, biases and shared are bfloat16 or all float16, on `world.device`. Sums are accumulated in float32 and in
-    a fixed order: the same call gives the same bits. An expert's result is rounded to the dtype, and so is a rank's sum
-    of a token's experts there, before the ranks' sums are added: one rounding a rank more than if a token's results
+    x, experts, biases and shared are all bfloat16 or all float16, on `world.device`. Sums are accumulated in float32
+    and in a fixed order, so the same call gives the same bits. An expert's result is rounded to the dtype, and so is a
+    rank's sum of a token's experts before the ranks' sums are added: one more rounding a rank than if a token's results
     were added at once.
 
-    No token is dropped but by `weft.moe.limit` before or max_rows here. Memory, shared by all layers of the World:
-    symmetric, 2 W C H elements and 8 W C k bytes; ordinary, H + I elements for each of max_rows + 128 El rows.
+    No token is dropped, except by `weft.moe.apply_capacity` before the call or by max_rows. Memory, which all layers of
+    the World share: symmetric, 2 W max_tokens H elements and 8 W max_tokens k bytes; ordinary, H + I elements for each
+    of max_rows + 128 El rows.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
         Mismatch, Timeout: as `all_gather_matmul`.
         Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out, with their number.
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
@@ -121,9 +129,12 @@ def moe(
 
 
 class Moe(Op[MoeCall]):
-    """Operands: x, ids, weights, w13, w2, b13, b2, shared, and of direct calls received; options: rows of every rank or
-    None, activation, max_tokens, max_rows, keep, whether the numbers of rows received are wanted, whether a gradient
-    is. Results: out; int32 [El] rows received, or None. A run keeps what `call.Kept` has."""
+    """The definition of `weft.moe.moe`.
+
+    Operands: x, ids, weights, w13, w2, b13, b2, shared, and in direct calls received. Options: rows of every rank or
+    None, activation, max_tokens, max_rows, keep, whether the numbers of received rows are wanted, whether a gradient
+    is. Results: out; int32 [El] received rows, or None. A run saves the tensors of `call.Kept`.
+    """
 
     name = NAME
     signature = (
@@ -139,8 +150,8 @@ class Moe(Op[MoeCall]):
         LowLatency: run_low_latency,
     }
     small = Dispatched
-    tries: ClassVar[Sequence[Plan]] = (LowLatency(), FEW_ROWS, Dispatched())
-    by_library = False  # whose calls no CUDA graph holds
+    tries: ClassVar[Sequence[Plan]] = (LowLatency(), SMALL_TILES, Dispatched())
+    by_library = False  # a CUDA graph cannot capture its calls
 
     def check(self, world: World, operands: MoeOperands, options: CallOptions) -> MoeCall:
         x, ids, weights, w13, w2, *_ = operands
@@ -156,23 +167,23 @@ class Moe(Op[MoeCall]):
         check_experts(world, operands, activation)
         tokens, experts = None if rows is None else given_rows(NAME, world, rows, x, whole=False), len(w13) * world.size
         if tokens is None and max_tokens is None:
-            few_tokens = 0 if gradient else decoded(world, experts, ids.shape[1])
-            if x.shape[0] <= few_tokens:
-                max_tokens = few_tokens
+            low_latency_tokens = 0 if gradient else max_decode_tokens(world, experts, ids.shape[1])
+            if x.shape[0] <= low_latency_tokens:
+                max_tokens = low_latency_tokens
             else:
                 tokens = (x.shape[0],) * world.size
-        most = max(tokens or x.shape[:1])
-        if max_tokens is not None and max_tokens < most:
-            raise ValueError(f"{NAME}: {most} tokens of a rank are more than max_tokens {max_tokens}")
+        most_tokens = max(tokens or x.shape[:1])
+        if max_tokens is not None and max_tokens < most_tokens:
+            raise ValueError(f"{NAME}: {most_tokens} tokens of a rank are more than max_tokens {max_tokens}")
         if max_rows is not None and max_rows < 0:
             raise ValueError(f"{NAME}: max_rows {max_rows} must not be negative")
         inner = w2.shape[2]
-        if ids.shape[1] > min(experts, MOST_K):
+        if ids.shape[1] > min(experts, MAX_TOPK):
             raise ValueError(
-                f"{NAME}: k {ids.shape[1]} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts} experts"
+                f"{NAME}: k {ids.shape[1]} of ids {dims(ids)}: at most {MAX_TOPK}, and no more than {experts} experts"
             )
-        capacity = max(1, most if max_tokens is None else max_tokens)
-        layer = Layer(capacity, experts, ids.shape[1], x.shape[1], inner, x.dtype, activation, max_rows)
+        max_tokens_per_rank = max(1, most_tokens if max_tokens is None else max_tokens)
+        layer = Layer(max_tokens_per_rank, experts, ids.shape[1], x.shape[1], inner, x.dtype, activation, max_rows)
         return MoeCall(x.shape[0], tokens, layer, keep if gradient else None, counted or gradient)
 
     def meta(self, world: World, operands: MoeOperands, options: CallOptions) -> Shapes:
@@ -182,15 +193,15 @@ class Moe(Op[MoeCall]):
 
     def outputs(self, world: World, call: MoeCall) -> Shapes:
         layer = call.layer
-        results = ((call.own, layer.hidden), layer.dtype), ((layer.experts // world.size,), torch.int32)
+        results = ((call.own_tokens, layer.hidden), layer.dtype), ((layer.experts // world.size,), torch.int32)
         return list(results[: 1 + call.counted])
 
     def kept(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
         plan = plan if isinstance(plan, Dispatched) else world.scale.plan(Dispatched)
         return call.kept(world, plan.tile.block_m)
 
-    def returned(self, world: World, call: MoeCall, result: torch.Tensor, more: Operands) -> Returned:
-        return result, *more
+    def returned(self, world: World, call: MoeCall, result: torch.Tensor, other_results: Operands) -> Returned:
+        return result, *other_results
 
     def wrapped(
         self, world: World, plan: str | Plan, operands: MoeOperands, options: CallOptions, results: Operands
@@ -203,69 +214,73 @@ class Moe(Op[MoeCall]):
     def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
         return *operands[:7], *results[2:]
 
-    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
-        dy, layer = given.gradients[0], given.call.layer
+    def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
+        dy, layer = ctx.gradients[0], ctx.call.layer
         if dy is None:
             return [None] * 8
-        saved, dy = [None if t is None else dense(t) for t in given.saved], dense(dy)
-        operands, experts = self.typed(saved[:7]), any(given.needs[3:7])
-        if isinstance(given.plan, Dispatched):
+        saved, dy = [None if t is None else dense(t) for t in ctx.saved], dense(dy)
+        operands, wants_experts = self.typed(saved[:7]), any(ctx.needs[3:7])
+        if isinstance(ctx.plan, Dispatched):
             kept = Kept(*(t for t in saved[7:] if t is not None and t.numel()))
-            gradients = backward.backward(world, layer, given.plan, dy, operands, kept, experts)
+            gradients = backward.backward(world, layer, ctx.plan, dy, operands, kept, wants_experts)
         else:
-            dx, dweights, of_experts = sequential.backward(world, layer, dy, operands, experts)
-            gradients = backward.Gradients(dx, dweights, *of_experts)
+            dx, dweights, expert_gradients = sequential.backward(world, layer, dy, operands, wants_experts)
+            gradients = backward.Gradients(dx, dweights, *expert_gradients)
         return [gradients.x, None, *gradients[1:], dy]
 
     def sizes(self, call: MoeCall) -> tuple[int, int, int]:
-        return call.layer.capacity, call.layer.inner, call.layer.hidden
+        return call.layer.max_tokens_per_rank, call.layer.inner, call.layer.hidden
 
     def multiply_adds(self, call: MoeCall) -> int:
         """Return the multiply-adds of the gate, up and down matrix for balanced routes."""
         layer = call.layer
-        return 3 * layer.capacity * layer.k * layer.inner * layer.hidden
+        return 3 * layer.max_tokens_per_rank * layer.k * layer.inner * layer.hidden
 
     def expected(self, world: World, call: MoeCall, mode: str) -> Plan:
-        """Choose by the average number of rows of an expert, which says whose tiles it fills. A gradient has one of
-        these plans."""
+        """Choose by the average number of rows of an expert, which decides whose tiles are full. A call with a gradient
+        has one of these plans only."""
         if call.keep is not None:
             return Dispatched()
         rows = self._rows(world, call)
-        few_tokens = rows <= LOW_LATENCY_MOST and low_latency.fits(world, call.layer, LowLatency()) is None
-        return LowLatency() if few_tokens else FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
+        low_latency_tokens = rows <= LOW_LATENCY_MAX_ROWS and low_latency.fits(world, call.layer, LowLatency()) is None
+        return LowLatency() if low_latency_tokens else SMALL_TILES if rows <= SMALL_TILE_MAX_ROWS else Dispatched()
 
     def candidates(self, world: World, call: MoeCall) -> Sequence[Plan]:
-        """Return the plans whose rows of an expert are within a factor of TIMED_WITHIN: to try another would compile a
-        kernel, and take memory, in vain."""
+        """Return the plans whose range of rows of an expert is within a factor of TIMED_WITHIN of this call's. Timing
+        another plan would compile a kernel, and take memory, that is not used."""
         rows = self._rows(world, call)
-        near = [
-            (LowLatency(), rows <= TIMED_WITHIN * LOW_LATENCY_MOST),
-            (FEW_ROWS, LOW_LATENCY_MOST / TIMED_WITHIN <= rows <= TIMED_WITHIN * FEW_ROWS_MOST),
-            (Dispatched(), rows >= FEW_ROWS_MOST / TIMED_WITHIN),
+        with_range = [
+            (LowLatency(), rows <= TIMED_WITHIN * LOW_LATENCY_MAX_ROWS),
+            (SMALL_TILES, LOW_LATENCY_MAX_ROWS / TIMED_WITHIN <= rows <= TIMED_WITHIN * SMALL_TILE_MAX_ROWS),
+            (Dispatched(), rows >= SMALL_TILE_MAX_ROWS / TIMED_WITHIN),
         ]
-        plans = [plan for plan, is_near in near if is_near and plan in self.tries]
+        plans = [plan for plan, is_near in with_range if is_near and plan in self.tries]
         return plans if len(plans) > 1 and call.keep is None else ()
 
     def _rows(self, world: World, call: MoeCall) -> float:
-        """Return the rows of an expert, on the average."""
-        return call.layer.capacity * world.size * call.layer.k / call.layer.experts
+        """Return the average number of rows of an expert."""
+        return call.layer.max_tokens_per_rank * world.size * call.layer.k / call.layer.experts
 
-    def alike(self, call: MoeCall) -> Hashable:
-        """Return the layer with its number of tokens rounded up to a power of two, and what is kept."""
-        return call.keep, replace(call.layer, capacity=1 << (call.layer.capacity - 1).bit_length())
+    def trial_key(self, call: MoeCall) -> Hashable:
+        """Return the layer with its number of tokens rounded up to a power of two, and what is saved."""
+        return call.keep, replace(
+            call.layer, max_tokens_per_rank=1 << (call.layer.max_tokens_per_rank - 1).bit_length()
+        )
 
     def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:
-        """Return a call of as many tokens as a rank may have, whose routes are spread evenly over the experts: the
-        first call may be of few tokens, or of made-up ones that all take the same experts."""
+        """Return a call with as many tokens as a rank may have, whose routes are spread evenly over the experts. The
+        first call itself may have few tokens, or a warm-up's tokens that all go to the same experts."""
         layer, device = call.layer, operands.x.device
-        k, room = layer.k, layer.max_rows
-        fits = layer.capacity if room is None else max(room - layer.experts // world.size, 0) // k
-        tokens = min(layer.capacity, fits)
+        k, max_rows = layer.k, layer.max_rows
+        tokens_that_fit = (
+            layer.max_tokens_per_rank if max_rows is None else max(max_rows - layer.experts // world.size, 0) // k
+        )
+        tokens = min(layer.max_tokens_per_rank, tokens_that_fit)
         route = torch.arange(tokens * k, device=device, dtype=torch.int32).view(tokens, k)
         ids = (route + world.rank * tokens * k) % layer.experts
         x, weights = operands.x.new_ones(tokens, layer.hidden), operands.weights.new_full((tokens, k), 1 / k)
-        given = operands._replace(x=x, ids=ids, weights=weights, shared=None, received=None)
-        return replace(call, own=tokens, tokens=None), given
+        balanced_operands = operands._replace(x=x, ids=ids, weights=weights, shared=None, received=None)
+        return replace(call, own_tokens=tokens, tokens=None), balanced_operands
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.keep is not None and not isinstance(plan, Dispatched):
@@ -279,8 +294,8 @@ class Moe(Op[MoeCall]):
             reason = dispatched.fits(world, call.layer, plan)
         return world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels") or reason
 
-    def laid(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
-        """`received` is written, and so stays where it is."""
+    def dense_operands(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
+        """Make all operands contiguous but `received`, which is written and must stay where it is."""
         *read, received = operands
         return MoeOperands._make([*bulk(read), received])
 
@@ -288,44 +303,50 @@ class Moe(Op[MoeCall]):
 MOE = registered(Moe())
 
 
-def decoded(world: World, experts: int, k: int) -> int:
-    """Tokens of a rank up to which calls without `rows` and `max_tokens` are calls of one size: as in decode, where
-    ranks of a data-parallel server have different numbers of them at every step. As many as the plan for few tokens
-    serves; it looks through the routes of all of them in any case."""
-    return min(LOW_LATENCY_MOST * experts, low_latency.ROUTES) // (world.size * k)
+def max_decode_tokens(world: World, experts: int, k: int) -> int:
+    """Return the number of tokens of a rank up to which calls without `rows` and `max_tokens` have one size, as in
+    decode, where the ranks of a data-parallel server have different numbers of tokens in every step. It is the number
+    that the low-latency plan serves, which scans the routes of that many tokens in any case."""
+    return min(LOW_LATENCY_MAX_ROWS * experts, low_latency.MAX_ROUTES) // (world.size * k)
 
 
 def check_experts(world: World, operands: MoeOperands, activation: str) -> None:
+    """Raise ValueError or TypeError where the experts' tensors do not fit x or each other."""
     x, _, _, w13, w2, b13, b2, shared, received = operands
     if w13.dim() != 3 or w2.dim() != 3 or w13.shape[0] != w2.shape[0] or w13.shape[0] < 1:
         raise ValueError(f"{NAME}: w13 {dims(w13)} and w2 {dims(w2)} must be [El, N, H] and [El, H, I]")
-    local, n, h = w13.shape
+    local_experts, n, h = w13.shape
     inner, block = w2.shape[2], world.scale.interleave
     wanted = inner if activation == "gelu" else 2 * -(-inner // block) * block
     if h != x.shape[1] or w2.shape[1] != h or n != wanted:
         raise ValueError(
-            f"{NAME}: for x {dims(x)} and w2 {dims(w2)}, w13 must be [{local}, {wanted}, {x.shape[1]}] as weft.moe.pack"
-            f" makes it, and w2 [{local}, {x.shape[1]}, I]; w13 is {dims(w13)}"
+            f"{NAME}: for x {dims(x)} and w2 {dims(w2)}, w13 must be [{local_experts}, {wanted}, {x.shape[1]}] as"
+            f" weft.moe.pack makes it, and w2 [{local_experts}, {x.shape[1]}, I]; w13 is {dims(w13)}"
         )
-    for name, t, shape in (("b13", b13, (local, n)), ("b2", b2, (local, h)), ("shared", shared, tuple(x.shape))):
+    for name, t, shape in (
+        ("b13", b13, (local_experts, n)),
+        ("b2", b2, (local_experts, h)),
+        ("shared", shared, tuple(x.shape)),
+    ):
         if t is not None and t.shape != shape:
             raise ValueError(f"{NAME}: {name} {dims(t)} must be {list(shape)}")
     if received is not None and (
-        received.shape != (local,) or received.dtype != torch.int32 or not received.is_contiguous()
+        received.shape != (local_experts,) or received.dtype != torch.int32 or not received.is_contiguous()
     ):
-        raise ValueError(f"{NAME}: received {dims(received)} must be int32 [{local}], contiguous")
+        raise ValueError(f"{NAME}: received {dims(received)} must be int32 [{local_experts}], contiguous")
     for name, t in (("w13", w13), ("w2", w2), ("b13", b13), ("b2", b2), ("shared", shared)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{NAME}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
 
 
-Given = TypeVar("Given", torch.Tensor, "torch.Tensor | None")
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, "torch.Tensor | None")
 
 
-def packed(op: str, name: str, t: Given, dim: int, activation: str) -> Given:
-    """[El, N, ..] of what `pack` made, of so many dimensions; [El, I, ..] of "gelu" as it is. Raises ValueError for
-    another tensor: of a checkpoint's the product would have as many rows, and none of them right."""
-    if activation == "gelu" or not isinstance(t, torch.Tensor):  # what is no tensor is refused further on
+def packed(op: str, name: str, t: MaybeTensor, dim: int, activation: str) -> MaybeTensor:
+    """Return the result of `pack`, which has `dim` dimensions, as [El, N, ..]; tensors of "gelu" are returned as they
+    are. Raises ValueError for another tensor: with a checkpoint's matrices the shapes could fit while every result
+    would be wrong."""
+    if activation == "gelu" or not isinstance(t, torch.Tensor):  # `check` refuses other types
         return t
     if t.dim() != dim or t.shape[2] != 2:
         raise ValueError(f"{op}: {name} {dims(t)} is not what weft.moe.pack makes of a gate and an up matrix")
@@ -333,14 +354,19 @@ def packed(op: str, name: str, t: Given, dim: int, activation: str) -> Given:
 
 
 def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.Tensor:
-    """First matrices (or biases) as the kernels take them: [El, blocks, 2, rows of a block, ..], blocks of
-    `world.scale.interleave` gate and as many up rows in turn, the last padded with zeros.
+    """Interleave gate and up rows of the first matrices (or biases) in the blocks that the kernels take: [El, blocks,
+    2, rows of a block, ..], where blocks of `world.scale.interleave` gate rows alternate with blocks of as many up
+    rows, and the last block is padded with zeros.
 
     Args:
-        w13: [El, 2 I, ..]. layout "blocked": I gate, then I up rows (Mixtral's w1 and w3, Qwen's gate_proj and up_proj,
-            one after the other); "interleaved": gate and up row by row (GPT-OSS, transposed to [El, 2 I, H]).
+        w13: [El, 2 I, ..]. With layout "blocked", I gate rows are followed by I up rows (Mixtral's w1 and w3, or Qwen's
+            gate_proj and up_proj, concatenated). With "interleaved", gate and up rows alternate (GPT-OSS, transposed to
+            [El, 2 I, H]).
+        world: the World whose kernels take the result.
 
-    Raises ValueError for another layout or an odd number of rows, TypeError for what is no tensor.
+    Raises:
+        ValueError: the layout is another one, or the number of rows is odd.
+        TypeError: w13 is no tensor.
     """
     check_tensors("pack", w13)
     if layout not in ("blocked", "interleaved") or w13.dim() < 2 or w13.shape[1] % 2:
@@ -348,8 +374,8 @@ def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.T
             f'pack: w13 {dims(w13)} must be [El, 2 I, ..], layout "blocked" or "interleaved", got {layout!r}'
         )
     gate, up = w13.chunk(2, 1) if layout == "blocked" else (w13[:, 0::2], w13[:, 1::2])
-    (local, inner, *rest), block = gate.shape, world.scale.interleave
+    (local_experts, inner, *rest), block = gate.shape, world.scale.interleave
     blocks = -(-inner // block)
-    both = w13.new_zeros(local, 2, blocks * block, *rest)
-    both[:, 0, :inner], both[:, 1, :inner] = gate, up
-    return both.view(local, 2, blocks, block, *rest).transpose(1, 2).contiguous()
+    interleaved = w13.new_zeros(local_experts, 2, blocks * block, *rest)
+    interleaved[:, 0, :inner], interleaved[:, 1, :inner] = gate, up
+    return interleaved.view(local_experts, 2, blocks, block, *rest).transpose(1, 2).contiguous()

@@ -7,49 +7,50 @@ import torch
 from ....kernel_launch import GivenLaunch, Launch, prepared
 from ....world import World
 from ..routing.route_tables import power
-from .dispatched import Prepared
+from .dispatched import DispatchedState
 from .place_rows_kernels import ExpertOrder, place_rows
 
-PLACERS, REGISTERS = 8, 96  # warps of a placing program, and registers of a thread: two and a sender share an SM
+# Warps of a program of `place_rows`, and registers of a thread: two of them and a dispatch program share an SM.
+PLACE_WARPS, PLACE_REGISTERS = 8, 96
 
 
-def places_rows(
+def place_rows_launch(
     world: World,
-    of: Prepared,
+    state: DispatchedState,
     inbox: torch.Tensor,
     rows: torch.Tensor,
     order: ExpertOrder,
     arrivals: int,
-    padded: bool = True,
-    turn: torch.Tensor | None = None,
-    half: int = 0,
+    clear_padding: bool = True,
+    epoch: torch.Tensor | None = None,
+    half_size: int = 0,
 ) -> GivenLaunch:
-    """The launch that places inbox [W, C, H] in rows [.., H], each where `order` has it, behind so many arrivals of
-    every rank. padded: rows of no token are zero. turn, half: as `Space` has them, of calls that alternate between
-    halves."""
-    launch = _place_rows(world, of, arrivals, padded, half)
-    return GivenLaunch(launch, dict(inbox=inbox, rows=rows, order=order, turn=turn))
+    """Return the launch that places inbox [W, max_tokens, H] in rows [.., H], each row where `order` says, after
+    `arrivals` arrivals from every rank. clear_padding: rows without a token become zero. epoch, half_size: as in
+    `LayerWorkspace`, for calls that alternate between halves."""
+    launch = _place_rows(world, state, arrivals, clear_padding, half_size)
+    return GivenLaunch(launch, dict(inbox=inbox, rows=rows, order=order, epoch=epoch))
 
 
 @prepared
-def _place_rows(world: World, of: Prepared, arrivals: int, padded: bool, half: int) -> Launch:
-    layer, block = of.layer, world.scale.placed
+def _place_rows(world: World, state: DispatchedState, arrivals: int, clear_padding: bool, half_size: int) -> Launch:
+    layer, block = state.layer, world.scale.placed_elements
     cols = min(power(layer.hidden), block)
     return Launch(
         world,
         place_rows,
         world.sm_count,
-        dict(num_warps=PLACERS, maxnreg=REGISTERS, co_resident=True),
-        ch=of.came,
-        half=half,
-        C=layer.capacity,
+        dict(num_warps=PLACE_WARPS, maxnreg=PLACE_REGISTERS, co_resident=True),
+        ch=state.dispatch_flags,
+        half_size=half_size,
+        max_tokens=layer.max_tokens_per_rank,
         ARRIVALS=arrivals,
         H=layer.hidden,
         COLS=cols,
         K=layer.k,
-        EL=of.local,
+        EL=state.local_experts,
         ROWS=block // cols,
-        STAGES=of.plan.send_stages,
-        PADDED=padded,
+        STAGES=state.plan.send_stages,
+        PADDED=clear_padding,
         PROGRAMS=world.sm_count,
     )

@@ -1,7 +1,6 @@
-"""An MoE layer by the library alone: rows sorted by expert, all-to-all, a grouped GEMM each way, all-to-all back,
-weighted sums.
+"""An MoE layer by the library alone: rows sorted by expert, all-to-all, grouped GEMMs, all-to-all back, weighted sums.
 
-Every route is a row of its own on the way, so a token travels once for each of its experts. The host reads how many.
+Every route is a row of its own, so a token travels once for each of its experts. The host reads the numbers of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Tensor = torch.Tensor
 
 
 def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor) -> tuple[Tensor | None]:
-    """Run a call as `dispatched.run_dispatched` does. Nothing is kept, whatever the call says: its backward pass sends
+    """Run a call as `dispatched.run_dispatched` does. Nothing is saved, whatever the call says: the backward pass sends
     x again."""
     check_capture(world)
     x, ids, weights, *_, shared, _ = operands
@@ -28,99 +27,104 @@ def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperand
     me, size, k = world.rank, world.size, layer.k
     received = call.received(world, operands)
     order, table = sorted_routes(world, layer, ids)
-    local = layer.experts // size
-    sends = table[me].view(size, local).sum(1).tolist()
-    comes = table.view(size, size, local)[:, me]
-    rows, count = world.empty((sum(sends), h), x.dtype), sum(sends)
-    sent = order[:count]
-    world.call(lambda: torch.index_select(x, 0, sent // k, out=rows), [x, order], [rows], stream)
-    came = exchanged(world, rows, sends, comes.sum(1).tolist())
+    local_experts = layer.experts // size
+    send_counts = table[me].view(size, local_experts).sum(1).tolist()
+    recv_table = table.view(size, size, local_experts)[:, me]
+    rows, count = world.empty((sum(send_counts), h), x.dtype), sum(send_counts)
+    sent_routes = order[:count]
+    world.call(lambda: torch.index_select(x, 0, sent_routes // k, out=rows), [x, order], [rows], stream)
+    received_rows = exchanged(world, rows, send_counts, recv_table.sum(1).tolist())
 
-    # What came is by source, then expert; the GEMMs want it by expert.
-    by = torch.arange(local).repeat(size).repeat_interleave(comes.reshape(-1))
-    place = world.tensor(torch.argsort(by, stable=True).tolist(), torch.int64)
-    y = world.empty(came.shape, x.dtype)
+    # Received rows are sorted by source, then expert; the GEMMs need them sorted by expert.
+    expert_of_row = torch.arange(local_experts).repeat(size).repeat_interleave(recv_table.reshape(-1))
+    expert_order = world.tensor(torch.argsort(expert_of_row, stable=True).tolist(), torch.int64)
+    y = world.empty(received_rows.shape, x.dtype)
 
     def experts() -> None:
-        made = grouped(came[place], comes.sum(0).tolist(), w, layer.activation, world.scale.interleave)
-        y.index_copy_(0, place, made.to(y.dtype))
+        outputs = grouped(
+            received_rows[expert_order], recv_table.sum(0).tolist(), w, layer.activation, world.scale.interleave
+        )
+        y.index_copy_(0, expert_order, outputs.to(y.dtype))
 
-    world.call(experts, [came, place, *(t for t in w if t is not None)], [y], stream)
-    back = exchanged(world, y, comes.sum(1).tolist(), sends)
+    world.call(experts, [received_rows, expert_order, *(t for t in w if t is not None)], [y], stream)
+    returned_rows = exchanged(world, y, recv_table.sum(1).tolist(), send_counts)
 
     def add() -> None:
         routes = torch.zeros(tokens * k, h, dtype=torch.float32, device=x.device)
-        routes.index_copy_(0, sent, back.float())
-        there = (ids >= 0) & (ids < layer.experts)  # the weight of a route to nowhere may be anything
-        total = (routes.view(tokens, k, h) * torch.where(there, weights, 0.0)[:, :, None]).sum(1)
+        routes.index_copy_(0, sent_routes, returned_rows.float())
+        valid = (ids >= 0) & (ids < layer.experts)  # the weights of routes to no expert are undefined
+        total = (routes.view(tokens, k, h) * torch.where(valid, weights, 0.0)[:, :, None]).sum(1)
         out.copy_(total if shared is None else total + shared.float())
 
-    world.call(add, [back, order, ids, weights, *([] if shared is None else [shared])], [out], stream)
+    world.call(add, [returned_rows, order, ids, weights, *([] if shared is None else [shared])], [out], stream)
     if received is not None:
-        world.copy(received, world.tensor(comes.sum(0).tolist(), torch.int32), stream)
+        world.copy(received, world.tensor(recv_table.sum(0).tolist(), torch.int32), stream)
     return (received,)
 
 
 def backward(
     world: World, layer: Layer, dy: Tensor, operands: MoeOperands, experts: bool
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """The gradients of x, weights, and (experts) those of the experts, of `run_sequential` of these."""
+    """Return the gradients of x, of weights, and (if `experts`) of the experts, for `run_sequential` of these
+    operands."""
     check_capture(world)
     x, ids, weights, *_ = operands
     w, stream, me, size = operands.experts, world.current_stream(), world.rank, world.size
     (tokens, h), k = x.shape, layer.k
     order, table = sorted_routes(world, layer, ids)
-    local = layer.experts // size
-    sends, comes = table[me].view(size, local).sum(1).tolist(), table.view(size, size, local)[:, me]
-    gets, sent = comes.sum(1).tolist(), order[: sum(sends)]
-    away = [world.empty((sum(sends), n), t.dtype) for t, n in ((x, h), (dy, h), (weights, 1))]
+    local_experts = layer.experts // size
+    send_counts = table[me].view(size, local_experts).sum(1).tolist()
+    recv_table = table.view(size, size, local_experts)[:, me]
+    recv_counts, sent_routes = recv_table.sum(1).tolist(), order[: sum(send_counts)]
+    sent_operands = [world.empty((sum(send_counts), n), t.dtype) for t, n in ((x, h), (dy, h), (weights, 1))]
 
     def pick() -> None:
-        for t, part in zip((x, dy), away, strict=False):
-            torch.index_select(t, 0, sent // k, out=part)
-        torch.index_select(weights.view(-1, 1), 0, sent, out=away[2])
+        for t, part in zip((x, dy), sent_operands, strict=False):
+            torch.index_select(t, 0, sent_routes // k, out=part)
+        torch.index_select(weights.view(-1, 1), 0, sent_routes, out=sent_operands[2])
 
-    world.call(pick, [x, dy, weights, order], away, stream)
-    came = [exchanged(world, t, sends, gets) for t in away]
-    by = torch.arange(local).repeat(size).repeat_interleave(comes.reshape(-1))
-    place = world.tensor(torch.argsort(by, stable=True).tolist(), torch.int64)
-    given = [t for t in w if t is not None]
-    made = [world.empty(came[0].shape, x.dtype), world.empty(came[2].shape, torch.float32)]
-    made += [world.empty(t.shape, t.dtype) for t in given if experts]
+    world.call(pick, [x, dy, weights, order], sent_operands, stream)
+    received_rows = [exchanged(world, t, send_counts, recv_counts) for t in sent_operands]
+    expert_of_row = torch.arange(local_experts).repeat(size).repeat_interleave(recv_table.reshape(-1))
+    expert_order = world.tensor(torch.argsort(expert_of_row, stable=True).tolist(), torch.int64)
+    weights_given = [t for t in w if t is not None]
+    results = [world.empty(received_rows[0].shape, x.dtype), world.empty(received_rows[2].shape, torch.float32)]
+    results += [world.empty(t.shape, t.dtype) for t in weights_given if experts]
 
     def gradients() -> None:
-        rows, dout, weight = (t[place] for t in came)
-        dots, dx, of_experts = grouped_gradients(
-            rows, dout, weight, comes.sum(0).tolist(), w, layer.activation, world.scale.interleave
+        rows, dout, weight = (t[expert_order] for t in received_rows)
+        dots, dx, expert_gradients = grouped_gradients(
+            rows, dout, weight, recv_table.sum(0).tolist(), w, layer.activation, world.scale.interleave
         )
-        made[0].index_copy_(0, place, dx)
-        made[1].index_copy_(0, place, dots)
-        for t, gradient in zip(made[2:], (g for g in of_experts if g is not None), strict=False):
+        results[0].index_copy_(0, expert_order, dx)
+        results[1].index_copy_(0, expert_order, dots)
+        for t, gradient in zip(results[2:], (g for g in expert_gradients if g is not None), strict=False):
             t.copy_(gradient)
 
-    world.call(gradients, [*came, place, *given], made, stream)
-    back = [exchanged(world, t, gets, sends) for t in made[:2]]
+    world.call(gradients, [*received_rows, expert_order, *weights_given], results, stream)
+    returned_rows = [exchanged(world, t, recv_counts, send_counts) for t in results[:2]]
     dx, dweights = world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32)
 
     def add() -> None:
         routes = torch.zeros(tokens * k, h, dtype=torch.float32, device=x.device)
-        routes.index_copy_(0, sent, back[0].float())
+        routes.index_copy_(0, sent_routes, returned_rows[0].float())
         dx.copy_(routes.view(tokens, k, h).sum(1))
-        dweights.zero_().view(-1, 1).index_copy_(0, sent, back[1])
+        dweights.zero_().view(-1, 1).index_copy_(0, sent_routes, returned_rows[1])
 
-    world.call(add, [*back, order], [dx, dweights], stream)
-    of_experts = iter(made[2:])
-    return dx, dweights, [None if t is None or not experts else next(of_experts) for t in w]
+    world.call(add, [*returned_rows, order], [dx, dweights], stream)
+    expert_gradients = iter(results[2:])
+    return dx, dweights, [None if t is None or not experts else next(expert_gradients) for t in w]
 
 
 def check_capture(world: World) -> None:
+    """Raise WeftError inside a CUDA graph capture."""
     if world.capturing():
         raise WeftError(f"{NAME}: a sequential call reads counts on the host, which a CUDA graph cannot hold")
 
 
 def sorted_routes(world: World, layer: Layer, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the routes in the order of their experts, int64 [T k], those of none last; and int64 [W, E] on the host,
-    rows of every rank for every expert. Waits for the stream."""
+    """Return int64 [T k], the routes sorted by expert, those without one last; and int64 [W, E] on the host, the rows
+    of every rank for every expert. The call waits for the stream."""
     stream, experts = world.current_stream(), layer.experts
     order, counts = world.empty((ids.numel(),), torch.int64), world.empty((experts,), torch.int64)
 
@@ -131,21 +135,21 @@ def sorted_routes(world: World, layer: Layer, ids: Tensor) -> tuple[Tensor, Tens
         counts.copy_(torch.bincount(expert, minlength=experts + 1)[:experts])
 
     world.call(sort, [ids], [order, counts], stream)
-    every = counts
+    all_counts = counts
     if world.size > 1:
-        every = world.empty((world.size * experts,), torch.int64)
-        world.all_gather(every, counts, stream)
+        all_counts = world.empty((world.size * experts,), torch.int64)
+        world.all_gather(all_counts, counts, stream)
     world.wait_for_streams()
-    return order, every.view(world.size, experts).cpu()
+    return order, all_counts.view(world.size, experts).cpu()
 
 
-def exchanged(world: World, rows: Tensor, sends: list[int], gets: list[int]) -> Tensor:
-    """Exchange rows all-to-all, so many to each rank and from each."""
+def exchanged(world: World, rows: Tensor, send_counts: list[int], recv_counts: list[int]) -> Tensor:
+    """Return the rows received in an all-to-all that sends and receives so many rows to and from each rank."""
     if world.size == 1:
         return rows
-    came = world.empty((sum(gets), rows.shape[1]), rows.dtype)
-    world.all_to_all(came.split(gets), rows.split(sends), world.current_stream())
-    return came
+    received_rows = world.empty((sum(recv_counts), rows.shape[1]), rows.dtype)
+    world.all_to_all(received_rows.split(recv_counts), rows.split(send_counts), world.current_stream())
+    return received_rows
 
 
 def grouped_linear(x: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,22 +166,23 @@ def grouped_linear(x: Tensor, counts: list[int], weight: Tensor, bias: Tensor | 
 
 
 def grouped(rows: Tensor, counts: list[int], w: Weights, activation: str, block: int) -> Tensor:
-    """Return [rows, H], what the experts make of rows in the order of the experts."""
-    both = grouped_linear(rows, counts, w.w13, w.b13)
-    return grouped_linear(ACTIVATED[activation](both, w.w2.shape[2], block), counts, w.w2, w.b2)
+    """Return [rows, H], the experts' results for rows in the order of the experts."""
+    preactivation = grouped_linear(rows, counts, w.w13, w.b13)
+    return grouped_linear(ACTIVATED[activation](preactivation, w.w2.shape[2], block), counts, w.w2, w.b2)
 
 
 def grouped_gradients(
     rows: Tensor, dy: Tensor, weight: Tensor, counts: list[int], w: Weights, activation: str, block: int
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return the gradients of weight, of rows, and of w13, w2, b13, b2, for weight [rows, 1] times `grouped`."""
-    both = grouped_linear(rows, counts, w.w13, w.b13)
-    hidden = ACTIVATED[activation](both, w.w2.shape[2], block)
+    """Return the gradients of weight, of rows, and of w13, w2, b13 and b2, for the product of weight [rows, 1] and
+    `grouped`."""
+    preactivation = grouped_linear(rows, counts, w.w13, w.b13)
+    hidden = ACTIVATED[activation](preactivation, w.w2.shape[2], block)
     dots = (grouped_linear(hidden, counts, w.w2, w.b2).float() * dy.float()).sum(1, keepdim=True)
     dy = (dy.float() * weight).to(dy.dtype)
     dhidden = grouped_linear(dy, counts, w.w2.transpose(1, 2), None)
-    dboth = activation_gradient(both, dhidden, activation, block)
-    dx = grouped_linear(dboth, counts, w.w13.transpose(1, 2), None)
+    dpreactivation = activation_gradient(preactivation, dhidden, activation, block)
+    dx = grouped_linear(dpreactivation, counts, w.w13.transpose(1, 2), None)
 
     def products(a: Tensor, b: Tensor) -> Tensor:
         return torch.stack([x.t() @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
@@ -185,49 +190,53 @@ def grouped_gradients(
     def sums(a: Tensor, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else torch.stack([part.float().sum(0) for part in a.split(counts)])
 
-    return dots, dx, [products(dboth, rows), products(dy, hidden), sums(dboth, w.b13), sums(dy, w.b2)]
+    return dots, dx, [products(dpreactivation, rows), products(dy, hidden), sums(dpreactivation, w.b13), sums(dy, w.b2)]
 
 
-def activation_gradient(both: Tensor, dy: Tensor, activation: str, block: int) -> Tensor:
-    """The gradient of `both`, laid out as that is."""
+def activation_gradient(preactivation: Tensor, dy: Tensor, activation: str, block: int) -> Tensor:
+    """Return the gradient of preactivation, in its layout."""
     if activation == "gelu":
-        x = both.float()
+        x = preactivation.float()
         below = 0.5 * (1 + torch.erf(x * 0.5**0.5))
-        return (dy.float() * (below + x * torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5)).to(both.dtype)
+        return (dy.float() * (below + x * torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5)).to(preactivation.dtype)
     inner = dy.shape[1]
-    gate, up = halves(both, inner, block)
+    gate, up = halves(preactivation, inner, block)
     if activation == "gpt_oss":
-        inside, within = gate <= 7, up.abs() <= 7
+        gate_in_range, up_in_range = gate <= 7, up.abs() <= 7
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
         s = torch.sigmoid(1.702 * gate)
-        by_gate, by_up = up * s * (1 + 1.702 * gate * (1 - s)) * inside, gate * s * within
+        dgate, dup = up * s * (1 + 1.702 * gate * (1 - s)) * gate_in_range, gate * s * up_in_range
     else:
         s = torch.sigmoid(gate)
-        by_gate, by_up = up * s * (1 + gate * (1 - s)), gate * s
-    parts = both.new_zeros(both.shape[0], 2, both.shape[1] // 2)
-    parts[:, 0, :inner], parts[:, 1, :inner] = dy.float() * by_gate, dy.float() * by_up
-    return parts.view(both.shape[0], 2, both.shape[1] // (2 * block), block).transpose(1, 2).reshape(both.shape)
+        dgate, dup = up * s * (1 + gate * (1 - s)), gate * s
+    parts = preactivation.new_zeros(preactivation.shape[0], 2, preactivation.shape[1] // 2)
+    parts[:, 0, :inner], parts[:, 1, :inner] = dy.float() * dgate, dy.float() * dup
+    return (
+        parts.view(preactivation.shape[0], 2, preactivation.shape[1] // (2 * block), block)
+        .transpose(1, 2)
+        .reshape(preactivation.shape)
+    )
 
 
-def halves(both: Tensor, inner: int, block: int) -> tuple[Tensor, Tensor]:
-    """float32 gate and up [rows, I] of what `pack` interleaved."""
-    parts = both.float().view(both.shape[0], both.shape[1] // (2 * block), 2, block)
+def halves(preactivation: Tensor, inner: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return float32 gate and up [rows, I] of columns that `pack` interleaved."""
+    parts = preactivation.float().view(preactivation.shape[0], preactivation.shape[1] // (2 * block), 2, block)
     return parts[:, :, 0].flatten(1)[:, :inner], parts[:, :, 1].flatten(1)[:, :inner]
 
 
-def swiglu(both: Tensor, inner: int, block: int) -> Tensor:
-    gate, up = halves(both, inner, block)
-    return (torch.nn.functional.silu(gate) * up).to(both.dtype)
+def swiglu(preactivation: Tensor, inner: int, block: int) -> Tensor:
+    gate, up = halves(preactivation, inner, block)
+    return (torch.nn.functional.silu(gate) * up).to(preactivation.dtype)
 
 
-def gelu(both: Tensor, inner: int, block: int) -> Tensor:
-    return torch.nn.functional.gelu(both.float()).to(both.dtype)
+def gelu(preactivation: Tensor, inner: int, block: int) -> Tensor:
+    return torch.nn.functional.gelu(preactivation.float()).to(preactivation.dtype)
 
 
-def clamped(both: Tensor, inner: int, block: int) -> Tensor:
-    gate, up = halves(both, inner, block)
+def clamped(preactivation: Tensor, inner: int, block: int) -> Tensor:
+    gate, up = halves(preactivation, inner, block)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(both.dtype)
+    return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(preactivation.dtype)
 
 
 ACTIVATED: dict[str, Callable[[Tensor, int, int], Tensor]] = {"swiglu": swiglu, "gelu": gelu, "gpt_oss": clamped}

@@ -1,33 +1,32 @@
-"""Who goes where: every rank's routes to all ranks, and from them the tables that place the rows of this rank's
+"""Kernels that share the router's choice between ranks, and build the tables that place the rows of this rank's
 experts.
 
-    share           ids and weights of the own tokens -> every rank's ids_all, weights_all [W, C, K] | flag
-    count_routes    | flag of source me | flag of source me - 1 | ..    for each block of routes: how many go to each
-    own expert
-    place_routes    for each block: its routes' rows; for each expert: its tiles, in the order of their last wave
+    share           this rank's ids and weights -> ids_all, weights_all [W, max_tokens, K] on every rank | flag
+    count_routes    | flag of source me | flag of source me - 1 | ..    for each block of routes: routes to each own
+                    expert
+    place_routes    for each block: the rows of its routes; for each expert: its tiles, ordered by last source step
 
-Routes are taken in waves: wave j holds those of source (me - j) mod W, in which order rows arrive. A block of routes
-lies in one wave, and the order of blocks is that of the rows of an expert. So a route's row is: first row of its
-expert, + counts of all earlier blocks, + earlier routes of its block. Everything is an integer that depends on the ids
-alone.
+Routes are processed in source steps: step j has the routes of source (me - j) mod W, which is the order in which rows
+arrive. A block of routes lies within one source step, and blocks have the order of an expert's rows. The row of a route
+is therefore the first row of its expert, plus the counts of all earlier blocks, plus the earlier routes of its own
+block. All of this is integer arithmetic on the ids.
 
-Every program of `place_routes` adds up the counts of all blocks by itself: of 128 experts they are at most 132 KiB, out
-of L2, which should cost less than another launch. Inside a block the earlier routes are those of earlier sections and
-runs, which are counted, and those of the own run, with which a route is compared: that costs the same for any number of
-experts.
+Every program of `place_routes` sums the counts of all blocks by itself. For 128 experts they are at most 132 KiB and
+come from L2. Within a block, the routes of earlier sections and runs are counted by histograms, and those of the same
+run are found by comparing pairs of routes, whose cost does not depend on the number of experts.
 
-Order of accesses. A source's ids are read by `count_routes` behind the wait for its flag, and by `place_routes` because
-it comes later on the stream. The flags of a source are counted by its programs alone, each once a call, so one counter
-a source is enough. `share` only counts others' counters; the number of the call is read and counted by `count_routes`,
-which waits for all W flags in every call. What keeps a source from sharing its next call's routes while this rank reads
-these is not here, where HALVES is 1: see `share` in route_tables.py.
+Memory order. `count_routes` reads a source's ids after it has waited for that source's flag, and `place_routes` reads
+them because it runs later on the same stream. Only the programs of one source increment that source's flag, each once a
+call, so one counter per source is enough. `share` only increments flags; the epoch is read and advanced by
+`count_routes`, which waits for all W flags in every call. Where HALVES is 1, nothing in this file keeps a source from
+overwriting routes that this rank still reads: see `share` in route_tables.py.
 
-Where HALVES is 2, calls take two halves of the shared memory in turn, and `count_routes`, the only reader, copies what
-was shared to memory of this rank alone. A rank shares call n + 2 behind its own `count_routes` of call n + 1, which
-heard from every rank; and each of them shared call n + 1 behind its reads of call n.
+Where HALVES is 2, calls alternate between two halves of the shared memory, and `count_routes`, its only reader, copies
+the routes to local memory. A rank shares call n + 2 after its own `count_routes` of call n + 1, which waited for every
+rank's flag of call n + 1; and each rank set that flag after its reads of call n.
 
-Own experts: EL of them, which SHARING neighbouring ranks have alike, each some of their columns (1: experts of one rank
-alone).
+A rank has columns of EL experts. TP_SIZE neighbouring ranks have columns of the same experts; with 1 an expert belongs
+to one rank.
 """
 
 from typing import NamedTuple
@@ -39,18 +38,22 @@ from ....lang.intrinsics import count_lost, same_call
 from ....lang.jit import jit
 from ....lang.primitives import channel_broadcast, channel_wait
 
-LEFT_OUT = tl.constexpr(-2)  # the slot of a route to an own expert that found no row
+LEFT_OUT = tl.constexpr(-2)  # the row of a route to an own expert for which there is no room
 
 
-class Placing(NamedTuple):
-    """Sizes of `place_routes`. W ranks, K routes a token; WP, ELP: W, EL rounded up to a power of two. BM: rows of a
-    tile. A block is BLOCK routes, SECTION of which are placed at a time, in RUNS runs; the counts of CHUNK blocks are
-    loaded at a time. TILES tiles are listed at a time; 0: none is. RUNNING: targets are those of all calls together."""
+class TableKernelSizes(NamedTuple):
+    """The sizes of `place_routes`.
+
+    W ranks; K routes a token; EL experts on this rank, whose columns TP_SIZE ranks share. WP, ELP: W and EL rounded up
+    to powers of two. BM: rows of a tile. A block has BLOCK routes and is placed in sections of SECTION routes, each of
+    RUNS runs. CHUNK: blocks whose counts are loaded at once. TILES: tiles listed at once; 0 lists none. CUMULATIVE:
+    whether `targets` accumulate over all calls.
+    """
 
     W: tl.constexpr
     K: tl.constexpr
     EL: tl.constexpr
-    SHARING: tl.constexpr
+    TP_SIZE: tl.constexpr
     BM: tl.constexpr
     WP: tl.constexpr
     ELP: tl.constexpr
@@ -59,240 +62,285 @@ class Placing(NamedTuple):
     RUNS: tl.constexpr
     CHUNK: tl.constexpr
     TILES: tl.constexpr
-    RUNNING: tl.constexpr
+    CUMULATIVE: tl.constexpr
 
 
 @jit
-def own_half(ch, HALVES: tl.constexpr):
-    """Return the first source's place in the half of this call."""
-    tl.static_assert(HALVES <= 2, "calls take two halves in turn")
+def half_start_of(ch, HALVES: tl.constexpr):
+    """Return the index of the first source in the half that this call uses: 0 or W."""
+    tl.static_assert(HALVES <= 2, "calls alternate between at most two halves")
     return 0 if HALVES == 1 else (calls_of(ch) & 1) * ch.world
 
 
 @jit
-def push_routes(ids, weights, all_ids, all_weights, ch, half, given, padded, first, PROGRAMS, BLOCK: tl.constexpr):
-    """Push a program's part of `share`, before its flag, it being number `first` of PROGRAMS; to places from `half`
-    on."""
+def push_routes(
+    ids,
+    weights,
+    all_ids,
+    all_weights,
+    ch,
+    half_start,
+    num_routes,
+    routes_per_source,
+    program,
+    PROGRAMS,
+    BLOCK: tl.constexpr,
+):
+    """Store a program's part of the routes on every rank, at the sources from `half_start` on. The caller sets the flag
+    afterwards. program: this program's index among PROGRAMS."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
-    for block in range(first, tl.cdiv(padded, BLOCK), PROGRAMS):
+    for block in range(program, tl.cdiv(routes_per_source, BLOCK), PROGRAMS):
         i = block * BLOCK + tl.arange(0, BLOCK)
-        route = tl.load(ids + i, mask=i < given, other=-1)
-        weight = tl.load(weights + i, mask=i < given, other=0.0)
+        route = tl.load(ids + i, mask=i < num_routes, other=-1)
+        weight = tl.load(weights + i, mask=i < num_routes, other=0.0)
         for step in tl.static_range(W):
             rank = (me + 1 + step) % W
-            place = (half + me) * padded + i
-            tl.store(address_of(all_ids, rank, tl.int32) + place, route, mask=i < padded)
-            tl.store(address_of(all_weights, rank, tl.float32) + place, weight, mask=i < padded)
+            offset = (half_start + me) * routes_per_source + i
+            tl.store(address_of(all_ids, rank, tl.int32) + offset, route, mask=i < routes_per_source)
+            tl.store(address_of(all_weights, rank, tl.float32) + offset, weight, mask=i < routes_per_source)
 
 
-@jit(do_not_specialize=("number", "given"))
+@jit(do_not_specialize=("number", "num_routes"))
 def share(
-    ids, weights, all_ids, all_weights, ch, calls, number, given, padded,
+    ids, weights, all_ids, all_weights, ch, calls, number, num_routes, routes_per_source,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
-    from the next rank on, this one last. Then one program waits for all ranks to be in this call, as `count_routes`,
-    which comes next, does for their routes: counters and memory of a capacity are those of all layers."""
-    half = own_half(ch, HALVES)
-    push_routes(ids, weights, all_ids, all_weights, ch, half, given, padded, tl.program_id(0), PROGRAMS, BLOCK)
+    """Store this rank's first `num_routes` routes on every rank (all_ids, all_weights: addresses by rank), followed by
+    ids of -1 and weights of 0 up to `routes_per_source`. The next rank comes first and this rank last.
+
+    Then one program waits until all ranks are in this call, because counters and memory of one max_tokens are shared by
+    all layers. `count_routes`, which comes next on the stream, waits for the routes themselves.
+    """
+    half_start = half_start_of(ch, HALVES)
+    push_routes(
+        ids,
+        weights,
+        all_ids,
+        all_weights,
+        ch,
+        half_start,
+        num_routes,
+        routes_per_source,
+        tl.program_id(0),
+        PROGRAMS,
+        BLOCK,
+    )
     channel_broadcast(ch, rank_of(ch), False)
     if tl.program_id(0) == PROGRAMS - 1:
         same_call(calls, number)
 
 
 @jit
-def own_experts(ids, source, i, padded, first, EL: tl.constexpr):
-    """Return the number, among the EL own experts that begin with `first`, of the expert of routes i of a source; -1:
-    another rank's, or none."""
-    e = tl.load(ids + source * padded + i, mask=i < padded, other=-1) - first
+def own_experts(ids, source, i, routes_per_source, first_expert, EL: tl.constexpr):
+    """Return which of this rank's EL experts the routes i of a source go to, counted from `first_expert`; -1 for
+    experts of other ranks and for none."""
+    e = tl.load(ids + source * routes_per_source + i, mask=i < routes_per_source, other=-1) - first_expert
     return tl.where((e >= 0) & (e < EL), e, -1)
 
 
 @jit
-def copy_routes(to, routes, source, place, i, padded):
-    tl.store(to + source * padded + i, tl.load(routes + place * padded + i, mask=i < padded), mask=i < padded)
+def copy_routes(dst, routes, source, source_in_half, i, routes_per_source):
+    """Copy the routes i of a source from its place in a half of the shared memory to dst."""
+    tl.store(
+        dst + source * routes_per_source + i,
+        tl.load(routes + source_in_half * routes_per_source + i, mask=i < routes_per_source),
+        mask=i < routes_per_source,
+    )
 
 
 @jit
-def clear_sources(sources, rows, first, PROGRAMS, BLOCK: tl.constexpr):
-    """Set a program's share of sources [rows] to -1, which placing leaves in rows without a token."""
-    for lo in range(first * BLOCK, rows, PROGRAMS * BLOCK):
+def clear_sources(sources, rows, program, PROGRAMS, BLOCK: tl.constexpr):
+    """Set a program's part of sources [rows] to -1. Rows without a token keep that value."""
+    for lo in range(program * BLOCK, rows, PROGRAMS * BLOCK):
         row = lo + tl.arange(0, BLOCK)
         tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
 
 
 @jit
-def count_block(ids, counts, source, block, i, padded, first, EL: tl.constexpr, ELP: tl.constexpr):
-    """counts [.., ELP] of a block: how many of routes i of a source go to each own expert."""
-    e = own_experts(ids, source, i, padded, first, EL)
-    found = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
-    tl.store(counts + block * ELP + tl.arange(0, ELP), found)
+def count_block(ids, counts, source, block, i, routes_per_source, first_expert, EL: tl.constexpr, ELP: tl.constexpr):
+    """Store counts [.., ELP] of a block: how many of the routes i of a source go to each own expert."""
+    e = own_experts(ids, source, i, routes_per_source, first_expert, EL)
+    counts_per_expert = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
+    tl.store(counts + block * ELP + tl.arange(0, ELP), counts_per_expert)
 
 
 @jit
 def count_routes(
-    all_ids, all_weights, ids, weights, counts, sources, ch, padded, rows, arrivals,
-    EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
+    all_ids, all_weights, ids, weights, counts, sources, ch, routes_per_source, rows, arrivals,
+    EL: tl.constexpr, TP_SIZE: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """counts [W * blocks of a source, ELP]: how many routes of the block go to each of the EL own experts. Waits for
-    every source's flag, of so many arrivals. Of two halves copies that of this call to ids and weights [W, padded]. And
-    sources [rows] = -1."""
+    """counts [W * blocks of a source, ELP] = the number of routes of each block to each of the EL own experts, after a
+    wait for every source's flag (`arrivals` arrivals).
+
+    With two halves it also copies the routes of this call's half to ids and weights [W, routes_per_source]. And it sets
+    sources [rows] to -1.
+    """
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
     clear_sources(sources, rows, pid, PROGRAMS, BLOCK)
-    per_source = tl.cdiv(padded, BLOCK)
-    half = own_half(ch, HALVES)
-    for block in range(pid, W * per_source, PROGRAMS):
-        source = (me - block // per_source + W) % W
+    blocks_per_source = tl.cdiv(routes_per_source, BLOCK)
+    half_start = half_start_of(ch, HALVES)
+    for block in range(pid, W * blocks_per_source, PROGRAMS):
+        source = (me - block // blocks_per_source + W) % W
         channel_wait(ch, source, arrivals, block, source)
-        i = block % per_source * BLOCK + tl.arange(0, BLOCK)
-        count_block(all_ids, counts, half + source, block, i, padded, me // SHARING * EL, EL, ELP)
+        i = block % blocks_per_source * BLOCK + tl.arange(0, BLOCK)
+        count_block(all_ids, counts, half_start + source, block, i, routes_per_source, me // TP_SIZE * EL, EL, ELP)
         if HALVES > 1:
-            copy_routes(ids, all_ids, source, half + source, i, padded)
-            copy_routes(weights, all_weights, source, half + source, i, padded)
+            copy_routes(ids, all_ids, source, half_start + source, i, routes_per_source)
+            copy_routes(weights, all_weights, source, half_start + source, i, routes_per_source)
     end_call(ch, None, PROGRAMS)
 
 
 @jit
-def add_counts(counts, block, per_source, s):
-    """Return int32 [WP, ELP]: rows of every wave and expert; and [ELP]: those of them that come before `block`."""
-    waves = tl.zeros((s.WP, s.ELP), tl.int32)
+def add_counts(counts, block, blocks_per_source, s):
+    """Return int32 [WP, ELP], the rows of every source step and expert; and int32 [ELP], those of blocks before
+    `block`."""
+    rows_per_step = tl.zeros((s.WP, s.ELP), tl.int32)
     before = tl.zeros((s.ELP,), tl.int32)
-    wave = tl.arange(0, s.WP)[:, None, None]
+    source_step = tl.arange(0, s.WP)[:, None, None]
     e = tl.arange(0, s.ELP)[None, None, :]
-    for lo in tl.range(0, per_source, s.CHUNK, num_stages=3):
+    for lo in tl.range(0, blocks_per_source, s.CHUNK, num_stages=3):
         i = lo + tl.arange(0, s.CHUNK)[None, :, None]
-        at = wave * per_source + i
-        ok = (wave < s.W) & (i < per_source)
-        part = tl.load(counts + at * s.ELP + e, mask=ok, other=0)
-        waves += tl.sum(part, 1)
-        before += tl.sum(tl.sum(tl.where(at < block, part, 0), 1), 0)
-    return waves, before
+        block_index = source_step * blocks_per_source + i
+        mask = (source_step < s.W) & (i < blocks_per_source)
+        block_counts = tl.load(counts + block_index * s.ELP + e, mask=mask, other=0)
+        rows_per_step += tl.sum(block_counts, 1)
+        before += tl.sum(tl.sum(tl.where(block_index < block, block_counts, 0), 1), 0)
+    return rows_per_step, before
 
 
 @jit
-def place_block(ids, made, block, per_source, first_row, me, padded, limit, s):
-    """Place a block's routes in rows, section by section; none past `limit`. first_row [ELP]: of every expert, its
-    first row that no earlier block has. A section is RUNS runs: counts tell how many routes to an expert the earlier
-    runs have, comparison in pairs how many its own has."""
-    source = (me - block // per_source + s.W) % s.W
+def place_block(ids, tables, block, blocks_per_source, first_row, me, routes_per_source, row_limit, s):
+    """Store the rows of a block's routes, section by section; rows from `row_limit` on become LEFT_OUT.
+
+    first_row [ELP]: for every expert, the first row that no earlier block takes. A section consists of RUNS runs:
+    histograms count an expert's routes in earlier runs, and comparing pairs of routes counts those earlier in the same
+    run.
+    """
+    source = (me - block // blocks_per_source + s.W) % s.W
     RUN: tl.constexpr = s.SECTION // s.RUNS
     n = tl.arange(0, s.SECTION)
-    of_run = tl.arange(0, RUN)
-    begin = block % per_source * s.BLOCK
-    for section in range(begin, tl.minimum(begin + s.BLOCK, padded), s.SECTION):
+    index_in_run = tl.arange(0, RUN)
+    begin = block % blocks_per_source * s.BLOCK
+    for section in range(begin, tl.minimum(begin + s.BLOCK, routes_per_source), s.SECTION):
         i = section + n
-        e = own_experts(ids, source, i, padded, me // s.SHARING * s.EL, s.EL)
-        here = e >= 0
-        runs = tl.reshape(e, (s.RUNS, RUN))
-        same = (runs[:, :, None] == runs[:, None, :]) & (of_run[None, :, None] < of_run[None, None, :])
-        earlier = tl.reshape(tl.sum(same.to(tl.int32), 1), (s.SECTION,))
+        expert = own_experts(ids, source, i, routes_per_source, me // s.TP_SIZE * s.EL, s.EL)
+        is_own = expert >= 0
+        runs = tl.reshape(expert, (s.RUNS, RUN))
+        is_earlier = (runs[:, :, None] == runs[:, None, :]) & (
+            index_in_run[None, :, None] < index_in_run[None, None, :]
+        )
+        earlier = tl.reshape(tl.sum(is_earlier.to(tl.int32), 1), (s.SECTION,))
 
-        key = n // RUN * s.ELP + tl.maximum(e, 0)
-        found = tl.reshape(tl.histogram(key, s.RUNS * s.ELP, mask=here), (s.RUNS, s.ELP))
-        rows = first_row[None, :] + tl.cumsum(found, 0) - found
+        key = n // RUN * s.ELP + tl.maximum(expert, 0)
+        counts_per_run = tl.reshape(tl.histogram(key, s.RUNS * s.ELP, mask=is_own), (s.RUNS, s.ELP))
+        rows = first_row[None, :] + tl.cumsum(counts_per_run, 0) - counts_per_run
         row = tl.gather(tl.reshape(rows, (s.RUNS * s.ELP,)), key, 0) + earlier
-        row = tl.where(row < limit, row, LEFT_OUT)
-        first_row += tl.sum(found, 0)
-        at = source * padded + i
-        tl.store(made.slots + at, tl.where(here, row, -1), mask=i < padded)
-        tl.store(made.sources + row, at // s.K, mask=here & (row >= 0))
+        row = tl.where(row < row_limit, row, LEFT_OUT)
+        first_row += tl.sum(counts_per_run, 0)
+        route = source * routes_per_source + i
+        tl.store(tables.route_rows + route, tl.where(is_own, row, -1), mask=i < routes_per_source)
+        tl.store(tables.sources + row, route // s.K, mask=is_own & (row >= 0))
 
 
 @jit
 def tiles_until(rows, total, BM: tl.constexpr):
-    """Return how many tiles of an expert of `total` rows hold none but its first `rows`."""
+    """Return how many tiles of an expert with `total` rows contain only rows among its first `rows`."""
     return tl.where(rows == total, tl.cdiv(total, BM), rows // BM)
 
 
 @jit
-def list_tiles(tiles, waves, x, first_row, s):
-    """List the tiles of expert x, which begins at `first_row`, where they stand among those of all experts: by last
-    wave, expert, row. TILES are listed at a time. A tile's last wave is the one of its last row: how many waves end
-    before that row."""
-    wave = tl.arange(0, s.WP)
+def list_tiles(tiles, rows_per_step, expert, first_row, s):
+    """Store the tiles of an expert whose first row is `first_row`, at their positions in the list of all tiles, which
+    is ordered by last source step, expert and row. TILES are stored at once. The source step of a row is the number of
+    source steps whose rows end before it."""
+    source_step = tl.arange(0, s.WP)
     e = tl.arange(0, s.ELP)
-    ends = tl.cumsum(waves, 0)
-    total = tl.sum(waves, 0)[None, :]
-    done = tiles_until(ends - waves, total, s.BM)  # by the wave before
-    new = tiles_until(ends, total, s.BM) - done
-    of_wave = tl.sum(new, 1)
-    place = tl.cumsum(of_wave, 0) - of_wave + tl.sum(tl.where(e[None, :] < x, new, 0), 1)
-    mine = e[None, :] == x
-    shift = place - tl.sum(tl.where(mine, done, 0), 1)
-    ends = tl.sum(tl.where(mine, ends, 0), 1)
+    ends = tl.cumsum(rows_per_step, 0)
+    total = tl.sum(rows_per_step, 0)[None, :]
+    tiles_before = tiles_until(ends - rows_per_step, total, s.BM)  # complete before this source step
+    new_tiles = tiles_until(ends, total, s.BM) - tiles_before
+    tiles_per_step = tl.sum(new_tiles, 1)
+    list_start = tl.cumsum(tiles_per_step, 0) - tiles_per_step + tl.sum(tl.where(e[None, :] < expert, new_tiles, 0), 1)
+    is_expert = e[None, :] == expert
+    shift = list_start - tl.sum(tl.where(is_expert, tiles_before, 0), 1)
+    ends = tl.sum(tl.where(is_expert, ends, 0), 1)
     rows = tl.max(ends, 0)
     for lo in range(0, tl.cdiv(rows, s.BM), s.TILES):
         tile = lo + tl.arange(0, s.TILES)
-        ok = tile * s.BM < rows
+        mask = tile * s.BM < rows
         last_row = tl.minimum(rows, (tile + 1) * s.BM) - 1
-        first = tl.sum((ends[None, :] <= (tile * s.BM)[:, None]).to(tl.int32), 1)
-        last = tl.sum((ends[None, :] <= last_row[:, None]).to(tl.int32), 1)
-        at = tile + tl.sum(tl.where(wave[None, :] == last[:, None], shift[None, :], 0), 1)
-        tl.store(tiles + 4 * at, first_row + tile * s.BM, mask=ok)
-        tl.store(tiles + 4 * at + 1, tl.full((s.TILES,), 0, tl.int32) + x, mask=ok)
-        tl.store(tiles + 4 * at + 2, first, mask=ok)
-        tl.store(tiles + 4 * at + 3, last, mask=ok)
+        first_step = tl.sum((ends[None, :] <= (tile * s.BM)[:, None]).to(tl.int32), 1)
+        last_step = tl.sum((ends[None, :] <= last_row[:, None]).to(tl.int32), 1)
+        list_index = tile + tl.sum(tl.where(source_step[None, :] == last_step[:, None], shift[None, :], 0), 1)
+        tl.store(tiles + 4 * list_index, first_row + tile * s.BM, mask=mask)
+        tl.store(tiles + 4 * list_index + 1, tl.full((s.TILES,), 0, tl.int32) + expert, mask=mask)
+        tl.store(tiles + 4 * list_index + 2, first_step, mask=mask)
+        tl.store(tiles + 4 * list_index + 3, last_step, mask=mask)
 
 
 @jit
-def totals(made, waves, starts, s):
-    """What there is once: offsets and rows of the experts, the number of tiles, and the targets of every wave: the
-    tiles with rows before its end, but for those that end before it begins."""
+def store_totals(tables, rows_per_step, starts, s):
+    """Store the values that exist once: rows and offsets of the experts, the number of tiles, and the targets of every
+    source step. A step's target is the number of tiles that have rows of it: the tiles that begin before the step's
+    rows end, without those that end before its rows begin."""
     e = tl.arange(0, s.ELP)
-    wave = tl.arange(0, s.WP)
-    rows = tl.sum(waves, 0)
+    source_step = tl.arange(0, s.WP)
+    rows = tl.sum(rows_per_step, 0)
     tiles = tl.cdiv(rows, s.BM)
-    tl.store(made.received + e, rows, mask=e < s.EL)
-    tl.store(made.offsets + e, starts, mask=e < s.EL)
-    tl.store(made.offsets + s.EL, tl.sum(tiles, 0) * s.BM)
-    tl.store(made.count, tl.sum(tiles, 0))
-    ends = tl.cumsum(waves, 0)
-    tl.store(made.listed + wave, tl.sum(tiles_until(ends, rows[None, :], s.BM), 1), mask=wave < s.W)
-    touched = tl.sum(tl.cdiv(ends, s.BM) - tiles_until(ends - waves, rows[None, :], s.BM), 1)
-    if s.RUNNING:
-        touched += tl.load(made.targets + wave, mask=wave < s.W, other=0)
-    tl.store(made.targets + wave, touched, mask=wave < s.W)
+    tl.store(tables.received + e, rows, mask=e < s.EL)
+    tl.store(tables.offsets + e, starts, mask=e < s.EL)
+    tl.store(tables.offsets + s.EL, tl.sum(tiles, 0) * s.BM)
+    tl.store(tables.tile_count, tl.sum(tiles, 0))
+    ends = tl.cumsum(rows_per_step, 0)
+    tl.store(
+        tables.cumulative_tiles + source_step, tl.sum(tiles_until(ends, rows[None, :], s.BM), 1), mask=source_step < s.W
+    )
+    touched = tl.sum(tl.cdiv(ends, s.BM) - tiles_until(ends - rows_per_step, rows[None, :], s.BM), 1)
+    if s.CUMULATIVE:
+        touched += tl.load(tables.targets + source_step, mask=source_step < s.W, other=0)
+    tl.store(tables.targets + source_step, touched, mask=source_step < s.W)
 
 
 @jit
-def with_room(waves, starts, rows):
-    """Return what of `waves` has its rows before `rows`, of experts that begin at `starts`."""
+def rows_with_room(rows_per_step, starts, rows):
+    """Return the part of `rows_per_step` that fits below row `rows`, for experts that begin at `starts`."""
     room = tl.maximum(rows - starts, 0)[None, :]
-    ends = tl.cumsum(waves, 0)
-    return tl.minimum(ends, room) - tl.minimum(ends - waves, room)
+    ends = tl.cumsum(rows_per_step, 0)
+    return tl.minimum(ends, room) - tl.minimum(ends - rows_per_step, room)
 
 
 @jit
-def place_routes(ids, counts, made, rank, guard, padded, rows, s):
-    """made: the tables (route_tables.py, `Tables`), of so many rows, whole tiles. s: `Placing`. A unit of work is a
-    block of routes and an expert's tiles (none: TILES 0); the first writes the totals too.
+def place_routes(ids, counts, tables, rank, guard, routes_per_source, rows, s):
+    """Fill the tables (`Tables` in route_tables.py) of so many rows, which are whole tiles. s: `TableKernelSizes`.
 
-    Where more rows come than there are, the last experts' last ones are left out: their slot is LEFT_OUT, and they have
-    no tile."""
-    place_units(ids, counts, made, tl.load(rank), guard, padded, rows, s)
+    A unit of work is one block of routes and one expert's tiles (none where TILES is 0); unit 0 also stores the totals.
+    Where more rows arrive than there is room for, the last rows of the last experts are left out: their route row is
+    LEFT_OUT and they are in no tile.
+    """
+    place_units(ids, counts, tables, tl.load(rank), guard, routes_per_source, rows, s)
 
 
 @jit
-def place_units(ids, counts, made, me, guard, padded, rows, s):
-    """Do this program's share of the work of `place_routes`."""
-    per_source = tl.cdiv(padded, s.BLOCK)
-    blocks = s.W * per_source
+def place_units(ids, counts, tables, me, guard, routes_per_source, rows, s):
+    """Do this program's part of `place_routes`."""
+    blocks_per_source = tl.cdiv(routes_per_source, s.BLOCK)
+    blocks = s.W * blocks_per_source
     e = tl.arange(0, s.ELP)
     for unit in range(tl.program_id(0), tl.maximum(blocks, s.EL), tl.num_programs(0)):
-        waves, before = add_counts(counts, unit, per_source, s)
-        padded_rows = tl.cdiv(tl.sum(waves, 0), s.BM) * s.BM
+        rows_per_step, before = add_counts(counts, unit, blocks_per_source, s)
+        padded_rows = tl.cdiv(tl.sum(rows_per_step, 0), s.BM) * s.BM
         starts = tl.cumsum(padded_rows, 0) - padded_rows
         if unit < blocks:
-            place_block(ids, made, unit, per_source, starts + before, me, padded, rows, s)
-        kept = with_room(waves, starts, rows)
+            place_block(ids, tables, unit, blocks_per_source, starts + before, me, routes_per_source, rows, s)
+        rows_placed = rows_with_room(rows_per_step, starts, rows)
         if s.TILES:
             if unit < s.EL:
                 first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
-                list_tiles(made.tiles, kept, unit, first_row, s)
+                list_tiles(tables.tiles, rows_placed, unit, first_row, s)
         if unit == 0:
-            totals(made, kept, tl.minimum(starts, rows), s)
-            count_lost(guard, tl.sum(tl.sum(waves - kept, 0), 0))
+            store_totals(tables, rows_placed, tl.minimum(starts, rows), s)
+            count_lost(guard, tl.sum(tl.sum(rows_per_step - rows_placed, 0), 0))

@@ -1,9 +1,9 @@
-"""Routes of a mixture of experts: shared with all ranks, and made into the tables that place the rows of every rank's
-own experts.
+"""Routes of a mixture of experts: shared with all ranks, and turned into the tables that place the rows of every rank's
+experts.
 
-W ranks, each with T <= C tokens, C the same on all; k routes a token; rank d holds experts d * El .. (d + 1) * El - 1.
-Everything stays on the device: two launches after that of the gate and of `share`, no number read by the host,
-capturable in a CUDA graph.
+There are W ranks with T <= max_tokens tokens each, where max_tokens is the same on all ranks, and k routes a token.
+Rank d holds experts d * El .. (d + 1) * El - 1. Everything stays on the device: two launches follow the router's and
+`share`'s, the host reads no number, and a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -22,112 +22,119 @@ from ....op import check_call
 from ....tensor_checks import check_device, dense, dims
 from ....transport.memory import rank_word
 from ....world import World
-from .kernels import Placing, count_routes, place_routes
+from .kernels import TableKernelSizes, count_routes, place_routes
 from .kernels import share as share_kernel
 
 SHARE, TABLES = "share", "tables"
-SHARERS = 32  # programs that share, at most: each tells every rank
-EXPERTS = 512  # of one rank, at most
+MAX_SHARE_PROGRAMS = 32  # programs of `share` at most; each of them sets a flag on every rank
+MAX_LOCAL_EXPERTS = 512  # experts of one rank at most
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """What the calls of one capacity and k have in common. Halves: 1, or 2 that calls take in turn."""
+    """The state that calls of one max_tokens_per_rank and k have in common. halves: 1, or 2 where calls alternate
+    between two."""
 
-    shared_ids: SymmetricTensor  # int32 [halves, W, C, k]
-    shared_weights: SymmetricTensor  # float32 [halves, W, C, k]
+    shared_ids: SymmetricTensor  # int32 [halves, W, max_tokens, k]
+    shared_weights: SymmetricTensor  # float32 [halves, W, max_tokens, k]
     halves: int
-    ids: torch.Tensor  # int32 [W, C, k], here: the only half, or what `count_routes` copied of one
-    flags: BlockChannel  # a counter a source
+    ids: torch.Tensor  # int32 [W, max_tokens, k], local: the only half, or the copy that `count_routes` makes
+    flags: BlockChannel  # one counter for each source
     calls: BlockChannel
-    block: int  # routes that a program shares at a time
+    block: int  # routes that a program of `share` stores at once
     programs: int
 
 
 class TableSizes(NamedTuple):
-    """Sizes of tables: El, C, rows of a tile, and the rows that there is room for at least (None: for all that can
-    come)."""
+    """The sizes of tables: El, max_tokens, rows of a tile, and the rows for which there is room at least (None: for all
+    that can arrive)."""
 
-    experts_local: int
-    capacity: int
+    local_experts: int
+    max_tokens_per_rank: int
     block_m: int
     max_rows: int | None = None
 
 
 class Tables(NamedTuple):
-    """Where the routes to this rank's El experts go, in device memory that the next call writes again; all int32.
+    """Where the routes to this rank's El experts go. The tensors are int32, in device memory that the next call
+    overwrites.
 
-    A row is a route's place in expert order: expert by expert, each from a multiple of block_m on; within an expert by
-    wave, token and slot. Wave j holds the routes of source (rank - j) mod W. A tile is block_m rows of one expert.
+    A row is the position of a route in expert order: experts follow one another, each from a multiple of block_m on;
+    within an expert the order is by source step, token and top-k slot. Source step j has the routes of source (rank -
+    j) mod W. A tile is block_m rows of one expert.
 
-        slots     [W * C * k]: row of the route (s * C + t) * k + slot; -1: to another rank's expert, or none; -2:
-                  left out
-        sources   [rows]: s * C + t of the row's token; -1: none. rows: `rows_of`
-        offsets   [El + 1]: first row of every expert, and the row after the last tile
-        tiles     [rows / block_m, 4]: first row, expert, first and last wave of its rows; by last wave, expert, row
-        count     [1]: how many tiles there are; what `tiles` holds behind them means nothing
-        listed    [W]: how many tiles there are up to the last one whose last wave is j
-        received  [El]: rows of every expert, without padding
-        targets   [W]: tiles with first wave <= j <= last wave, in all calls so far, modulo 2^32
+        route_rows        [W * max_tokens * k]: the row of route (s * max_tokens + t) * k + slot; -1 for routes to other
+                          ranks' experts or none; -2 for routes that were left out
+        sources           [rows]: s * max_tokens + t of the row's token; -1 for none. rows: see `rows_of`
+        offsets           [El + 1]: the first row of every expert, and the row after the last tile
+        tiles             [rows / block_m, 4]: first row, expert, first and last source step of the tile's rows; ordered
+                          by last source step, expert, row
+        tile_count        [1]: the number of tiles; entries of `tiles` behind it are undefined
+        cumulative_tiles  [W]: the number of tiles whose last source step is at most j
+        received          [El]: the rows of every expert, without padding
+        targets           [W]: tiles with first source step <= j <= last source step, in all calls so far, modulo 2^32
     """
 
-    slots: torch.Tensor
+    route_rows: torch.Tensor
     sources: torch.Tensor
     offsets: torch.Tensor
     tiles: torch.Tensor
-    count: torch.Tensor  # type: ignore[assignment]  # a tuple has a method of that name, which nobody calls
-    listed: torch.Tensor
+    tile_count: torch.Tensor
+    cumulative_tiles: torch.Tensor
     received: torch.Tensor
     targets: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Filling:
-    """What fills tables of one kind."""
+class TableBuilder:
+    """The launches that fill tables of one kind."""
 
     routes: Routes
-    rows: int  # that the tables have
-    how: Placing
-    counts: torch.Tensor  # int32 [blocks, ELP]: of each block's routes those to each own expert
-    counting: Launch
-    placing: Launch
+    rows: int  # of the tables
+    sizes: TableKernelSizes
+    counts: torch.Tensor  # int32 [blocks, ELP]: the routes of each block to each own expert
+    count_launch: Launch
+    place_launch: Launch
 
 
 def share(
     world: World,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    capacity: int,
+    max_tokens_per_rank: int,
     *,
-    slot: int | None = None,
-    turns: bool = False,
+    buffer_index: int | None = None,
+    alternating: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank's routes on every rank: stores this rank's there and flags them, on the current stream. Waits for
-    all ranks to be in the same call, and for no routes.
+    """Store this rank's routes on every rank and set a flag there, on the current stream. The launch waits until all
+    ranks are in the same call; it does not wait for their routes.
 
     Args:
-        world: the ranks. All of them must make the same call in the same order, each followed by `tables` of the same
-            capacity and k.
-        ids: int32 [T, k], T at most capacity and not the same on all ranks: experts of all ranks, those of a token
-            distinct; -1: none.
+        world: the ranks. All of them must make the same calls in the same order, each followed by `build_tables` of the
+            same max_tokens_per_rank and k.
+        ids: int32 [T, k], the experts of each token among those of all ranks, -1 for none; those of a token are
+            distinct. T is at most max_tokens_per_rank and may differ between ranks.
         weights: float32 [T, k].
-        capacity: C, the same on all ranks, at least 1.
-        slot: of a dispatch by itself (dispatch_combine), which has memory of its own; None: a layer's.
-        turns: calls take the halves of memory of their own in turn; `fill` follows, not `tables`.
+        max_tokens_per_rank: at least 1, the same on all ranks.
+        buffer_index: the buffer of a `dispatch` by itself (dispatch_combine), which has memory of its own; None: a
+            layer's memory.
+        alternating: calls alternate between two halves of memory of their own; `run_builder` follows instead of
+            `build_tables`.
 
-    Returns: ids_all int32 and weights_all float32 [W, C, k], by source rank; from row T of a source on -1 and 0. What
-        others send is there behind the waits of `tables`. The memory is that of every call of this capacity, k and
-        slot. With turns they mean something to `fill` alone.
+    Returns:
+        ids_all int32 and weights_all float32 [W, max_tokens, k], by source rank; from row T of a source on they are -1
+            and 0. Other ranks' routes are there after the waits of `build_tables`. The memory is shared by all calls of
+            these sizes and buffer. With alternating halves only `run_builder` can use them.
 
-    A rank may share again only once every other has read what it shared before: it has to hear so (in a whole layer, by
-    the rows that come back), or a barrier stands between (`World.barrier`), or calls take turns. The same goes for
-    streams, also where calls take turns: those on two of them are ordered by the caller.
+    A rank may share again only after every other rank has read what it shared before. In a whole layer the rows that
+    come back ensure that; otherwise a barrier must stand between (`World.barrier`), or calls alternate. The caller
+    orders calls on two streams, also where calls alternate.
 
-    The first call of a capacity and k makes memory, and is collective; not in the capture of a CUDA graph.
+    The first call of a size allocates memory and is collective; it cannot be captured in a CUDA graph.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
-        Mismatch: on every rank, where capacity or k differ.
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
+        Mismatch: on every rank, where max_tokens_per_rank or k differ.
     """
     check_call(SHARE, world)
     for name, t, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
@@ -136,9 +143,11 @@ def share(
             raise TypeError(f"{SHARE}: {name} {dims(t)} must be {dtype}")
         if t.dim() != 2 or t.shape != ids.shape or t.shape[1] < 1:
             raise ValueError(f"{SHARE}: {name} must be [T, k], as ids {dims(ids)}, got {dims(t)}")
-    if not isinstance(capacity, int) or capacity < max(1, ids.shape[0]):
-        raise ValueError(f"{SHARE}: capacity {capacity!r} is too small for ids {dims(ids)}, or no number of tokens")
-    routes = routes_of(world, capacity, ids.shape[1], slot, turns)
+    if not isinstance(max_tokens_per_rank, int) or max_tokens_per_rank < max(1, ids.shape[0]):
+        raise ValueError(
+            f"{SHARE}: max_tokens_per_rank {max_tokens_per_rank!r} must be an int and at least T of ids {dims(ids)}"
+        )
+    routes = routes_of(world, max_tokens_per_rank, ids.shape[1], buffer_index, alternating)
     ids, weights = dense(ids), dense(weights)
 
     share_routes(world, routes, ids, weights)
@@ -146,14 +155,14 @@ def share(
 
 
 def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """`share` of contiguous tensors that fit."""
-    launch, count = _share(world, routes), ids.numel()
-    launch(world.current_stream(), ids=ids, weights=weights, given=count, number=world.number)
+    """Run `share` for contiguous tensors that were checked."""
+    launch, num_routes = _share(world, routes), ids.numel()
+    launch(world.current_stream(), ids=ids, weights=weights, num_routes=num_routes, number=world.number)
 
 
 @prepared
 def _share(world: World, routes: Routes) -> Launch:
-    _, capacity, k = routes.ids.shape
+    _, max_tokens_per_rank, k = routes.ids.shape
     return Launch(
         world,
         share_kernel,
@@ -163,118 +172,128 @@ def _share(world: World, routes: Routes) -> Launch:
         all_weights=routes.shared_weights.addresses,
         ch=routes.flags,
         calls=routes.calls,
-        padded=capacity * k,
+        routes_per_source=max_tokens_per_rank * k,
         HALVES=routes.halves,
         BLOCK=routes.block,
         PROGRAMS=routes.programs,
     )
 
 
-def tables(
+def build_tables(
     world: World,
     ids_all: torch.Tensor,
-    experts_local: int,
-    capacity: int,
+    local_experts: int,
+    max_tokens_per_rank: int,
     block_m: int,
     max_rows: int | None = None,
     *,
     name: Hashable = None,
-    slot: int | None = None,
+    buffer_index: int | None = None,
 ) -> Tables:
-    """The tables of this rank's experts, once all ranks' routes have come; on the current stream.
+    """Build the tables of this rank's experts after all ranks' routes have arrived, on the current stream.
 
     Args:
         world: the ranks.
-        ids_all: int32 [W, C, k], what `share` returned. An expert that comes twice in one token's ids has two rows.
-        experts_local: El, experts on every rank, at most 512.
-        capacity: C, as given to `share`.
+        ids_all: int32 [W, max_tokens, k], what `share` returned. An expert that occurs twice in one token's ids has two
+            rows.
+        local_experts: El, experts on every rank, at most 512.
+        max_tokens_per_rank: as passed to `share`.
         block_m: rows of a tile.
-        max_rows: rows that there is room for at least, however they fall on the experts. None: as many as can come
-            where a token's experts are distinct.
-        name: calls of one name and these sizes have one set of tables, and of `targets`; layers whose counters are not
-            the same take different names.
-        slot: as given to `share`. Of a dispatch by itself no tiles are listed.
+        max_rows: rows for which there is room at least, however they fall on the experts. None: as many as can arrive
+            where the experts of a token are distinct.
+        name: calls of one name and these sizes share one set of tables and `targets`; layers with different counters
+            need different names.
+        buffer_index: as passed to `share`. For a `dispatch` by itself the tiles are not listed.
 
-    Routes to experts past W * El go nowhere. Rows past `rows_of` are left out, the last experts' first, and counted:
-    Overflow. The first call of its kind makes memory; not in the capture of a CUDA
-    graph.
+    Routes to experts from W * El on go nowhere. Rows beyond `rows_of` are left out, the last experts' first, and
+    counted (Overflow). The first call of its kind allocates memory; it cannot be captured in a CUDA graph.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
-        Timeout: at a later call or `World.synchronize`, naming a rank whose routes did not come.
-        Overflow: there, where rows were left out on this rank.
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
+        Timeout: at a later call or `World.synchronize`, naming a rank whose routes did not arrive.
+        Overflow: there, if this rank left rows out.
     """
     check_call(TABLES, world)
     check_device(TABLES, world, "ids_all", ids_all)
-    if ids_all.dtype != torch.int32 or ids_all.dim() != 3 or ids_all.shape[:2] != (world.size, capacity):
-        raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} must be int32 [{world.size}, {capacity}, k]")
-    if not 1 <= experts_local <= EXPERTS or block_m < 1 or (max_rows is not None and max_rows < 0):
-        said = f"{experts_local} experts of 1 to {EXPERTS}, tiles of {block_m} rows, max_rows {max_rows}"
-        raise ValueError(f"{TABLES}: {said}")
-    routes = routes_of(world, capacity, ids_all.shape[2], slot)
+    if ids_all.dtype != torch.int32 or ids_all.dim() != 3 or ids_all.shape[:2] != (world.size, max_tokens_per_rank):
+        raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} must be int32 [{world.size}, {max_tokens_per_rank}, k]")
+    if not 1 <= local_experts <= MAX_LOCAL_EXPERTS or block_m < 1 or (max_rows is not None and max_rows < 0):
+        message = f"{local_experts} experts of 1 to {MAX_LOCAL_EXPERTS}, tiles of {block_m} rows, max_rows {max_rows}"
+        raise ValueError(f"{TABLES}: {message}")
+    routes = routes_of(world, max_tokens_per_rank, ids_all.shape[2], buffer_index)
     if ids_all.data_ptr() != routes.ids.data_ptr():
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} is not what `share` returned")
-    sizes = TableSizes(experts_local, capacity, block_m, max_rows)
-    filling, made = _filled(world, routes, sizes, name, slot)
-    fill(world, filling, made, routes.shared_weights.local)
-    return made
+    sizes = TableSizes(local_experts, max_tokens_per_rank, block_m, max_rows)
+    builder, tables = _builder_and_tables(world, routes, sizes, name, buffer_index)
+    run_builder(world, builder, tables, routes.shared_weights.local)
+    return tables
 
 
-def fill(world: World, filling: Filling, made: Tables, weights: torch.Tensor) -> None:
-    """The tables `made` of what was shared last, and where calls take turns its weights; on the current stream."""
+def run_builder(world: World, builder: TableBuilder, tables: Tables, weights: torch.Tensor) -> None:
+    """Fill `tables` from the routes that were shared last, and with alternating halves also `weights`, on the current
+    stream."""
     stream = world.current_stream()
-    filling.counting(stream, weights=weights, sources=made.sources)
-    filling.placing(stream, made=made)
+    builder.count_launch(stream, weights=weights, sources=tables.sources)
+    builder.place_launch(stream, tables=tables)
 
 
 def memory(
-    world: World, capacity: int, k: int, experts_local: int, block_m: int, slot: int | None = None
+    world: World, max_tokens_per_rank: int, k: int, local_experts: int, block_m: int, buffer_index: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, Tables]:
-    """What `share` returns, and the tables, in calls of these sizes. Collective the first time."""
-    routes = routes_of(world, capacity, k, slot)
-    _, made = _filled(world, routes, TableSizes(experts_local, capacity, block_m), None, slot)
-    return routes.ids, routes.shared_weights.local, made
+    """Return the tensors of `share` and the tables, for calls of these sizes. The call is collective the first time."""
+    routes = routes_of(world, max_tokens_per_rank, k, buffer_index)
+    _, tables = _builder_and_tables(
+        world, routes, TableSizes(local_experts, max_tokens_per_rank, block_m), None, buffer_index
+    )
+    return routes.ids, routes.shared_weights.local, tables
 
 
-def filling_of(world: World, k: int, sizes: TableSizes) -> tuple[Filling, Tables]:
-    """What `tables` of these sizes are, and what fills them. Collective the first time."""
-    return _filled(world, routes_of(world, sizes.capacity, k), sizes, None, None)
+def builder_of(world: World, k: int, sizes: TableSizes) -> tuple[TableBuilder, Tables]:
+    """Return the builder and the tables of these sizes. The call is collective the first time."""
+    return _builder_and_tables(world, routes_of(world, sizes.max_tokens_per_rank, k), sizes, None, None)
 
 
-def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int, max_rows: int | None = None) -> int:
-    """Return the rows that the tables have, in whole tiles: for max_rows (None: what distinct experts can get), and
-    every expert's last tile."""
-    most = world.size * capacity * min(k, experts_local)
-    most = most if max_rows is None else min(most, max_rows)
-    return -(-most // block_m) * block_m + experts_local * block_m
+def rows_of(
+    world: World, max_tokens_per_rank: int, k: int, local_experts: int, block_m: int, max_rows: int | None = None
+) -> int:
+    """Return the number of rows in the tables, in whole tiles: for max_rows (None: what distinct experts can receive),
+    plus one partial tile for every expert."""
+    max_rows_needed = world.size * max_tokens_per_rank * min(k, local_experts)
+    max_rows_needed = max_rows_needed if max_rows is None else min(max_rows_needed, max_rows)
+    return -(-max_rows_needed // block_m) * block_m + local_experts * block_m
 
 
-def routes_of(world: World, capacity: int, k: int, slot: int | None = None, turns: bool = False) -> Routes:
-    """Return what the calls of one capacity and k have in common. Collective the first time."""
+def routes_of(
+    world: World, max_tokens_per_rank: int, k: int, buffer_index: int | None = None, alternating: bool = False
+) -> Routes:
+    """Return the state of calls of one max_tokens_per_rank and k. The call is collective the first time."""
 
     def make() -> Routes:
-        shape = (world.size, capacity, k)
+        shape = (world.size, max_tokens_per_rank, k)
         block = world.scale.sent_routes
-        programs = min(-(-capacity * k // block), SHARERS, world.sm_count)
-        both = (2, *shape) if turns else shape
-        ids, weights = (world.symmetric(both, dtype, SHARE) for dtype in (torch.int32, torch.float32))
-        of = ", in turn" if turns else "" if slot is None else f", slot {slot}"
-        flags = world.channel(f"routes of {capacity} tokens to {k} experts{of}", world.size, None, programs)
-        here = world.empty(shape, torch.int32) if turns else ids.local
-        calls = world.calls("moe" if slot is None else f"routes, slot {slot}")  # all layers take turns
-        return Routes(ids, weights, 1 + turns, here, flags, calls, block, programs)
+        programs = min(-(-max_tokens_per_rank * k // block), MAX_SHARE_PROGRAMS, world.sm_count)
+        buffer_shape = (2, *shape) if alternating else shape
+        ids, weights = (world.symmetric(buffer_shape, dtype, SHARE) for dtype in (torch.int32, torch.float32))
+        suffix = ", alternating halves" if alternating else "" if buffer_index is None else f", buffer {buffer_index}"
+        flags = world.channel(
+            f"routes of {max_tokens_per_rank} tokens to {k} experts{suffix}", world.size, None, programs
+        )
+        local_ids = world.empty(shape, torch.int32) if alternating else ids.local
+        # All layers count their calls in one channel.
+        calls = world.calls("moe" if buffer_index is None else f"routes, buffer {buffer_index}")
+        return Routes(ids, weights, 1 + alternating, local_ids, flags, calls, block, programs)
 
-    return world.cached((SHARE, capacity, k, slot, turns), make)
+    return world.cached((SHARE, max_tokens_per_rank, k, buffer_index, alternating), make)
 
 
-def _filled(
-    world: World, routes: Routes, sizes: TableSizes, name: Hashable, slot: int | None
-) -> tuple[Filling, Tables]:
-    def make() -> tuple[Filling, Tables]:
-        filling = prepare(world, routes, sizes, listed=slot is None)
-        return filling, _tables(world, filling, sizes, listed=slot is None)
+def _builder_and_tables(
+    world: World, routes: Routes, sizes: TableSizes, name: Hashable, buffer_index: int | None
+) -> tuple[TableBuilder, Tables]:
+    def make() -> tuple[TableBuilder, Tables]:
+        builder = make_builder(world, routes, sizes, list_tiles=buffer_index is None)
+        return builder, _tables(world, builder, sizes, list_tiles=buffer_index is None)
 
-    return world.cached((TABLES, name, slot, routes.ids.shape, sizes), make)
+    return world.cached((TABLES, name, buffer_index, routes.ids.shape, sizes), make)
 
 
 def power(n: int) -> int:
@@ -282,76 +301,94 @@ def power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _tables(world: World, filling: Filling, sizes: TableSizes, listed: bool) -> Tables:
+def _tables(world: World, builder: TableBuilder, sizes: TableSizes, list_tiles: bool) -> Tables:
     def empty(*shape: int) -> torch.Tensor:
         return world.empty(shape, torch.int32)
 
-    el, w = sizes.experts_local, world.size
+    el, w = sizes.local_experts, world.size
     return Tables(
-        slots=empty(filling.routes.ids.numel()),
-        sources=empty(filling.rows),
+        route_rows=empty(builder.routes.ids.numel()),
+        sources=empty(builder.rows),
         offsets=empty(el + 1),
-        tiles=world.zeros((filling.rows // sizes.block_m if listed else 1, 4), torch.int32),
-        count=empty(1),
-        listed=empty(w),
+        tiles=world.zeros((builder.rows // sizes.block_m if list_tiles else 1, 4), torch.int32),
+        tile_count=empty(1),
+        cumulative_tiles=empty(w),
         received=empty(el),
         targets=world.zeros((w,), torch.int32),
     )
 
 
-def prepare(
-    world: World, routes: Routes, sizes: TableSizes, *, listed: bool = True, sharing: int = 1, running: bool = True
-) -> Filling:
-    """What fills tables of experts that `sharing` neighbouring ranks have alike. running: `targets` grow from call to
-    call. Sections of 128 routes, and as many of them a block as leave two blocks an SM. Where no tiles are listed,
-    another slot's call may run at the same time, and what waits shares the SMs with it."""
-    el, capacity, bm, most = sizes
-    w, k, section = world.size, routes.ids.shape[2], world.scale.section
-    padded, wp, elp = capacity * k, power(w), max(32, power(el))
-    block = section
-    while block < 16 * section and w * -(-padded // block) > 2 * world.sm_count:
-        block *= 2
-    per_source = -(-padded // block)
-    blocks = w * per_source
-    chunk = max(1, min(power(per_source), world.scale.counts // (wp * elp)))
-    rows = rows_of(world, capacity, k, el, bm, most)
+def make_builder(
+    world: World,
+    routes: Routes,
+    sizes: TableSizes,
+    *,
+    list_tiles: bool = True,
+    tp_size: int = 1,
+    cumulative_targets: bool = True,
+) -> TableBuilder:
+    """Return the builder of tables for experts whose columns `tp_size` neighbouring ranks share.
+
+    list_tiles: whether tiles are listed. Where they are not, a call of the other buffer may run at the same time, and
+    the waiting programs share the SMs with it. cumulative_targets: whether `targets` grow from call to call. A section
+    has 128 routes, and a block as many sections as leave at most two blocks an SM.
+    """
+    kernel_sizes = table_kernel_sizes(world, routes, sizes, list_tiles, tp_size, cumulative_targets)
+    block, elp, k = kernel_sizes.BLOCK.value, kernel_sizes.ELP.value, routes.ids.shape[2]
+    routes_per_source = sizes.max_tokens_per_rank * k
+    blocks = world.size * -(-routes_per_source // block)
+    rows = rows_of(world, sizes.max_tokens_per_rank, k, sizes.local_experts, sizes.block_m, sizes.max_rows)
     counts = world.empty((blocks, elp), torch.int32)
-    common = dict(ids=routes.ids, counts=counts, padded=padded, rows=rows)
+    common = dict(ids=routes.ids, counts=counts, routes_per_source=routes_per_source, rows=rows)
     programs = min(blocks, world.sm_count)
-    how = constants(
-        Placing,
-        W=w,
-        K=k,
-        EL=el,
-        SHARING=sharing,
-        BM=bm,
-        WP=wp,
-        ELP=elp,
-        BLOCK=block,
-        SECTION=section,
-        RUNS=min(8, 2048 // elp),
-        CHUNK=chunk,
-        TILES=section // 2 if listed else 0,
-        RUNNING=running,
-    )
-    count = Launch(
+    count_launch = Launch(
         world,
         count_routes,
         programs,
-        dict(num_warps=4) if listed else dict(num_warps=4, co_resident=True),
+        dict(num_warps=4) if list_tiles else dict(num_warps=4, co_resident=True),
         **common,
         all_ids=routes.shared_ids.local,
         all_weights=routes.shared_weights.local,
         ch=routes.flags,
         arrivals=routes.programs,
-        EL=el,
-        SHARING=sharing,
+        EL=sizes.local_experts,
+        TP_SIZE=tp_size,
         ELP=elp,
         BLOCK=block,
         HALVES=routes.halves,
         PROGRAMS=programs,
     )
-    places = min(max(blocks, el), 2 * world.sm_count)
+    place_programs = min(max(blocks, sizes.local_experts), 2 * world.sm_count)
     options = dict(num_warps=4, maxnreg=168, local=True)
-    numbers = dict(rank=rank_word(world), guard=world.guard(), s=how)
-    return Filling(routes, rows, how, counts, count, Launch(world, place_routes, places, options, **common, **numbers))
+    arguments = dict(rank=rank_word(world), guard=world.guard(), s=kernel_sizes)
+    place_launch = Launch(world, place_routes, place_programs, options, **common, **arguments)
+    return TableBuilder(routes, rows, kernel_sizes, counts, count_launch, place_launch)
+
+
+def table_kernel_sizes(
+    world: World, routes: Routes, sizes: TableSizes, list_tiles: bool, tp_size: int, cumulative_targets: bool
+) -> TableKernelSizes:
+    """Return the kernels' sizes. The other arguments are those of `make_builder`."""
+    w, k, section = world.size, routes.ids.shape[2], world.scale.section
+    routes_per_source = sizes.max_tokens_per_rank * k
+    wp, elp = power(w), max(32, power(sizes.local_experts))
+    block = section
+    while block < 16 * section and w * -(-routes_per_source // block) > 2 * world.sm_count:
+        block *= 2
+    blocks_per_source = -(-routes_per_source // block)
+    return constants(
+        TableKernelSizes,
+        W=w,
+        K=k,
+        EL=sizes.local_experts,
+        TP_SIZE=tp_size,
+        BM=sizes.block_m,
+        WP=wp,
+        ELP=elp,
+        BLOCK=block,
+        SECTION=section,
+        RUNS=min(8, 2048 // elp),
+        CHUNK=max(1, min(power(blocks_per_source), world.scale.counts // (wp * elp))),
+        TILES=section // 2 if list_tiles else 0,
+        CUMULATIVE=cumulative_targets,
+    )

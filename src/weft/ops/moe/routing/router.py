@@ -1,4 +1,5 @@
-"""The gate of a mixture of experts, local: no rank waits for another. And the losses that keep experts in use."""
+"""The router of a mixture of experts (`weft.moe.gate`), which is local to a rank, and the auxiliary losses that balance
+its choice."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ OP = "gate"
 SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
 RENORMALISED = ("softmax", "sigmoid")
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
-MOST_EXPERTS, MOST = 512, 16  # the largest E and k
+MAX_EXPERTS, MAX_K = 512, 16  # the largest E and k
 
 
 def gate(
@@ -37,35 +38,37 @@ def gate(
     scale: float = 1.0,
     ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best experts of every token, and their weights; differentiable in logits, also under torch.compile.
+    """Choose the k best experts of every token and compute their weights. Differentiable in logits, also under
+    torch.compile.
 
     Args:
         logits: [T, E], bfloat16, float16 or float32; T may be 0, E at most 512.
         k: experts a token, 1 to 16.
-        world: whose device it is. No rank waits for another.
-        scoring: what a weight is before it is scaled:
+        world: the World of the logits' device. No rank waits for another.
+        scoring: how a weight is computed before it is scaled:
             "softmax"        softmax over all experts (Mixtral, Qwen3, DeepSeek-V2)
             "softmax_after"  softmax over the chosen experts' logits (GPT-OSS)
             "sigmoid"        sigmoid of the logit (DeepSeek-V3)
             "llama4"         the same, chosen by the logits and never divided by the sum
         renormalise: divide by the sum of the chosen experts' weights ("softmax" and "sigmoid" only).
-        bias: [E], float32 or of the dtype of logits, added to the scores (where chosen by them: the logits) for the
+        bias: [E], float32 or of the dtype of logits, added to the scores (to the logits where these decide) for the
             choice alone, not to the weights (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing").
-        groups, top_groups: choose from the best top_groups of so many groups of consecutive experts; a group's score is
-            the sum of its two best biased scores (DeepSeek-V3, section 2.1.2). 0: no groups.
-        scale: what the weights are multiplied by in the end.
-        ids: int32 [T, k], experts chosen before, those of a token distinct, -1 for none, of weight 0: nothing is chosen
-            (routing replay; Zheng et al. 2025, "Group Sequence Policy Optimization", section 5.3). The weights of the
-            ids that the gate itself took have the same bits. None: they are chosen.
+        groups, top_groups: the experts form `groups` groups of consecutive experts, and only those of the best
+            top_groups can be chosen; a group's score is the sum of its two best biased scores (DeepSeek-V3, section
+            2.1.2). 0: no groups.
+        scale: a factor for the final weights.
+        ids: int32 [T, k], experts that were chosen before (routing replay; Zheng et al. 2025, "Group Sequence Policy
+            Optimization", section 5.3). Those of a token are distinct; -1 is none, of weight 0. For the ids that `gate`
+            itself chose, the weights have the same bits. None: the experts are chosen.
 
-    Computed in float32. Chosen are the greatest scores, of equal ones that of the lower expert. A NaN comes after all
-    numbers, so the ids of a token are distinct whatever the logits are.
+    The computation is in float32. The greatest scores are chosen, and of equal ones that of the lower expert. A NaN
+    sorts after all numbers, so the ids of a token are distinct whatever the logits are.
 
     Returns:
-        ids int32 [T, k], from the best on, and weights float32 [T, k].
+        ids int32 [T, k], the best first, and weights float32 [T, k].
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, quoted.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message quotes them.
     """
     options = k, scoring, renormalise, groups, top_groups, float(scale)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(logits)):
@@ -82,20 +85,20 @@ def _run(
     world: World,
     logits: torch.Tensor,
     bias: torch.Tensor | None,
-    given: torch.Tensor | None,
+    given_ids: torch.Tensor | None,
     weights: torch.Tensor,
     options: tuple[Any, ...],
 ) -> torch.Tensor:
-    """The ids; weights [T, k] are written."""
+    """Write the weights [T, k] and return the ids."""
     k, scoring, renormalise, groups, top_groups, scale = options
     rows, e = logits.shape
     logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
-    ids = world.empty((rows, k), torch.int32) if given is None else given.contiguous()
-    if given is not None:
+    ids = world.empty((rows, k), torch.int32) if given_ids is None else given_ids.contiguous()
+    if given_ids is not None:
         world.call(weights.zero_, [], [weights], world.current_stream())
     if rows:
         renormalise = renormalise and scoring in RENORMALISED
-        launch = _choose(world, rows, e, k, scale, (groups, top_groups), scoring, renormalise, given is not None)
+        launch = _choose(world, rows, e, k, scale, (groups, top_groups), scoring, renormalise, given_ids is not None)
         launch(world.current_stream(), logits=logits, bias=bias, ids=ids, weights=weights)
     return ids
 
@@ -110,26 +113,27 @@ def _choose(
     groups: tuple[int, int],
     scoring: str,
     renormalise: bool,
-    given: bool,
+    ids_given: bool,
 ) -> Launch:
-    """groups: of experts, and how many of them a token takes from, 0 for all. given: the ids are."""
+    """Return the launch of the router. groups: how many groups of experts there are, and from how many a token's
+    experts are taken (0: from all). ids_given: whether the ids are given."""
     g, top = groups if groups[1] else (1, 0)
     gp, sp = power(g), power(experts // g)
-    block = rows_of(gp * sp)
+    block = rows_per_block(gp * sp)
     sizes = dict(rows=rows, scale=scale, K=k, E=experts, G=g, GP=gp, SP=sp, TOP=top, R=block)
-    how = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise, GIVEN=given)
+    flags = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise, IDS_GIVEN=ids_given)
     programs = min(-(-rows // block), world.sm_count * 4)
-    return Launch(world, choose, programs, dict(num_warps=4, local=True), **sizes, **how)
+    return Launch(world, choose, programs, dict(num_warps=4, local=True), **sizes, **flags)
 
 
-def rows_of(columns: int) -> int:
-    """Rows of a block of so many columns."""
-    return 4 if columns <= 128 else 2 if columns <= MOST_EXPERTS else 1
+def rows_per_block(columns: int) -> int:
+    """Return the number of rows of a block of so many columns."""
+    return 4 if columns <= 128 else 2 if columns <= MAX_EXPERTS else 1
 
 
 @dataclass(frozen=True)
 class GateCall(Call):
-    """[m, e] of `dtype`, and the options of `gate`."""
+    """The number of tokens and experts, and the options of `gate`."""
 
     m: int
     e: int
@@ -149,12 +153,12 @@ class GateOperands(NamedTuple):
 
 def run_gate(world: World, call: GateCall, plan: Plan, operands: GateOperands, out: torch.Tensor) -> torch.Tensor:
     logits, bias, ids = operands
-    made = _run(world, logits, bias, ids, out, call.options)
+    chosen_ids = _run(world, logits, bias, ids, out, call.options)
     if ids is None:
-        return made
+        return chosen_ids
     copied = world.empty(ids.shape, ids.dtype)
     world.copy(copied, ids, world.current_stream())
-    return copied  # an operator's results are no operands
+    return copied  # the results of an operator must not alias its operands
 
 
 @prepared
@@ -162,10 +166,10 @@ def _choose_backward(
     world: World, rows: int, experts: int, k: int, scale: float, scoring: str, renormalise: bool
 ) -> Launch:
     p = power(experts)
-    sizes = dict(rows=rows, scale=scale, K=k, E=experts, P=p, R=rows_of(p))
-    programs = min(-(-rows // rows_of(p)), world.sm_count * 4)
-    how = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise)
-    return Launch(world, gate_gradient, programs, dict(num_warps=4, local=True), **sizes, **how)
+    sizes = dict(rows=rows, scale=scale, K=k, E=experts, P=p, R=rows_per_block(p))
+    programs = min(-(-rows // rows_per_block(p)), world.sm_count * 4)
+    flags = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise)
+    return Launch(world, gate_gradient, programs, dict(num_warps=4, local=True), **sizes, **flags)
 
 
 class Gate(Local[GateCall]):
@@ -191,18 +195,18 @@ class Gate(Local[GateCall]):
         shape = call.m, call.options[0]
         return [(shape, torch.float32), (shape, torch.int32)]
 
-    def returned(self, world: World, call: GateCall, result: torch.Tensor, more: Any) -> Any:
-        return result, world.empty(result.shape, torch.int32) if more is None else more
+    def returned(self, world: World, call: GateCall, result: torch.Tensor, other_results: Any) -> Any:
+        return result, world.empty(result.shape, torch.int32) if other_results is None else other_results
 
     def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
         return operands[0], results[1]
 
-    def backward(self, world: World, given: Backward) -> list[torch.Tensor | None]:
-        (logits, ids), dweights = given.saved, given.gradients[0]
+    def backward(self, world: World, ctx: Backward) -> list[torch.Tensor | None]:
+        (logits, ids), dweights = ctx.saved, ctx.gradients[0]
         assert logits is not None and ids is not None
         if dweights is None:
             return [None] * 3
-        k, scoring, renormalise, _, _, scale = given.options
+        k, scoring, renormalise, _, _, scale = ctx.options
         logits, ids, dweights = logits.contiguous(), ids.contiguous(), dweights.contiguous()
         dlogits, renormalise = world.empty(logits.shape, logits.dtype), renormalise and scoring in RENORMALISED
         if len(logits):
@@ -232,11 +236,11 @@ def _check(
         raise ValueError(f"{OP}: ids {dims(ids)} must be int32 [T, {k}], for logits {dims(logits)}")
     if logits.dtype not in LOGITS:
         raise TypeError(f"{OP}: logits are {dims(logits)}; bfloat16, float16 and float32 are supported")
-    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS:
-        raise ValueError(f"{OP}: logits must be [T, E] with E from 1 to {MOST_EXPERTS}, got {dims(logits)}")
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
+        raise ValueError(f"{OP}: logits must be [T, E] with E from 1 to {MAX_EXPERTS}, got {dims(logits)}")
     e = logits.shape[1]
-    if not isinstance(k, int) or not 1 <= k <= min(MOST, e):
-        raise ValueError(f"{OP}: k must be from 1 to {min(MOST, e)} for {e} experts, got {k!r}")
+    if not isinstance(k, int) or not 1 <= k <= min(MAX_K, e):
+        raise ValueError(f"{OP}: k must be from 1 to {min(MAX_K, e)} for {e} experts, got {k!r}")
     if scoring not in SCORINGS:
         raise ValueError(f"{OP}: scoring {scoring!r} is not one of {', '.join(SCORINGS)}")
     if bias is not None and (bias.shape != (e,) or bias.dtype not in (torch.float32, logits.dtype)):
@@ -253,23 +257,27 @@ def _check(
 
 
 def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """E * sum over experts of f_e * P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6, without alpha).
+    """E * sum over experts of f_e * P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6, without alpha),
+    for this rank's tokens.
 
     Args:
         logits: [T, E], of any floating dtype; the gradient goes through them.
         ids: integer [T, k], the chosen experts; -1 for none.
 
-    f_e is the share of all routes that go to expert e (for k = 1 the paper's share of tokens), P_e the mean of the
-    softmax of e's logits. 1 where both are even over the experts.
+    f_e is the share of all routes that go to expert e (for k = 1 the paper's share of tokens), and P_e the mean of the
+    softmax of e's logits. The loss is 1 where both are even over the experts.
 
-    Returns: float32 [], 0 without tokens or routes. Raises ValueError for shapes that do not fit. Of this rank's tokens
-        alone.
+    Returns:
+        float32 [], 0 without tokens or routes.
+
+    Raises:
+        ValueError: shapes do not fit.
     """
     if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
         raise ValueError(f"load_balancing_loss: logits {dims(logits)} are not [T, E], or ids {dims(ids)} not [T, k]")
     tokens, experts = logits.shape
     mean = torch.softmax(logits.float(), -1).sum(0) / max(tokens, 1)
-    routes = torch.zeros(experts + 1, device=ids.device)  # the last: of those that go nowhere
+    routes = torch.zeros(experts + 1, device=ids.device)  # the last entry counts routes to no expert
     routes.scatter_add_(
         0, torch.where(ids < 0, experts, ids).flatten().long(), torch.ones(ids.numel(), device=ids.device)
     )
@@ -278,14 +286,17 @@ def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """The mean over tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022, "ST-MoE", equation 5,
-    without its coefficient).
+    """The mean over this rank's tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022, "ST-MoE",
+    equation 5, without its coefficient).
 
     Args:
         logits: [T, E], of any floating dtype; the gradient goes through them.
 
     Returns:
-        float32 [], 0 without tokens. Raises ValueError for logits of another shape. Of this rank's tokens alone.
+        float32 [], 0 without tokens.
+
+    Raises:
+        ValueError: logits are not [T, E].
     """
     if logits.dim() != 2:
         raise ValueError(f"z_loss: logits must be [T, E], got {dims(logits)}")

@@ -1,41 +1,44 @@
-"""The gate of a mixture of experts: a row of logits to its best experts and their weights. No rank waits here.
+"""The router's kernels: from a row of logits to its best experts and their weights, and the gradient. No rank waits
+here.
 
-A program takes a few rows at a time, each in one warp where there are enough of them. A column of the block is an
-expert; with groups (padded to powers of two) the columns are [group, expert of the group], so that columns and experts
-have one order.
+A program processes a few rows at a time, each in one warp where there are enough of them. A column of the block is an
+expert; with groups, padded to powers of two, the columns are [group, expert of the group], so columns and experts have
+one order.
 
-    scores -> keys: integers in the order of the numbers -> [limit to the best groups] -> K times: the greatest key, its
-    column taken out
+    scores -> sort keys (integers in the order of the numbers) -> [mask all but the best groups] -> K times: take the
+        greatest key and mask its column
 
-Ties go to the lower expert: of equal keys the leftmost is taken. A NaN comes after all numbers, so that ids are always
-distinct experts.
+Of equal keys the leftmost is taken, so ties go to the lower expert. A NaN comes after all numbers, so that ids are
+always distinct experts.
 """
 
 import triton.language as tl
 
 from ....lang.jit import jit
 
-SOFTMAX, SOFTMAX_AFTER, SIGMOID, LLAMA4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # SCORING
-TAKEN = tl.constexpr(-(2**31))  # below the key of any number
-NOT_A_NUMBER = tl.constexpr(-(2**31) + 1)  # below all of those too
+# The values of SCORING.
+SOFTMAX, SOFTMAX_AFTER, SIGMOID, LLAMA4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+TAKEN = tl.constexpr(-(2**31))  # the key of a column that was taken, below all others
+NOT_A_NUMBER = tl.constexpr(-(2**31) + 1)  # below the key of any number, above TAKEN
 
 
 @jit
 def key_of(x):
-    """Return int32 in the order of the float32 numbers; the two zeros are equal."""
+    """Return int32 sort keys in the order of the float32 numbers; both zeros have one key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), NOT_A_NUMBER)
 
 
 @jit
 def take(key, N: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """Return int32 [R, P]: in which of N rounds the column was the greatest of its row, or -1. Ties go to the left."""
+    """Return int32 [R, P]: the round, of N, in which the column was the greatest of its row, or -1. Ties go to the
+    left."""
     c = tl.arange(0, P)[None, :]
     order = tl.full((R, P), -1, tl.int32)
     for j in range(N):
-        taken = c == tl.argmax(key, 1, tie_break_left=True)[:, None]
-        order = tl.where(taken, j, order)
-        key = tl.where(taken, TAKEN, key)
+        is_greatest = c == tl.argmax(key, 1, tie_break_left=True)[:, None]
+        order = tl.where(is_greatest, j, order)
+        key = tl.where(is_greatest, TAKEN, key)
     return order
 
 
@@ -43,13 +46,13 @@ def take(key, N: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
 def in_best_groups(
     selection, N: tl.constexpr, R: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr
 ):
-    """Return [R, GP * SP]: whether a column is of one of the row's N best groups, by the sum of the two best of their S
-    experts."""
+    """Return [R, GP * SP]: whether the column belongs to one of the row's N best groups, by the sum of the two best of
+    their S experts."""
     by_group = tl.reshape(selection, (R, GP, SP))
-    score, at = tl.max(by_group, 2, return_indices=True, return_indices_tie_break_left=True)
+    score, best_index = tl.max(by_group, 2, return_indices=True, return_indices_tie_break_left=True)
     if S > 1:
-        others = tl.where(tl.arange(0, SP)[None, None, :] == at[:, :, None], float("-inf"), by_group)
-        score += tl.max(others, 2)
+        without_best = tl.where(tl.arange(0, SP)[None, None, :] == best_index[:, :, None], float("-inf"), by_group)
+        score += tl.max(without_best, 2)
     key = tl.where(tl.arange(0, GP)[None, :] < G, key_of(score), TAKEN)
     best = (take(key, N, R, GP) >= 0).to(tl.int32)
     return tl.reshape(tl.broadcast_to(best[:, :, None], (R, GP, SP)), (R, GP * SP)) > 0
@@ -57,7 +60,7 @@ def in_best_groups(
 
 @jit
 def scores_of(x, SCORING: tl.constexpr):
-    """Return what weights are made of, for logits x [R, P], -inf where there is no expert."""
+    """Return the unnormalised weights of logits x [R, P], which are -inf where there is no expert."""
     if SCORING == SOFTMAX:
         w = tl.exp(x - tl.max(x, 1)[:, None])
         w = w / tl.sum(w, 1)[:, None]
@@ -69,18 +72,18 @@ def scores_of(x, SCORING: tl.constexpr):
 
 
 @jit
-def given_order(ids, row, ok, expert, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """Return what `take` returns, for the ids [rows, K] that a caller gave."""
+def order_of_ids(ids, row, mask, expert, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+    """Return for given ids [rows, K] what `take` returns for chosen ones."""
     order = tl.full((R, P), -1, tl.int32)
     for j in range(K):
-        order = tl.where(tl.load(ids + row * K + j, mask=ok, other=-1) == expert[None, :], j, order)
+        order = tl.where(tl.load(ids + row * K + j, mask=mask, other=-1) == expert[None, :], j, order)
     return order
 
 
 @jit
 def among_chosen(w, x, chosen, SCORING: tl.constexpr, RENORMALISE: tl.constexpr):
-    """Return [R, P] and [R]: scores w of logits x before they are divided by the sum, and that sum, 1 where they are
-    not."""
+    """Return [R, P], the scores w of logits x before normalisation, and [R], the sum by which they are divided, which
+    is 1 where they are not."""
     if SCORING == SOFTMAX_AFTER:
         best = tl.max(tl.where(chosen, x, float("-inf")), 1)
         w = tl.exp(x - tl.where(best == float("-inf"), 0.0, best)[:, None])
@@ -106,32 +109,35 @@ def choose(
     TOP: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALISE: tl.constexpr,
-    GIVEN: tl.constexpr,
+    IDS_GIVEN: tl.constexpr,
     R: tl.constexpr,
 ):
-    """ids int32, weights float32 [rows, K]: the K best of E experts for every row of logits [rows, E], and their
-    weights. bias [E], or None, is added for the choice alone. G groups, padded to GP of SP columns; TOP: of how many to
-    choose, 0 for all. GIVEN: the ids are there. R: rows of a block."""
+    """Store ids int32 and weights float32 [rows, K]: the K best of E experts for every row of logits [rows, E], and
+    their weights.
+
+    bias [E], or None, is added for the choice alone. G groups are padded to GP of SP columns each; TOP: the number of
+    groups from which experts are chosen, 0 for all. IDS_GIVEN: the ids are inputs. R: rows of a block.
+    """
     P: tl.constexpr = GP * SP
     S: tl.constexpr = E // G
     c = tl.arange(0, P)
     expert = c // SP * S + c % SP
-    there = (c // SP < G) & (c % SP < S)
+    is_expert = (c // SP < G) & (c % SP < S)
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
         row = (block * R + tl.arange(0, R)).to(tl.int64)[:, None]
-        ok = row < rows
-        x = tl.load(logits + row * E + expert[None, :], mask=ok & there[None, :], other=0.0).to(tl.float32)
-        x = tl.where(there[None, :], x, float("-inf"))
+        mask = row < rows
+        x = tl.load(logits + row * E + expert[None, :], mask=mask & is_expert[None, :], other=0.0).to(tl.float32)
+        x = tl.where(is_expert[None, :], x, float("-inf"))
         w = scores_of(x, SCORING)
-        selection = x  # alone, of the order of the scores, which rounding may make equal
+        selection = x  # the order of the scores, without ties that their rounding could make
         if (SCORING == SOFTMAX or SCORING == SIGMOID) and (bias is not None or TOP > 0):
-            selection = tl.where(there[None, :], w, float("-inf"))
+            selection = tl.where(is_expert[None, :], w, float("-inf"))
         if bias is not None:
-            selection += tl.load(bias + expert, mask=there, other=0.0).to(tl.float32)[None, :]
-        if GIVEN:
-            order = given_order(ids, row, ok, tl.where(there, expert, E), K, R, P)
+            selection += tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
+        if IDS_GIVEN:
+            order = order_of_ids(ids, row, mask, tl.where(is_expert, expert, E), K, R, P)
         else:
-            key = tl.where(there[None, :], key_of(selection), TAKEN)
+            key = tl.where(is_expert[None, :], key_of(selection), TAKEN)
             if TOP > 0:
                 key = tl.where(in_best_groups(selection, TOP, R, G, GP, S, SP), key, TAKEN)
             order = take(key, K, R, P)
@@ -140,10 +146,10 @@ def choose(
         w, total = among_chosen(w, x, chosen, SCORING, RENORMALISE)
         if SCORING == SOFTMAX_AFTER or RENORMALISE:
             w = w / total[:, None]
-        at = row * K + order
-        if not GIVEN:
-            tl.store(ids + at, tl.broadcast_to(expert[None, :], (R, P)), mask=ok & chosen)
-        tl.store(weights + at, w * scale, mask=ok & chosen)
+        offsets = row * K + order
+        if not IDS_GIVEN:
+            tl.store(ids + offsets, tl.broadcast_to(expert[None, :], (R, P)), mask=mask & chosen)
+        tl.store(weights + offsets, w * scale, mask=mask & chosen)
 
 
 @jit(do_not_specialize=("rows",))
@@ -161,20 +167,20 @@ def gate_gradient(
     RENORMALISE: tl.constexpr,
     R: tl.constexpr,
 ):
-    """dlogits [rows, E] of dweights float32 [rows, K], of the ids [rows, K] that `choose` took or was given. P: E
-    rounded up to a power of two."""
+    """dlogits [rows, E] = the gradient of the weights by the logits, times dweights float32 [rows, K], for the ids
+    [rows, K] that `choose` took or was given. P: E rounded up to a power of two."""
     expert = tl.arange(0, P)
-    there = expert < E
+    is_expert = expert < E
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
         row = (block * R + tl.arange(0, R)).to(tl.int64)[:, None]
-        ok = row < rows
-        x = tl.load(logits + row * E + expert[None, :], mask=ok & there[None, :], other=0.0).to(tl.float32)
-        x = tl.where(there[None, :], x, float("-inf"))
-        order = given_order(ids, row, ok, expert, K, R, P)
-        chosen = (order >= 0) & there[None, :]
+        mask = row < rows
+        x = tl.load(logits + row * E + expert[None, :], mask=mask & is_expert[None, :], other=0.0).to(tl.float32)
+        x = tl.where(is_expert[None, :], x, float("-inf"))
+        order = order_of_ids(ids, row, mask, expert, K, R, P)
+        chosen = (order >= 0) & is_expert[None, :]
         score = scores_of(x, SCORING)
         w, total = among_chosen(score, x, chosen, SCORING, RENORMALISE)
-        d = tl.load(dweights + row * K + order, mask=ok & chosen, other=0.0) * scale
+        d = tl.load(dweights + row * K + order, mask=mask & chosen, other=0.0) * scale
         if SCORING == SOFTMAX_AFTER or RENORMALISE:
             mean = tl.sum(tl.where(chosen, d * w, 0.0), 1) / total
             d = tl.where(chosen, (d - mean[:, None]) / total[:, None], 0.0)
@@ -184,5 +190,5 @@ def gate_gradient(
             d = tl.where(chosen, w * d, 0.0)
         else:
             d = w * (1.0 - w) * d
-        at = row * E + expert[None, :]
-        tl.store(dlogits + at, d.to(dlogits.dtype.element_ty), mask=ok & there[None, :])
+        offsets = row * E + expert[None, :]
+        tl.store(dlogits + offsets, d.to(dlogits.dtype.element_ty), mask=mask & is_expert[None, :])

@@ -1,9 +1,9 @@
-"""What one call of either half of a layer whose experts' columns are split over ranks computes, its tensors, and the
-table that goes from the one half to the other.
+"""The calls of both halves of a layer whose experts' columns are split over ranks: what they compute, their tensors,
+and the tables that the first half passes to the second.
 
-The routes of a call are one int32 tensor: weights, slots, offsets, tiles, their number and the tiles of each wave, as
-`routing.Tables` has them, each from a multiple of four words on. So the first half returns memory of its own, and the
-second may run on it whenever the caller likes. Where an operand requires a gradient they are float32, of the same bits.
+The routes of a call are one int32 tensor: the parts in `RouteParts`, each from a multiple of four words on. So the
+first half returns memory of the caller's own, and the second may use it whenever the caller likes. Where an operand
+requires a gradient the tensor is float32 with the same bits.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from ..routing.route_tables import rows_of
 
 @dataclass(frozen=True)
 class Split(Layer):
-    """A layer of which a rank has `inner` columns of its experts; those of one expert lie on `sharing` neighbouring
-    ranks. tile: rows of a tile, from a multiple of which each expert's rows begin."""
+    """A layer whose experts' columns are split: a rank has `inner` columns of each of its experts, and `tp_size`
+    neighbouring ranks have those of the same experts. tile: rows of a tile; each expert's rows begin at a multiple of
+    it."""
 
-    sharing: int = 1
+    tp_size: int = 1
     tile: int = 128
 
     def local(self, world: World) -> int:
         """Return the number of experts that a rank has columns of."""
-        return self.experts * self.sharing // world.size
+        return self.experts * self.tp_size // world.size
 
     def rows(self, world: World) -> int:
         """Return the most rows that expert order can have, in whole tiles."""
-        return rows_of(world, self.capacity, self.k, self.local(world), self.tile)
+        return rows_of(world, self.max_tokens_per_rank, self.k, self.local(world), self.tile)
 
 
 class GatherOperands(NamedTuple):
@@ -61,7 +62,8 @@ class ScatterOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedCall(Call):
-    """tokens: of every rank. Whether there are biases is each rank's own, and not told."""
+    """A checked call. tokens: of every rank. Each rank chooses for itself whether there are biases; that is not
+    compared between ranks."""
 
     tokens: tuple[int, ...]
     layer: Split
@@ -80,28 +82,29 @@ class GroupedCall(Call):
             I=layer.inner,
             dtype=str(layer.dtype),
             activation=layer.activation,
-            sharing=layer.sharing,
+            tp_size=layer.tp_size,
         )
 
 
 @dataclass(frozen=True)
 class FirstHalfCall(GroupedCall):
-    """keep: what is kept for the backward pass; None: no gradient is asked for."""
+    """A checked call of the first half. keep: what is saved for the backward pass; None means that no gradient is asked
+    for."""
 
     keep: str | None = None
 
     def agreed(self) -> dict[str, Hashable]:
-        agreed = super().agreed()
-        return agreed if self.keep is None else dict(agreed, keep=self.keep)
+        values = super().agreed()
+        return values if self.keep is None else dict(values, keep=self.keep)
 
     def outputs(self, world: World) -> Shapes:
         """Return the shapes and dtypes of hidden and of the routes."""
-        layer, words = self.layer, sum(sections(world, self.layer))
+        layer, words = self.layer, sum(section_words(world, self.layer))
         routes = (words,), torch.int32 if self.keep is None else torch.float32
         return [((layer.rows(world), layer.inner), layer.dtype), routes]
 
     def kept(self, world: World) -> Shapes:
-        """Return the shapes and dtypes of what `Kept` has."""
+        """Return the shapes and dtypes of the tensors in `Kept`."""
         return kept_shapes(world, self.layer, self.keep, self.layer.rows(world), first_columns(world, self.layer))
 
     def routes(self, world: World) -> torch.Tensor:
@@ -109,11 +112,11 @@ class FirstHalfCall(GroupedCall):
         return world.empty(*world.cached(("routes", self), lambda: self.outputs(world)[1]))
 
 
-class Parts(NamedTuple):
-    """A call's routes by their parts, int32."""
+class RouteParts(NamedTuple):
+    """The parts of a call's routes, int32; `Tables` in route_tables.py describes all but the weights."""
 
-    weights: torch.Tensor  # float32 [W * C * k]
-    slots: torch.Tensor
+    weights: torch.Tensor  # float32 [W * max_tokens * k]
+    route_rows: torch.Tensor
     offsets: torch.Tensor
     tiles: torch.Tensor
     tile_count: torch.Tensor
@@ -122,13 +125,16 @@ class Parts(NamedTuple):
     received: torch.Tensor
 
 
-def sections(world: World, layer: Split) -> list[int]:
+def section_words(world: World, layer: Split) -> list[int]:
     """Return the number of words of each part of the routes."""
-    routes, rows, local = world.size * layer.capacity * layer.k, layer.rows(world), layer.local(world)
+    routes, rows, local = world.size * layer.max_tokens_per_rank * layer.k, layer.rows(world), layer.local(world)
     words = routes, routes, local + 1, 4 * (rows // layer.tile), 1, world.size, rows, local
     return [-(-n // 4) * 4 for n in words]
 
 
-def parts(world: World, layer: Split, routes: torch.Tensor) -> Parts:
-    weights, *others = routes.view(torch.int32).split(world.cached(("sections", layer), lambda: sections(world, layer)))
-    return Parts(weights.view(torch.float32), *others)
+def route_parts(world: World, layer: Split, routes: torch.Tensor) -> RouteParts:
+    """Return views of the parts of the routes."""
+    weights, *integer_parts = routes.view(torch.int32).split(
+        world.cached(("sections", layer), lambda: section_words(world, layer))
+    )
+    return RouteParts(weights.view(torch.float32), *integer_parts)

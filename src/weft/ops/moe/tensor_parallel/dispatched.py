@@ -13,154 +13,212 @@ from ....transport.memory import lock
 from ....world import Arena, World
 from ..call import NAME, NONE_KEPT, Kept, Weights
 from ..expert_parallel import dispatched
-from ..expert_parallel.dispatched import ELEMENTS, SEND, LastSums, Prepared, Space
-from ..expert_parallel.kernels import Routed
+from ..expert_parallel.dispatched import (
+    DISPATCH_REGISTERS,
+    ELEMENTS_PER_THREAD,
+    DispatchedState,
+    FinalSumOptions,
+    LayerWorkspace,
+)
+from ..expert_parallel.kernels import RoutedRows
 from ..routing import route_tables
 from ..routing.route_tables import power
-from .call import FirstHalfCall, GatherOperands, GroupedCall, Parts, ScatterOperands, Split, parts
+from .call import FirstHalfCall, GatherOperands, GroupedCall, RouteParts, ScatterOperands, Split, route_parts
 from .kernels import keep_shards, push_shard
 
 
 @dataclass(eq=False)
-class First:
-    """What calls of the first half of one layer and plan have in common."""
+class FirstHalfState:
+    """The state that calls of the first half have in common, for one layer and plan."""
 
-    of: Prepared
-    filling: route_tables.Filling
-    listed: torch.Tensor
+    dispatched: DispatchedState
+    builder: route_tables.TableBuilder
+    cumulative_tiles: torch.Tensor
 
-    def tables(self, routes: Parts) -> route_tables.Tables:
-        return tables_of(routes)._replace(listed=self.listed)
+    def tables(self, routes: RouteParts) -> route_tables.Tables:
+        return tables_of(routes)._replace(cumulative_tiles=self.cumulative_tiles)
 
 
 @dataclass(eq=False)
-class Second:
-    of: Prepared
-    counters: torch.Tensor  # tiles of each wave, in a call
+class SecondHalfState:
+    """The state that calls of the second half have in common, for one layer and plan."""
+
+    dispatched: DispatchedState
+    counters: torch.Tensor  # tiles of each source step in a call
 
 
-def tables_of(routes: Parts) -> route_tables.Tables:
-    """But for `listed`, which is blank."""
-    _, slots, offsets, tiles, count, targets, sources, received = routes
-    return route_tables.Tables(slots, sources, offsets, tiles, count, slots, received, targets)
+def tables_of(routes: RouteParts) -> route_tables.Tables:
+    """Return the tables in the routes. `cumulative_tiles`, which they do not have, is a placeholder."""
+    _, route_rows, offsets, tiles, tile_count, targets, sources, received = routes
+    return route_tables.Tables(route_rows, sources, offsets, tiles, tile_count, route_rows, received, targets)
 
 
 def fits(world: World, layer: Split, plan: DispatchedColumns) -> str | None:
-    """Why the plan cannot serve the call, the same on every rank; None where it can."""
+    """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
     if plan.tile.block_m != layer.tile:
         return f"rows lie in tiles of {layer.tile}, not of {plan.tile.block_m}"
-    if layer.local(world) > route_tables.EXPERTS:
-        return f"a rank has columns of {layer.local(world)} experts, more than {route_tables.EXPERTS}"
+    if layer.local(world) > route_tables.MAX_LOCAL_EXPERTS:
+        return f"a rank has columns of {layer.local(world)} experts, more than {route_tables.MAX_LOCAL_EXPERTS}"
     return dispatched.fits(world, replace(layer, experts=world.size), plan)
 
 
-def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> Prepared:
-    """Collective. Channels of a name are those of all layers with as many programs."""
-    senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
-    came = world.channel(f"{NAME}, shards by {senders} programs", world.size, None, senders)
-    summed = world.channel(f"{NAME}, parts by {summers} programs", world.size, None, summers)
-    words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
-    local, rows, calls = layer.local(world), layer.rows(world), world.calls(NAME)
-    return Prepared(layer, plan, local, rows, senders, summers, came, summed, calls, words, floats)
+def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> DispatchedState:
+    """Return the state of the launches that both halves share. The call is collective. Layers with equal numbers of
+    programs share channels."""
+    dispatch_programs = min(plan.dispatch_programs, world.sm_count)
+    combine_programs = min(plan.combine_programs, world.sm_count)
+    dispatch_flags = world.channel(
+        f"{NAME}, shards by {dispatch_programs} programs", world.size, None, dispatch_programs
+    )
+    combine_flags = world.channel(f"{NAME}, parts by {combine_programs} programs", world.size, None, combine_programs)
+    placeholder_ints, placeholder_floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
+    local_experts, rows, calls = layer.local(world), layer.rows(world), world.calls(NAME)
+    return DispatchedState(
+        layer,
+        plan,
+        local_experts,
+        rows,
+        dispatch_programs,
+        combine_programs,
+        dispatch_flags,
+        combine_flags,
+        calls,
+        placeholder_ints,
+        placeholder_floats,
+    )
 
 
-def first(world: World, layer: Split, plan: DispatchedColumns) -> First:
-    """Collective the first time."""
+def first_half_state(world: World, layer: Split, plan: DispatchedColumns) -> FirstHalfState:
+    """Return the state of the first half. The call is collective the first time."""
 
-    def make() -> First:
-        of = plan_state(world, layer, plan)
-        routes = route_tables.routes_of(world, layer.capacity, layer.k, turns=True)
-        sizes = route_tables.TableSizes(of.local, layer.capacity, layer.tile)
-        filling = route_tables.prepare(world, routes, sizes, sharing=layer.sharing, running=False)
-        return First(of, filling, world.empty((world.size,), torch.int32))
+    def make() -> FirstHalfState:
+        state = plan_state(world, layer, plan)
+        routes = route_tables.routes_of(world, layer.max_tokens_per_rank, layer.k, alternating=True)
+        sizes = route_tables.TableSizes(state.local_experts, layer.max_tokens_per_rank, layer.tile)
+        builder = route_tables.make_builder(world, routes, sizes, tp_size=layer.tp_size, cumulative_targets=False)
+        return FirstHalfState(state, builder, world.empty((world.size,), torch.int32))
 
     return world.cached(("first half", layer, plan), make)
 
 
-def second(world: World, layer: Split, plan: DispatchedColumns) -> Second:
-    """Collective the first time."""
+def second_half_state(world: World, layer: Split, plan: DispatchedColumns) -> SecondHalfState:
+    """Return the state of the second half. The call is collective the first time."""
 
     def counters() -> torch.Tensor:
-        return world.channel(f"{NAME}, tiles of parts by wave", world.size, None).counters
+        return world.channel(f"{NAME}, tiles of column shards by source step", world.size, None).counters
 
-    return world.cached(("second half", layer, plan), lambda: Second(plan_state(world, layer, plan), counters()))
+    return world.cached(
+        ("second half", layer, plan), lambda: SecondHalfState(plan_state(world, layer, plan), counters())
+    )
 
 
-def halves(world: World, layer: Split) -> Arena:
-    """Collective when it has to grow. Serialises its uses across streams, and those of the routes and of scratch."""
-    arena = world.arena(world.size * layer.capacity * layer.hidden * layer.dtype.itemsize)
+def acquire_arena(world: World, layer: Split) -> Arena:
+    """Return the arena, whose two halves are inbox or outbox of alternate calls. The uses of the arena, of the routes
+    and of scratch memory are serialised across streams. The call is collective when the arena has to grow."""
+    arena = world.arena(world.size * layer.max_tokens_per_rank * layer.hidden * layer.dtype.itemsize)
     stream = world.current_stream()
     world.order(arena, stream)
     world.order(lock(world, NAME), stream)
     return arena
 
 
-def space(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: torch.Tensor) -> Space:
-    half = arena.half // dtype.itemsize
-    memory = arena.memory.view(0, (2 * half,), dtype)
-    return Space(memory, memory, hidden, y, arena.turn, half)
+def arena_workspace(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: torch.Tensor) -> LayerWorkspace:
+    """Return a workspace whose inbox and outbox are the arena."""
+    half_size = arena.half // dtype.itemsize
+    memory = arena.memory.view(0, (2 * half_size,), dtype)
+    return LayerWorkspace(memory, memory, hidden, y, arena.epoch, half_size)
 
 
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> GivenLaunch:
+def push_shard_launch(world: World, state: DispatchedState, x: torch.Tensor, workspace: LayerWorkspace) -> GivenLaunch:
+    """Return the launch of `push_shard`."""
     return GivenLaunch(
-        _push_shard(world, of, at.half), dict(T=x.shape[0], x=x, inboxes=at.inbox.addresses, turn=at.turn)
+        _push_shard(world, state, workspace.half_size),
+        dict(T=x.shape[0], x=x, inboxes=workspace.inbox.addresses, epoch=workspace.epoch),
     )
 
 
 @prepared
-def _push_shard(world: World, of: Prepared, half: int) -> Launch:
-    plan = of.plan
-    sizes = dict(BLOCK=of.push_block, STAGES=plan.send_stages, OTHERS=world.sm_count)
-    return of.side_launch(world, push_shard, of.senders, SEND, of.came, half=half, **sizes)
+def _push_shard(world: World, state: DispatchedState, half_size: int) -> Launch:
+    plan = state.plan
+    sizes = dict(BLOCK=state.push_block, STAGES=plan.send_stages, OTHER_PROGRAMS=world.sm_count)
+    return state.side_launch(
+        world,
+        push_shard,
+        state.dispatch_programs,
+        DISPATCH_REGISTERS,
+        state.dispatch_flags,
+        half_size=half_size,
+        **sizes,
+    )
 
 
-def keeps(world: World, of: Prepared, slots: torch.Tensor, at: Space, kept: torch.Tensor) -> GivenLaunch:
-    """kept [W, C, H] = the inbox of the call that ended last."""
+def keep_shards_launch(
+    world: World, state: DispatchedState, route_rows: torch.Tensor, workspace: LayerWorkspace, kept: torch.Tensor
+) -> GivenLaunch:
+    """Return the launch of kept [W, max_tokens, H] = the inbox of the call that ended last."""
     return GivenLaunch(
-        _keep_shards(world, of, at.half), dict(inbox=at.inbox.local, kept=kept, slots=slots, turn=at.turn)
+        _keep_shards(world, state, workspace.half_size),
+        dict(inbox=workspace.inbox.local, kept_rows=kept, route_rows=route_rows, epoch=workspace.epoch),
     )
 
 
 @prepared
-def _keep_shards(world: World, of: Prepared, half: int) -> Launch:
-    layer, block = of.layer, min(32 * 4 * ELEMENTS, world.scale.norm_block)
+def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch:
+    layer, block = state.layer, min(32 * 4 * ELEMENTS_PER_THREAD, world.scale.norm_block)
     cols = min(power(layer.hidden), block)
-    sizes = dict(half=half, tokens=world.size * layer.capacity, H=layer.hidden, COLS=cols, K=layer.k)
+    sizes = dict(
+        half_size=half_size, tokens=world.size * layer.max_tokens_per_rank, H=layer.hidden, COLS=cols, K=layer.k
+    )
     return Launch(world, keep_shards, 4 * world.sm_count, dict(num_warps=4), **sizes, ROWS=block // cols)
 
 
-def sums(world: World, made: Second, of_rows: Routed, targets: torch.Tensor, at: Space) -> GivenLaunch:
-    return dispatched.sums(world, made.of, of_rows, targets, made.counters, at)
+def combine_launch(
+    world: World, half_state: SecondHalfState, routed: RoutedRows, targets: torch.Tensor, workspace: LayerWorkspace
+) -> GivenLaunch:
+    """Return the launch of `combine_rows` in the second half."""
+    return dispatched.combine_launch(world, half_state.dispatched, routed, targets, half_state.counters, workspace)
 
 
-def last(
+def final_sum_launch(
     world: World,
-    made: Second,
-    of_rows: Routed,
+    half_state: SecondHalfState,
+    routed: RoutedRows,
     ids: torch.Tensor,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    at: Space,
+    workspace: LayerWorkspace,
 ) -> GivenLaunch:
-    layer = made.of.layer
+    """Return the launch of `sum_ranks` in the second half."""
+    layer = half_state.dispatched.layer
     assert isinstance(layer, Split)
-    return dispatched.last(world, made.of, of_rows, ids, shared, out, at, made.counters, LastSums(layer.sharing))
+    return dispatched.final_sum_launch(
+        world,
+        half_state.dispatched,
+        routed,
+        ids,
+        shared,
+        out,
+        workspace,
+        half_state.counters,
+        FinalSumOptions(layer.tp_size),
+    )
 
 
-def load(world: World, of: Prepared, variant: Hashable, launches: tuple[GivenLaunch, ...]) -> None:
-    """All of them before the first is launched, in pairs of what shares an SM. Raises Unsupported where a pair does
-    not."""
-    if variant in of.loaded:
+def load(world: World, state: DispatchedState, variant: Hashable, launches: tuple[GivenLaunch, ...]) -> None:
+    """Load all kernels before the first is launched, in pairs that share an SM. Raises Unsupported where the programs
+    of a pair do not fit together."""
+    if variant in state.loaded:
         return
     for launch, moving in launches:
         launch.load(**moving)
-    of.loaded.add(variant)
+    state.loaded.add(variant)
 
 
-def lie(*tensors: torch.Tensor | None) -> Hashable:
+def alignment_key(*tensors: torch.Tensor | None) -> Hashable:
+    """Return which tensors are 16-byte aligned, on which the compiled kernels depend."""
     return tuple(None if t is None else t.data_ptr() % 16 == 0 for t in tensors)
 
 
@@ -170,26 +228,31 @@ def lie(*tensors: torch.Tensor | None) -> Hashable:
 def run_gather(
     world: World, call: FirstHalfCall, plan: DispatchedColumns, operands: GatherOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """out [rows, I] = the activation of all ranks' x times w13, in expert order; on the current stream. Returns the
-    routes and what is kept."""
+    """out [rows, I] = the activation of all ranks' x times w13, in expert order, on the current stream. Returns the
+    routes and the saved tensors."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     routes = call.routes(world)
     kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.kept(world)))
-    arena, stream, side = halves(world, layer), world.current_stream(), world.side_stream(NAME)
-    made = first(world, layer, plan)
-    at, given = space(arena, layer.dtype, out, out), parts(world, layer, routes)
-    tables, w = made.tables(given), Weights(w13, w13, b13)
-    send, gemm = pushes(world, made.of, x, at), dispatched.gemm_in(world, made.of, w, tables, at, kept.both)
-    after = () if kept.rows is None else (keeps(world, made.of, given.slots, at, kept.rows),)
-    load(world, made.of, lie(x, out, w13, b13, *kept), (send, gemm, *after))
+    arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
+    half_state = first_half_state(world, layer, plan)
+    workspace, parts = arena_workspace(arena, layer.dtype, out, out), route_parts(world, layer, routes)
+    tables, w = half_state.tables(parts), Weights(w13, w13, b13)
+    push = push_shard_launch(world, half_state.dispatched, x, workspace)
+    gemm = dispatched.first_gemm(world, half_state.dispatched, w, tables, workspace, kept.preactivation)
+    keep_step = (
+        ()
+        if kept.rows is None
+        else (keep_shards_launch(world, half_state.dispatched, parts.route_rows, workspace, kept.rows),)
+    )
+    load(world, half_state.dispatched, alignment_key(x, out, w13, b13, *kept), (push, gemm, *keep_step))
     start = world.record(stream)
-    route_tables.share(world, ids, weights, layer.capacity, turns=True)
+    route_tables.share(world, ids, weights, layer.max_tokens_per_rank, alternating=True)
     world.wait_event(side, start)
-    send.on(side)
-    route_tables.fill(world, made.filling, tables, given.weights)
+    push.on(side)
+    route_tables.run_builder(world, half_state.builder, tables, parts.weights)
     gemm.on(stream)
     world.wait_event(stream, world.record(side))  # the caller may write x again
-    for step in after:
+    for step in keep_step:
         step.on(stream)
     return routes, *(t for t in kept if t is not None)
 
@@ -198,23 +261,26 @@ def run_scatter(
     world: World, call: GroupedCall, plan: DispatchedColumns, operands: ScatterOperands, out: torch.Tensor
 ) -> None:
     """out [T, H] = the sum over a token's routes of weight * (hidden row @ w2), over the ranks that share the experts,
-    + shared; on the current stream."""
+    + shared, on the current stream."""
     (hidden, routes, ids, w2, b2, shared), layer = operands, call.layer
-    arena, stream, side = halves(world, layer), world.current_stream(), world.side_stream(NAME)
-    made = second(world, layer, plan)
-    of = made.of
-    at = space(arena, layer.dtype, hidden, dispatched.scratch(world, "y", of.rows, layer.hidden, layer.dtype))
-    given = parts(world, layer, routes)
-    tables = tables_of(given)
-    rows = Routed(at.y, given.slots, given.weights)
-    gemm = dispatched.gemm_out(world, of, tables, hidden, w2, b2, at.y, made.counters)
-    add, end = sums(world, made, rows, given.targets, at), last(world, made, rows, ids, shared, out, at)
-    load(world, of, lie(hidden, ids, w2, b2, shared, out), (add, gemm, end))
+    arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
+    half_state = second_half_state(world, layer, plan)
+    state = half_state.dispatched
+    workspace = arena_workspace(
+        arena, layer.dtype, hidden, dispatched.scratch(world, "y", state.rows, layer.hidden, layer.dtype)
+    )
+    parts = route_parts(world, layer, routes)
+    tables = tables_of(parts)
+    rows = RoutedRows(workspace.y, parts.route_rows, parts.weights)
+    gemm = dispatched.grouped_gemm(world, state, tables, hidden, w2, b2, workspace.y, half_state.counters)
+    combine = combine_launch(world, half_state, rows, parts.targets, workspace)
+    final_sum = final_sum_launch(world, half_state, rows, ids, shared, out, workspace)
+    load(world, state, alignment_key(hidden, ids, w2, b2, shared, out), (combine, gemm, final_sum))
     start = world.record(stream)
     gemm.on(stream)
     world.wait_event(side, start)
-    add.on(side)
-    # As `expert_parallel.dispatched.total`; and `end` clears the counters that `add` reads still: a rank's own wave of
-    # sums arrives at once.
+    combine.on(side)
+    # As in `expert_parallel.dispatched.final_sum`. Besides, `final_sum` clears the counters, which `combine` may still
+    # read: a rank's notification of itself arrives at the start of `combine`.
     world.wait_event(stream, world.record(side))
-    end.on(stream)
+    final_sum.on(stream)

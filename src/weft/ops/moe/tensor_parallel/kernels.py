@@ -1,20 +1,22 @@
-"""Both halves of a layer whose experts' columns are split over ranks: every rank has some columns of every expert, so
-every token goes to every rank, and every rank sends a part of every token's sum.
+"""Kernels of both halves of a layer whose experts' columns are split over ranks. Every rank has some columns of every
+expert, so every token goes to every rank, and every rank sends a part of every token's sum.
 
-    push_shard        stores this rank's rows in the inbox of every rank: own rank first, then me + 1, ..
-    grouped_gemm_in   (kernels.py) as in a layer of whole experts: tiles in the order in which their rows come
+    push_shard        stores this rank's rows in the inbox of every rank: this rank first, then me + 1, ..
+    grouped_gemm_in   (expert_parallel/kernels.py) as in a layer of whole experts: tiles in the order in which rows
+                      arrive
 
-    grouped_gemm_out, combine_rows, sum_ranks  (kernels.py) likewise
+    grouped_gemm_out, combine_rows, sum_ranks  (expert_parallel/kernels.py) likewise
 
     side stream   | push_shard                        |         | combine_rows                   |
     main stream   | tables        | grouped_gemm_in   |         | grouped_gemm_out               | sum_ranks
 
-A tile's place in all this is read from tables that the device fills in every call (`place_routes`): its rows and its
-expert, and the range of channels that it waits for, its waves.
+The tables, which the device builds in every call (`place_routes`), give each tile its rows, its expert, and the range
+of channels for which it waits: its source steps.
 
-Order of accesses. Inbox and outbox are the arena's two halves, which all calls take in turn. Who has ended a call of
-either kind has heard from every rank in it: in the first of its routes, which a rank shares as its first act, in the
-second of its sums. So every rank has ended its call before that one, and nobody reads the half that a call writes.
+Memory order. Inbox and outbox are the arena's two halves, between which all calls alternate. A rank that has ended a
+call of either kind has been notified by every rank in it: in the first half of its routes, which a rank shares as its
+first act, in the second half of its sums. So every rank has ended its previous call, and nobody reads the half that a
+call writes.
 """
 
 import triton.language as tl
@@ -22,55 +24,62 @@ import triton.language as tl
 from ....lang.channel import address_of, end_call, rank_of
 from ....lang.jit import jit
 from ....lang.primitives import channel_notify
-from ..expert_parallel.kernels import half_of
+from ..expert_parallel.kernels import half_offset
 from ..expert_parallel.place_rows_kernels import has_row
 
 
-@jit(do_not_specialize=("T", "C"))
+@jit(do_not_specialize=("T", "max_tokens"))
 def push_shard(
     x,
     inboxes,
     ch,
-    turn,
-    half,
+    epoch,
+    half_size,
     T,
-    C,
+    max_tokens,
     DTYPE: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    OTHERS: tl.constexpr,
+    OTHER_PROGRAMS: tl.constexpr,
 ):
-    """x [T, H]; inboxes: address by rank of two halves of [W, C, H], `half` elements apart; turn as in
-    `grouped_gemm_in`, whose OTHERS programs count the call with these. BLOCK elements at a time, STAGES of them under
-    way. Counter j of rank me + j: its wave j, PROGRAMS arrivals, by this rank."""
+    """Store x [T, H] in the inboxes of all ranks.
+
+    inboxes: the addresses, by rank, of two halves of [W, max_tokens, H], `half_size` elements apart; epoch as in
+    `grouped_gemm_in`, whose OTHER_PROGRAMS programs advance it together with these. BLOCK elements are stored at once,
+    and STAGES blocks are in flight. Counter j of rank me + j is that of its source step j; it gets PROGRAMS arrivals
+    from this rank.
+    """
     W: tl.constexpr = ch.world
     me = rank_of(ch)
-    begin = half_of(turn, half) + (me * C).to(tl.int64) * H
+    offset = half_offset(epoch, half_size) + (me * max_tokens).to(tl.int64) * H
     count = T.to(tl.int64) * H
     for j in range(0, W):
         rank = (me + j) % W
-        to = address_of(inboxes, rank, DTYPE) + begin
+        dst = address_of(inboxes, rank, DTYPE) + offset
         for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), PROGRAMS, num_stages=STAGES):
             i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            tl.store(to + i, tl.load(x + i, mask=i < count, other=0.0), mask=i < count)
-        channel_notify(ch, j, rank, False)  # also of no rows: a wait counts calls
-    end_call(ch, turn, PROGRAMS + OTHERS)
+            tl.store(dst + i, tl.load(x + i, mask=i < count, other=0.0), mask=i < count)
+        channel_notify(ch, j, rank, False)  # also without rows, because waits count calls
+    end_call(ch, epoch, PROGRAMS + OTHER_PROGRAMS)
 
 
 @jit(do_not_specialize=("tokens",))
 def keep_shards(
-    inbox, kept, slots, turn, half, tokens,
+    inbox, kept_rows, route_rows, epoch, half_size, tokens,
     H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """kept [tokens, H] = the half of inbox that was used last, of tokens that have rows here: for these somebody has
-    waited. slots as in `ExpertOrder`. COLS columns of ROWS tokens a block."""
+    """kept_rows [tokens, H] = the half of inbox that was used last, for the tokens that have rows here. An earlier
+    kernel has waited for these.
+
+    route_rows as in `ExpertOrder`. A block has COLS columns of ROWS tokens.
+    """
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
-    first = inbox + half - half_of(turn, half)
+    last_half = inbox + half_size - half_offset(epoch, half_size)
     for block in range(tl.program_id(0), tl.cdiv(tokens, ROWS) * PARTS, tl.num_programs(0)):
         token = block // PARTS * ROWS + tl.arange(0, ROWS)
         cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
-        ok = has_row(slots, token, token < tokens, K)[:, None] & (cols < H)
-        at = token.to(tl.int64)[:, None] * H + cols
-        tl.store(kept + at, tl.load(first + at, mask=ok), mask=ok)
+        mask = has_row(route_rows, token, token < tokens, K)[:, None] & (cols < H)
+        offsets = token.to(tl.int64)[:, None] * H + cols
+        tl.store(kept_rows + offsets, tl.load(last_half + offsets, mask=mask), mask=mask)

@@ -1,0 +1,235 @@
+"""Tiles of a GEMM of 8-bit operands (e4m3) and the scales that give their values: value = element x scale.
+
+    BY_TENSOR   one scale for x, one for w
+    BY_ROW      one for each row of x (a token), one for each row of w (an output channel)
+    BY_BLOCK    one for each row of x and 128 of K, one for each 128 x 128 of w (DeepSeek-V3, section 3.3.2)
+
+The first two do not depend on K, so the epilogue multiplies by them; the third multiplies each 128 of K before it is
+added. Hopper's tensor cores add 8-bit products in about 14 bits (DeepSeek-V3, section 3.3.2). PROMOTE: every step of K
+is added in float32 by the ordinary cores, as BY_BLOCK always is, and BY_ROW and BY_TENSOR for `use_fast_accum=False` of
+torch._scaled_mm. Such a tile is computed as two halves of its rows in turn: a product needs accumulators of half a tile
+beside the sums, and with two programs an SM the tensor cores work on one program's product while the other adds.
+
+    upper sums   | a0 b | wait, add |                   | ..
+    lower sums   |                  | a1 b | wait, add  | ..
+
+Other loops that were measured stand in docs/design-notes.md.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from ..lang.descriptors import tiles_of
+from ..lang.intrinsics import keep_before
+from ..lang.jit import jit
+from .gemm import Tile, column_halves, gemm_tile, grouped_tile, silu, silu_gate, store_tile
+
+BY_TENSOR, BY_ROW, BY_BLOCK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # Tile.SCALED
+BLOCK = tl.constexpr(128)  # elements of K, and rows of w, that share a scale BY_BLOCK
+
+
+class Scales(NamedTuple):
+    """The scales of a whole product, float32. x: [1], [M] or [M, K / 128]; w: [1], [N] or [N / 128 rounded up,
+    K / 128]."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+
+
+class TileScales(NamedTuple):
+    """The scales of a tile. x: where those of its first row begin; rows: how many of its rows are there; stride and
+    block_stride: elements from a row to the next one (BY_TENSOR: 0), and from 128 of K to the next; w: those of all of
+    w."""
+
+    x: tl.tensor
+    w: tl.tensor
+    rows: tl.tensor
+    stride: tl.tensor
+    block_stride: tl.tensor
+
+
+@jit
+def scales_of_rows(x_scale, row, K, SCALED: tl.constexpr):
+    """Where the scales of row `row` begin in x_scale, contiguous."""
+    if SCALED == BY_BLOCK:
+        x_scale += row.to(tl.int64) * (K // BLOCK)
+    elif SCALED == BY_ROW:
+        x_scale += row
+    return x_scale
+
+
+@jit
+def tile_scales(scales, x_scale, row, M, K, SCALED: tl.constexpr):
+    """The TileScales of a tile whose first row is `row` of M, with the contiguous x_scale in place of scales.x."""
+    stride = 0
+    if SCALED == BY_ROW:
+        stride = 1
+    elif SCALED == BY_BLOCK:
+        stride = K // BLOCK
+    return TileScales(scales_of_rows(x_scale, row, K, SCALED), scales.w, M - row, stride, 1)
+
+
+@jit
+def rows_below(scales, ROWS: tl.constexpr):
+    """The TileScales of a tile's rows from its row ROWS on."""
+    begin = scales.x + ROWS * scales.stride
+    return TileScales(begin, scales.w, scales.rows - ROWS, scales.stride, scales.block_stride)
+
+
+@jit
+def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
+    """float32 [ROWS]: what rows of a tile from its row `row` on are multiplied by at k; for scales that do not depend
+    on K, 1. Offsets are of 32 bits, which take half the registers of addresses."""
+    if SCALED == BY_BLOCK:
+        r = row + tl.arange(0, ROWS)
+        offset = r * scales.stride + k // BLOCK * scales.block_stride
+        scale = tl.load(scales.x + offset, mask=r < scales.rows, other=0.0)
+    else:
+        scale = tl.full((ROWS,), 1.0, tl.float32)
+    return scale
+
+
+@jit
+def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
+    """What columns of a tile at `col` are multiplied by at k, as `row_scales`."""
+    scale = 1.0
+    if SCALED == BY_BLOCK:
+        scale = tl.load(scales.w + col // BLOCK * (K // BLOCK) + k // BLOCK)
+    return scale
+
+
+@jit
+def add_product(acc, a, b, scale, SCALED: tl.constexpr):
+    """acc + (a @ b) * scale [rows of a], added by the ordinary cores."""
+    if SCALED == BY_BLOCK:
+        acc += tl.dot(a, b) * scale[:, None]
+    else:
+        acc += tl.dot(a, b)
+    return acc
+
+
+@jit
+def add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale, tile):
+    """One step of K of both halves of a promoted tile. The first is added before the second product starts: the product
+    needs its registers. The rows of the second are loaded behind that, so that they are waited for there: with one wait
+    for all three blocks kernels spill registers (compiled for sm_90a; so they need 230 to 255)."""
+    HALF: tl.constexpr = tile.BM // 2
+    tl.static_assert(tile.SCALED != BY_BLOCK or (tile.BK == BLOCK and tile.BN <= BLOCK), "a block has one scale of w")
+    b = b_desc.load([col, k]).T
+    upper = keep_before(add_product(upper, a_desc.load([row, k]), b, upper_scale, tile.SCALED))
+    lower = add_product(lower, a_desc.load([row + HALF, k]), b, lower_scale, tile.SCALED)
+    return upper, lower
+
+
+@jit
+def scale_half(half, bias, scales, col, N, SCALED: tl.constexpr):
+    """Half of a tile's columns, those from `col` on, times the scales that do not depend on K, + bias (or None)."""
+    r = tl.arange(0, half.shape[0])
+    c = col + tl.arange(0, half.shape[1])
+    if SCALED == BY_ROW:
+        half *= tl.load(scales.x + r * scales.stride, mask=r < scales.rows, other=0.0)[:, None]
+        half *= tl.load(scales.w + c, mask=c < N, other=0.0)[None, :]
+    elif SCALED == BY_TENSOR:
+        half *= tl.load(scales.x) * tl.load(scales.w)
+    if bias is not None:
+        half += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+    return half
+
+
+@jit
+def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, SCALED: tl.constexpr, GATED: tl.constexpr):
+    """Epilogue of a tile, acc [rows, columns]; out_desc, bias and GATED as in `store_tile`. A half is stored before the
+    other one's scales are loaded: those of a whole tile's columns take as many registers as its accumulators (compiled
+    for sm_90a: 254 registers against 196)."""
+    BM: tl.constexpr = acc.shape[0]
+    HALF: tl.constexpr = acc.shape[1] // 2
+    left, right = column_halves(acc, BM, acc.shape[1])
+    left = scale_half(left, bias, scales, col, N, SCALED)
+    if GATED == HALF:
+        right = scale_half(right, bias, scales, col + HALF, N, SCALED)
+        out_desc.store([row, col // 2], (silu(left) * right).to(out_desc.dtype))
+    elif GATED:
+        out_desc.store([row, col // 2], silu_gate(left, BM, HALF).to(out_desc.dtype))
+        right = scale_half(right, bias, scales, col + HALF, N, SCALED)
+        out_desc.store([row, col // 2 + GATED], silu_gate(right, BM, HALF).to(out_desc.dtype))
+    else:
+        out_desc.store([row, col], left.to(out_desc.dtype))
+        right = scale_half(right, bias, scales, col + HALF, N, SCALED)
+        out_desc.store([row, col + HALF], right.to(out_desc.dtype))
+
+
+@jit
+def scaled_gemm_tile(a_desc, b_desc, row, col, K, tile):
+    """float32 [BM, BN] at (row, col), for `store_scaled_tile`: rows of a, rows of b (columns of the product)."""
+    acc = tl.zeros((tile.BM, tile.BN), tl.float32)
+    for k in range(0, K, tile.BK):
+        acc = tl.dot(a_desc.load([row, k]), b_desc.load([col, k]).T, acc)
+    return acc
+
+
+@jit
+def promoted_halves(a_desc, b_desc, row, col, scales, K, tile):
+    """The upper and the lower half of a tile, float32 [BM / 2, BN] each, for `store_halves_of_rows`. a_desc has blocks
+    of BM / 2 rows. The scales of the next step are loaded while the products of this one run."""
+    HALF: tl.constexpr = tile.BM // 2
+    upper = tl.zeros((HALF, tile.BN), tl.float32)
+    lower = tl.zeros((HALF, tile.BN), tl.float32)
+    w = weight_scale(scales, col, 0, K, tile.SCALED)
+    upper_scale = row_scales(scales, 0, 0, HALF, tile.SCALED) * w
+    lower_scale = row_scales(scales, HALF, 0, HALF, tile.SCALED) * w
+    for k in range(0, K, tile.BK):
+        next_k = min(k + tile.BK, K - tile.BK)
+        next_upper = row_scales(scales, 0, next_k, HALF, tile.SCALED)
+        next_lower = row_scales(scales, HALF, next_k, HALF, tile.SCALED)
+        w = weight_scale(scales, col, next_k, K, tile.SCALED)
+        upper, lower = add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale, tile)
+        upper_scale = next_upper * w
+        lower_scale = next_lower * w
+    return upper, lower
+
+
+@jit
+def store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED: tl.constexpr):
+    """Epilogue of `promoted_halves`, by `store_scaled_tile` for each half, whose out_desc has blocks of BM / 2 rows."""
+    HALF: tl.constexpr = tile.BM // 2
+    store_scaled_tile(out_desc, upper, bias, scales, row, col, N, tile.SCALED, GATED)
+    scales = rows_below(scales, HALF)
+    store_scaled_tile(out_desc, lower, bias, scales, row + HALF, col, N, tile.SCALED, GATED)
+
+
+@jit
+def product_tile(a_desc, b_desc, out_desc, bias, scales, a_row, row, col, N, K, tile, GATED: tl.constexpr):
+    """Compute and store one tile at (row, col) of the product, whose rows of `a` begin at a_row. scales: TileScales of
+    8-bit operands, or None. out_desc, bias and GATED as in `store_tile`; PROMOTE, a_desc and out_desc have blocks of
+    half a tile's rows."""
+    if tile.PROMOTE:
+        upper, lower = promoted_halves(a_desc, b_desc, a_row, col, scales, K, tile)
+        store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED)
+    elif tile.SCALED:
+        acc = scaled_gemm_tile(a_desc, b_desc, a_row, col, K, tile)
+        store_scaled_tile(out_desc, acc, bias, scales, row, col, N, tile.SCALED, GATED)
+    else:
+        acc = gemm_tile(a_desc, b_desc, a_row, col, K, tile.BM, tile.BN, tile.BK, tile.TRANS_B)
+        store_tile(out_desc, acc, bias, row, col, N, tile.BM, tile.BN, GATED)
+
+
+@jit(do_not_specialize=("M",))
+def scaled_matmul(
+    x_desc, w_desc, out_desc, bias, scales, M, N, K, tile: Tile, BY_COLUMNS: tl.constexpr, FLATTEN: tl.constexpr
+):
+    """out_desc [M, N] = x_desc [M, K] @ w_desc [N, K]^T by `scales`, + bias [N] or None. BY_COLUMNS: scales.x
+    [M, K / 128] is laid out column after column. FLATTEN: a tile's epilogue runs under the next one's loads."""
+    x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
+    BM: tl.constexpr = tile.BM
+    BN: tl.constexpr = tile.BN
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        tm, tn = grouped_tile(t, tiles_m, tiles_n, tile.GROUP_M)
+        if BY_COLUMNS:
+            of_tile = TileScales(scales.x + tm * BM, scales.w, M - tm * BM, 1, M)
+        else:
+            of_tile = tile_scales(scales, scales.x, tm * BM, M, K, tile.SCALED)
+        product_tile(x_desc, w_desc, out_desc, bias, of_tile, tm * BM, tm * BM, tn * BN, N, K, tile, 0)

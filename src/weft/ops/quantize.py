@@ -1,0 +1,214 @@
+"""8-bit rows and their scales, of a matrix or of SiLU-mul, in one launch. Local: no rank waits for another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..architectures import ADA, lacks
+from ..compute.quantize import LARGEST, LEAST, Groups, quantize_rows
+from ..errors import Unsupported
+from ..kernel_launch import Launch, prepared
+from ..lang.jit import constants
+from ..op import Call, Local, Returned, check_call, registered
+from ..plans import Plan, Sequential
+from ..tensor_checks import DTYPES, bulk, check_device, dims
+from ..torch_library import CallOptions
+from ..world import World
+from .recipes import E4M3, SCALE_BLOCK, SCALINGS
+
+_OP = "quantize"
+IN_REGISTERS = 16384  # columns of a row that a program holds in registers
+
+
+class QuantizeOperands(NamedTuple):
+    x: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class QuantizeCall(Call):
+    """out [m, n] of x [m, stride]. scaling: as in Recipe. interleave: 0, or blocks of so many gate and up columns
+    alternate in x. block_rows: rows that share a scale by block. by_columns: the scales by block are laid out column
+    after column. given: whether the scale is an operand."""
+
+    m: int
+    n: int
+    stride: int
+    dtype: torch.dtype
+    scaling: str
+    interleave: int
+    block_rows: int
+    by_columns: bool
+    given: bool
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """The shape of the scales."""
+        if self.scaling == "tensor":
+            return (1,)
+        groups = 1 if self.scaling == "row" else self.n // SCALE_BLOCK
+        return -(-self.m // self.block_rows), groups
+
+
+def run_quantize(
+    world: World, call: QuantizeCall, plan: Plan, operands: QuantizeOperands, out: torch.Tensor
+) -> torch.Tensor:
+    (x, scale), stream = operands, world.current_stream()
+    if call.scaling == "tensor":
+        scales = world.empty((1,), torch.float32)
+        if scale is None:
+            world.call(lambda: scales.copy_(_largest(x) / LARGEST.value), [x], [scales], stream)
+        else:
+            world.copy(scales, scale.view(1), stream)
+    elif call.by_columns:
+        scales = world.empty(call.scales[::-1], torch.float32).t()
+    else:
+        scales = world.empty(call.scales, torch.float32)
+    if call.n:
+        _launch(world, call)(stream, x=x, out=out, scales=scales)
+    return scales
+
+
+class Quantize(Local[QuantizeCall]):
+    """Options: scaling, columns of the result, interleave, rows of a block, by_columns. Returns (rows, scales)."""
+
+    name = _OP
+    signature = (
+        "Tensor x, Tensor? scale, str scaling, SymInt columns, SymInt interleave, SymInt block_rows, bool by_columns"
+    )
+    results = 2
+    takes = QuantizeOperands
+    runs = {Sequential: run_quantize}
+
+    def check(self, world: World, operands: QuantizeOperands, options: CallOptions) -> QuantizeCall:
+        (x, scale), (scaling, columns, interleave, block_rows, by_columns) = operands, options
+        op = "silu_mul" if interleave else _OP
+        check_call(op, world)
+        check_device(op, world, "x", x)
+        if x.dim() != 2:
+            raise ValueError(f"{op}: x must be 2-D, got {dims(x)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
+        if scaling not in SCALINGS:
+            raise ValueError(f"{op}: recipe {scaling!r} is not one of {sorted(SCALINGS)}")
+        if scaling == "block" and columns % SCALE_BLOCK:
+            said = f"{columns} columns of x {dims(x)} are no multiple of {SCALE_BLOCK}"
+            raise ValueError(f"{op}: {said}, for scales by block")
+        if (scale is not None and scaling != "tensor") or (scale is None and scaling == "tensor" and interleave):
+            raise ValueError(f"{op}: a scale goes with recipe 'tensor', got {scaling!r} and scale {scale}")
+        if scale is not None:
+            check_device(op, world, "scale", scale)
+            if scale.numel() != 1 or scale.dtype != torch.float32:
+                raise ValueError(f"{op}: scale {dims(scale)} must be float32 [1]")
+        if missing := lacks(world.capability, ADA, "results in float8_e4m3fn"):
+            raise Unsupported(f"{op}: {missing}")
+        given = scale is not None
+        return QuantizeCall(
+            x.shape[0], columns, x.shape[1], x.dtype, scaling, interleave, block_rows, by_columns, given
+        )
+
+    def outputs(self, world: World, call: QuantizeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.m, call.n), E4M3), (call.scales, torch.float32)]
+
+    def sizes(self, call: QuantizeCall) -> tuple[int, int, int]:
+        return call.m, call.n, 1
+
+    def dense_operands(self, plan: Plan, operands: QuantizeOperands) -> QuantizeOperands:
+        return QuantizeOperands(*bulk(operands))  # type: ignore[arg-type]
+
+    def returned(self, world: World, call: QuantizeCall, result: torch.Tensor, more: object) -> Returned:
+        return result, more if call.m else world.empty(call.scales, torch.float32)
+
+
+QUANTIZE = registered(Quantize())
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).float().clamp_min(LEAST.value)
+
+
+@prepared
+def _launch(world: World, call: QuantizeCall) -> Launch:
+    block, by_row, shared = world.scale.gate_block, call.scaling == "row", call.block_rows > 1
+    width = 1 << (call.n - 1).bit_length()
+    cols = min(width, IN_REGISTERS if by_row else SCALE_BLOCK if shared else max(block, SCALE_BLOCK))
+    if call.scaling == "block" and not shared:
+        cols = min(max(cols, SCALE_BLOCK), 1024)
+    looped = by_row and cols < call.n
+    rows = call.block_rows if shared else 1 if looped else max(1, block // cols)
+    groups, last = call.scales if call.scaling != "tensor" else (1, 1)
+    return Launch(
+        world,
+        quantize_rows,
+        min(world.sm_count * 8, -(-call.m // rows) * (1 if looped else -(-call.n // cols))),
+        dict(num_warps=16 if cols > 8192 or shared else 8, local=True),
+        rows=call.m,
+        N=call.n,
+        stride=call.stride,
+        row_stride=1 if call.by_columns else last,
+        group_stride=groups if call.by_columns else 1,
+        groups=constants(
+            Groups,
+            GROUP=cols if by_row else SCALE_BLOCK,
+            SHARED=shared,
+            GIVEN=call.scaling == "tensor",
+            LOOPED=looped,
+            INTERLEAVE=call.interleave,
+            R=rows,
+            C=cols,
+        ),
+    )
+
+
+def quantize(
+    x: torch.Tensor,
+    recipe: str,
+    *,
+    scale: torch.Tensor | None = None,
+    weight: bool = False,
+    by_columns: bool = False,
+    world: World,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in e4m3 and its scales, as `weft.matmul` and the ops around a GEMM take them: value = element x scale.
+
+    Args:
+        x: [M, K], bfloat16 or float16.
+        recipe: "row": a scale for each row; "block": for each row and 128 columns, K a multiple of 128; "tensor": one.
+        scale: float32 [1], for "tensor": what x is divided by, and clamped to +-448. None: the largest element's size
+            over 448, which a reduction of torch's finds before.
+        weight: scales by block are of 128 x 128 elements, as a weight has them.
+        by_columns: the scales by block are laid out column after column, as `weft.matmul` and DeepGEMM read them
+            fastest. The ops of several ranks copy such scales first.
+
+    A scale is the largest element's size over 448; an element is divided by it and rounded to the nearest.
+
+    Returns:
+        e4m3 [M, K]; float32 scales: [M, 1], [M, K / 128], [M / 128 rounded up, K / 128] (weight) or [1].
+
+    Raises:
+        ValueError, TypeError: what does not fit, quoted; an x that requires a gradient.
+        Unsupported: a GPU without e4m3.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{_OP}: x must be a tensor, got {type(x).__name__}")
+    columns = x.shape[1] if x.dim() == 2 else 0
+    block_rows = SCALE_BLOCK if weight and recipe == "block" else 1
+    options = recipe, columns, 0, block_rows, by_columns and recipe == "block"
+    rows, scales = QUANTIZE(world, Sequential(), QuantizeOperands(x, scale), options)
+    return rows, scales
+
+
+def silu_mul_quantized(
+    x: torch.Tensor, columns: int, interleave: int, recipe: str, scale: torch.Tensor | None, world: World
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) * up [M, columns] of x [M, S] that alternates `interleave` gate and up columns, quantized."""
+    rows, scales = QUANTIZE(world, Sequential(), QuantizeOperands(x, scale), (recipe, columns, interleave, 1, False))
+    return rows, scales

@@ -1,0 +1,116 @@
+"""x @ weight.T + bias of 8-bit operands on one GPU: weft's own kernel, the libraries' products, and which of them runs.
+
+The first call of a size outside a CUDA graph capture times all of them, and the fastest whose numbers are right runs
+from then on, as the library's GEMM of 16-bit operands is chosen (backends/library_gemm.py). A capture of a size that
+was not measured takes weft's own. On CPU tensors torch multiplies the dequantized values.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ..backends import library_gemm
+from ..backends.base import Stream
+from ..backends.library_gemm import ScaledOperands
+from ..chooser import Choice, Chooser
+from ..compute.scaled_gemm import Scales, scaled_matmul
+from ..kernel_launch import Launch, Matrix, prepared
+from ..plans import GemmTile, Persistent
+from ..world import World
+from .recipes import Recipe, block_rows, scaled_tile
+
+# Of which the first call of a size takes the fastest. The first of each serves where nothing was measured.
+WIDE = (
+    Persistent(tile=GemmTile(block_k=128, stages=4)),
+    Persistent(tile=GemmTile(block_n=128, block_k=128, stages=5)),
+)
+PROMOTED = (Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3), per_sm=2, flatten=False),)
+OWN_PLANS = {str(plan): plan for plan in (*WIDE, *PROMOTED)}
+
+
+def own_plans(recipe: Recipe) -> tuple[Persistent, ...]:
+    """The tiles of weft's own kernel that are worth timing."""
+    return PROMOTED if recipe.promotes else WIDE
+
+
+def default_plan(world: World, recipe: Recipe) -> Persistent:
+    return world.scale.plan(Persistent) if world.scale.presets else own_plans(recipe)[0]
+
+
+def multiply_own(world: World, recipe: Recipe, plan: Persistent, operands: ScaledOperands, out: torch.Tensor) -> None:
+    """out [M, N] by weft's own kernel, on the current stream."""
+    x, weight, bias, x_scale, weight_scale, *_ = operands
+    if len(x) == 0:
+        return
+    by_columns = recipe.scaling == "block" and not x_scale.is_contiguous()
+    launch = _own(world, recipe, plan, (len(x), len(weight), x.shape[1]), by_columns)
+    scales = Scales(x_scale, weight_scale)
+    launch(world.current_stream(), x_desc=x, w_desc=weight, out_desc=out, bias=bias, scales=scales)
+
+
+@prepared
+def _own(world: World, recipe: Recipe, plan: Persistent, size: tuple[int, int, int], by_columns: bool) -> Launch:
+    """size: M, N, K."""
+    (m, n, k), tile = size, plan.tile
+    bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
+    rows = block_rows(tile, recipe)
+    return Launch(
+        world,
+        scaled_matmul,
+        min(world.sm_count * plan.per_sm, -(-m // bm) * -(-n // bn)),
+        dict(num_warps=tile.warps, num_stages=tile.stages, per_sm=plan.per_sm, local=True),
+        x_desc=Matrix(m, k, (rows, bk)),
+        w_desc=Matrix(n, k, (bn, bk)),
+        out_desc=Matrix(m, n, (rows, bn // 2)),
+        M=m,
+        N=n,
+        K=k,
+        tile=scaled_tile(tile, tile.group_m, recipe),
+        BY_COLUMNS=by_columns,
+        FLATTEN=plan.flatten,
+    )
+
+
+def product(world: World, recipe: Recipe, name: str) -> library_gemm.ScaledProduct:
+    """The product of that name: weft's own in a plan's tiles, or a library's."""
+    plan = OWN_PLANS.get(name)
+    return (
+        library_gemm.scaled_products(recipe.scaling)[name]
+        if plan is None
+        else partial(multiply_own, world, recipe, plan)
+    )
+
+
+def multiply(world: World, recipe: Recipe, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
+    """out [M, N] by the fastest product, on `stream`. x and weight are contiguous."""
+    if not operands.x.is_cuda:
+        given = [t for t in operands[:5] if t is not None]
+        world.call(lambda: library_gemm.dequantized_product(operands, out), given, [out], stream)
+        return
+    if len(operands.x) == 0:
+        return
+    with world.on(stream):
+        product(world, recipe, fastest(world, recipe, operands, out))(operands, out)
+
+
+def fastest(world: World, recipe: Recipe, operands: ScaledOperands, out: torch.Tensor) -> str:
+    """The name of the fastest product. Writes `out` many times where the size is measured."""
+    x, weight = operands[:2]
+    layout = recipe, out.dtype, operands.x_scale.is_contiguous()
+    key = multiply, library_gemm.stepped(len(x)), *weight.shape, x.device, *layout
+    known = Chooser.alone.trials.get(key)
+    if known is not None:
+        return known.chosen("graph")
+    own = [str(plan) for plan in own_plans(recipe)]
+    names = [*own, *library_gemm.scaled_products(recipe.scaling)]
+    products = {each: partial(product(world, recipe, each), operands, out) for each in names}
+    return Chooser.alone.choose(
+        Choice(
+            key,
+            lambda mode: own[0],
+            lambda: library_gemm.correct_names(products, out),
+            lambda name: products[name](),
+        )
+    )

@@ -1,0 +1,344 @@
+"""Transports by copy engine (interfaces.py), and the parts that they are made of.
+
+    gather_rows      stream  stage the shard | GEMM of own rows | GEMM of a peer's rows | ..     | join
+                     copies                  | barrier | pull | pull | ..              | barrier
+
+    gather_to_flags  stream  stage the shard | one kernel, whose tiles wait for flags            | join
+                     copies                  | barrier | pull, flag | pull, flag | ..  | barrier
+
+    reduce_rows      stream  GEMM for the farthest owner | GEMM for .. | GEMM of own rows        | join
+                     copies  barrier                     | push        | push          | barrier
+                     sum                                                                         | sum
+
+The first barrier of a gather says that every rank has staged its shard, and the last one that no rank still reads it.
+The first barrier of a reduce says that every staging slot may be written again, and the later ones that all pushes have
+arrived. All copies of a call are on one stream, peer by peer, so that at every step each rank copies from, or to,
+another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from ..backends.base import Event, Stream, SymmetricTensor
+from ..kernel_launch import Launch, prepared
+from ..lang.host import rank_notify, rank_wait
+from ..plans import Decomposed
+from ..world import World
+from .interfaces import ArrivedRows, GatheredTensors, PartialRows, TensorList
+from .memory import lock, rank_word, workspace
+from .order import chunks
+from .sums import sum_staged
+
+COPIES = "copy buffers"  # the lock on the buffers of these transports
+
+
+# -- gather ------------------------------------------------------------------------------------------------------------
+class PulledShards:
+    """Symmetric copies of tensors [m_r, ..] of one shape on all ranks, which a copy engine pulls from their owners.
+
+    `full` are fresh tensors for the rows of all ranks, with this rank's rows in place where `keep` says so. The shards
+    are staged on the caller's stream before the computation, since a copy within a GPU takes SMs. `copies` goes on once
+    every rank has staged its shard."""
+
+    def __init__(self, world: World, tensors: TensorList, keep: bool) -> None:
+        self.world, stream, self.copies = world, world.current_stream(), world.side_stream("copy")
+        held = [workspace(world, f"shard {i}" if i else "shard", t.shape, t.dtype) for i, t in enumerate(tensors)]
+        self.full = [world.empty((world.size * len(t), *t.shape[1:]), t.dtype) for t in tensors]
+        landings = [full.split(len(t)) for full, t in zip(self.full, tensors, strict=True)]
+        world.order(lock(world, COPIES), stream)
+        for shard, t in zip(held, tensors, strict=True):
+            world.copy(shard.local, t, stream)
+        world.wait_event(self.copies, world.record(stream))
+        world.barrier(self.copies)
+        if keep:
+            for landing, t in zip(landings, tensors, strict=True):
+                world.copy(landing[world.rank], t, stream)
+        # The first tensor is pulled last.
+        self._pulls = [(landing, shard.peers) for landing, shard in zip(landings, held, strict=True)][::-1]
+
+    def pull(self, rank: int) -> None:
+        for landings, shards in self._pulls:
+            self.world.copy(landings[rank], shards[rank], self.copies)
+
+
+@contextmanager
+def gather_rows(
+    world: World, plan: Decomposed, shards: Sequence[int], tensors: TensorList, keep: bool = True
+) -> Iterator[GatheredTensors]:
+    """Yield an arrival for each of the plan's groups of ranks, whose shards all have one length. Where the first group
+    is this rank alone, its arrival is `tensors` themselves."""
+    groups, rows = chunks(plan, world.rank, world.size), shards[0]
+    stream, second = world.current_stream(), world.side_stream("gemm", urgent=False)
+    alone = len(groups[0][1]) == 1
+    pulled, landed = PulledShards(world, tensors, keep or not alone), []
+    copies = pulled.copies
+    with world.on(copies):  # entering the stream once costs less host time than entering it for every copy
+        for _, ranks in groups:
+            for p in ranks:
+                if p != world.rank:
+                    pulled.pull(p)
+            landed.append(world.record(copies))
+        world.barrier(copies)
+
+    def arrivals() -> Iterator[ArrivedRows]:
+        for i, (start, ranks) in enumerate(groups):
+            lane, run = second if i % 2 else stream, slice(start * rows, (start + len(ranks)) * rows)
+            if alone and i == 0:
+                yield ArrivedRows(run, tensors, lane)
+            else:
+                world.wait_event(lane, landed[i])
+                yield ArrivedRows(run, [full[run] for full in pulled.full], lane)
+
+    yield GatheredTensors(pulled.full, arrivals())
+    world.wait_event(stream, world.record(second))
+    world.wait_event(stream, world.record(copies))
+
+
+@contextmanager
+def gather_to_flags(
+    world: World, tensors: TensorList, keep: bool, flags: TensorList, number: torch.Tensor
+) -> Iterator[TensorList]:
+    """Yield the tensors with the rows of all ranks, for a kernel that is launched meanwhile and waits, with a limit,
+    until flags[p] has reached *number: then the shard of rank p has arrived. The copies and flags are enqueued after
+    that launch. In a CUDA graph another stream sets the flags, so that the next copy does not wait for that; in eager
+    calls the host's time for two more calls a peer costs more."""
+    stream, captured = world.current_stream(), world.capturing()
+    pulled = PulledShards(world, tensors, keep)
+    copies = pulled.copies
+    signals = world.side_stream("signal") if captured else copies
+    yield pulled.full
+    with world.on(copies):
+        for p in world.other_ranks:
+            pulled.pull(p)
+            if captured:
+                world.wait_event(signals, world.record(copies))
+            world.signal(flags[p], number, signals)
+        world.barrier(copies)
+    for side in (copies, signals) if captured else (copies,):
+        world.wait_event(stream, world.record(side))
+
+
+class FlaggedShards:
+    """Symmetric memory for the x [rows, K] of every rank, with a flag for each, for a GEMM that takes every SM and
+    looks at its flags without a limit.
+
+    `gathered` is [W rows, K], `flags` int32 [W]; the shard of rank p has arrived once flags[p] equals *one, int32
+    [1]."""
+
+    def __init__(self, world: World, x: torch.Tensor) -> None:
+        self.world, rows = world, world.size * len(x)
+        self._shards = workspace(world, "gathered", (world.size, *x.shape), x.dtype)
+        self.gathered = self._shards.local.view(rows, x.shape[1])
+        self.flags, self._initial, self._ones = world.cached("flags of shards", lambda: _flags(world))
+        self.one = self._ones.local
+
+    @contextmanager
+    def gathering(self, x: torch.Tensor) -> Iterator[None]:
+        """Enqueue all that sets the flags; then the GEMM may be enqueued on the caller's stream.
+
+        Flags must be set without an SM, and without a peer's help. All ranks pass a barrier before the GEMM starts,
+        which is bounded, and nothing but that barrier comes before the copies that set the flags. Each flag is copied
+        from a one in its peer's memory, as a copy within a GPU may need an SM. So the copies end, and with them the
+        GEMM, even where the barrier timed out. Flags are cleared before the barrier, after the previous call's GEMM,
+        since the GEMM compares numbers without a wrap; this rank's own flag is then set."""
+        world, shards, words = self.world, self._shards, self.flags.split(1)
+        stream, copies = world.current_stream(), world.side_stream("copy")
+        world.order(lock(world, COPIES), stream)
+        world.copy(shards.local[world.rank], x, stream)
+        world.copy(self.flags, self._initial, stream)
+        world.wait_event(copies, world.record(stream))
+        world.barrier(copies)
+        all_staged = world.record(copies)
+        world.wait_event(stream, all_staged)
+        with world.on(copies):
+            for p in world.other_ranks:
+                world.copy(shards.local[p], shards.peers[p][p], copies)
+                world.signal(words[p], self._ones.peers[p], copies)
+            world.barrier(copies)
+        yield
+        world.wait_event(stream, world.record(copies))
+
+
+def _flags(world: World) -> tuple[torch.Tensor, torch.Tensor, SymmetricTensor]:
+    """Return the flags of the shards, int32 [W]; their values where this rank's alone is set; a one on every rank."""
+    with torch.inference_mode(False):  # copies write the flags in calls outside it too
+        ones = world.symmetric((1,), torch.int32, "flags of shards, a one")
+        ones.local.fill_(1)
+        world.wait_for_streams()
+        world.exchange("flags of shards")  # no rank copies a one before its owner has stored it
+        initial = world.tensor([int(rank == world.rank) for rank in range(world.size)], torch.int32)
+        return world.zeros((world.size,), torch.int32), initial, ones
+
+
+def pull_rows(world: World, held: Sequence[SymmetricTensor], ends: Sequence[int], stream: Stream) -> None:
+    """Copy the other ranks' rows ends[r] to ends[r + 1] of each tensor [ends[-1], ..] to the same rows here."""
+    for p in world.other_ranks:
+        rows = slice(*ends[p : p + 2])
+        if rows.stop > rows.start:
+            for memory in held:
+                world.copy(memory.local[rows], memory.peers[p][rows], stream)
+
+
+# -- reduce ------------------------------------------------------------------------------------------------------------
+def staging_slots(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
+    """Return symmetric memory [.., W, rows, N] for every rank's part of the rows that this rank owns. The other ranks
+    copy their parts to their slots, and this rank sums them (`sum_parts`) once all have arrived."""
+    slots = workspace(world, "staging", shape, dtype)
+    world.order(lock(world, COPIES), world.current_stream())
+    return slots
+
+
+@contextmanager
+def reduce_rows(
+    world: World, plan: Decomposed, shards: Sequence[int], out: torch.Tensor, bias: torch.Tensor | None
+) -> Iterator[Iterable[PartialRows]]:
+    """Yield the parts of the farthest owners first, and this rank's last. All shards have one length."""
+    (rows, n), me, size = out.shape, world.rank, world.size
+    groups = chunks(plan, me, size)[::-1]
+    splits = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
+    count = rows // splits
+    stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
+    second = world.side_stream("gemm", urgent=False)
+    lanes = itertools.cycle((stream, second))
+    staging = staging_slots(world, (splits, size, count, n), out.dtype)
+    partial = world.empty((size * rows, n), out.dtype)
+    by_rank = partial.split(count)  # `splits` parts of each rank
+    begun = world.record(stream)
+    world.wait_event(second, begun)
+    world.wait_event(copies, begun)
+    world.barrier(copies)
+
+    def send(split: int, ranks: Sequence[int], lane: Stream, computed: torch.Tensor) -> None:
+        world.wait_event(copies, world.record(lane))
+        for p in ranks:
+            if p != me:
+                world.copy(staging.peers[p][split, me], by_rank[p * splits + split], copies)
+
+    def parts() -> Iterator[PartialRows]:
+        for split in range(splits):
+            for start, ranks in groups:
+                lane, begin = next(lanes), start * rows + split * count
+                run = slice(begin, begin + count * len(ranks))
+                yield PartialRows(run, partial[run], lane, functools.partial(send, split, ranks, lane))
+            world.barrier(copies)
+            world.wait_event(sums, world.record(copies))  # the last that `copies` waited for are this rank's own rows
+            result = out[split * count :][:count]
+            sum_parts(by_rank[me * splits + split], staging.local[split], result, bias, world, sums)
+
+    yield parts()
+    for side in (second, sums):
+        world.wait_event(stream, world.record(side))
+
+
+def pull_parts(world: World, source: SymmetricTensor, rows: slice, most: int, stream: Stream) -> torch.Tensor:
+    """Return [W, most, N] with the other ranks' `rows` of `source` [M, N], of which there are at most `most`."""
+    count, columns, dtype = rows.stop - rows.start, source.local.shape[1], source.local.dtype
+    staging = world.empty((world.size, most, columns), dtype)
+    for p in world.other_ranks if count else ():
+        world.copy(staging[p][:count], source.peers[p][rows], stream)
+    return staging
+
+
+@prepared
+def _sum(world: World, rows: int, n: int, bias: bool) -> Launch:
+    block = world.scale.block
+    return Launch(
+        world,
+        sum_staged,
+        min(world.sm_count * 4, -(-rows * n // block)),
+        dict(num_warps=8),
+        rows=rows,
+        N=n,
+        me=rank_word(world),
+        W=world.size,
+        BIAS=bias,
+        BLOCK=block,
+        ALIGNED=n % 8 == 0,
+    )
+
+
+def sum_parts(
+    x: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Stream
+) -> None:
+    """out [rows, N] = x + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
+    launch = _sum(world, out.shape[0], out.shape[1], bias is not None)
+    launch(stream, own=x, staging=staging, out=out, bias=out if bias is None else bias)
+
+
+# -- exchange ----------------------------------------------------------------------------------------------------------
+class Send(NamedTuple):
+    """Tensors [n, ..] for the rows from `row` on of the reader's memory [tensors, rows, ..]."""
+
+    reader: int
+    row: int
+    tensors: TensorList
+
+
+Push = Callable[[World, SymmetricTensor, Send, Stream], None]
+
+
+class Exchanged(NamedTuple):
+    """wait(ranks) makes the caller's stream wait for what these ranks sent. `end` is recorded after all that this rank
+    sent."""
+
+    wait: Callable[[Iterable[int]], None]
+    end: Event
+
+
+def push(world: World, memory: SymmetricTensor, send: Send, stream: Stream) -> None:
+    for plane, t in zip(memory.peers[send.reader], send.tensors, strict=True):
+        world.copy(plane[send.row : send.row + len(t)], t, stream)
+
+
+def exchange_rows(
+    world: World, name: str, memory: SymmetricTensor, sends: Iterable[Send], push_to_peer: Push = push
+) -> Exchanged:
+    """Push rows into the `memory` of the ranks that read them, one send to each of them and a notification behind it,
+    and at the end what this rank sends to itself. The barrier says that all ranks have finished reading what the
+    previous call pushed, so that the memory may be written again. Nothing is staged, and a reader, which waits on the
+    caller's stream between two kernels, needs no SM beside them. `name` is that of the memory, its barrier and its
+    channel. `push_to_peer` moves what goes to other ranks."""
+    stream, copies, me = world.current_stream(), world.side_stream("copy"), world.rank
+    world.order(lock(world, name), stream)
+    ch = world.channel(f"{name} arrived", world.size, None)
+    epoch = world.barrier(stream, name)
+    world.wait_event(copies, world.record(stream))
+    with world.on(copies):
+        for send in sends:
+            if send.reader == me:
+                push(world, memory, send, copies)
+            else:
+                push_to_peer(world, memory, send, copies)
+                rank_notify(world, ch, me, send.reader, epoch, copies)
+        end = world.record(copies)
+
+    def wait(ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank == me:
+                world.wait_event(stream, end)
+            else:
+                rank_wait(world, ch, rank, epoch, stream)
+
+    return Exchanged(wait, end)
+
+
+def pull_from_all(world: World, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream, last: bool) -> None:
+    """Copy parts, (destination, source) by rank, some of which may be empty, after a barrier that says that all sources
+    are complete. Each source rank has a stream of its own, because parallel copies keep the links busy whatever the
+    counts. If `last`, `stream` waits for these copies, and for earlier ones on the same streams."""
+    world.barrier(stream)
+    stored = world.record(stream)
+    for j, p in enumerate((world.rank, *world.other_ranks)):
+        (destination, source), lane = parts[p], world.side_stream(f"from {j}")
+        world.wait_event(lane, stored)
+        if len(destination):
+            world.copy(destination, source, lane)
+        if last:
+            world.wait_event(stream, world.record(lane))

@@ -1,0 +1,63 @@
+"""The interfaces of transports: an op computes on arrivals as they come, or computes parts and sends them.
+
+    gather    every rank gets the rows of all ranks     with gather(..) as (full, arrivals): compute on each arrival
+    reduce    every rank gets its rows, or all rows,    with reduce(..) as parts: compute each part, then send it
+              of the sum over ranks
+    exchange  rows go to the ranks that read them       exchanged = exchange(..): wait for what some ranks sent
+
+A transport is a function of one of these kinds, in the file of what moves the bytes: NCCL (collectives.py), copy
+engines (copy_engine.py), low-latency rows (low_latency.py), kernels that push (sm_push.py), two levels of nodes
+(two_level.py). No transport knows what an op computes. It orders the streams, and says for each arrival and each part
+on which stream, the `lane`, the op computes. Where there are several, the lanes are the caller's stream and a second
+one in turn, so that one computation fills the SMs that the last tiles of the one before leave idle. When the context
+ends, the caller's stream is ordered behind all that was computed and moved.
+
+The programs that pull, push or sum in the same launch as a GEMM (ops/*/kernels.py) are no transports of this kind: they
+share SMs and registers with the tiles that wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..backends.base import Stream
+
+TensorList: TypeAlias = Sequence[torch.Tensor]
+
+
+class ArrivedRows(NamedTuple):
+    """Rows that have arrived. `rows` says which rows of the whole they are, `tensors` holds them, one tensor for each
+    that is gathered, and `lane` is the stream that may read them."""
+
+    rows: slice
+    tensors: TensorList
+    lane: Stream
+
+
+class GatheredTensors(NamedTuple):
+    """`full` is each tensor with the rows of all ranks in the order of the ranks, complete when the gather ends.
+    Taking the next of `arrivals` makes its lane wait for it."""
+
+    full: TensorList
+    arrivals: Iterable[ArrivedRows]
+
+
+class PartialRows(NamedTuple):
+    """Rows to compute next. `rows` says which of the whole, None all of them; `partial` is where this rank's part of
+    the sum goes, None new memory; `lane` is the stream to compute on. `send` takes what was computed, right after it
+    was enqueued on the lane."""
+
+    rows: slice | None
+    partial: torch.Tensor | None
+    lane: Stream
+    send: Callable[[torch.Tensor], object]
+
+
+# (world, plan, rows of every rank, this rank's tensors [m_r, ..], keep); `keep` puts this rank's rows into `full` too.
+GatherTransport: TypeAlias = Callable[..., AbstractContextManager[GatheredTensors]]
+# (world, plan, rows of every rank, out, bias); `out` gets this rank's rows of the sum + bias.
+ReduceTransport: TypeAlias = Callable[..., AbstractContextManager[Iterable[PartialRows]]]
