@@ -66,7 +66,7 @@ def mixtures(world: weft.World) -> Iterator[Case]:
     yield "exchange, aligned", 0.0, lambda: exchange_case(world, experts, alignment=16)
     wants = ("x", "weights", "shared")
     yield "exchange, gradients", EXPERTS, lambda: exchanged(world, wants, layout="masked")
-    halves = dict(inner=16, sharing=world.size, plan="auto")
+    halves = dict(inner=16, tp_size=world.size, plan="auto")
     for ids_of in (some_nowhere, to_few):
         more = dict(ids_of=ids_of, biases=True)
         kind = ids_of.__name__

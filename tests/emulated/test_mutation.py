@@ -362,7 +362,7 @@ def gradients_in_parts(world: World) -> None:
     """Likewise, of experts whose columns are split over the ranks."""
     sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(3, 2), ids_of=in_turn, keep=("nothing", "rows"))
     assert (
-        max(training_case(world, both_halves, sharing=world.size, calls=4, wants=("x", "weights"), **sizes).values())
+        max(training_case(world, both_halves, tp_size=world.size, calls=4, wants=("x", "weights"), **sizes).values())
         < 1.2e-2
     )
 
@@ -372,7 +372,7 @@ def in_parts(*streams: str) -> Main:
 
     def main(world: World) -> None:
         sizes = dict(tokens=(18, 5), experts=2, k=1, hidden=40, inner=16, calls=4)
-        assert layer_case(world, both_halves, sharing=world.size, **sizes, streams=streams) < 1.2e-2
+        assert layer_case(world, both_halves, tp_size=world.size, **sizes, streams=streams) < 1.2e-2
 
     return main
 
