@@ -275,5 +275,5 @@ def pipelined(made: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) ->
     assert gathered == made["grouped_gemm_in"][0].options["num_stages"] * plan.tile.block_m * plan.tile.block_k * 2 // (
         plan.tile.warps * 32 * 16
     )
-    stores = [s for s in steps["push_shard"] if "st.global" in s.text and "tl.store(to +" in s.source]
+    stores = [s for s in steps["push_shard"] if "st.global" in s.text and "tl.store(dst +" in s.source]
     assert stores and all("v4.b32" in s.text or "v2.b64" in s.text for s in stores), [str(s) for s in stores][:2]
