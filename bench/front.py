@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from report import MODES, cases, load, mean
+import moe_page
+from report import FEW, MODES, cases, load, mean
 
 Row = dict
 
@@ -97,6 +98,19 @@ def layers(folder: Path) -> list[list[str]]:
             cells = [f"**{m:.2f}x**" if m else "–" for m in means]
             lines += [[f"*{of.baseline}*", *[""] * 4], [of.title, *cells, "–", f"{min(lows)[0]:.2f}x ({min(lows)[1]})"]]
     return lines
+
+
+def one_gpu(results: Path) -> str:
+    """Experts on one GPU beside the best fused layer of others, from many tokens on and of few."""
+    found = moe_page.one_gpu(results)
+    many, few = (
+        [r for tokens, by in found.items() if (tokens > FEW) == more for r in by.values()] for more in (True, False)
+    )
+    sizes = {more: sorted(tokens for tokens in found if (tokens > FEW) == more) for more in (True, False)}
+    return (
+        f"On one H200 experts beside vLLM's `fused_experts`: **{min(many):.2f}x to {max(many):.2f}x** from {sizes[True][0]:,} tokens on,"
+        f" **{min(few):.2f}x to {max(few):.2f}x** at {' and '.join(map(str, sizes[False]))} ([by size](docs/moe.md#what-it-reaches))."
+    )
 
 
 def line(results: Path) -> str:

@@ -32,8 +32,8 @@ ratio, and how many are below 0.98. Where `"auto"` is sequential, what differs i
 """
 MOE_TEXT = """## Mixture of experts
 
-A layer's forward pass, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs; times by layer and number of
-tokens are on the [layer's page](moe.md#what-it-reaches).
+A layer's forward pass, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs ([every size](../bench/results/moe.md)).
+vLLM's fused experts, which run on one GPU, are faster than torch's: [beside them](moe.md#what-it-reaches).
 """
 
 
