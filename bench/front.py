@@ -124,7 +124,7 @@ def line(results: Path) -> str:
     own, woven = (min(us for (_, m), us in newest.items() if (m == "transformers") == own) for own in (True, False))
     (decoder,) = (c for c in cases(load(path.parent), "decoder", 2, "graph") if c.name == f"70B-prefill-{tokens}")
     return (
-        f"On {path.parent.name} a prompt of {tokens:,} tokens goes through layers of Llama-70B's size **{own / woven:.2f}x** as fast as with"
-        f" the model's own tensor parallelism, each eager or in a graph, whichever is faster. **{decoder.ratio('auto'):.2f}x** of this is overlap, as weft's own"
-        " decoder gains by it in a CUDA graph; the rest is fusion: fewer and better kernels."
+        f"On {path.parent.name} {tokens:,} tokens go through layers of Llama-70B's size **{own / woven:.2f}x** as fast as with the model's own"
+        f" tensor parallelism, each in its faster mode. Of this **{decoder.ratio('auto'):.2f}x** is overlap, as in weft's"
+        " own decoder; the rest is fusion: fewer and better kernels."
     )
