@@ -44,7 +44,8 @@ MEASUREMENTS = f"""# Measurements
 
 def measurements() -> str:
     machines = report.load_all(RESULTS)
-    chapters = [report.digest(name, rows, front.layers(RESULTS / name)) for name, rows in machines.items()]
+    newest_first = sorted(machines, key=lambda name: name not in report.new(machines))
+    chapters = [report.digest(name, machines[name], front.layers(RESULTS / name)) for name in newest_first]
     chapters += [ways.moe(RESULTS), signaled_page.digest(signaled_page.machines(), signaled_page.sms())]
     chapters += [ways.ways(RESULTS), ways.host(RESULTS)]
     return "\n".join([MEASUREMENTS, *(chapter.rstrip() + "\n" for chapter in chapters if chapter)])
