@@ -139,6 +139,29 @@ def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
     assert f"**{own / woven:.2f}x**" in text and f"**{last['sequential'] / last['auto']:.2f}x** is overlap" in text
 
 
+def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
+    """Of experts on one GPU by number of tokens, of FlashMoE's one launch, and of quack's GEMM."""
+    moe, papers, guide = ((ROOT / f"docs/{name}.md").read_text() for name in ("moe", "papers", "guide"))
+    one = {(r["M"], r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h200-x1", "moe_one_gpu")}
+    for tokens in {m for m, _, _ in one}:
+        over = [one[m, name, "vllm"] / us for (m, name, method), us in one.items() if (m, method) == (tokens, "weft")]
+        assert f"| {tokens:,} | {len(over)} | **{statistics.geometric_mean(over):.2f}x** |" in moe
+    us = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h200-x2", "moe") if r["zipf"] == 0}
+    names = [name for name, method in us if method == "library, beside one launch"]
+    fused = {
+        name: min(t for (n, method), t in us.items() if n == name and method.startswith("weft fused")) for name in names
+    }
+    for base in ("library, beside one launch", "weft dispatched"):
+        mean = statistics.geometric_mean(us[name, base] / fused[name] for name in names)
+        assert f" {mean:.2f}x" in papers[papers.index("plan `fused` over NCCL") :]
+    rows = [
+        json.loads(line)["us"]
+        for line in (ROOT / "bench/results/nvidia-h200-x1/quack/gemms.jsonl").read_text().splitlines()
+    ]
+    over = [t["cuBLAS"] / min(time for name, time in t.items() if name.startswith("quack")) for t in rows]
+    assert f"**{statistics.geometric_mean(over):.2f}x** as fast as cuBLAS on {len(over)} shapes" in guide
+
+
 def test_every_experiment_is_told_of() -> None:
     """The notes' figures, and what the predictor's tests are fitted to, are made of all that is kept."""
     makers = "".join((ROOT / "bench" / name).read_text() for name in ("notes.py", "stored.py"))
