@@ -30,11 +30,12 @@ def names(name: str) -> str:
 
 
 def sentence(item: object) -> str:
-    """The first of its docstring."""
+    """The first of its docstring, without its source and what follows a semicolon, which the docstring has."""
     first = " ".join((inspect.getdoc(item) or "").partition("\n\n")[0].split())
     sentences = re.split(r"(?<=\.)\s(?=[A-Z])", first)
     short = len(sentences[0].split()) < 3 and len(sentences) > 1  # "Collective."
-    return " ".join(sentences[: 1 + short]).rstrip(".").replace("|", "\\|")
+    said = re.sub(r" \([A-Z][^()]*, section [^()]*\)", "", " ".join(sentences[: 1 + short])).partition(";")[0]
+    return said.rstrip(".").replace("|", "\\|")
 
 
 def _of(module: str, item: object) -> bool:

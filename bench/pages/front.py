@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.pages.report import MODES, cases, load, mean
+from bench.pages import moe_page
+from bench.pages.report import FEW, MODES, cases, load, mean
 
 Row = dict
 
@@ -99,6 +100,19 @@ def layers(folder: Path) -> list[list[str]]:
     return lines
 
 
+def one_gpu(results: Path) -> str:
+    """Experts on one GPU beside the best fused layer of others, from many tokens on and of few."""
+    found = moe_page.one_gpu(results)
+    many, few = (
+        [r for tokens, by in found.items() if (tokens > FEW) == more for r in by.values()] for more in (True, False)
+    )
+    sizes = {more: sorted(tokens for tokens in found if (tokens > FEW) == more) for more in (True, False)}
+    return (
+        f"On one H200 experts beside vLLM's `fused_experts`: **{min(many):.2f}x to {max(many):.2f}x** from {sizes[True][0]:,} tokens on,"
+        f" **{min(few):.2f}x to {max(few):.2f}x** at {' and '.join(map(str, sizes[False]))} ([by size](docs/moe.md#what-it-reaches))."
+    )
+
+
 def line(results: Path) -> str:
     """What the one line does: the Transformers model with most tokens, on the machine with most GPUs that ran it. Of both sides the
     faster of eager and CUDA graph counts: Transformers' graph of a long prompt is slower than its eager pass. And what of it is
@@ -110,7 +124,7 @@ def line(results: Path) -> str:
     own, woven = (min(us for (_, m), us in newest.items() if (m == "transformers") == own) for own in (True, False))
     (decoder,) = (c for c in cases(load(path.parent), "decoder", 2, "graph") if c.name == f"70B-prefill-{tokens}")
     return (
-        f"On {path.parent.name} a prompt of {tokens:,} tokens goes through layers of Llama-70B's size **{own / woven:.2f}x** as fast as with"
-        f" the model's own tensor parallelism, each eager or in a graph, whichever is faster. **{decoder.ratio('auto'):.2f}x** of this is overlap, as weft's own"
-        " decoder gains by it in a CUDA graph; the rest is fusion: fewer and better kernels."
+        f"On {path.parent.name} {tokens:,} tokens go through layers of Llama-70B's size **{own / woven:.2f}x** as fast as with the model's own"
+        f" tensor parallelism, each in its faster mode. Of this **{decoder.ratio('auto'):.2f}x** is overlap, as in weft's"
+        " own decoder; the rest is fusion: fewer and better kernels."
     )

@@ -1,4 +1,4 @@
-"""The tables of docs/hardware.md: what was compiled for which GPU, from tests/architectures.json; which checks passed on a Hopper GPU that
+"""The table of docs/tested.md, how checks ended on GPUs, from tests/gpu_record.json. The tables of docs/hardware.md: what was compiled for which GPU, from tests/architectures.json; which checks passed on a Hopper GPU that
 ran the code of an older one, from tests/gpu_record.json; and how long the signaled GEMM took there, from bench/results."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from bench.pages.tables import grid
 from weft.architectures import SHARED_KIB, capability_of
 
 BEGIN = "<!-- made by bench/pages/pages.py from tests/architectures.json and tests/gpu_record.json -->"
+RECORD = "<!-- made by bench/pages/pages.py from tests/gpu_record.json -->"
 TESTS = Path(__file__).parents[2] / "tests"
 SPEED = (
     Path(__file__).parents[1] / "results/nvidia-h100-x1/signaled_sm80.json"
@@ -40,14 +41,29 @@ def compiled(record: dict[str, Any]) -> str:
     return grid(head, rows)
 
 
-def ran(record: dict[str, Any]) -> str:
+def ran(record: dict[str, Any], older: bool = True) -> str:
+    """older: of code that was compiled for another GPU, else of code for the GPU itself."""
     rows = []
     for place, checks in sorted(record.get("checks", {}).items()):
-        if ", compiled for " in place:
+        if (", compiled for " in place) == older:
             outcomes = Counter(row["outcome"] for row in checks.values())
             dates = sorted({row["date"] for row in checks.values()})
             rows.append([place, str(outcomes["passed"]), str(outcomes["failed"]), dates[-1]])
     return grid(["on a Hopper GPU", "checks passed", "failed", "last on"], rows) if rows else "Nothing has run so yet."
+
+
+def record() -> str:
+    """How each check ended last, which ones failed, and the random calls."""
+    stored = json.loads((TESTS / "gpu_record.json").read_text())
+    failed = [
+        f"{name} ({place})"
+        for place, checks in sorted(stored["checks"].items())
+        for name, row in checks.items()
+        if row["outcome"] == "failed" and ", compiled for " not in place
+    ]
+    said = f"Failed when they last ran: {', '.join(failed)}. " if failed else ""
+    said += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
+    return f"{ran(stored, older=False)}\n\n{said}"
 
 
 def speed(record: dict[str, Any]) -> str:

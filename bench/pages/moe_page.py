@@ -1,5 +1,4 @@
-"""The tables of docs/moe.md, from bench/results/<machine>/moe.jsonl, moe_tensor.jsonl, moe_training.jsonl and moe_stamps.jsonl,
-and of memory from the code: python -m bench.pages.moe_page
+"""The tables of docs/moe.md, and every size in bench/results/moe.md, from bench/results/<machine>/moe*.jsonl, and of memory from the code.
 
 Of the lines of one (name, world, method, routing) the newest counts, which is the last in the file.
 """
@@ -8,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +18,11 @@ from weft.ops.moe.call import Layer
 from weft.ops.moe.expert_parallel.dispatched import memory
 from weft.plans import FusedMoe
 
-ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- made by bench/pages/moe_page.py from bench/results -->", "<!-- end -->"
 MEMORY, MEMORY_END = "<!-- memory: made by bench/pages/moe_page.py -->", "<!-- end of memory -->"
 TRAINING = "<!-- training: made by bench/pages/moe_page.py from bench/results -->"
 TRAINING_END = "<!-- end of training -->"
-TIMELINE = "<!-- timeline: made by bench/pages/moe_page.py from bench/results -->"
-TIMELINE_END = "<!-- end of timeline -->"
-STAMPS, STAMPS_END = "<!-- stamps: made by bench/pages/moe_page.py from bench/results -->", "<!-- end of stamps -->"
+TABLES = "bench/results/moe.md"
 IN_PARTS, IN_PARTS_END = (
     "<!-- in parts: made by bench/pages/moe_page.py from bench/results -->",
     "<!-- end of in parts -->",
@@ -110,6 +107,68 @@ def plans(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
+def one_gpu(results: Path) -> dict[int, dict[str, float]]:
+    """By number of tokens and model, how many times as fast as vLLM's fused experts the layer is on one GPU."""
+    us = {
+        (r["name"], r["method"]): r["us"]
+        for path in sorted(results.glob("*/moe_one_gpu.jsonl"))
+        for r in lines_of(path)
+    }
+    ratios: dict[int, dict[str, float]] = {}
+    for name in sorted({name for name, _ in us}, key=lambda name: int(name.rpartition("-")[2])):
+        model, _, tokens = name.rpartition("-")
+        if (name, "weft") in us and (name, "vllm") in us:
+            ratios.setdefault(int(tokens), {})[model] = us[name, "vllm"] / us[name, "weft"]
+    return ratios
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def geometric(ratios: Iterable[float]) -> float:
+    known = list(ratios)
+    return math.exp(sum(map(math.log, known)) / len(known))
+
+
+def one_gpu_table(results: Path) -> str:
+    rows = ["| tokens | layers | mean | least | most |", "| --- | --- | --- | --- | --- |"]
+    for tokens, ratios in one_gpu(results).items():
+        (least, low), (most, high) = (choose((r, m) for m, r in ratios.items()) for choose in (min, max))
+        mean = geometric(ratios.values())
+        rows.append(f"| {tokens:,} | {len(ratios)} | **{mean:.2f}x** | {least:.2f}x ({low}) | {most:.2f}x ({high}) |")
+    return "\n".join(rows)
+
+
+def one_gpu_sizes(results: Path) -> str:
+    """us by size and method."""
+    parts = []
+    for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
+        us = {(r["name"], r["method"]): r["us"] for r in lines_of(path)}
+        methods = [m for m in ("torch", "torch compiled", "vllm", "weft") if any(method == m for _, method in us)]
+        rows = [f"| layer, tokens | {' | '.join(methods)} | vllm / weft |", "| --- |" + " --- |" * (len(methods) + 1)]
+        for name in sorted({n for n, _ in us}, key=lambda n: (n.rpartition("-")[0], int(n.rpartition("-")[2]))):
+            cells = [f"{us[name, m]:.0f}" if (name, m) in us else "" for m in methods]
+            both = us.get((name, "vllm")), us.get((name, "weft"))
+            rows.append(
+                f"| {name} | {' | '.join(cells)} | {both[0] / both[1]:.2f}x |"
+                if all(both)
+                else f"| {name} | {' | '.join(cells)} |  |"
+            )
+        parts.append(f"{path.parent.name}, us:\n\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def of_all_plans(results: Path) -> str:
+    """Runs that time all plans, of balanced routing."""
+    parts = []
+    for path in sorted(results.glob("*/moe.jsonl")):
+        lines = [r for r in lines_of(path) if r["zipf"] == 0 and UNGATED not in r["name"]]
+        if any(r["method"] == PLANS["libraries"] for r in lines):
+            parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}), us:\n\n{plans(lines)}")
+    return "\n\n".join(parts)
+
+
 def page(results: Path) -> str:
     parts = []
     for path in sorted(results.glob("*/moe.jsonl")):
@@ -120,8 +179,6 @@ def page(results: Path) -> str:
             some = [r for r in lines if r["zipf"] == zipf and UNGATED not in r["name"]]
             where = f"{every}, {routing}, us"
             parts.append(f"{where}:\n\n{table(some)}")
-            if any(r["method"] == PLANS["libraries"] for r in some):
-                parts.append(f"{where}, plan by plan, in one run:\n\n{plans(some)}")
         ungated = [r for r in lines if UNGATED in r["name"]]
         if ungated:
             said = "FlashMoE's experts as its paper has them (H = I = 2048, k = 2, GELU of two matrices, not gated)"
@@ -196,22 +253,24 @@ def in_parts(lines: list[dict]) -> str:
             f"| {sizes} | {op} | {library['us']:.0f} | {auto['us']:.0f} | **{ratio:.2f}x** | {auto['limit_us']:.0f} | {100 * share:.0f}% |"
         )
     for op, pairs in found.items():
-        mean = math.exp(sum(math.log(ratio) for ratio, _ in pairs) / len(pairs))
         lowest, least = min(ratio for ratio, _ in pairs), min(share for _, share in pairs)
         rows += [
             "",
-            f"{op}: geometric mean {mean:.2f}x, lowest {lowest:.2f}x, at least {100 * least:.0f}% of the limit.",
+            f"- `{op}`: geometric mean **{geometric(ratio for ratio, _ in pairs):.2f}x**, lowest {lowest:.2f}x, at least {100 * least:.0f}% of the limit.",
         ]
     return "\n".join(rows)
 
 
-def page_in_parts(results: Path) -> str:
+def page_in_parts(results: Path, sizes: bool = True) -> str:
+    """sizes: a line for each, and not only the means."""
     parts = []
     for path in sorted(results.glob("*/moe_tensor.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for world, tokens in sorted({(r["world"], -r["M"]) for r in lines}):
             some = [r for r in lines if r["world"] == world and r["M"] == -tokens]
-            parts.append(f"{world} GPUs ({path.parent.name}), {-tokens:,} tokens in all, us:\n\n{in_parts(some)}")
+            made = in_parts(some)
+            made = made if sizes else "\n".join(line for line in made.splitlines() if line.startswith("- "))
+            parts.append(f"{world} GPUs ({path.parent.name}), {-tokens:,} tokens in all{', us' * sizes}:\n\n{made}")
             alone = [r["tables_us"] for r in some if "tables_us" in r]
             if alone:
                 parts.append(
@@ -228,7 +287,7 @@ def memory_table() -> str:
         "| --- |" + " --- |" * 5,
     ]
     for tokens in (4096, 8192, 16384):
-        for experts in (16, 32, 64, 128):
+        for experts in (16, 128):
             layer = Layer(tokens, experts, 2, 2048, 2048, torch.bfloat16)
             worst = memory(ranks, layer, FusedMoe.tile.block_m)  # type: ignore[arg-type]
             even = memory(ranks, replace(layer, max_rows=tokens * 2 * 5 // 4), FusedMoe.tile.block_m)  # type: ignore[arg-type]
@@ -240,15 +299,15 @@ def memory_table() -> str:
 TRAINED = "library", "weft, keep nothing", "weft, keep rows", "weft, keep activation"
 
 
-def training(results: Path) -> str:
-    """A row a layer and pass: us and TFLOP/s a GPU of each method."""
+def training(results: Path, backward: bool = False) -> str:
+    """A row a layer and pass: us and TFLOP/s a GPU of each method. backward: also of the backward pass alone."""
     parts = []
     for path in sorted(results.glob("*/moe_training.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         newest = {(r["name"], r["op"], r["method"]): r for r in lines}
         head = " | ".join(["| layer, tokens a GPU", "pass", *(name.removeprefix("weft, ") for name in TRAINED)]) + " |"
         rows = [head.replace("library", "libraries"), "| --- |" + " --- |" * (1 + len(TRAINED))]
-        for name, op in dict.fromkeys((r["name"], r["op"]) for r in lines):
+        for name, op in dict.fromkeys((r["name"], r["op"]) for r in lines if backward or r["op"] != "moe_backward"):
             found = (newest.get((name, op, method)) for method in TRAINED)
             cells = ["" if r is None else f"{r['us']:.0f} us, {r['tflops']:.0f}" for r in found]
             passes = "backward" if op == "moe_backward" else "forward and backward"
@@ -263,18 +322,27 @@ def between(text: str, begin: str, end: str, made: str) -> str:
 
 
 def filled(text: str, results: Path) -> str:
-    text = between(text, BEGIN, END, page(results))
-    text = between(text, STAMPS, STAMPS_END, stamps(results))
-    text = between(text, TIMELINE, TIMELINE_END, timeline(results))
+    beside = "One GPU, beside vLLM's `fused_experts`, in a CUDA graph, balanced routing; vLLM over weft:"
+    text = between(text, BEGIN, END, f"{beside}\n\n{one_gpu_table(results)}\n\nPlan by plan, {of_all_plans(results)}")
     text = between(text, MEMORY, MEMORY_END, memory_table())
     text = between(text, TRAINING, TRAINING_END, training(results))
-    return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results))
+    return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results, sizes=False))
 
 
-def main() -> None:
-    path = ROOT / "docs" / "moe.md"
-    path.write_text(filled(path.read_text(), ROOT / "bench" / "results"))
+HEAD = """# Mixtures of experts
+
+[What the columns are](../../docs/moe.md#what-it-reaches). Sizes are hidden, inner, experts and experts of a token.
+"""
 
 
-if __name__ == "__main__":
-    main()
+def chapter(results: Path) -> str:
+    """Every size."""
+    sections = {
+        "Whole layers, forward": page(results),
+        "One GPU, beside vLLM's fused experts and torch": one_gpu_sizes(results),
+        "Columns of every expert over the ranks": page_in_parts(results),
+        "Training": training(results, backward=True),
+        "Where the time goes, step by step, us": timeline(results),
+        "Where the time of the one launch goes, of calls that are launched one by one": stamps(results),
+    }
+    return "\n".join([HEAD, *(f"## {title}\n\n{made}\n" for title, made in sections.items())])

@@ -1,7 +1,7 @@
 """Every page that is made of stored results, with its plots: python -m bench.pages.pages (or make pages)
 
-docs/measurements.md is made whole; of README.md, docs/planner.md, docs/moe.md, docs/attention.md, docs/transformers.md,
-docs/models.md, docs/torch.md, docs/fp8.md and docs/design-notes.md what lies between their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
+docs/measurements.md and the tables in bench/results are made whole; of the other pages what lies between their marks. Nothing here runs
+on GPUs: the same results give the same pages, to which a test holds the committed ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench.measure import models as known
 from bench.pages import (
     api_page,
     fp8_page,
@@ -19,6 +18,7 @@ from bench.pages import (
     layer_picture,
     moe_page,
     notes,
+    papers_page,
     predict,
     quack_page,
     report,
@@ -45,15 +45,20 @@ MEASUREMENTS = f"""# Measurements
 
 def measurements() -> str:
     machines = report.load_all(RESULTS)
-    chapters = [report.digest(name, rows, front.layers(RESULTS / name)) for name, rows in machines.items()]
+    newest_first = sorted(machines, key=lambda name: name not in report.new(machines))
+    chapters = [report.digest(name, machines[name], front.layers(RESULTS / name)) for name in newest_first]
     chapters += [ways.moe(RESULTS), signaled_page.digest(signaled_page.machines(), signaled_page.sms())]
     chapters += [ways.ways(RESULTS), ways.host(RESULTS)]
     return "\n".join([MEASUREMENTS, *(chapter.rstrip() + "\n" for chapter in chapters if chapter)])
 
 
-def predictions() -> str:
-    made = "\n".join([predict.chapter(predict.runs_of(machines())), simulate.chapter()]).rstrip()
+def planner() -> str:
+    made = "\n".join([predict.digest(predict.runs_of(machines())), simulate.digest()]).rstrip()
     return moe_page.between((ROOT / "docs/planner.md").read_text(), tables.BEGIN, tables.END, made)
+
+
+def predictions() -> str:
+    return "# Predictions\n\n" + "\n".join([predict.chapter(predict.runs_of(machines())), simulate.chapter()])
 
 
 def tables_of(machine: str) -> str:
@@ -66,7 +71,7 @@ def machines() -> list[str]:
 
 def readme() -> str:
     block = report.block(report.load_all(RESULTS), lambda machine: front.layers(RESULTS / machine))
-    text = report.between_marks((ROOT / "README.md").read_text(), block)
+    text = report.between_marks((ROOT / "README.md").read_text(), [*block, front.one_gpu(RESULTS), ""])
     return moe_page.between(text, tables.BEGIN, tables.END, front.line(RESULTS))
 
 
@@ -75,37 +80,31 @@ def marked(name: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str
     return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, made)
 
 
-def models() -> str:
-    sizes = {}
-    for name, (config, lengths) in known.MODELS.items():
-        if config["model_type"] == "llama":
-            sizes[name] = sum(lengths), config["hidden_size"], config["intermediate_size"]
-    measured = tables.page(RESULTS, "models.jsonl", tables.models)
-    predicted = f"4 GPUs, predicted, one layer:\n\n{simulate.projections(sizes, 4)}"
-    text = (ROOT / "docs/models.md").read_text()
-    return moe_page.between(text, tables.BEGIN, tables.END, f"{measured}\n\n{predicted}")
+def filled(name: str, made: str, begin: str = tables.BEGIN) -> str:
+    return moe_page.between((ROOT / name).read_text(), begin, tables.END, made)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/measurements.md": measurements,
-    "docs/planner.md": predictions,
+    "docs/planner.md": planner,
+    predict.TABLES: predictions,
     "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
+    moe_page.TABLES: lambda: moe_page.chapter(RESULTS),
     "docs/fp8.md": lambda: marked("docs/fp8.md", ("fp8.jsonl", fp8_page.gemms)),
     "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),
-    "docs/quack.md": lambda: marked(
-        "docs/quack.md", ("quack/gemms.jsonl", quack_page.gemms), ("quack/all_gather_matmul.jsonl", quack_page.gathered)
-    ),
+    "docs/guide.md": lambda: filled("docs/guide.md", quack_page.digest(RESULTS)),
+    quack_page.TABLES: lambda: quack_page.chapter(RESULTS),
+    "docs/papers.md": lambda: filled("docs/papers.md", papers_page.table(RESULTS)),
+    "docs/tested.md": lambda: filled("docs/tested.md", hardware_page.record(), hardware_page.RECORD),
     "docs/transformers.md": lambda: marked(
         "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),
     "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
     "docs/vllm.md": lambda: marked("docs/vllm.md", ("vllm.jsonl", vllm_page.answers)),
-    "docs/models.md": models,
+    "docs/models.md": lambda: marked("docs/models.md", ("models.jsonl", tables.models)),
     "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
-    "docs/hardware.md": lambda: moe_page.between(
-        (ROOT / "docs/hardware.md").read_text(), hardware_page.BEGIN, tables.END, hardware_page.tables()
-    ),
+    "docs/hardware.md": lambda: filled("docs/hardware.md", hardware_page.tables(), hardware_page.BEGIN),
     "README.md": readme,
     signaled_page.TABLES: lambda: signaled_page.chapter(signaled_page.machines(), signaled_page.sms()),
     **{report.table_name(name): partial(tables_of, name) for name in report.new(report.load_all(RESULTS))},

@@ -1,5 +1,5 @@
-"""How well the planner predicts: a chapter of docs/planner.md and its plots, from the calls that bench/measure/predictions.py wrote with
-what was predicted of them from a tuned profile before they ran."""
+"""How well the planner predicts: a chapter of docs/planner.md, its plots and the tables beside the results, from the calls that
+bench/measure/predictions.py wrote with what was predicted of them from a tuned profile before they ran."""
 
 from __future__ import annotations
 
@@ -62,9 +62,11 @@ def tuned(machine: str) -> dict[str, list[Point]]:
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
-INTRODUCTION = """The times were predicted from a profile of `weft tune` before the calls ran, on shapes that the profile does not have. An *error* is predicted / measured - 1. *Of the best* is the measured time of the best plan that was run over
-the measured time of the plan that was predicted fastest among those that were run.
+INTRODUCTION = """The times were predicted from a profile of `weft tune` before the calls ran, on shapes that the profile does not have. An *error* is
+predicted / measured - 1; kinds have their mean absolute errors. *Of the best* is the measured time of the best plan that was run over that of
+the plan that was predicted fastest among them.
 """
+TABLES = "bench/results/predictions.md"
 RUNS = {  # by run: which predictor, profile and shapes
     "predictions-x2-4": "a profile made in the minutes before",
     "predictions-x4-5": "the same shapes on 4 GPUs, from a profile whose calls of ops were made in the minutes before",
@@ -224,9 +226,15 @@ def runs_of(machines: Iterable[str]) -> dict[str, list[Point]]:
     return {name: points for machine in machines for name, points in tuned(machine).items()}
 
 
+def digest(runs: dict[str, list[Point]]) -> str:
+    """What the page has of the chapter."""
+    text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n"
+    text += "".join(f"![errors of predicted times](img/{plot_name(name)})\n\n" for name in runs)
+    return text + f"By op, with every shape whose choice is below 99%: [tables](../{TABLES}).\n"
+
+
 def chapter(runs: dict[str, list[Point]]) -> str:
     text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n### Errors\n\n"
-    text += "".join(f"![errors of predicted times](img/{plot_name(name)})\n\n" for name in runs)
     text += f"{errors(runs)}\n### Choices\n\n"
     text += "".join(f"**{name}**. {choices(points)}\n" for name, points in runs.items())
     return (

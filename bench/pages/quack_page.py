@@ -1,4 +1,4 @@
-"""The tables of docs/quack.md: GEMMs alone, from bench/results/<machine>/quack/gemms.jsonl (bench/measure/gemm.py), and all-gather + GEMM, from
+"""quack's GEMM beside others, as tables beside the results and a sentence of docs/guide.md: GEMMs alone, from bench/results/<machine>/quack/gemms.jsonl (bench/measure/gemm.py), and all-gather + GEMM, from
 all_gather_matmul.jsonl there (bench/measure/run.py --ops all_gather_matmul --methods auto awaiting quack).
 
 Of the lines of one shape, or one (op, name, mode, method), the newest counts, which is the last in the file.
@@ -7,15 +7,42 @@ Of the lines of one shape, or one (op, name, mode, method), the newest counts, w
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from bench.pages.report import mean
-from bench.pages.tables import Rows, grid
+from bench.pages.tables import Rows, grid, page
 
 OWN = ("flat", "told", "shared")  # weft's loops, as bench/measure/gemm.py names them
 
 
 def least(times: Iterable[tuple[str, float]]) -> tuple[str, float]:
     return min(times, key=lambda named: named[1])
+
+
+TABLES = "bench/results/quack.md"
+FILES = {"gemms": "quack/gemms.jsonl", "gathered": "quack/all_gather_matmul.jsonl"}
+CHAPTER = """# quack's GEMM
+
+Form by form, of each shape the fastest; `quack's own` is its `AllGatherRunner`, in which the owner of a shard pushes it. All methods of a
+shape were interleaved in one run.
+
+"""
+
+
+def chapter(results: Path) -> str:
+    return CHAPTER + "\n\n".join(page(results, FILES[make.__name__], make) for make in (gemms, gathered)) + "\n"
+
+
+def digest(results: Path) -> str:
+    """Geometric means, from the last line of each table."""
+    alone, together = (page(results, FILES[make.__name__], make).splitlines() for make in (gemms, gathered))
+    cells = [[cell.strip() for cell in lines[-1].split("|")[1:-1]] for lines in (alone, together)]
+    shapes = [sum(line.startswith("| ") for line in lines) - 3 for lines in (alone, together)]
+    return (
+        f"Geometric means: quack's GEMM is **{cells[0][4]}** as fast as cuBLAS on {shapes[0]} shapes on one GPU, weft's own **{cells[0][5]}**. On two"
+        f' GPUs all-gather + GEMM by `"auto"` is **{cells[1][6]}** as fast with quack as without on {shapes[1]} shapes, and **{cells[1][7]}** as'
+        f" fast as quack's own `AllGatherRunner` ([tables](../{TABLES}))."
+    )
 
 
 def gemms(lines: Rows) -> str:

@@ -381,14 +381,16 @@ def block(machines: dict[str, list[Row]], layers: Callable[[str], list[list[str]
     since = {name: rows for name, rows in machines.items() if not _old(rows)}
     names = sorted(since, key=lambda name: when(since[name])[-10:], reverse=True)
     by_title = {name: {line[0]: line[1:] for line in means(since[name], layers(name))} for name in names}
-    lines, baseline = [], ""
+    lines, baseline, last = [], "", ""
     for title in dict.fromkeys(title for found in by_title.values() for title in found):
         cells = [found.get(title, ["–"] * 4) for found in by_title.values()]
         if title.startswith("*"):
             baseline = title.strip("*")
         elif title in SHOWN:
             lowest = min(low for *_, low in cells if low != "–")
-            lines.append([title, baseline, *(ratio for graph, eager, *_ in cells for ratio in (graph, eager)), lowest])
+            said = "same" if lines and baseline == last else baseline
+            last = baseline
+            lines.append([title, said, *(ratio for graph, eager, *_ in cells for ratio in (graph, eager)), lowest])
     gpus = [max(row["world"] for row in since[name]) for name in names]
     head = ["weft", "times as fast as", *(f"{n} GPUs: {mode}" for n in gpus for mode in MODES), "lowest of all sizes"]
     measured = ", ".join(f"{name} {when(since[name])}" for name in names)

@@ -4,12 +4,14 @@ docs/planner.md."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 
 from bench.common import stored
-from bench.pages.predict import percent, table
+from bench.measure import models as known
+from bench.pages.predict import TABLES, percent, table
 from weft.planner.auto import profile_for
 from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
@@ -33,7 +35,7 @@ PROFILE, PLOT = "nvidia-h200-x4", "simulation-nodes.svg"
 INTRODUCTION = """## Machines that were not measured
 
 `weft.simulate(topology, workload, sizes)` predicts ops and layers on another topology: GEMMs, tiles and slow-downs stay as measured,
-and transfers are scaled (`src/weft/planner/simulate.py` says how). Only the errors in the last table are measurements.
+and transfers are scaled (`src/weft/planner/simulate.py` says how).
 """
 USE = """
 ```python
@@ -61,7 +63,7 @@ def lines_of(simulations: list[Simulation]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-TABLE = ("links", "GPUs", "tokens", "sequential us", "best us", "speedup", "transfers' share", "plans")
+LINKS = ("links", "GPUs", "tokens", "sequential us", "best us", "speedup", "transfers' share", "plans")
 
 
 def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
@@ -73,6 +75,15 @@ def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
         rows.append([name, f"{r.size[0]:,}", *us, f"{r.speedup:.2f}x", f"{limit:.2f}x"])
     head = "model", "tokens", "sequential us", "GEMMs", "transfers", "best plans", "ratio", "limit"
     return table(head, rows)
+
+
+def dense_models() -> dict[str, tuple[int, int, int]]:
+    """Tokens, hidden and intermediate size of the models that bench/measure/models.py times, but for those with experts."""
+    return {
+        name: (sum(lengths), config["hidden_size"], config["intermediate_size"])
+        for name, (config, lengths) in known.MODELS.items()
+        if config["model_type"] == "llama"
+    }
 
 
 def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
@@ -101,8 +112,13 @@ def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def validation(here: Predictor, on: Topology) -> str:
-    """Stored calls on 2, 4 and 8 GPUs against the same links with as many."""
+Errors = dict[tuple[int, str, str], list[float]]  # by number of GPUs, op and kind of plan
+
+
+@cache
+def errors_of_stored_calls() -> tuple[Errors, Errors]:
+    """Of times and of speedups over sequential, of stored calls on 2, 4 and 8 GPUs against the same links with as many."""
+    here, on = measured()
     found: dict[tuple[str, int, str, tuple[int, ...]], dict[Plan, tuple[float, float]]] = defaultdict(dict)
     for folder in sorted(stored.RESULTS.glob("nvidia-h200-x*")):
         for r in stored.rows(folder.name):
@@ -115,14 +131,19 @@ def validation(here: Predictor, on: Topology) -> str:
             except NotMeasured:
                 continue
             found[r.run, r.world, r.call.op, r.shape][plan] = predicted, r.call.us
-    errors: dict[tuple[int, str, str], list[float]] = defaultdict(list)
-    gains: dict[tuple[int, str, str], list[float]] = defaultdict(list)
+    errors: Errors = defaultdict(list)
+    gains: Errors = defaultdict(list)
     for (_, world, op, _), times in found.items():
         base = times.get(Sequential())
         for plan, (predicted, us) in times.items():
             errors[world, op, plan.kind].append(predicted / us - 1)
             if base and plan != Sequential():
                 gains[world, op, plan.kind].append((base[0] / predicted) / (base[1] / us) - 1)
+    return errors, gains
+
+
+def validation() -> str:
+    errors, gains = errors_of_stored_calls()
     order = lambda x: (x[0][0], x[0][1], list(KINDS).index(x[0][2]))  # noqa: E731
     return table(
         ("GPUs", "op", "kind", "calls", "mean error", "bias", "largest", "mean error of the speedup"),
@@ -154,11 +175,12 @@ def layers() -> dict[str, list[Simulation]]:
     }
 
 
-def decoders() -> str:
+def decoders(names: Iterable[str] = tuple(DECODERS)) -> str:
     """Models over 2 to 128 nodes, from links as their maker states them."""
     here, on = measured()
     rows = []
-    for name, (hidden, inner) in DECODERS.items():
+    for name in names:
+        hidden, inner = DECODERS[name]
         for nodes in (2, 4, 8, 32, 128):
             (r,) = simulate_from(here, cluster(8 * nodes, gbs=50.0), "decoder", [(32768, hidden, inner)], on).rows
             kinds = ", ".join(dict.fromkeys(p.kind for p in r.plans))
@@ -178,25 +200,55 @@ def plots(folder: Path) -> list[Path]:
     return [folder / PLOT]
 
 
+MANY_NODES = f"""### Many nodes
+
+One tensor-parallel MLP over all GPUs, hidden 16384, intermediate 53248, 32768 tokens; nodes of 8 GPUs on NVLink, and a network of
+50 GB/s a GPU. The plans that overlap are those with the library's all-reduce or reduce-scatter over all ranks, and two-level plans
+([several nodes](nodes.md)).
+
+![layers on 8 to 1024 GPUs](img/{PLOT})
+
+The projections of a decoder layer, also predicted. Sequential is NCCL over all ranks: rings carry the whole tensor across every
+node's boundary once, over all of its network cards.
+
+"""
+
+
+def of_profile() -> str:
+    profile = measured()[0].profile
+    return f"The profile: {profile.machine.name}, {profile.source}, {profile.created[:10]}.\n"
+
+
+def digest() -> str:
+    """What the page has of the chapter: many nodes, and how far stored calls are from their predictions."""
+    errors, gains = errors_of_stored_calls()
+    said = []
+    for world in sorted({key[0] for key in errors}):
+        of_times, of_gains = (
+            [abs(e) for key, es in found.items() if key[0] == world for e in es] for found in (errors, gains)
+        )
+        said.append(
+            f"{percent(fmean(of_times))} of a time and {percent(fmean(of_gains))} of a speedup on {world} GPUs ({len(of_times)} calls)"
+        )
+    many_nodes = MANY_NODES + decoders(["Llama-70B"])
+    text = f"{INTRODUCTION}{USE}\n{of_profile()}\n{many_nodes}\n### Against measurements\n\n"
+    text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(said)}. "
+    return text + f"Other links in one node, and errors by op: [tables](../{TABLES}).\n"
+
+
 def chapter() -> str:
     here, on = measured()
-    profile = here.profile
-    text = INTRODUCTION + USE + f"\nThe profile: {profile.machine.name}, {profile.source}, {profile.created[:10]}.\n"
+    text = f"{INTRODUCTION}\n{of_profile()}"
 
     hidden, inner = LAYER["Llama-70B's"]
     sizes = [(m, hidden, inner) for m in (2048, 8192, 32768)]
     text += "\n### Other links in one node\n\nThe MLP of Llama-70B's size, hidden 8192, intermediate 28672.\n\n"
-    text += table(TABLE, lines_of([simulate_from(here, t, "mlp", sizes, on) for t in topologies()]), 1)
+    text += table(LINKS, lines_of([simulate_from(here, t, "mlp", sizes, on) for t in topologies()]), 1)
 
-    text += "\n### Many nodes\n\nOne tensor-parallel MLP over all GPUs, hidden 16384, intermediate 53248, 32768 tokens; nodes of 8\n"
-    text += "GPUs on NVLink, and a network of 50 GB/s a GPU. The plans that overlap are those with the library's all-reduce or\n"
-    text += "reduce-scatter over all ranks, and two-level plans ([several nodes](nodes.md)).\n\n"
-    text += f"![layers on 8 to 1024 GPUs](img/{PLOT})\n\n"
-    text += "The projections of a decoder layer, also predicted. Sequential is NCCL over all ranks: rings carry the whole tensor across every\n"
-    text += "node's boundary once, over all of its network cards.\n\n"
-    text += decoders() + "\n"
+    text += f"\n### Decoder layers over many nodes\n\nNodes of 8 GPUs, 32768 tokens, 50 GB/s a GPU between nodes.\n\n{decoders()}"
+    text += f"\n### Layers of models on 4 GPUs\n\nOne layer's four projections and their transfers alone:\n\n{projections(dense_models(), 4)}"
 
-    text += "### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above; on another number of GPUs\n"
+    text += "\n### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above; on another number of GPUs\n"
     text += "than the profile's they are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"
     text += "the predicted speedup over sequential, in the last column, does not depend on that.\n\n"
-    return text + validation(here, on)
+    return text + validation()

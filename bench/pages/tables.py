@@ -98,7 +98,7 @@ def models(lines: Rows) -> str:
     for name, mode in dict.fromkeys((r["name"], r["mode"]) for r in lines):
         r, us = newest_run([r for r in lines if (r["name"], r["mode"]) == (name, mode)])
         base, auto, taken = us["libraries"], us["auto"], r.get("taken", "auto")
-        sizes = f"{r['N']:,} x {r['K']:,}" + (f", {r['top_k']} of {r['E']} experts" if "E" in r else "")
+        sizes = f"{r['N']}x{r['K']}" + (f", {r['top_k']} of {r['E']}" if "E" in r else "")
         best = min((m for m in us if m not in ("libraries", "auto", ALONE)), key=us.__getitem__, default="auto")
         other = f"{best}, {base / us[best]:.2f}x" if us[best] < auto else ""
         limit = ["", "", ""]
@@ -107,7 +107,7 @@ def models(lines: Rows) -> str:
             limit = [f"{alone:.0f}", f"{base / alone:.2f}x", share]
         ways = [f"{auto:.0f}", f"**{base / auto:.2f}x**", *limit, "" if taken == "auto" else taken, other]
         rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), mode, f"{base:.0f}", *ways])
-    head = ["model", "hidden x inner", "tokens", "layers", "mode", "libraries", '`"auto"`', "ratio"]
+    head = ["model", "hidden x inner, experts", "tokens", "layers", "mode", "libraries", '`"auto"`', "ratio"]
     head += [ALONE, "limit", "hidden", "it takes", "faster in this run"]
     return "us:\n\n" + grid(head, rows)
 

@@ -17,7 +17,7 @@ def answers(lines: Rows) -> str:
     table = []
     for model, ranks, form in dict.fromkeys(key[:3] for key in newest):
         modes = [newest.get((model, ranks, form, mode)) for mode in ("eager", "graphs")]
-        counts = ["–" if r is None else f"{r['same']} of {r['tokens']}" for r in modes]
+        counts = ["–" if r is None else f"{r['same']}/{r['tokens']}" for r in modes]
         furthest = max(r["furthest"] for r in modes if r is not None)
         table.append([model, str(ranks), FORMS[form], *counts, f"{furthest:.4f}"])
     head = ["tiny model of random weights", "ranks", "form", "eager", "in CUDA graphs", "furthest log-probability"]

@@ -32,8 +32,8 @@ ratio, and how many are below 0.98. Where `"auto"` is sequential, what differs i
 """
 MOE_TEXT = """## Mixture of experts
 
-A layer's forward pass, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs; times by layer and number of
-tokens are on the [layer's page](moe.md#what-it-reaches).
+A layer's forward pass of balanced routing, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs ([every size](../bench/results/moe.md)).
+vLLM's fused experts, which run on one GPU, are faster than torch's: [beside them](moe.md#what-it-reaches).
 """
 
 
@@ -102,22 +102,21 @@ def host(results: Path) -> str:
 
 def moe(results: Path) -> str:
     lines = [line for path in sorted(results.glob("*/moe.jsonl")) for line in _moe_lines(lines_of(path))]
-    head = ["GPUs", "routing", "tokens a GPU", "layers", "speedup, mean", "least", "most"]
-    return MOE_TEXT + "\n" + "\n".join(_table(head, lines, 2)) + "\n" if lines else ""
+    head = ["GPUs", "tokens a GPU", "layers", "speedup, mean", "least", "most"]
+    return MOE_TEXT + "\n" + "\n".join(_table(head, lines)) + "\n" if lines else ""
 
 
 def _moe_lines(rows: list[dict]) -> Iterator[list[str]]:
-    """A line for each routing and number of tokens; of every layer the newest rows."""
-    us: dict[tuple[int, float, int], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    """A line for each number of tokens; of every layer the newest rows of balanced routing."""
+    us: dict[tuple[int, int], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for r in rows:
-        us[r["world"], r["zipf"], r["M"]][r["name"]][r["method"]] = r["us"]
-    for (world, zipf, tokens), layers in sorted(us.items()):
+        if r["zipf"] == 0:
+            us[r["world"], r["M"]][r["name"]][r["method"]] = r["us"]
+    for (world, tokens), layers in sorted(us.items()):
         ratios = [t["library"] / t["auto"] for t in layers.values() if {"library", "auto"} <= t.keys()]
         if ratios:
-            routing = f"Zipf ({zipf})" if zipf else "balanced"
             yield [
                 str(world),
-                routing,
                 f"{tokens:,}",
                 str(len(ratios)),
                 _x(mean(ratios)),

@@ -1,4 +1,4 @@
-"""The tables of docs/quack.md, of made-up rows."""
+"""The tables of bench/results/quack.md, of made-up rows."""
 
 from __future__ import annotations
 
