@@ -84,11 +84,6 @@ ALLOWED = {("emulator.interpret", "other"): "the name of the parameter in Triton
 # Modules in which names are still banned words. The list only gets shorter: a module without them is taken out.
 NOT_DONE: frozenset[str] = frozenset(
     """
-    compute.elementwise
-    compute.gemm
-    compute.norm
-    compute.quantize
-    compute.signaled_gemm
     integrations.torch_async_tp
     integrations.vllm.dataflow
     integrations.vllm.plugin
@@ -107,7 +102,6 @@ NOT_DONE: frozenset[str] = frozenset(
     ops.all_reduce.runs
     ops.attention.op
     ops.common
-    ops.matmul
     ops.matmul_all_to_all.op
     ops.matmul_reduce.call
     ops.matmul_reduce.kernels

@@ -424,8 +424,8 @@ def sharing_tiles(*streams: str) -> Main:
     def main(world: World) -> None:
         world.backend.finish = lambda stream: None  # type: ignore[method-assign]
         for tiles, each, parts in ((2, 1, 3), (4, 2, 2)):
-            shares = Shares.of(world, tiles, 6, 6)
-            assert (shares.shared, shares.each, shares.parts) == (tiles, each, parts)
+            shares = Shares.choose(world, tiles, 6, 6)
+            assert (shares.shared_tiles, shares.tiles_per_helper, shares.parts) == (tiles, each, parts)
         callers = {name: Caller(world) for name in streams}
         for i in range(6):
             name = streams[i % len(streams)]

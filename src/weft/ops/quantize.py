@@ -159,7 +159,7 @@ def _launch(world: World, call: QuantizeCall) -> Launch:
             Groups,
             GROUP=cols if by_row else SCALE_BLOCK,
             SHARED=shared,
-            GIVEN=call.scaling == "tensor",
+            STATIC=call.scaling == "tensor",
             LOOPED=looped,
             INTERLEAVE=call.interleave,
             R=rows,

@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...compute.quantize import over_scales
+from ...compute.quantize import divide_by_scales
 from ...lang.channel import address_of, calls_of, end_call, rank_of, select
 from ...lang.intrinsics import flush_stores, release_fence, wait_until, window_fence, window_store, window_sum
 from ...lang.jit import jit
@@ -237,7 +237,7 @@ def sum_rows(
                 store_row(new_residual + i * H, acc.to(DTYPE), H, P)
             y = normalise(acc, w, b, divisor, norm)
             if norm.GROUP:
-                y, values = over_scales(y, P // norm.GROUP, norm.GROUP)
+                y, values = divide_by_scales(y, P // norm.GROUP, norm.GROUP)
                 if TO > 1:
                     store_scales_everywhere(weights.scale, lo + i, values, me, norm, TO)
                 else:
@@ -416,6 +416,6 @@ def add_norm(x, out, residual, new_residual, weight, bias, scale, me, M, norm, W
                 store_row(new_residual + row - lo.to(tl.int64) * H, acc.to(norm.DTYPE), H, P)
         y = normalise(acc, w, b, divisor, norm)
         if norm.GROUP:
-            y, values = over_scales(y, P // norm.GROUP, norm.GROUP)
+            y, values = divide_by_scales(y, P // norm.GROUP, norm.GROUP)
             store_scales(scale, t, values, norm)
         store_row(out + row, y.to(norm.OUT), H, P)

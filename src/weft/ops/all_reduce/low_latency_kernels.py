@@ -7,7 +7,7 @@ two shots   every rank posts a row on its owner, which sums it, normalises it an
 
 import triton.language as tl
 
-from ...compute.quantize import over_scales
+from ...compute.quantize import divide_by_scales
 from ...lang.channel import address_of, rank_of
 from ...lang.jit import jit
 from ...lang.mapping import first_row
@@ -103,7 +103,7 @@ def one_shot(
                 store_row(new_residual + place - lo.to(tl.int64) * H, acc.to(DTYPE), H, P)
         y = normalise(acc, w, b, divisor, norm)
         if norm.GROUP:
-            y, values = over_scales(y, P // norm.GROUP, norm.GROUP)
+            y, values = divide_by_scales(y, P // norm.GROUP, norm.GROUP)
             store_scales(scale, t, values, norm)
         store_row(out + place, y.to(norm.OUT), H, P)
     end_turn(turns, pid, turn, SOURCES * M * (ROW // 4), PROGRAMS, TURNS)

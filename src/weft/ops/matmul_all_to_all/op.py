@@ -230,7 +230,7 @@ def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -
     """The signaled GEMM, whose rows go where `groups` says."""
     tiles, tiles_m = groups.prepared.schedule.bounds[-1], -(-call.sent // plan.tile.block_m)
     tiling = Tiling(call.sent, call.n, tiles, tiles_m, 1, groups.group_m, False)
-    fixed = dict(rows=groups.rows)
+    fixed = dict(row_map=groups.rows)
     return gemm_launch(world, call, plan, groups.prepared, tiling, call.sent, fixed, local=True, few_registers=True)
 
 

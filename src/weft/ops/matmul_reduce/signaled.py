@@ -77,7 +77,7 @@ def gemm_launch(
         x_desc=Matrix(m, call.k, (bm, bk)),
         w_desc=weight_matrix(call, plan.tile),
         ch=signals.ch,
-        turns=signals.turns,
+        groups=signals.turns,
         offsets=signals.offsets,
         M=m,
         N=call.n,
@@ -100,7 +100,7 @@ def gemm_launch(
 @prepared
 def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
     out = Matrix(tiling.rows, tiling.cols, (plan.tile.block_m, plan.tile.block_n // 2))
-    return gemm_launch(world, call, plan, signals, tiling, call.rows, dict(out=out, rows=None))
+    return gemm_launch(world, call, plan, signals, tiling, call.rows, dict(out=out, row_map=None))
 
 
 def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tensor) -> Callable[[Stream], None]:
