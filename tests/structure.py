@@ -93,9 +93,6 @@ NOT_DONE: frozenset[str] = frozenset(
     nn.scaled
     op
     ops.all_gather_matmul.call
-    ops.all_gather_matmul.kernels
-    ops.all_gather_matmul.op
-    ops.all_gather_matmul.runs
     ops.all_reduce.kernels
     ops.all_reduce.low_latency_kernels
     ops.all_reduce.op
