@@ -93,10 +93,6 @@ NOT_DONE: frozenset[str] = frozenset(
     nn.scaled
     op
     ops.all_gather_matmul.call
-    ops.all_reduce.kernels
-    ops.all_reduce.low_latency_kernels
-    ops.all_reduce.op
-    ops.all_reduce.runs
     ops.attention.op
     ops.common
     ops.matmul_all_to_all.op

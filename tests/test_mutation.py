@@ -694,14 +694,14 @@ EPOCHS["gradients of experts in parts"] = [
 ]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
-    ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
+    ("calls * tl.minimum(owner_blocks, PROGRAMS)", "(calls - 1) * tl.minimum(owner_blocks, PROGRAMS)"),
 )  # fmt: skip
 OLD_BLOCK = instead(two_shot, "sum the previous call's blocks", ("calls * (W - 1)", "(calls - 1) * (W - 1)"))
 OLD_PARTS = instead(two_shot, "pull the previous call's rows", ("calls * W", "(calls - 1) * W"))
 MULTICAST = [
     instead(
         multicast_shot, "wait for the owners' previous call",
-        ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
+        ("calls * tl.minimum(owner_rows, PROGRAMS)", "(calls - 1) * tl.minimum(owner_rows, PROGRAMS)"),
     ),
     instead(multicast_shot, "sum the previous call's rows", ("calls * W", "(calls - 1) * W")),
 ]  # fmt: skip

@@ -42,7 +42,7 @@ from ...transport.memory import Halves, flat
 from ...world import Arena, World
 from .. import by_collectives
 from ..all_reduce.op import ALL_REDUCE
-from ..all_reduce.runs import sum_few
+from ..all_reduce.runs import all_reduce_low_latency
 from ..common import tile_of, transposed, weight_matrix
 from ..product import linear
 from ..recipes import ScaledFactors, block_rows, scales_of_part
@@ -120,7 +120,7 @@ def run_shots(
     stream = world.current_stream()
     partial = multiply(world, call, operands, stream)
     if is_low_latency(plan):
-        sum_few(partial, world, plan, stream, out)
+        all_reduce_low_latency(partial, world, plan, stream, out)
     else:
         ALL_REDUCE.call(world, plan, (partial,), (), out)
     add_bias(world, out, operands.bias, stream)
