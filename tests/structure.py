@@ -97,10 +97,6 @@ NOT_DONE: frozenset[str] = frozenset(
     ops.common
     ops.matmul_all_to_all.op
     ops.matmul_reduce.call
-    ops.matmul_reduce.kernels
-    ops.matmul_reduce.op
-    ops.matmul_reduce.runs
-    ops.matmul_reduce.signaled
     ops.moe.call
     ops.moe.tensor_parallel.call
     ops.product
