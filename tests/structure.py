@@ -99,11 +99,6 @@ NOT_DONE: frozenset[str] = frozenset(
     ops.matmul_reduce.call
     ops.moe.call
     ops.moe.tensor_parallel.call
-    ops.product
-    ops.quantize
-    ops.recipes
-    ops.scaled_gemm
-    ops.two_level
     plans
     transport.barrier
     transport.collectives

@@ -26,7 +26,7 @@ from ...plans import (
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered, summed
 from ...world import World
-from ..common import GatheredOptions, MatmulOp, ScaledRowOutOptions, given_rows, plain_rows, whole_words
+from ..common import GatheredOptions, MatmulOp, ScaledRowOutOptions, check_rows, plain_rows, whole_words
 from ..recipes import ScaledFactors, check_product
 from ..two_level import run_gather
 from .call import GATHER_GEMM, GatherCall, GatheredRows
@@ -77,7 +77,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> GatherCall:
         (x, weight, bias, *_), (rows, gated, gathered, dtype, fast) = operands, options
         recipe, dtype = check_product(self.name, world, operands, dtype, fast)
-        shards = (x.shape[0],) * world.size if rows is None else given_rows(self.name, world, rows, x, whole=False)
+        shards = (x.shape[0],) * world.size if rows is None else check_rows(self.name, world, rows, x, whole=False)
         n, k = weight.shape
         return GatherCall(shards, n, k, dtype, bias is not None, gated, gathered, recipe=recipe)
 

@@ -34,7 +34,7 @@ from ..common import (
     ScaledPlanOptions,
     ScaledRowOptions,
     ScaledRowOutOptions,
-    given_rows,
+    check_rows,
     plain_rows,
     split_rows,
     whole_words,
@@ -150,7 +150,7 @@ class MatmulReduceScatter(MatmulReduce):
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
         (x, weight, bias, *_), (rows, reorder, dtype, fast) = operands, options
         recipe, dtype = check_product(self.name, world, operands, dtype, fast)
-        shards = split_rows(world, x.shape[0]) if rows is None else given_rows(self.name, world, rows, x, whole=True)
+        shards = split_rows(world, x.shape[0]) if rows is None else check_rows(self.name, world, rows, x, whole=True)
         (n, k), m = weight.shape, x.shape[0]
         return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, recipe=recipe)
 
