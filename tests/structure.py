@@ -71,7 +71,7 @@ FRAGMENTS = 0  # docstrings that begin with a preposition, and so have no subjec
 PREPOSITIONS = frozenset("As At Behind Beside Between By For From In Of On To Under With Without".split())
 SHARED_NAMES = 7  # names that modules give to different classes, constants or types; the goal is 0
 ALIASES = 19  # aliases of a type that another module has an alias of too; the goal is 0
-BROKEN_TABLES = 1  # rows of docstrings' tables that were wrapped as prose; the goal is 0
+BROKEN_TABLES = 0  # rows of docstrings' tables that were wrapped as prose
 
 # Words that name nothing (of `found`, say what was found), and private words that the field has other words for.
 BANNED = frozenset(
