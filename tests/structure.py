@@ -91,14 +91,6 @@ NOT_DONE: frozenset[str] = frozenset(
     integrations.vllm.row_norm_column
     models.config
     nn.scaled
-    op
-    ops.all_gather_matmul.call
-    ops.attention.op
-    ops.common
-    ops.matmul_all_to_all.op
-    ops.matmul_reduce.call
-    ops.moe.call
-    ops.moe.tensor_parallel.call
     plans
     transport.barrier
     transport.collectives

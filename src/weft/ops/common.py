@@ -118,7 +118,7 @@ class MatmulCall(Call):
     def even(self) -> bool:
         return min(self.shards) == max(self.shards)
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         scaled = {} if self.recipe is None else dict(recipe=self.recipe)
         return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias) | scaled
 
@@ -138,7 +138,7 @@ class MatmulOp(Op[M]):
 
     def trial_key(self, call: M) -> Hashable:
         """Return what calls that share a trial have in common, with rows rounded as for the library's GEMM."""
-        return tuple((call.agreed() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
+        return tuple((call.same_on_all_ranks() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
         dtype = getattr(operands[0], "dtype", None)

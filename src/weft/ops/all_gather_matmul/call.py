@@ -37,5 +37,5 @@ class GatherCall(MatmulCall):
         scaling = self.recipe and self.recipe.scaling
         return self.k // SCALE_BLOCK if scaling == "block" else int(scaling == "row")
 
-    def agreed(self) -> dict[str, Hashable]:
-        return super().agreed() | dict(gated=self.gated)
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
+        return super().same_on_all_ranks() | dict(gated=self.gated)

@@ -50,7 +50,7 @@ class AttentionCall(Call):
     def rows(self) -> int:
         return sum(self.config.shards)
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         config = self.config
         return dict(
             rows=config.shards,

@@ -162,7 +162,7 @@ class RoutedCall(MatmulCall):
         """Return the most rows that a rank has."""
         return max(self.shards)
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         return dict(N=self.n, K=self.k, dtype=str(self.dtype))
 
 

@@ -28,5 +28,5 @@ class ReduceCall(MatmulCall):
     def op(self) -> str:
         return GEMM_ALL_REDUCE if self.everywhere else GEMM_REDUCE_SCATTER
 
-    def agreed(self) -> dict[str, Hashable]:
-        return super().agreed() | dict(reorder=self.reorder)
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
+        return super().same_on_all_ranks() | dict(reorder=self.reorder)
