@@ -122,8 +122,8 @@ def test_what_lasts_lies_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
         said.append(f"on {current[0]}")
         with backend.persistent_allocation():
             said.append(f"on {current[0]}")
-    waits = ["lasting waits for all of caller", "caller waits for all of lasting"]
-    assert said == [waits[0], "on lasting", "on lasting", waits[1]]
+    waits = ["persistent waits for all of caller", "caller waits for all of persistent"]
+    assert said == [waits[0], "on persistent", "on persistent", waits[1]]
     said.clear()
     current[0] = "default"
     with backend.persistent_allocation():

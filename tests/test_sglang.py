@@ -131,7 +131,7 @@ def test_dense_architectures_are_taken(seams: ModuleType, caplog: pytest.LogCapt
         sglang.register()
         sglang.register()
     assert before | sglang.DENSE == seams.SP_SUPPORTED_ARCHITECTURES and len(sglang._served) == 1
-    assert "which takes LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM too" in caplog.text
+    assert "now also for LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM" in caplog.text
 
 
 def test_sglang_starts_without_the_plugin(
