@@ -82,7 +82,7 @@ class Form:
 
 @weft.jit(do_not_specialize=("M",))
 def told(a_desc, b_desc, out_desc, counts, M, N, K, tile):
-    """The loop of ops/matmul_reduce/kernels.py, in ordinary order: it counts every tile, SETTLED steps into the next."""
+    """The loop of ops/matmul_reduce/kernels.py, in ordinary order: it counts every tile, FLUSHED steps into the next."""
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
     BK: tl.constexpr = tile.BK

@@ -569,7 +569,7 @@ def test_without_a_multicast_address_or_for_wide_elements_it_is_sequential(caplo
         return max(wide, norm_case(world, 5, 64, Multicast()))
 
     assert max(emulate(main, 2)) < BF16
-    assert "instead of multicast: the switch's sums and stores are of bfloat16 or float16 here" in caplog.text
+    assert "instead of multicast: multicast needs x and the output in bfloat16, or both in float16" in caplog.text
     assert "instead of multicast: symmetric memory has no multicast address" in caplog.text
 
 

@@ -169,7 +169,7 @@ def test_what_cannot_be_quantized_is_quoted() -> None:
         x, scale = torch.zeros(4, 200).bfloat16(), torch.ones(1)
         for error, match, call in (
             (ValueError, r"recipe 'column' is not one of", lambda: weft.quantize(x, "column", world=world)),
-            (ValueError, r"200 columns .* no multiple of 128", lambda: weft.quantize(x, "block", world=world)),
+            (ValueError, r"200 columns .* not a multiple of 128", lambda: weft.quantize(x, "block", world=world)),
             (
                 ValueError,
                 r"a scale goes with recipe 'tensor'",

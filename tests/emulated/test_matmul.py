@@ -59,23 +59,25 @@ def test_gated(programs: int) -> None:
 
 @given(tiles=st.integers(1, 2000), steps=st.integers(1, 512), programs=st.integers(1, 132))
 def test_parts_fit_the_programs_and_the_steps(tiles: int, steps: int, programs: int) -> None:
-    s = Shares.of(H200, tiles, steps, programs)
+    s = Shares.choose(H200, tiles, steps, programs)
     assert s.time <= -(-tiles // programs) * steps
-    if s.shared:
-        assert s.shared == tiles % programs and s.parts > 1
-        assert s.shared + -(-s.shared // s.each) * (s.parts - 1) <= programs, "programs that end a tile, and helpers"
-        assert s.shared * (s.parts - 1) <= programs, "slots"
-        assert 0 < s.first <= steps - (s.parts - 1), "a step for every part"
-        assert s.time >= tiles // programs * steps + s.first + H200.scale.add_steps
+    if s.shared_tiles:
+        assert s.shared_tiles == tiles % programs and s.parts > 1
+        assert s.shared_tiles + -(-s.shared_tiles // s.tiles_per_helper) * (s.parts - 1) <= programs, (
+            "programs that end a tile, and helpers"
+        )
+        assert s.shared_tiles * (s.parts - 1) <= programs, "slots"
+        assert 0 < s.first_steps <= steps - (s.parts - 1), "a step for every part"
+        assert s.time >= tiles // programs * steps + s.first_steps + H200.scale.add_steps
 
 
 def test_what_is_shared() -> None:
-    assert Shares.of(H200, 2 * 132, 128, 132).shared == 0, "whole waves"
-    assert Shares.of(H200, 128, 128, 132).shared == 0, "too full"
-    assert Shares.of(H200, 40, 4, 132).shared == 0, "too short"
-    narrow = Shares.of(H200, 40, 128, 132)
-    assert (narrow.shared, narrow.each, narrow.parts) == (40, 1, 3)
-    nearly = Shares.of(H200, 132 + 92, 128, 132)
-    assert (nearly.shared, nearly.each, nearly.parts) == (92, 3, 2) and nearly.first > 96, (
+    assert Shares.choose(H200, 2 * 132, 128, 132).shared_tiles == 0, "whole waves"
+    assert Shares.choose(H200, 128, 128, 132).shared_tiles == 0, "too full"
+    assert Shares.choose(H200, 40, 4, 132).shared_tiles == 0, "too short"
+    narrow = Shares.choose(H200, 40, 128, 132)
+    assert (narrow.shared_tiles, narrow.tiles_per_helper, narrow.parts) == (40, 1, 3)
+    nearly = Shares.choose(H200, 132 + 92, 128, 132)
+    assert (nearly.shared_tiles, nearly.tiles_per_helper, nearly.parts) == (92, 3, 2) and nearly.first_steps > 96, (
         "a helper has three ends to give"
     )

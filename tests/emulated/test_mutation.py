@@ -428,8 +428,8 @@ def sharing_tiles(*streams: str) -> Main:
     def main(world: World) -> None:
         world.backend.finish = lambda stream: None  # type: ignore[method-assign]
         for tiles, each, parts in ((2, 1, 3), (4, 2, 2)):
-            shares = Shares.of(world, tiles, 6, 6)
-            assert (shares.shared, shares.each, shares.parts) == (tiles, each, parts)
+            shares = Shares.choose(world, tiles, 6, 6)
+            assert (shares.shared_tiles, shares.tiles_per_helper, shares.parts) == (tiles, each, parts)
         callers = {name: Caller(world) for name in streams}
         for i in range(6):
             name = streams[i % len(streams)]
@@ -698,14 +698,14 @@ EPOCHS["gradients of experts in parts"] = [
 ]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
-    ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
+    ("calls * tl.minimum(owner_blocks, PROGRAMS)", "(calls - 1) * tl.minimum(owner_blocks, PROGRAMS)"),
 )  # fmt: skip
 OLD_BLOCK = instead(two_shot, "sum the previous call's blocks", ("calls * (W - 1)", "(calls - 1) * (W - 1)"))
 OLD_PARTS = instead(two_shot, "pull the previous call's rows", ("calls * W", "(calls - 1) * W"))
 MULTICAST = [
     instead(
         multicast_shot, "wait for the owners' previous call",
-        ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
+        ("calls * tl.minimum(owner_rows, PROGRAMS)", "(calls - 1) * tl.minimum(owner_rows, PROGRAMS)"),
     ),
     instead(multicast_shot, "sum the previous call's rows", ("calls * W", "(calls - 1) * W")),
 ]  # fmt: skip

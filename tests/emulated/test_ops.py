@@ -288,7 +288,7 @@ def test_rows_that_are_not_16_bytes_fall_back_once(op: str, n: int, k: int, says
 def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(errors(op, [8, 8, 3], 16, 16, plan, calls=3)) < 5e-3
-    lines = [r.getMessage() for r in caplog.records if "copies are of shards of one length" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "copies need shards of one length" in r.getMessage()]
     assert len(lines) == 1 and all(line.startswith(f"{op}: sequential instead") for line in lines), "one line"
 
 
@@ -307,7 +307,7 @@ def test_the_librarys_gemm_behind_shards_that_copies_bring(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"), [((24, 24), "not whole clusters of 2 x 8"), ((16, 32), "copies are of shards of one length")]
+    ("rows", "says"), [((24, 24), "not whole clusters of 2 x 8"), ((16, 32), "copies need shards of one length")]
 )
 def test_the_librarys_gemm_falls_back_once(rows: tuple[int, ...], says: str, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "weft"):

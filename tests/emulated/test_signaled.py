@@ -25,8 +25,7 @@ from tests.gates import some
 from weft.architectures import AMPERE
 from weft.lang.mapping import balanced_rows
 from weft.ops.matmul_all_to_all import op as to_all
-from weft.ops.matmul_all_to_all.op import GroupTables
-from weft.ops.matmul_all_to_all.op import tables as to_all_tables
+from weft.ops.matmul_all_to_all.op import GroupTables, group_tables
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.op import MatmulAllReduce
 from weft.planner.table import Measured, learn
@@ -577,27 +576,27 @@ def test_all_to_all_errors() -> None:
 
 def shifted(made: GroupTables) -> GroupTables:
     """A row goes to the place after its own."""
-    made.rows[1] += 1
+    made.row_map[1] += 1
     return made
 
 
 def exchanged(made: GroupTables) -> GroupTables:
     """Two rows have changed places."""
-    made.rows[:2] = made.rows[:2].flip(0)
+    made.row_map[:2] = made.row_map[:2].flip(0)
     return made
 
 
 def mistaken(made: GroupTables) -> GroupTables:
     """What a group brings begins a row too early, over the last of another's."""
-    sender = 1 - made.prepared.ch.state[0].item()
-    made.comes[1][sender] -= 1
+    sender = 1 - made.signals.ch.state[0].item()
+    made.receive_offsets[1][sender] -= 1
     return made
 
 
 def pulled_early(made: GroupTables) -> GroupTables:
     """Of a peer's pool the rows of another group are taken."""
-    sender = 1 - made.prepared.ch.state[0].item()
-    made.held[0][sender] += made.got[0][sender]
+    sender = 1 - made.signals.ch.state[0].item()
+    made.source_offsets[0][sender] += made.receive_counts[0][sender]
     return made
 
 
@@ -615,7 +614,7 @@ def test_a_broken_all_to_all_is_caught(broken: Callable[[Any], Any], copies: boo
         return all_to_all_case(world, to, 96, 32, replace(S, groups=(1, 2, 3), copies=copies))
 
     if broken in (shifted, exchanged, mistaken, pulled_early):
-        monkeypatch.setattr(to_all, "tables", lambda *a: broken(to_all_tables(*a)))
+        monkeypatch.setattr(to_all, "group_tables", lambda *a: broken(group_tables(*a)))
     else:
         monkeypatch.setattr(to_all, "scheduled", lambda *a: broken(scheduled(*a)))
 
