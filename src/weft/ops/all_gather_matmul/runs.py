@@ -301,8 +301,8 @@ def _scales_stride(call: GatherCall) -> int:
 
 
 def _copy_of_half(world: World, call: GatherCall, plan: FusedGather, arena: Arena, epoch: torch.Tensor) -> GatheredRows:
-    """Return a copy of the arena's half that call number `epoch` filled. It is copied by selecting all rows, since
-    torch copies a few long rows slowly."""
+    """Return a copy of the arena's half that call number `epoch` filled. Its rows are selected on the device, since the
+    host does not know the epoch of a call in a CUDA graph."""
     m, k, dtype, stream = call.rows, call.k, call.operand_dtype, world.current_stream()
     half_rows, memory = half_elements(arena.half, k, dtype) // k, arena.memory.local
     gathered = world.empty((m, k), dtype)
