@@ -349,7 +349,7 @@ def test_decomposed_needs_no_alignment(op: str) -> None:
 
 
 def test_tensors_at_odd_addresses() -> None:
-    """A view that starts off a 16-byte boundary, on one rank alone: the ranks still check_same_on_all_ranks, and the result is right."""
+    """A view that starts off a 16-byte boundary, on one rank alone: the ranks still take one plan, and the result is right."""
 
     def main(world: weft.World) -> bool:
         flat = draw(world.rank, 1 + 8 * 16).flatten()
