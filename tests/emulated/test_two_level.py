@@ -4,6 +4,7 @@ plan is taken; and, in a gate, every event of its host code removed once."""
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,38 @@ def test_gemms(nodes: int, ranks: int, pieces: int) -> None:
                 assert case(world, op, rows, 40, 24, TwoLevel(pieces), bias=i != 1, into=i == 1, calls=2) < BOUND, op
 
     over_nodes(main, nodes, ranks, seed=pieces)
+
+
+def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator of a GPU gives the memory of a tensor that is no longer held to the next one of the same stream,
+    whatever another stream still reads."""
+    sent: list[list[weakref.ref[torch.Tensor]]] = [[] for _ in range(6)]  # by rank
+
+    def send(world: World, part: torch.Tensor, to: int, into: torch.Tensor, source: int, stream: Any) -> None:
+        sent[world.rank].append(weakref.ref(part))
+        world.call(lambda: into.zero_(), [], [into], stream)
+
+    monkeypatch.setattr(two_level, "send", send)
+
+    def main(world: World) -> list[bool]:
+        held: list[bool] = []
+        wait_event, between = world.backend.wait_event, world.side_stream(two_level.BETWEEN)
+
+        def waits(stream: Any, event: Any) -> None:
+            wait_event(stream, event)
+            if stream is not between:
+                held.extend(part() is not None for part in sent[world.rank])
+
+        monkeypatch.setattr(world.backend, "wait_event", waits)
+        x, w = draw(world.rank, 36, 24), draw(50, 40, 24)
+        weft.matmul_reduce_scatter(x, w, world=world, plan=TwoLevel(2))
+        sent[world.rank].clear()
+        to = drawn(3, world.size, [36] * 6)[world.rank]
+        weft.matmul_all_to_all(x, w, destinations=to, world=world, plan=TwoLevel())
+        return held
+
+    for held in over_nodes(main, 3, 6):
+        assert len(held) == 4 + 2 * 2 and all(held)
 
 
 @pytest.mark.parametrize("seed", range(4))

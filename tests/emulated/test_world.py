@@ -891,6 +891,7 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     launcher.load(kernel, 264, {}, {})
     with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 an SM"):
         launcher.load(kernel, 265, {}, {})
+    launcher.load(kernel, 265, {}, dict(local=True))  # whose programs wait for nobody
     large = Kernel(made(180))
     with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 an SM"):
         launcher.load(large, 133, {}, {})

@@ -131,10 +131,12 @@ def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Scaled
     levels, chunks, rows = world.levels, plan.pieces, out.shape[0]
     local_rank, stream, between = levels.node.rank, world.current_stream(), world.side_stream(BETWEEN)
     staging = world.empty((levels.across.size, rows, call.n), call.dtype)  # by source node
+    sent = []  # is kept until this stream has waited for the transfers: its memory would be that of a later tensor
     for target, source in hops(world):
         for chunk in range(chunks):
             slices = _slices(world, call.shards, target, chunk, chunks)
             part = world.empty((_lengths(slices)[local_rank], call.n), call.dtype)
+            sent.append(part)
             _reduce_node(world, operands, slices, part)
             world.wait_event(between, world.record(stream))
             send(world, part, target, staging[source][_cut(rows, chunk, chunks)], source, between)
@@ -274,9 +276,10 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
         start = sum(routing.counts[world.rank][: target * node.size])
         world.linear(ordered[start : start + y.shape[0]], weight, bias, stream, y)
 
-    arrived = []
+    sent, arrived = [], []  # `sent` is kept until this stream has waited for the transfers
     for target, source in hops(world):
         y = world.empty((sum(of_node(world, target, routing.counts[world.rank])), call.n), call.dtype)
+        sent.append(y)
         multiply(target, y)
         world.wait_event(between, world.record(stream))
         send(world, y, target, pool.local[starts[source] : starts[source + 1]], source, between)
