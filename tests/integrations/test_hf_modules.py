@@ -51,12 +51,16 @@ def put_class(layer: Any) -> None:
 
 
 BEFORE: dict[str, Callable[[Any], object]] = {
-    r"layers.0.mlp is test_hf_modules.LlamaMLP": put_mlp,
-    r"layers.0.mlp.forward is test_hf_modules.five_times": put_forward,
-    r"layers.0 is test_hf_modules.LlamaDecoderLayer": put_class,
+    r"layers.0.mlp is tests.integrations.test_hf_modules.LlamaMLP": put_mlp,
+    r"layers.0.mlp.forward is tests.integrations.test_hf_modules.five_times": put_forward,
+    r"layers.0 is tests.integrations.test_hf_modules.LlamaDecoderLayer": put_class,
     r"layers.0.mlp.act_fn is torch.nn.modules.activation.GELU": lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()),
-    r"layers.0.mlp has the hook test_hf_modules.five_times": lambda layer: layer.mlp.register_forward_hook(five_times),
-    r"layers.0 has the hook test_hf_modules.five_times": lambda layer: layer.register_forward_hook(five_times),
+    r"layers.0.mlp has the hook tests.integrations.test_hf_modules.five_times": lambda layer: (
+        layer.mlp.register_forward_hook(five_times)
+    ),
+    r"layers.0 has the hook tests.integrations.test_hf_modules.five_times": lambda layer: layer.register_forward_hook(
+        five_times
+    ),
     r"layers.0.self_attn has": lambda layer: layer.self_attn.register_forward_hook(five_times),
     r"layers.0.self_attn.q_proj has": lambda layer: layer.self_attn.q_proj.register_forward_pre_hook(doubled),
     r"layers.0.post_attention_layernorm has": lambda layer: layer.post_attention_layernorm.register_forward_hook(
@@ -89,7 +93,7 @@ def test_a_class_whose_forward_was_patched_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: own(self, x) * 2)
 
     def main(world: weft.World) -> None:
-        with pytest.raises(weft.Unsupported, match=r"layers.0.mlp.forward is test_hf_modules"):
+        with pytest.raises(weft.Unsupported, match=r"layers.0.mlp.forward is tests.integrations.test_hf_modules"):
             hf.weave(model, world)
 
     run(main, 1)

@@ -244,7 +244,7 @@ def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
     before = [dict(rows[0], us=99.0, date="then"), dict(rows[0], method="fused", us=1.0, date="then")]
     dense, step = tables.models([*before, *rows]).splitlines()[-2:]
     assert dense == (
-        "| dense | 64 x 96 | 1,024 | 2 | graph | 30 | 20 | **1.50x** | 10 | 3.00x | 50% | woven | sequence, 2.00x |"
+        "| dense | 64x96 | 1,024 | 2 | graph | 30 | 20 | **1.50x** | 10 | 3.00x | 50% | woven | sequence, 2.00x |"
     )
     assert step == "| step | 64 x 96, 2 of 8 experts | 1,024 | 2 | graph | 30 | 20 | **1.50x** |  |  |  |  |  |"
 
