@@ -17,7 +17,7 @@ from weft.backends.base import SymmetricTensor
 from weft.lang.channel import CALLS
 from weft.lang.intrinsics import NUMBER_BITS
 
-COUNTING = ("turn", "met", "targets")  # words beside channels that grow in proportion to the calls
+COUNTING = ("epoch", "turn", "met", "targets")  # words beside channels that grow in proportion to the calls
 BEFORE = 2  # calls before the counters are set
 
 

@@ -457,7 +457,7 @@ def test_one_descriptor_over_all_ranks() -> None:
 
     def main(world: weft.World) -> None:
         memory = world.symmetric((4096,), torch.uint8, "m")
-        flat = Flat.over(memory)
+        flat = Flat.from_memory(memory)
         assert flat is not None
         base = flat.base.data_ptr()
         assert [base + g * flat.granule for g in flat.index] == [p.data_ptr() for p in memory.peers]

@@ -616,7 +616,7 @@ class World:
         from .transport.barrier import barrier
 
         count = self.zeros((1,), torch.int32)
-        return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), turn=count), count
+        return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), epoch=count), count
 
     # -- methods of the backend, documented in backends/base.py ------------------------------------------------------
     @property

@@ -269,7 +269,7 @@ def sum_parts(
 ) -> None:
     """out [rows, N] = x + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
     launch = _sum(world, out.shape[0], out.shape[1], bias is not None)
-    launch(stream, own=x, staging=staging, out=out, bias=out if bias is None else bias)
+    launch(stream, x=x, staging=staging, out=out, bias=out if bias is None else bias)
 
 
 # -- exchange ----------------------------------------------------------------------------------------------------------

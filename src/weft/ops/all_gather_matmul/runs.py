@@ -243,7 +243,7 @@ def _pulled_launch(
         # A shard that is not whole tiles is read from the arena alone.
         x_desc=Matrix(call.shards[0], k, blocks) if even else arena_desc,
         own=call.shards[0] // bm if even else 0,
-        arena=Halves.of(arena, granules, half),
+        arena=Halves.from_arena(arena, granules, half),
         arena_desc=arena_desc,
         flat_desc=view.descriptor(dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
         ch=ch,

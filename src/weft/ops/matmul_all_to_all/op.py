@@ -30,7 +30,7 @@ from ...tensor_checks import check_device
 from ...torch_library import CallOptions
 from ...transport.copy_engine import COPIES, pull_from_all
 from ...transport.memory import lock, workspace
-from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
+from ...transport.signals import Signals, exchange_groups, prepare, schedule, schedule_of
 from ...world import Memo, World, disagreement
 from ..common import Factors, MatmulCall, MatmulOp, whole_words
 from ..matmul_reduce.signaled import Tiling, gemm_launch
@@ -213,7 +213,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTable
     rows = np.empty(len(routing.destinations[me]), np.int64)
     rows[np.argsort(cells(routing.destinations[me]), kind="stable")] = np.arange(len(rows))
 
-    made = scheduled([min(-(-len(rows) // bm) * tiles_n, b) for b in bounds], programs)
+    made = schedule_of([min(-(-len(rows) // bm) * tiles_n, b) for b in bounds], programs)
     return GroupTables(
         prepare(world, f"{_OP} {routing.key} x{n} {plan}", made, plan, [0]),
         world.tensor(rows.tolist(), torch.int32),

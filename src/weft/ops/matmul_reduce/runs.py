@@ -182,7 +182,7 @@ def _fused_launches(
     fixed: dict[str, object] = dict(
         x_desc=Matrix(call.m, call.k, (block_rows(tile, call.recipe), bk)),
         w_desc=weight_matrix(call, tile, trans_b),
-        arena=Halves.of(arena, granules, arena.half // call.dtype.itemsize),
+        arena=Halves.from_arena(arena, granules, arena.half // call.dtype.itemsize),
         arena_desc=view.descriptor(call.dtype, block_rows(tile, call.recipe), bn // 2),
         flat_desc=view.descriptor(call.dtype, block, bn // 2),
         ch=ch,
