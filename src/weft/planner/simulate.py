@@ -223,10 +223,10 @@ def _latencies(measured: Predictor, topology: Topology, measured_on: Topology) -
 
 
 # -- ops and layers --------------------------------------------------------------------------------------------------
-Call = tuple[str, int, int, int]  # op, M, N, K on one rank
+SimulatedCall = tuple[str, int, int, int]  # op, M, N, K on one rank
 
 
-def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[Call]:
+def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[SimulatedCall]:
     """Return the ops of a workload, each on one of `gpus` ranks. "mlp" and "decoder" have size (tokens, hidden,
     intermediate), a decoder's ops being its four projections, without attention; an op has size (M, N, K) of the whole
     layer."""

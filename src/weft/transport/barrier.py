@@ -18,8 +18,8 @@ def wait_word(word, value, guard):
 @jit(do_not_specialize=("number",))
 def barrier(calls, epoch, number):
     """Barrier of all ranks: `same_call` stores a word to every rank and waits for the words of all ranks. It raises
-    Mismatch unless every rank is in call `number`. The fence turns the stores into releases, and the wait is an acquire;
-    stream order covers the work before and after this kernel. `epoch` int32 [1] counts the barriers."""
+    Mismatch unless every rank is in call `number`. The fence turns the stores into releases, and the wait is an
+    acquire; stream order covers the work before and after this kernel. `epoch` int32 [1] counts the barriers."""
     release_fence("sys")
     same_call(calls, number)
     tl.store(epoch, tl.load(epoch) + 1)

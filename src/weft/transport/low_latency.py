@@ -17,7 +17,7 @@ from ..plans import LowLatencyShot
 from ..tensor_checks import DTYPES
 from ..world import World
 from .collectives import gather_at_once, reduce_at_once
-from .low_latency_kernels import EMPTY, Memory, gather_low_latency, scatter_low_latency
+from .low_latency_kernels import EMPTY, PostingMemory, gather_low_latency, scatter_low_latency
 
 MAX_PROGRAMS = 1024  # of a launch
 VECTOR = 16  # bytes
@@ -26,8 +26,9 @@ _NAME = "low-latency rows"
 
 @dataclass(eq=False)
 class Thirds:
-    """Symmetric memory of three thirds for low-latency rows, and the state of `low_latency_kernels.Memory`. All calls of a
-    World share it. Their order rests only on this: in each of them every rank waits for data of every other rank."""
+    """Symmetric memory of three thirds for low-latency rows, and the state of `low_latency_kernels.PostingMemory`. All
+    calls of a World share it. Their order rests only on this: in each of them every rank waits for data of every other
+    rank."""
 
     memory: SymmetricTensor
     words: torch.Tensor
@@ -38,8 +39,8 @@ class Thirds:
 
 @dataclass(eq=False)
 class Posting:
-    """The parameters that calls of one kernel, shape and plan have in common. nbytes: the bytes of its third that a call
-    fills. constants: the kernel's arguments that do not change."""
+    """The parameters that calls of one kernel, shape and plan have in common. nbytes: the bytes of its third that a
+    call fills. constants: the kernel's arguments that do not change."""
 
     kernel: JITFunction
     name: str
@@ -50,8 +51,8 @@ class Posting:
 
 
 def thirds_of(world: World, nbytes: int, stream: Stream) -> Thirds:
-    """Return thirds of at least `nbytes` each. Their size is a power of two, so that a batch that grows row by row rarely
-    needs new memory; CUDA graphs keep the memory that they use. Collective when the memory has to grow."""
+    """Return thirds of at least `nbytes` each. Their size is a power of two, so that a batch that grows row by row
+    rarely needs new memory; CUDA graphs keep the memory that they use. Collective when the memory has to grow."""
     memory = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staging_bytes))
 
     def make() -> Thirds:
@@ -75,7 +76,7 @@ def _launch(world: World, posting: Posting, thirds: Thirds) -> Launch:
         posting.kernel,
         programs,
         posting.options,
-        memory=Memory(thirds.words, thirds.memory.addresses, thirds.state),
+        memory=PostingMemory(thirds.words, thirds.memory.addresses, thirds.state),
         ch=ch,
         calls=world.calls(_NAME),
         third=thirds.words.numel() // 192 * 64,
@@ -152,7 +153,7 @@ def gather(
     return out
 
 
-# Store this rank's rows of the sum over ranks of x [M, N] in `out`. Rows are whole 16-byte words, and every rank must have
-# rows. The arguments are x, world, plan, shards, stream and out.
+# Store this rank's rows of the sum over ranks of x [M, N] in `out`. Rows are whole 16-byte words, and every rank must
+# have rows. The arguments are x, world, plan, shards, stream and out.
 scatter = functools.partial(_post, scatter_low_latency, "reduce_scatter")
 gather_rows, reduce_rows = gather_at_once(gather), reduce_at_once(scatter)

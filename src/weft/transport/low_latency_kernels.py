@@ -1,15 +1,15 @@
-"""All-gather and reduce-scatter of a few rows whose data is their own flag, as in NCCL's LL protocol, where half of every
-8 bytes is a flag, and in Lamport buffers, where no byte is one (as here).
+"""All-gather and reduce-scatter of a few rows whose data is their own flag, as in NCCL's LL protocol, where half of
+every 8 bytes is a flag, and in Lamport buffers, where no byte is one (as here).
 
 Nothing is counted. A word of staging memory is EMPTY until a rank posts data there, and EMPTY is never posted. A reader
-polls a row until no word of it is EMPTY. This saves the fence of a notify, which waits until the peers have acknowledged
-every store, and the counter's own way to the peer after it.
+polls a row until no word of it is EMPTY. This saves the fence of a notify, which waits until the peers have
+acknowledged every store, and the counter's own way to the peer after it.
 
 Order of accesses. Calls rotate through three thirds of the memory: call n fills and reads one third, and clears that of
-call n - 1, from which this rank's own kernel has read everything. Peers fill the cleared third again in call n + 2, after
-their call n + 1. That call waits for rows that this rank posted in its own call n + 1, or for a sum that includes them.
-By then this rank's call n had ended, and with it all that it cleared was complete. So every rank must wait for data of
-every other rank in every call: no rank's part may be empty.
+call n - 1, from which this rank's own kernel has read everything. Peers fill the cleared third again in call n + 2,
+after their call n + 1. That call waits for rows that this rank posted in its own call n + 1, or for a sum that includes
+them. By then this rank's call n had ended, and with it all that it cleared was complete. So every rank must wait for
+data of every other rank in every call: no rank's part may be empty.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ EMPTY = tl.constexpr(-0x7FFF8000)  # 0x80008000: two negative zeros of 16 bits, 
 TINY = tl.constexpr(2.0**-126)  # the smallest normal number of fp32 and bf16
 
 
-class Memory(NamedTuple):
+class PostingMemory(NamedTuple):
     """words: this rank's three thirds, int32; addresses: those of every rank, by rank. state: int32 [MAX_PROGRAMS, 2],
     for each program the index of the third that this call uses, and the number of vectors that the previous call filled
     of its third."""
@@ -37,14 +37,15 @@ class Memory(NamedTuple):
 
 @jit
 def replace_empty(words):
-    """The words with another one in place of EMPTY: one of its two zeros of 16 bits becomes positive. Every rank applies
-    this to the same words, so the results are the same on every rank."""
+    """The words with another one in place of EMPTY: one of its two zeros of 16 bits becomes positive. Every rank
+    applies this to the same words, so the results are the same on every rank."""
     return tl.where(words == EMPTY, words ^ 0x8000, words)
 
 
 @jit
 def post_row(dst, src, count, VECTORS: tl.constexpr):
-    """Post `count` vectors of 16 bytes, at most VECTORS, from `src` to `dst` in a peer's memory, with EMPTY replaced."""
+    """Post `count` vectors of 16 bytes, at most VECTORS, from `src` to `dst` in a peer's memory, with EMPTY
+    replaced."""
     v = tl.arange(0, VECTORS)
     ok = v < count
     w0 = replace_empty(tl.load(src + 4 * v, mask=ok, other=0))
@@ -79,10 +80,18 @@ def round_without_empty(y, DTYPE: tl.constexpr):
 
 @jit
 def post_result(
-    addresses, offset, y, me, DTYPE: tl.constexpr, W: tl.constexpr, VECTORS: tl.constexpr, ROW: tl.constexpr, P: tl.constexpr
+    addresses,
+    offset,
+    y,
+    me,
+    DTYPE: tl.constexpr,
+    W: tl.constexpr,
+    VECTORS: tl.constexpr,
+    ROW: tl.constexpr,
+    P: tl.constexpr,
 ):
-    """Post the first ROW words of y, P elements of DTYPE from `round_without_empty`, to word `offset` of the memory of all
-    other ranks."""
+    """Post the first ROW words of y, P elements of DTYPE from `round_without_empty`, to word `offset` of the memory of
+    all other ranks."""
     if DTYPE == tl.float32:
         even, odd = tl.split(tl.reshape(y.to(tl.int32, bitcast=True), (VECTORS, 2, 2)))
     else:
@@ -115,8 +124,8 @@ def compare_calls(calls, number, pid, PROGRAMS: tl.constexpr):
 
 @jit
 def rotate_thirds(state, pid, third_index, filled, PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
-    """Store the state for the next call, which may have more programs: the index of its third, and the number of vectors
-    that this call filled."""
+    """Store the state for the next call, which may have more programs: the index of its third, and the number of
+    vectors that this call filled."""
     flush_stores(False)  # every thread has read the program's state
     p = tl.arange(0, MAX_PROGRAMS)
     tl.store(state + 2 * p, (third_index + 1) % 3, mask=p % PROGRAMS == pid)
@@ -218,9 +227,9 @@ def gather_low_latency(
 ):
     """Store every rank's x, one after the other, in `out` of every rank; both are int32 words.
 
-    memory: `Memory`, of whose thirds each has `third` words; a third is laid out as `out`. starts: int32 [W + 1], where
-    the ranks' parts begin in `out`, in vectors of 16 bytes. longest: the number of vectors of the longest part. WORDS:
-    of a block, the unit of work."""
+    memory: `PostingMemory`, of whose thirds each has `third` words; a third is laid out as `out`. starts: int32 [W +
+    1], where the ranks' parts begin in `out`, in vectors of 16 bytes. longest: the number of vectors of the longest
+    part. WORDS: of a block, the unit of work."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     local, addresses, state = memory

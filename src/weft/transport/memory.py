@@ -17,8 +17,8 @@ from ..world import Arena, World
 
 
 def rank_word(world: World) -> torch.Tensor:
-    """Return this rank's number, int32 [1]. A kernel loads it, because Triton would compile another kernel for some values
-    of an integer argument."""
+    """Return this rank's number, int32 [1]. A kernel loads it, because Triton would compile another kernel for some
+    values of an integer argument."""
     return world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
 
 
@@ -28,8 +28,8 @@ def descriptor(t: torch.Tensor, rows: int, cols: int, block: tuple[int, int]) ->
 
 
 def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
-    """Return the element at which an arena's second half starts: the first whole row of `cols` elements behind the first
-    half's bytes."""
+    """Return the element at which an arena's second half starts: the first whole row of `cols` elements behind the
+    first half's bytes."""
     elements = half_bytes // dtype.itemsize
     return (elements + cols - 1) // cols * cols
 

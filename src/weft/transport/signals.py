@@ -37,8 +37,8 @@ class Schedule:
     """bounds: group g has the tiles from bounds[g] to bounds[g + 1]. arrivals: by group, the number of programs that
     notify it. program_groups: by program, the groups of which it computes tiles, in order.
 
-    A group is stored owner after owner: tile t of it at place first_tile + (t - first_tile) % owners * tiles_per_owner +
-    (t - first_tile) // owners."""
+    A group is stored owner after owner: tile t of it at place first_tile + (t - first_tile) % owners * tiles_per_owner
+    + (t - first_tile) // owners."""
 
     bounds: tuple[int, ...]
     arrivals: tuple[int, ...]
@@ -46,9 +46,9 @@ class Schedule:
 
 
 def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, unit: int = 1) -> Schedule:
-    """Return the schedule of a GEMM of `tiles` tiles. groups: waves of each group, as in `Signaled.groups`. Tile t belongs
-    to owner t % owners. A group is whole waves, except that tiles at its end which do not fill a multiple of `unit` and
-    `owners` join the next group."""
+    """Return the schedule of a GEMM of `tiles` tiles. groups: waves of each group, as in `Signaled.groups`. Tile t
+    belongs to owner t % owners. A group is whole waves, except that tiles at its end which do not fill a multiple of
+    `unit` and `owners` join the next group."""
     ends, wave, unit = [0], 0, math.lcm(owners, unit)
     for waves in partition(groups, max(1, -(-tiles // programs))):
         wave += waves
@@ -60,14 +60,12 @@ def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, 
 
 
 def schedule_of(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule:
-    """Return the schedule of groups that end at these tiles. Program p computes tiles p, p + programs, .. A group may be
-    empty."""
+    """Return the schedule of groups that end at these tiles. Program p computes tiles p, p + programs, .. A group may
+    be empty."""
     groups = list(enumerate(pairwise(ends)))
     by_program = []
     for p in range(programs):
-        entries = [
-            ProgramGroup(hi - 1 - (hi - 1 - p) % programs, g, lo, (hi - lo) // owners) for g, (lo, hi) in groups
-        ]
+        entries = [ProgramGroup(hi - 1 - (hi - 1 - p) % programs, g, lo, (hi - lo) // owners) for g, (lo, hi) in groups]
         by_program.append(tuple(entry for entry in entries if entry.last_tile >= entry.first_tile))
     return Schedule(tuple(ends), tuple(min(programs, hi - lo) for _, (lo, hi) in groups), tuple(by_program))
 
@@ -115,8 +113,8 @@ def exchange_groups(
     move: Callable[[int, Stream], None],
     barrier: bool = False,
 ) -> None:
-    """Enqueue `gemm(stream)`, and on the communicator's stream, for each group g, `move(g, stream)` behind a wait for the
-    group. barrier: a barrier of all ranks comes before the first wait, and runs while the GEMM does."""
+    """Enqueue `gemm(stream)`, and on the communicator's stream, for each group g, `move(g, stream)` behind a wait for
+    the group. barrier: a barrier of all ranks comes before the first wait, and runs while the GEMM does."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     world.wait_event(comm, world.record(stream))
     if barrier:

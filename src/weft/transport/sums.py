@@ -1,4 +1,5 @@
-"""Sums over ranks, one kernel for each place of the partial rows: staged on the owner, or where every rank computed them.
+"""Sums over ranks, one kernel for each place of the partial rows: staged on the owner, or where every rank computed
+them.
 
 Other sums over ranks are parts of larger kernels: of tiles in an arena (ops/matmul_reduce/kernels.py), of rows that are
 then normalised in registers (`sum_rows`, ops/all_reduce/kernels.py), and of low-latency rows (low_latency_kernels.py).
@@ -27,9 +28,9 @@ def sum_staged(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """out [rows, N] = the sum over ranks, in rank order and fp32, + bias [N] if BIAS. The addend of this rank is x [rows,
-    N]; those of the others are in staging [W, rows, N]. me: int32 [1], this rank. ALIGNED: N is a multiple of 8, as
-    BLOCK is."""
+    """out [rows, N] = the sum over ranks, in rank order and fp32, + bias [N] if BIAS. The addend of this rank is x
+    [rows, N]; those of the others are in staging [W, rows, N]. me: int32 [1], this rank. ALIGNED: N is a multiple of 8,
+    as BLOCK is."""
     count = rows.to(tl.int64) * N
     rank = tl.load(me)
     i = tl.arange(0, BLOCK)
@@ -52,9 +53,9 @@ def sum_staged(
 
 @jit(do_not_specialize=("begin", "rows"))
 def sum_partials(partials, out, sums, begin, rows, N, me, DTYPE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum this rank's part of the rows from `begin` to `begin + rows` over all ranks, in rank order and fp32, and store it
-    in out and in sums, which begin with that part. partials: the addresses, by rank, of [.., N]. N is a multiple of 8.
-    me: int32 [1], this rank."""
+    """Sum this rank's part of the rows from `begin` to `begin + rows` over all ranks, in rank order and fp32, and store
+    it in out and in sums, which begin with that part. partials: the addresses, by rank, of [.., N]. N is a multiple of
+    8. me: int32 [1], this rank."""
     N = N // 8 * 8
     rank = tl.load(me)
     lo = first_row(rank, rows, W)

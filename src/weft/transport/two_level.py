@@ -20,8 +20,8 @@ BETWEEN = "between nodes"  # the stream of the transfers
 
 
 def hops(world: World) -> Iterator[tuple[int, int]]:
-    """Yield for each transfer the node to send to, the j-th after this one, and the node to receive from, the j-th before
-    it, modulo the number of nodes, for j = 1, 2, .."""
+    """Yield for each transfer the node to send to, the j-th after this one, and the node to receive from, the j-th
+    before it, modulo the number of nodes, for j = 1, 2, .."""
     count = world.levels.across.size
     return (((world.node + j) % count, (world.node - j) % count) for j in range(1, count))
 
@@ -68,8 +68,8 @@ def sum_rows(world: World, source: SymmetricTensor, chunk: RowChunk, out: torch.
 def pull_rows(
     world: World, memory: SymmetricTensor, chunk: RowChunk, out: torch.Tensor, begin: int, stream: Stream
 ) -> None:
-    """Copy the chunk's rows to `out`, whose rows are those of the matrix from `begin` on; rows outside `out` are left out.
-    memory: [chunks, rows, columns], on each rank of the node the rows that it owns of every chunk."""
+    """Copy the chunk's rows to `out`, whose rows are those of the matrix from `begin` on; rows outside `out` are left
+    out. memory: [chunks, rows, columns], on each rank of the node the rows that it owns of every chunk."""
     node, end = world.levels.node, begin + out.shape[0]
     for p in (node.rank, *node.other_ranks):
         rows = chunk.rows(p)

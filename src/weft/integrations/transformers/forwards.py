@@ -22,6 +22,7 @@ from .generation import without_draws
 from .shards import HeadsShard, Module, RowShard
 from .woven import Woven
 
+CACHES = "cache", "past_key_values"  # a cache's argument since Transformers 5.24, and before
 SHARDED_FROM = 1024  # the number of tokens from which on hidden states of layers with experts are sharded
 
 
@@ -45,9 +46,7 @@ def model_forward(base: Any, woven: Woven) -> Callable[..., Any]:
     def forward(input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             woven.check(base)
-        only_ids = (
-            attention_mask is None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None
-        )
+        only_ids = attention_mask is None and all(kwargs.get(name) is None for name in ("position_ids", *CACHES))
         woven.causal = only_ids and base.config._attn_implementation == "sdpa"
         woven.recorded = requested("output_hidden_states", kwargs)
         if requested("output_attentions", kwargs) and woven.world.size > 1:

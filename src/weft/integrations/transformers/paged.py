@@ -20,9 +20,9 @@ def paged(model: nn.Module) -> nn.Module:
     whether the model is woven or not. Return the model.
 
     The attention is registered with Transformers' `AttentionInterface` and set: as "paged|weft" if continuous batching
-    has attentions of its own, else (Transformers 5.23) as "weft_flash", since that version refuses names without
-    "flash". It serves only continuous batching: call `model.set_attn_implementation("sdpa")` before `forward` and
-    `generate`. With "paged|weft" CUDA graphs need `ContinuousBatchingConfig(use_cuda_graph=True)`.
+    has attentions of its own, else (Transformers 5.23 and later) as "weft_flash", since those versions refuse names
+    without "flash". It serves only continuous batching: call `model.set_attn_implementation("sdpa")` before `forward`
+    and `generate`. With "paged|weft" CUDA graphs need `ContinuousBatchingConfig(use_cuda_graph=True)`.
     """
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -46,9 +46,13 @@ def attend(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return attention [1, M, heads, D] of query [1, heads, M, D]. key and value [1, kv_heads, M, D] go to the cache,
-    which returns the keys and values to attend to. Raises ValueError outside continuous batching."""
-    if cache is None:
+    """Return attention [1, M, heads, D] of query [1, heads, M, D].
+
+    key and value [1, kv_heads, M, D] go to the cache, which returns the keys and values to attend to; since
+    Transformers 5.24 the caller has done that, and they are [1, kv_heads, N, D]. Raises ValueError outside continuous
+    batching.
+    """
+    if "cu_seq_lens_q" not in kwargs:
         raise ValueError(
             "the attention that weft.hf.paged sets is only for continuous batching (generate_batch); call "
             'model.set_attn_implementation("sdpa") before other calls'
@@ -60,7 +64,9 @@ def attend(
             kind = "sliding_attention" if sliding_window else "full_attention"
             max_k, lengths = max_k[kind], lengths[kind]
     else:
-        key, value = (t[0].transpose(0, 1) for t in cache.update(key, value, module.layer_idx, kwargs=kwargs))
+        if cache is not None:
+            key, value = cache.update(key, value, module.layer_idx, kwargs=kwargs)
+        key, value = (t[0].transpose(0, 1) for t in (key, value))
         max_q, max_k, lengths = kwargs["max_length_q"], kwargs["max_length_k"], kwargs["cu_seq_lens_k"]
     q, starts = query[0].transpose(0, 1), kwargs["cu_seq_lens_q"]
     if q.is_cuda:

@@ -7,6 +7,7 @@ nn/decoder_layer.py.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -185,6 +186,7 @@ class AttentionShard(HeadsShard):
         self.parameters = Parameters(self.normed, self._bind)
         self.eps = self.normed[0].variance_epsilon if self.normed else 0.0
         self.scaling, self.layer_idx = attention.scaling, attention.layer_idx
+        self.takes_cache = "cache" in inspect.signature(type(attention).forward).parameters
         self.interfaces, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
         self.eager = modeling.eager_attention_forward
         self.fast = fastest(
@@ -206,12 +208,17 @@ class AttentionShard(HeadsShard):
         project: Callable[[ColumnShards, torch.Tensor], torch.Tensor],
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Return the heads' output [.., heads D] in place of hidden states, and the attention weights."""
+        """Return the heads' output [.., heads D] in place of hidden states, and the attention weights.
+
+        Since Transformers 5.24 a module of attention updates every cache, which it takes as `cache`. Before, it updated
+        `past_key_values`, and `cache` was that of continuous batching, which the attention function updates."""
         qkv, (cos, sin) = project(self.qkv, hidden_states), position_embeddings
         shape = qkv.shape[:-1]
         qkv = rotary(qkv.flatten(0, -2), cos, sin, *self.heads, self.norms, self.eps, world=self.world)
         q, k, v = qkv.view(*shape, -1, self.dim).transpose(1, 2).split(self.counts, 1)
-        if past_key_values is not None:
+        if self.takes_cache and (cache := kwargs.pop("cache", past_key_values)) is not None:
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        elif past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         name = self.config._attn_implementation
         if name == "sdpa" and (faster := self._faster(q, k, v, attention_mask, kwargs.get("is_causal"))) is not None:

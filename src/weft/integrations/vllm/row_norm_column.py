@@ -23,6 +23,7 @@ from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...nn.weave import Weave, halves
 from ...op import Call, Op, registered
@@ -34,8 +35,6 @@ from ...ops.norm import rms_norm
 from ...plans import Plan, Sequential
 from ...tensor_checks import check_operands, dims
 from ...world import World
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -300,7 +299,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
             return "two parts need a residual of which each rank holds its own rows of both"
         return None
 
-    def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **more: Hashable) -> None:
+    def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **further: Hashable) -> None:
         """Check nothing: the operators that this one calls check that all ranks make the same call."""
 
     def execute(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ....backends.base import SymmetricTensor
 from ....kernel_launch import GivenLaunch, Launch, Matrices, Matrix, Moved, prepared
@@ -30,8 +31,6 @@ from .dispatched import COMBINE_REGISTERS, DispatchedState, LayerWorkspace, scra
 from .kernels import GELU, RoutedRows
 from .place_rows import place_rows_launch
 from .place_rows_kernels import ExpertOrder
-
-Tensor = torch.Tensor
 
 
 class Gradients(NamedTuple):

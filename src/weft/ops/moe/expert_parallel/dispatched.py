@@ -183,38 +183,38 @@ def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
     return LayerBytes(2 * world.size * c * h * size + 8 * routes, tables, rows * (h + layer.inner) * size)
 
 
+def make_state(
+    world: World, layer: Layer, plan: DispatchedGemms, local_experts: int, rows: int, sends: str, sums: str
+) -> DispatchedState:
+    """Return the state of a layer and plan. The call is collective. `sends` and `sums` name what the programs of the
+    side stream send and sum: states of equal names and numbers of programs share channels."""
+    dispatch_programs = min(plan.dispatch_programs, world.sm_count)
+    combine_programs = min(plan.combine_programs, world.sm_count)
+    return DispatchedState(
+        layer,
+        plan,
+        local_experts,
+        rows,
+        dispatch_programs,
+        combine_programs,
+        world.channel(f"{NAME}, {sends} by {dispatch_programs} programs", world.size, None, dispatch_programs),
+        world.channel(f"{NAME}, {sums} by {combine_programs} programs", world.size, None, combine_programs),
+        world.calls(NAME),
+        world.zeros((16,), torch.int32),
+        world.zeros((16,), torch.float32),
+    )
+
+
 def plan_state(world: World, layer: Layer, plan: Dispatched) -> DispatchedState:
     """Return the state of this layer and plan. The call is collective the first time. Layers with equal numbers of
     programs share channels."""
 
     def make() -> DispatchedState:
-        dispatch_programs = min(plan.dispatch_programs, world.sm_count)
-        combine_programs = min(plan.combine_programs, world.sm_count)
-        dispatch_flags = world.channel(
-            f"{NAME}, rows by {dispatch_programs} programs", world.size, None, dispatch_programs
-        )
-        combine_flags = world.channel(
-            f"{NAME}, sums by {combine_programs} programs", world.size, None, combine_programs
-        )
-        rows, local_experts = layer_rows(world, layer, plan.tile.block_m), layer.experts // world.size
+        rows = layer_rows(world, layer, plan.tile.block_m)
         if layer.max_rows is None:
             mib = memory(world, layer, plan.tile.block_m).scratch / 2**20
             world.log_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
-        placeholder_ints, placeholder_floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
-        calls = world.calls(NAME)
-        return DispatchedState(
-            layer,
-            plan,
-            local_experts,
-            rows,
-            dispatch_programs,
-            combine_programs,
-            dispatch_flags,
-            combine_flags,
-            calls,
-            placeholder_ints,
-            placeholder_floats,
-        )
+        return make_state(world, layer, plan, layer.experts // world.size, rows, "rows", "sums")
 
     return world.cached((NAME, layer, plan), make)
 

@@ -7,6 +7,7 @@ Rows have the order of the forward pass: its routes are saved and say where each
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ....kernel_launch import GivenLaunch, Launch, Moved, prepared
 from ....plans import DispatchedColumns
@@ -35,9 +36,6 @@ from .dispatched import (
     second_half_state,
     tables_of,
 )
-
-Tensor = torch.Tensor
-
 
 # -- the launches ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from ..expert_parallel.dispatched import (
     DispatchedState,
     FinalSumOptions,
     LayerWorkspace,
+    make_state,
 )
 from ..expert_parallel.kernels import RoutedRows
 from ..routing import route_tables
@@ -65,27 +66,7 @@ def fits(world: World, layer: Split, plan: DispatchedColumns) -> str | None:
 def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> DispatchedState:
     """Return the state of the launches that both halves share. The call is collective. Layers with equal numbers of
     programs share channels."""
-    dispatch_programs = min(plan.dispatch_programs, world.sm_count)
-    combine_programs = min(plan.combine_programs, world.sm_count)
-    dispatch_flags = world.channel(
-        f"{NAME}, shards by {dispatch_programs} programs", world.size, None, dispatch_programs
-    )
-    combine_flags = world.channel(f"{NAME}, parts by {combine_programs} programs", world.size, None, combine_programs)
-    placeholder_ints, placeholder_floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
-    local_experts, rows, calls = layer.local(world), layer.rows(world), world.calls(NAME)
-    return DispatchedState(
-        layer,
-        plan,
-        local_experts,
-        rows,
-        dispatch_programs,
-        combine_programs,
-        dispatch_flags,
-        combine_flags,
-        calls,
-        placeholder_ints,
-        placeholder_floats,
-    )
+    return make_state(world, layer, plan, layer.local(world), layer.rows(world), "shards", "parts")
 
 
 def first_half_state(world: World, layer: Split, plan: DispatchedColumns) -> FirstHalfState:
