@@ -107,5 +107,5 @@ class Messages:
 
 
 def _bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8 [bytes]: gloo supports fewer dtypes than torch."""
+    """Return the same memory as uint8 [bytes]: gloo supports fewer dtypes than torch."""
     return t.detach().view(-1).view(torch.uint8)

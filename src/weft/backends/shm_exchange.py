@@ -156,7 +156,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _lock(rank: int) -> bytes:
-    """The struct flock of the byte that stands for the rank."""
+    """Return the struct flock of the byte that stands for the rank."""
     return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
 
 

@@ -62,7 +62,7 @@ class OfflineDriver(DriverBase):
 
 @contextmanager
 def standing_in(driver: OfflineDriver) -> Iterator[None]:
-    """A context manager in which Triton compiles for `driver`."""
+    """Return a context manager in which Triton compiles for `driver`."""
     config: Any = triton.runtime.driver
     before = config._active  # asking for `active` fails where there is no GPU
     config.set_active(driver)
@@ -103,7 +103,7 @@ def compile_kernel(
 
 @functools.lru_cache(maxsize=64)
 def _ptxas(ptx: str, capability: int) -> str:
-    """The report of ptxas on the code. Triton runs ptxas too, but keeps no report."""
+    """Return the report of ptxas on the code. Triton runs ptxas too, but keeps no report."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "k.ptx"
         source.write_text(ptx)
@@ -118,7 +118,7 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 
 def too_large(compiled: Compiled, capability: int) -> str:
-    """Why no program fits on the GPU, or nothing."""
+    """Return why no program fits on the GPU, or nothing."""
     room = SHARED_KIB[capability]
     if compiled.shared <= room * 1024:
         return ""
@@ -126,8 +126,8 @@ def too_large(compiled: Compiled, capability: int) -> str:
 
 
 def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFunction]) -> str:
-    """One sentence that says why `kernel` did not compile, and at which line. functions: those whose lines can be
-    named."""
+    """Return one sentence that says why `kernel` did not compile, and at which line. functions: those whose lines can
+    be named."""
     where, reason = _line(kernel, 1), f"{type(error).__name__}: {error}"
     if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # among ptxas' lines
         reason = f"ptxas: {failed[1]}"

@@ -45,8 +45,8 @@ class StaticMapping(NamedTuple):
 
     @classmethod
     def over(cls, rows: int, world: int, *, tile_rows: int, channel_rows: int, arrivals: int) -> "StaticMapping":
-        """The mapping of `rows` split evenly over `world` ranks. Raises ValueError where the affine form does not
-        hold."""
+        """Return the mapping of `rows` split evenly over `world` ranks. Raises ValueError where the affine form does
+        not hold."""
         check_numbers(rows=(rows, 0), world=(world, 1), tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
         if rows % world:
             raise ValueError(f"{rows} rows do not split evenly over {world} ranks; use TableMapping")
@@ -123,7 +123,7 @@ def tile_channels(m, tile):
 
 @jit
 def channel_arrivals(m, channel):
-    """The number of notifies that a channel gets in one call."""
+    """Return the number of notifies that a channel gets in one call."""
     if m.table:
         return tl.load(m.arrivals + channel)
     else:
@@ -131,19 +131,19 @@ def channel_arrivals(m, channel):
 
 
 def balanced_rows(rows: int, world: int) -> list[int]:
-    """The number of rows of every rank when `rows` are split as evenly as possible, longer shards first."""
+    """Return the number of rows of every rank when `rows` are split as evenly as possible, longer shards first."""
     check_numbers(rows=(rows, 0), world=(world, 1))
     return [rows // world + (r < rows % world) for r in range(world)]
 
 
 @jit
 def first_row(rank, M, W: tl.constexpr):
-    """The first row that a rank owns, for the shards of `balanced_rows`, in a kernel."""
+    """Return the first row that a rank owns, for the shards of `balanced_rows`, in a kernel."""
     return rank * (M // W) + tl.minimum(rank, M % W)
 
 
 def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
-    """The tables of a `TableMapping` for shards of any length, one after another without padding.
+    """Return the tables of a `TableMapping` for shards of any length, one after another without padding.
 
     Channels number each shard's runs of `channel_rows` rows in order, so a tile that spans shards waits for a
     contiguous range. Also returns, by rank, `offset` (first row, world + 1 entries) and `channel_base` (first channel,

@@ -37,7 +37,7 @@ class PostingMemory(NamedTuple):
 
 @jit
 def replace_empty(words):
-    """The words with another one in place of EMPTY: one of its two zeros of 16 bits becomes positive. Every rank
+    """Return the words with another one in place of EMPTY: one of its two zeros of 16 bits becomes positive. Every rank
     applies this to the same words, so the results are the same on every rank."""
     return tl.where(words == EMPTY, words ^ 0x8000, words)
 
@@ -134,8 +134,8 @@ def rotate_thirds(state, pid, third_index, filled, PROGRAMS: tl.constexpr, MAX_P
 
 @jit
 def load_state(state, pid, third):
-    """The index of this call's third, its offset and that of the previous call's third, in words, and the number of
-    vectors that the previous call filled. third: the number of words of a third."""
+    """Return the index of this call's third, its offset and that of the previous call's third, in words, and the number
+    of vectors that the previous call filled. third: the number of words of a third."""
     third_index = tl.load(state + 2 * pid)
     words = (third // 4 * 4).to(tl.int64)  # so the compiler knows that rows begin at 16-byte words
     return third_index, third_index * words, (third_index + 2) % 3 * words, tl.load(state + 2 * pid + 1)

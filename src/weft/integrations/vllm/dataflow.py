@@ -176,7 +176,7 @@ def first_sentence(error: Exception) -> str:
 def sites(graph: Graph, kinds: Kinds, names: Mapping[int, str]) -> list[Site]:
     """Return the sites in a graph."""
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    found_sites = []
+    graph_sites = []
     for node in graph.nodes:
         reduction = module_of(graph, node)
         if reduction is None or not kinds.reduces(reduction):
@@ -195,8 +195,8 @@ def sites(graph: Graph, kinds: Kinds, names: Mapping[int, str]) -> list[Site]:
         column = module_of(graph, following)
         if following is not None and column is not None and kinds.is_column(column) and calls[following.target] == 1:
             site.column = column
-        found_sites.append(site)
-    return found_sites
+        graph_sites.append(site)
+    return graph_sites
 
 
 def residuals_stay(graph: Graph, norms: set[int]) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from ...backends import library_gemm
 from ...compute.scaled_gemm import Scales
-from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
+from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
@@ -383,7 +383,7 @@ def _by_copy_engine(
         moving = dict(x_desc=x, gathered_desc=gathered[0], w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
         if call.recipe is not None:
             moving["all_scales"] = gathered_operands(operands, *gathered).x_scale
-        ahead((bias,), lambda: (GivenLaunch(launch, moving),))
+        ahead((bias,), lambda: (BoundLaunch(launch, moving),))
         launch(world.current_stream(), **moving)
     return GatheredRows(*gathered)
 
