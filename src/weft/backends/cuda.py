@@ -255,11 +255,8 @@ class GpuBackend(Backend):
         return super().linear(x, weight, bias, stream, out)
 
 
-_EXCHANGE, _POST, _TOO_LONG = (
-    b"H",
-    b"T",
-    b"L",
-)  # the first byte of a post: an exchange, a post, an object too long for it
+# The first byte of a post: the data of `exchange`, that of `post`, or none, since the object is too long.
+_EXCHANGE, _POST, _TOO_LONG = b"H", b"T", b"L"
 
 
 def _unpickled(post: bytes) -> Any:

@@ -407,6 +407,5 @@ def broken_kernel_rules(ptx: str, ttgir: str, awaited: Collection[tuple[tuple[st
     broken += signals_not_by_thread_zero(ptx, from_weft_lang) + signals_outside_first_warp(ptx, from_weft_lang)
     if "ttg.warp_specialize" in ttgir and (calls_by_line or "ld.acquire" in ptx):
         broken.append("acquire: warp_specialize and waits do not go together: the compiler may drop the wait")
-    return list(
-        {rule.rpartition("): ")[0] or rule: rule for rule in broken}.values()
-    )  # one instruction of each statement
+    # Several instructions of one statement are reported once.
+    return list({rule.rpartition("): ")[0] or rule: rule for rule in broken}.values())

@@ -50,7 +50,8 @@ class Extent:
         return out
 
     def index(self, address: int) -> str:
-        """Return the element that a kernel meant by an address. The axis of the longest stride may exceed its size."""
+        """Return the element that an address stands for, as text, for a report. Its index on the axis of the longest
+        stride may exceed the size."""
         rest, index = address - self.lo, [0] * len(self.shape)
         for i in self.axes:
             index[i], rest = divmod(rest, self.strides[i])
@@ -69,7 +70,7 @@ def _gaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
 
 
 class PointerBounds:
-    """The tensors that kernels of a run have as arguments, by number."""
+    """The tensors that are arguments of a run's kernels, by number."""
 
     def __init__(self) -> None:
         self.extents: list[Extent | None] = [None]

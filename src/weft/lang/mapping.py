@@ -1,9 +1,9 @@
 """Mappings from a tile to its rows (f_S), its rank (f_R) and its channels (f_C) (TileLink, section 3).
 
-There are two, with the same functions. `StaticMapping` is affine: three divisions that the compiler folds into the
-tile's address. `TableMapping` reads tables filled at run time, for uneven shards and for routing known only on the
-device (MoE). Every function here is plain arithmetic: called as `f.fn(mapping, tile)` on the host it takes and returns
-Python ints.
+There are two mappings, with the same functions. `StaticMapping` is affine: its functions are divisions, and a kernel
+reads no memory for them. `TableMapping` reads tables that are filled at run time, for uneven shards and for routing
+that is known only on the device (MoE). The functions of a StaticMapping are plain arithmetic: on the host they are
+called as `static_rows.fn(mapping, tile)`, and take and return Python ints.
 """
 
 import operator
@@ -75,20 +75,20 @@ class TableMapping(NamedTuple):
 
 @jit
 def static_rows(m, tile):
-    """f_S of a StaticMapping: first row and row after the last."""
+    """Return f_S(tile) of a StaticMapping: the tile's first row and the row after its last."""
     lo = tile * m.tile_rows
     return lo, min(lo + m.tile_rows, m.rows)
 
 
 @jit
 def static_rank(m, tile):
-    """f_R of a StaticMapping: the rank that holds the tile's first row."""
+    """Return f_R(tile) of a StaticMapping: the rank that holds the tile's first row."""
     return tile * m.tile_rows // m.rank_rows
 
 
 @jit
 def static_channels(m, tile):
-    """f_C of a StaticMapping: first channel and channel after the last."""
+    """Return f_C(tile) of a StaticMapping: the tile's first channel and the channel after its last."""
     lo = tile * m.tile_rows
     hi = min(lo + m.tile_rows, m.rows)
     return lo // m.channel_rows, (hi - 1) // m.channel_rows + 1
@@ -96,7 +96,7 @@ def static_channels(m, tile):
 
 @jit
 def tile_rows(m, tile):
-    """f_S: first row of a tile and the row after its last."""
+    """Return f_S(tile): the tile's first row and the row after its last."""
     if m.table:
         return tl.load(m.row_lo + tile), tl.load(m.row_hi + tile)
     else:
@@ -105,7 +105,7 @@ def tile_rows(m, tile):
 
 @jit
 def tile_rank(m, tile):
-    """f_R: the rank a tile belongs to."""
+    """Return f_R(tile): the rank that the tile belongs to."""
     if m.table:
         return tl.load(m.rank + tile)
     else:
@@ -114,7 +114,7 @@ def tile_rank(m, tile):
 
 @jit
 def tile_channels(m, tile):
-    """f_C: first channel of a tile and the channel after its last."""
+    """Return f_C(tile): the tile's first channel and the channel after its last."""
     if m.table:
         return tl.load(m.channel_lo + tile), tl.load(m.channel_hi + tile)
     else:

@@ -34,12 +34,8 @@ from .profile import SEND_TO_NODE, Latency, Profile
 from .search import Decision, Planner, brief, gain
 
 CURVE_SIZES = tuple(1 << i for i in range(16, 33))
-MOVED = {
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_reduce": 2,
-    "all_to_all": 1,
-}  # bytes that cross a boundary, over those of the tensor
+# By collective: bytes that cross a boundary, over those of the tensor.
+MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 
 @dataclass(frozen=True)

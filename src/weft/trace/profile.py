@@ -61,8 +61,8 @@ def profiled(world: World, fn: Callable[[], object]) -> list[Span]:
 
 
 def recorded(world: World, fn: Callable[[], object]) -> list[TraceEvent]:
-    """Trace events of a barrier and of a call of `fn` after it. A call that is not recorded comes before: starting the
-    profiler takes one rank 0.1 s longer than another."""
+    """Return the trace events of a barrier and of a call of `fn` after it. An unrecorded call comes first, because the
+    start of the profiler takes up to 0.1 s longer on one rank than on another."""
     word = world.zeros((1,), torch.float32)
 
     def together() -> None:

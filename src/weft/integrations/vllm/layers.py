@@ -19,14 +19,8 @@ from .interface import VllmObject
 from .row_all_reduce import ROW_ALL_REDUCE
 from .row_norm_column import row_norm_column
 
-LINEAR = (
-    "weight",
-    "bias",
-    "quant_method",
-    "return_bias",
-    "skip_bias_add",
-    "tp_size",
-)  # the attributes of a linear that are read below
+# The attributes of a linear that are read below.
+LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_size")
 
 
 # -- what vLLM's modules are -------------------------------------------------------------------------------------------

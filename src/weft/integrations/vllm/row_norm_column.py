@@ -115,9 +115,8 @@ def run_sequential(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTe
 
 
 def run_engine(world: World, call: RowNormColumnCall, plan: Engine, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    partial = (
-        t.x.clone() if t.row is None else row_product(world, t, t.x)
-    )  # FlashInfer's kernel writes the residual into its input
+    # x is cloned, because FlashInfer's kernel writes the residual into its input.
+    partial = t.x.clone() if t.row is None else row_product(world, t, t.x)
     y, new_residual = engine_all_reduce_norm()(partial, t.residual, EngineNorm(world, t.norm, call.eps))
     return column_product(world, t, y), new_residual
 

@@ -17,11 +17,8 @@ from ..timing import Timer
 
 BF = torch.bfloat16
 GemmShape = tuple[int, int, int]
-WAVES = (
-    Occupancy(GemmTile()),
-    Occupancy(NARROW, 2),
-    Occupancy(GemmTile(stages=4)),
-)  # all configurations that the ops' plans use
+# The tiles and programs on an SM of all GEMMs in the ops' plans.
+WAVES = (Occupancy(GemmTile()), Occupancy(NARROW, 2), Occupancy(GemmTile(stages=4)))
 
 
 @dataclass(frozen=True)
