@@ -36,7 +36,7 @@ from ..plans import TwoLevel
 from ..transport.collectives import add_bias
 from ..transport.copy_engine import COPIES, sum_parts
 from ..transport.memory import lock, workspace
-from ..transport.two_level import BETWEEN, RowPiece, hops, of_node, pull_rows, send, sum_rows
+from ..transport.two_level import BETWEEN, RowChunk, hops, of_node, pull_rows, send, sum_rows
 from ..world import World
 from .all_gather_matmul.call import GATHER_GEMM, GatherCall, GatheredRows
 from .all_reduce.call import PLAIN_SUM, SumCall, Tensors
@@ -163,15 +163,15 @@ def _reduce_node(world: World, operands: ScaledFactors, slices: Sequence[slice],
 
 
 # -- all-reduce --------------------------------------------------------------------------------------------------------
-def _row_chunks(world: World, m: int, plan: TwoLevel) -> list[RowPiece]:
+def _row_chunks(world: World, m: int, plan: TwoLevel) -> list[RowChunk]:
     """Return consecutive chunks of all m rows. Each rank of a node owns a part of each chunk."""
     node, count = world.levels.node, min(plan.pieces, m)
     cuts = [_cut(m, chunk, count) for chunk in range(count)]
-    return [RowPiece(i, cut.start, split_rows(node, cut.stop - cut.start)) for i, cut in enumerate(cuts)]
+    return [RowChunk(i, cut.start, split_rows(node, cut.stop - cut.start)) for i, cut in enumerate(cuts)]
 
 
 def _chunk_memory(
-    world: World, name: str, chunks: Sequence[RowPiece], columns: int, dtype: torch.dtype
+    world: World, name: str, chunks: Sequence[RowChunk], columns: int, dtype: torch.dtype
 ) -> SymmetricTensor:
     """Return symmetric memory of the node, for the rows of every chunk that each of its ranks owns."""
     shape = len(chunks), max(max(chunk.shards) for chunk in chunks), columns
@@ -236,7 +236,7 @@ def run_sum(world: World, call: SumCall, plan: TwoLevel, t: Tensors, stream: Str
 def _norm(
     world: World,
     call: SumCall,
-    chunk: RowPiece,
+    chunk: RowChunk,
     total: torch.Tensor,
     t: Tensors,
     memory: SymmetricTensor,
