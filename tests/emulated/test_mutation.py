@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import linecache
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -999,20 +999,30 @@ def line_of(m: Mutation) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_mutation_is_caught(name: str, record_property: Callable[[str, object], None]) -> None:
-    case = CASES[name]
+    equivalent = [e for e in EQUIVALENT if name in e.cases]
+    every_mutation_is_caught(name, CASES[name], EPOCHS.get(name, ()), equivalent, record_property)
+
+
+def every_mutation_is_caught(
+    name: str,
+    case: Case,
+    epochs: Iterable[Mutation],
+    unused: list[Equivalent],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """unused: what no schedule can show, from which each is taken that is met."""
 
     def run(backend: Any) -> None:
         case.run(World(backend))
 
     _, report = spmd(run, case.ranks, record=True, nodes=case.nodes)
     reached = list(case.kernels) if isinstance(case.kernels, tuple) else None if case.kernels else []
-    mutations = [*sites(reached, report), *EPOCHS.get(name, ())]
+    mutations = [*sites(reached, report), *epochs]
     if case.file:
         mutations = [m for m in mutations if m.file.endswith(case.file)]
     elif not case.kernels:
         mutations = [m for m in mutations if m.method == "wait_event"]
     assert mutations, "nothing to break"
-    unused = [e for e in EQUIVALENT if name in e.cases]
     caught, wrong = 0, []
     for mutation in mutations:
         entry = next(
