@@ -105,7 +105,7 @@ class HostThread:
 def folded(error: E) -> E:
     """Return the error with a traceback that leaves out the frames of the machinery that runs ranks. The frames of
     callers, of the rank's function and of kernels stay, and so does the last one, which raised the error, unless it is
-    a WeftError. """
+    a WeftError."""
     frames: list[TracebackType] = []
     frame_below = error.__traceback__
     while frame_below is not None:
