@@ -21,8 +21,8 @@ stream. GEMM programs wait for nobody. `return_rows` first sends all, then waits
 every wait ends.
 
 Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call
-n + 2 has ended its call n + 1, in which it acquired from every rank: by stream order that rank's notify came after it had
-read the half in call n. The tables of a call are read by later launches of the same stream only.
+n + 2 has ended its call n + 1, in which it acquired from every rank: by stream order that rank's notify came after it
+had read the half in call n. The tables of a call are read by later launches of the same stream only.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ from ...lang.intrinsics import wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast
 
-ITEM = tl.constexpr(2)  # bytes of an element
+ELEMENT_BYTES = tl.constexpr(2)  # bytes of an element
 
 
 class Inbox(NamedTuple):
@@ -73,7 +73,7 @@ def inbox_rows(inbox, rank, DTYPE: tl.constexpr):
 @jit
 def inbox_counts(inbox, rank, m, N, W: tl.constexpr):
     """Return pointers to the counts in this call's half of the memory of `rank`."""
-    return (half_address(inbox, rank) + W * m * N.to(tl.int64) * ITEM).to(tl.pointer_type(tl.int32))
+    return (half_address(inbox, rank) + W * m * N.to(tl.int64) * ELEMENT_BYTES).to(tl.pointer_type(tl.int32))
 
 
 @jit
@@ -109,7 +109,7 @@ def number_rows(destinations, target_rows, row_addresses, inbox, ch, m, N, BLOCK
         number = tl.sum(goes * (tl.cumsum(goes, 0) - goes + before[None, :]), 1)
         is_sent = tl.sum(goes, 1) > 0
         tl.store(target_rows + i, tl.where(is_sent, rank * m + number, -1), mask=i < m)
-        address = half_address(inbox, tl.where(is_sent, rank, 0)) + (me * m + number).to(tl.int64) * N * ITEM
+        address = half_address(inbox, tl.where(is_sent, rank, 0)) + (me * m + number).to(tl.int64) * N * ELEMENT_BYTES
         tl.store(row_addresses + i, tl.where(is_sent, address, 0), mask=i < m)
         if block == tl.cdiv(m, BLOCK) - 1:
             counts = inbox_counts(inbox, tl.minimum(r, W - 1), m, N, W)

@@ -103,9 +103,11 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
         world: World,
         call: StaticCall,
         result: torch.Tensor,
-        counts_and_targets: tuple[torch.Tensor, torch.Tensor] | None,
+        extra: object,
     ) -> Returned:
-        if counts_and_targets is None:  # there are no rows
+        if isinstance(extra, tuple):
+            counts_and_targets: tuple[torch.Tensor, torch.Tensor] = extra
+        else:  # there are no rows
             counts_and_targets = world.zeros((world.size,), torch.int32), world.zeros((0,), torch.int32)
         return result, *counts_and_targets[: 1 + call.gradient]
 
