@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _flattened(value: object) -> Iterator[object]:
-    """The argument itself, or each field of a NamedTuple; a constant as its value."""
+    """Return the argument itself, or each field of a NamedTuple; a constant as its value."""
     if isinstance(value, tuple):
         for part in value:
             yield from _flattened(part)
@@ -42,14 +42,14 @@ def _flattened(value: object) -> Iterator[object]:
 
 
 def _kinds(value: object) -> Hashable:
-    """A key that is different for variants of a NamedTuple that changes from call to call."""
+    """Return a key that is different for variants of a NamedTuple that changes from call to call."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return tuple(map(_kinds, value)) if isinstance(value, tuple) else value
 
 
 def _kind(value: object) -> object:
-    """What Triton compiles for in an argument, other than its address."""
+    """Return what Triton compiles for in an argument, other than its address."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, TensorDescriptor):
@@ -119,8 +119,8 @@ class Launcher:
             launch.variants[kinds] = ready
 
     def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
-        """Compile and load a variant the first time; raise Unsupported unless its programs fit and are resident at
-        once."""
+        """Compile and load a variant the first time; raise Unsupported unless its programs fit, and are resident at
+        once if they may wait for each other. Programs of a `local` launch do not."""
         unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
         leaves = [part for name, value in values.items() if name not in unspecialized for part in _flattened(value)]
         # Triton compiles for addresses that are multiples of 16, and for others.
@@ -143,7 +143,7 @@ class Launcher:
             raise Unsupported(
                 f"{kernel.fn.__name__}: the pull programs do not fit on an SM together with the computing ones"
             )
-        if grid > self.backend.sm_count * self.occupancy(compiled):
+        if not options.get("local") and grid > self.backend.sm_count * self.occupancy(compiled):
             raise Unsupported(
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
                 f"{self.occupancy(compiled)} an SM"
@@ -158,7 +158,8 @@ class Launcher:
         return registers <= props.regs_per_multiprocessor and shared <= props.shared_memory_per_multiprocessor
 
     def occupancy(self, compiled: CompiledKernel) -> int:
-        """The number of programs of a compiled kernel that fit on one SM, by shared memory, registers and threads."""
+        """Return the number of programs of a compiled kernel that fit on one SM, by shared memory, registers and
+        threads."""
         props: Any = torch.cuda.get_device_properties(self.backend.device)
         threads = compiled.metadata.num_warps * 32
         by_shared = props.shared_memory_per_multiprocessor // (compiled.metadata.shared + 1024)

@@ -12,7 +12,7 @@ because weights come from memory and the power limit lowers the clock. While onl
 GEMMs that follow run faster: an all-reduce on SMs therefore costs less than its own time, and transfers by copy engines
 under GEMMs cost little, but not nothing. HEAT, SUM_SHARE and COPY_SHARE hold these effects. They and the other
 constants were fitted to layers of Llama-70B's sizes on two and four H200s (2026-11), and checked against two other
-models (tests/test_layers.py).
+models (tests/planner/test_layers.py).
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class LayerPredictor:
 
 
 def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
-    """The way that is predicted fastest for layers of these sizes on this World's machine; plain without a profile, or
-    where the ranks have no memory in common. Collective the first time. mode: "graph" or "eager"."""
+    """Return the way that is predicted fastest for layers of these sizes on this World's machine; plain without a
+    profile, or where the ranks have no memory in common. Collective the first time. mode: "graph" or "eager"."""
     planner = None if world.symmetric_reason or tokens == 0 else planner_on(world)
     if planner is None:
         return _PLAIN

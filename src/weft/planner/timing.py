@@ -1,9 +1,9 @@
 """Times of calls on the GPU.
 
 Every timing in weft rests on `chooser.span`: two events around work on one stream. `CudaTimer`, for the profile,
-replays one call back to back from a graph, with all ranks at once. bench/timing.py and the demo time several functions
-in alternation, so that a GPU that heats up slows all of them. The self-check (auto.py) times a GEMM on one GPU,
-without other ranks, in 20 ms.
+replays one call back to back from a graph, with all ranks at once. bench/common/timing.py and the demo time several
+functions in alternation, so that a GPU that heats up slows all of them. The self-check (auto.py) times a GEMM on one
+GPU, without other ranks, in 20 ms.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ class CudaTimer:
             graph.replay()
             spans = []
             for _ in range(replays):
-                torch.cuda._sleep(
-                    AHEAD
-                )  # without it, the launch on the host would count, which is longer than a short graph
+                # Without this sleep the host's launch would count, which takes longer than a short graph.
+                torch.cuda._sleep(AHEAD)
                 self._rendezvous()
                 spans.append(span(graph.replay))
             torch.cuda.synchronize()

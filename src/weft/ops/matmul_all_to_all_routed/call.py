@@ -29,5 +29,5 @@ class StaticCall(MatmulCall):
 
     gradient: bool = field(kw_only=True)
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         return dict(m=self.rows, N=self.n, K=self.k, dtype=str(self.dtype))

@@ -20,9 +20,9 @@ scope sys of what the program stored in its inboxes, and of the counts that `num
 stream. GEMM programs wait for nobody. `return_rows` first sends all, then waits, and its programs are all resident, so
 every wait ends.
 
-Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call n+2
-has ended its call n+1, in which it acquired from every rank: by stream order that rank's notify came after it had read
-the half in call n. The tables of a call are read by later launches of the same stream only.
+Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call
+n + 2 has ended its call n + 1, in which it acquired from every rank: by stream order that rank's notify came after it
+had read the half in call n. The tables of a call are read by later launches of the same stream only.
 """
 
 from typing import NamedTuple

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, prepared
+from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...plans import FusedAllToAll, Plan
@@ -85,9 +85,9 @@ def run_fused(
     row_addresses = world.empty((m,), torch.int64)
     tables = dict(target_rows=target_rows, row_addresses=row_addresses)
     steps = (
-        GivenLaunch(numbering, dict(destinations=destinations, **tables)),
-        GivenLaunch(gemm, dict(x_desc=x, w_desc=weight, bias=bias, row_addresses=row_addresses)),
-        GivenLaunch(receiving, dict(out=out, counts=counts)),
+        BoundLaunch(numbering, dict(destinations=destinations, **tables)),
+        BoundLaunch(gemm, dict(x_desc=x, w_desc=weight, bias=bias, row_addresses=row_addresses)),
+        BoundLaunch(receiving, dict(out=out, counts=counts)),
     )
     ahead((bias, out), lambda: steps)
     for step in steps:

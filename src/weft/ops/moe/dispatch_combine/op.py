@@ -23,14 +23,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....backends.base import SymmetricTensor
 from ....errors import WeftError
-from ....kernel_launch import GivenLaunch, Launch, prepared
+from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....op import Call, Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, Plan, Sequential
 from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
 from ....world import World
-from ...common import given_rows, plain_rows
+from ...common import check_rows, plain_rows
 from ..call import MAX_TOPK, Layer, check_routes
 from ..expert_parallel import dispatched
 from ..expert_parallel.dispatched import DispatchedState, FinalSumOptions, LayerWorkspace
@@ -343,8 +343,8 @@ def combine(
     check_handle(handle, world)
     check_sums(handle, y, shared)
     gradient = torch.is_grad_enabled() and requires_grad(y, shared, handle.weights)
-    before, versions_now = handle.versions, versions(handle.ids, handle.weights)
-    if gradient and before and versions_now and before != versions_now:
+    before, current_versions = handle.versions, versions(handle.ids, handle.weights)
+    if gradient and before and current_versions and before != current_versions:
         raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
     operands = CombineOperands(y, handle.weights, handle.ids, handle.handle_id, shared)
     result: torch.Tensor = COMBINE_OP(handle.world, handle.plan, operands, handle.options, out)
@@ -380,7 +380,7 @@ def check(world: World, operands: DispatchOperands, options: CallOptions) -> Non
     if buffer_index is not None and buffer_index not in range(BUFFERS):
         raise ValueError(f"{DISPATCH}: buffer_index {buffer_index!r} is not 0, 1 or None")
     if rows is not None:
-        given_rows(DISPATCH, world, rows, x, whole=False)
+        check_rows(DISPATCH, world, rows, x, whole=False)
 
 
 def check_handle(handle: Handle, world: World | None) -> None:
@@ -571,7 +571,7 @@ def load(world: World, state: KernelState) -> None:
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def place_launch(world: World, state: KernelState, rows: torch.Tensor) -> GivenLaunch:
+def place_launch(world: World, state: KernelState, rows: torch.Tensor) -> BoundLaunch:
     """Return the launch of `place_rows`."""
     routes_per_source = state.exchange.alignment > 1
     return place_rows_launch(
@@ -607,7 +607,7 @@ def mask_launch(world: World, state: ExchangeState) -> Launch:
     )
 
 
-def combine_launch(world: World, state: KernelState, y: torch.Tensor) -> GivenLaunch:
+def combine_launch(world: World, state: KernelState, y: torch.Tensor) -> BoundLaunch:
     """Return the launch of `combine_rows`."""
     return dispatched.combine_launch(
         world, state.dispatched, state.rows(y), state.zero_counters, state.zero_counters, state.space(y)
@@ -621,7 +621,7 @@ def final_sum_launch(
     shared: torch.Tensor | None,
     out: torch.Tensor,
     co_resident: bool = True,
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of the sum over ranks. It reads the ids that `share` copied, so that the caller may overwrite
     his own. It has fewer and smaller programs than in a layer, so that the waiting programs of two buffers leave room
     for the dispatch programs."""

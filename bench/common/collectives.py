@@ -1,0 +1,91 @@
+"""The library's all-gather and reduce-scatter of rows, as torch.autograd has them beside cuBLAS: what layers that train are
+compared with. And what the same computation takes without them, under which no overlap comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+import weft
+from weft.lang.mapping import balanced_rows
+from weft.transport.collectives import gather, reduce_scatter
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+
+
+class Collectives:
+    """NCCL's, on the caller's stream, of as even parts as there are."""
+
+    def __init__(self, world: weft.World) -> None:
+        self.world = world
+
+    def gather(self, x: Tensor, rows: int) -> Tensor:
+        """All ranks' x, of so many rows together."""
+        return self._of(gather, x, rows)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """This rank's rows of the sum over ranks."""
+        return self._of(reduce_scatter, x, x.shape[0])
+
+    def _of(self, collective: Callable[..., Tensor], x: Tensor, rows: int) -> Tensor:
+        stream = self.world.current_stream()
+        y = collective(x, self.world, balanced_rows(rows, self.world.size), stream)
+        self.world.finish(stream)
+        return y
+
+
+class Elided(Collectives):
+    """None: in place of a sum this rank's rows of its own part, in place of a gather what the same one of the first pass
+    gave. So each rank computes all that it computes beside the library's, experts on the same routes."""
+
+    def __init__(self, world: weft.World) -> None:
+        super().__init__(world)
+        self.kept: list[Tensor] = []
+        self.at = 0
+
+    def passes(self, fn: Callable[[], T]) -> Callable[[], T]:
+        """`fn` as one pass: the same collectives in the same order in every call."""
+
+        def run() -> T:
+            self.at = 0
+            return fn()
+
+        return run
+
+    def gather(self, x: Tensor, rows: int) -> Tensor:
+        if self.at == len(self.kept):
+            self.kept.append(super().gather(x, rows))
+        self.at += 1
+        return self.kept[self.at - 1].detach()
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x.split(balanced_rows(x.shape[0], self.world.size))[self.world.rank]
+
+
+class Gathered(torch.autograd.Function):
+    """The all-gather of rows, as many of every rank; backward the reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: Collectives) -> Tensor:
+        ctx.by = by
+        return by.gather(x, x.shape[0] * by.world.size)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.by.sum(dy.contiguous()), None
+
+
+class Scattered(torch.autograd.Function):
+    """The reduce-scatter of rows; backward the all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: Collectives) -> Tensor:
+        ctx.by = by
+        return by.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.by.gather(dy.contiguous(), dy.shape[0] * ctx.by.world.size), None
