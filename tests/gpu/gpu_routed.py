@@ -1,6 +1,6 @@
-"""GPU checks of GEMM + all-to-all by a routing on the device: tests/gpu_main.py runs them among its own.
+"""GPU checks of GEMM + all-to-all by a routing on the device: tests/gpu/gpu_main.py runs them among its own.
 
-Alone: torchrun --nproc-per-node N tests/gpu_main.py --out DIR --only "routed all-to-all"
+Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "routed all-to-all"
 """
 
 from __future__ import annotations
