@@ -862,8 +862,8 @@ EQUIVALENT = [
     ),
     *[
         Equivalent(
-            EXCHANGE, what, "wait_until(counters + source_step",
-            "y is there by the stream's order: counters and targets are zero, and stay so",
+            EXCHANGE, what, "wait_until(",
+            "y is there by the stream's order: counters and targets are zero, and stay so", function="combine_rows",
         )
         for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],

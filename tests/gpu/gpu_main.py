@@ -2,7 +2,9 @@
 
 More ranks than GPUs share them where WEFT_SHARE_GPU=1 is set. Of every check rank 0 writes a row to DIR/rows.jsonl (gpu_queue.py): its
 largest error over ranks, its bound and whether it passed; those that have passed with this version of weft, by tests/gpu_record.json,
-are not made again. Behind a failing check the ranks go on with another World (the counters of the old one may disagree from then on); if they cannot, the run ends. `--stalled-peer OP`: the last rank never joins an op, and the others must raise weft.Timeout within its bound.
+are not made again. Behind a failing check the ranks go on with another World (the counters of the old one may disagree from then on);
+if they cannot, the run ends. `--stalled-peer OP`: the last rank never joins an op, and the others must raise weft.Timeout within its
+bound.
 gpu/run.sh starts all this.
 """
 

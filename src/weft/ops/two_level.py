@@ -131,7 +131,9 @@ def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Scaled
     levels, chunks, rows = world.levels, plan.pieces, out.shape[0]
     local_rank, stream, between = levels.node.rank, world.current_stream(), world.side_stream(BETWEEN)
     staging = world.empty((levels.across.size, rows, call.n), call.dtype)  # by source node
-    sent = []  # is kept until this stream has waited for the transfers: its memory would be that of a later tensor
+    # The parts are kept until this stream has waited for their transfers: the allocator gives the memory of a tensor
+    # that is no longer held to the next one of this stream, while `between` still reads it.
+    sent = []
     for target, source in hops(world):
         for chunk in range(chunks):
             slices = _slices(world, call.shards, target, chunk, chunks)
@@ -276,7 +278,7 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
         start = sum(routing.counts[world.rank][: target * node.size])
         world.linear(ordered[start : start + y.shape[0]], weight, bias, stream, y)
 
-    sent, arrived = [], []  # `sent` is kept until this stream has waited for the transfers
+    sent, arrived = [], []  # `sent` is kept until this stream has waited for the transfers, as in `run_scatter`
     for target, source in hops(world):
         y = world.empty((sum(of_node(world, target, routing.counts[world.rank])), call.n), call.dtype)
         sent.append(y)
