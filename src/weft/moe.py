@@ -10,8 +10,9 @@ from .ops.moe.call import KEEPS
 from .ops.moe.dispatch_combine.op import Handle, combine, dispatch
 from .ops.moe.expert_parallel.op import moe, pack
 from .ops.moe.routing.capacity import apply_capacity
+from .ops.moe.routing.losses import load_balancing_loss, z_loss
 from .ops.moe.routing.placement import expert_placement
-from .ops.moe.routing.router import gate, load_balancing_loss, z_loss
+from .ops.moe.routing.router import gate
 
 __all__ = [
     "KEEPS", "Handle", "MoE", "apply_capacity", "combine", "dispatch", "expert_placement", "gate",

@@ -1,15 +1,14 @@
-"""The gate of a mixture of experts against torch, and its losses against their formulas."""
+"""The gate of a mixture of experts against torch."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
 import weft
-from weft.ops.moe.routing.router import gate, load_balancing_loss, z_loss
+from weft.ops.moe.routing.router import gate
 
 
 def emulate(fn: Any) -> Any:
@@ -119,23 +118,3 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> Non
         emulate(lambda world: gate(world=world, **given))
     with pytest.raises(TypeError, match="are supported"):
         emulate(lambda world: gate(torch.zeros(2, 8, dtype=torch.float64), 2, world=world))
-
-
-def test_losses() -> None:
-    logits = drawn(12, 4, 1).requires_grad_()
-    ids = torch.arange(24).view(12, 2).int() % 4
-    assert load_balancing_loss(torch.zeros(12, 4), ids).item() == pytest.approx(1)
-    p = torch.softmax(logits, 1).mean(0)
-    assert load_balancing_loss(logits, torch.full((12, 1), 2)).item() == pytest.approx(4 * p[2].item())
-    ids[:, 1] = -1
-    f = torch.tensor([(ids == e).sum() / 12 for e in range(4)])
-    loss = load_balancing_loss(logits, ids)
-    assert loss.item() == pytest.approx(4 * (f * p).sum().item())
-    (loss + z_loss(logits)).backward()
-    assert logits.grad is not None and logits.grad.abs().sum() > 0
-    assert z_loss(torch.zeros(3, 8)).item() == pytest.approx(math.log(8) ** 2)
-    assert z_loss(torch.zeros(0, 8)).item() == load_balancing_loss(torch.zeros(0, 8), ids[:0]).item() == 0
-    with pytest.raises(ValueError, match="T, E"):
-        z_loss(torch.zeros(8))
-    with pytest.raises(ValueError, match="T, k"):
-        load_balancing_loss(torch.zeros(3, 8), ids)

@@ -171,7 +171,7 @@ def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor
 
     def loss_of(x: torch.Tensor) -> torch.Tensor:
         ids, weights, logits = layer.route(x)
-        more = moe.load_balancing_loss(logits, ids) + moe.z_loss(logits)
+        more = moe.load_balancing_loss(logits, ids, world=layer.world) + moe.z_loss(logits, world=layer.world)
         return layer(x, routes=(ids, weights)).float().square().sum() + more
 
     loss = (loss_of if call is None else call(loss_of))(x)

@@ -28,9 +28,17 @@ from tests.emulated.cases_dispatch_combine import exchange_case, overfull
 from tests.emulated.cases_expert_parallel import no_room_case, steps, whole_experts
 from tests.emulated.cases_fp8 import factors, wanted
 from tests.emulated.cases_moe import in_turn, layer_case, training_case
+from tests.emulated.cases_router import (
+    some_ids,
+    some_weights,
+    torch_balance,
+    torch_capacity,
+    torch_z_loss,
+)
 from tests.emulated.cases_routing import Layer, drawn, routing
 from tests.emulated.cases_tensor_parallel import around_layer, both_halves, first_halves, other_second_halves
 from weft import World, check
+from weft import moe as moe_functions
 from weft.architectures import AMPERE
 from weft.backends.emulated import spmd
 from weft.check.schedules import kill_rate
@@ -56,7 +64,9 @@ from weft.ops.moe.expert_parallel.fused_kernels import (
 from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_offset, sum_ranks
 from weft.ops.moe.expert_parallel.low_latency_kernels import low_latency_gemm, routes_of_expert
 from weft.ops.moe.expert_parallel.place_rows_kernels import mask_rows, place_rows
+from weft.ops.moe.routing.capacity_kernels import limit_experts
 from weft.ops.moe.routing.kernels import half_start_of
+from weft.ops.moe.routing.losses_kernels import balance_loss, square_loss
 from weft.ops.moe.tensor_parallel.kernels import keep_shards, push_shard
 from weft.plans import (  # fmt: skip
     Awaiting,
@@ -388,6 +398,26 @@ def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Ma
     return main
 
 
+def router_losses(world: World) -> None:
+    """Of logits whose rows several programs share, three times over."""
+    for seed in range(3):
+        logits = draw(seed, 90, 12, dtype=torch.float32)
+        ids = some_ids(90, 2, 12, seed)
+        losses = moe_functions.load_balancing_loss(logits, ids, world=world), moe_functions.z_loss(logits, world=world)
+        world.synchronize()
+        for loss, expected in zip(losses, (torch_balance(logits, ids), torch_z_loss(logits)), strict=True):
+            torch.testing.assert_close(loss, expected)
+
+
+def capacities(world: World) -> None:
+    for seed in range(2):
+        ids, weights = some_ids(200, 2, 3, seed), some_weights(200, 2, seed)
+        results = moe_functions.apply_capacity(ids, weights, 3, 0.5, drop="probability", world=world)
+        world.synchronize()
+        expected = torch_capacity(ids, weights, 3, 0.5, "probability")
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
 def first_half(world: World) -> None:
     assert first_halves(world, "dispatched", "sequential") < 1.2e-2
 
@@ -562,6 +592,8 @@ CASES |= {
         attending(BY_HEADS, HeadParallel(programs=2), "first", "second"), 2, kernels=False
     ),
 }
+CASES["router losses"] = Case(router_losses, 1, kernels=(balance_loss, square_loss))
+CASES["capacities"] = Case(capacities, 1, kernels=(limit_experts,))
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
 CASES |= {
     "MoE exchange": Case(exchanging(), 2, kernels=(place_rows, combine_rows, sum_ranks)),

@@ -354,6 +354,18 @@ def decoder(
     return fn
 
 
+def around_the_gate(world: World, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Capacity, placement and losses, with their gradients."""
+    for drop in ("position", "probability"):
+        weft.moe.apply_capacity(ids, weights, logits.shape[1], 1.0, drop=drop, world=world)
+    table = torch.zeros(logits.shape[1], 3, dtype=torch.int32)
+    weft.moe.expert_placement(ids, table, world=world)
+    weft.moe.expert_placement(ids, table[:, 0].contiguous(), world=world)
+    for x in (logits, logits.bfloat16()):
+        leaf = x.requires_grad_()
+        (weft.moe.load_balancing_loss(leaf, ids, world=world) + weft.moe.z_loss(leaf, world=world)).backward()
+
+
 def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[World], None]:
     """What stands around an MoE layer's rows: the gate, routes to all ranks, and the tables of so many experts a rank."""
 
@@ -361,6 +373,7 @@ def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[W
         logits = torch.zeros(tokens, min(512, experts * world.size))
         ids, weights = gate(logits, k, world=world, bias=logits[0], groups=2, top_groups=2, scoring="sigmoid")
         gate(logits.bfloat16(), k, world=world)
+        around_the_gate(world, logits, ids, weights)
         ids_all, _ = share(world, ids, weights, tokens)
         build_tables(world, ids_all, experts, tokens, block_m)
 

@@ -167,7 +167,9 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: x {dims(x)} must be {wanted}, as its experts are: x.flatten(0, -2), x.to(dtype)")
         ids, weights = self.route(x)[:2] if routes is None else routes
         if self.capacity_factor is not None and self.dropped is not None:
-            ids, dropped = apply_capacity(ids, weights, self.router.shape[0], self.capacity_factor, drop=self.drop)
+            ids, dropped = apply_capacity(
+                ids, weights, self.router.shape[0], self.capacity_factor, drop=self.drop, world=self.world
+            )
             self.dropped.copy_(dropped)
         if self.placement is not None:
             ids = expert_placement(ids, self.placement, world=self.world)

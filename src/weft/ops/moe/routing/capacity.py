@@ -1,19 +1,112 @@
-"""A capacity for every expert, applied to the router's choice before the experts run.
+"""A capacity for every expert, applied to the router's choice before the experts run, in one launch. No rank waits for
+another.
 
-The computation consists of torch operations on the device of the ids. The host reads nothing, so a CUDA graph can
-capture it. Its integers are summed in a fixed order, so the same ids give the same result.
+The host reads nothing, so a CUDA graph can capture the launch. Which routes are dropped depends on the ids and weights
+alone.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ....tensor_checks import dims
+from ....kernel_launch import Launch, prepared
+from ....op import Call, Local, Returned, check_call, registered
+from ....plans import Plan, Sequential
+from ....tensor_checks import check_device, dims
+from ....torch_library import CallOptions
+from ....world import World
+from .capacity_kernels import limit_experts
+from .route_tables import power
 
-APPLY_CAPACITY = "limit"
+APPLY_CAPACITY = "apply_capacity"
 DROPS = ("position", "probability")
+LIST = 1024  # routes of a list that a program takes at a time, at most
+
+
+@dataclass(frozen=True)
+class CapacityCall(Call):
+    """ids [m, k] of so many experts, and how many routes an expert may take of an even share (factor 1)."""
+
+    m: int
+    k: int
+    experts: int
+    factor: float
+    drop: str
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+    @property
+    def expert_capacity(self) -> int:
+        # Without the subtraction, 1.1 * 10, which is a little more than 11 in float, would give 12.
+        return math.ceil(self.factor * self.m * self.k / self.experts - 1e-6)
+
+
+class CapacityOperands(NamedTuple):
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+def run_capacity(
+    world: World, call: CapacityCall, plan: Plan, operands: CapacityOperands, out: torch.Tensor
+) -> torch.Tensor:
+    routes, by_weight = call.m * call.k, call.drop == "probability"
+    dropped = world.empty((call.experts,), torch.int32)
+    _limit(world, call.experts, by_weight, min(power(routes), world.scale.block))(
+        world.current_stream(),
+        ids=operands.ids,
+        weights=operands.weights,
+        kept_ids=out,
+        dropped=dropped,
+        listed=world.empty((2, routes), torch.int32) if by_weight else None,
+        routes=routes,
+        capacity=min(call.expert_capacity, routes),
+    )
+    return dropped
+
+
+@prepared
+def _limit(world: World, experts: int, by_weight: bool, block: int) -> Launch:
+    """Return the launch, in which a program reads `block` routes at a time."""
+    sizes = dict(E=experts, BY_WEIGHT=by_weight, BLOCK=block, LIST=min(block, LIST))
+    programs = min(experts + 1, 2 * world.sm_count)
+    return Launch(world, limit_experts, programs, dict(num_warps=8 if block > 2048 else 4, local=True), **sizes)
+
+
+class CapacityOp(Local[CapacityCall]):
+    """Operands: ids, weights; options: experts, capacity_factor, drop. Results: ids, dropped routes."""
+
+    name = "moe_capacity"
+    public = APPLY_CAPACITY
+    signature = "Tensor ids, Tensor weights, SymInt experts, float capacity_factor, str drop"
+    results = 2
+    takes = CapacityOperands
+    runs = {Sequential: run_capacity}
+
+    def check(self, world: World, operands: CapacityOperands, options: CallOptions) -> CapacityCall:
+        (ids, weights), (experts, factor, drop) = operands, options
+        check_call(APPLY_CAPACITY, world)
+        for name, t in operands._asdict().items():
+            check_device(APPLY_CAPACITY, world, name, t)
+        _check_capacity(ids, weights, experts, factor, drop)
+        return CapacityCall(ids.shape[0], ids.shape[1], experts, factor, drop)
+
+    def outputs(self, world: World, call: CapacityCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.m, call.k), torch.int32), ((call.experts,), torch.int32)]
+
+    def dense_operands(self, plan: Plan, operands: CapacityOperands) -> CapacityOperands:
+        return CapacityOperands(*(t.contiguous() for t in operands))
+
+    def returned(self, world: World, call: CapacityCall, result: torch.Tensor, dropped: object) -> Returned:
+        return result, dropped if call.m else world.zeros((call.experts,), torch.int32)
+
+
+CAPACITY = registered(CapacityOp())
 
 
 def apply_capacity(
@@ -22,46 +115,32 @@ def apply_capacity(
     experts: int,
     capacity_factor: float,
     *,
+    world: World,
     drop: str = "position",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Drop routes so that every expert takes at most ceil(capacity_factor T k / E) of this rank's routes (Fedus et al.
     2021, "Switch Transformers", equation 3).
 
     Args:
-        ids: int32 [T, k], the experts of each token, -1 for none.
+        ids: int32 [T, k], the experts of each token, -1 for none. An expert that a token has twice takes two routes.
         weights: float32 [T, k].
-        experts: E. Ids from E on are dropped and not counted.
+        experts: E. Ids outside 0 to E - 1 are dropped and not counted.
         capacity_factor: a number above 0. With 1 an expert takes no more than an even routing would give it.
+        world: the World of the ids' device. No rank waits for another.
         drop: which routes are dropped. "position" drops those of the last tokens; "probability" drops those of the
-            smallest weights, and of equal weights those of the later tokens.
+            smallest weights, and of equal weights those of the later tokens. A NaN is greater than all numbers.
 
     Returns:
         int32 [T, k], `ids` with -1 where a route was dropped; the weights of a token's other routes are not changed.
             And int32 [E], the number of dropped routes of each expert.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or options do not fit; the message quotes them.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message quotes them.
     """
-    _check_capacity(ids, weights, experts, capacity_factor, drop)
-    tokens, k = ids.shape
-    # Without the subtraction, 1.1 * 10, which is a little more than 11 in float, would give 12.
-    expert_capacity = math.ceil(capacity_factor * tokens * k / experts - 1e-6)
-    flat = ids.flatten().long()
-    expert = torch.where((flat < 0) | (flat >= experts), experts, flat)
-    if drop == "probability":
-        by_weight = torch.sort(weights.flatten(), descending=True, stable=True).indices
-        order = by_weight[torch.sort(expert[by_weight], stable=True).indices]
-    else:
-        order = torch.sort(expert, stable=True).indices
-    sorted_expert = expert[order]  # in ascending order
-    expert_start = torch.searchsorted(sorted_expert, torch.arange(experts + 1, device=ids.device))
-    position = torch.arange(sorted_expert.numel(), device=ids.device) - expert_start[sorted_expert]
-    dropped = (position >= expert_capacity) & (sorted_expert < experts)
-    sorted_ids = torch.where(dropped | (sorted_expert == experts), -1, sorted_expert).to(torch.int32)
-    kept_ids = torch.empty_like(sorted_ids).scatter_(0, order, sorted_ids)
-    counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
-    counts.scatter_add_(0, sorted_expert, dropped.to(torch.int32))
-    return kept_ids.view(tokens, k), counts[:experts]
+    weights = weights.detach() if isinstance(weights, torch.Tensor) else weights
+    options = experts, float(capacity_factor), drop
+    kept_ids, dropped = CAPACITY(world, Sequential(), CapacityOperands(ids, weights), options)
+    return kept_ids, dropped
 
 
 def _check_capacity(ids: torch.Tensor, weights: torch.Tensor, experts: int, factor: float, drop: str) -> None:

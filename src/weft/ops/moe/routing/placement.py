@@ -1,17 +1,94 @@
-"""The map from logical to physical experts, applied between the router and the experts.
+"""The map from logical to physical experts, applied between the router and the experts, in one launch. No rank waits
+for another.
 
-The computation consists of torch operations on the device of the ids. The host reads nothing, so a CUDA graph can
-capture it.
+The host reads nothing, so a CUDA graph can capture the launch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 
-from ....tensor_checks import dims
+from ....kernel_launch import Launch, prepared
+from ....op import Call, Local, check_call, registered
+from ....plans import Plan, Sequential
+from ....tensor_checks import check_device, dims
+from ....torch_library import CallOptions
+from ....transport.memory import rank_word
 from ....world import World
+from .placement_kernels import place_experts
+from .route_tables import power
 
-EXPERT_PLACEMENT = "place"
+EXPERT_PLACEMENT = "expert_placement"
+
+
+@dataclass(frozen=True)
+class PlacementCall(Call):
+    """ids [m, k] of so many logical experts, each with at most `replicas` physical ones."""
+
+    m: int
+    k: int
+    experts: int
+    replicas: int
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+
+class PlacementOperands(NamedTuple):
+    ids: torch.Tensor
+    table: torch.Tensor
+
+
+def run_placement(
+    world: World, call: PlacementCall, plan: Plan, operands: PlacementOperands, out: torch.Tensor
+) -> None:
+    if routes := call.m * call.k:
+        columns = power(max(call.replicas, 1))
+        block = max(16, world.scale.gate_block // columns)
+        programs = min(-(-routes // block), 4 * world.sm_count)
+        launch = _place(world, programs, block, columns, call.k, call.experts, call.replicas)
+        launch(world.current_stream(), ids=operands.ids, table=operands.table, physical_ids=out, routes=routes)
+
+
+@prepared
+def _place(world: World, programs: int, block: int, columns: int, k: int, experts: int, replicas: int) -> Launch:
+    """Return the launch, in which a program takes `block` routes and `columns` replicas at a time."""
+    sizes = dict(K=k, E=experts, R=replicas, RP=columns, BLOCK=block)
+    return Launch(world, place_experts, programs, dict(num_warps=4, local=True), rank=rank_word(world), **sizes)
+
+
+class PlacementOp(Local[PlacementCall]):
+    """Operands: ids, table. Result: physical ids."""
+
+    name = "moe_placement"
+    public = EXPERT_PLACEMENT
+    signature = "Tensor ids, Tensor table"
+    takes = PlacementOperands
+    runs = {Sequential: run_placement}
+
+    def check(self, world: World, operands: PlacementOperands, options: CallOptions) -> PlacementCall:
+        ids, table = operands
+        check_call(EXPERT_PLACEMENT, world)
+        for name, t in operands._asdict().items():
+            check_device(EXPERT_PLACEMENT, world, name, t)
+        if table.dim() not in (1, 2) or table.dtype != torch.int32 or ids.dim() != 2 or ids.dtype != torch.int32:
+            raise ValueError(
+                f"{EXPERT_PLACEMENT}: ids {dims(ids)} and table {dims(table)} must be int32 [T, k], and [E] or [E, R]"
+            )
+        return PlacementCall(ids.shape[0], ids.shape[1], table.shape[0], table.shape[1] if table.dim() == 2 else 1)
+
+    def outputs(self, world: World, call: PlacementCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.m, call.k), torch.int32)]
+
+    def dense_operands(self, plan: Plan, operands: PlacementOperands) -> PlacementOperands:
+        return PlacementOperands(*(t.contiguous() for t in operands))
+
+
+PLACEMENT = registered(PlacementOp())
 
 
 def expert_placement(ids: torch.Tensor, table: torch.Tensor, *, world: World) -> torch.Tensor:
@@ -22,22 +99,14 @@ def expert_placement(ids: torch.Tensor, table: torch.Tensor, *, world: World) ->
         ids: int32 [T, k], logical experts, -1 for none.
         table: int32 [E] or [E, R], the physical experts of each logical one: up to R replicas, followed by -1. Physical
             expert p is expert p mod El of rank p // El, as in `weft.moe.moe`.
-        world: the ranks.
+        world: the ranks, none of which waits for another.
 
     Returns:
         int32 [T, k], physical experts; -1 for none, for logical experts outside 0 to E - 1, and for experts without a
             replica.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message quotes them.
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
     """
-    if table.dim() not in (1, 2) or table.dtype != torch.int32 or ids.dim() != 2 or ids.dtype != torch.int32:
-        raise ValueError(
-            f"{EXPERT_PLACEMENT}: ids {dims(ids)} and table {dims(table)} must be int32 [T, k], and [E] or [E, R]"
-        )
-    replicas = table.view(table.shape[0], -1)
-    count = (replicas >= 0).sum(1)
-    valid = (ids >= 0) & (ids < table.shape[0])
-    logical = torch.where(valid, ids, 0).long()
-    replica = torch.arange(ids.shape[0], device=ids.device)[:, None] + world.rank
-    return torch.where(valid, replicas[logical, replica % count[logical].clamp_min(1)], -1)
+    physical_ids: torch.Tensor = PLACEMENT(world, Sequential(), PlacementOperands(ids, table))
+    return physical_ids

@@ -1,5 +1,4 @@
-"""The router of a mixture of experts (`weft.moe.gate`), which is local to a rank, and the auxiliary losses that balance
-its choice."""
+"""The router of a mixture of experts (`weft.moe.gate`), which is local to a rank."""
 
 from __future__ import annotations
 
@@ -251,53 +250,3 @@ def _check(
         raise ValueError(f"{OP}: {e} experts do not make {groups} equal groups of which {top_groups} can be taken")
     if groups and top_groups * (e // groups) < k:
         raise ValueError(f"{OP}: {top_groups} groups of {e // groups} experts have fewer than k = {k}")
-
-
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-
-def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """E * sum over experts of f_e * P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6, without alpha),
-    for this rank's tokens.
-
-    Args:
-        logits: [T, E], of any floating dtype; the gradient goes through them.
-        ids: integer [T, k], the chosen experts; -1 for none.
-
-    f_e is the share of all routes that go to expert e (for k = 1 the paper's share of tokens), and P_e the mean of the
-    softmax of e's logits. The loss is 1 where both are even over the experts.
-
-    Returns:
-        float32 [], 0 without tokens or routes.
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
-    if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
-        raise ValueError(f"load_balancing_loss: logits {dims(logits)} are not [T, E], or ids {dims(ids)} not [T, k]")
-    tokens, experts = logits.shape
-    mean = torch.softmax(logits.float(), -1).sum(0) / max(tokens, 1)
-    routes = torch.zeros(experts + 1, device=ids.device)  # the last entry counts routes to no expert
-    routes.scatter_add_(
-        0, torch.where(ids < 0, experts, ids).flatten().long(), torch.ones(ids.numel(), device=ids.device)
-    )
-    share = routes[:experts] / routes[:experts].sum().clamp_min(1)
-    return experts * (share * mean).sum()
-
-
-def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Return the mean over this rank's tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022,
-    "ST-MoE", equation 5, without its coefficient).
-
-    Args:
-        logits: [T, E], of any floating dtype; the gradient goes through them.
-
-    Returns:
-        float32 [], 0 without tokens.
-
-    Raises:
-        ValueError: logits are not [T, E].
-    """
-    if logits.dim() != 2:
-        raise ValueError(f"z_loss: logits must be [T, E], got {dims(logits)}")
-    return torch.logsumexp(logits.float(), -1).square().sum() / max(logits.shape[0], 1)

@@ -1,0 +1,245 @@
+"""The auxiliary losses that balance a router's choice and keep its logits small, each in one launch, with its gradient
+in another. No rank waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ....kernel_launch import Launch, prepared
+from ....op import Call, Local, Operands, Returned, check_call, registered
+from ....plans import Plan, Sequential
+from ....tensor_checks import check_device, dims
+from ....torch_library import Backward, CallOptions
+from ....transport.memory import lock
+from ....world import World
+from .losses_kernels import balance_backward, balance_loss, square_backward, square_loss
+from .route_tables import power
+
+BALANCE, Z_LOSS = "load_balancing_loss", "z_loss"
+
+
+@dataclass(frozen=True)
+class LossCall(Call):
+    """logits [m, e], and ids [m, k] where the loss has them."""
+
+    m: int
+    e: int
+    k: int
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+
+class BalanceOperands(NamedTuple):
+    logits: torch.Tensor
+    ids: torch.Tensor
+
+
+class SquareOperands(NamedTuple):
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Memory in which the programs of a loss leave their sums for the last of them; all calls share it."""
+
+    arrivals: torch.Tensor  # int32 [1], 0 between launches
+    sums: torch.Tensor  # float32 [programs, columns]
+    counts: torch.Tensor  # int32 [programs, columns]
+
+
+def _partials(world: World, columns: int) -> Partials:
+    """Return the memory, after a wait of the current stream for earlier calls on other streams."""
+    world.order(lock(world, "partial sums of losses"), world.current_stream())
+    shape = world.sm_count, columns
+
+    def make() -> Partials:
+        counts = world.zeros((1,), torch.int32), world.empty(shape, torch.int32)
+        return Partials(counts[0], world.empty(shape, torch.float32), counts[1])
+
+    return world.cached(("partial sums of losses", columns), make)
+
+
+def _blocks(world: World, call: LossCall) -> tuple[int, dict[str, int]]:
+    """Return how many programs share the rows, and the kernels' sizes: columns, those rounded up, rows of a block."""
+    columns = power(call.e)
+    rows = max(1, world.scale.gate_block // columns)
+    return min(-(-call.m // rows), world.sm_count), dict(E=call.e, P=columns, R=rows)
+
+
+@prepared
+def _balance(world: World, call: LossCall) -> Launch:
+    programs, sizes = _blocks(world, call)
+    return Launch(world, balance_loss, programs, dict(num_warps=4, local=True), rows=call.m, K=call.k, **sizes)
+
+
+@prepared
+def _balance_backward(world: World, call: LossCall) -> Launch:
+    programs, sizes = _blocks(world, call)
+    return Launch(world, balance_backward, programs, dict(num_warps=4, local=True), rows=call.m, **sizes)
+
+
+@prepared
+def _z_loss(world: World, call: LossCall) -> Launch:
+    programs, sizes = _blocks(world, call)
+    sizes["PROGRAMS_P"] = power(programs)
+    return Launch(world, square_loss, programs, dict(num_warps=4, local=True), rows=call.m, **sizes)
+
+
+@prepared
+def _z_loss_backward(world: World, call: LossCall) -> Launch:
+    programs, sizes = _blocks(world, call)
+    return Launch(world, square_backward, programs, dict(num_warps=4, local=True), rows=call.m, **sizes)
+
+
+def run_balance(world: World, call: LossCall, plan: Plan, operands: BalanceOperands, out: torch.Tensor) -> torch.Tensor:
+    memory, share = _partials(world, power(call.e)), world.empty((call.e,), torch.float32)
+    _balance(world, call)(
+        world.current_stream(),
+        logits=operands.logits,
+        ids=operands.ids,
+        probabilities=memory.sums,
+        routes=memory.counts,
+        arrivals=memory.arrivals,
+        loss=out,
+        share=share,
+    )
+    return share
+
+
+class BalanceOp(Local[LossCall]):
+    """Operands: logits, ids. Results: the loss, and each expert's share of the routes, float32 [E], which the gradient
+    needs."""
+
+    name = "moe_balance_loss"
+    public = BALANCE
+    signature = "Tensor logits, Tensor ids"
+    results = 2
+    takes = BalanceOperands
+    runs = {Sequential: run_balance}
+
+    def check(self, world: World, operands: BalanceOperands, options: CallOptions) -> LossCall:
+        logits, ids = operands
+        check_call(BALANCE, world)
+        for name, t in operands._asdict().items():
+            check_device(BALANCE, world, name, t)
+        if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
+            raise ValueError(f"{BALANCE}: logits {dims(logits)} are not [T, E], or ids {dims(ids)} not [T, k]")
+        return LossCall(logits.shape[0], logits.shape[1], ids.shape[1])
+
+    def outputs(self, world: World, call: LossCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((), torch.float32), ((call.e,), torch.float32)]
+
+    def dense_operands(self, plan: Plan, operands: BalanceOperands) -> BalanceOperands:
+        return BalanceOperands(*(t.contiguous() for t in operands))
+
+    def returned(self, world: World, call: LossCall, result: torch.Tensor, share: object) -> Returned:
+        if call.m:
+            return result, share
+        return world.zeros((), torch.float32), world.zeros((call.e,), torch.float32)
+
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+        return operands[0], results[1]
+
+    def backward(self, world: World, ctx: Backward) -> list[torch.Tensor | None]:
+        (logits, share), dloss = ctx.saved, ctx.gradients[0]
+        assert logits is not None and share is not None
+        if dloss is None:
+            return [None, None]
+        logits, dlogits = logits.contiguous(), world.empty(logits.shape, logits.dtype)
+        if len(logits):
+            launch = _balance_backward(world, LossCall(logits.shape[0], logits.shape[1], 0))
+            launch(world.current_stream(), logits=logits, share=share, dloss=dloss.contiguous(), dlogits=dlogits)
+        return [dlogits, None]
+
+
+def run_square(world: World, call: LossCall, plan: Plan, operands: SquareOperands, out: torch.Tensor) -> None:
+    memory = _partials(world, 1)
+    _z_loss(world, call)(
+        world.current_stream(), logits=operands.logits, sums=memory.sums, arrivals=memory.arrivals, loss=out
+    )
+
+
+class SquareOp(Local[LossCall]):
+    """Operand: logits. Result: the loss."""
+
+    name = "moe_z_loss"
+    public = Z_LOSS
+    signature = "Tensor logits"
+    takes = SquareOperands
+    runs = {Sequential: run_square}
+
+    def check(self, world: World, operands: SquareOperands, options: CallOptions) -> LossCall:
+        (logits,) = operands
+        check_call(Z_LOSS, world)
+        check_device(Z_LOSS, world, "logits", logits)
+        if logits.dim() != 2:
+            raise ValueError(f"{Z_LOSS}: logits must be [T, E], got {dims(logits)}")
+        return LossCall(logits.shape[0], logits.shape[1], 0)
+
+    def outputs(self, world: World, call: LossCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((), torch.float32)]
+
+    def dense_operands(self, plan: Plan, operands: SquareOperands) -> SquareOperands:
+        return SquareOperands(operands.logits.contiguous())
+
+    def returned(self, world: World, call: LossCall, result: torch.Tensor, extra: object) -> Returned:
+        return result if call.m else world.zeros((), torch.float32)
+
+    def backward(self, world: World, ctx: Backward) -> list[torch.Tensor | None]:
+        (logits,), (dloss,) = ctx.saved, ctx.gradients
+        assert logits is not None and dloss is not None
+        logits, dlogits = logits.contiguous(), world.empty(logits.shape, logits.dtype)
+        if len(logits):
+            launch = _z_loss_backward(world, LossCall(logits.shape[0], logits.shape[1], 0))
+            launch(world.current_stream(), logits=logits, dloss=dloss.contiguous(), dlogits=dlogits)
+        return [dlogits]
+
+
+BALANCE_OP, SQUARE_OP = registered(BalanceOp()), registered(SquareOp())
+
+
+def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor, *, world: World) -> torch.Tensor:
+    """E * sum over experts of f_e * P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6, without alpha),
+    for this rank's tokens.
+
+    Args:
+        logits: [T, E], of any floating dtype; the gradient goes through them.
+        ids: integer [T, k], the chosen experts; ids outside 0 to E - 1 are none. An expert that a token has twice
+            counts twice.
+        world: the World of the logits' device. No rank waits for another.
+
+    f_e is the share of all routes that go to expert e (for k = 1 the paper's share of tokens), and P_e the mean of the
+    softmax of e's logits. The loss is 1 where both are even over the experts.
+
+    Returns:
+        float32 [], 0 without tokens or routes.
+
+    Raises:
+        ValueError, TypeError: shapes or devices do not fit; the message quotes them.
+    """
+    loss: torch.Tensor = BALANCE_OP(world, Sequential(), BalanceOperands(logits, ids))[0]
+    return loss
+
+
+def z_loss(logits: torch.Tensor, *, world: World) -> torch.Tensor:
+    """Return the mean over this rank's tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022,
+    "ST-MoE", equation 5, without its coefficient).
+
+    Args:
+        logits: [T, E], of any floating dtype; the gradient goes through them.
+        world: the World of the logits' device. No rank waits for another.
+
+    Returns:
+        float32 [], 0 without tokens.
+
+    Raises:
+        ValueError, TypeError: shape or device does not fit; the message quotes it.
+    """
+    loss: torch.Tensor = SQUARE_OP(world, Sequential(), SquareOperands(logits))
+    return loss
