@@ -54,6 +54,7 @@ from tests.gpu.gpu_parallel import checks as parallel_checks
 from tests.gpu.gpu_queue import WEFT, Queue, ordered, part_of, recorded, tree_of, tree_of_part
 from tests.gpu.gpu_reduce import checks as reduce_checks
 from tests.gpu.gpu_routed import checks as routed_checks
+from tests.gpu.gpu_router import checks as router_checks
 from tests.gpu.gpu_signaled import checks as signaled_checks
 from weft.backends import library_gemm
 from weft.backends.cuda import GpuBackend
@@ -416,6 +417,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from launch_checks(world)
     yield from signaled_checks(world)
     yield from routed_checks(world)
+    yield from router_checks(world)
     yield from moe_checks(world)
     yield from exchange_checks(world)
     yield from attention_checks(world)

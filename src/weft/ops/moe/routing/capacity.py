@@ -74,8 +74,8 @@ def run_capacity(
 def _limit(world: World, experts: int, by_weight: bool, block: int) -> Launch:
     """Return the launch, in which a program reads `block` routes at a time."""
     sizes = dict(E=experts, BY_WEIGHT=by_weight, BLOCK=block, LIST=min(block, LIST))
-    programs = min(experts + 1, 2 * world.sm_count)
-    return Launch(world, limit_experts, programs, dict(num_warps=8 if block > 2048 else 4, local=True), **sizes)
+    programs = min(experts + 1, world.sm_count)
+    return Launch(world, limit_experts, programs, dict(num_warps=16 if block > 2048 else 4, local=True), **sizes)
 
 
 class CapacityOp(Local[CapacityCall]):

@@ -41,7 +41,7 @@ def weight_key(weight):
 def list_own(ids, weights, listed, routes, expert, start, E: tl.constexpr, BLOCK: tl.constexpr):
     """List the expert's routes from entry `start` on: their keys in the first half of `listed`, their numbers in the
     second."""
-    for lo in tl.range(0, routes, BLOCK, num_stages=3):
+    for lo in range(0, routes, BLOCK):
         i = lo + tl.arange(0, BLOCK)
         is_own, _ = load_own(ids, i, routes, expert, E)
         entry = start + tl.cumsum(is_own.to(tl.int32), 0) - 1
@@ -108,7 +108,7 @@ def limit_experts(
     BLOCK routes of the ids, LIST of a list, are taken at a time."""
     for expert in range(tl.program_id(0), E + 1, tl.num_programs(0)):
         count, lower_count = 0, 0
-        for lo in tl.range(0, routes, BLOCK, num_stages=3):
+        for lo in range(0, routes, BLOCK):
             i = lo + tl.arange(0, BLOCK)
             is_own, is_lower = load_own(ids, i, routes, expert, E)
             kept = is_own & (expert < E)
