@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
+from triton._C.libtriton import ir, passes
+from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .errors import WeftError
+from .guarded_loads import guard_loads
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -26,6 +31,7 @@ TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
 TRIED_VERSIONS = f"{TRIED[0][0]}.{TRIED[0][1]} to {TRIED[-1][0]}.{TRIED[-1][1]}"
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 ON_GPUS = "3.6 and 3.9"
+GUARDED_LOADS = 1  # counts the changes to guarded_loads.py, for the keys of Triton's cache
 
 
 RepeatedLaunch = Callable[[int, Sequence[object]], None]
@@ -83,6 +89,37 @@ def options(weft_options: Mapping[str, int]) -> dict[str, int]:
         if weft_options.get("few_registers") and version() >= (3, 9)
         else triton_options
     )
+
+
+class GuardedSource(ASTSource):  # type: ignore[misc]
+    """A kernel's source whose IR has its loads kept behind its waits (lang/guarded_loads.py)."""
+
+    def hash(self) -> str:
+        return f"{super().hash()}-guarded-{GUARDED_LOADS}"
+
+    def make_ir(self, target: object, options: object, codegen_fns: object, module_map: object, context: ir.context) -> ir.module:
+        module = super().make_ir(target, options, codegen_fns, module_map, context)
+        text = str(module)
+        if "ld.acquire" not in text and "tt.atomic" not in text:
+            return module
+        inlined = _parse_ir(text, context)
+        manager = ir.pass_manager(context)
+        passes.common.add_inliner(manager)
+        passes.common.add_canonicalizer(manager)
+        passes.common.add_symbol_dce(manager)
+        passes.ttir.add_loop_unroll(manager)
+        manager.run(inlined, "guard_loads")
+        guarded = guard_loads(str(inlined))
+        return module if guarded is None else _parse_ir(guarded, context)
+
+
+def _parse_ir(text: str, context: ir.context) -> ir.module:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ttir"
+        path.write_text(text)
+        module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    return module
 
 
 @contextmanager

@@ -16,11 +16,20 @@ import triton.language as tl
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .._triton import GuardedSource
 from ..backends.base import SymmetricTensor
 
 
 class Kernel(JITFunction):
     """A kernel or device function of weft. Kernels are launched by `World.launch` only, which checks them first."""
+
+    guarded = True
+
+    def create_binder(self) -> tuple[object, ...]:
+        made: tuple[object, ...] = super().create_binder()
+        if self.guarded:
+            self.ASTSource = GuardedSource
+        return made
 
 
 OPTIONS = "num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers"  # `Backend.launch`
