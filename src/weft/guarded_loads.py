@@ -29,6 +29,8 @@ from dataclasses import dataclass, field, replace
 NAME = r"%[\w.$-]+(?:#\d+)?"
 ZERO_HINT = 1 << 20  # what the zero is known to be a multiple of, so that an address keeps its own alignment
 ADDRESS_OPS = ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.bitcast")
+BULK_LOADS = ("tt.descriptor_load", "tt.descriptor_gather")
+LOADS = ("tt.load", *BULK_LOADS)
 
 
 @dataclass(eq=False)
@@ -98,9 +100,11 @@ def is_loop(op: Op) -> bool:
 
 
 def is_pipelined(loop: Op) -> bool:
-    """Whether Triton may issue loads of later iterations ahead: a loop that is flattened, or with none inside but for
-    those within an `if`."""
-    return loop.name == "scf.for" and ("tt.flatten" in loop.end or not any(map(is_loop, loop.regions[0])))
+    """Whether Triton may issue loads of later iterations ahead: those that feed a dot product, or any where the author
+    names a number of stages, in a loop that is flattened or that has no loop inside but for those within an `if`."""
+    if loop.name != "scf.for" or "tt.flatten" not in loop.end and any(map(is_loop, loop.regions[0])):
+        return False
+    return "tt.num_stages" in loop.end or any(op.name.startswith("tt.dot") for op in loop.inside())
 
 
 def is_wait(op: Op) -> bool:
@@ -171,21 +175,26 @@ class Rewriting:
 
     def __init__(self) -> None:
         self._count = itertools.count()
+        self._start = ""  # a zero that depends on nothing
 
     def _new(self) -> str:
         return f"%weft_{next(self._count)}"
 
     def guarded(self, region: list[Op], loop: Op) -> list[Op]:
         """The operations of the loop's block, with the loop rewritten."""
-        start = self._new()
+        self._start = self._new()
         i = region.index(loop)
-        before = Op(f"{start} = arith.constant 0 : i32")
-        after, _ = self._loop(loop, start)
-        return [*region[:i], before, loop, *after, *region[i + 1 :]]
+        start = Op(f"{self._start} = arith.constant 0 : i32")
+        if _has_early_load(loop.regions[0]):
+            self._loop(loop, self._start, False)
+        else:
+            loop.regions[0], _ = self._block(loop.regions[0], self._start, False)
+        return [*region[:i], start, loop, *region[i + 1 :]]
 
     def _zero(self, words: list[str], location: str) -> tuple[Op, str]:
         """An opaque zero that depends on these words."""
         name = self._new()
+        words = [word for word in words if word != self._start]
         text = (
             f'{name} = tt.elementwise_inline_asm "mov.b32 $0, 0;" {{constraints = "=r{",r" * len(words)}", '
             f"packed_element = 1 : i32, pure = true, tt.divisibility = dense<{ZERO_HINT}> : tensor<1xi32>}} "
@@ -193,7 +202,7 @@ class Rewriting:
         )
         return Op(text), name
 
-    def _loop(self, loop: Op, word: str, conditional: bool = False) -> tuple[list[Op], str]:
+    def _loop(self, loop: Op, word: str, conditional: bool) -> tuple[list[Op], str]:
         """Rewrite a loop with waits, which then takes and yields the word. What has to come after it, and the word.
         conditional: it is inside an `if` of a pipelined loop."""
         carried, result = self._new(), self._new()
@@ -250,7 +259,7 @@ class Rewriting:
                     self._guard_pointer(op, word, defined, out)
                     if op in alone:
                         out[-1:] = self._if_taken(op)
-                elif op.name in ("tt.descriptor_load", "tt.descriptor_gather"):
+                elif op.name in BULK_LOADS:
                     self._guard_index(op, word, out)
                 if op.result:
                     defined[op.result] = op
@@ -301,17 +310,28 @@ class Rewriting:
         load.text = f"{load.text[: indices.end() - 1 - len(last)]}{added}{load.text[indices.end() - 1 :]}"
 
 
+def _has_early_load(block: list[Op]) -> bool:
+    """Whether a load comes before the block's first wait, other than for the wait's own arguments."""
+    arguments = _numbers_for_waits(block)
+    for op in block:
+        if any(map(is_wait, op.inside())):
+            return any(map(_has_early_load, op.regions))
+        if any(inner.name in LOADS and inner not in arguments for inner in op.inside()):
+            return True
+    return False
+
+
 def _numbers_for_waits(block: list[Op]) -> set[Op]:
     """The loads of integers from which a wait's arguments are computed. To the pipeliner these would be loads that
     address the loads behind the wait, for which it halves the pipeline's depth, unless they are inside an `if`."""
     by_result = {op.result: op for op in block if op.result}
-    queue = [op for op in block if is_wait(op)]
+    queue = [op for op in block if any(map(is_wait, op.inside()))]
     seen = set[Op]()
     while queue:
         op = queue.pop()
         if op not in seen:
             seen.add(op)
-            queue += [by_result[name] for name in re.findall(NAME, op.text) if name in by_result]
+            queue += [by_result[name] for name in re.findall(NAME, " ".join(op.lines())) if name in by_result]
     return {op for op in seen if op.name == "tt.load" and re.fullmatch(r"!tt\.ptr<i\d+>", _type(op))}
 
 
