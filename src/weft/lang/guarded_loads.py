@@ -306,7 +306,7 @@ class Rewriting:
         indices = re.search(r"\[(.*?)\]", load.text)
         assert indices is not None
         last, added = indices[1].split(", ")[-1], self._new()
-        out[-1:] = [Op(f"{added} = arith.addi {last}, {word} : i32{load.location}"), load]
+        out[-1:] = [Op(f'{added} = tt.elementwise_inline_asm "" {{constraints = "=r,0,r", packed_element = 1 : i32, pure = true}} {last}, {word} : i32, i32 -> i32{load.location}'), load]
         load.text = f"{load.text[: indices.end() - 1 - len(last)]}{added}{load.text[indices.end() - 1 :]}"
 
 
