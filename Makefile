@@ -41,35 +41,35 @@ demo: install
 	@$(BIN)/weft demo
 
 test: install
-	@$(BIN)/python tests/trends.py "make test" $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gate"
+	@$(BIN)/python -m tests.tooling.trends "make test" $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gate"
 
 gates: install
-	@$(BIN)/python tests/trends.py "make gates" $(BIN)/python -m pytest -n 2 --dist loadgroup -m gate
+	@$(BIN)/python -m tests.tooling.trends "make gates" $(BIN)/python -m pytest -n 2 --dist loadgroup -m gate
 
 architectures: install
-	@$(BIN)/python tests/architectures.py --write
+	@$(BIN)/python -m tests.offline.architectures --write
 
 lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python tests/structure.py
+	@$(BIN)/python tests/tooling/structure.py
 
 # Needs nothing but Python.
 structure:
-	@$(PYTHON) tests/structure.py
+	@$(PYTHON) tests/tooling/structure.py
 
 # The emulator, and of the kernels compiled for sm_90a those in float16 and what shows that the rules find what they are for.
 newest:
 	@$(MAKE) --no-print-directory with-newest VENV=.venv-newest TRITON=$(TRITON_NEWEST)
 
 with-newest: install
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_triton.py tests/test_emulator.py tests/test_lang.py \
-	  tests/test_mapping.py tests/test_machine.py
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_offline.py -k "float16 or breaks or behind or warp"
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/emulator/test_triton.py tests/emulator/test_emulator.py \
+	  tests/emulator/test_lang.py tests/emulator/test_mapping.py tests/emulator/test_machine.py
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/offline/test_offline.py -k "float16 or breaks or behind or warp"
 
 pages: install
-	@$(BIN)/python bench/pages.py
+	@$(BIN)/python -m bench.pages.pages
 
 # In an environment of its own: none of these packages needs torch, and the docstrings are read without an import.
 docs:
@@ -79,7 +79,7 @@ docs:
 
 # Four starts of an engine, each a minute or more, one after the other.
 engines: $(READY_ENGINES)
-	@$(BIN_ENGINES)/python -m pytest tests/engines
+	@$(BIN_ENGINES)/python -m pytest tests/integrations/engines
 
 # vLLM takes the CPU build of torch that is there; torchvision, torchaudio and torchcodec are CUDA builds, which this torch cannot load.
 $(READY_ENGINES): pyproject.toml Makefile

@@ -1,7 +1,7 @@
 """Your own operator, y [W m, H] = RMSNorm(all_gather(x)): NCCL's all-gather and a norm, or one kernel that pushes its rows to every
 rank and normalises those that arrive. The class provides plan="auto", CUDA graphs, torch.compile and gradients.
 Checked on emulated ranks:  weft check examples/own_op.py
-A row in the benchmark:     torchrun --nproc-per-node 2 bench/run.py --out DIR --file examples/own_op.py
+A row in the benchmark:     torchrun --nproc-per-node 2 -m bench.measure.run --out DIR --file examples/own_op.py
 """
 
 from dataclasses import dataclass

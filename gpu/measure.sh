@@ -4,7 +4,7 @@
 # part appends. Then, where git is, for machine <gpu>-x<N>:
 #   profile/*.json              src/weft/planner/profiles/ (this puts a whole one there itself, for "auto" and the predictions)
 #   predictions/*.jsonl         bench/results/<machine>/predictions/
-#   tuning/sweep.jsonl          bench/results/<machine>/tuning/<run>.jsonl, then python bench/table.py <gpu>
+#   tuning/sweep.jsonl          bench/results/<machine>/tuning/<run>.jsonl, then python -m bench.pages.table <gpu>
 #   results/*.jsonl             bench/results/<machine>/
 #   decoder/decoder.jsonl       bench/results/<machine>/
 #   decoder/decoder-table.json  its entry into src/weft/planner/tables/decoder/<gpu>.json
@@ -18,7 +18,7 @@ out=${OUT:-gpu/out}
 parts=${PARTS:-profile predictions ops norm decoder signaled}
 limit=${SECONDS_OF:-60}
 mkdir -p "$out"
-export PYTHONPATH=$PWD/src:$PWD/bench PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 WEFT_TIMEOUT=${WEFT_TIMEOUT:-10}
+export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 WEFT_TIMEOUT=${WEFT_TIMEOUT:-10}
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 gpus=$(nvidia-smi -L | wc -l)
 gpu=$(python3 -c 'import torch; print(torch.cuda.get_device_name(0).lower().replace(" ", "-"))')
@@ -42,14 +42,14 @@ for part in $parts; do
       mkdir -p "$out/profile"
       ranks profile "$limit" -m weft.planner.tune --out "$profile" && tail -1 "$out/profile.log" || continue
       if grep -Eq ': ([0-9]+) of \1 measurements' "$out/profile.log" || [ ! -f "$kept" ]; then cp "$profile" "$kept"; fi ;;
-    predictions) ranks predictions "$limit" bench/predict.py --measure "$out/predictions" --profile "$kept" ;;
-    ops) ranks ops $((2 * limit)) bench/run.py --tune --out "$out/results" ;;
-    norm) ranks norm "$limit" bench/norm.py --modes graph --out "$out/results" ;;
-    decoder) ranks decoder $((2 * limit)) bench/decoder.py --tune --profile 0 --sms "$sms" --norms auto decomposed \
+    predictions) ranks predictions "$limit" -m bench.measure.predictions --out "$out/predictions" --profile "$kept" ;;
+    ops) ranks ops $((2 * limit)) -m bench.measure.run --tune --out "$out/results" ;;
+    norm) ranks norm "$limit" -m bench.measure.norm --modes graph --out "$out/results" ;;
+    decoder) ranks decoder $((2 * limit)) -m bench.measure.decoder --tune --profile 0 --sms "$sms" --norms auto decomposed \
       --out "$out/decoder" ;;
     signaled) # each with the whole time
-      ranks signaled-gemm "$limit" bench/signaled.py --parts gemm --modes graph --out "$out/signaled"
-      ranks signaled-ops "$limit" bench/signaled.py --parts ops --modes graph --out "$out/signaled" ;;
+      ranks signaled-gemm "$limit" -m bench.measure.signaled --parts gemm --modes graph --out "$out/signaled"
+      ranks signaled-ops "$limit" -m bench.measure.signaled --parts ops --modes graph --out "$out/signaled" ;;
     *) echo "no part $part"; failed=1 ;;
   esac
 done

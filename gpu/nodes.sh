@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Two nodes on one machine, by tests/gpu_nodes.py alone: 2 x 2 and 2 x 4 ranks, which share the GPUs where those are fewer; results, graphs,
+# Two nodes on one machine, by tests/gpu/gpu_nodes.py alone: 2 x 2 and 2 x 4 ranks, which share the GPUs where those are fewer; results, graphs,
 # and a peer, a node and a killed node that stay away. Ends by itself within 10 minutes. Logs and JSON go to ${OUT:-gpu/out}; gpu/run.sh
 # makes the same checks among all others.
 set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu/out} failed=0
 mkdir -p "$out"
-export PYTHONPATH=$PWD/src:$PWD/tests PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 WEFT_SHARE_GPU=1 TORCHINDUCTOR_COMPILE_THREADS=1
+export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 WEFT_SHARE_GPU=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
 for ranks in 4 8; do
-  WEFT_TIMEOUT=20 timeout -k 5 170 torchrun --standalone --nproc-per-node $ranks tests/gpu_nodes.py --seconds 130 --out "$out/nodes-$ranks.json" \
+  WEFT_TIMEOUT=20 timeout -k 5 170 torchrun --standalone --nproc-per-node $ranks -m tests.gpu.gpu_nodes --seconds 130 --out "$out/nodes-$ranks.json" \
     > "$out/nodes-$ranks.log" 2>&1 || { failed=1; echo "two nodes, $ranks ranks: FAILED"; }
   grep -E "passed|failed|FAILED" "$out/nodes-$ranks.log" | tail -3
 done
 for kind in peer node killed; do  # beside each other: they wait, and each holds little of the GPU
-  timeout -k 5 200 python3 tests/gpu_nodes.py --away $kind --ranks 4 --out "$out/nodes-away-$kind.json" > "$out/nodes-away-$kind.log" 2>&1 &
+  timeout -k 5 200 python3 -m tests.gpu.gpu_nodes --away $kind --ranks 4 --out "$out/nodes-away-$kind.json" > "$out/nodes-away-$kind.log" 2>&1 &
 done
 wait
 for kind in peer node killed; do

@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 parts=.venv-vllm-parts
 at=${AT:-/dev/shm/weft-vllm}
 out=${OUT:-gpu/out}
-export PYTHONPATH=$at:$PWD/src:$PWD/tests:$PWD/tests/engines PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+export PYTHONPATH=$at:$PWD/src:$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
 pack() {
@@ -88,7 +88,7 @@ run() {
   mkdir -p "$out"
   local failed=0
   if [ "$1" = 1 ]; then
-    timeout 280 python3 tests/gpu_vllm.py --ranks 1 --out "$out/vllm1.json" > "$out/vllm1.log" 2>&1 || failed=1
+    timeout 280 python3 -m tests.gpu.gpu_vllm --ranks 1 --out "$out/vllm1.json" > "$out/vllm1.log" 2>&1 || failed=1
     tail -12 "$out/vllm1.log"
     return $failed
   fi
@@ -96,7 +96,7 @@ run() {
     log=$out/vllm$1-$kind-$plugin.log
     WEFT_VLLM=$plugin timeout 290 torchrun --master-port 29591 --no-python --nproc-per-node "$1" bash -c \
       "NCCL_HOSTID=rank\$RANK NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1 WEFT_SHARE_GPU=1 LOCAL_RANK=0 \
-      python3 tests/gpu_vllm.py --ranks $1 --kind $kind ${FORMS:+--forms $FORMS} --out '$out/vllm$1-$kind.json' --rows '$out/vllm.jsonl'" > "$log" 2>&1 || failed=1
+      python3 -m tests.gpu.gpu_vllm --ranks $1 --kind $kind ${FORMS:+--forms $FORMS} --out '$out/vllm$1-$kind.json' --rows '$out/vllm.jsonl'" > "$log" 2>&1 || failed=1
     grep -E "^ended|'same'|Error|weft" "$log" | tail -20
   done; done
   return $failed

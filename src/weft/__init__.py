@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if not name.startswith("_") or name == "__all__":
         public = vars(import_module(f"{__name__}.api"))
-        globals().update({each: public[each] for each in ("__all__", *public["__all__"])})
+        globals().update({each: public[each] for each in ("__all__", *public["__all__"]) if each in public})
         if name in globals():
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

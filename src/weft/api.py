@@ -1,6 +1,9 @@
-"""The public names, nothing else."""
+"""The public names, nothing else. `hf` and `parallel` are imported when they are first named (`__init__.py`): they need
+DTensor, whose import takes most of a second."""
 
-from . import hf, lang, models, moe, nn, parallel, plans, vllm
+from typing import TYPE_CHECKING
+
+from . import lang, models, moe, nn, plans, vllm
 from . import torch as torch
 from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
 from .kernel_launch import Launch, Matrix, prepared
@@ -23,6 +26,9 @@ from .planner.prepare import prepare
 from .planner.simulate import simulate
 from .plans import Plan
 from .world import World
+
+if TYPE_CHECKING:
+    from . import hf, parallel
 
 __all__ = [
     "Call", "Deadlock", "Launch", "Matrix", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "Remap",

@@ -296,12 +296,12 @@ def bench(
     context: typer.Context,
     report: Annotated[bool, typer.Option("--report", help="Only write docs and README from bench/results.")] = False,
 ) -> None:
-    """Measure on all GPUs of this machine (other arguments go to bench/run.py), or write the report."""
+    """Measure on all GPUs of this machine (other arguments go to bench/measure/run.py), or write the report."""
     if report:
-        script = Path("bench/pages.py")
+        script = Path("bench/pages/pages.py")
         if not script.is_file():
             raise fail(f"{script} is not here: run this in a clone of weft")
-        raise typer.Exit(subprocess.run([sys.executable, str(script)]).returncode)
+        raise typer.Exit(subprocess.run([sys.executable, "-m", "bench.pages.pages"]).returncode)
     if not context.args:
         raise fail(
             "weft bench --out DIR [--ops ..] [--shapes ..] [--modes graph eager] [--tune] [--seconds S] measures into "
@@ -310,13 +310,13 @@ def bench(
     import torch
 
     gpus = torch.cuda.device_count()
-    script = Path("bench/run.py")
+    script = Path("bench/measure/run.py")
     if gpus < 2:
         raise fail(f"the benchmark needs at least 2 GPUs, and there {'is' if gpus == 1 else 'are'} {gpus} here")
     if not script.is_file():
         raise fail(f"{script} is not here: run this in a clone of weft")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    raise typer.Exit(subprocess.run([*torchrun, str(script), *context.args]).returncode)
+    raise typer.Exit(subprocess.run([*torchrun, "-m", "bench.measure.run", *context.args]).returncode)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Call:
         """Rows of all ranks, M. If it is 0 nothing is launched."""
         raise NotImplementedError
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         """Return what must be the same on all ranks, by the names that a Mismatch prints: all fields, unless a class
         overrides this."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -233,7 +233,7 @@ class Op(ABC, Generic[C]):
 
     def trial_key(self, call: C) -> Hashable:
         """Return what calls that share one trial have in common; the same on every rank."""
-        return tuple(call.agreed().items())
+        return tuple(call.same_on_all_ranks().items())
 
     def balanced(self, world: World, call: C, operands: Operands) -> tuple[C, Operands]:
         """Return the call and operands to time in place of these, if the time depends on the operands' values."""
@@ -429,7 +429,7 @@ class Op(ABC, Generic[C]):
         if self.public:
             further["op"] = self.name
         return (world.post_call if plan.bounded else world.check_same_on_all_ranks)(
-            self.title, **call.agreed(), plan=plan, **further
+            self.title, **call.same_on_all_ranks(), plan=plan, **further
         )
 
     def _ready_for_capture(
@@ -482,7 +482,12 @@ class Op(ABC, Generic[C]):
 
     def _rehearsal(self, world: World, call: C, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """Return the key of a call's rehearsal. It is the same on every rank, so that all of them rehearse, or none."""
-        return (self.name, "rehearsal", tuple(call.agreed().items()), self.operand_addresses(world, operands, out))
+        return (
+            self.name,
+            "rehearsal",
+            tuple(call.same_on_all_ranks().items()),
+            self.operand_addresses(world, operands, out),
+        )
 
     def rehearse(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """Make a call only for what it prepares. It does not write `out`, which may hold an operand."""

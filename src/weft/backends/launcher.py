@@ -119,8 +119,8 @@ class Launcher:
             launch.variants[kinds] = ready
 
     def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
-        """Compile and load a variant the first time; raise Unsupported unless its programs fit and are resident at
-        once."""
+        """Compile and load a variant the first time; raise Unsupported unless its programs fit, and are resident at
+        once if they may wait for each other. Programs of a `local` launch do not."""
         unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
         leaves = [part for name, value in values.items() if name not in unspecialized for part in _flattened(value)]
         # Triton compiles for addresses that are multiples of 16, and for others.
@@ -143,7 +143,7 @@ class Launcher:
             raise Unsupported(
                 f"{kernel.fn.__name__}: the pull programs do not fit on an SM together with the computing ones"
             )
-        if grid > self.backend.sm_count * self.occupancy(compiled):
+        if not options.get("local") and grid > self.backend.sm_count * self.occupancy(compiled):
             raise Unsupported(
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
                 f"{self.occupancy(compiled)} an SM"

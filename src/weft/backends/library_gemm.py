@@ -1,7 +1,7 @@
 """The GEMMs of libraries: cuBLAS, torch's grouped one, and quack's (CuTe DSL), if weft[quack] is installed.
 
 quack's kernels for Hopper let two consumer warp groups alternate on the tensor cores ("ping-pong"), which is faster
-than cuBLAS on many shapes and slower on some (docs/quack.md). The chooser therefore times them against cuBLAS, or
+than cuBLAS on many shapes and slower on some (docs/guide.md). The chooser therefore times them against cuBLAS, or
 torch's grouped GEMM, at the first call of a size; the fastest with correct results runs from then on. Each rank decides
 for itself, as results are equal up to rounding.
 

@@ -1,5 +1,5 @@
-"""Memory-bound kernels around the overlapped ones: the gated activation, sums of partials, a decoder's rotary
-embedding."""
+"""Memory-bound kernels between the overlapped ones: the gated activation and its gradient, and the rotary embedding of
+a decoder."""
 
 import triton.language as tl
 
@@ -8,37 +8,39 @@ from ..lang.jit import jit
 
 @jit(do_not_specialize=("rows",))
 def silu_mul(x, out, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """out [rows, N] = silu(gate) * up; a row of x, `stride` long, alternates INTERLEAVE gate and as many up columns."""
+    """out [rows, N] = silu(gate) * up. In a row of x, which is `stride` long, blocks of INTERLEAVE gate columns
+    alternate with blocks of as many up columns. A tile has R x C elements of out."""
     tiles_n = tl.cdiv(N, C)
     for t in range(tl.program_id(0), tl.cdiv(rows, R) * tiles_n, tl.num_programs(0)):
         row = (t // tiles_n * R + tl.arange(0, R)).to(tl.int64)[:, None]
         col = (t % tiles_n * C + tl.arange(0, C))[None, :]
         ok = (row < rows) & (col < N)
-        at = row * stride + (col // INTERLEAVE * (2 * INTERLEAVE) + col % INTERLEAVE)
-        gate = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
-        up = tl.load(x + at + INTERLEAVE, mask=ok, other=0.0).to(tl.float32)
+        offset = row * stride + (col // INTERLEAVE * (2 * INTERLEAVE) + col % INTERLEAVE)
+        gate = tl.load(x + offset, mask=ok, other=0.0).to(tl.float32)
+        up = tl.load(x + offset + INTERLEAVE, mask=ok, other=0.0).to(tl.float32)
         tl.store(out + row * N + col, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
 
 
 @jit(do_not_specialize=("rows",))
 def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """dx, laid out as x in `silu_mul`, from dy [rows, N]; the padding columns of dx become zero."""
+    """dx, the gradient of x in `silu_mul` and laid out like it, from dy [rows, N]. The padding columns of dx become
+    zero."""
     half = stride // 2
     tiles_n = tl.cdiv(half, C)
     for t in range(tl.program_id(0), tl.cdiv(rows, R) * tiles_n, tl.num_programs(0)):
         row = (t // tiles_n * R + tl.arange(0, R)).to(tl.int64)[:, None]
         col = (t % tiles_n * C + tl.arange(0, C))[None, :]
         ok = (row < rows) & (col < half)
-        at = row * stride + (col // INTERLEAVE * (2 * INTERLEAVE) + col % INTERLEAVE)
-        gate = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
-        up = tl.load(x + at + INTERLEAVE, mask=ok, other=0.0).to(tl.float32)
+        offset = row * stride + (col // INTERLEAVE * (2 * INTERLEAVE) + col % INTERLEAVE)
+        gate = tl.load(x + offset, mask=ok, other=0.0).to(tl.float32)
+        up = tl.load(x + offset + INTERLEAVE, mask=ok, other=0.0).to(tl.float32)
         d = tl.load(dy + row * N + col, mask=ok & (col < N), other=0.0).to(tl.float32)
         s = 1.0 / (1.0 + tl.exp(-gate))
-        tl.store(dx + at, (d * up * s * (1.0 + gate * (1.0 - s))).to(dx.dtype.element_ty), mask=ok)
-        tl.store(dx + at + INTERLEAVE, (d * gate * s).to(dx.dtype.element_ty), mask=ok)
+        tl.store(dx + offset, (d * up * s * (1.0 + gate * (1.0 - s))).to(dx.dtype.element_ty), mask=ok)
+        tl.store(dx + offset + INTERLEAVE, (d * gate * s).to(dx.dtype.element_ty), mask=ok)
 
 
-ROWS = tl.constexpr(16)  # of a block of rotate_and_keep
+ROWS = tl.constexpr(16)  # rows of a block in `rotate` and `rotate_and_keep`
 
 
 @jit(do_not_specialize=("rows", "max_len"))
@@ -60,12 +62,13 @@ def rotate_and_keep(
     EPS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Bias, norm and rotary embedding of queries and keys; keys and values go to the cache.
+    """Add the bias to queries, keys and values, normalise and rotate queries and keys, and store keys and values in the
+    cache.
 
-    qkv [rows, (HEADS + 2 KV) D]: the queries are rotated in place. bias [(HEADS + 2 KV) D] is added first, if BIAS.
-    norms [2, D]: weights of the RMSNorm of every head of queries, then of keys, if EPS is above zero. keys, values
-    [slots, max_len, KV, D] take a token at its slot and position (int32 [rows]; slot -1: nowhere). rotary fp32 [.., D]:
-    cosines, then sines, by position. HALF: D / 2 rounded up to a power of two.
+    qkv [rows, (HEADS + 2 KV) D]: the queries are rotated in place. bias [(HEADS + 2 KV) D]: read if BIAS. norms [2, D]:
+    the weights of the RMSNorm of each head of the queries, then of the keys, read if EPS is above zero. keys, values
+    [slots, max_len, KV, D]: a token goes to its slot and position (int32 [rows]); slot -1 stores nothing. rotary
+    float32 [.., D]: by position, the cosines, then the sines. HALF: D / 2 rounded up to a power of two.
     """
     WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
     c = tl.arange(0, HALF)[None, :]
@@ -73,20 +76,20 @@ def rotate_and_keep(
     for t in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (HEADS + 2 * KV), tl.num_programs(0)):
         head = t % (HEADS + 2 * KV)
         row = t // (HEADS + 2 * KV) * ROWS + tl.arange(0, ROWS)
-        there = row < rows
-        position = tl.load(positions + row, mask=there, other=0)[:, None]
-        slot = tl.load(slots + row, mask=there, other=-1)[:, None]
-        ok = there[:, None] & inside
-        at = row[:, None].to(tl.int64) * WIDTH + head * D + c
-        left = tl.load(qkv + at, mask=ok, other=0.0)
-        right = tl.load(qkv + at + D // 2, mask=ok, other=0.0)
+        row_ok = row < rows
+        position = tl.load(positions + row, mask=row_ok, other=0)[:, None]
+        slot = tl.load(slots + row, mask=row_ok, other=-1)[:, None]
+        ok = row_ok[:, None] & inside
+        offset = row[:, None].to(tl.int64) * WIDTH + head * D + c
+        left = tl.load(qkv + offset, mask=ok, other=0.0)
+        right = tl.load(qkv + offset + D // 2, mask=ok, other=0.0)
         a = left.to(tl.float32)
         b = right.to(tl.float32)
         if BIAS:
             a += tl.load(bias + head * D + c, mask=inside, other=0.0).to(tl.float32)
             b += tl.load(bias + head * D + D // 2 + c, mask=inside, other=0.0).to(tl.float32)
-        place = (slot.to(tl.int64) * max_len + position) * (KV * D) + c
-        kept = ok & (slot >= 0)
+        cache_offset = (slot.to(tl.int64) * max_len + position) * (KV * D) + c
+        cache_ok = ok & (slot >= 0)
         if head < HEADS + KV:
             if EPS > 0:
                 weight = norms + tl.where(head < HEADS, 0, D) + c
@@ -99,16 +102,16 @@ def rotate_and_keep(
             left = (a * cos - b * sin).to(left.dtype)
             right = (b * cos + a * sin).to(right.dtype)
             if head < HEADS:
-                tl.store(qkv + at, left, mask=ok)
-                tl.store(qkv + at + D // 2, right, mask=ok)
+                tl.store(qkv + offset, left, mask=ok)
+                tl.store(qkv + offset + D // 2, right, mask=ok)
             else:
-                place += (head - HEADS) * D
-                tl.store(keys + place, left, mask=kept)
-                tl.store(keys + place + D // 2, right, mask=kept)
+                cache_offset += (head - HEADS) * D
+                tl.store(keys + cache_offset, left, mask=cache_ok)
+                tl.store(keys + cache_offset + D // 2, right, mask=cache_ok)
         else:
-            place += (head - HEADS - KV) * D
-            tl.store(values + place, a.to(left.dtype), mask=kept)
-            tl.store(values + place + D // 2, b.to(right.dtype), mask=kept)
+            cache_offset += (head - HEADS - KV) * D
+            tl.store(values + cache_offset, a.to(left.dtype), mask=cache_ok)
+            tl.store(values + cache_offset + D // 2, b.to(right.dtype), mask=cache_ok)
 
 
 @jit(do_not_specialize=("rows", "period"))
@@ -127,17 +130,19 @@ def rotate(
     EPS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """out, qkv [rows, (HEADS + 2 KV) D]: queries and keys rotated by the angles cos, sin [period, D] of row % period,
-    after the RMSNorm of every head, if EPS is above zero; values copied. HALF: D / 2 rounded up to a power of two."""
+    """out = qkv [rows, (HEADS + 2 KV) D] with queries and keys rotated by the angles cos, sin [period, D] of
+    row % period. If EPS is above zero, the RMSNorm of each head comes before. Values are copied. HALF: D / 2 rounded up
+    to a power of two."""
+
     c = tl.arange(0, HALF)[None, :]
     inside = c < D // 2
     for t in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (HEADS + 2 * KV), tl.num_programs(0)):
         head = t % (HEADS + 2 * KV)
         row = (t // (HEADS + 2 * KV) * ROWS + tl.arange(0, ROWS))[:, None]
         ok = (row < rows) & inside
-        at = row.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D + c
-        left = tl.load(qkv + at, mask=ok, other=0.0)
-        right = tl.load(qkv + at + D // 2, mask=ok, other=0.0)
+        offset = row.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D + c
+        left = tl.load(qkv + offset, mask=ok, other=0.0)
+        right = tl.load(qkv + offset + D // 2, mask=ok, other=0.0)
         if head < HEADS + KV:
             a = left.to(tl.float32)
             b = right.to(tl.float32)
@@ -154,5 +159,5 @@ def rotate(
             y = tl.load(sin + angle, mask=ok, other=0.0).to(tl.float32)
             left = (a * x - b * y).to(left.dtype)
             right = (b * x + a * y).to(right.dtype)
-        tl.store(out + at, left, mask=ok)
-        tl.store(out + at + D // 2, right, mask=ok)
+        tl.store(out + offset, left, mask=ok)
+        tl.store(out + offset + D // 2, right, mask=ok)

@@ -1,12 +1,14 @@
-"""Pieces of a persistent TMA GEMM: out[M, N] = a[M, K] @ b[N, K]^T, 128 x 256 x 64 tiles, 8 warps, at cuBLAS parity.
+"""Device functions of a persistent TMA GEMM: out[M, N] = a[M, K] @ b[N, K]^T, in 128 x 256 x 64 tiles by 8 warps, as
+fast as cuBLAS.
 
-A kernel composes them: its own tile order, and its own waits around `gemm_tile`. The loop over tiles is flattened
+A kernel composes them, with its own tile order and its own waits around `gemm_tile`. The loop over tiles is flattened
 (`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads, which for short K is worth 14%
-(8192 x 2752 x 4096: 576 -> 658 TFLOP/s).
+(8192 x 2752 x 4096 on H200: 576 -> 658 TFLOP/s).
 
-A kernel that tells of its tiles is one loop over the K steps of all of them, written out: it tells of a tile SETTLED
-steps into the next one. Right behind the stores it would wait for them, 1.2 us each time, with its tensor cores idle.
-(A value carried over the tiles of a flattened loop would do, but Triton 3.6 gave the inner loop the next tile's.)
+A kernel that notifies others of its tiles is written as one loop over the K steps of all tiles, and notifies of a tile
+FLUSHED steps into the next one. Directly behind the stores it would wait until they have completed, 1.2 us for each
+tile, with idle tensor cores. (A flattened loop that carries a value from tile to tile would do the same, but Triton 3.6
+gave the inner loop the value of the next tile.)
 """
 
 from typing import NamedTuple
@@ -18,12 +20,13 @@ from ..lang.descriptors import tiles_of
 from ..lang.intrinsics import flush_stores, load_pairs, store_pairs, wait_until
 from ..lang.jit import jit
 
-FLUSHED = tl.constexpr(2)  # K steps by when a tile's stores have usually ended; `flush_stores` waits in any case
+FLUSHED = tl.constexpr(2)  # K steps after which a tile's stores have usually completed; `flush_stores` waits for them
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, elements of K a step, and rows of tiles that are walked together (`grouped_tile`).
-    TRANS_B: as `second_operand` takes it. SCALED, PROMOTE: of 8-bit operands (scaled_gemm.py), else 0 and False."""
+    """A tile has BM rows and BN columns, a K step BK elements; GROUP_M rows of tiles are computed together
+    (`grouped_tile`). TRANS_B is that of `second_operand`. SCALED and PROMOTE describe 8-bit operands (scaled_gemm.py);
+    for others they are 0 and False."""
 
     BM: tl.constexpr
     BN: tl.constexpr
@@ -36,17 +39,19 @@ class Tile(NamedTuple):
 
 @jit
 def grouped_tile(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Tile t of an order that walks GROUP_M tile rows together, column by column, so that both operands stay in L2."""
+    """Return the row and the column of tile t, in an order that goes through GROUP_M rows of tiles column by column, so
+    that both operands stay in L2."""
     per_group = GROUP_M * tiles_n
-    first = t // per_group * GROUP_M
-    height = min(tiles_m - first, GROUP_M)
+    first_row = t // per_group * GROUP_M
+    height = min(tiles_m - first_row, GROUP_M)
     r = t % per_group
-    return first + r % height, r // height
+    return first_row + r % height, r // height
 
 
 @jit
 def second_operand(b_desc, col, k, TRANS_B: tl.constexpr):
-    """[BK, BN] of b^T at (k, col): b_desc has blocks [BN, BK] of b [N, K], or, TRANS_B, [BK, BN] of b^T [K, N]."""
+    """Load [BK, BN] of b^T at (k, col). b_desc has blocks [BN, BK] of b [N, K], or with TRANS_B [BK, BN] of b^T
+    [K, N]."""
     if TRANS_B:
         block = b_desc.load([k, col])
     else:
@@ -58,7 +63,8 @@ def second_operand(b_desc, col, k, TRANS_B: tl.constexpr):
 def gemm_tile(
     a_desc, b_desc, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANS_B: tl.constexpr = False
 ):
-    """fp32 [BM, BN] tile at (row, col): rows of `a`, rows of `b` (columns of the product)."""
+    """Return the float32 tile [BM, BN] of a @ b^T at (row, col): a row of `a`, and a row of `b`, which is a column of
+    the product."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         acc = tl.dot(a_desc.load([row, k]), second_operand(b_desc, col, k, TRANS_B), acc)
@@ -67,29 +73,30 @@ def gemm_tile(
 
 @jit
 def column_halves(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, BN] -> its left and right [BM, BN / 2]: half the shared memory in the epilogue."""
+    """Split [BM, BN] into its left and its right half, [BM, BN / 2] each, for which an epilogue takes half the shared
+    memory."""
     return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @jit
 def silu(x):
-    """x * sigmoid(x), in x's dtype."""
+    """Return x * sigmoid(x), in x's dtype."""
     return x / (1.0 + tl.exp(-x))
 
 
 @jit
 def silu_gate(gate_up, BM: tl.constexpr, BN: tl.constexpr):
-    """silu(left half) * right half."""
+    """Return silu(left half) * right half of gate_up [BM, BN]."""
     gate, up = column_halves(gate_up, BM, BN)
     return silu(gate) * up
 
 
 @jit
 def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    """Epilogue: acc + bias (or None), or silu(gate) * up, cast and stored by TMA.
+    """Store acc + bias (or None), or silu(gate) * up of it, cast to out_desc's dtype, by TMA.
 
-    GATED 0: out_desc has [BM, BN / 2] blocks. Else GATED rows of `b` belong to the gate, the next GATED to the up
-    projection and so on, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows
+    GATED 0: out_desc has [BM, BN / 2] blocks. Otherwise blocks of GATED rows of `b` belong alternately to the gate and
+    to the up projection, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows
     of `b`.
     """
     if bias is not None:
@@ -101,7 +108,7 @@ def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.conste
 
 @jit
 def store_halves(out_desc, left, right, row, col, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    """A tile's left and right half, as in `store_tile`."""
+    """Store the left and the right half of a tile, as `store_tile` does."""
     HALF: tl.constexpr = BN // 2
     if GATED == HALF:
         out_desc.store([row, col // 2], (silu(left) * right).to(out_desc.dtype))
@@ -114,52 +121,52 @@ def store_halves(out_desc, left, right, row, col, BM: tl.constexpr, BN: tl.const
 
 
 @jit
-def part_of_tile(a_desc, b_desc, row, col, first, count, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """`count` K steps of `gemm_tile`, from step `first` on."""
+def tile_of_steps(a_desc, b_desc, row, col, first_step, steps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Return the sum over `steps` K steps of `gemm_tile`, from first_step on."""
     acc = tl.zeros((BM, BN), tl.float32)
-    for i in range(0, count):
-        k = (first + i) * BK
+    for i in range(0, steps):
+        k = (first_step + i) * BK
         acc = tl.dot(a_desc.load([row, k]), b_desc.load([col, k]).T, acc)
     return acc
 
 
 @jit
-def place_in_slot(BM: tl.constexpr, BN: tl.constexpr, COLS: tl.constexpr):
-    """Where the elements of a tile's first COLS columns lie in a slot: 16 rows x 8 columns one after another, the order
-    in which a warp's tensor cores leave them, so that its threads write and read whole lines."""
+def fragment_offsets(BM: tl.constexpr, BN: tl.constexpr, COLS: tl.constexpr):
+    """Return the offsets of a partial tile's first COLS columns in memory: fragments of 16 rows x 8 columns one after
+    another, as a warp's tensor cores hold them, so that its threads write and read whole lines."""
     r = tl.arange(0, BM)[:, None]
     c = tl.arange(0, COLS)[None, :]
     return r // 16 * (16 * BN) + c // 8 * 128 + r % 16 * 8 + c % 8
 
 
-@jit(do_not_specialize=("M", "shared", "each", "parts", "first"))
+@jit(do_not_specialize=("M", "shared_tiles", "tiles_per_helper", "parts", "first_steps"))
 def matmul(
     a_desc,
     b_desc,
     out_desc,
-    sums,
-    turn,
+    partials,
+    epoch,
     ch,
     M,
     N,
     K,
-    shared,
-    each,
+    shared_tiles,
+    tiles_per_helper,
     parts,
-    first,
+    first_steps,
     tile,
     GATED: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """a [M, K] @ b [N, K]^T, nothing else: on as many SMs as there are programs, for what runs beside it to have the
-    rest. out_desc and GATED as in `store_tile`.
+    """Compute a [M, K] @ b [N, K]^T, without communication, on as many SMs as there are programs; kernels that run
+    concurrently have the other SMs. out_desc and GATED are those of `store_tile`.
 
-    SHARE: the last `shared` tiles, too few for all programs, are cut by K into `parts` parts. The first, of `first` K
-    steps, is of the program that ends the tile, each further one of a helper, who has that part of `each` tiles, so
-    that all take about as long. All helpers with one part go through the same K at the same time, which keeps the
-    operands in L2. sums: fp32 [slots, BM, BN], a slot and a channel for every part of a helper. A helper's stores come
-    before its add to the counter (release), which comes before the loads of who waited for it (acquire); it writes the
-    slot again only in a later launch on the stream.
+    SHARE: the last shared_tiles tiles, too few for all programs, are split along K into `parts` parts. The program that
+    stores the tile computes the first part, of first_steps K steps. A helper computes one further part of
+    tiles_per_helper tiles, so that all programs take about as long. The helpers with the same part go through the same
+    K at the same time, which keeps the operands in L2. partials: float32 [parts of helpers, BM, BN], with a channel for
+    each. A helper's stores come before its add to the counter (release), which comes before the loads of the program
+    that waited for it (acquire); the helper writes that memory again only in a later launch on the stream.
     """
     a_desc, b_desc, out_desc = tiles_of(a_desc), tiles_of(b_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM
@@ -169,38 +176,39 @@ def matmul(
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
-    whole = tiles_m * tiles_n - shared
-    for t in tl.range(pid, whole, tl.num_programs(0), flatten=True):
+    whole_tiles = tiles_m * tiles_n - shared_tiles
+    for t in tl.range(pid, whole_tiles, tl.num_programs(0), flatten=True):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         acc = gemm_tile(a_desc, b_desc, tm * BM, tn * BN, K, BM, BN, BK)
         store_tile(out_desc, acc, None, tm * BM, tn * BN, N, BM, BN, GATED)
     if SHARE:
         steps = tl.cdiv(K, BK)
-        groups = tl.cdiv(shared, each)
-        # Helpers come before those that wait for them: a GPU with too few free SMs starts them first, and every wait
-        # ends.
+        groups = tl.cdiv(shared_tiles, tiles_per_helper)
+        # Helpers have lower program numbers than the programs that wait for them: a GPU with too few free SMs starts
+        # them first, so that every wait ends.
         helpers = groups * (parts - 1)
         if pid < helpers:
             part = pid // groups
-            begin = first + part * (steps - first) // (parts - 1)
-            count = first + (part + 1) * (steps - first) // (parts - 1) - begin
-            for last in range(pid % groups * each, min(pid % groups * each + each, shared)):
-                tm, tn = grouped_tile(whole + last, tiles_m, tiles_n, GROUP_M)
-                if count > 0:  # it is: said so that ptxas knows that the loop runs; else it serialises the wgmmas
-                    acc = part_of_tile(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
-                    slot = part * shared + last
-                    store_pairs(sums + slot.to(tl.int64) * (BM * BN) + place_in_slot(BM, BN, BN), acc)
+            begin = first_steps + part * (steps - first_steps) // (parts - 1)
+            count = first_steps + (part + 1) * (steps - first_steps) // (parts - 1) - begin
+            group = pid % groups * tiles_per_helper
+            for shared_tile in range(group, min(group + tiles_per_helper, shared_tiles)):
+                tm, tn = grouped_tile(whole_tiles + shared_tile, tiles_m, tiles_n, GROUP_M)
+                if count > 0:  # always: the test tells ptxas that the loop runs, without which it serialises the wgmmas
+                    acc = tile_of_steps(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
+                    partial = part * shared_tiles + shared_tile
+                    store_pairs(partials + partial.to(tl.int64) * (BM * BN) + fragment_offsets(BM, BN, BN), acc)
                     flush_stores(True)
-                    tl.atomic_add(ch.counters + slot, 1, sem="release", scope="gpu")
-        last = pid - helpers
-        if (last >= 0) & (last < shared) & (first > 0):
-            tm, tn = grouped_tile(whole + last, tiles_m, tiles_n, GROUP_M)
-            acc = part_of_tile(a_desc, b_desc, tm * BM, tn * BN, 0, first, BM, BN, BK)
+                    tl.atomic_add(ch.counters + partial, 1, sem="release", scope="gpu")
+        shared_tile = pid - helpers
+        if (shared_tile >= 0) & (shared_tile < shared_tiles) & (first_steps > 0):
+            tm, tn = grouped_tile(whole_tiles + shared_tile, tiles_m, tiles_n, GROUP_M)
+            acc = tile_of_steps(a_desc, b_desc, tm * BM, tn * BN, 0, first_steps, BM, BN, BK)
             left, right = column_halves(acc, BM, BN)
-            for slot in range(last, last + shared * (parts - 1), shared):
-                seen = wait_until(ch.counters + slot, calls_of(ch), ch.guard, slot, -1, "gpu")
-                here = sums + slot.to(tl.int64) * (BM * BN) + place_in_slot(BM, BN, BN // 2)
-                left += load_pairs(here, seen)
-                right += load_pairs(here + BN // 2 * 16, seen)
+            for partial in range(shared_tile, shared_tile + shared_tiles * (parts - 1), shared_tiles):
+                seen = wait_until(ch.counters + partial, calls_of(ch), ch.guard, partial, -1, "gpu")
+                left_half = partials + partial.to(tl.int64) * (BM * BN) + fragment_offsets(BM, BN, BN // 2)
+                left += load_pairs(left_half, seen)
+                right += load_pairs(left_half + BN // 2 * 16, seen)
             store_halves(out_desc, left, right, tm * BM, tn * BN, BM, BN, GATED)
-        end_call(ch, turn, tl.num_programs(0))
+        end_call(ch, epoch, tl.num_programs(0))

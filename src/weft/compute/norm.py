@@ -1,9 +1,9 @@
-"""Row-wise kernels behind a collective: RMSNorm, residual add and plain copy, which also undo the order of tiles that a
+"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy, which also undo the order of tiles that a
 signaled plan leaves (FlashOverlap, section 4.3).
 
-A block is rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of BM x 2 COLS in the order of
-`grouped_tile`, each as its left, then its right half, so that a run of COLS columns of a row is contiguous there too;
-where it begins is computed once a run. The results are in ordinary order.
+A block has rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of BM x 2 COLS in the order of
+`grouped_tile`, each stored as its left, then its right half, so that a run of COLS columns of a row is contiguous there
+too; its offset is computed once for each run. The results are in ordinary order.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from ..lang.jit import jit
 
 
 class TileRuns(NamedTuple):
-    """How `x` lies (see above)."""
+    """The layout of `x` (see above)."""
 
     TILED: tl.constexpr
     BM: tl.constexpr
@@ -23,15 +23,15 @@ class TileRuns(NamedTuple):
 
 
 @jit
-def run_of(row, run, tiles_m, N, layout):
-    """Where columns run * COLS .. of a row begin among the tiles: the inverse of `grouped_tile`."""
+def run_offset(row, run, tiles_m, N, layout):
+    """Return the offset in the tiles of columns run * COLS .. of a row: the inverse of `grouped_tile`."""
     BM: tl.constexpr = layout.BM
     COLS: tl.constexpr = layout.COLS
     GROUP_M: tl.constexpr = layout.GROUP_M
     tm = row // BM
-    first = tm // GROUP_M * GROUP_M
-    height = tl.minimum(tiles_m - first, GROUP_M)
-    tile = first * tl.cdiv(N, 2 * COLS) + run // 2 * height + tm - first
+    first_row = tm // GROUP_M * GROUP_M
+    height = tl.minimum(tiles_m - first_row, GROUP_M)
+    tile = first_row * tl.cdiv(N, 2 * COLS) + run // 2 * height + tm - first_row
     return ((tile * 2 + run % 2) * BM + row % BM).to(tl.int64) * COLS
 
 
@@ -52,8 +52,8 @@ def rms_norm(
     R: tl.constexpr,
     RUNS: tl.constexpr,
 ):
-    """out [rows, N] = h / rms(h) * weight [N] for h = x, or with RESIDUAL h = x + residual, which is stored to `total`,
-    and normalised as stored. RUNS runs cover N; ALIGNED: N is a multiple of 8."""
+    """out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL h = x + residual, which is stored in `total`;
+    the rounded sum is normalised. R rows are a block, RUNS runs cover N; ALIGNED: N is a multiple of 8."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8
@@ -64,18 +64,18 @@ def rms_norm(
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
         row = block * R + tl.arange(0, R)[:, None, None]
         ok = (row < rows) & (col < N)
-        at = row.to(tl.int64) * N + col
-        place = at
+        offset = row.to(tl.int64) * N + col
+        x_offset = offset
         if layout.TILED:
-            place = run_of(row, run, tiles_m, N, layout) + c
-        h = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
+            x_offset = run_offset(row, run, tiles_m, N, layout) + c
+        h = tl.load(x + x_offset, mask=ok, other=0.0).to(tl.float32)
         if RESIDUAL:
-            h += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+            h += tl.load(residual + offset, mask=ok, other=0.0).to(tl.float32)
             stored = h.to(total.dtype.element_ty)
-            tl.store(total + at, stored, mask=ok)
+            tl.store(total + offset, stored, mask=ok)
             h = stored.to(tl.float32)
         scale = tl.rsqrt(tl.sum(tl.sum(h * h, 2), 1) / N + eps)[:, None, None]
-        tl.store(out + at, (h * scale * w).to(out.dtype.element_ty), mask=ok)
+        tl.store(out + offset, (h * scale * w).to(out.dtype.element_ty), mask=ok)
 
 
 @jit(do_not_specialize=("rows", "tiles_m"))
@@ -91,7 +91,7 @@ def add_rows(
     ALIGNED: tl.constexpr,
     R: tl.constexpr,
 ):
-    """out [rows, N] = x, or x + residual with RESIDUAL. ALIGNED: N is a multiple of 8."""
+    """out [rows, N] = x, or x + residual with RESIDUAL. R rows are a block; ALIGNED: N is a multiple of 8."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8
@@ -101,11 +101,13 @@ def add_rows(
         run = block % runs
         c = tl.arange(0, COLS)[None, :]
         ok = (row < rows) & (run * COLS + c < N)
-        at = row.to(tl.int64) * N + run * COLS + c
-        place = at
+        offset = row.to(tl.int64) * N + run * COLS + c
+        x_offset = offset
         if layout.TILED:
-            place = run_of(row, run, tiles_m, N, layout) + c
-        h = tl.load(x + place, mask=ok, other=0.0)
+            x_offset = run_offset(row, run, tiles_m, N, layout) + c
+        h = tl.load(x + x_offset, mask=ok, other=0.0)
         if RESIDUAL:
-            h = (h.to(tl.float32) + tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(out + at, h, mask=ok)
+            h = (h.to(tl.float32) + tl.load(residual + offset, mask=ok, other=0.0).to(tl.float32)).to(
+                out.dtype.element_ty
+            )
+        tl.store(out + offset, h, mask=ok)

@@ -274,7 +274,7 @@ class Llama(nn.Module):
         attention, mlp = self.gemms()
 
         def time(tiles: int, k: int) -> float:
-            return Shares.of(world, tiles, -(-k // t.block_k), programs).time
+            return Shares.choose(world, tiles, -(-k // t.block_k), programs).time
 
         return LayerTimes.of_tiles(attention, mlp, tile=(t.block_m, t.block_n), time=time, rows=rows)
 

@@ -1,4 +1,4 @@
-"""What ops with one GEMM share: checks, which plans fit, descriptors, options."""
+"""The base of the ops with one GEMM: options, checks, the plans that fit a call, and descriptors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class GatheredOptions(RowOutOptions, DtypeOptions, total=False):
 
 
 class Factors(NamedTuple):
-    """Operands of a GEMM x @ weight.T + bias."""
+    """The operands of a GEMM x @ weight.T + bias."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -94,8 +94,9 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class MatmulCall(Call):
-    """A GEMM [M, K] x [N, K]^T on every rank, and its collective. shards: rows of every rank. dtype: of the result.
-    recipe: of 8-bit operands; None for operands of the result's dtype."""
+    """A checked call of a GEMM [M, K] x [N, K]^T on every rank, with its collective. shards: the rows of each rank.
+    n, k: N and K. dtype: that of the result. bias: whether there is a bias. recipe: that of 8-bit operands, or None for
+    operands of the result's dtype."""
 
     shards: tuple[int, ...]
     n: int
@@ -117,7 +118,7 @@ class MatmulCall(Call):
     def even(self) -> bool:
         return min(self.shards) == max(self.shards)
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         scaled = {} if self.recipe is None else dict(recipe=self.recipe)
         return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias) | scaled
 
@@ -127,7 +128,7 @@ AnyFactors = TypeVar("AnyFactors", Factors, ScaledFactors)
 
 
 class MatmulOp(Op[M]):
-    """Base of the ops with one GEMM. Operands: x, weight, bias."""
+    """The base of the ops with one GEMM. The operands are x, weight and bias."""
 
     def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
@@ -137,7 +138,7 @@ class MatmulOp(Op[M]):
 
     def trial_key(self, call: M) -> Hashable:
         """Return what calls that share a trial have in common, with rows rounded as for the library's GEMM."""
-        return tuple((call.agreed() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
+        return tuple((call.same_on_all_ranks() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
         dtype = getattr(operands[0], "dtype", None)
@@ -175,11 +176,11 @@ class MatmulOp(Op[M]):
     def dense_operands(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
         """Return dense operands. A weight stored as [K, N], as a gradient's GEMM has, is not copied if the plan takes
         it: the copy would take as long as some collectives."""
-        x, weight, *others = operands
-        kept = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
-        if kept and weight.dtype != E4M3:
-            dense_x, *rest = bulk((x, *others))
-            return self.takes(dense_x, weight, *rest)
+        x, weight, *extra = operands
+        takes_transposed = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
+        if takes_transposed and weight.dtype != E4M3:
+            dense_x, *dense_extra = bulk((x, *extra))
+            return self.takes(dense_x, weight, *dense_extra)
         return self.takes(*bulk(operands))
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
@@ -220,11 +221,11 @@ class MatmulOp(Op[M]):
         why = None
         if isinstance(plan, OneShot) and self.scatters_rows:
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
-                return ""  # it would allocate the longest part for every rank
+                return ""  # it would allocate memory of the longest shard for every rank
             if min(call.shards) == 0 < max(call.shards):
                 why = "a rank without rows would not wait for the other ranks"
         elif not call.even and self.copies_shards(plan):
-            why = "copies are of shards of one length"
+            why = "copies need shards of one length"
         return "" if why and asked == "auto" else why
 
     def copies_shards(self, plan: Plan) -> bool:
@@ -233,14 +234,14 @@ class MatmulOp(Op[M]):
 
 
 def whole_words(**sizes: int) -> str | None:
-    """Return why rows of so many elements do not suit bulk copies, or None."""
+    """Return why rows with these numbers of elements do not suit bulk copies, or None. sizes: the numbers, by name."""
     for name, size in sizes.items():
         if size % 8:
             return f"{name} {size} must be a multiple of 8 (16-byte rows for bulk copies)"
     return None
 
 
-def given_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whole: bool) -> tuple[int, ...]:
+def check_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whole: bool) -> tuple[int, ...]:
     """Check and return the caller's `rows`, the number of rows of every rank. whole: x has the rows of all ranks, not
     this rank's alone."""
     valid, own_rows = len(rows) == world.size and min(rows) >= 0, x.shape[0]
@@ -270,7 +271,8 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, recipe: Recipe | None = None) -> Tile:
-    """Return a kernel's Tile. trans_b: the weight [N, K] is stored as [K, N]. recipe: of 8-bit operands."""
+    """Return a kernel's Tile. trans_b: the weight [N, K] is stored as [K, N]. recipe: that of 8-bit operands, or
+    None."""
     if recipe is not None:
         return scaled_tile(tile, group_m, recipe)
     return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)

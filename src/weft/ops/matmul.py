@@ -1,4 +1,5 @@
-"""x @ weight.T on some of the SMs, so that a communicating kernel beside it finds the others free. Local."""
+"""x @ weight.T on some of the SMs, so that a kernel that communicates concurrently has the others. No rank waits for
+another."""
 
 from __future__ import annotations
 
@@ -14,58 +15,61 @@ from ..world import World
 from .common import tile_of
 from .tiles import fitting
 
-# The kernel's arguments without it.
-ALONE = dict(sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, SHARE=False)
+# The kernel's arguments for a GEMM without shared tiles.
+ALONE = dict(
+    partials=None, epoch=None, ch=None, shared_tiles=0, tiles_per_helper=1, parts=1, first_steps=0, SHARE=False
+)
 
 
 def tile(world: World) -> GemmTile:
-    """The GEMM's tiles."""
+    """Return the shape of the GEMM's tiles."""
     return fitting(world.scale.plan(FusedGather), world.capability).tile
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How programs share the last tiles of a GEMM (`kernels.gemm.matmul`), and how long it takes, in K steps of a
-    tile."""
+    """How programs share the last tiles of a GEMM (`compute.gemm.matmul`), and how long the GEMM takes, in K steps of a
+    tile. A tile is split along K into `parts` parts, the first of which has first_steps K steps; a helper computes one
+    part of tiles_per_helper tiles."""
 
     time: int
-    shared: int = 0  # tiles
-    each: int = 1  # tiles that a helper has a part of
-    parts: int = 1  # of a tile
-    first: int = 0  # K steps of the first part
+    shared_tiles: int = 0
+    tiles_per_helper: int = 1
+    parts: int = 1
+    first_steps: int = 0
 
     @classmethod
-    def of(cls, world: World, tiles: int, steps: int, programs: int) -> Shares:
-        """The quickest for `tiles` tiles of `steps` K steps; none where the last wave is so full that sharing it costs
-        more than it spares."""
-        part, handed, cost = world.scale.min_part_steps, world.scale.handover_steps, world.scale.add_steps
+    def choose(cls, world: World, tiles: int, steps: int, programs: int) -> Shares:
+        """Return the fastest for `tiles` tiles of `steps` K steps. No tiles are shared if the last wave is so full that
+        sharing it costs more than it saves."""
+        part, handover, cost = world.scale.min_part_steps, world.scale.handover_steps, world.scale.add_steps
         waves, rest = divmod(tiles, programs)
         best = cls((waves + (rest > 0)) * steps)
-        for each in range(1, 5) if rest else ():
-            parts = min(programs // rest, steps // part) if each == 1 else 2
+        for tiles_per_helper in range(1, 5) if rest else ():
+            parts = min(programs // rest, steps // part) if tiles_per_helper == 1 else 2
             if parts < 2:
                 continue
-            helpers = -(-rest // each) * (parts - 1)
-            first = (steps + handed * (parts - 1)) * each // (each + parts - 1)
-            time = waves * steps + first + cost * min(each, 2)
-            if rest + helpers <= programs and 0 < first <= steps - (parts - 1) and time < best.time:
-                best = cls(time, rest, each, parts, first)
+            helpers = -(-rest // tiles_per_helper) * (parts - 1)
+            first_steps = (steps + handover * (parts - 1)) * tiles_per_helper // (tiles_per_helper + parts - 1)
+            time = waves * steps + first_steps + cost * min(tiles_per_helper, 2)
+            if rest + helpers <= programs and 0 < first_steps <= steps - (parts - 1) and time < best.time:
+                best = cls(time, rest, tiles_per_helper, parts, first_steps)
         return best
 
 
 def matmul(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, world: World, programs: int, gated: int = 0
 ) -> None:
-    """out [M, N] = x [M, K] @ weight.T [N, K] by `programs` programs, one a SM; or, gated, out [M, gated] = silu(gate)
-    * up for a weight as in `all_gather_swiglu`. On the current stream. Rows must be whole 16-byte words; all
-    contiguous."""
+    """Compute out [M, N] = x [M, K] @ weight.T [N, K] with `programs` programs, one on each SM, on the current stream;
+    with `gated`, out [M, gated] = silu(gate) * up for a weight as in `all_gather_swiglu`. All tensors are contiguous,
+    and their rows are whole 16-byte words."""
     (m, k), n, t = x.shape, weight.shape[0], tile(world)
     if m == 0:
         return
     tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
-    shares = Shares.of(world, tiles, steps, programs)
+    shares = Shares.choose(world, tiles, steps, programs)
     stream = world.current_stream()
-    if shares.shared:
+    if shares.shared_tiles:
         world.order(lock(world, "parts of tiles"), stream)
     launch = _matmul(world, m, n, k, out.shape[1], gated > 0, programs)
     launch(stream, a_desc=x, b_desc=weight, out_desc=out)
@@ -73,14 +77,14 @@ def matmul(
 
 @prepared
 def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, programs: int) -> Launch:
-    """columns: of the output."""
+    """Return the launch. columns: those of the output."""
     t, block = tile(world), world.scale.interleave
     tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
-    shares = Shares.of(world, tiles, steps, programs)
+    shares = Shares.choose(world, tiles, steps, programs)
     return Launch(
         world,
         kernel,
-        programs if shares.shared else min(programs, tiles),
+        programs if shares.shared_tiles else min(programs, tiles),
         dict(num_warps=t.warps, num_stages=t.stages),
         a_desc=Matrix(m, k, (t.block_m, t.block_k)),
         b_desc=Matrix(n, k, (t.block_n, t.block_k)),
@@ -90,18 +94,26 @@ def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, pro
         K=k,
         tile=tile_of(t, t.group_m),
         GATED=block if gated else 0,
-        **(sharing(world, t, shares, programs) if shares.shared else ALONE),
+        **(share_arguments(world, t, shares, programs) if shares.shared_tiles else ALONE),
     )
 
 
-def sharing(world: World, t: GemmTile, shares: Shares, programs: int) -> dict[str, object]:
-    """Arguments of the kernel for tiles that programs share. The memory of the parts is of all shapes together."""
+def share_arguments(world: World, t: GemmTile, shares: Shares, programs: int) -> dict[str, object]:
+    """Return the kernel's arguments for tiles that programs share. GEMMs of all shapes use the same memory for partial
+    tiles."""
 
     def make() -> dict[str, object]:
-        ch = world.local_channel("parts of tiles", [1] * (shares.shared * (shares.parts - 1)))
-        numbers = dict(shared=shares.shared, each=shares.each, parts=shares.parts, first=shares.first)
-        return dict(ch=ch, turn=world.zeros((1,), torch.int32), SHARE=True, **numbers)
+        ch = world.local_channel("parts of tiles", [1] * (shares.shared_tiles * (shares.parts - 1)))
+        return dict(
+            ch=ch,
+            epoch=world.zeros((1,), torch.int32),
+            SHARE=True,
+            shared_tiles=shares.shared_tiles,
+            tiles_per_helper=shares.tiles_per_helper,
+            parts=shares.parts,
+            first_steps=shares.first_steps,
+        )
 
-    room = (programs, t.block_m, t.block_n)  # helpers have no more parts than there are programs
-    sums = world.cached(("parts of tiles", room), lambda: world.empty(room, torch.float32))
-    return dict(sums=sums, **world.cached(shares, make))
+    shape = (programs, t.block_m, t.block_n)  # helpers have no more parts than there are programs
+    partials = world.cached(("parts of tiles", shape), lambda: world.empty(shape, torch.float32))
+    return dict(partials=partials, **world.cached(shares, make))

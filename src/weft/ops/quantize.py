@@ -1,4 +1,4 @@
-"""8-bit rows and their scales, of a matrix or of SiLU-mul, in one launch. Local: no rank waits for another."""
+"""8-bit rows and their scales, of a matrix or of SiLU-mul, in one launch. No rank waits for another."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class QuantizeOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizeCall(Call):
-    """out [m, n] of x [m, stride]. scaling: as in Recipe. interleave: 0, or blocks of so many gate and up columns
-    alternate in x. block_rows: rows that share a scale by block. by_columns: the scales by block are laid out column
-    after column. given: whether the scale is an operand."""
+    """A checked call: out [m, n] of x [m, stride]. scaling: that of `Recipe`. interleave: 0, or the size of the blocks
+    of gate and up columns that alternate in x. block_rows: rows that share a scale by block. by_columns: the scales by
+    block are laid out column after column. static_scale: whether the scale is an operand."""
 
     m: int
     n: int
@@ -42,7 +42,7 @@ class QuantizeCall(Call):
     interleave: int
     block_rows: int
     by_columns: bool
-    given: bool
+    static_scale: bool
 
     @property
     def rows(self) -> int:
@@ -50,7 +50,7 @@ class QuantizeCall(Call):
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """The shape of the scales."""
+        """Return the shape of the scales."""
         if self.scaling == "tensor":
             return (1,)
         groups = 1 if self.scaling == "row" else self.n // SCALE_BLOCK
@@ -77,7 +77,8 @@ def run_quantize(
 
 
 class Quantize(Local[QuantizeCall]):
-    """Options: scaling, columns of the result, interleave, rows of a block, by_columns. Returns (rows, scales)."""
+    """The op quantize. The options are scaling, the columns of the result, interleave, the rows of a block, and
+    by_columns. The results are the rows and the scales."""
 
     name = _OP
     signature = (
@@ -99,8 +100,8 @@ class Quantize(Local[QuantizeCall]):
         if scaling not in SCALINGS:
             raise ValueError(f"{op}: recipe {scaling!r} is not one of {sorted(SCALINGS)}")
         if scaling == "block" and columns % SCALE_BLOCK:
-            said = f"{columns} columns of x {dims(x)} are no multiple of {SCALE_BLOCK}"
-            raise ValueError(f"{op}: {said}, for scales by block")
+            problem = f"{columns} columns of x {dims(x)} are not a multiple of {SCALE_BLOCK}"
+            raise ValueError(f"{op}: {problem}, for scales by block")
         if (scale is not None and scaling != "tensor") or (scale is None and scaling == "tensor" and interleave):
             raise ValueError(f"{op}: a scale goes with recipe 'tensor', got {scaling!r} and scale {scale}")
         if scale is not None:
@@ -109,9 +110,9 @@ class Quantize(Local[QuantizeCall]):
                 raise ValueError(f"{op}: scale {dims(scale)} must be float32 [1]")
         if missing := lacks(world.capability, ADA, "results in float8_e4m3fn"):
             raise Unsupported(f"{op}: {missing}")
-        given = scale is not None
+        m, stride = x.shape
         return QuantizeCall(
-            x.shape[0], columns, x.shape[1], x.dtype, scaling, interleave, block_rows, by_columns, given
+            m, columns, stride, x.dtype, scaling, interleave, block_rows, by_columns, static_scale=scale is not None
         )
 
     def outputs(self, world: World, call: QuantizeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -123,8 +124,8 @@ class Quantize(Local[QuantizeCall]):
     def dense_operands(self, plan: Plan, operands: QuantizeOperands) -> QuantizeOperands:
         return QuantizeOperands(*bulk(operands))  # type: ignore[arg-type]
 
-    def returned(self, world: World, call: QuantizeCall, result: torch.Tensor, more: object) -> Returned:
-        return result, more if call.m else world.empty(call.scales, torch.float32)
+    def returned(self, world: World, call: QuantizeCall, result: torch.Tensor, scales: object) -> Returned:
+        return result, scales if call.m else world.empty(call.scales, torch.float32)
 
 
 QUANTIZE = registered(Quantize())
@@ -159,7 +160,7 @@ def _launch(world: World, call: QuantizeCall) -> Launch:
             Groups,
             GROUP=cols if by_row else SCALE_BLOCK,
             SHARED=shared,
-            GIVEN=call.scaling == "tensor",
+            STATIC=call.scaling == "tensor",
             LOOPED=looped,
             INTERLEAVE=call.interleave,
             R=rows,
@@ -177,25 +178,27 @@ def quantize(
     by_columns: bool = False,
     world: World,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in e4m3 and its scales, as `weft.matmul` and the ops around a GEMM take them: value = element x scale.
+    """x in e4m3 and its scales, as `weft.matmul` and the ops with a GEMM take them: value = element x scale.
 
     Args:
         x: [M, K], bfloat16 or float16.
-        recipe: "row": a scale for each row; "block": for each row and 128 columns, K a multiple of 128; "tensor": one.
-        scale: float32 [1], for "tensor": what x is divided by, and clamped to +-448. None: the largest element's size
-            over 448, which a reduction of torch's finds before.
-        weight: scales by block are of 128 x 128 elements, as a weight has them.
-        by_columns: the scales by block are laid out column after column, as `weft.matmul` and DeepGEMM read them
-            fastest. The ops of several ranks copy such scales first.
+        recipe: "row" is one scale for each row; "block" one for each row and 128 columns, where K is a multiple of 128;
+            "tensor" one for all elements.
+        scale: float32 [1], for "tensor". x is divided by it, and clamped to +-448. None: the scale of the largest
+            element, which a reduction of torch computes before.
+        weight: a scale by block is that of 128 x 128 elements, as for a weight.
+        by_columns: the scales by block are laid out column after column, as DeepGEMM takes them. `weft.matmul` takes
+            both layouts; the ops of several ranks copy such scales first.
 
-    A scale is the largest element's size over 448; an element is divided by it and rounded to the nearest.
+    A scale is the magnitude of the largest element over 448; an element is divided by it and rounded to nearest.
 
     Returns:
-        e4m3 [M, K]; float32 scales: [M, 1], [M, K / 128], [M / 128 rounded up, K / 128] (weight) or [1].
+        The elements in e4m3 [M, K], and the scales in float32: [M, 1], [M, K / 128], [M / 128 rounded up, K / 128]
+        (weight) or [1].
 
     Raises:
-        ValueError, TypeError: what does not fit, quoted; an x that requires a gradient.
-        Unsupported: a GPU without e4m3.
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. x requires a gradient.
+        Unsupported: the GPU has no e4m3.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{_OP}: x must be a tensor, got {type(x).__name__}")
@@ -209,6 +212,7 @@ def quantize(
 def silu_mul_quantized(
     x: torch.Tensor, columns: int, interleave: int, recipe: str, scale: torch.Tensor | None, world: World
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) * up [M, columns] of x [M, S] that alternates `interleave` gate and up columns, quantized."""
+    """Return silu(gate) * up [M, columns] in e4m3, with its scales, for x [M, S] in which blocks of `interleave` gate
+    and up columns alternate."""
     rows, scales = QUANTIZE(world, Sequential(), QuantizeOperands(x, scale), (recipe, columns, interleave, 1, False))
     return rows, scales

@@ -1,4 +1,5 @@
-"""How 8-bit operands are scaled (compute/scaled_gemm.py): which recipe a call's scales mean, and what does not fit."""
+"""The recipes by which 8-bit operands are scaled (compute/scaled_gemm.py): the recipe that a call's scales mean, and
+checks of operands and plans."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ SCALE_BLOCK: int = BLOCK.value
 @dataclass(frozen=True)
 class Recipe:
     """How the 8-bit operands of a product are scaled. scaling: "tensor", "row" or "block". fast_accum: sums stay in the
-    tensor cores' own accumulators; no difference for "block", whose sums never do."""
+    tensor cores' accumulators, except for "block", whose sums are always added in float32."""
 
     scaling: str
     fast_accum: bool = False
 
     @property
     def promotes(self) -> bool:
-        """Whether every step of K is added in float32."""
+        """Return whether every step of K is added in float32."""
         return self.scaling == "block" or not self.fast_accum
 
 
 class ScaledFactors(NamedTuple):
-    """Operands of a GEMM x @ weight.T + bias; the scales are there for x and weight in e4m3."""
+    """The operands of a GEMM x @ weight.T + bias, with scales for x and weight in e4m3."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -50,12 +51,12 @@ class ScaledFactors(NamedTuple):
 
 
 def scales_of_part(recipe: Recipe | None, x_scale: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """The scales of some rows of x."""
+    """Return the scales of some rows of x."""
     return x_scale if recipe is None or x_scale is None or recipe.scaling == "tensor" else x_scale[rows]
 
 
 def recipe_of(op: str, world: World, operands: ScaledFactors, fast_accum: bool) -> Recipe:
-    """The recipe that the scales' shapes mean, for x in e4m3. Raises as `check_product`."""
+    """Return the recipe that the scales' shapes mean, for x in e4m3. Raises the errors of `check_product`."""
     x, weight, _, x_scale, weight_scale = operands
     if weight.dtype != E4M3:
         raise TypeError(f"{op}: weight is {dims(weight)}; float8_e4m3fn, as x, is supported")
@@ -79,32 +80,32 @@ def recipe_of(op: str, world: World, operands: ScaledFactors, fast_accum: bool) 
 
 def _scaling(op: str, x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor) -> str:
     (m, k), n = x.shape, weight.shape[0]
-    given, blocks = (tuple(x_scale.shape), tuple(weight_scale.shape)), -(-k // SCALE_BLOCK)
-    if given == ((m, blocks), (-(-n // SCALE_BLOCK), blocks)):
+    shapes, blocks = (tuple(x_scale.shape), tuple(weight_scale.shape)), -(-k // SCALE_BLOCK)
+    if shapes == ((m, blocks), (-(-n // SCALE_BLOCK), blocks)):
         if k % SCALE_BLOCK == 0:
             return "block"
         if blocks > 1:
-            said = _said(x_scale, weight_scale)
+            scales = _quote_scales(x_scale, weight_scale)
             raise ValueError(
-                f"{op}: K {k} of x {dims(x)} must be a multiple of {SCALE_BLOCK} for scales by block, {said}"
+                f"{op}: K {k} of x {dims(x)} must be a multiple of {SCALE_BLOCK} for scales by block, {scales}"
             )
     if x_scale.numel() == weight_scale.numel() == 1:
         return "tensor"
-    if given[0] in ((m,), (m, 1)) and given[1] in ((n,), (n, 1), (1, n)):
+    if shapes[0] in ((m,), (m, 1)) and shapes[1] in ((n,), (n, 1), (1, n)):
         return "row"
     raise ValueError(
-        f"{op}: {_said(x_scale, weight_scale)} fit no recipe for x {dims(x)} and weight {dims(weight)}: by tensor [1] "
-        f"and [1]; by row [{m}, 1] and [{n}, 1]; by block [{m}, {blocks}] and [{-(-n // SCALE_BLOCK)}, {blocks}], for "
-        f"K a multiple of {SCALE_BLOCK}"
+        f"{op}: {_quote_scales(x_scale, weight_scale)} fit no recipe for x {dims(x)} and weight {dims(weight)}: "
+        f"by tensor [1] and [1]; by row [{m}, 1] and [{n}, 1]; by block [{m}, {blocks}] "
+        f"and [{-(-n // SCALE_BLOCK)}, {blocks}], for K a multiple of {SCALE_BLOCK}"
     )
 
 
-def _said(x_scale: torch.Tensor, weight_scale: torch.Tensor) -> str:
+def _quote_scales(x_scale: torch.Tensor, weight_scale: torch.Tensor) -> str:
     return f"x_scale {list(x_scale.shape)} and weight_scale {list(weight_scale.shape)}"
 
 
 def check_shapes(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise ValueError or TypeError, quoting what was given, for tensors of which there is no product."""
+    """Raise ValueError or TypeError for tensors that cannot be multiplied; the message quotes them."""
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
         if t is not None or name != "bias":
             check_device(op, world, name, t)
@@ -123,8 +124,8 @@ def check_shapes(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, b
 def validate(
     op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: str = ""
 ) -> None:
-    """Raise ValueError or TypeError, quoting what was given, for anything that this rank alone can see is wrong with
-    operands of 16 bits. others: what the op takes beside them."""
+    """Raise ValueError or TypeError for every fault of 16-bit operands that this rank can see by itself; the message
+    quotes the operands. others: the other dtypes that the op takes, for the message."""
     check_shapes(op, world, x, weight, bias)
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
@@ -136,8 +137,8 @@ def validate(
 def check_product(
     op: str, world: World, operands: ScaledFactors, out_dtype: torch.dtype | None, fast_accum: bool
 ) -> tuple[Recipe | None, torch.dtype]:
-    """The recipe of x @ weight.T + bias, None for operands of 16 bits, and the result's dtype. Raises as `validate`,
-    and Unsupported for a GPU that does not multiply 8-bit operands."""
+    """Check the operands of x @ weight.T + bias. Return the recipe, or None for 16-bit operands, and the dtype of the
+    result. Raises the errors of `validate`, and Unsupported for a GPU that does not multiply 8-bit operands."""
     x, weight, bias, x_scale, weight_scale = operands
     if getattr(x, "dtype", None) != E4M3:
         validate(op, world, x, weight, bias, ", and float8_e4m3fn with scales,")
@@ -160,16 +161,16 @@ P = TypeVar("P", bound=Plan)
 
 
 def unfit(recipe: Recipe, tile: TileShape) -> str | None:
-    """Why 8-bit operands of a recipe do not suit the tiles of a plan; None where they do."""
+    """Return why 8-bit operands of a recipe do not suit the tiles of a plan, or None if they do."""
     if recipe.scaling != "block" or (tile.block_k == SCALE_BLOCK and SCALE_BLOCK % tile.block_n == 0):
         return None
     return f"scales by block need tiles of block_k {SCALE_BLOCK} and block_n at most {SCALE_BLOCK}, not {tile}"
 
 
 def fit_plan(plan: P, recipe: Recipe) -> P:
-    """The plan with tiles for 8-bit operands, where it has those of 16-bit ones: steps of K of as many bytes, and where
-    sums are promoted 128 x 128, of two programs an SM, or of one of twice the warps where another kernel's programs
-    are on the same SMs."""
+    """Return the plan with tiles for 8-bit operands instead of those for 16-bit operands. A step of K has as many
+    bytes. If sums are promoted, tiles are 128 x 128, for two programs on each SM; or for one program with twice as many
+    warps, if another kernel's programs run on the same SMs."""
     if not isinstance(plan, Fused):
         return plan
     tile = plan.tile
@@ -188,13 +189,13 @@ def fit_plan(plan: P, recipe: Recipe) -> P:
 
 
 def block_rows(tile: TileShape, recipe: Recipe | None) -> int:
-    """Rows of the blocks in which tiles are loaded and stored: promoted sums are those of half a tile's rows at a time
-    (compute/scaled_gemm.py)."""
+    """Return the rows of the blocks in which tiles are loaded and stored. If sums are promoted, a block has half a
+    tile's rows (compute/scaled_gemm.py)."""
     return tile.block_m // 2 if recipe is not None and recipe.promotes else tile.block_m
 
 
 def scaled_tile(tile: TileShape, group_m: int, recipe: Recipe) -> Tile:
-    """The tile as kernels have it."""
+    """Return the tile as kernels take it."""
     return constants(
         Tile,
         BM=tile.block_m,

@@ -21,38 +21,42 @@ from ..plans import GemmTile, Persistent
 from ..world import World
 from .recipes import Recipe, block_rows, scaled_tile
 
-# Of which the first call of a size takes the fastest. The first of each serves where nothing was measured.
+# The first call of a size times these and takes the fastest. The first of each serves where nothing was measured.
 WIDE = (
     Persistent(tile=GemmTile(block_k=128, stages=4)),
     Persistent(tile=GemmTile(block_n=128, block_k=128, stages=5)),
 )
 PROMOTED = (Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3), per_sm=2, flatten=False),)
-OWN_PLANS = {str(plan): plan for plan in (*WIDE, *PROMOTED)}
+PERSISTENT_PLANS = {str(plan): plan for plan in (*WIDE, *PROMOTED)}
 
 
-def own_plans(recipe: Recipe) -> tuple[Persistent, ...]:
-    """The tiles of weft's own kernel that are worth timing."""
+def persistent_plans(recipe: Recipe) -> tuple[Persistent, ...]:
+    """Return the plans of weft's own kernel that are worth timing for the recipe."""
     return PROMOTED if recipe.promotes else WIDE
 
 
 def default_plan(world: World, recipe: Recipe) -> Persistent:
-    return world.scale.plan(Persistent) if world.scale.presets else own_plans(recipe)[0]
+    return world.scale.plan(Persistent) if world.scale.presets else persistent_plans(recipe)[0]
 
 
-def multiply_own(world: World, recipe: Recipe, plan: Persistent, operands: ScaledOperands, out: torch.Tensor) -> None:
-    """out [M, N] by weft's own kernel, on the current stream."""
+def multiply_persistent(
+    world: World, recipe: Recipe, plan: Persistent, operands: ScaledOperands, out: torch.Tensor
+) -> None:
+    """Compute out [M, N] with weft's own kernel, on the current stream."""
     x, weight, bias, x_scale, weight_scale, *_ = operands
     if len(x) == 0:
         return
     by_columns = recipe.scaling == "block" and not x_scale.is_contiguous()
-    launch = _own(world, recipe, plan, (len(x), len(weight), x.shape[1]), by_columns)
+    launch = _persistent_launch(world, recipe, plan, (len(x), len(weight), x.shape[1]), by_columns)
     scales = Scales(x_scale, weight_scale)
     launch(world.current_stream(), x_desc=x, w_desc=weight, out_desc=out, bias=bias, scales=scales)
 
 
 @prepared
-def _own(world: World, recipe: Recipe, plan: Persistent, size: tuple[int, int, int], by_columns: bool) -> Launch:
-    """size: M, N, K."""
+def _persistent_launch(
+    world: World, recipe: Recipe, plan: Persistent, size: tuple[int, int, int], by_columns: bool
+) -> Launch:
+    """Return the launch of weft's own kernel. size: M, N and K."""
     (m, n, k), tile = size, plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     rows = block_rows(tile, recipe)
@@ -74,20 +78,20 @@ def _own(world: World, recipe: Recipe, plan: Persistent, size: tuple[int, int, i
 
 
 def product(world: World, recipe: Recipe, name: str) -> library_gemm.ScaledProduct:
-    """The product of that name: weft's own in a plan's tiles, or a library's."""
-    plan = OWN_PLANS.get(name)
+    """Return the product with this name: weft's own kernel with a plan's tiles, or a library's."""
+    plan = PERSISTENT_PLANS.get(name)
     return (
         library_gemm.scaled_products(recipe.scaling)[name]
         if plan is None
-        else partial(multiply_own, world, recipe, plan)
+        else partial(multiply_persistent, world, recipe, plan)
     )
 
 
 def multiply(world: World, recipe: Recipe, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
-    """out [M, N] by the fastest product, on `stream`. x and weight are contiguous."""
+    """Compute out [M, N] with the fastest product, on `stream`. x and weight are contiguous."""
     if not operands.x.is_cuda:
-        given = [t for t in operands[:5] if t is not None]
-        world.call(lambda: library_gemm.dequantized_product(operands, out), given, [out], stream)
+        tensors = [t for t in operands[:5] if t is not None]
+        world.call(lambda: library_gemm.dequantized_product(operands, out), tensors, [out], stream)
         return
     if len(operands.x) == 0:
         return
@@ -96,20 +100,21 @@ def multiply(world: World, recipe: Recipe, operands: ScaledOperands, stream: Str
 
 
 def fastest(world: World, recipe: Recipe, operands: ScaledOperands, out: torch.Tensor) -> str:
-    """The name of the fastest product. Writes `out` many times where the size is measured."""
+    """Return the name of the fastest product. If the size is not measured yet, this times all products, which write
+    `out`."""
     x, weight = operands[:2]
     layout = recipe, out.dtype, operands.x_scale.is_contiguous()
     key = multiply, library_gemm.stepped(len(x)), *weight.shape, x.device, *layout
     known = Chooser.alone.trials.get(key)
     if known is not None:
         return known.chosen("graph")
-    own = [str(plan) for plan in own_plans(recipe)]
-    names = [*own, *library_gemm.scaled_products(recipe.scaling)]
-    products = {each: partial(product(world, recipe, each), operands, out) for each in names}
+    own_names = [str(plan) for plan in persistent_plans(recipe)]
+    names = [*own_names, *library_gemm.scaled_products(recipe.scaling)]
+    products = {name: partial(product(world, recipe, name), operands, out) for name in names}
     return Chooser.alone.choose(
         Choice(
             key,
-            lambda mode: own[0],
+            lambda mode: own_names[0],
             lambda: library_gemm.correct_names(products, out),
             lambda name: products[name](),
         )

@@ -12,7 +12,7 @@ because weights come from memory and the power limit lowers the clock. While onl
 GEMMs that follow run faster: an all-reduce on SMs therefore costs less than its own time, and transfers by copy engines
 under GEMMs cost little, but not nothing. HEAT, SUM_SHARE and COPY_SHARE hold these effects. They and the other
 constants were fitted to layers of Llama-70B's sizes on two and four H200s (2026-11), and checked against two other
-models (tests/test_layers.py).
+models (tests/planner/test_layers.py).
 """
 
 from __future__ import annotations

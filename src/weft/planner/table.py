@@ -1,9 +1,9 @@
 """The measured plans: the fastest one for each measured shape, by GPU model and way of launching.
 
-`bench/table.py` makes `tables/<gpu>.json` from the results of `bench/run.py --tune`. A row has the op, world, M, N, K
-(of the GEMM on one rank, but M of all ranks), mode ("graph": captured in a CUDA graph, "eager"), the fastest plan and
-its speedup over cuBLAS + NCCL: the one that the benchmark confirmed, or that of the tuning run, less what such runs
-overstated elsewhere.
+`bench/pages/table.py` makes `tables/<gpu>.json` from the results of `bench/measure/run.py --tune`. A row has the op,
+world, M, N, K (of the GEMM on one rank, but M of all ranks), mode ("graph": captured in a CUDA graph, "eager"), the
+fastest plan and its speedup over cuBLAS + NCCL: the one that the benchmark confirmed, or that of the tuning run, less
+what such runs overstated elsewhere.
 """
 
 from __future__ import annotations

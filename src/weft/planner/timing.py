@@ -1,9 +1,9 @@
 """Times of calls on the GPU.
 
 Every timing in weft rests on `chooser.span`: two events around work on one stream. `CudaTimer`, for the profile,
-replays one call back to back from a graph, with all ranks at once. bench/timing.py and the demo time several functions
-in alternation, so that a GPU that heats up slows all of them. The self-check (auto.py) times a GEMM on one GPU,
-without other ranks, in 20 ms.
+replays one call back to back from a graph, with all ranks at once. bench/common/timing.py and the demo time several
+functions in alternation, so that a GPU that heats up slows all of them. The self-check (auto.py) times a GEMM on one
+GPU, without other ranks, in 20 ms.
 """
 
 from __future__ import annotations

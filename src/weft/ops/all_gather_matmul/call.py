@@ -1,4 +1,4 @@
-"""What one call of all-gather + GEMM computes."""
+"""The description of one call of all-gather + GEMM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ GATHER_GEMM = "all_gather_matmul"
 
 
 class GatheredRows(NamedTuple):
-    """The gathered activation [M, K], or None where no caller wants it, and the scales of its rows, or None."""
+    """The gathered activation [M, K], or None if the caller does not ask for it, and the scales of its rows, or
+    None."""
 
     x: torch.Tensor | None
     scales: torch.Tensor | None = None
@@ -23,18 +24,18 @@ class GatheredRows(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherCall(MatmulCall):
-    """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate
-    `Scale.interleave` gate and as many up rows, the last blocks padded with zeros. gathered: the gathered activation is
-    returned too; each rank's own choice."""
+    """A checked call. gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight in which blocks of
+    `Scale.interleave` gate rows alternate with as many up rows, the last blocks padded with zeros. gathered: whether
+    the gathered activation is returned too, which each rank chooses for itself."""
 
     gated: int
     gathered: bool
 
     @property
     def scales_in_row(self) -> int:
-        """How many scales travel with a row."""
+        """Return the number of scales that are sent with a row."""
         scaling = self.recipe and self.recipe.scaling
         return self.k // SCALE_BLOCK if scaling == "block" else int(scaling == "row")
 
-    def agreed(self) -> dict[str, Hashable]:
-        return super().agreed() | dict(gated=self.gated)
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
+        return super().same_on_all_ranks() | dict(gated=self.gated)

@@ -1,24 +1,25 @@
-"""All-gather + GEMM in one launch: a few programs pull the peers' shards, the others run a GEMM gated by chunk.
+"""All-gather + GEMM in one launch: a few programs pull the peers' shards, the others compute a GEMM whose tiles wait
+for the chunks that they read.
 
-    own chunks   every program copies a part of the own shard into this rank's half of the arena, then counts up
-                 `ready` (for the peers) and the chunk's channel (for own tiles that span shards)
-    pullers      wait until a peer is ready, then pull its chunks through a deep asynchronous pipeline into the same
-                 place of the own arena, nearest peer first, and count up each chunk's channel
-    the rest     persistent GEMM: the own rows straight from x, then row tiles in the order in which the chunks arrive,
-                 each once its chunks are there
+    all programs    copy this rank's shard, a part each, into its half of the arena, then count up `ready` (for the
+                    peers) and the chunk's channel (for own tiles that span shards)
+    pull programs   wait until a peer is ready, then pull its chunks through a deep asynchronous pipeline to the same
+                    offset of this rank's arena, nearest peer first, and count up each chunk's channel
+    GEMM programs   compute a persistent GEMM: the own rows straight from x, then row tiles in the order in which the
+                    chunks arrive, each when its chunks have arrived
 
-                 t -->
-    pullers      | own | r+1 . . . | r+2 . . . | ...
-    GEMM         | own | own tiles | r+1 tiles | ...
+                    t -->
+    pull programs   | own | r+1 . . . | r+2 . . . | ...
+    GEMM programs   | own | own tiles | r+1 tiles | ...
 
-Or (`copied_gemm`) a copy engine pulls the shards, one after the other, and every SM computes.
+In `copied_gemm` a copy engine pulls the shards, one after the other, and every SM computes.
 
-Measured and dropped (docs/design-notes.md): chunks of all peers in turn, not peer after peer, and pulling programs in a
-small kernel of their own beside a GEMM on every SM.
+Measured and dropped (docs/design-notes.md): pulling chunks of all peers alternately, and pull programs in a small
+kernel of their own, which runs concurrently with a GEMM on every SM.
 
-Order of accesses. Peers read the arena half of call n; it is written again in call n + 2, and a rank reaches call n + 2
-only after hearing from every peer in call n + 1, whose programs started after that peer's call n had ended. So two
-halves and no barrier.
+Order of accesses. Peers read the arena half of call n. It is written again in call n + 2, and a rank reaches call n + 2
+only after every peer has counted up its `ready` in call n + 1, whose programs started after that peer's call n had
+ended. Therefore two halves suffice, without a barrier.
 """
 
 from typing import NamedTuple
@@ -36,19 +37,20 @@ from ...lang.primitives import consumer_tile_wait
 
 
 class Shards(NamedTuple):
-    """Two tables by rank, with one entry more: the first row of each rank's shard, and the first channel of its chunks.
-    The last entry of `channels` is the channel behind all chunks, which says that a rank is ready."""
+    """Two tables with an entry for each rank and a last one: the first row of each rank's shard, and the first channel
+    of its chunks. The last entry of `channels` is the channel after all chunks, by which a rank is known to be
+    ready."""
 
     offsets: torch.Tensor  # int32 [world + 1]
     channels: torch.Tensor  # int32 [world + 1]
 
 
 class Pull(NamedTuple):
-    """PULLERS programs pull, SPLIT of them share a chunk, in blocks of ROWS x COLS elements, STAGES of them under way.
-    An own chunk is copied in PARTS parts. BULK: by TMA, for chunks that are whole blocks; else by ordinary asynchronous
-    loads."""
+    """PULL_PROGRAMS programs pull, and SPLIT of them share a chunk, in blocks of ROWS x COLS elements, STAGES of which
+    are in flight. An own chunk is copied in PARTS parts. BULK: by TMA, for chunks that are whole blocks; otherwise by
+    ordinary asynchronous loads."""
 
-    PULLERS: tl.constexpr
+    PULL_PROGRAMS: tl.constexpr
     PARTS: tl.constexpr
     SPLIT: tl.constexpr
     BULK: tl.constexpr
@@ -58,28 +60,29 @@ class Pull(NamedTuple):
 
 
 class Product(NamedTuple):
-    """WORKERS programs compute, GATED as in `store_tile`. FLATTEN: a tile's epilogue under the next one's loads."""
+    """GEMM_PROGRAMS programs compute tiles; GATED is that of `store_tile`. FLATTEN: a tile's epilogue overlaps the next
+    tile's loads."""
 
     tile: Tile
-    WORKERS: tl.constexpr
+    GEMM_PROGRAMS: tl.constexpr
     GATED: tl.constexpr
     FLATTEN: tl.constexpr
 
 
 class Gathering(NamedTuple):
-    """How programs pull, and what they compute."""
+    """How the pull programs pull, and what the GEMM programs compute."""
 
     pull: Pull
     product: Product
 
 
-WORD = tl.constexpr(4)  # float32 in 16 bytes, of which the scales of a gathered row are whole ones
+WORD = tl.constexpr(4)  # float32 in a 16-byte word; the scales of a gathered row are padded to whole words
 WORDS = tl.constexpr(2048)  # float32 that a program copies at a time
 
 
 @jit
 def scales_in_row(K, SCALED: tl.constexpr):
-    """How many scales a row of x has."""
+    """Return the number of scales of a row of x."""
     count = 1
     if SCALED == BY_BLOCK:
         count = K // BLOCK
@@ -87,74 +90,72 @@ def scales_in_row(K, SCALED: tl.constexpr):
 
 
 @jit
-def slot_of(K, SCALED: tl.constexpr):
-    """float32 from the scales of a gathered row to those of the next one."""
+def scales_stride(K, SCALED: tl.constexpr):
+    """Return the stride, in float32, between the scales of gathered rows."""
     return tl.cdiv(scales_in_row(K, SCALED), WORD) * WORD
 
 
 @jit
 def gathered_scales(arena, rank, base, M, K, CHUNK: tl.constexpr):
-    """Where the scales of all rows are in the half at element `base` of a rank's arena: behind [M, K] of 8 bits, M
-    rounded up to whole tiles, which are loaded."""
+    """Return the address of the scales of all rows in the half at element `base` of a rank's arena: after [M, K] of
+    8-bit elements, with M rounded up to whole tiles, since whole tiles are loaded."""
     rows = tl.cdiv(M, CHUNK) * CHUNK
     return address_of(arena.addresses, rank, tl.float32) + (base + rows.to(tl.int64) * K) // 4
 
 
 @jit
-def copy_own_scales(scales, gathered, chunk, row, rows_n, K, CHUNK: tl.constexpr, SCALED: tl.constexpr):
-    """Copy the scales of an own chunk, whose shard begins at gathered row `row`."""
+def copy_own_scales(scales, all_scales, chunk, row, rows_n, K, CHUNK: tl.constexpr, SCALED: tl.constexpr):
+    """Copy the scales of an own chunk to those of all rows; its shard begins at gathered row `row`."""
     count = scales_in_row(K, SCALED)
-    slot = slot_of(K, SCALED)
-    first = chunk * CHUNK
+    stride = scales_stride(K, SCALED)
+    first_row = chunk * CHUNK
     o = tl.arange(0, WORDS)
-    words = min(CHUNK, rows_n - first) * count
+    words = min(CHUNK, rows_n - first_row) * count
     for word in range(0, words, WORDS):
         i = word + o
-        at = (row + first + i // count).to(tl.int64) * slot + i % count
-        values = tl.load(scales.x + first.to(tl.int64) * count + i, mask=i < words, other=0.0)
-        tl.store(gathered + at, values, mask=i < words)
+        offset = (row + first_row + i // count).to(tl.int64) * stride + i % count
+        values = tl.load(scales.x + first_row.to(tl.int64) * count + i, mask=i < words, other=0.0)
+        tl.store(all_scales + offset, values, mask=i < words)
 
 
 @jit
-def pull_scales(
-    theirs, mine, row, rows_n, chunk, step, K, CHUNK: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr
-):
-    """Pull the scales of chunks `chunk`, `chunk + step`, .. of a shard of rows_n rows that begins at row `row`. They
-    come in whole 16-byte words, and are there before the program releases rows of those chunks."""
-    slot = slot_of(K, SCALED)
-    pieces = tl.cdiv(CHUNK * slot, WORDS)
+def pull_scales(src, dst, row, rows_n, chunk, step, K, CHUNK: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr):
+    """Pull the scales of chunks `chunk`, `chunk + step`, .. of a shard of rows_n rows that begins at row `row`, in
+    whole 16-byte words. The program stores them before it releases rows of those chunks."""
+    stride = scales_stride(K, SCALED)
+    blocks = tl.cdiv(CHUNK * stride, WORDS)
     o = tl.arange(0, WORDS)
-    for q in tl.range(0, tl.cdiv(tl.cdiv(rows_n, CHUNK) - chunk, step) * pieces, num_stages=STAGES):
-        first = (q // pieces * step + chunk) * CHUNK
-        i = q % pieces * WORDS + o
-        at = (row + first).to(tl.int64) * slot
-        ok = i < min(CHUNK, rows_n - first) * slot
-        tl.store(mine + at + i, tl.load(theirs + at + i, mask=ok), mask=ok)
+    for q in tl.range(0, tl.cdiv(tl.cdiv(rows_n, CHUNK) - chunk, step) * blocks, num_stages=STAGES):
+        first_row = (q // blocks * step + chunk) * CHUNK
+        i = q % blocks * WORDS + o
+        offset = (row + first_row).to(tl.int64) * stride
+        ok = i < min(CHUNK, rows_n - first_row) * stride
+        tl.store(dst + offset + i, tl.load(src + offset + i, mask=ok), mask=ok)
 
 
 @jit
 def copy_own_chunks(
-    x, mine, scales, gathered, ch, ready, rows_lo, rows_n, first_channel, K, pid, pull, tile, PROGRAMS: tl.constexpr
+    x, own_half, scales, all_scales, ch, ready, row, rows_n, first_channel, K, pid, pull, tile, PROGRAMS: tl.constexpr
 ):
-    """Copy parts of the own shard to the arena, spread over all programs, and the scales of a chunk with its first
-    part. A part is counted once for the peers and once for the GEMM. gathered: where the scales of all rows are, or
-    None."""
+    """Copy parts of the own shard of rows_n rows, which begins at row `row`, to the arena, spread over all programs,
+    and the scales of a chunk with its first part. A part is counted once for the peers and once for the GEMM.
+    all_scales: the address of the scales of all rows, or None."""
     CHUNK: tl.constexpr = tile.BM
     PARTS: tl.constexpr = pull.PARTS
     BLOCK_SIZE: tl.constexpr = pull.ROWS * pull.COLS
     o = tl.arange(0, BLOCK_SIZE)
-    if pid == 0:  # so that even an empty shard is heard of
+    if pid == 0:  # so that peers count even an empty shard
         tl.atomic_add(ready, 1, sem="release", scope="sys")
     for part in range(pid, tl.cdiv(rows_n, CHUNK) * PARTS, PROGRAMS):
         chunk = part // PARTS
         size = min(CHUNK, rows_n - chunk * CHUNK) * K
         src = x + (chunk * CHUNK).to(tl.int64) * K
-        dst = mine + (rows_lo + chunk * CHUNK).to(tl.int64) * K
-        for at in tl.range((part % PARTS) * BLOCK_SIZE, size, PARTS * BLOCK_SIZE, num_stages=3):
-            tl.store(dst + at + o, tl.load(src + at + o, mask=at + o < size), mask=at + o < size)
-        if gathered is not None:
+        dst = own_half + (row + chunk * CHUNK).to(tl.int64) * K
+        for offset in tl.range((part % PARTS) * BLOCK_SIZE, size, PARTS * BLOCK_SIZE, num_stages=3):
+            tl.store(dst + offset + o, tl.load(src + offset + o, mask=offset + o < size), mask=offset + o < size)
+        if all_scales is not None:
             if part % PARTS == 0:
-                copy_own_scales(scales, gathered, chunk, rows_lo, rows_n, K, CHUNK, tile.SCALED)
+                copy_own_scales(scales, all_scales, chunk, row, rows_n, K, CHUNK, tile.SCALED)
         flush_stores(False)
         release_fence("sys")
         tl.atomic_add(ready, 1, sem="relaxed", scope="sys")
@@ -162,9 +163,9 @@ def copy_own_chunks(
 
 
 @jit
-def pull_chunks(flat_desc, arena, base, mine, gathered, ch, shards, M, K, pid, pull, tile):
-    """Pull all peers' shards into the own arena, nearest peer first; the scales of a program's chunks before their
-    rows, where they are gathered."""
+def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, pid, pull, tile):
+    """Pull all peers' shards into this rank's arena, nearest peer first. The scales of a program's chunks, if scales
+    are gathered, are pulled before the rows."""
     CHUNK: tl.constexpr = tile.BM
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = pull.PARTS
@@ -172,10 +173,10 @@ def pull_chunks(flat_desc, arena, base, mine, gathered, ch, shards, M, K, pid, p
     BLOCK_SIZE: tl.constexpr = pull.ROWS * pull.COLS
     me = rank_of(ch)
     o = tl.arange(0, BLOCK_SIZE)
-    GROUPS: tl.constexpr = pull.PULLERS // SPLIT
+    GROUPS: tl.constexpr = pull.PULL_PROGRAMS // SPLIT
     lane = pid % SPLIT
     ready = tl.load(shards.channels + W)
-    turns = 0
+    first_group = 0
     iters = tl.cdiv(CHUNK * K, SPLIT * BLOCK_SIZE)
     for j in range(1, W):
         s = (me + j) % W
@@ -183,83 +184,88 @@ def pull_chunks(flat_desc, arena, base, mine, gathered, ch, shards, M, K, pid, p
         rows_n = tl.load(shards.offsets + s + 1) - row
         chunks = tl.cdiv(rows_n, CHUNK)
         wait_until(counters_of(ch, s) + ready, calls_of(ch) * (chunks * PARTS + 1), ch.guard, -1, s, "sys")
-        first = tl.load(shards.channels + s)
+        first_channel = tl.load(shards.channels + s)
         granule = tl.load(arena.granules + s)
-        src = address_of(arena.addresses, s, mine.dtype.element_ty) + base
-        start = (turns + pid // SPLIT) % GROUPS  # a short shard's chunks go to other pullers than the last shard's
-        turns += GROUPS - chunks % GROUPS
-        if gathered is not None:
+        src = address_of(arena.addresses, s, own_half.dtype.element_ty) + base
+        # Chunks of short shards go to other programs than those of the shard before.
+        start = (first_group + pid // SPLIT) % GROUPS
+        first_group += GROUPS - chunks % GROUPS
+        if all_scales is not None:
             if lane == 0:
-                theirs = gathered_scales(arena, s, base, M, K, CHUNK)
-                pull_scales(theirs, gathered, row, rows_n, start, GROUPS, K, CHUNK, tile.SCALED, pull.STAGES)
+                src_scales = gathered_scales(arena, s, base, M, K, CHUNK)
+                pull_scales(src_scales, all_scales, row, rows_n, start, GROUPS, K, CHUNK, tile.SCALED, pull.STAGES)
         for q in tl.range(0, tl.cdiv(chunks - start, GROUPS) * iters, num_stages=pull.STAGES):
             chunk = q // iters * GROUPS + start
-            at = (row + chunk * CHUNK).to(tl.int64) * K
-            e = (q % iters * SPLIT + lane) * BLOCK_SIZE
+            offset = (row + chunk * CHUNK).to(tl.int64) * K
+            element = (q % iters * SPLIT + lane) * BLOCK_SIZE
             size = min(CHUNK, rows_n - chunk * CHUNK) * K
             if pull.BULK:
-                block = flat_desc.load([granule, ((base + at + e) // pull.COLS).to(tl.int32), 0])
+                block = flat_desc.load([granule, ((base + offset + element) // pull.COLS).to(tl.int32), 0])
                 block = tl.reshape(block, (BLOCK_SIZE,))
             else:
-                block = tl.load(src + at + e + o, mask=e + o < size)
-            tl.store(mine + at + e + o, block, mask=e + o < size)
+                block = tl.load(src + offset + element + o, mask=element + o < size)
+            tl.store(own_half + offset + element + o, block, mask=element + o < size)
             if q % iters == iters - 1:
                 flush_stores(False)
-                tl.atomic_add(ch.counters + first + chunk, PARTS // SPLIT, sem="release", scope="gpu")
+                tl.atomic_add(ch.counters + first_channel + chunk, PARTS // SPLIT, sem="release", scope="gpu")
 
 
 @jit
-def gated_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, worker, own, row, M, N, K, product):
-    """Compute one worker's tiles: the `own` row tiles straight from x, which wait for nothing, then the others',
-    nearest peer first, each once its rows are there. The own rows start at `row`. gathered: the row of a_desc at which
-    row 0 of the gathered activation is, where the scales of its rows begin, and from one row's to the next."""
+def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, own_tiles, row, M, N, K, product):
+    """Compute the tiles of one GEMM program: the own_tiles row tiles straight from x, which wait for nothing, then
+    those of the peers' rows, nearest peer first, each when its rows have arrived. The own rows start at `row`.
+    gathered: the row of a_desc that holds row 0 of the gathered activation, the address of the rows' scales, and their
+    stride."""
     first_row, all_scales, stride = gathered
     BM: tl.constexpr = product.tile.BM
     BN: tl.constexpr = product.tile.BN
     GROUP_M: tl.constexpr = product.tile.GROUP_M
-    WORKERS: tl.constexpr = product.WORKERS
+    GEMM_PROGRAMS: tl.constexpr = product.GEMM_PROGRAMS
     GATED: tl.constexpr = product.GATED
     FLATTEN: tl.constexpr = product.FLATTEN
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
-    for t in tl.range(worker, own * tiles_n, WORKERS, flatten=FLATTEN):
-        tm, tn = grouped_tile(t, own, tiles_n, GROUP_M)
-        of_tile = None
+    for t in tl.range(pid, own_tiles * tiles_n, GEMM_PROGRAMS, flatten=FLATTEN):
+        tm, tn = grouped_tile(t, own_tiles, tiles_n, GROUP_M)
+        scales_of_tile = None
         if product.tile.SCALED:
-            of_tile = tile_scales(scales, scales.x, tm * BM, own * BM, K, product.tile.SCALED)
+            scales_of_tile = tile_scales(scales, scales.x, tm * BM, own_tiles * BM, K, product.tile.SCALED)
         product_tile(
-            x_desc, w_desc, out_desc, bias, of_tile, tm * BM, row + tm * BM, tn * BN, N, K, product.tile, GATED
+            x_desc, w_desc, out_desc, bias, scales_of_tile, tm * BM, row + tm * BM, tn * BN, N, K, product.tile, GATED
         )
-    turns = tl.cdiv(max(own * tiles_n - worker, 0), WORKERS)
-    for t in tl.range(worker + turns * WORKERS - own * tiles_n, (tiles_m - own) * tiles_n, WORKERS, flatten=FLATTEN):
-        tm, tn = grouped_tile(t, tiles_m - own, tiles_n, GROUP_M)
-        tm = (tm + row // BM + own) % tiles_m
+    own_rounds = tl.cdiv(max(own_tiles * tiles_n - pid, 0), GEMM_PROGRAMS)
+    start = pid + own_rounds * GEMM_PROGRAMS - own_tiles * tiles_n
+    for t in tl.range(start, (tiles_m - own_tiles) * tiles_n, GEMM_PROGRAMS, flatten=FLATTEN):
+        tm, tn = grouped_tile(t, tiles_m - own_tiles, tiles_n, GROUP_M)
+        tm = (tm + row // BM + own_tiles) % tiles_m
         consumer_tile_wait(ch, tm, "gpu")
-        of_tile = None
+        scales_of_tile = None
         if product.tile.SCALED:
             begin = all_scales + (tm * BM).to(tl.int64) * stride
-            of_tile = TileScales(begin, scales.w, M - tm * BM, stride, 1)
-        product_tile(
-            a_desc, w_desc, out_desc, bias, of_tile, first_row + tm * BM, tm * BM, tn * BN, N, K, product.tile, GATED
-        )
+            scales_of_tile = TileScales(begin, scales.w, M - tm * BM, stride, 1)
+        a_row = first_row + tm * BM
+        product_tile(a_desc, w_desc, out_desc, bias, scales_of_tile, a_row, tm * BM, tn * BN, N, K, product.tile, GATED)
 
 
-@jit(do_not_specialize=("own", "M"))
+@jit(do_not_specialize=("own_tiles", "M"))
 def all_gather_gemm(
-    x, x_desc, arena_desc, flat_desc, w_desc, out_desc, bias, scales, arena, shards, ch, own, M, N, K, how: Gathering
+    x, x_desc, arena_desc, flat_desc, w_desc, out_desc, bias, scales, arena, shards, ch, own_tiles, M, N, K, how
 ):
-    """x [m_r, K] own shard, x_desc the same; own: its row tiles if they are whole tiles of the product, else 0; a half
-    of the arena (`transport.memory.Halves`) holds the gathered [M, K]; arena_desc: the own arena as [.., K]; flat_desc:
-    every rank's as [granule, row, COLS] in [1, ROWS, COLS] blocks; w_desc [N, K], or [K, N] (TRANS_B); bias [N] or
-    None; out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). A chunk is a tile's rows. scales: None, or the
-    `Scales` of 8-bit operands, x's of the own rows; those of rows and blocks are gathered behind the rows."""
+    """Compute out_desc [M, N] = all_gather(x) [M, K] @ w_desc [N, K]^T + bias [N] (or None).
+
+    x [m_r, K]: this rank's shard; x_desc: a descriptor of it. own_tiles: its row tiles if they are whole tiles of the
+    product, else 0. A half of the arena (`transport.memory.Halves`) holds the gathered [M, K]. arena_desc: this rank's
+    arena as [.., K]; flat_desc: the arenas of all ranks as [granule, row, COLS] in [1, ROWS, COLS] blocks. w_desc is
+    [K, N] with TRANS_B, and out_desc [M, about N / 2] with GATED (see `store_tile`). A chunk has as many rows as a
+    tile. scales: None, or the `Scales` of 8-bit operands, with those of this rank's rows of x; scales by row and by
+    block are gathered after the rows. how: `Gathering`."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
-    PULLERS: tl.constexpr = how.pull.PULLERS
-    PROGRAMS: tl.constexpr = PULLERS + how.product.WORKERS
+    PULL_PROGRAMS: tl.constexpr = how.pull.PULL_PROGRAMS
+    PROGRAMS: tl.constexpr = PULL_PROGRAMS + how.product.GEMM_PROGRAMS
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
-    # Rows are whole 16-byte words; a compiler that does not know makes narrow loads and no pipeline.
+    # Rows are whole 16-byte words; a compiler that does not know it makes narrow loads and no pipeline.
     ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     K = K // ELEMENTS * ELEMENTS
     half = arena.half // ELEMENTS * ELEMENTS
@@ -267,38 +273,39 @@ def all_gather_gemm(
     base = (tl.load(arena.turn) & 1).to(tl.int64) * half
     row = tl.load(shards.offsets + me)
     rows_n = tl.load(shards.offsets + me + 1) - row
-    mine = address_of(arena.addresses, me, x.dtype.element_ty) + base
+    own_half = address_of(arena.addresses, me, x.dtype.element_ty) + base
     ready = ch.counters + tl.load(shards.channels + W)
-    gathered = None
-    if how.product.tile.SCALED > BY_TENSOR:  # else one scale for all rows of all ranks
-        gathered = gathered_scales(arena, me, base, M, K, how.product.tile.BM)
+    all_scales = None
+    if how.product.tile.SCALED > BY_TENSOR:  # otherwise all rows of all ranks have one scale
+        all_scales = gathered_scales(arena, me, base, M, K, how.product.tile.BM)
     channel = tl.load(shards.channels + me)
     copy_own_chunks(
-        x, mine, scales, gathered, ch, ready, row, rows_n, channel, K, pid, how.pull, how.product.tile, PROGRAMS
+        x, own_half, scales, all_scales, ch, ready, row, rows_n, channel, K, pid, how.pull, how.product.tile, PROGRAMS
     )
-    if pid < PULLERS:
-        pull_chunks(flat_desc, arena, base, mine, gathered, ch, shards, M, K, pid, how.pull, how.product.tile)
+    if pid < PULL_PROGRAMS:
+        pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, pid, how.pull, how.product.tile)
     else:
-        worker = pid - PULLERS
+        pid -= PULL_PROGRAMS
         first_row = (base // K).to(tl.int32)
-        where = first_row, 0, 0
-        if gathered is not None:
-            where = first_row, gathered, slot_of(K, how.product.tile.SCALED)
+        gathered = first_row, 0, 0
+        if all_scales is not None:
+            gathered = first_row, all_scales, scales_stride(K, how.product.tile.SCALED)
         elif how.product.tile.SCALED:
-            where = first_row, scales.x, 0
-        gated_tiles(
-            x_desc, arena_desc, w_desc, out_desc, bias, scales, where, ch, worker, own, row, M, N, K, how.product
+            gathered = first_row, scales.x, 0
+        compute_tiles(
+            x_desc, arena_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, own_tiles, row, M, N, K, how.product
         )
     end_call(ch, arena.turn, PROGRAMS)
 
 
-@jit(do_not_specialize=("own", "M"))
+@jit(do_not_specialize=("own_tiles", "M"))
 def copied_gemm(
-    x_desc, gathered_desc, w_desc, out_desc, bias, scales, all_scales, turn, ch, offsets, own, M, N, K, product
+    x_desc, gathered_desc, w_desc, out_desc, bias, scales, all_scales, epoch, ch, offsets, own_tiles, M, N, K, product
 ):
-    """The GEMM alone, over x_desc [m_r, K] and, for the peers' rows, gathered_desc [M, K] that a copy engine fills:
-    channel r stands for rank r's rows and is set by the copy engine behind them; the own rows are there when this
-    starts. all_scales: None, or those of all rows, which come with them; by tensor scales.x."""
+    """Compute the GEMM of `all_gather_gemm` over x_desc [m_r, K] and, for the peers' rows, gathered_desc [M, K], which
+    a copy engine fills. The copy engine sets channel r after it has copied the rows of rank r; the own rows are
+    complete when the kernel starts. all_scales: None, or the scales of all rows, copied like them; by tensor,
+    scales.x."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     gathered_desc = tiles_of(gathered_desc)
     me = rank_of(ch)
@@ -306,10 +313,12 @@ def copied_gemm(
     if pid == 0:
         tl.atomic_add(ch.counters + me, 1, sem="relaxed", scope="gpu")
     row = tl.load(offsets + me)
-    where = 0, 0, 0
+    gathered = 0, 0, 0
     if product.tile.SCALED > BY_TENSOR:
-        where = 0, all_scales, scales_in_row(K, product.tile.SCALED)
+        gathered = 0, all_scales, scales_in_row(K, product.tile.SCALED)
     elif product.tile.SCALED:
-        where = 0, all_scales, 0
-    gated_tiles(x_desc, gathered_desc, w_desc, out_desc, bias, scales, where, ch, pid, own, row, M, N, K, product)
-    end_call(ch, turn, product.WORKERS)
+        gathered = 0, all_scales, 0
+    compute_tiles(
+        x_desc, gathered_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, own_tiles, row, M, N, K, product
+    )
+    end_call(ch, epoch, product.GEMM_PROGRAMS)

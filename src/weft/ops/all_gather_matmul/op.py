@@ -26,7 +26,7 @@ from ...plans import (
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import regathered, summed
 from ...world import World
-from ..common import GatheredOptions, MatmulOp, ScaledRowOutOptions, given_rows, plain_rows, whole_words
+from ..common import GatheredOptions, MatmulOp, ScaledRowOutOptions, check_rows, plain_rows, whole_words
 from ..recipes import ScaledFactors, check_product
 from ..two_level import run_gather
 from .call import GATHER_GEMM, GatherCall, GatheredRows
@@ -40,8 +40,9 @@ from .runs import (
 
 
 class AllGatherMatmul(MatmulOp[GatherCall]):
-    """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered, dtype of the result or
-    None, fast_accum. Returns (result, gathered or None, its scales or None)."""
+    """The op all_gather(x) @ weight.T + bias. The options are the rows of every rank or None, gated, gathered, the
+    dtype of the result or None, and fast_accum. The results are the result, the gathered activation or None, and its
+    scales or None."""
 
     name = GATHER_GEMM
     signature = (
@@ -76,7 +77,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> GatherCall:
         (x, weight, bias, *_), (rows, gated, gathered, dtype, fast) = operands, options
         recipe, dtype = check_product(self.name, world, operands, dtype, fast)
-        shards = (x.shape[0],) * world.size if rows is None else given_rows(self.name, world, rows, x, whole=False)
+        shards = (x.shape[0],) * world.size if rows is None else check_rows(self.name, world, rows, x, whole=False)
         n, k = weight.shape
         return GatherCall(shards, n, k, dtype, bias is not None, gated, gathered, recipe=recipe)
 
@@ -86,12 +87,12 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
             gathered.append(((call.rows, call.scales_in_row), torch.float32))
         return [((call.rows, call.gated or call.n), call.dtype), *gathered]
 
-    def returned(self, world: World, call: GatherCall, result: torch.Tensor, more: Returned) -> Returned:
+    def returned(self, world: World, call: GatherCall, result: torch.Tensor, gathered: Returned) -> Returned:
         if not call.gathered:
             return result, None, None
         if not call.rows:
-            more = GatheredRows(*(world.empty(shape, dtype) for shape, dtype in self.outputs(world, call)[1:]))
-        return result, more.x, more.scales
+            gathered = GatheredRows(*(world.empty(shape, dtype) for shape, dtype in self.outputs(world, call)[1:]))
+        return result, gathered.x, gathered.scales
 
     def saved(
         self,
@@ -100,31 +101,31 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         options: CallOptions,
         needs: Sequence[bool],
     ) -> Sequence[torch.Tensor | None]:
-        """The gathered activation instead of this rank's rows, where it was asked for."""
+        """Save the gathered activation instead of this rank's rows, if it is a result."""
         (x, weight, *_), (_, gated, gathered, *_) = operands, options
         if gated:
             raise RuntimeError("all-gather + gated GEMM has no gradient: use all_gather_matmul, then silu_mul")
         return ((results[1] if gathered else x) if needs[1] else None, weight if needs[0] else None)
 
-    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
-        """dx is a GEMM + reduce-scatter of dy, dweight takes the activation gathered again, or kept."""
-        (x, weight), (dy, dfull, _), (rows, _, gathered, *_) = given.saved, given.gradients, given.options
+    def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
+        """dx is a GEMM + reduce-scatter of dy. dweight uses the saved gathered activation, or gathers it again."""
+        (x, weight), (dy, dfull, _), (rows, _, gathered, *_) = ctx.saved, ctx.gradients, ctx.options
         like = dy if dy is not None else dfull
         assert like is not None
         shards = (like.shape[0] // world.size,) * world.size if rows is None else rows
         dx = dw = db = None
         if dy is not None:
             dy = dy.contiguous()
-            if given.needs[1]:
+            if ctx.needs[1]:
                 assert x is not None
                 dw = product(world, dy.t(), x if gathered else regathered(world, x, shards))
-            if given.needs[2]:
+            if ctx.needs[2]:
                 db = column_sums(world, dy)
-            if given.needs[0]:
+            if ctx.needs[0]:
                 assert weight is not None
                 options = shards, True, None, False
                 dx = REGISTRY["matmul_reduce_scatter"](world, "auto", ScaledFactors(dy, weight.t()), options)
-        if dfull is not None and gathered and given.needs[0]:
+        if dfull is not None and gathered and ctx.needs[0]:
             part = summed(world, dfull, shards)
             total = dx if dx is not None else world.zeros(tuple(part.shape), part.dtype)
             world.call(lambda: total.add_(part), [total, part], [total], world.current_stream())
@@ -140,9 +141,11 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         if reason is None and isinstance(plan, FusedGather):
             programs, pulling, split = world.sm_count * plan.per_sm, plan.pull_programs, plan.split
             if pulling >= programs:
-                raise Unsupported(f"{self.name}: {pulling} programs that pull leave none of {programs} for the GEMM")
+                raise Unsupported(
+                    f"{self.name}: {pulling} pull programs leave none of {programs} programs for the GEMM"
+                )
             if pulling % split:
-                raise Unsupported(f"{self.name}: {pulling} programs that pull cannot share chunks {split} by {split}")
+                raise Unsupported(f"{self.name}: {pulling} pull programs are not a multiple of split, which is {split}")
         return reason
 
     def _not_awaiting(self, world: World, call: GatherCall, plan: Awaiting, asked: str | Plan) -> str | None:
@@ -154,7 +157,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return reason
 
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
-        """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank."""
+        """Return the awaiting plans for which the shards are whole clusters of tiles, and whose GEMM passes its check
+        on every rank."""
         could = call.even and world.symmetric_reason is None and call.recipe is None
         fit = [plan for plan in self.tries if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
@@ -255,35 +259,36 @@ def all_gather_matmul(
         bias: [N], this rank's part.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "decomposed", "fused", "awaiting", "one_shot"; over nodes "two_level") or a
-            Plan; on all ranks alike.
-        out: [M, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
-        return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and kept: the
-            backward pass then does not gather again.
-        rows: rows of every rank's shard, in the order of the ranks, where they are not all equal. None: all ranks have
-            as many as this one.
-        x_scale, weight_scale, out_dtype, use_fast_accum: as in `weft.matmul`, for x_shard and weight in
-            torch.float8_e4m3fn: rows and their scales travel as they are. x_scale is of the rows of this rank; by
-            tensor it must be the same on all ranks. Without a gradient.
+            Plan; the same on all ranks.
+        out: [M, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
+            differentiable.
+        return_gathered: also return the gathered activation, in memory of its own. It is differentiable, and saved for
+            the backward pass, which then does not gather again.
+        rows: the number of rows of each rank's shard, in the order of the ranks. None: all ranks have as many as this
+            one.
+        x_scale, weight_scale, out_dtype, use_fast_accum: those of `weft.matmul`, for x_shard and weight in
+            torch.float8_e4m3fn, whose rows and scales are sent unchanged. x_scale has the scales of this rank's rows; a
+            scale by tensor must be the same on all ranks. Such a call has no gradient.
 
-    Other tensors are bfloat16 or all float16, on `world.device`, contiguous or not. What is not is copied, but
-    for a weight that is a contiguous one transposed. Sums are accumulated in float32.
+    The other tensors are bfloat16, or all are float16, on `world.device`. A tensor that is not contiguous is copied,
+    except for a weight whose transpose is contiguous. Sums are accumulated in float32.
 
     Returns:
-        [M, N] with M = sum(rows), the shards in the order of the ranks; with `return_gathered` also [M, K], and of
-        8-bit operands the scales of its rows, [M, 1] or [M, K / 128], None by tensor.
+        [M, N] with M = sum(rows), the shards in the order of the ranks; with `return_gathered` also [M, K], and for
+        8-bit operands the scales of its rows, [M, 1] or [M, K / 128], or None for a scale by tensor.
 
-    Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, through the weight transposed;
-    dweight gathers the activation again; dbias sums dy over its rows.
+    Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, through the transposed weight; dweight
+    gathers the activation again; dbias sums dy over its rows.
 
-    Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
-    (decomposed, and fused by copies), M K (awaiting), 2 M K (fused) or 3 M K elements (one shot, for few rows).
-    All but fused and awaiting also take [M, K] of ordinary memory during the call.
+    Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential),
+    M K / W elements (decomposed, and fused by copies), M K (awaiting), 2 M K (fused) or 3 M K elements (one shot, for
+    few rows). All plans but fused and awaiting also take [M, K] of ordinary memory during the call.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
         Mismatch: ranks disagree on shapes, dtype or plan, or make different calls.
         Timeout: a peer did not arrive; see the guide.
-        WeftError: the first call of a shape inside a CUDA graph capture.
+        WeftError: the first call of a shape is inside a CUDA graph capture.
     """
     named = None if rows is None else plain_rows(GATHER_GEMM, rows)
     operands = ScaledFactors(x_shard, weight, bias, x_scale, weight_scale)
@@ -302,10 +307,10 @@ def all_gather_swiglu(
     plan: str | Plan,
     rows: Sequence[int] | None,
 ) -> torch.Tensor:
-    """silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch where the plan is fused.
+    """silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch if the plan is fused.
 
-    weight [S, K] alternates blocks of `world.scale.interleave` rows of gate and of up, the last two padded with zeros.
-    No gradient: use all_gather_matmul and silu_mul.
+    In weight [S, K] blocks of `world.scale.interleave` rows of gate and of up alternate; the last two are padded with
+    zeros. There is no gradient: use all_gather_matmul and silu_mul.
     """
     options = plain_rows(GATHER_GEMM, rows), columns, False, None, False
     return ALL_GATHER_MATMUL(world, plan, ScaledFactors(x_shard, weight), options)[0]

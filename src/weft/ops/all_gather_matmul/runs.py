@@ -1,5 +1,5 @@
 """How each plan runs all-gather + GEMM. A run returns the gathered activation and the scales of its rows
-(`GatheredRows`), None where the call wants none. Rows of 8 bits and their scales travel as they are.
+(`GatheredRows`), or None for what the call does not ask for. 8-bit rows and their scales are sent unchanged.
 
 sequential   NCCL's all-gather, then the library's GEMM
 one_shot     low-latency rows (transport/low_latency.py), then the library's GEMM
@@ -49,9 +49,9 @@ from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_g
 
 
 @contextmanager
-def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield [M, N] to write what the activation is applied to at the end, on its way to `out`; `out` itself where there
-    is no activation."""
+def preactivation(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor [M, N] for the GEMM's result. At the end the activation of it is written to `out`; without an
+    activation the tensor is `out` itself."""
     full = world.empty((call.rows, call.n), call.dtype) if call.gated else out
     yield full
     if call.gated:
@@ -59,7 +59,7 @@ def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch
 
 
 # -- the library's GEMM of gathered rows -------------------------------------------------------------------------------
-# The transport of the rows of each plan.
+# The transport that gathers the rows in each plan.
 GATHERS: Mapping[type[Plan], GatherTransport] = {
     Sequential: collectives.gather_rows,
     OneShot: low_latency.gather_rows,
@@ -67,37 +67,38 @@ GATHERS: Mapping[type[Plan], GatherTransport] = {
 }
 
 
-def travelling(call: GatherCall, operands: ScaledFactors) -> list[torch.Tensor]:
-    """Return this rank's rows of x, and its scales [m_r, ..] if these travel with them."""
+def sent_tensors(call: GatherCall, operands: ScaledFactors) -> list[torch.Tensor]:
+    """Return this rank's rows of x, and their scales [m_r, ..] if these are sent with the rows."""
     scale = operands.x_scale
     if scale is None or not call.scales_in_row:
         return [operands.x]
     return [operands.x, scale.view(len(operands.x), call.scales_in_row)]
 
 
-def of_gathered(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor) -> ScaledFactors:
-    """Return the operands of the product of gathered rows."""
+def gathered_operands(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor) -> ScaledFactors:
+    """Return the operands of the GEMM of gathered rows x. scales: those of the rows, if they were gathered."""
     return operands._replace(x=x, x_scale=scales[0] if scales else operands.x_scale)
 
 
 def run_gathered(
     world: World, call: GatherCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:
-    """Compute the GEMM of the rows as they arrive by the plan's transport."""
-    with ungated(world, call, out) as full:
+    """Compute the GEMM of the rows as the plan's transport brings them."""
+    with preactivation(world, call, out) as full:
         if isinstance(plan, Decomposed) and world.symmetric_reason:
             return GatheredRows(by_collectives.gather(world, plan, operands, full))
-        tensors = travelling(call, operands)
+        tensors = sent_tensors(call, operands)
         with GATHERS[type(plan)](world, plan, call.shards, tensors, call.gathered) as (gathered, arrivals):
             for rows, parts, lane in arrivals:
-                linear(world, call.recipe, call.dtype, of_gathered(operands, *parts), lane, full[rows])
+                linear(world, call.recipe, call.dtype, gathered_operands(operands, *parts), lane, full[rows])
     if not call.gathered or world.size > 1:
         return GatheredRows(*gathered)
-    return GatheredRows(*(t.clone() for t in gathered))  # one rank: they are the operands themselves
+    return GatheredRows(*(t.clone() for t in gathered))  # with one rank they are the operands themselves
 
 
 def direct_sequential(world: World, call: GatherCall) -> Direct:
-    """What a sequential call of equal, contiguous shards comes to, in as little host time as Python takes."""
+    """Return a function that does what a sequential call of equal, contiguous shards does, in as little host time as
+    Python takes."""
     check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
     all_gather, linear, block = world.all_gather, world.linear, world.scale.interleave
     m, k, gated = call.rows, call.k, call.gated
@@ -107,14 +108,14 @@ def direct_sequential(world: World, call: GatherCall) -> Direct:
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         check()
         stream = current()
-        full = empty((m, k), x.dtype)
-        all_gather(full, x, stream)
-        y = linear(full, weight, bias, stream)
+        gathered = empty((m, k), x.dtype)
+        all_gather(gathered, x, stream)
+        y = linear(gathered, weight, bias, stream)
         if gated:
-            both, y = y, empty((m, gated), x.dtype)
-            launch_silu_mul(both, y, world, block)
+            gate_up, y = y, empty((m, gated), x.dtype)
+            launch_silu_mul(gate_up, y, world, block)
         finish(stream)
-        return y, full if call.gathered else None, None
+        return y, gathered if call.gathered else None, None
 
     return run
 
@@ -127,21 +128,21 @@ def run_fused(
     operands: ScaledFactors,
     out: torch.Tensor,
 ) -> GatheredRows:
-    run: Callable[..., GatheredRows] = _pulled if isinstance(plan, FusedGather) else _copied
+    run: Callable[..., GatheredRows] = _by_pull_programs if isinstance(plan, FusedGather) else _by_copy_engine
     if not call.gated or _gated_in_epilogue(world, plan.tile):
         return run(world, call, plan, operands, out, call.gated)
-    with ungated(world, call, out) as full:
+    with preactivation(world, call, out) as full:
         return run(world, call, plan, operands, full, 0)
 
 
 def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
-    """Whether a tile's columns hold blocks of gate beside their blocks of up."""
+    """Return whether a tile's columns hold whole pairs of a gate block and its up block."""
     return tile.block_n in (2 * world.scale.interleave, 4 * world.scale.interleave)
 
 
 @dataclass(frozen=True)
 class Pulls:
-    """How the shards travel: `split` programs share a chunk, in blocks of rows x cols elements. An own chunk is copied
+    """How shards are pulled: `split` programs share a chunk, in blocks of rows x cols elements. An own chunk is copied
     in `parts` parts, a multiple of `split`."""
 
     split: int
@@ -151,48 +152,48 @@ class Pulls:
     bulk: bool  # chunks are whole blocks, at whole blocks
 
     @classmethod
-    def of(cls, plan: FusedGather, k: int, even: bool, itemsize: int) -> Pulls:
+    def for_plan(cls, plan: FusedGather, k: int, even: bool, itemsize: int) -> Pulls:
         chunk, rows = plan.tile.block_m * k, plan.pull_rows
-        cols, split = plan.tile.block_n // itemsize, plan.split  # of as many bytes, whatever the dtype
+        cols, split = plan.tile.block_n // itemsize, plan.split  # as many bytes for every dtype
         return cls(split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0)
 
 
 def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
-    """Whether all shards are as many whole tiles of rows."""
+    """Return whether all shards have the same number of rows, which are whole tiles."""
     return len(set(shards)) == 1 and shards[0] % tile.block_m == 0
 
 
 def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
-    """Return the mapping of the tiles as device tables, for shards that are unequal or not whole tiles: as integers of
-    a mapping their lengths would each compile another kernel."""
+    """Return the mapping of the tiles as device tables, for shards that are unequal or not whole tiles. With lengths as
+    integers of a mapping, each set of lengths would compile another kernel."""
     t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
     names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
     return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
 
 
 def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int) -> tuple[BlockChannel, Shards]:
-    """Return the channel and tables of one shape, collective the first time. Counters: one a chunk of block_m rows,
-    then `ready`."""
+    """Return the channel and the tables of one shape. The first call is collective. The channel has a counter for each
+    chunk of block_m rows, then `ready`."""
 
     def make() -> tuple[BlockChannel, Shards]:
         shards, bm = call.shards, plan.tile.block_m
-        t = shard_tables(list(shards), tile_rows=bm, channel_rows=bm)
-        chunks = t["channel_base"][-1]
+        tables = shard_tables(list(shards), tile_rows=bm, channel_rows=bm)
+        chunks = tables["channel_base"][-1]
         mapping: StaticMapping | TableMapping
         if _whole_tiles(shards, plan.tile):
             mapping = StaticMapping.over(call.rows, world.size, tile_rows=bm, channel_rows=bm, arrivals=parts)
         else:
             mapping = _tables(world, shards, bm, bm, parts)
-        own = -(-shards[world.rank] // bm) * parts + 1
+        own_arrivals = -(-shards[world.rank] // bm) * parts + 1
         name = f"{GATHER_GEMM} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}"
-        ch = world.channel(name, chunks + 1, mapping, [parts] * chunks + [own])
-        return ch, Shards(*world.words(t["offset"], t["channel_base"]))
+        ch = world.channel(name, chunks + 1, mapping, [parts] * chunks + [own_arrivals])
+        return ch, Shards(*world.words(tables["offset"], tables["channel_base"]))
 
     return world.cached((GATHER_GEMM, call.shards, call.n, call.k, call.dtype, plan), make)
 
 
 def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool) -> dict[str, object]:
-    """Return the arguments that both kernels take for the GEMM."""
+    """Return the arguments of the GEMM, which both kernels take."""
     columns = world.scale.interleave if gated else tile.block_n // 2
     unscaled: dict[str, object] = {} if call.recipe else dict(scales=None)
     return dict(
@@ -205,13 +206,13 @@ def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, 
     )
 
 
-def _product(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, **more: object) -> Product:
+def _product(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, **options: object) -> Product:
     gated = world.scale.interleave if gated else 0
-    return constants(Product, tile=tile_of(tile, tile.group_m, trans_b, call.recipe), GATED=gated, **more)
+    return constants(Product, tile=tile_of(tile, tile.group_m, trans_b, call.recipe), GATED=gated, **options)
 
 
 def _scales(operands: ScaledFactors) -> dict[str, Moved]:
-    """The argument for the scales, where a launch has one that moves."""
+    """Return the argument for the scales of 8-bit operands, by name; empty for other operands."""
     _, _, _, x_scale, weight_scale = operands
     return {} if x_scale is None or weight_scale is None else dict(scales=Scales(x_scale, weight_scale))
 
@@ -228,7 +229,7 @@ def _pulled_launch(
     k, programs = call.k, world.sm_count * plan.per_sm
     dtype = call.operand_dtype
     even, half = _whole_tiles(call.shards, tile), half_elements(arena.half, k, dtype)
-    pull = Pulls.of(plan, k, even, dtype.itemsize)
+    pull = Pulls.for_plan(plan, k, even, dtype.itemsize)
     ch, shards = _pull_channel(world, call, plan, pull.parts)
     view, granules = flat(world, arena.memory)
     bulk = pull.bulk and view is not None and half % pull.cols == 0
@@ -240,9 +241,9 @@ def _pulled_launch(
         all_gather_gemm,
         programs,
         _options(plan),
-        # A shard that is not whole tiles is read from the arena alone.
+        # All tiles of a shard that is not whole tiles are read from the arena.
         x_desc=Matrix(call.shards[0], k, blocks) if even else arena_desc,
-        own=call.shards[0] // bm if even else 0,
+        own_tiles=call.shards[0] // bm if even else 0,
         arena=Halves.of(arena, granules, half),
         arena_desc=arena_desc,
         flat_desc=view.descriptor(dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
@@ -252,7 +253,7 @@ def _pulled_launch(
         how=Gathering(
             constants(
                 Pull,
-                PULLERS=plan.pull_programs,
+                PULL_PROGRAMS=plan.pull_programs,
                 PARTS=pull.parts,
                 SPLIT=pull.split,
                 BULK=bulk,
@@ -266,20 +267,20 @@ def _pulled_launch(
                 tile,
                 gated,
                 trans_b,
-                WORKERS=programs - plan.pull_programs,
+                GEMM_PROGRAMS=programs - plan.pull_programs,
                 FLATTEN=plan.flatten and even,
             ),
         ),
     )
 
 
-def _pulled(
+def _by_pull_programs(
     world: World, call: GatherCall, plan: FusedGather, operands: ScaledFactors, out: torch.Tensor, gated: int
 ) -> GatheredRows:
-    """One launch: some of its programs pull the peers' shards into the arena, the others compute."""
+    """Run the plan in one launch: some of its programs pull the peers' shards into the arena, the others compute."""
     x, weight, bias, *_ = operands
     stream, row = world.current_stream(), call.k * x.element_size()
-    arena = world.arena(_scales_begin(call, plan) * row + 4 * call.rows * _slot(call), row=row)
+    arena = world.arena(_scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call), row=row)
     world.order(arena, stream)
     epoch = arena.epoch.clone() if call.gathered else None
     launch = _pulled_launch(world, call, plan, gated, transposed(weight), arena)
@@ -289,35 +290,36 @@ def _pulled(
 
 
 def _scales_begin(call: GatherCall, plan: FusedGather) -> int:
-    """The row of an arena's half at which scales begin, if there are any: behind whole tiles, which are loaded."""
+    """Return the row of an arena's half at which scales begin: after whole tiles, since whole tiles are loaded."""
     bm = plan.tile.block_m
     return -(-call.rows // bm) * bm if call.scales_in_row else call.rows
 
 
-def _slot(call: GatherCall) -> int:
-    """float32 of the scales of a row in the arena: whole 16-byte words."""
+def _scales_stride(call: GatherCall) -> int:
+    """Return the stride of a row's scales in the arena, in float32: whole 16-byte words."""
     return call.scales_in_row + -call.scales_in_row % 4
 
 
 def _copy_of_half(world: World, call: GatherCall, plan: FusedGather, arena: Arena, epoch: torch.Tensor) -> GatheredRows:
-    """A copy of the arena's half that call number `epoch` filled, row by row: torch copies a few long rows slowly."""
+    """Return a copy of the arena's half that call number `epoch` filled. Its rows are selected on the device, since the
+    host does not know the epoch of a call in a CUDA graph."""
     m, k, dtype, stream = call.rows, call.k, call.operand_dtype, world.current_stream()
-    first, memory = half_elements(arena.half, k, dtype) // k, arena.memory.local
+    half_rows, memory = half_elements(arena.half, k, dtype) // k, arena.memory.local
     gathered = world.empty((m, k), dtype)
-    words = k * dtype.itemsize // 2  # of 16 bits, which torch can select rows of
-    rows = torch.as_strided(memory.view(torch.int16), (first + m, words), (words, 1))
+    half_words = k * dtype.itemsize // 2  # 16-bit words, a dtype in which torch can select rows
+    rows = torch.as_strided(memory.view(torch.int16), (half_rows + m, half_words), (half_words, 1))
     numbers = world.cached(("numbers", m), lambda: world.tensor(list(range(m)), torch.int64))
 
     def select() -> object:
-        return torch.index_select(rows, 0, numbers + epoch % 2 * first, out=gathered.view(torch.int16))
+        return torch.index_select(rows, 0, numbers + epoch % 2 * half_rows, out=gathered.view(torch.int16))
 
     world.call(select, [rows], [gathered], stream)
     if not call.scales_in_row:
         return GatheredRows(gathered)
-    scales, slot = world.empty((m, call.scales_in_row), torch.float32), _slot(call)
+    scales, stride = world.empty((m, call.scales_in_row), torch.float32), _scales_stride(call)
     halves = [
-        memory[start : start + 4 * m * slot].view(torch.float32).view(m, slot)[:, : call.scales_in_row]
-        for start in (_scales_begin(call, plan) * k, (first + _scales_begin(call, plan)) * k)
+        memory[start : start + 4 * m * stride].view(torch.float32).view(m, stride)[:, : call.scales_in_row]
+        for start in (_scales_begin(call, plan) * k, (half_rows + _scales_begin(call, plan)) * k)
     ]
     world.call(lambda: scales.copy_(torch.where(epoch % 2 == 1, halves[1], halves[0])), halves, [scales], stream)
     return GatheredRows(gathered, scales)
@@ -339,13 +341,13 @@ def _copied_launch(
         _options(plan),
         x_desc=Matrix(rows, call.k, blocks),
         gathered_desc=Matrix(call.rows, call.k, blocks),
-        own=rows // bm if rows % bm == 0 else 0,
+        own_tiles=rows // bm if rows % bm == 0 else 0,
         ch=ch,
-        turn=epoch,
+        epoch=epoch,
         offsets=offsets,
         **_gemm_arguments(world, call, plan.tile, gated, trans_b),
         **unscaled,
-        product=_product(world, call, plan.tile, gated, trans_b, WORKERS=workers, FLATTEN=plan.flatten),
+        product=_product(world, call, plan.tile, gated, trans_b, GEMM_PROGRAMS=workers, FLATTEN=plan.flatten),
     )
     return launch, Ahead()
 
@@ -353,8 +355,8 @@ def _copied_launch(
 def _copy_channel(
     world: World, call: GatherCall, plan: FusedGatherByCopies
 ) -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
-    """Return the channel of one shape, one counter a shard, the number of the call, which goes with it, and where
-    shards begin; collective the first time."""
+    """Return the channel of one shape, which has a counter for each shard, its epoch, and the offsets of the shards.
+    The first call is collective."""
 
     def make() -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
         rows, size, bm = call.shards[0], world.size, plan.tile.block_m
@@ -367,19 +369,20 @@ def _copy_channel(
     return world.cached(("copied", GATHER_GEMM, call.shards, call.n, call.k, plan), make)
 
 
-def _copied(
+def _by_copy_engine(
     world: World, call: GatherCall, plan: FusedGatherByCopies, operands: ScaledFactors, out: torch.Tensor, gated: int
 ) -> GatheredRows:
-    """A copy engine pulls shard after shard, and sets each one's channel behind it; one GEMM kernel takes the tiles as
-    they come. It leaves a place on one SM for the barriers that run at the same time."""
+    """Run the plan with one GEMM kernel, whose tiles wait for the shards. A copy engine pulls shard after shard, and
+    sets a shard's channel after it. The GEMM has a program less than there is room for, so that the barriers that run
+    concurrently find room on an SM."""
     x, weight, bias, *_ = operands
     ch, epoch, _ = _copy_channel(world, call, plan)
-    keep, tensors = call.gathered or call.shards[0] % plan.tile.block_m != 0, travelling(call, operands)
+    keep, tensors = call.gathered or call.shards[0] % plan.tile.block_m != 0, sent_tensors(call, operands)
     with copy_engine.gather_to_flags(world, tensors, keep, ch.counters.split(1), epoch) as gathered:
         launch, ahead = _copied_launch(world, call, plan, gated, transposed(weight))
         moving = dict(x_desc=x, gathered_desc=gathered[0], w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
         if call.recipe is not None:
-            moving["all_scales"] = of_gathered(operands, *gathered).x_scale
+            moving["all_scales"] = gathered_operands(operands, *gathered).x_scale
         ahead((bias,), lambda: (GivenLaunch(launch, moving),))
         launch(world.current_stream(), **moving)
     return GatheredRows(*gathered)
@@ -391,14 +394,14 @@ def _copied(
 def run_awaiting(
     world: World, call: GatherCall, plan: Awaiting, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:
-    """A copy engine pulls shard after shard to symmetric memory, which the library's GEMM reads, and behind each one
-    sets the flag for which that GEMM waits, without a limit (`copy_engine.FlaggedShards`). The GEMM is loaded, and run
+    """Run quack's GEMM on shards in symmetric memory. A copy engine pulls shard after shard, and after each one sets
+    the flag for which that GEMM waits, without a time limit (`copy_engine.FlaggedShards`). The GEMM is loaded, and run
     once, before anything waits in it."""
     (x, weight, bias, *_), rows, form = operands, call.shards[0], gemm_form(plan)
     stream, on_gpu, shards = world.current_stream(), world.backend.name == "cuda", copy_engine.FlaggedShards(world, x)
     gathered, flags, one = shards.gathered, shards.flags, shards.one
 
-    with ungated(world, call, out) as full:
+    with preactivation(world, call, out) as full:
 
         def multiply() -> bool:
             if on_gpu:
@@ -413,7 +416,7 @@ def run_awaiting(
         with shards.gathering(x):
             if on_gpu:
                 world.call(multiply, [gathered, weight, flags, one], [full], stream)
-            else:  # what the kernel does, shard by shard
+            else:  # on a CPU: what the kernel does, shard by shard
                 for p in (world.rank, *world.other_ranks):
                     world.wait(flags[p : p + 1], one, stream)
                     world.linear(gathered.split(rows)[p], weight, None, stream, full.split(rows)[p])
@@ -426,10 +429,12 @@ def run_awaiting(
 
 
 def usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[Awaiting]:
-    """Return the plans that every rank can run. Collective, plan by plan: a rank may have to compile what another has
-    kept."""
-    there = all(world.exchange(library_gemm.lacks() is None))
-    return [p for p in plans if there and all(world.exchange(library_gemm.waits(gemm_form(p), world.device, dtype)))]
+    """Return the plans that every rank can run. The call is collective for each plan, because a rank may have to
+    compile a kernel that another rank has in its cache."""
+    installed = all(world.exchange(library_gemm.lacks() is None))
+    return [
+        p for p in plans if installed and all(world.exchange(library_gemm.waits(gemm_form(p), world.device, dtype)))
+    ]
 
 
 def gemm_form(plan: Awaiting) -> library_gemm.Form:

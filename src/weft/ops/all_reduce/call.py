@@ -1,4 +1,4 @@
-"""What one call of all-reduce, with or without a norm, computes; and its tensors."""
+"""The description of one call of all-reduce, with or without a norm, and its tensors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ NORM, PLAIN_SUM = "all_reduce_rms_norm", "all_reduce"
 SUMMED_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 OUTPUTS = {**SUMMED_DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
-LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
+LINE = 128  # bytes of a line; bulk copies take rows of whole lines, at most 256
 
 Symmetric = SymmetricTensor | None
 
 
 @dataclass(frozen=True)
 class SumCall(Call):
-    """What one call computes, besides its plan. `residual`, `keep`: ABSENT, OWN or WHOLE. group: elements of a row that
-    share a scale, which is returned; 0: there are no such scales."""
+    """A checked call of `op`. m, h: M and H. norm: a constant of kernels.py. residual, keep: whether there is a
+    residual, and whether the sum is returned: ABSENT, OWN (this rank's rows) or WHOLE. scaled: the result is divided by
+    a scale that is an operand. group: elements of a row that share a scale, which is returned; 0: there are no such
+    scales."""
 
     op: str
     m: int
@@ -46,7 +48,7 @@ class SumCall(Call):
 
     @property
     def scales(self) -> tuple[int, int]:
-        """The shape of the scales."""
+        """Return the shape of the scales that are returned."""
         return self.m, self.h // self.group if self.group else 0
 
     @property
@@ -55,12 +57,12 @@ class SumCall(Call):
 
     @property
     def padded(self) -> int:
-        """P: H rounded up to a power of two."""
+        """Return P, which is H rounded up to a power of two."""
         return 1 << (self.h - 1).bit_length()
 
     @property
     def computed(self) -> Norm:
-        """The call's sizes, dtypes and options as the kernels take them."""
+        """Return the call's sizes, dtypes and options as the kernels take them."""
         sizes = constants(
             Norm,
             eps=0.0,
@@ -78,14 +80,14 @@ class SumCall(Call):
         return sizes._replace(eps=self.eps)
 
     def lines(self, dtype: torch.dtype) -> bool:
-        """Whether bulk copies can take a row of this dtype: in whole lines, and not too many."""
+        """Return whether bulk copies can take a row of this dtype, which must be whole lines, and not too many."""
         nbytes = self.h * dtype.itemsize
         return nbytes % LINE == 0 and self.padded * dtype.itemsize <= 256 * LINE
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
-        """Return the launch options: as many warps as asked for, but so that a thread has from 16 to 256 bytes of a
-        row, and all registers of the SM. With fewer, ptxas would spill a word here and there to make room for one more
-        program."""
+        """Return the launch options: `warps`, adjusted so that a thread has from 16 to 256 bytes of a row, and all
+        registers of an SM on which per_sm programs run. With fewer registers ptxas would spill some words to make room
+        for one more program."""
         row = self.padded * self.dtype.itemsize
         warps = max(1, min(max(warps, row // 8192), row // 512))
         return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
@@ -105,8 +107,8 @@ class SumOperands(NamedTuple):
 
 @dataclass
 class Tensors:
-    """A call's operands, and where its results go; `residual`, `kept` and `scales` may be None. x_shared, out_shared: x
-    and out on every rank, where they are in symmetric memory."""
+    """A call's operands, and the tensors for its results: out, kept (the sum with the residual) and scales. x_shared,
+    out_shared: x and out on every rank, if they are in symmetric memory."""
 
     x: torch.Tensor
     residual: torch.Tensor | None
@@ -120,14 +122,14 @@ class Tensors:
     scales: torch.Tensor | None = None
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """Return the kernels' arguments that may be absent, by name; x stands for one that is."""
+        """Return the kernels' arguments that may be absent, by name; x is passed for those that are absent."""
         scale = self.scale if self.scales is None else self.scales
         tensors = dict(residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=scale)
         return {name: self.x if t is None else t for name, t in tensors.items()}
 
 
 def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
-    """The sum of a tensor of any shape, seen as rows."""
+    """Return the call that sums a tensor of any shape over ranks, as a matrix of rows."""
     n = math.prod(shape)
     columns = _columns(world, n, shape[-1] if shape else 1, dtype.itemsize)
     rows = n // columns if columns else 0
@@ -135,9 +137,9 @@ def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
 
 
 def _columns(world: World, n: int, last: int, itemsize: int) -> int:
-    """Return the number of columns to see n elements as, of which `last` are the last dimension's, in rows of whole
-    16-byte words where there are such: some 1,024, or up to 8,192 if that gives every SM some rows. Few sizes lead to
-    other columns, for which kernels are compiled."""
+    """Return the number of columns of the matrix for n elements, where `last` is the size of the last dimension. Rows
+    are whole 16-byte words if possible, of about 1,024 elements, or up to 8,192 if that still gives each SM two rows.
+    Most sizes lead to a few numbers of columns, since a kernel is compiled for each."""
     vector, columns = VECTOR // itemsize, 0
     for columns in (last, n & -n):
         for f in (2, 3, 5, 7):

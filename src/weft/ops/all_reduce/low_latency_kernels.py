@@ -1,13 +1,13 @@
 """All-reduce, residual add and norm of a few rows [M, H] in one launch, with low-latency flags
-(transport/low_latency_kernels.py).
+(transport/low_latency_kernels.py, which says when a third of the memory may be written again).
 
-one shot    every rank posts all its rows on every rank, which sums and normalises all of them itself
-two shots   every rank posts a row on its owner, which sums it, normalises it and posts the result on all ranks
+one shot    Every rank posts all its rows to all ranks. Each rank sums and normalises all rows itself.
+two shots   Every rank posts each row to its owner. The owner sums and normalises it, and posts the result to all ranks.
 """
 
 import triton.language as tl
 
-from ...compute.quantize import over_scales
+from ...compute.quantize import divide_by_scales
 from ...lang.channel import address_of, rank_of
 from ...lang.jit import jit
 from ...lang.mapping import first_row
@@ -23,14 +23,14 @@ from ...transport.low_latency_kernels import (
     sum_low_latency,
     turn_of,
 )
-from .kernels import OWN, WHOLE, Affine, normalise, parameters, store_row, store_scales
+from .kernels import OWN, WHOLE, Affine, load_parameters, normalise, store_row, store_scales
 
 
 @jit
 def owner_of(t, M, W: tl.constexpr):
-    """The rank that owns row t."""
+    """Return the rank that owns row t."""
     short = M // W
-    longer = M % W * (short + 1)  # rows of ranks that have one more
+    longer = M % W * (short + 1)  # the rows of the ranks that own short + 1 rows
     return tl.where(t < longer, t // (short + 1), M % W + (t - longer) // tl.maximum(short, 1))
 
 
@@ -39,8 +39,9 @@ def one_shot(
     x, slots, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
     PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """x [M, H], this rank's part, and residual as int32 words; out [M, H]. A third is [W +
-    1, M, H]: a slot for every rank's part, and one for the owners' rows of the residual (RESIDUAL OWN)."""
+    """All-reduce x [M, H], this rank's part, with the norm, to out [M, H], in one shot. x and residual are int32 words.
+    A third of the memory is [W + 1, M, H]: the parts of all ranks, and the owners' rows of the residual (RESIDUAL
+    OWN)."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
@@ -51,31 +52,31 @@ def one_shot(
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
     ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 32
     VECTORS: tl.constexpr = WORDS // 4
-    staging, stagings, turns = slots
+    staging, stagings, phases = slots
     weights = Affine(weight, bias, scale)
     pid = tl.program_id(0)
     me = rank_of(ch)
-    turn, at, before, filled = turn_of(turns, pid, third)
+    phase, offset, clear_offset, filled = turn_of(phases, pid, third)
     lo = first_row(me, M, W)
     hi = first_row(me + 1, M, W)
     for unit in range(pid, M * (W - 1), PROGRAMS):
         t = unit // (W - 1)
-        theirs = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + at
-        post_row(theirs + (me * M + t).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
+        peer_third = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + offset
+        post_row(peer_third + (me * M + t).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
         if RESIDUAL == OWN:
             if (t >= lo) & (t < hi):
-                own = residual + (t - lo).to(tl.int64) * ROW
-                post_row(theirs + (W * M + t).to(tl.int64) * ROW, own, ROW // 4, VECTORS)
-    clear(staging + before, filled, pid, VECTORS, PROGRAMS)
+                own_residual = residual + (t - lo).to(tl.int64) * ROW
+                post_row(peer_third + (W * M + t).to(tl.int64) * ROW, own_residual, ROW // 4, VECTORS)
+    clear(staging + clear_offset, filled, pid, VECTORS, PROGRAMS)
     compare_calls(calls, number, pid, PROGRAMS)
 
-    if P <= 8192:  # before the wait, where registers allow
-        w, b, divisor = parameters(weights, norm)
+    if P <= 8192:  # before the wait, if there are registers for it
+        w, b, divisor = load_parameters(weights, norm)
     for t in range(pid, M, PROGRAMS):
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
         acc = sum_low_latency(
-            staging + at + row,
+            staging + offset + row,
             M.to(tl.int64) * ROW,
             x + row,
             residual + row - lo.to(tl.int64) * ROW,
@@ -91,22 +92,22 @@ def one_shot(
             P,
         )
         if P > 8192:
-            w, b, divisor = parameters(weights, norm)
+            w, b, divisor = load_parameters(weights, norm)
         if RESIDUAL == WHOLE:
             c = tl.arange(0, WORDS)
             acc += numbers(tl.load(residual + row + c, mask=c < ROW, other=0), DTYPE, P)
-        place = t.to(tl.int64) * H
+        out_offset = t.to(tl.int64) * H
         if KEEP == WHOLE:
-            store_row(new_residual + place, acc.to(DTYPE), H, P)
+            store_row(new_residual + out_offset, acc.to(DTYPE), H, P)
         if KEEP == OWN:
             if owner == me:
-                store_row(new_residual + place - lo.to(tl.int64) * H, acc.to(DTYPE), H, P)
+                store_row(new_residual + out_offset - lo.to(tl.int64) * H, acc.to(DTYPE), H, P)
         y = normalise(acc, w, b, divisor, norm)
         if norm.GROUP:
-            y, values = over_scales(y, P // norm.GROUP, norm.GROUP)
-            store_scales(scale, t, values, norm)
-        store_row(out + place, y.to(norm.OUT), H, P)
-    end_turn(turns, pid, turn, SOURCES * M * (ROW // 4), PROGRAMS, TURNS)
+            y, scales = divide_by_scales(y, P // norm.GROUP, norm.GROUP)
+            store_scales(scale, t, scales, norm)
+        store_row(out + out_offset, y.to(norm.OUT), H, P)
+    end_turn(phases, pid, phase, SOURCES * M * (ROW // 4), PROGRAMS, TURNS)
 
 
 @jit(do_not_specialize=("M", "third", "number"))
@@ -114,8 +115,8 @@ def two_shot_low_latency(
     x, slots, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
     PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """The same in two shots, to an output of DTYPE. A third is [W, most, H], a slot for every rank's part of the own
-    rows, at most `most` of a rank, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
+    """All-reduce as `one_shot` does, but in two shots, to an output of DTYPE. A third of the memory is [W, max_rows,
+    H], the parts of all ranks of this rank's rows, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
@@ -125,51 +126,51 @@ def two_shot_low_latency(
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
     ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 32
     VECTORS: tl.constexpr = WORDS // 4
-    staging, stagings, turns = slots
+    staging, stagings, phases = slots
     weights = Affine(weight, bias, scale)
     pid = tl.program_id(0)
     me = rank_of(ch)
-    turn, at, before, filled = turn_of(turns, pid, third)
-    most = M // W + (M % W > 0).to(tl.int32)
+    phase, offset, clear_offset, filled = turn_of(phases, pid, third)
+    max_rows = M // W + (M % W > 0).to(tl.int32)
     lo = first_row(me, M, W)
     hi = first_row(me + 1, M, W)
-    for unit in range(pid, most * (W - 1), PROGRAMS):
+    for unit in range(pid, max_rows * (W - 1), PROGRAMS):
         owner = (me + 1 + unit % (W - 1)) % W
         i = unit // (W - 1)
         t = first_row(owner, M, W) + i
         if t < first_row(owner + 1, M, W):
-            theirs = address_of(stagings, owner, tl.int32) + at
-            post_row(theirs + (me * most + i).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
-    clear(staging + before, filled, pid, VECTORS, PROGRAMS)
+            peer_third = address_of(stagings, owner, tl.int32) + offset
+            post_row(peer_third + (me * max_rows + i).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
+    clear(staging + clear_offset, filled, pid, VECTORS, PROGRAMS)
     compare_calls(calls, number, pid, PROGRAMS)
 
     if P <= 8192:
-        w, b, divisor = parameters(weights, norm)
+        w, b, divisor = load_parameters(weights, norm)
     c = tl.arange(0, WORDS)
-    results = at + (W * most).to(tl.int64) * ROW
+    results = offset + (W * max_rows).to(tl.int64) * ROW
     sums = results + M.to(tl.int64) * ROW
     for t in range(lo + pid, hi, PROGRAMS):
         i = (t - lo).to(tl.int64) * ROW
         row = t.to(tl.int64) * ROW
         acc = sum_low_latency(
-            staging + at + i, most.to(tl.int64) * ROW, x + row, x, me, me, t, ROW, ch, DTYPE, W, W, WORDS, P
+            staging + offset + i, max_rows.to(tl.int64) * ROW, x + row, x, me, me, t, ROW, ch, DTYPE, W, W, WORDS, P
         )
         if P > 8192:
-            w, b, divisor = parameters(weights, norm)
+            w, b, divisor = load_parameters(weights, norm)
         if RESIDUAL == OWN:
             acc += numbers(tl.load(residual + i + c, mask=c < ROW, other=0), DTYPE, P)
         if RESIDUAL == WHOLE:
             acc += numbers(tl.load(residual + row + c, mask=c < ROW, other=0), DTYPE, P)
         y = solid(normalise(acc, w, b, 1.0, norm), DTYPE)
-        kept = solid(acc, DTYPE)
+        total = solid(acc, DTYPE)
         store_row(out + t.to(tl.int64) * H, y, H, P)
         post_result(stagings, results + row, y, me, DTYPE, W, VECTORS, ROW, P)
         if KEEP == WHOLE:
-            store_row(new_residual + t.to(tl.int64) * H, kept, H, P)
-            post_result(stagings, sums + row, kept, me, DTYPE, W, VECTORS, ROW, P)
+            store_row(new_residual + t.to(tl.int64) * H, total, H, P)
+            post_result(stagings, sums + row, total, me, DTYPE, W, VECTORS, ROW, P)
         if KEEP == OWN:
-            store_row(new_residual + (t - lo).to(tl.int64) * H, kept, H, P)
-    for step in range(pid, M - (hi - lo), PROGRAMS):  # the other owners' rows, from the next rank on
+            store_row(new_residual + (t - lo).to(tl.int64) * H, total, H, P)
+    for step in range(pid, M - (hi - lo), PROGRAMS):  # rows of the other owners, from the next rank on
         t = (hi + step) % M
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
@@ -178,4 +179,4 @@ def two_shot_low_latency(
         if KEEP == WHOLE:
             words = row_low_latency(staging + sums + row, owner, me, t, ROW, ch, WORDS)
             tl.store(new_residual.to(tl.pointer_type(tl.int32)) + row + c, words, mask=c < ROW)
-    end_turn(turns, pid, turn, (W * most + M * (1 + (KEEP == WHOLE))) * (ROW // 4), PROGRAMS, TURNS)
+    end_turn(phases, pid, phase, (W * max_rows + M * (1 + (KEEP == WHOLE))) * (ROW // 4), PROGRAMS, TURNS)

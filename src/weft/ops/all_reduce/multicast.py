@@ -1,5 +1,5 @@
-"""All-reduce, with or without a norm, by NVLink multicast (TokenWeave, section 4): two shots in one launch, whose sums
-and stores are the switch's (`kernels.multicast_shot`). It is compiled and emulated, and has never run on hardware."""
+"""All-reduce, with or without a norm, by NVLink multicast (TokenWeave, section 4): two shots in one launch, in which
+the switch sums and stores (`kernels.multicast_shot`). It has been compiled and emulated, and never run on hardware."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .runs import SHARED, share_rows, take_rows
 
 
 def why_no_multicast(world: World, call: SumCall) -> str | None:
-    """Return why the switch cannot serve this call, or None where it can. Collective on first use."""
+    """Return why the switch cannot serve this call, or None if it can. The first call is collective."""
     if call.dtype.itemsize != 2 or call.out_dtype != call.dtype:
-        return "the switch's sums and stores are of bfloat16 or float16 here"
+        return "multicast needs x and the output in bfloat16, or both in float16"
     if not world.buffer("multicast probe", 256).multicast:
         return "symmetric memory has no multicast address"
     return None
@@ -41,7 +41,7 @@ def _multicast_launch(world: World, call: SumCall, plan: Multicast, windows: tup
         programs,
         call.options(plan.warps),
         windows=world.cached(("windows", windows), lambda: world.tensor(windows, torch.int64)),
-        turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
+        epoch=world.cached("two-shot all-reduce, epoch", lambda: world.zeros((1,), torch.int32)),
         ch=world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None)),
         M=call.m,
         norm=call.computed,

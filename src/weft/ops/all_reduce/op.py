@@ -46,13 +46,13 @@ from .runs import (
     run_two_shot_low_latency,
 )
 
-WIDEST = 16384  # columns that a program holds in registers
-SHORT = 512  # bytes of a row, of which shorter ones were not measured
-STAGED = 64 << 20  # bytes of memory for rows that are posted, up to which they are timed
+WIDEST = 16384  # the most columns that a program holds in registers
+SHORT = 512  # bytes of the shortest rows that were measured
+STAGED = 64 << 20  # bytes of memory for posted rows up to which plans that post are timed
 
 
 class Reduce(Op[SumCall]):
-    """All-reduce, and what may come behind it."""
+    """The base of all-reduce and of all-reduce + residual + norm."""
 
     runs: ClassVar[Mapping[type[Plan], Run]] = {
         Sequential: run_sequential,
@@ -92,7 +92,7 @@ class Reduce(Op[SumCall]):
             return f"{call.m * call.h} elements are no whole 16-byte words"
         if isinstance(plan, TwoLevel):
             return "scales of rows do not go between nodes" if call.group else None
-        # With another dtype of the output a two-shot plan counts rows.
+        # If the output has another dtype than x, a two-shot plan counts rows instead of posting them.
         if is_low_latency(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):
             return world.peer_reason
         reason = world.symmetric_reason
@@ -103,61 +103,65 @@ class Reduce(Op[SumCall]):
     def execute(
         self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Peers may write to `out` where it is symmetric, and read x: so whether they do is agreed."""
+        """Make the call. If `out` and x are in symmetric memory, peers may write to `out` and read x; therefore the
+        ranks compare where these are."""
         x, residual, weight, bias, scale = operands
         x, stream = dense(x) if call.h else x, world.current_stream()
-        # A program may be done with a row that another has yet to read: here of x, and below.
+        # A program may store a row that another program still has to read: of x here, and of the others below.
         in_place = not is_low_latency(plan) and isinstance(out, torch.Tensor) and out.data_ptr() == x.data_ptr()
         if isinstance(out, torch.Tensor) and overlap(out, x) and not in_place:
-            x = _apart(x, world, stream)
-        place = (
-            world.shared(out) if isinstance(out, torch.Tensor) and out.data_ptr() % 16 == 0 else None
-        )  # in whole words
-        source = world.shared(x) if _pulls(plan) else None
+            x = _copy(x, world, stream)
+        aligned_out = isinstance(out, torch.Tensor) and out.data_ptr() % 16 == 0
+        shared_out = world.shared(out) if aligned_out and out is not None else None
+        shared_x = world.shared(x) if _pulls(plan) else None
         world.check()
-        world.begin(self.check_same_on_all_ranks(world, call, plan, out=place and place[1], x=source and source[1]))
-        (shape, dtype), *more = self.outputs(world, call)
+        world.begin(
+            self.check_same_on_all_ranks(
+                world, call, plan, out=shared_out and shared_out[1], x=shared_x and shared_x[1]
+            )
+        )
+        (shape, dtype), *more_outputs = self.outputs(world, call)
         result = output(self.name, world, out, shape, dtype)
-        kept = world.empty(*more[0]) if call.keep else None
-        scales = world.empty(*more[-1]) if call.group else None
+        kept = world.empty(*more_outputs[0]) if call.keep else None
+        scales = world.empty(*more_outputs[-1]) if call.group else None
         if call.m == 0:
             return result, kept, scales
         residual, weight, bias, scale = (
-            t if t is None else _apart(dense(t), world, stream) if overlap(out, t) else dense(t)
+            t if t is None else _copy(dense(t), world, stream) if overlap(out, t) else dense(t)
             for t in (residual, weight, bias, scale)
         )
-        shared = source and source[0], place and place[0]
+        shared = shared_x and shared_x[0], shared_out and shared_out[0]
         t = Tensors(x, residual, weight, bias, scale, result, kept, *shared, scales)
         self.runs[type(plan)](world, call, plan, t, stream)
         world.finish(stream)
         return result, kept, scales
 
-    def check_same_on_all_ranks(self, world: World, call: SumCall, plan: Plan, **places: Hashable) -> int | None:
-        return (
-            super().check_same_on_all_ranks(world, call, plan, **places) if places else None
-        )  # as `execute` knows them
+    def check_same_on_all_ranks(self, world: World, call: SumCall, plan: Plan, **offsets: Hashable) -> int | None:
+        # `execute` calls this with the offsets of x and `out`; other callers do not know them yet.
+        return super().check_same_on_all_ranks(world, call, plan, **offsets) if offsets else None
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
-        """Return where x and `out` lie in symmetric memory, None for one that does not: there plans read and write
-        directly, which a capture must find prepared."""
+        """Return the symmetric offsets of x and `out`, or None for a tensor that is not in symmetric memory. Plans read
+        and write symmetric tensors directly, which must be prepared before a capture."""
         x = operands[0]
-        source = world.shared(x) if x is not None else None
-        place = world.shared(out) if isinstance(out, torch.Tensor) else None
-        return (source and source[1], place and place[1])
+        shared_x = world.shared(x) if x is not None else None
+        shared_out = world.shared(out) if isinstance(out, torch.Tensor) else None
+        return (shared_x and shared_x[1], shared_out and shared_out[1])
 
     def rehearse(self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
-        """Make the call where x and `out` lie, which a plan may make use of, unless they overlap: it must not sum
-        sums."""
+        """Make the call with x and `out` themselves, since a plan may use their symmetric memory; without `out` if they
+        overlap, because a repeated call would sum sums."""
         self.execute(world, call, plan, operands, None if overlap(out, *operands[:2]) else out)
 
 
 class AllReduceRmsNorm(Reduce):
-    """Operands: x, residual, weight, bias, scale; options: eps, norm, dtype of the normalised rows or None, full
-    residual, recipe of scales to return or "". Returns the rows, the new residual, and scales or None."""
+    """The op all_reduce_rms_norm. The operands are x, residual, weight, bias and scale. The options are eps, norm, the
+    dtype of the normalised rows or None, full_residual, and the recipe of the scales to return or "". The results are
+    the rows, the new residual, and the scales or None."""
 
     name = NORM
     takes = NormOperands
-    alone = 2.0  # a partial sum and the residual are read, the new ones written
+    alone = 2.0  # the partial sum and the residual are read, the rows and the new residual are written
     tries = (
         OneShot(warps=16),
         TwoShotLowLatency(),
@@ -171,23 +175,23 @@ class AllReduceRmsNorm(Reduce):
     results = 3
 
     def check(self, world: World, operands: NormOperands, options: CallOptions) -> SumCall:
-        return _described(world, operands, *options)
+        return _checked_call(world, operands, *options)
 
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
-        """Return a direct function for plans of few rows, where the host's time is most of a call's; None for
-        others."""
+        """Return a direct function for plans that post rows, in which most of the time of a call is the host's, or
+        None for other plans."""
         if not is_low_latency(plan) or call.out_dtype != call.dtype:
             return None
-        number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # as `execute` has it
+        number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # the number that `execute` gets
         prepared_for = posting(world, call, plan)
-        (shape, dtype), *more = self.outputs(world, call)
+        (shape, dtype), *more_outputs = self.outputs(world, call)
         check, current, finish = world.check, world.current_stream, world.finish
 
         def run(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
             check()
             world.begin(number)
             stream, y = current(), world.empty(shape, dtype)
-            kept = world.empty(*more[0]) if more else None
+            kept = world.empty(*more_outputs[0]) if more_outputs else None
             residual, weight, bias, scale = (None if t is None else aligned(t) for t in others)
             post(world, prepared_for, Tensors(aligned(x), residual, weight, bias, scale, y, kept), stream)
             finish(stream)
@@ -197,7 +201,7 @@ class AllReduceRmsNorm(Reduce):
 
 
 class AllReduce(Reduce):
-    """Operand: x, of any shape. Rows are as many elements as serve the kernels (`_columns`)."""
+    """The op all_reduce. The operand x has any shape; kernels see it as a matrix (`call.sum_call`)."""
 
     name = PLAIN_SUM
     takes = SumOperands
@@ -207,7 +211,7 @@ class AllReduce(Reduce):
 
     def check(self, world: World, operands: SumOperands, options: CallOptions) -> SumCall:
         x = operands.x
-        _checked(PLAIN_SUM, world, dict(x=x))
+        _check_tensors(PLAIN_SUM, world, dict(x=x))
         return sum_call(world, x.shape, x.dtype)
 
     def meta(
@@ -222,14 +226,14 @@ class AllReduce(Reduce):
         x = operands.x
         y = None if out is None else output(self.name, world, out, x.shape, x.dtype).view(call.m, call.h)
         rows = dense(x).view(call.m, call.h)
-        made, *_ = super().execute(world, call, plan, NormOperands(rows), y)
-        return made.view(x.shape) if out is None else out
+        result, *_ = super().execute(world, call, plan, NormOperands(rows), y)
+        return result.view(x.shape) if out is None else out
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
-        return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, in elements of two
+        return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, counted as 16-bit elements
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
-        """Return what is timed: rows that are shorter than what was measured, and all without a profile."""
+        """Return the plans to time. Only short rows are timed, of which there are no measurements."""
         return super().candidates(world, call) if self._short(world, call) else ()
 
     def expected(self, world: World, call: SumCall, mode: str) -> Plan:
@@ -242,7 +246,7 @@ class AllReduce(Reduce):
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
         if not isinstance(plan, Sequential) and not is_low_latency(plan):
             return None
-        number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # as `execute` has it
+        number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # the number that `execute` gets
         check, current, finish = world.check, world.current_stream, world.finish
         if not is_low_latency(plan):
             copied, all_reduce = world.results, world.all_reduce
@@ -317,50 +321,50 @@ def all_reduce_rms_norm(
     world: World,
     plan: str | Plan = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: what stands between a row-parallel
-    layer and the next column-parallel one (TokenWeave, section 4).
+    """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: the ops between a row-parallel layer
+    and the next column-parallel one (TokenWeave, section 4).
 
     Args:
-        x: [M, H], this rank's part of the sum. M at least 1; H at most 16,384, its rows whole 16-byte words. bfloat16,
-            float16 or float32, as the residual.
-        residual: [m_r, H], the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in the order of the ranks);
-            with full_residual [M, H], the same on all ranks; or None.
+        x: [M, H], this rank's part of the sum, bfloat16, float16 or float32. M is at least 1, H at most 16,384, and a
+            row is whole 16-byte words.
+        residual: [m_r, H] of x's dtype, the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in the order of
+            the ranks); with full_residual [M, H], the same on all ranks; or None.
         weight: [H], of x's dtype or float32, the same on all ranks.
-        bias: [H], as the weight: added after the norm.
+        bias: [H], of x's dtype or float32, the same on all ranks. It is added after the norm.
         norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
-        out_dtype: of the normalised rows; None: x's.
-        scale: float32 [1]: the normalised rows are divided by it and clamped to +-448. Goes with out_dtype
-            torch.float8_e4m3fn, and is needed there without `quantize`.
-        quantize: "row" or "block": the normalised rows are float8_e4m3fn, divided by scales of their own, one a row or
-            one for each 128 columns, as `weft.quantize` has them, and the scales are returned too.
-        full_residual: the residual, old and new, is [M, H] on every rank, not this rank's rows alone. In two shots the
-            new one travels as the normalised rows do.
-        out: [M, H], contiguous, where to write the normalised rows. In memory of `World.symmetric` (the same place on
-            every rank) the peers store there directly, if the plan counts rows; where it posts them this rank alone
-            writes `out`. Into any other tensor a plan that counts copies them from the library's own. Between two calls
-            it is the caller's: it is not written before this rank's next call.
+        out_dtype: the dtype of the normalised rows. None: x's.
+        scale: float32 [1]. The normalised rows are divided by it and clamped to +-448. It is taken with out_dtype
+            torch.float8_e4m3fn only, and required there without `quantize`.
+        quantize: "row" or "block": the normalised rows are float8_e4m3fn, divided by scales of each row or of each 128
+            columns of a row, as in `weft.quantize`; the scales are returned too.
+        full_residual: the residual, old and new, is [M, H] on every rank instead of this rank's rows. In two shots the
+            new residual is stored on all ranks like the normalised rows.
+        out: [M, H], contiguous: the tensor for the normalised rows. If it is in memory of `World.symmetric`, at the
+            same offset on every rank, and the plan counts rows, the peers store there directly; if the plan posts rows,
+            only this rank writes `out`. For any other tensor a plan that counts rows copies them from symmetric memory.
+            `out` is not written between the end of a call and this rank's next call.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast"; over nodes "two_level")
             or a Plan; the same on all ranks.
 
-    Computed in float32: the sum in the order of the ranks ("sequential": as NCCL does it), the residual, the norm; the
-    new residual is rounded once.
+    The sum, the residual and the norm are computed in float32; the ranks' parts are added in the order of the ranks
+    ("sequential": as NCCL does it). The new residual is rounded once.
 
     Returns:
         The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H]; with
         `quantize` also the scales, float32 [M, 1] or [M, H / 128].
 
-    Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 3 (W + 1) M H elements
-    (one shot), 3 M H, and 3 M H more with a full residual, and 3 H for each of the M rows rounded up to a multiple of W
-    (two shots, posted). Other two shots: M H for what is stored at the owner or, pulled, for x unless it lies in memory
-    of `World.symmetric`; M H each for the output, unless `out` does, and for a full residual. Decomposed and multicast:
-    as two shots, pulled; for decomposed also M H of ordinary memory during the call.
+    Memory, in addition to the outputs: the symmetric memory, which all calls of the World share, is none (sequential),
+    3 (W + 1) M H elements (one shot), or 3 M H, plus 3 M H with a full residual, plus 3 M' H, where M' is M rounded up
+    to a multiple of W (two shots that post). Other two shots take M H for rows at their owners or, if rows are pulled,
+    for an x that is not in memory of `World.symmetric`; M H for an output that is not there either; and M H for a full
+    residual. Decomposed and multicast take as much as two shots that pull; decomposed also takes M H of ordinary memory
+    during the call.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted; an operand that requires a gradient
-            (there
-            is none for this op: use torch.no_grad()).
-        Mismatch, Timeout, WeftError: as `all_gather_matmul`.
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. An operand requires a
+            gradient, which this op does not have: use torch.no_grad().
+        Mismatch, Timeout, WeftError: as for `all_gather_matmul`.
     """
     options = float(eps), norm, out_dtype, full_residual, quantize or ""
     y, kept, scales = ALL_REDUCE_RMS_NORM(world, plan, NormOperands(x, residual, weight, bias, scale), options, out)
@@ -368,16 +372,16 @@ def all_reduce_rms_norm(
 
 
 def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Plan) -> bool:
-    """Whether eager calls of `all_reduce_rms_norm` with such an x post its rows: then they gain nothing from x or `out`
-    in symmetric memory, where peers neither read nor write."""
+    """Return whether eager calls of `all_reduce_rms_norm` with x [m, h] post rows. Such calls gain nothing from x or
+    `out` in symmetric memory, because peers neither read nor write there."""
 
     def chosen() -> bool:
         layout = OWN.value if world.size > 1 else WHOLE.value
         call = SumCall(NORM, m, h, dtype, dtype, RMS.value, 0.0, layout, layout, False, False)
         return is_low_latency(ALL_REDUCE_RMS_NORM.choose(world, call, plan, False))
 
-    found: bool = world.cached((NORM, "posts", m, h, dtype, plan), chosen)
-    return found
+    posts: bool = world.cached((NORM, "posts", m, h, dtype, plan), chosen)
+    return posts
 
 
 def all_reduce(
@@ -387,20 +391,20 @@ def all_reduce(
 
     Args:
         x: any shape, bfloat16, float16 or float32; contiguous or not (then it is copied).
-        world, plan, out: as for `all_reduce_rms_norm`; `out` of x's shape.
+        world, plan, out: as for `all_reduce_rms_norm`; `out` has x's shape.
 
-    Summed in float32 in the order of the ranks ("sequential": as NCCL does it). Sizes that are no multiple of 16 bytes
-    are always sequential.
+    The sum is computed in float32 in the order of the ranks ("sequential": as NCCL does it). Tensors whose size is not
+    a multiple of 16 bytes are always summed sequentially.
 
     Returns:
         A tensor of x's shape, the same bits on every rank.
 
-    Raises as `all_reduce_rms_norm`.
+    Raises the errors of `all_reduce_rms_norm`.
     """
     return ALL_REDUCE(world, plan, SumOperands(x), (), out)
 
 
-def _checked(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> None:
+def _check_tensors(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> None:
     check_call(op, world)
     for name, t in tensors.items():
         if t is not None or name in ("x", "weight"):
@@ -411,7 +415,7 @@ def _checked(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> 
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16, float16 and float32 are supported")
 
 
-def _described(
+def _checked_call(
     world: World,
     operands: NormOperands,
     eps: float,
@@ -420,9 +424,10 @@ def _described(
     full_residual: bool,
     quantize: str,
 ) -> SumCall:
-    """The call, validated: ValueError or TypeError for anything that this rank alone can see is wrong."""
+    """Check the operands and options, and return the call. Raises ValueError or TypeError for every fault that this
+    rank can see by itself."""
     x, residual, weight, bias, scale = operands
-    _checked(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
+    _check_tensors(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
     assert x is not None
     if x.dim() != 2 or x.shape[0] < 1 or x.shape[1] < 1:
         raise ValueError(f"{NORM}: x must be [M, H] with M at least 1, got {dims(x)}")
@@ -470,7 +475,7 @@ def _described(
 def _checked_output(
     world: World, x: torch.Tensor, out_dtype: torch.dtype | None, scale: torch.Tensor | None, quantize: str
 ) -> torch.dtype:
-    """The dtype of the normalised rows."""
+    """Check the options of the output, and return the dtype of the normalised rows."""
     if quantize not in ("", "row", "block"):
         raise ValueError(f'{NORM}: quantize {quantize!r} is not "row" or "block"; by tensor: out_dtype and scale')
     if quantize and (scale is not None or out_dtype not in (None, E4M3)):
@@ -495,13 +500,13 @@ def _checked_output(
     return dtype
 
 
-def _apart(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:
-    """A copy of `t`, as it is now."""
+def _copy(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:
+    """Return a copy of `t`, made on the stream."""
     copied = world.empty(t.shape, t.dtype)
     world.copy(copied, t, stream)
     return copied
 
 
 def _pulls(plan: Plan) -> bool:
-    """Whether peers read x where it lies, if that is in symmetric memory."""
+    """Return whether peers read x itself, if it is in symmetric memory."""
     return isinstance(plan, Decomposed | Multicast | TwoShotPull)

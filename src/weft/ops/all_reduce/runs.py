@@ -1,7 +1,7 @@
-"""How each plan runs an all-reduce, with or without a residual add and norm behind the sum (TokenWeave, section 4).
+"""How each plan runs an all-reduce, with or without a residual add and norm after the sum (TokenWeave, section 4).
 
 sequential          NCCL's all-reduce, then one kernel
-one_shot, two_shot  one launch (low_latency_kernels.py for few rows, kernels.py)
+one_shot, two_shot  one launch (low_latency_kernels.py for few rows, otherwise kernels.py)
 decomposed          two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums between
                     them
 """
@@ -35,15 +35,16 @@ from ...transport.memory import Flat, flat, lock, rank_word, workspace
 from ...world import World
 from ..common import split_rows
 from .call import LINE, PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
-from .kernels import ABSENT, OWN, WHOLE, Places, Shots, add_norm, sum_norm, two_shot
+from .kernels import ABSENT, OWN, WHOLE, RankAddresses, Shots, add_norm, sum_norm, two_shot
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
 SHARED = "two-shot all-reduce"  # the name of the symmetric memory of these plans
-REST_KIB = 11  # of a program's shared memory, that rows under way do not take
+REST_KIB = 11  # KiB of a program's shared memory that rows in flight do not take
 
 
 def run_sequential(world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream) -> None:
-    """The owners' rows of a residual are added before the sum, where all ranks get them."""
+    """All-reduce with NCCL, then normalise. Each owner adds its rows of a residual before the sum, which brings them to
+    all ranks."""
     total = t.x
     if world.size > 1:
         total = t.out if call.op == PLAIN_SUM else world.empty((call.m, call.h), call.dtype)
@@ -51,8 +52,8 @@ def run_sequential(world: World, call: SumCall, plan: Plan, t: Tensors, stream: 
         residual = t.residual
         if call.residual == OWN.value and residual is not None and residual.shape[0]:
             lo = sum(split_rows(world, call.m)[: world.rank])
-            own = total[lo : lo + residual.shape[0]]
-            world.call(lambda: own.add_(residual), [own, residual], [own], stream)
+            own_rows = total[lo : lo + residual.shape[0]]
+            world.call(lambda: own_rows.add_(residual), [own_rows, residual], [own_rows], stream)
         world.all_reduce(total, stream)
     elif call.op == PLAIN_SUM:
         world.copy(t.out, t.x, stream)
@@ -65,27 +66,28 @@ def run_sequential(world: World, call: SumCall, plan: Plan, t: Tensors, stream: 
 
 @prepared
 def norm_rows(world: World, call: SumCall) -> Launch:
-    """What adds a residual to rows that are summed, and normalises them."""
+    """Return the launch that adds a residual to rows that are summed, and normalises them."""
     per_sm = 2 if call.h <= 8192 else 1
     programs, sizes = min(call.m, world.sm_count * per_sm), dict(M=call.m, norm=call.computed)
     return Launch(world, add_norm, programs, call.options(8, per_sm), **sizes, me=rank_word(world), W=world.size)
 
 
-# -- few rows ----------------------------------------------------------------------------------------------------------
+# -- rows with low-latency flags ---------------------------------------------------------------------------------------
 @prepared
 def posting(world: World, call: SumCall, plan: LowLatencyShot) -> low_latency.Posting:
+    """Return the launch of a plan that posts rows, and the memory that it needs."""
     if isinstance(plan, OneShot):
         kernel, rows = one_shot, (world.size + 1) * call.m
     else:
         kernel = two_shot_low_latency
         rows = world.size * -(-call.m // world.size) + call.m * (1 + (call.keep == WHOLE.value))
     nbytes = rows * call.h * call.dtype.itemsize
-    given: dict[str, Any] = dict(x=Words(), residual=Words(), M=call.m, norm=call.computed)
-    return low_latency.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), given)
+    arguments: dict[str, Any] = dict(x=Words(), residual=Words(), M=call.m, norm=call.computed)
+    return low_latency.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), arguments)
 
 
 def post(world: World, prepared_for: low_latency.Posting, t: Tensors, stream: Stream) -> None:
-    # In whole words, as others' rows come in two shots.
+    # Two shots store the rows of other owners in whole words, so that `out` must be aligned.
     out = t.out if t.out.data_ptr() % 16 == 0 else world.empty(t.out.shape, t.out.dtype)
 
     low_latency.launch(world, prepared_for, stream, **t.arguments(), x=t.x, out=out)
@@ -98,7 +100,8 @@ def run_one_shot(world: World, call: SumCall, plan: OneShot, t: Tensors, stream:
 
 
 def run_two_shot_low_latency(world: World, call: SumCall, plan: TwoShotLowLatency, t: Tensors, stream: Stream) -> None:
-    """Rows of another dtype than x's are counted: in the thirds a row is one of x's."""
+    """Post the rows, or count them if the output has another dtype than x, because the memory for posted rows has room
+    for rows of x's dtype."""
     if call.out_dtype == call.dtype:
         post(world, posting(world, call, plan), t, stream)
     else:
@@ -106,24 +109,27 @@ def run_two_shot_low_latency(world: World, call: SumCall, plan: TwoShotLowLatenc
 
 
 @prepared
-def _few(
+def _posting_of_shape(
     world: World, shape: torch.Size, dtype: torch.dtype, plan: LowLatencyShot
 ) -> tuple[low_latency.Posting, SumCall]:
     call = sum_call(world, shape, dtype)
     return posting(world, call, plan), call
 
 
-def sum_few(x: torch.Tensor, world: World, plan: LowLatencyShot, stream: Stream, out: torch.Tensor) -> None:
-    """The sum by a plan that posts, for a caller whose ranks have agreed and whose x is of whole 16-byte words."""
-    prepared_for, call = _few(world, x.shape, x.dtype, plan)
+def all_reduce_low_latency(
+    x: torch.Tensor, world: World, plan: LowLatencyShot, stream: Stream, out: torch.Tensor
+) -> None:
+    """Compute out, the sum of x over ranks, with a plan that posts rows. The caller has checked that all ranks make the
+    same call, and x is whole 16-byte words."""
+    prepared_for, call = _posting_of_shape(world, x.shape, x.dtype, plan)
     shape = call.m, call.h
     post(world, prepared_for, Tensors(x.view(shape), None, None, None, None, out.view(shape), None), stream)
 
 
-# -- rows that are counted ---------------------------------------------------------------------------------------------
-def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
+# -- rows with counters ------------------------------------------------------------------------------------------------
+def row_descriptor(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
     """Return a descriptor of every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of
-    one row. What lies past H in a block is not stored, nor is a row from 2^24 on."""
+    one row. Elements of a block after H are not stored, nor are rows from 2^24 on."""
     assert memory is not None
     line, size = LINE // dtype.itemsize, dtype.itemsize
     shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
@@ -133,37 +139,37 @@ def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDes
 def _moved_by_bulk(
     call: SumCall, world: World, plan: TwoShotCounted, staging: SymmetricTensor | None, out: SymmetricTensor
 ) -> tuple[dict[str, object], dict[str, torch.Tensor]] | None:
-    """Return the descriptors, and the granules by rank, by which bulk copies store rows; None where they cannot."""
+    """Return the descriptors, and the granules of each rank, with which bulk copies store rows; None if they cannot."""
     (near, near_granules), (far, far_granules) = flat(world, staging or out), flat(world, out)
     if not (plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and near and far):
         return None
-    stage_desc = rows_of(call, near, call.dtype if staging else call.out_dtype)
-    descriptors = dict(stage_desc=stage_desc, out_desc=rows_of(call, far, call.out_dtype))
+    stage_desc = row_descriptor(call, near, call.dtype if staging else call.out_dtype)
+    descriptors = dict(stage_desc=stage_desc, out_desc=row_descriptor(call, far, call.out_dtype))
     return descriptors, dict(stagings=near_granules, landings=far_granules)
 
 
 def _room(world: World) -> int:
-    """Return the bytes of shared memory for the rows under way."""
+    """Return the bytes of shared memory for the rows in flight."""
     return (shared_kib(world.capability) - REST_KIB) << 10
 
 
 def _shots(plan: TwoShotCounted, programs: int, world: World, row: int, bulk: bool) -> Shots:
     """Return the plan as the kernel takes it. row: bytes of a row."""
-    under_way = (_room(world) - (2 * row if bulk else 0)) // row + 1
+    in_flight = (_room(world) - (2 * row if bulk else 0)) // row + 1
     return constants(
         Shots,
         PROGRAMS=programs,
         R=plan.rows,
         D=1 if isinstance(plan, TwoShotPush) and plan.spread else world.size - 1,
-        STAGES=max(1, min(plan.stages, under_way)),
+        STAGES=max(1, min(plan.stages, in_flight)),
         PULL=plan.pull,
         BULK=bulk,
     )
 
 
 class SharedRows(NamedTuple):
-    """Symmetric memory of a call: of x, where other ranks read it; for all rows; and, of a call that has these, for
-    sums and scales."""
+    """The symmetric memory of a call: x, if other ranks read it; all rows of the output; and sums and scales, if the
+    call has them."""
 
     x: Symmetric
     out: SymmetricTensor
@@ -172,7 +178,8 @@ class SharedRows(NamedTuple):
 
 
 def share_rows(world: World, call: SumCall, t: Tensors, stream: Stream, read: bool = True) -> SharedRows:
-    """Return the memory, with x in it where it is `read`. A caller orders the uses by the lock SHARED."""
+    """Return the memory, into which x is copied if other ranks `read` it. The caller orders uses of the memory with the
+    lock SHARED."""
     shape, x = (call.m, call.h), t.x_shared
     if x is None and read:
         x = workspace(world, f"{SHARED}, x", shape, call.dtype)
@@ -186,13 +193,14 @@ def share_rows(world: World, call: SumCall, t: Tensors, stream: Stream, read: bo
 
 
 def take_rows(world: World, t: Tensors, shared: SharedRows, stream: Stream) -> None:
-    """Copy what landed to the call's own results."""
+    """Copy the results from symmetric memory to the call's own tensors."""
     for result, landed in zip((t.out, t.kept, t.scales), shared[1:], strict=True):
         if result is not None and landed is not None and landed is not t.out_shared:
             world.copy(result, landed.local, stream)
 
 
 def run_two_shot(world: World, call: SumCall, plan: TwoShotCounted, t: Tensors, stream: Stream) -> None:
+    """All-reduce in one launch whose rows are counted. x is the argument for tensors that the kernel does not read."""
     world.order(lock(world, SHARED), stream)
     shared, staging = share_rows(world, call, t, stream, plan.pull), None
     if not plan.pull:
@@ -212,11 +220,12 @@ def _two_shot_launch(
     staging: Symmetric,
     shared: SharedRows,
 ) -> Launch:
-    """Where there is no staging, and where rows are not stored in bulk, x stands for what the kernel does not read."""
+    """Return the launch. It has no argument for staging memory if there is none, nor descriptors if rows are not stored
+    by bulk copies: the caller passes x for these, which the kernel does not read."""
     source, out, sums, scales = shared
     size, programs = call.dtype.itemsize, plan.programs or world.sm_count
     bulk = _moved_by_bulk(call, world, plan, staging, out) if plan.bulk else None
-    descriptors, where = bulk or ({}, dict(stagings=(staging or out).addresses, landings=out.addresses))
+    descriptors, granules = bulk or ({}, dict(stagings=(staging or out).addresses, landings=out.addresses))
     fixed: dict[str, object] = dict(descriptors)
     if staging is not None:
         fixed["staging"] = staging.local.view(call.dtype)
@@ -229,13 +238,13 @@ def _two_shot_launch(
         programs,
         call.options(plan.warps),
         **fixed,
-        places=Places(
+        addresses=RankAddresses(
             parts=(source or out).addresses,
             sums=(sums or out).addresses,
             scales=(scales or out).addresses,
-            **where,
+            **granules,
         ),
-        turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
+        epoch=world.cached("two-shot all-reduce, epoch", lambda: world.zeros((1,), torch.int32)),
         ch=world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", counters, None)),
         M=call.m,
         norm=call.computed,
@@ -244,27 +253,28 @@ def _two_shot_launch(
 
 
 def run_decomposed(world: World, call: SumCall, plan: Decomposed, t: Tensors, stream: Stream) -> None:
-    """A copy engine pulls the peers' parts of the own rows, one kernel sums and normalises them, a copy engine pulls
-    the other owners' rows. The barriers say: every part is there; every owner's rows are there, and no part is read any
-    more; no row is read any more, so that the caller may write to `out`."""
+    """All-reduce with copy engines, which pull the peers' parts of this rank's rows; one kernel sums and normalises
+    them; then copy engines pull the other owners' rows. After the first barrier the parts of all ranks are complete.
+    After the second all owners' rows are complete, and no part is read any more. After the third no row is read any
+    more, so that the caller may write to `out`."""
     me, copies = world.rank, world.side_stream("copy")
     ends = list(itertools.accumulate(split_rows(world, call.m), initial=0))
-    own = slice(ends[me], ends[me + 1])
+    own_rows = slice(ends[me], ends[me + 1])
     for holder in (lock(world, COPIES), lock(world, SHARED)):
         world.order(holder, stream)
     world.wait_event(copies, world.record(stream))
     shared = share_rows(world, call, t, copies)
     source, out, sums, scales = shared
     assert source is not None
-    kept = t.kept if sums is None else sums.local[own]
+    kept = t.kept if sums is None else sums.local[own_rows]
 
     world.barrier(copies)
-    staging = pull_parts(world, source, own, ends[1], copies)
+    staging = pull_parts(world, source, own_rows, ends[1], copies)
     local = replace(t, x=source.local, out=out.local, kept=kept, scales=scales.local if scales else None)
     owned = replace(call, keep=OWN.value if call.keep else ABSENT.value)
     _sum_norm(world, owned)(copies, **local.arguments(), x=local.x, out=local.out, staging=staging)
     world.barrier(copies)
-    pull_rows(world, [each for each in shared[1:] if each], ends, copies)
+    pull_rows(world, [memory for memory in shared[1:] if memory], ends, copies)
     world.barrier(copies)
     world.wait_event(stream, world.record(copies))
     take_rows(world, t, shared, stream)

@@ -23,7 +23,7 @@ from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...tensor_checks import DTYPES, check_device, dense, dims
 from ...torch_library import Backward, CallOptions
 from ...world import World
-from ..common import RowOutOptions, given_rows, plain_rows
+from ..common import RowOutOptions, check_rows, plain_rows
 from . import head_parallel, segmented
 from .backward import ForwardResult, backward, sinks_gradient
 from .key_ranges import KeyGroup, KeyRange, KeyRanges, causal_key_ranges, packed_key_ranges, zigzag_rows
@@ -50,7 +50,7 @@ class AttentionCall(Call):
     def rows(self) -> int:
         return sum(self.config.shards)
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         config = self.config
         return dict(
             rows=config.shards,
@@ -146,7 +146,7 @@ class GatheredAttention(Op[AttentionCall]):
         check_operands(world, q, k, v, sinks)
         if layout not in LAYOUTS:
             raise ValueError(f"{_NAME}: layout {layout!r} is not one of {list(LAYOUTS)}")
-        shards = (k.shape[0],) * world.size if rows is None else given_rows(_NAME, world, rows, k, whole=False)
+        shards = (k.shape[0],) * world.size if rows is None else check_rows(_NAME, world, rows, k, whole=False)
         zigzag = causal and layout == "zigzag"
         check_packed(cu_seqlens, window, causal, zigzag, sum(shards))
         if (causal or cu_seqlens) and (q.shape[0] > k.shape[0] or (zigzag and q.shape[0] < k.shape[0])):

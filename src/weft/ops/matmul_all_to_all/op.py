@@ -1,13 +1,13 @@
-"""x @ weight.T, whose rows each go to a rank of their own: a GEMM + all-to-all, as after the experts of an MoE layer.
+"""x @ weight.T, each row of which is sent to a rank: a GEMM + all-to-all, as after the experts of an MoE layer.
 
-    Routing    every rank's destinations, known to all: so each rank computes where any rank puts its rows, and how many
-               each collective brings, without asking
-    signaled   signaled_gemm puts the rows of a group (whole rows of tiles) destination by destination; each group
-               is one all-to-all of the library with the group's own counts, or is pulled by copy engines. A rank gets
-               rows in the order in which they were computed, so nothing is to be put in order sequential GEMM, rows
-               sorted by destination, one all-to-all
+    Routing      the destinations of all ranks' rows, known to every rank. So each rank computes where any rank stores
+                 its rows, and how many rows each collective brings, without communication.
+    sequential   the library's GEMM, rows sorted by destination, one all-to-all
+    signaled     signaled_gemm stores the rows of a group (whole rows of tiles) sorted by destination. Each group is
+                 sent by one all-to-all of the library with the group's counts, or pulled by copy engines. A rank gets
+                 rows in the order in which they were computed, so that they need no reordering.
 
-A rank whose GEMM has fewer waves than the longest takes part in the last collectives with nothing to send.
+A rank whose GEMM has fewer groups than that of other ranks takes part in the last collectives with nothing to send.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where every rank's rows go. Made by `weft.route` for one World; holds what ops prepared for it on the device, so
-    keep it while the same routing is used again, in a CUDA graph at least as long as the graph.
+    """The destinations of every rank's rows. `weft.route` makes it for one World. It holds the tables that ops prepare
+    for it on the device: keep it while the same routing is used again, and at least as long as a CUDA graph that uses
+    it.
 
-    `counts[s][d]`: rows that rank s sends to rank d. A rank gets rows in the order of their ranks, and of the rows of
-    each.
+    `counts[s][d]`: the number of rows that rank s sends to rank d. A rank receives rows in the order of their source
+    ranks, and those of a rank in the order that they have there.
     """
 
     counts: tuple[tuple[int, ...], ...]
@@ -57,7 +58,7 @@ class Routing:
     prepared: Memo = field(default_factory=dict, repr=False)
 
     def keep(self, world: World, key: Hashable, make: Callable[[], R]) -> R:
-        """What was prepared for this routing, made at the first use."""
+        """Return what `make` prepares for this routing; it is called at the first use of the key."""
         if key not in self.prepared:
             world._no_capture(_OP)
             with world.persistent_allocation():
@@ -65,42 +66,44 @@ class Routing:
         return self.prepared[key]
 
     def by_destination(self, world: World) -> torch.Tensor:
-        """Return this rank's rows in the order of the ranks that they go to."""
+        """Return the indices of this rank's rows, sorted by destination: int64 on the device."""
         rows = self.destinations[world.rank]
         return self.keep(world, "order", lambda: world.tensor(np.argsort(rows, kind="stable").tolist(), torch.int64))
 
 
 def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routing:
-    """Collective: the Routing of rows whose ranks `destinations` names on every rank, one for each row.
+    """Return the Routing for `destinations`, which name a rank for each row of this rank. The call is collective.
 
-    destinations: integers from 0 to world.size - 1, any number of them; a tensor on a GPU is copied to the host, which
-    waits for it. Raises ValueError or TypeError on all ranks if one rank's are wrong.
+    destinations: integers from 0 to world.size - 1, as many as there are rows. A tensor on a GPU is copied to the host,
+    which waits for it. Raises ValueError or TypeError on all ranks if those of one rank are wrong.
     """
     check_call("route", world)
-    said, mine = "", np.zeros(0, np.int64)
+    problem, own_destinations = "", np.zeros(0, np.int64)
     try:
         t = torch.as_tensor(destinations)
         if t.numel() == 0:
             t = t.to(torch.int64)
         if t.dim() != 1 or t.dtype.is_floating_point or t.dtype == torch.bool:
-            said = f"must be a list of integers, got {list(t.shape)} {t.dtype}"
+            problem = f"must be a list of integers, got {list(t.shape)} {t.dtype}"
         else:
-            mine = t.cpu().numpy().astype(np.int64)
-            if len(mine) and not 0 <= mine.min() <= mine.max() < world.size:
-                said = f"go from {mine.min()} to {mine.max()}, in a world of {world.size} ranks"
+            own_destinations = t.cpu().numpy().astype(np.int64)
+            if len(own_destinations) and not 0 <= own_destinations.min() <= own_destinations.max() < world.size:
+                problem = (
+                    f"go from {own_destinations.min()} to {own_destinations.max()}, in a world of {world.size} ranks"
+                )
     except (TypeError, ValueError, RuntimeError) as e:
-        said = f"must be a list of integers: {e}"
-    theirs = world.exchange(("route", said, mine.astype(np.int32).tobytes()))
-    here = [isinstance(their, tuple) and len(their) == 3 and their[0] == "route" for their in theirs]
-    if not all(here):
-        calls = [("route", ()) if is_here else their for is_here, their in zip(here, theirs, strict=True)]
+        problem = f"must be a list of integers: {e}"
+    exchanged = world.exchange(("route", problem, own_destinations.astype(np.int32).tobytes()))
+    is_route = [isinstance(message, tuple) and len(message) == 3 and message[0] == "route" for message in exchanged]
+    if not all(is_route):
+        calls = [("route", ()) if valid else message for valid, message in zip(is_route, exchanged, strict=True)]
         raise disagreement(dict(enumerate(calls)))
-    for rank, (_, wrong, _) in enumerate(theirs):
-        if wrong:
-            raise ValueError(f"route: destinations of rank {rank} {wrong}")
-    rows = tuple(np.frombuffer(raw, np.int32).astype(np.int64) for _, _, raw in theirs)
+    for rank, (_, problem, _) in enumerate(exchanged):
+        if problem:
+            raise ValueError(f"route: destinations of rank {rank} {problem}")
+    rows = tuple(np.frombuffer(raw, np.int32).astype(np.int64) for _, _, raw in exchanged)
     counts = tuple(tuple(int(c) for c in np.bincount(d, minlength=world.size)) for d in rows)
-    key = hashlib.sha256(repr([raw for _, _, raw in theirs]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr([raw for _, _, raw in exchanged]).encode()).hexdigest()[:16]
     return Routing(counts, rows, key, weakref.ref(world))
 
 
@@ -120,22 +123,22 @@ def matmul_all_to_all(
     Args:
         x: [m_s, K], this rank's rows; as many as there are destinations, 0 and a different number on every rank
             included.
-        weight: [N, K], this rank's own, laid out as in `nn.Linear`. N and K are the same on all ranks.
-        bias: [N], this rank's own.
-        destinations: a rank for each row, in any order and of any balance; or a Routing of `weft.route`, to use it
-            again. What is not a Routing is exchanged among the hosts in every call, and cannot be captured in a CUDA
-            graph.
+        weight: [N, K], this rank's weight, laid out as in `nn.Linear`. N and K are the same on all ranks.
+        bias: [N], this rank's bias.
+        destinations: a rank for each row, in any order and balance; or a Routing of `weft.route`, to use it again.
+            Destinations that are no Routing are exchanged among the hosts in every call, which cannot be captured in a
+            CUDA graph.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", "sequential", "signaled", over nodes "two_level", or such a Plan; the same on all ranks.
-        out: [r, N], contiguous: where to write the result; it may hold an operand.
+        out: [r, N], contiguous: the tensor for the result, which may share memory with an operand.
 
-    Returns: [r, N]: first the rows from rank 0 in their order there, then those from rank 1, and so on. How many come
-        from each is `[counts[world.rank] for counts in routing.counts]`.
+    Returns: [r, N]: first the rows from rank 0 in the order that they have there, then those from rank 1, and so on.
+        The numbers of rows from each rank are `[counts[world.rank] for counts in routing.counts]`.
 
-    Dtypes, devices and errors are those of `matmul_reduce_scatter`. No gradient. Signaled plans need an N that is a
-    multiple of 8; else the op runs sequentially, and says so once. Memory during the call: [m_s, N] (signaled), or 2
-    [m_s, N] (sequential). No symmetric memory, but where copy engines move the groups: N times the most rows that a
-    rank has, instead of [m_s, N].
+    Dtypes, devices and errors are those of `matmul_reduce_scatter`. There is no gradient. Signaled plans need an N that
+    is a multiple of 8; otherwise the op runs sequentially, and logs that once. Memory during the call: [m_s, N]
+    (signaled), or two times [m_s, N] (sequential). If copy engines move the groups, the op takes [m, N] of symmetric
+    memory instead of [m_s, N], for the largest m_s of a rank.
     """
     check_call(_OP, world, plan)
     kept = isinstance(destinations, Routing)
@@ -147,8 +150,8 @@ def matmul_all_to_all(
 
 @dataclass(frozen=True)
 class RoutedCall(MatmulCall):
-    """A bias is each rank's own, so the call says nothing of it. sent: this rank's rows. kept: the caller's own
-    Routing, with which it may come again."""
+    """A checked call. Each rank chooses for itself whether there is a bias, so that `bias` is always False. sent: the
+    number of this rank's rows. kept: whether the caller passed the Routing, and so may pass it again."""
 
     routing: Routing = field(kw_only=True)
     kept: bool = field(kw_only=True)
@@ -156,17 +159,18 @@ class RoutedCall(MatmulCall):
 
     @property
     def rows(self) -> int:
-        """The rows of the rank that has most."""
+        """Return the most rows that a rank has."""
         return max(self.shards)
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         return dict(N=self.n, K=self.k, dtype=str(self.dtype))
 
 
 def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
+    """Run the plan: one GEMM, then one all-to-all."""
     stream, me, routing, (m, n) = world.current_stream(), world.rank, call.routing, (call.sent, call.n)
     y = world.empty((m, n), call.dtype)
-    world.linear(*operands, stream, y)  # without rows too: ranks that share a GPU come to it together
+    world.linear(*operands, stream, y)  # called without rows too, because ranks that share a GPU enter it together
     order = routing.by_destination(world)
     pool = world.empty((m, n), call.dtype)
     if m:
@@ -176,72 +180,74 @@ def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors
 
 @dataclass
 class GroupTables:
-    """What one routing, width and plan keep. By group and rank: given and sends, rows that go there from `pool`, and
-    the first of them; got and comes, rows that come from there, and where in `out`; held, where in that rank's pool
-    they are. rows: as signaled_gemm takes it, on the device."""
+    """The tables of one routing, N and plan. By group and rank: send_counts and send_offsets, the rows that go to that
+    rank, and their offset in this rank's `pool`; receive_counts and receive_offsets, the rows that come from that rank,
+    and their offset in `out`; source_offsets, their offset in that rank's pool. row_map: that of signaled_gemm."""
 
-    prepared: Signals
-    rows: torch.Tensor
-    given: list[list[int]]
-    sends: list[list[int]]
-    got: list[list[int]]
-    comes: list[list[int]]
-    held: list[list[int]]
+    signals: Signals
+    row_map: torch.Tensor
+    send_counts: list[list[int]]
+    send_offsets: list[list[int]]
+    receive_counts: list[list[int]]
+    receive_offsets: list[list[int]]
+    source_offsets: list[list[int]]
     group_m: int
 
 
-def tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTables:
+def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTables:
     me, size, bm = world.rank, world.size, plan.tile.block_m
     tiles_n, programs = -(-n // plan.tile.block_n), world.sm_count - plan.ctas
-    group_m = max(1, min(plan.tile.group_m, programs // tiles_n))  # rows of tiles that a wave has whole
+    group_m = max(1, min(plan.tile.group_m, programs // tiles_n))  # group_m rows of tiles fit in a wave
     longest = max(len(d) for d in routing.destinations)
     bounds = schedule(-(-longest // bm) * tiles_n, programs, plan.groups, 1, group_m * tiles_n).bounds
     ends = np.array([-(-b // tiles_n) * bm for b in bounds[1:]])
 
     def cells(destinations: np.ndarray) -> np.ndarray:
-        """Return, by row, its group and the rank that it goes to, as one number."""
+        """Return group * size + destination of each row."""
         return np.searchsorted(ends, np.arange(len(destinations)), side="right") * size + destinations
 
     def starts(counts: np.ndarray) -> np.ndarray:
+        """Return the exclusive cumulative sums."""
         return counts.cumsum() - counts
 
-    # By sender, group and receiver: rows, where they begin in the sender's pool, and where in the receiver's out.
+    # By sender, group and receiver: the rows, their offset in the sender's pool, and their offset in the receiver's
+    # out.
     shape = size, len(ends), size
     counts = np.stack([np.bincount(cells(d), minlength=len(ends) * size) for d in routing.destinations])
-    sent, held = counts.reshape(shape), np.stack([starts(c) for c in counts]).reshape(shape)
-    lands = np.stack([starts(sent[:, :, p].reshape(-1)) for p in range(size)], 1).reshape(shape)
-    rows = np.empty(len(routing.destinations[me]), np.int64)
-    rows[np.argsort(cells(routing.destinations[me]), kind="stable")] = np.arange(len(rows))
+    send_counts, send_offsets = counts.reshape(shape), np.stack([starts(c) for c in counts]).reshape(shape)
+    receive_offsets = np.stack([starts(send_counts[:, :, p].reshape(-1)) for p in range(size)], 1).reshape(shape)
+    row_map = np.empty(len(routing.destinations[me]), np.int64)
+    row_map[np.argsort(cells(routing.destinations[me]), kind="stable")] = np.arange(len(row_map))
 
-    made = scheduled([min(-(-len(rows) // bm) * tiles_n, b) for b in bounds], programs)
+    own_schedule = scheduled([min(-(-len(row_map) // bm) * tiles_n, b) for b in bounds], programs)
     return GroupTables(
-        prepare(world, f"{_OP} {routing.key} x{n} {plan}", made, plan, [0]),
-        world.tensor(rows.tolist(), torch.int32),
-        sent[me].tolist(),
-        held[me].tolist(),
-        sent[:, :, me].T.tolist(),
-        lands[:, :, me].T.tolist(),
-        held[:, :, me].T.tolist(),
+        prepare(world, f"{_OP} {routing.key} x{n} {plan}", own_schedule, plan, [0]),
+        world.tensor(row_map.tolist(), torch.int32),
+        send_counts[me].tolist(),
+        send_offsets[me].tolist(),
+        send_counts[:, :, me].T.tolist(),
+        receive_offsets[:, :, me].T.tolist(),
+        send_offsets[:, :, me].T.tolist(),
         group_m,
     )
 
 
 def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -> Launch:
-    """The signaled GEMM, whose rows go where `groups` says."""
-    tiles, tiles_m = groups.prepared.schedule.bounds[-1], -(-call.sent // plan.tile.block_m)
+    """Return the launch of the signaled GEMM, which stores rows where the tables say."""
+    tiles, tiles_m = groups.signals.schedule.bounds[-1], -(-call.sent // plan.tile.block_m)
     tiling = Tiling(call.sent, call.n, tiles, tiles_m, 1, groups.group_m, False)
-    fixed = dict(rows=groups.rows)
-    return gemm_launch(world, call, plan, groups.prepared, tiling, call.sent, fixed, local=True, few_registers=True)
+    fixed = dict(row_map=groups.row_map)
+    return gemm_launch(world, call, plan, groups.signals, tiling, call.sent, fixed, local=True, few_registers=True)
 
 
 def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
     routing, (m, n) = call.routing, (call.sent, call.n)
-    groups: GroupTables = routing.keep(world, ("groups", n, plan), lambda: tables(world, routing, n, plan))
+    groups: GroupTables = routing.keep(world, ("groups", n, plan), lambda: group_tables(world, routing, n, plan))
     gemm: Launch = routing.keep(world, ("gemm", n, call.k, call.dtype, plan), lambda: _gemm(world, call, plan, groups))
     stream = world.current_stream()
-    world.order(groups.prepared, stream)
+    world.order(groups.signals, stream)
     pools = None
-    if plan.copies:  # the barrier says that nobody pulls from the pools any more
+    if plan.copies:  # after the barrier no rank pulls from this rank's pool any more
         longest = max(len(d) for d in routing.destinations)
         pools = workspace(world, "pool", (longest, n), call.dtype)
         world.order(lock(world, COPIES), stream)
@@ -253,21 +259,29 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
             gemm(stream, x_desc=operands.x, w_desc=operands.weight, bias=operands.bias, out=pool)
 
     def collective(g: int, stream: Stream) -> None:
-        parts = [pool[lo : lo + count] for lo, count in zip(groups.sends[g], groups.given[g], strict=True)]
-        outs = [out[lo : lo + count] for lo, count in zip(groups.comes[g], groups.got[g], strict=True)]
-        world.all_to_all(outs, parts, stream, groups.prepared.communicator)
+        parts = [pool[lo : lo + count] for lo, count in zip(groups.send_offsets[g], groups.send_counts[g], strict=True)]
+        outs = [
+            out[lo : lo + count] for lo, count in zip(groups.receive_offsets[g], groups.receive_counts[g], strict=True)
+        ]
+        world.all_to_all(outs, parts, stream, groups.signals.communicator)
 
     def pull(g: int, stream: Stream) -> None:
         assert pools is not None
-        cells = zip(pools.peers, groups.comes[g], groups.held[g], groups.got[g], strict=True)
-        parts = [(out[lo : lo + count], theirs[held : held + count]) for theirs, lo, held, count in cells]
-        pull_from_all(world, parts, stream, last=g == len(groups.got) - 1)
+        slices = zip(
+            pools.peers, groups.receive_offsets[g], groups.source_offsets[g], groups.receive_counts[g], strict=True
+        )
+        parts = [
+            (out[lo : lo + count], peer_pool[source_offset : source_offset + count])
+            for peer_pool, lo, source_offset, count in slices
+        ]
+        pull_from_all(world, parts, stream, last=g == len(groups.receive_counts) - 1)
 
-    exchange_groups(world, groups.prepared, multiply, pull if plan.copies else collective)
+    exchange_groups(world, groups.signals, multiply, pull if plan.copies else collective)
 
 
 class MatmulAllToAll(MatmulOp[RoutedCall]):
-    """Options: a Routing, and whether it is the caller's own. What was decided is kept there."""
+    """The op matmul_all_to_all. The options are a Routing, and whether the caller passed it. Decisions are kept in the
+    Routing."""
 
     name = _OP
     collective = "all_to_all"
@@ -282,7 +296,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         for name, t in (("x", x), ("weight", weight)):
             check_device(self.name, world, name, t)
         validate(self.name, world, x, weight, bias)
-        if routing.world() is not world:  # what it keeps on the device counts the calls of that one
+        if routing.world() is not world:  # its channels on the device count the calls of that World
             raise ValueError(f"{self.name}: destinations were routed in another World; route them in this one")
         named = len(routing.destinations[world.rank])
         if named != x.shape[0]:
@@ -301,15 +315,15 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     def decisions(self, world: World, options: CallOptions) -> Memo:
         return options[0].prepared
 
-    def check_same_on_all_ranks(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> int | None:
-        number = super().check_same_on_all_ranks(world, call, plan, **more)
+    def check_same_on_all_ranks(self, world: World, call: RoutedCall, plan: Plan, **further: Hashable) -> int | None:
+        number = super().check_same_on_all_ranks(world, call, plan, **further)
         routing = call.routing
-        if call.kept and "agreed" not in routing.prepared:
+        if call.kept and "same on all ranks" not in routing.prepared:
             world._no_capture(self.name)
             keys = world.exchange(routing.key)
             if len(set(keys)) > 1:
                 raise Mismatch(f"{self.name}: ranks disagree on the routing: {keys}")
-            routing.prepared["agreed"] = True
+            routing.prepared["same on all ranks"] = True
         return number
 
     def _ready_for_capture(
@@ -324,7 +338,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
 
     def rehearse(self, world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor | None) -> None:
-        """Make the call with a bias and without: a rank may have one later, or be the only one that has."""
+        """Make the call with a bias and without one, because this rank may have one later."""
         x, weight, _ = operands
         for bias in (None, world.zeros((call.n,), call.dtype)):
             self.execute(world, call, plan, Factors(x, weight, bias), None)

@@ -1,4 +1,4 @@
-"""What one call of GEMM + reduce-scatter or GEMM + all-reduce computes."""
+"""The description of one call of GEMM + reduce-scatter or GEMM + all-reduce."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER = "matmul_all_reduce", "matmul_reduce_scatt
 
 @dataclass(frozen=True)
 class ReduceCall(MatmulCall):
-    """m: rows of x. everywhere: all ranks get the sum (all-reduce); else each its shard (reduce-scatter). reorder
-    False: the result may come as the tiles that a signaled plan leaves; then also a Remap is returned, None where rows
-    are in order."""
+    """A checked call. m: rows of x. everywhere: all ranks get the sum (all-reduce), otherwise each rank its shard
+    (reduce-scatter). reorder False: the result may be the tiles that a signaled plan leaves, and a Remap is returned,
+    which is None for rows in ordinary order."""
 
     m: int
     everywhere: bool
@@ -28,5 +28,5 @@ class ReduceCall(MatmulCall):
     def op(self) -> str:
         return GEMM_ALL_REDUCE if self.everywhere else GEMM_REDUCE_SCATTER
 
-    def agreed(self) -> dict[str, Hashable]:
-        return super().agreed() | dict(reorder=self.reorder)
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
+        return super().same_on_all_ranks() | dict(reorder=self.reorder)

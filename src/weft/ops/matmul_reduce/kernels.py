@@ -1,35 +1,36 @@
-"""GEMM + reduce-scatter and GEMM + all-reduce by pulling.
+"""GEMM + reduce-scatter and GEMM + all-reduce, whose partial tiles the owners pull.
 
-    GEMM programs   persistent GEMM whose tile order interleaves the owners: tile (lm, tn) of every owner is computed by
-                    all ranks at about the same time; a tile is stored in this rank's half of the arena, and told of a
-                    little into the program's next one (gemm.py)
-    forwarders      once tile (lm, tn) of every owner is there, tell all owners. A GEMM program's own release reaches
-    only
-                    this GPU: one that reaches the peers waits for the links where they are busy
-    pullers         draw own tiles in the order in which they become complete, wait for all ranks' notifies, read them
-                    from every rank through a deep asynchronous pipeline, sum in fp32 in rank order, write
+    GEMM programs      compute a persistent GEMM whose tile order interleaves the owners: all ranks compute tile
+                       (lm, tn) of every owner at about the same time. A tile is stored in this rank's half of the
+                       arena, and counted a few K steps into the program's next tile (compute/gemm.py).
+    forward programs   notify all owners when tile (lm, tn) of every owner is stored. The release of a GEMM program
+                       reaches only this GPU, because one that reaches the peers waits for busy links.
+    pull programs      draw own tiles in the order in which they become complete, wait until all ranks have notified
+                       this one, read the tile from every rank through a deep asynchronous pipeline, sum in float32 in
+                       the order of the ranks, and store the sum
 
-                 t -->
-    GEMM         | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
-    pullers      |        ...wait...      | sum tile 0        | sum tile 1 | ...
+                       t -->
+    GEMM programs      | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
+    pull programs      |        ...wait...      | sum tile 0        | sum tile 1 | ...
 
-Forwarders and pullers are a kernel of their own, so small (48 KiB of shared memory, four warps) that its programs fit
-on the SMs beside the GEMM's, which keep every SM.
+Forward and pull programs are a kernel of their own, which is so small (48 KiB of shared memory, four warps) that its
+programs fit on the SMs together with the GEMM's, which occupy every SM.
 
-For all-reduce the owner writes the sum back over its own partial tile (nobody else reads that one) and tells every
-rank; every second ticket pulls the other owners' sums of the tile LAG tickets earlier. A ticket waits only for GEMM
-tiles, which wait for nothing, and for sums with smaller ticket numbers, so some program can always go on.
+For all-reduce the owner stores the sum over its own partial tile, which no other rank reads, and notifies every rank.
+Every second ticket pulls the other owners' sums of the tile of LAG tickets earlier. A ticket waits only for GEMM tiles,
+which wait for nothing, and for sums with smaller ticket numbers, so that some program can always go on.
 
-Order of accesses. An arena half is written again two calls later, and a rank gets there only after hearing from every
-peer in the call between, which that peer started after it had ended this one.
+Order of accesses. An arena half is written again two calls later, and a rank gets there only after every peer has
+notified it in the call between, which that peer started after it had ended this one.
 
-A channel is counted up by all ranks, and a fast rank may count its tile of the next call where a slow rank's count of
-this one has not landed yet. The sum may then start on the wrong count, but not on missing data: the fast rank was told
-of all of the slow rank's tiles before it left this call, each with one release to all owners, and its own count passes
-that on.
+All ranks add to a channel, and a fast rank may add for its tile of the next call before a slow rank's add of this call
+has arrived. The sum may then start on the wrong count, but not on missing data: before the fast rank left this call it
+had been notified of all tiles of the slow rank, by releases each of which covers all owners, and its own add is a
+release that passes this on.
 
-Measured and dropped (docs/design-notes.md): pullers on SMs of their own; GEMM programs that pull when out of tiles (a
-flood of requests in which the last tiles' loads wait); telling owners from the GEMM program, at once or a tile later.
+Measured and dropped (docs/design-notes.md): pull programs on SMs of their own; GEMM programs that pull when they have
+no tiles left (the last tiles' loads wait behind their requests); notifying owners from the GEMM program, at once or a
+tile later.
 """
 
 from typing import NamedTuple
@@ -46,12 +47,13 @@ from ...lang.primitives import channel_broadcast, channel_wait
 
 
 class Sums(NamedTuple):
-    """WORKERS programs compute; FORWARD programs forward and then pull, PULLERS further ones pull: BATCH half tiles a
-    ticket, R rows at a time, STAGES of such blocks under way. ALL: the sums go to every rank, LAG tickets later."""
+    """GEMM_PROGRAMS programs compute; FORWARD_PROGRAMS programs forward and then pull, and PULL_PROGRAMS others pull. A
+    ticket is BATCH half tiles, loaded in blocks of R rows, STAGES of which are in flight. ALL: the sums go to every
+    rank, LAG tickets later."""
 
-    WORKERS: tl.constexpr
-    FORWARD: tl.constexpr
-    PULLERS: tl.constexpr
+    GEMM_PROGRAMS: tl.constexpr
+    FORWARD_PROGRAMS: tl.constexpr
+    PULL_PROGRAMS: tl.constexpr
     BATCH: tl.constexpr
     R: tl.constexpr
     STAGES: tl.constexpr
@@ -60,7 +62,7 @@ class Sums(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Tiles of the longest shard, and columns."""
+    """The number of tiles, down and across, of the longest shard, and the number of columns."""
 
     tiles_m: tl.tensor
     tiles_n: tl.tensor
@@ -69,10 +71,11 @@ class Grid(NamedTuple):
 
 @jit
 def sum_half_tiles(
-    flat_desc, places, mine, first_row, first, count, me, out, lo, rows_n, bias, grid, tile, how, W: tl.constexpr
+    flat_desc, arenas, sums, first_row, start, count, me, out, lo, rows_n, bias, grid, tile, how, W: tl.constexpr
 ):
-    """Sum own half tiles first .. first + count over ranks; the own shard's row 0 is row `lo` of `out`. ALL: the sums
-    go back to the tiles of `mine` too, for the others."""
+    """Sum own half tiles start .. start + count over ranks. Row 0 of the own shard is row `lo` of `out`. arenas: the
+    granule of each rank's arena. ALL: the sums are also stored in `sums`, this rank's arena, from which the other ranks
+    pull them."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = tile.BN // 2
     GROUP: tl.constexpr = tile.GROUP_M // W
@@ -84,11 +87,11 @@ def sum_half_tiles(
     acc = tl.zeros((R, COLS), tl.float32)
     for q in tl.range(0, count * PARTS * W, num_stages=how.STAGES):
         rank = q % W
-        half_tile = first + q // (PARTS * W)
+        half_tile = start + q // (PARTS * W)
         part = q // W % PARTS
         lm, tn = grouped_tile(half_tile // 2, tiles_m, tiles_n, GROUP)
         flat_row = first_row + ((me * tiles_m + lm) * tiles_n + tn) * (2 * BM) + half_tile % 2 * BM + part * R
-        block = tl.reshape(flat_desc.load([select(places, rank, W), flat_row, 0]), (R, COLS))
+        block = tl.reshape(flat_desc.load([select(arenas, rank, W), flat_row, 0]), (R, COLS))
         acc = tl.where(rank == 0, 0.0, acc) + block.to(tl.float32)
         if rank == W - 1:
             row = lm * BM + part * R
@@ -99,12 +102,12 @@ def sum_half_tiles(
             ok = (row + r < rows_n) & (col < N)[None, :]
             tl.store(out + (lo + row + r).to(tl.int64) * N + col[None, :], total.to(out.dtype.element_ty), mask=ok)
             if how.ALL:
-                tl.store(mine + (flat_row + r).to(tl.int64) * COLS + c[None, :], total.to(out.dtype.element_ty))
+                tl.store(sums + (flat_row + r).to(tl.int64) * COLS + c[None, :], total.to(out.dtype.element_ty))
 
 
 @jit
-def gather_tile(flat_desc, places, first_row, number, me, out, offsets, grid, tile, how, W: tl.constexpr):
-    """Copy the other owners' sums of their tile of that number to `out`, nearest owner first."""
+def gather_tile(flat_desc, arenas, first_row, tile_index, me, out, offsets, grid, tile, how, W: tl.constexpr):
+    """Copy the other owners' sums of their tile tile_index to `out`, nearest owner first."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = tile.BN // 2
     GROUP: tl.constexpr = tile.GROUP_M // W
@@ -113,12 +116,12 @@ def gather_tile(flat_desc, places, first_row, number, me, out, offsets, grid, ti
     tiles_m, tiles_n, N = grid
     r = tl.arange(0, R)[:, None]
     c = tl.arange(0, COLS)[None, :]
-    lm, tn = grouped_tile(number, tiles_m, tiles_n, GROUP)
+    lm, tn = grouped_tile(tile_index, tiles_m, tiles_n, GROUP)
     for q in tl.range(0, (W - 1) * PARTS, num_stages=how.STAGES):
         s = (me + 1 + q // PARTS) % W
         part = q % PARTS
         flat_row = first_row + ((s * tiles_m + lm) * tiles_n + tn) * (2 * BM) + part * R
-        block = tl.reshape(flat_desc.load([select(places, s, W), flat_row, 0]), (R, COLS))
+        block = tl.reshape(flat_desc.load([select(arenas, s, W), flat_row, 0]), (R, COLS))
         lo = tl.load(offsets + s)
         row = lo + lm * BM + part * R % BM + r
         col = (tn * 2 + part * R // BM) * COLS + c
@@ -127,21 +130,21 @@ def gather_tile(flat_desc, places, first_row, number, me, out, offsets, grid, ti
 
 @jit
 def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how):
-    """Draw tickets until none is left."""
+    """Draw tickets until none is left, and sum or gather the tiles of each."""
     W: tl.constexpr = ch.world
     GROUP: tl.constexpr = tile.GROUP_M // W
     BATCH: tl.constexpr = how.BATCH
     LAG: tl.constexpr = how.LAG
     tiles_m, tiles_n, N = grid
     target = calls_of(ch) * W
-    places = ()
+    arenas = ()
     for i in tl.static_range(W):
-        places = places + (tl.load(arena.granules + i),)
-    mine = address_of(arena.addresses, me, out.dtype.element_ty)
+        arenas = arenas + (tl.load(arena.granules + i),)
+    sums = address_of(arena.addresses, me, out.dtype.element_ty)
     lo = tl.load(offsets + me)
     rows_n = tl.load(offsets + me + 1) - lo
     own_tiles = tiles_m * tiles_n
-    if how.ALL:  # a ticket: one tile summed (even), or the other owners' sums of one tile (odd)
+    if how.ALL:  # an even ticket sums one tile, an odd one gathers the other owners' sums of one tile
         ticket = take_ticket(ch, 1)
         while ticket < 2 * (own_tiles + LAG):
             step = ticket // 2
@@ -151,15 +154,15 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
                     channel = lm * tiles_n + tn
                     wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
                     sum_half_tiles(
-                        flat_desc, places, mine, first_row, 2 * step, 2, me, out, lo, rows_n, bias, grid, tile, how, W
+                        flat_desc, arenas, sums, first_row, 2 * step, 2, me, out, lo, rows_n, bias, grid, tile, how, W
                     )
                     channel_broadcast(ch, own_tiles + step, False)
             else:
                 if step >= LAG:
                     wait_until(ch.counters + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
-                    gather_tile(flat_desc, places, first_row, step - LAG, me, out, offsets, grid, tile, how, W)
+                    gather_tile(flat_desc, arenas, first_row, step - LAG, me, out, offsets, grid, tile, how, W)
             ticket = take_ticket(ch, 1)
-    else:  # a ticket: one half tile summed; BATCH of them are drawn at a time until few are left
+    else:  # a ticket sums one half tile; BATCH of them are drawn at a time until few are left
         end = 2 * own_tiles
         draw = min(BATCH, end)
         ticket = take_ticket(ch, draw)
@@ -170,19 +173,19 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
                 channel = lm * tiles_n + tn
                 wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
             sum_half_tiles(
-                flat_desc, places, mine, first_row, ticket, count, me, out, 0, rows_n, bias, grid, tile, how, W
+                flat_desc, arenas, sums, first_row, ticket, count, me, out, 0, rows_n, bias, grid, tile, how, W
             )
-            if end - ticket < BATCH * (how.FORWARD + how.PULLERS) // 2:
+            if end - ticket < BATCH * (how.FORWARD_PROGRAMS + how.PULL_PROGRAMS) // 2:
                 draw = 1
             ticket = take_ticket(ch, draw)
 
 
 @jit
-def forward_tiles(ch, grid, pid, FORWARD: tl.constexpr, GROUP: tl.constexpr):
-    """Tell every owner of its tile (lm, tn) when this rank's GEMM programs have stored that tile of all owners."""
+def forward_tiles(ch, grid, pid, FORWARD_PROGRAMS: tl.constexpr, GROUP: tl.constexpr):
+    """Notify every owner of its tile (lm, tn) when this rank's GEMM programs have stored that tile of all owners."""
     tiles_m, tiles_n, _ = grid
     own_tiles = tiles_m * tiles_n
-    for step in range(pid, own_tiles, FORWARD):
+    for step in range(pid, own_tiles, FORWARD_PROGRAMS):
         lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
         tile = lm * tiles_n + tn
         channel_wait(ch, 2 * own_tiles + tile, ch.world, tile, rank_of(ch), "gpu")
@@ -190,9 +193,9 @@ def forward_tiles(ch, grid, pid, FORWARD: tl.constexpr, GROUP: tl.constexpr):
 
 
 @jit
-def empty_sums(tile):
-    """The float32 accumulators of a tile, [BM, BN], and of its halves of rows, [BM / 2, BN] each: 0 for what a loop of
-    these tiles does not have."""
+def zero_accumulators(tile):
+    """Return the zeroed float32 accumulators of a tile, [BM, BN], and of its upper and lower half, [BM / 2, BN] each; 0
+    for those that the loop over such tiles does not use."""
     acc, upper, lower = 0, 0, 0
     if tile.PROMOTE:
         upper = tl.zeros((tile.BM // 2, tile.BN), tl.float32)
@@ -204,15 +207,15 @@ def empty_sums(tile):
 
 @jit
 def store_partial(arena_desc, acc, scales, granule, flat_row, col, N, tile):
-    """Store a tile's sums, or those of a half of its rows, as its left half from flat_row of the arena on and its right
-    one BM rows behind. scales: TileScales of 8-bit operands, or None."""
+    """Store the partial sums of a tile, or of a half of its rows: the left half of its columns from flat_row of the
+    arena on, and the right half BM rows later. scales: TileScales of 8-bit operands, or None."""
     ROWS: tl.constexpr = acc.shape[0]
     COLS: tl.constexpr = tile.BN // 2
     left, right = column_halves(acc, ROWS, tile.BN)
     if tile.SCALED:
         left = scale_half(left, None, scales, col, N, tile.SCALED)
     arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, ROWS, COLS)))
-    if tile.SCALED:  # behind the store: `store_scaled_tile` says why
+    if tile.SCALED:  # after the store, for the reason that `store_scaled_tile` gives
         right = scale_half(right, None, scales, col + COLS, N, tile.SCALED)
     arena_desc.store([granule, flat_row + tile.BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, ROWS, COLS)))
 
@@ -222,16 +225,19 @@ def gemm_reduce(
     x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, offsets, tiles_m, N, K, tile, how,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """COMPUTE: the programs that compute; else those that forward and pull. One launch each.
+    """Compute out = the sum over ranks of x_desc [M, K] @ w_desc [N, K]^T, + bias [N] (or None): this rank's rows
+    [m_r, N], or with ALL all rows [M, N]. The launch with COMPUTE has the GEMM programs, the launch without it the
+    forward and pull programs.
 
-    x_desc [M, K], w_desc [N, K], or [K, N] (TRANS_B); a half of the arena (`transport.memory.Halves`) holds all owners'
-    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2],
-    PROMOTE: half the rows, as x_desc's) and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2].
-    out [m_r, N], or [M, N] (ALL). bias [N] or None. scales: the `Scales` of 8-bit operands, by which tiles are stored,
-    or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest shard.
-    GROUP_M: a multiple of the world.
-    Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has stored, which only its
-    own programs count."""
+    w_desc is [K, N] with TRANS_B. A half of the arena (`transport.memory.Halves`) holds the tiles of all owners, each
+    as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]; with PROMOTE half the rows, as
+    in x_desc) and flat_desc (blocks [1, R, BN / 2]): the arenas of all ranks as [granule, row, BN / 2]. scales: the
+    `Scales` of 8-bit operands, applied before tiles are stored, or None. offsets: int32 [world + 1], the first row of
+    each rank's shard. tiles_m: the row tiles of the longest shard. GROUP_M is a multiple of the world size. how:
+    `Sums`.
+
+    The channels are: the tiles of this rank's shard, their sums, and the tiles of all owners that this rank has stored,
+    to which only its own programs add."""
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     W: tl.constexpr = ch.world
@@ -239,9 +245,9 @@ def gemm_reduce(
     BN: tl.constexpr = tile.BN
     BK: tl.constexpr = tile.BK
     COLS: tl.constexpr = BN // 2
-    WORKERS: tl.constexpr = how.WORKERS
+    GEMM_PROGRAMS: tl.constexpr = how.GEMM_PROGRAMS
     pid = tl.program_id(0)
-    # Rows are whole 16-byte words; a compiler that does not know makes narrow stores and spills registers.
+    # Rows are whole 16-byte words; a compiler that does not know it makes narrow stores and spills registers.
     N = N // 8 * 8
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
@@ -249,62 +255,62 @@ def gemm_reduce(
     first_row = (tl.load(arena.turn) & 1) * (arena.half // COLS).to(tl.int32)
     if COMPUTE:
         granule = tl.load(arena.granules + me)
-        firsts = ()
+        first_rows = ()
         for i in tl.static_range(W):
-            firsts = firsts + (tl.load(offsets + i),)
+            first_rows = first_rows + (tl.load(offsets + i),)
         rows = tl.load(offsets + W)
         steps = tl.cdiv(K, BK)
-        late = min(FLUSHED, steps - 1)
-        t = pid - WORKERS
-        step, row, col, flat_row, channel, stored = steps - 1, 0, 0, 0, 0, -1
-        acc, upper, lower = empty_sums(tile)
-        # signaled_gemm's loop could go through the same tiles, each a group of its own: without its table of turns,
-        # which costs a look in every tile, and with this arena as one more place to store to. Compiled for sm_90a so,
-        # this kernel had 173 registers for 165 and 1,112 instructions for 1,072 (8 ranks: 181 for 175, 1,160 for
-        # 1,128), no spills, and that loop 6 more branches at compile time. So there are two loops.
-        for _ in tl.range(0, tl.cdiv(W * own_tiles - pid, WORKERS) * steps):
+        flush_step = min(FLUSHED, steps - 1)
+        t = pid - GEMM_PROGRAMS
+        step, row, col, flat_row, channel, stored_tile = steps - 1, 0, 0, 0, 0, -1
+        acc, upper, lower = zero_accumulators(tile)
+        # This loop and that of signaled_gemm could be one, in which each tile is a group, without the table of groups,
+        # since it would be read in every tile, and with the arena as one more output. Compiled like that for sm_90a,
+        # this kernel had 173 registers instead of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of
+        # 175, 1,160 instead of 1,128), no spills, and the loop 6 more branches at compile time. So there are two loops.
+        for _ in tl.range(0, tl.cdiv(W * own_tiles - pid, GEMM_PROGRAMS) * steps):
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
-                t += WORKERS
+                t += GEMM_PROGRAMS
                 tm, tn = grouped_tile(t, W * tiles_m, tiles_n, tile.GROUP_M)
                 owner = (tm + me + 1) % W
                 lm = tm // W
-                row = select(firsts, owner, W) + lm * BM
+                row = select(first_rows, owner, W) + lm * BM
                 col = tn * BN
                 channel = lm * tiles_n + tn
                 flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
             if tile.PROMOTE:
-                of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
-                w = weight_scale(of_tile, col, step * BK, K, tile.SCALED)
-                upper_scale = row_scales(of_tile, 0, step * BK, BM // 2, tile.SCALED) * w
-                lower_scale = row_scales(of_tile, BM // 2, step * BK, BM // 2, tile.SCALED) * w
+                scales_of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
+                w = weight_scale(scales_of_tile, col, step * BK, K, tile.SCALED)
+                upper_scale = row_scales(scales_of_tile, 0, step * BK, BM // 2, tile.SCALED) * w
+                lower_scale = row_scales(scales_of_tile, BM // 2, step * BK, BM // 2, tile.SCALED) * w
                 upper, lower = add_step(
                     upper, lower, x_desc, w_desc, row, col, step * BK, upper_scale, lower_scale, tile
                 )
             else:
                 acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TRANS_B), acc)
-            if (step == late) & (stored >= 0):
+            if (step == flush_step) & (stored_tile >= 0):
                 flush_stores(True)
-                tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
-                stored = -1
+                tl.atomic_add(ch.counters + 2 * own_tiles + stored_tile, 1, sem="release", scope="gpu")
+                stored_tile = -1
             if step == steps - 1:
-                of_tile = None
+                scales_of_tile = None
                 if tile.SCALED:
-                    of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
+                    scales_of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
                 if tile.PROMOTE:
-                    store_partial(arena_desc, upper, of_tile, granule, flat_row, col, N, tile)
-                    of_tile = rows_below(of_tile, BM // 2)
-                    store_partial(arena_desc, lower, of_tile, granule, flat_row + BM // 2, col, N, tile)
+                    store_partial(arena_desc, upper, scales_of_tile, granule, flat_row, col, N, tile)
+                    scales_of_tile = rows_below(scales_of_tile, BM // 2)
+                    store_partial(arena_desc, lower, scales_of_tile, granule, flat_row + BM // 2, col, N, tile)
                 else:
-                    store_partial(arena_desc, acc, of_tile, granule, flat_row, col, N, tile)
-                stored = channel
-                acc, upper, lower = empty_sums(tile)
-        if stored >= 0:
+                    store_partial(arena_desc, acc, scales_of_tile, granule, flat_row, col, N, tile)
+                stored_tile = channel
+                acc, upper, lower = zero_accumulators(tile)
+        if stored_tile >= 0:
             flush_stores(True)
-            tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
+            tl.atomic_add(ch.counters + 2 * own_tiles + stored_tile, 1, sem="release", scope="gpu")
     else:
         grid = Grid(tiles_m, tiles_n, N)
-        if pid < how.FORWARD:
-            forward_tiles(ch, grid, pid, how.FORWARD, tile.GROUP_M // W)
+        if pid < how.FORWARD_PROGRAMS:
+            forward_tiles(ch, grid, pid, how.FORWARD_PROGRAMS, tile.GROUP_M // W)
         sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how)
-    end_call(ch, arena.turn, how.FORWARD + how.PULLERS + WORKERS)
+    end_call(ch, arena.turn, how.FORWARD_PROGRAMS + how.PULL_PROGRAMS + GEMM_PROGRAMS)

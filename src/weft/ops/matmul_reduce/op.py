@@ -1,4 +1,4 @@
-"""x @ weight.T summed over ranks: scattered by rows (the row-parallel half of a tensor-parallel layer) or on every
+"""The sum of x @ weight.T over ranks, scattered by rows (the row-parallel half of a tensor-parallel layer) or on every
 rank."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..common import (
     ScaledPlanOptions,
     ScaledRowOptions,
     ScaledRowOutOptions,
-    given_rows,
+    check_rows,
     plain_rows,
     split_rows,
     whole_words,
@@ -53,11 +53,11 @@ from .signaled import reduce_in_tiles, run_signaled
 
 
 class MatmulReduce(MatmulOp[ReduceCall]):
-    """What the two sums over ranks share."""
+    """The base of GEMM + reduce-scatter and GEMM + all-reduce."""
 
     takes = ScaledFactors
 
-    everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
+    everywhere: ClassVar[bool]  # all-reduce; otherwise reduce-scatter
     transposes = Sequential, Decomposed, Fused, OneShot, TwoShot, TwoLevel
 
     def saved(
@@ -74,7 +74,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         rows = call.rows if self.everywhere else call.shards[world.rank]
         return [((rows, call.n), call.dtype)]
 
-    def returned(self, world: World, call: ReduceCall, result: torch.Tensor, more: object) -> Returned:
+    def returned(self, world: World, call: ReduceCall, result: torch.Tensor, extra: object) -> Returned:
         return result if call.reorder else (result, None)
 
     def fits(self, world: World, call: ReduceCall, plan: Plan, asked: str | Plan) -> str | None:
@@ -102,8 +102,8 @@ class MatmulReduce(MatmulOp[ReduceCall]):
 
 
 class MatmulReduceScatter(MatmulReduce):
-    """Options: rows that every rank gets, or None for as even a split as there is; reorder; dtype of the result or
-    None; fast_accum."""
+    """The op matmul_reduce_scatter. The options are the rows that each rank gets, or None for `balanced_rows`; reorder;
+    the dtype of the result or None; and fast_accum."""
 
     name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
     signature = (
@@ -128,11 +128,11 @@ class MatmulReduceScatter(MatmulReduce):
     over_nodes = (TwoLevel(), TwoLevel(2))
     small = FusedReduceScatter
 
-    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
-        """dx is an all-gather + GEMM of dy, dweight takes the dy that this gathered."""
-        (x, weight), (dy,), (rows, *_), needs = given.saved, given.gradients, given.options, given.needs
+    def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
+        """dx is an all-gather + GEMM of dy. dweight uses the dy that this has gathered."""
+        (x, weight), (dy,), (rows, *_), needs = ctx.saved, ctx.gradients, ctx.options, ctx.needs
         assert dy is not None
-        shards = split_rows(world, given.shapes[0][0]) if rows is None else rows
+        shards = split_rows(world, ctx.shapes[0][0]) if rows is None else rows
         dx = full = None
         if needs[0]:
             assert weight is not None
@@ -144,19 +144,19 @@ class MatmulReduceScatter(MatmulReduce):
         return dx, dw, column_sums(world, full) if needs[2] and full is not None else None, None, None
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:
-        """Groups are rows of equal shards of whole tiles."""
+        """Return whether the plan's groups can be moved by copies: shards must be equal and whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
         (x, weight, bias, *_), (rows, reorder, dtype, fast) = operands, options
         recipe, dtype = check_product(self.name, world, operands, dtype, fast)
-        shards = split_rows(world, x.shape[0]) if rows is None else given_rows(self.name, world, rows, x, whole=True)
+        shards = split_rows(world, x.shape[0]) if rows is None else check_rows(self.name, world, rows, x, whole=True)
         (n, k), m = weight.shape, x.shape[0]
         return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, recipe=recipe)
 
 
 class MatmulAllReduce(MatmulReduce):
-    """Options: reorder, dtype of the result or None, fast_accum."""
+    """The op matmul_all_reduce. The options are reorder, the dtype of the result or None, and fast_accum."""
 
     name, collective = GEMM_ALL_REDUCE, "all_reduce"
     signature = (
@@ -186,12 +186,12 @@ class MatmulAllReduce(MatmulReduce):
     small = FusedAllReduce
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        """Return the default of the kind; in one piece two levels would hide nothing."""
+        """Return the default plan of the kind. TwoLevel has two pieces here, because one would overlap nothing."""
         return TwoLevel(2) if kind is TwoLevel else super().default(world, kind)
 
-    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
-        """Nothing is communicated: every rank has all of dy."""
-        (x, weight), (dy,), needs = given.saved, given.gradients, given.needs
+    def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
+        """The gradients need no communication, since every rank has all of dy."""
+        (x, weight), (dy,), needs = ctx.saved, ctx.gradients, ctx.needs
         assert dy is not None
         dy = dy.contiguous()
         dx = product(world, dy, weight) if needs[0] and weight is not None else None
@@ -255,15 +255,16 @@ def matmul_reduce_scatter(
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot"; over nodes "two_level") or a
             Plan; the same on all ranks.
-        out: [m_r, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
-        rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer
-            shards first (`weft.lang.balanced_rows`).
-        reorder: False: leave the result as the plan's communication leaves it and return it with a `weft.Remap`, for
-            `weft.rms_norm` or `weft.residual_add`; the Remap is None for rows in ordinary order (all plans but
-            "signaled"). Without gradient, `out` and torch.compile.
-        x_scale, weight_scale, out_dtype, use_fast_accum: as in `weft.matmul`, for x and weight in torch.float8_e4m3fn.
-            Partial sums, the result and the bias are of out_dtype. "signaled" is of 16-bit operands. Without a
-            gradient.
+        out: [m_r, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
+            differentiable.
+        rows: the number of rows that each rank gets, in the order of the ranks. None: M is split as evenly as possible,
+            longer shards first (`weft.lang.balanced_rows`).
+        reorder: False: return the result as the plan's communication leaves it, with a `weft.Remap`, for
+            `weft.rms_norm` or `weft.residual_add`. The Remap is None for rows in ordinary order, which all plans but
+            "signaled" return. Such a call has no gradient and no `out`, and is not compiled.
+        x_scale, weight_scale, out_dtype, use_fast_accum: those of `weft.matmul`, for x and weight in
+            torch.float8_e4m3fn. Partial sums, the result and the bias have the dtype out_dtype. "signaled" takes 16-bit
+            operands only. Such a call has no gradient.
 
     Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
     the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
@@ -271,14 +272,15 @@ def matmul_reduce_scatter(
     Returns:
         [m_r, N], with m_r = rows[world.rank].
 
-    Backward: dx is an all-gather + GEMM of dy, through the weight transposed; dweight uses the dy that this
-    gathered. dbias is the sum of dy over all rows of all ranks, so every rank gets the same, and the copies of the bias
-    stay equal.
+    Backward: dx is an all-gather + GEMM of dy, through the transposed weight; dweight uses the dy that this has
+    gathered. dbias is the sum of dy over all rows of all ranks. Therefore every rank gets the same, and the copies of
+    the bias stay equal.
 
-    Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M N elements (decomposed)
-    or 2 M N elements, rows rounded up to whole tiles (fused), or 3 M N, of the longest shard W times (one shot, for few
-    rows). All of these but fused also take [M, N] of ordinary memory during the call; signaled takes M N (1 + 1 / W),
-    rows rounded up to whole tiles a shard, and no symmetric memory, or, moved by copies, as decomposed.
+    Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential), M N
+    elements (decomposed), 2 M N elements with rows rounded up to whole tiles (fused), or 3 M N with W times the longest
+    shard for M (one shot, for few rows). All of these but fused also take [M, N] of ordinary memory during the call.
+    Signaled plans take M N (1 + 1 / W), with the rows of a shard rounded up to whole tiles, of ordinary memory, or with
+    `copies` as much as decomposed plans.
     """
     if not reorder:
         check_plain(GEMM_REDUCE_SCATTER, out, x, weight, bias)
@@ -323,18 +325,20 @@ def matmul_all_reduce(
     (TileLink, section 5).
 
     Args, dtypes and errors are those of `matmul_reduce_scatter`, scales too: x [M, K], weight [N, K], bias [N] the same
-    on all ranks, out [M, N]. plan may also be "two_shot" (of few rows better TwoShotLowLatency()).
+    on all ranks, out [M, N]. plan may also be "two_shot" or, for few rows, TwoShotLowLatency().
 
     Returns:
         [M, N], the same bits on every rank.
 
-    Backward communicates nothing: dx = dy @ weight, dweight = dy.T @ x, dbias sums dy. So every rank must compute the
-    same loss from the output, which counts once; a dy that differs by rank must be summed over ranks before.
+    Backward communicates nothing: dx = dy @ weight, dweight = dy.T @ x, and dbias sums dy over its rows. So every rank
+    must compute the same loss from the output, and the loss counts once; a dy that differs by rank must be summed over
+    ranks before.
 
-    Memory beside the output, symmetric and shared by all ops of the World: none (sequential, decomposed) or 2 M N
-    elements, rows rounded up to whole tiles (fused); none with signaled, where N is a multiple of 8 (else M N elements
-    of ordinary memory during the call, rounded up to whole tiles); moved by copies M N (1 + 1 / W), M rounded up a
-    little. One shot and two shots: M N of ordinary memory, and what `weft.all_reduce` takes.
+    Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential,
+    decomposed) or 2 M N elements with rows rounded up to whole tiles (fused). Signaled plans take none if N is a
+    multiple of 8, otherwise M N elements, rounded up to whole tiles, of ordinary memory; with `copies` they take
+    M N (1 + 1 / W), with M rounded up a little. One shot and two shots take M N of ordinary memory, and the memory of
+    `weft.all_reduce`.
     """
     if not reorder:
         check_plain(GEMM_ALL_REDUCE, out, x, weight, bias)
@@ -345,7 +349,7 @@ def matmul_all_reduce(
 def check_plain(
     op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Raise ValueError unless `reorder=False` may go with these."""
+    """Raise ValueError if these arguments do not allow `reorder=False`."""
     if out is not None or torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(x, weight, bias)):
         raise ValueError(
             f"{op}: reorder=False takes no out=, has no gradient (use torch.no_grad()) and is not compiled"

@@ -1,13 +1,13 @@
-"""How each plan runs GEMM + reduce-scatter and GEMM + all-reduce, but for the signaled ones (signaled.py).
+"""How each plan runs GEMM + reduce-scatter and GEMM + all-reduce, except for signaled plans (signaled.py).
 
 sequential          the library's GEMM, then NCCL's collective
 one_shot, two_shot  the library's GEMM, then one launch that sums a few rows (transport/low_latency_kernels.py,
                     ops/all_reduce/low_latency_kernels.py)
-decomposed          reduce-scatter: the library's GEMM of the farthest owners' rows first; a copy engine pushes each
-                    group's partial rows into the owner's staging slots while the next group is computed; the owner sums
-                    its slots in float32 in rank order (TileLink's hybrid mapping). All-reduce: NCCL's, of one chunk of
-                    rows under the GEMM of the next
-fused               one GEMM whose finished tiles programs of a second launch, on the same SMs, sum
+decomposed          reduce-scatter: the library's GEMM, of the farthest owners' rows first. A copy engine pushes each
+                    group's partial rows to the owners' staging memory while the next group is computed; the owner sums
+                    them in float32 in the order of the ranks (TileLink's hybrid mapping). All-reduce: NCCL's, of one
+                    chunk of rows during the GEMM of the next
+fused               one GEMM, whose finished tiles are summed by programs of a second launch on the same SMs
                     (kernels.gemm_reduce)
 """
 
@@ -42,18 +42,18 @@ from ...transport.memory import Halves, flat
 from ...world import Arena, World
 from .. import by_collectives
 from ..all_reduce.op import ALL_REDUCE
-from ..all_reduce.runs import sum_few
+from ..all_reduce.runs import all_reduce_low_latency
 from ..common import tile_of, transposed, weight_matrix
 from ..product import linear
 from ..recipes import ScaledFactors, block_rows, scales_of_part
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
 
-SUM_REGISTERS = 112  # registers of a thread that sums, beside GEMMs of 8-bit operands
+SUM_REGISTERS = 112  # registers of a thread that sums, on an SM with a GEMM of 8-bit operands
 
 
 # -- the library's GEMM ------------------------------------------------------------------------------------------------
-# The transport that sums the partial rows of each plan at their owners.
+# The transport that sums partial rows at their owners in each plan.
 REDUCES: Mapping[type[Plan], ReduceTransport] = {
     Sequential: collectives.reduce_rows,
     OneShot: low_latency.reduce_rows,
@@ -69,7 +69,7 @@ def multiply(
     out: torch.Tensor | None = None,
     rows: slice | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T, or some rows of it, by the fastest library."""
+    """Return x @ weight.T, or some rows of it, computed by the fastest library on the stream."""
     part = operands._replace(bias=None)
     if rows is not None:
         part = part._replace(x=part.x[rows], x_scale=scales_of_part(call.recipe, part.x_scale, rows))
@@ -91,8 +91,8 @@ def run_reduced(world: World, call: ReduceCall, plan: Plan, operands: ScaledFact
 
 
 def direct_sequential(world: World, call: ReduceCall) -> Direct:
-    """What a sequential call of equal shards and contiguous operands comes to, in as little host time as Python
-    takes."""
+    """Return a function that does what a sequential call of equal shards and contiguous operands does, in as little
+    host time as Python takes."""
     check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
     product, all_reduce, reduce_scatter = world.linear, world.all_reduce, world.reduce_scatter
     everywhere, rows, n = call.everywhere, call.shards[0], call.n
@@ -117,10 +117,11 @@ def direct_sequential(world: World, call: ReduceCall) -> Direct:
 def run_shots(
     world: World, call: ReduceCall, plan: OneShot | TwoShot, operands: ScaledFactors, out: torch.Tensor
 ) -> None:
+    """Compute the GEMM, then sum its result in one launch."""
     stream = world.current_stream()
     partial = multiply(world, call, operands, stream)
     if is_low_latency(plan):
-        sum_few(partial, world, plan, stream, out)
+        all_reduce_low_latency(partial, world, plan, stream, out)
     else:
         ALL_REDUCE.call(world, plan, (partial,), (), out)
     add_bias(world, out, operands.bias, stream)
@@ -128,8 +129,9 @@ def run_shots(
 
 # -- fused -------------------------------------------------------------------------------------------------------------
 def run_fused(world: World, call: ReduceCall, plan: FusedReduce, operands: ScaledFactors, out: torch.Tensor) -> None:
-    """Two launches on two streams that join again: programs that forward and pull tiles, which share the SMs with the
-    GEMM's. Both are loaded before either runs: a puller without its GEMM would wait in vain."""
+    """Run the plan in two launches on two streams, which share the SMs: the GEMM programs, and the forward and pull
+    programs. Both kernels are loaded before either runs, because pull programs would wait in vain for a GEMM that
+    cannot be loaded while they run."""
     (x, weight, bias, x_scale, weight_scale), side = operands, world.side_stream("pull")
     stream = world.current_stream()
     tiles_m, tiles_n = _tiles(call, plan)
@@ -148,12 +150,12 @@ def run_fused(world: World, call: ReduceCall, plan: FusedReduce, operands: Scale
 
 
 def _tiles(call: ReduceCall, plan: FusedReduce) -> tuple[int, int]:
-    """Tiles of the longest shard: rows of them, and columns."""
+    """Return the numbers of row tiles and of column tiles of the longest shard."""
     return -(-max(call.shards) // plan.tile.block_m), -(-call.n // plan.tile.block_n)
 
 
 def _fused_channel(world: World, call: ReduceCall, plan: FusedReduce) -> tuple[BlockChannel, torch.Tensor]:
-    """Channel of one shape, and the first row of every rank's shard; collective the first time."""
+    """Return the channel of one shape, and the first row of each rank's shard. The first call is collective."""
     (tiles_m, tiles_n), shards = _tiles(call, plan), call.shards
 
     def make() -> tuple[BlockChannel, torch.Tensor]:
@@ -169,16 +171,17 @@ def _fused_channel(world: World, call: ReduceCall, plan: FusedReduce) -> tuple[B
 def _fused_launches(
     world: World, call: ReduceCall, plan: FusedReduce, trans_b: bool, arena: Arena
 ) -> tuple[Launch, Launch, Ahead]:
-    """What pulls, what computes, and what loads both."""
+    """Return the launch that forwards and pulls, the GEMM's launch, and the object that loads both."""
     size, tile = world.size, plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     block = min(plan.pull_rows, bm)
-    forward = min(plan.forward_programs, -(-world.sm_count // 4))
-    pullers = min(plan.pull_programs, world.sm_count - forward)  # one of them fits on an SM with a GEMM program
+    forward_programs = min(plan.forward_programs, -(-world.sm_count // 4))
+    # One forward or pull program fits on an SM with a GEMM program.
+    pull_programs = min(plan.pull_programs, world.sm_count - forward_programs)
     ch, offsets = _fused_channel(world, call, plan)
     view, granules = flat(world, arena.memory)
     if view is None:
-        raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
+        raise Unsupported("the symmetric memory of the ranks is too far apart for one descriptor")
     fixed: dict[str, object] = dict(
         x_desc=Matrix(call.m, call.k, (block_rows(tile, call.recipe), bk)),
         w_desc=weight_matrix(call, tile, trans_b),
@@ -193,9 +196,9 @@ def _fused_launches(
         tile=tile_of(tile, -(-tile.group_m // size) * size, trans_b, call.recipe),
         how=constants(
             Sums,
-            WORKERS=world.sm_count,
-            FORWARD=forward,
-            PULLERS=pullers,
+            GEMM_PROGRAMS=world.sm_count,
+            FORWARD_PROGRAMS=forward_programs,
+            PULL_PROGRAMS=pull_programs,
             BATCH=plan.batch if isinstance(plan, FusedReduceScatter) else FusedReduceScatter.batch,
             R=block,
             STAGES=plan.pull_stages,
@@ -207,8 +210,8 @@ def _fused_launches(
     options: dict[str, int] = dict(num_warps=tile.warps, num_stages=tile.stages)
     if call.recipe is None:
         fixed["scales"] = None
-    else:  # an epilogue that scales takes registers that the program beside it needs
+    else:  # without limits an epilogue that scales takes registers that the pull program on its SM needs
         small["maxnreg"] = SUM_REGISTERS
         options["maxnreg"] = min(255, (65536 // 32 - 4 * SUM_REGISTERS) // tile.warps // 8 * 8)
-    pull = Launch(world, gemm_reduce, forward + pullers, small, **fixed, COMPUTE=False)
+    pull = Launch(world, gemm_reduce, forward_programs + pull_programs, small, **fixed, COMPUTE=False)
     return pull, Launch(world, gemm_reduce, world.sm_count, options, **fixed, COMPUTE=True), Ahead()

@@ -111,7 +111,7 @@ class MoeCall(Call):
         ranks' numbers."""
         return self.layer.max_tokens_per_rank
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         layer = self.layer
         values: dict[str, Hashable] = dict(
             rows=self.tokens,

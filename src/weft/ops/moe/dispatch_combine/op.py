@@ -30,7 +30,7 @@ from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
 from ....world import World
-from ...common import given_rows, plain_rows
+from ...common import check_rows, plain_rows
 from ..call import MAX_TOPK, Layer, check_routes
 from ..expert_parallel import dispatched
 from ..expert_parallel.dispatched import DispatchedState, FinalSumOptions, LayerWorkspace
@@ -380,7 +380,7 @@ def check(world: World, operands: DispatchOperands, options: CallOptions) -> Non
     if buffer_index is not None and buffer_index not in range(BUFFERS):
         raise ValueError(f"{DISPATCH}: buffer_index {buffer_index!r} is not 0, 1 or None")
     if rows is not None:
-        given_rows(DISPATCH, world, rows, x, whole=False)
+        check_rows(DISPATCH, world, rows, x, whole=False)
 
 
 def check_handle(handle: Handle, world: World | None) -> None:

@@ -31,7 +31,7 @@ from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequenti
 from ....tensor_checks import bulk, check_device, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
-from ...common import given_rows, plain_rows
+from ...common import check_rows, plain_rows
 from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, check_routes
 from . import backward, dispatched, fused, low_latency, sequential
 from .dispatched import run_dispatched
@@ -165,7 +165,7 @@ class Moe(Op[MoeCall]):
         if keep not in KEEPS:
             raise ValueError(f"{NAME}: keep {keep!r} is not one of {list(KEEPS)}")
         check_experts(world, operands, activation)
-        tokens, experts = None if rows is None else given_rows(NAME, world, rows, x, whole=False), len(w13) * world.size
+        tokens, experts = None if rows is None else check_rows(NAME, world, rows, x, whole=False), len(w13) * world.size
         if tokens is None and max_tokens is None:
             low_latency_tokens = 0 if gradient else max_decode_tokens(world, experts, ids.shape[1])
             if x.shape[0] <= low_latency_tokens:

@@ -72,7 +72,7 @@ class GroupedCall(Call):
     def rows(self) -> int:
         return sum(self.tokens)
 
-    def agreed(self) -> dict[str, Hashable]:
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
         layer = self.layer
         return dict(
             rows=self.tokens,
@@ -93,8 +93,8 @@ class FirstHalfCall(GroupedCall):
 
     keep: str | None = None
 
-    def agreed(self) -> dict[str, Hashable]:
-        values = super().agreed()
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
+        values = super().same_on_all_ranks()
         return values if self.keep is None else dict(values, keep=self.keep)
 
     def outputs(self, world: World) -> Shapes:

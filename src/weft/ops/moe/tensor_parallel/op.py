@@ -26,7 +26,7 @@ from ....plans import DispatchedColumns, Plan, Sequential
 from ....tensor_checks import DTYPES, Expected, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
-from ...common import given_rows, plain_rows
+from ...common import check_rows, plain_rows
 from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, Kept
 from ..expert_parallel.op import packed
 from . import backward, dispatched, sequential
@@ -172,7 +172,7 @@ class Half(Op[G]):
 
     def tokens_per_rank(self, world: World, rows: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:
         """Return the numbers of tokens of all ranks."""
-        return (x.shape[0],) * world.size if rows is None else given_rows(self.title, world, rows, x, whole=False)
+        return (x.shape[0],) * world.size if rows is None else check_rows(self.title, world, rows, x, whole=False)
 
 
 class AllGatherGroupedMatmul(Half[FirstHalfCall]):

@@ -1,0 +1,124 @@
+"""What weft is measured against: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM where it is installed. Each takes and gives what weft's op does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm
+
+import weft
+from weft.backends import library_gemm
+from weft.op import Op
+
+Run = Callable[[], object]
+
+
+def cublas_nccl(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> Run:
+    """The library GEMM and the library collective, one after the other, outputs allocated by the caching allocator."""
+    if op == "all_gather_matmul":
+
+        def run() -> torch.Tensor:
+            full = torch.empty(x.shape[0] * world, x.shape[1], device=x.device, dtype=x.dtype)
+            dist.all_gather_into_tensor(full, x)
+            return full @ w.t()
+
+    elif op == "matmul_reduce_scatter":
+
+        def run() -> torch.Tensor:
+            y = x @ w.t()
+            out = torch.empty(y.shape[0] // world, y.shape[1], device=x.device, dtype=x.dtype)
+            dist.reduce_scatter_tensor(out, y)
+            return out
+
+    else:
+
+        def run() -> torch.Tensor:
+            y = x @ w.t()
+            dist.all_reduce(y)
+            return y
+
+    return run
+
+
+def cublas_nccl_mlp(x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, world: weft.World) -> Run:
+    """All-gather, gate and up projections in one GEMM, weft's SiLU-mul kernel, down projection, reduce-scatter."""
+    first = cublas_nccl("all_gather_matmul", x, w_in, world.size)
+
+    def run() -> object:
+        return cublas_nccl("matmul_reduce_scatter", weft.silu_mul(first(), world=world), w_out, world.size)()
+
+    return run
+
+
+def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
+    """torch.distributed's asynchronous tensor parallelism (symmetric memory)."""
+    group = dist.group.WORLD.group_name
+    symm.enable_symm_mem_for_group(group)
+    if op == "all_gather_matmul":
+        return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, group)
+    if op == "matmul_reduce_scatter":
+        return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group)
+    return None
+
+
+def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
+    """quack's all-gather + GEMM, in each of the forms that weft tries of its GEMM; for CUDA graphs. None where it cannot run."""
+    if op != "all_gather_matmul" or library_gemm.lacks() is not None:
+        return {}
+    from quack.distributed import AllGatherRunner
+    from quack.gemm import gemm
+
+    runner = AllGatherRunner(x.shape[0], x.shape[1], x.dtype)
+
+    def of(form: library_gemm.Form) -> Run:
+        def run() -> torch.Tensor:
+            out = torch.empty(x.shape[0] * world, w.shape[0], device=x.device, dtype=x.dtype)
+            runner.capture_lockstep = True
+            tile = form.tile_m, form.tile_n, form.cluster_m, 1
+            with runner.gather(x) as (full, given):
+                gemm(full, w, out, None, None, *tile, pingpong=form.pingpong, ag_args=given)
+            return out
+
+        return run
+
+    fit = [form for form in library_gemm.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
+    return {f"quack {form.tile_m}x{form.tile_n}": of(form) for form in fit}
+
+
+def without_quack(run: Run) -> Run:
+    """The same, where quack is not installed."""
+
+    def alone() -> object:
+        lacks, library_gemm.lacks = library_gemm.lacks, lambda: "left out"
+        knowledge, Op.knowledge = Op.knowledge, -1 - Op.knowledge  # what "auto" decides then is kept apart
+        try:
+            return run()
+        finally:
+            library_gemm.lacks, Op.knowledge = lacks, knowledge
+
+    return alone
+
+
+def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) -> Run:
+    """The library collective alone, on this op's sizes."""
+    cols = k if op == "all_gather_matmul" else n
+    full = torch.randn(m, cols, device="cuda", dtype=dtype)
+    part = torch.randn(m // world, cols, device="cuda", dtype=dtype)
+    if op == "all_gather_matmul":
+        return lambda: dist.all_gather_into_tensor(full, part)
+    if op == "matmul_reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, full)
+    return lambda: dist.all_reduce(full)
+
+
+def link_rate(world: weft.World) -> float:
+    """GB/s that a copy engine pulls from the next rank while every rank does the same, 64 MiB, CUDA graph."""
+    from bench.common.timing import time_interleaved
+
+    memory = world.symmetric((64 << 20,), torch.uint8, "link probe")
+    mine = torch.empty_like(memory.local)
+    peer = memory.peers[(world.rank + 1) % world.size]
+    us = time_interleaved({"copy": lambda: mine.copy_(peer)}, mode="graph", calls=10, rounds=5)["copy"]
+    return mine.numel() / us / 1e3

@@ -1,0 +1,346 @@
+"""Attention over gathered keys and values, beside NCCL's all-gather and cuDNN's attention.
+
+torchrun --nproc-per-node N -m bench.measure.attention --out DIR [--shapes 32x32-16384-none ...] [--plans JSON ...] [--backward] [--torch]
+         [--decoder 32768 ...] [--seconds S]
+
+Appends rows to DIR/attention.jsonl. A shape is "<heads>x<kv heads>-<S>-<none|causal|zigzag>", S the rows of all ranks or "<m>*",
+rows a rank; D is 128. `us` is a call in a CUDA graph, the slowest rank's median of interleaved rounds. "nccl+cudnn": two
+all-gathers and one call of the library; with a causal mask weft's sequential plan, since torch has no call for a part of a
+sequence. "compute alone": the library's calls that the mask needs, on keys that are there. "communication alone": the two
+all-gathers. overlap = (compute alone + communication alone - us) / communication alone. limit_us = max(FLOPs at RATE, bytes of
+the keys that a rank sees of others / the link's measured rate), of the rank that has most to do.
+
+--decoder: context-parallel prefill of prompts of so many tokens (examples/context_parallel.py), LAYERS layers of Llama-3.1-8B's
+sizes; `op` "context_parallel_prefill", `M` tokens, `N` layers, `K` hidden size; "nccl+cudnn" is the sequential plan, and torch's
+context_parallel is there with --torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import runpy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import weft
+from bench.common import peers
+from bench.common.timing import error_of, time_interleaved
+from bench.measure.run import capturable, commit
+from weft.op import REGISTRY
+from weft.ops.attention import libraries
+from weft.ops.attention.key_ranges import KeyGroup, KeyRange, causal_key_ranges
+from weft.plans import Plan
+
+BF = torch.bfloat16
+D = 128
+LAYERS = 4
+RATE = 680.0  # TFLOP/s of the best attention known on an H200 (cuDNN, no mask, 128K)
+SHAPES = [
+    "24x24-4096*-none",
+    "32x32-16384-none",
+    "32x32-32768-none",
+    "64x8-32768-zigzag",
+    "64x8-32768-causal",
+    "64x64-32768-none",
+    "32x32-65536-none",
+]
+GRAPH = 20_000.0  # us of calls that one graph holds
+ROUNDS = 9  # long calls differ by 1% from one round to the next
+
+Run = Callable[[], object]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v of this rank
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    rows: int  # of a rank
+    mask: str  # "none", "causal" or "zigzag"
+
+    @staticmethod
+    def of(text: str, world: int) -> Shape:
+        heads, length, mask = text.split("-")
+        q, kv = map(int, heads.split("x"))
+        rows = int(length[:-1]) if length.endswith("*") else int(length) // world
+        if mask not in ("none", "causal", "zigzag"):
+            raise ValueError(f"mask {mask!r} of {text}")
+        return Shape(q, kv, rows, mask)
+
+    @property
+    def causal(self) -> bool:
+        return self.mask != "none"
+
+
+class Attention:
+    """One shape's operands on this rank, and ways to compute it."""
+
+    def __init__(self, world: weft.World, of: Shape) -> None:
+        self.world, self.of = world, of
+        own = torch.Generator(world.device).manual_seed(world.rank)
+
+        def draw(rows: int, heads: int) -> torch.Tensor:
+            return torch.randn(rows, heads, D, device=world.device, dtype=BF, generator=own)
+
+        self.q, self.k, self.v = (draw(of.rows, heads) for heads in (of.heads, of.kv_heads, of.kv_heads))
+        shards = (of.rows,) * world.size
+        self.key_ranges = causal_key_ranges(world.rank, shards, of.rows, of.causal, of.mask == "zigzag")
+        if not of.causal:
+            every = KeyGroup(0, tuple(KeyRange(r, 0, of.rows) for r in range(world.size)))
+            self.key_ranges = self.key_ranges._replace(local=(), remote=(every,))
+        self.there = [(draw(g.rows, of.kv_heads), draw(g.rows, of.kv_heads)) for g in self.key_ranges.remote]
+        self.library = libraries.right("forward", world.device, BF, of.heads, of.kv_heads, D)[0]
+        self.layout = "zigzag" if of.mask == "zigzag" else "contiguous"
+
+    def weft(self, plan: str | Plan) -> torch.Tensor:
+        return weft.gathered_attention(
+            self.q, self.k, self.v, causal=self.of.causal, layout=self.layout, world=self.world, plan=plan
+        )
+
+    def taken(self) -> Plan:
+        """What "auto" came to, after a call."""
+        op, operands = REGISTRY["gathered_attention"], (self.q, self.k, self.v, None)
+        call = op.check(self.world, operands, (self.of.causal, None, 0, None, None, self.layout))
+        return op.choose(self.world, call, "auto", True)
+
+    def gathered(self) -> list[torch.Tensor]:
+        out = [t.new_empty(self.world.size * len(t), *t.shape[1:]) for t in (self.k, self.v)]
+        for full, t in zip(out, (self.k, self.v), strict=True):
+            dist.all_gather_into_tensor(full, t)
+        return out
+
+    def libraries(self) -> torch.Tensor:
+        if self.of.causal:
+            return self.weft("sequential")
+        return self.library.forward(self.q, *self.gathered(), False, D**-0.5)[0]
+
+    def compute(self) -> None:
+        for block in self.key_ranges.local:
+            keys = self.k[block.lo : block.hi], self.v[block.lo : block.hi]
+            self.library.forward(self.q, *keys, block.causal, D**-0.5)
+        for group, keys in zip(self.key_ranges.remote, self.there, strict=True):
+            self.library.forward(self.q[group.first_query :], *keys, False, D**-0.5)
+
+    def limit(self, link: float) -> float:
+        """us. link: GB/s."""
+        of, pairs, received = self.of, 0.0, 0
+        for block in self.key_ranges.local:
+            pairs += of.rows * (block.hi - block.lo) * (0.5 if block.causal else 1)
+        for group in self.key_ranges.remote:
+            pairs += (of.rows - group.first_query) * group.rows
+            received += sum(p.hi - p.lo for p in group.ranges if p.source != self.world.rank)
+        flops, nbytes = 4 * pairs * of.heads * D, received * 2 * of.kv_heads * D * 2
+        return max(self.world.exchange(max(flops / RATE / 1e6, nbytes / link / 1e3)))
+
+    def trained(self, plan: str | Plan) -> Run:
+        """Forward and backward."""
+        leaves, dout = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)], torch.ones_like(self.q)
+
+        def run() -> None:
+            self.q, self.k, self.v = leaves
+            torch.autograd.grad(self.weft(plan), leaves, dout)
+            self.q, self.k, self.v = (t.detach() for t in leaves)
+
+        return run
+
+
+@contextmanager
+def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) -> Iterator[Attend]:
+    """torch's own, by cuDNN, of `rows` rows of every rank, with the sequence split as torch likes: zigzag with a mask."""
+    import torch.distributed.tensor.experimental._attention as cp  # torch's private module, which may be elsewhere
+
+    cp.set_rotate_method(rotate)
+    cp._cp_options.enable_load_balance = causal
+    length = torch.empty(1, 1, rows * world.size, 1, device=world.device)  # of what is split, all that torch looks at
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return out[0].transpose(0, 1)
+
+    with (
+        cp.context_parallel(dist.init_device_mesh("cuda", (world.size,)), buffers=[length], buffer_seq_dims=[2]),
+        sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+    ):
+        yield attention
+
+
+def timed(fns: dict[str, Run], world: weft.World, calls: int) -> dict[tuple[str, str], float]:
+    """us by name and mode, of CUDA graphs where all can be captured."""
+    for fn in fns.values():
+        fn()  # what "auto" tries is not captured
+    mode = "graph" if all(world.exchange(all(map(capturable, fns.values())))) else "eager"
+    return {(name, mode): us for name, us in time_interleaved(fns, mode=mode, calls=calls, rounds=5).items()}
+
+
+def peers_of(
+    world: weft.World, rows: int, causal: bool, calls: int, use: Callable[[Attend], Run]
+) -> dict[tuple[str, str], float]:
+    """us by method and mode of use(torch's attention); not interleaved with the others, since torch changes what it calls while it
+    is on."""
+    found = {}
+    for rotate in ("allgather", "alltoall"):
+        method = f"torch context_parallel, {rotate}"
+        try:
+            with context_parallel(world, rows, causal, rotate) as attention:
+                found |= timed({method: use(attention)}, world, calls)
+        except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # alike on all ranks
+            print(f"{method}: {e}"[:300], flush=True)
+    return found
+
+
+def peer_attention(case: Attention, backward: bool) -> Callable[[Attend], Run]:
+    def use(attention: Attend) -> Run:
+        q, k, v = (t.detach().requires_grad_(backward) for t in (case.q, case.k, case.v))
+
+        def forward() -> torch.Tensor:
+            with torch.no_grad():
+                return attention(q, k, v)
+
+        return (lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), torch.ones_like(q))) if backward else forward
+
+    return use
+
+
+def once(fn: Run) -> float:
+    """us of one call, the second."""
+    took = 0.0
+    for _ in range(2):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        fn()
+        torch.cuda.synchronize()
+        took = (time.perf_counter() - start) * 1e6
+    return took
+
+
+def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) -> list[dict]:
+    of = Shape.of(text, world.size)
+    case = Attention(world, of)
+    ways: dict[str, str | Plan] = {"weft": "auto"} | {str(p): p for p in a.plans}
+    fns: dict[str, Run] = {
+        "nccl+cudnn": case.libraries,
+        "compute alone": case.compute,
+        "communication alone": case.gathered,
+    }
+    fns |= {way: lambda plan=plan: case.weft(plan) for way, plan in ways.items()}
+    error = error_of(case.weft("auto"), case.libraries())
+    with torch.no_grad():
+        calls = max(1, min(10, int(GRAPH / max(world.exchange(once(case.libraries))))))
+        times = time_interleaved(fns, mode="graph", calls=calls, rounds=ROUNDS)
+    compute, communication = times["compute alone"], times["communication alone"]
+    mask = "none" if not of.causal else "causal" if of.mask == "zigzag" else "causal contiguous"
+    total = of.rows * world.size
+    shape = dict(op="gathered_attention", name=f"{of.heads}x{of.kv_heads}-{total}-{mask}", M=total, N=of.heads, K=D)
+    fixed = dict(
+        world=world.size,
+        limit_us=round(case.limit(link), 1),
+        error=round(error, 5),
+        commit=commit(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        link_gbs=round(link, 1),
+        library=case.library.name,
+    )
+    rows = []
+    for way, us in times.items():
+        alone = way.endswith(" alone")
+        hidden = None if alone else round((compute + communication - us) / communication, 3)
+        chosen = str(case.taken()) if way == "weft" else way if way in ways else None
+        rows.append(dict(shape, mode="graph", method=way, us=round(us, 1), plan=chosen, overlap=hidden, **fixed))
+    for backward in (False, True)[: a.torch * (1 + a.backward)]:
+        for (way, mode), us in peers_of(world, of.rows, of.causal, calls, peer_attention(case, backward)).items():
+            method = f"{way}, forward and backward" if backward else way
+            rows.append(dict(shape, mode=mode, method=method, us=round(us, 1), **fixed))
+    if a.backward:
+        both = {way: case.trained(plan) for way, plan in (("sequential", "sequential"), ("weft", "auto"))}
+        for (way, mode), us in timed(both, world, calls).items():
+            rows.append(dict(shape, mode=mode, method=f"{way}, forward and backward", us=round(us, 1), **fixed))
+    return rows
+
+
+def decoded(world: weft.World, length: int, a: argparse.Namespace) -> list[dict]:
+    """Rows of a whole prefill."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/context_parallel.py"))
+    sizes = example["LLAMA_8B"] | dict(num_hidden_layers=LAYERS)
+    model, rows = example["whole_model"](sizes, world), length // world.size
+    ids = torch.zeros(rows, dtype=torch.int64, device=world.device)
+    positions, rotary = weft.zigzag_positions(length, world), model.config.rotary(length, world.device)
+
+    def use(attention: Attend) -> Run:
+        return lambda: example["prefill"](model, ids, positions, rotary, attention)
+
+    plans = {"nccl+cudnn": "sequential", "weft": "auto"}
+    found = timed({way: use(example["zigzag_attention"](world, plan)) for way, plan in plans.items()}, world, 1)
+    if a.torch:
+        found |= peers_of(world, rows, True, 1, use)
+    return [
+        dict(
+            op="context_parallel_prefill",
+            name=f"Llama-3.1-8B, {LAYERS} layers, {length}",
+            M=length,
+            N=LAYERS,
+            K=sizes["hidden_size"],
+            mode=mode,
+            method=way,
+            us=round(us, 1),
+            world=world.size,
+            commit=commit(),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+        for (way, mode), us in found.items()
+    ]
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--shapes", nargs="*", default=SHAPES)
+    p.add_argument("--plans", nargs="*", default=[], help="plans as JSON, timed beside auto")
+    p.add_argument(
+        "--backward", action="store_true", help="forward and backward too, in a graph where they can be captured"
+    )
+    p.add_argument("--decoder", nargs="*", default=[], type=int, help="tokens of prompts: a decoder's prefill too")
+    p.add_argument("--torch", action="store_true", help="torch's context_parallel too, in a run of its own")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
+    a = p.parse_args()
+    a.plans = [Plan.from_json(plan) for plan in a.plans]
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, world = time.time(), weft.init()
+    link = peers.link_rate(world)
+    for text in a.shapes:
+        if max(world.exchange(time.time() - start)) > a.seconds:
+            break
+        rows = measure(world, text, a, link)
+        torch.cuda.empty_cache()
+        if world.rank == 0:
+            with open(a.out / "attention.jsonl", "a") as f:
+                f.writelines(json.dumps(row) + "\n" for row in rows)
+            said = " | ".join(
+                f"{r['method']} {r['us']:.0f}" + (f" ({r['overlap']})" if r.get("overlap") else "") for r in rows
+            )
+            print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
+                  f"error {rows[0]['error']} plan {rows[3]['plan']}: {said}", flush=True)  # fmt: skip
+    for length in a.decoder:
+        if max(world.exchange(time.time() - start)) > a.seconds:
+            break
+        rows = decoded(world, length, a)
+        if world.rank == 0:
+            with open(a.out / "attention.jsonl", "a") as f:
+                f.writelines(json.dumps(row) + "\n" for row in rows)
+            print(rows[0]["name"], {row["method"]: row["us"] for row in rows}, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,583 @@
+"""The decoder's benchmark: layers of Llama-3.3-70B, or of another model, over all ranks, prefill, decode and request mixes,
+way by way.
+
+torchrun --nproc-per-node N -m bench.measure.decoder --out DIR [--parts prefill decode eager mixes] [--tune] [--layers 8] [--sms 116 ..]
+         [--models 70B ..] [--norms auto ..] [--ways fused ..] [--seconds S]
+
+Appends rows to DIR/decoder.jsonl. All methods of one size are timed in one interleaved run, CUDA graphs of whole forward
+passes (embedding, layers, final norm; no output head); `us` is the median over rounds of the slowest rank. Methods:
+    sequential       cuBLAS + NCCL all-reduce, then add and norm in one kernel
+    fused            all_reduce_rms_norm, not woven
+    equal split      woven, half the tokens each
+    smart split      woven, the split of the measured profile of cuBLAS, or without one half of the tokens in whole tiles
+    n SMs            woven on weft's own GEMM with n programs, the split of the wave model
+    n SMs, cuBLAS    woven, smart split, cuBLAS asked to leave the other SMs
+    sequence         all-gather + GEMM and GEMM + reduce-scatter, plan "auto"
+    auto             what the table says: the shipped one, or with --tune the one this run has just measured
+    no communication `gemm_us` of every row: the GEMMs, attention and norms alone
+Mixes run for half a second at a time, in which the GPU's power limit holds its clock down: `sm_mhz` and `watts` are what rank 0's
+GPU had under each method.
+"eager": prefill passes that the host launches, method by method; with --tune what "auto" is outside graphs comes from these.
+--tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
+src/weft/planner/tables/decoder/<gpu>.json. A method that fails is said and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import math
+import random
+import statistics
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from bench.common import peers
+from bench.common.timing import time_interleaved
+from bench.measure.run import commit
+from weft.models import Batch, Cache, Graphs, Llama, llama
+from weft.nn import weave
+from weft.nn.weave import LayerPlan, LayerTimes, Table
+from weft.planner.table import gpu_model
+
+_LLAMA_3 = dict(
+    rms_norm_eps=1e-5, rope_theta=500000.0,
+    rope_scaling=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    ),
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {  # of the vocabulary a few words: a whole output head under 8 of 80 layers would hide them
+    "70B": dict(
+        _LLAMA_3, vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=128,
+    ),
+    "Llama-8B": dict(
+        _LLAMA_3, vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128,
+    ),
+    "Qwen2.5-32B": dict(
+        model_type="qwen2", vocab_size=1024, hidden_size=5120, intermediate_size=27648, num_attention_heads=40,
+        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000.0,
+    ),
+}  # fmt: skip
+PREFILL = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+HISTORY = 1024  # tokens in the cache before a decode step
+CHUNK, MAX_LEN = 2048, 8192
+MIXES = {  # mean, median and 90th percentile of the tokens of a prompt, and of an output
+    "ShareGPT": ((299, 36, 829), (324, 280, 683)),
+    "arXiv-4K": ((2588, 2730, 3702), (291, 167, 372)),
+    "Azure": ((1155, 1020, 2735), (211, 129, 424)),
+}
+GAIN = 1.02  # a way that wins by less is not chosen
+
+Run = Callable[[], object]
+
+
+# -- lengths of requests -----------------------------------------------------------------------------------------------
+
+
+def _mean_between(a: float, b: float) -> float:
+    return a if b <= a * 1.0001 else (b - a) / math.log(b / a)
+
+
+def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: int = 4096) -> list[int]:
+    """Random lengths of that mean, median and 90th percentile: uniform in the logarithm between the shortest, the median,
+    the 90th percentile and the longest. Shortest and longest make the mean come out."""
+    mean, median, high = stats
+    middle = 0.4 * _mean_between(median, high)
+
+    def solve(value: Callable[[float], float], lo: float, hi: float) -> float:
+        for _ in range(60):
+            at = (lo + hi) / 2
+            lo, hi = (at, hi) if value(at) < mean else (lo, at)
+        return (lo + hi) / 2
+
+    short = median / 4
+    longest = solve(lambda x: 0.5 * _mean_between(short, median) + middle + 0.1 * _mean_between(high, x), high, most)
+    short = solve(lambda x: 0.5 * _mean_between(x, median) + middle + 0.1 * _mean_between(high, longest), 1, median)
+    knots, at = (short, median, high, longest), (0, 0.5, 0.9, 1)
+    out = []
+    for _ in range(count):
+        u = rng.random()
+        i = 0 if u < 0.5 else 1 if u < 0.9 else 2
+        share = (u - at[i]) / (at[i + 1] - at[i])
+        out.append(max(1, round(knots[i] * (knots[i + 1] / knots[i]) ** share)))
+    return out
+
+
+def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> list[Batch]:
+    """The steps of an engine that has all requests at once: tokens of all that decode, then chunks of prompts, up to CHUNK
+    rows; `sizes`: to which rows for single tokens are rounded up, so that a step with padding is no longer than CHUNK."""
+    rng = random.Random(len(mix))
+    prompts, outputs = (lengths(stats, requests, rng) for stats in MIXES[mix])
+    waiting, running, free = list(range(requests))[::-1], {}, list(range(slots))[::-1]  # type: ignore[var-annotated]
+    done, steps = [0] * requests, []
+    while waiting or running:
+        while waiting and free:
+            running[waiting.pop()] = free.pop()
+        decoding = [r for r in running if done[r] >= prompts[r]]
+        now = {r: 1 for r in decoding}
+        left = CHUNK - (next(s for s in sizes if s >= len(decoding)) if decoding else 0)
+        for r in running:
+            if r not in now and left > 0:
+                now[r] = min(left, prompts[r] - done[r])
+                left -= now[r]
+        now = dict(sorted(now.items(), key=lambda item: item[1] > 1))
+        steps.append(Batch(tuple(now.values()), tuple(done[r] for r in now), tuple(running[r] for r in now)))
+        for r, n in now.items():
+            done[r] += n
+            if done[r] >= prompts[r] + outputs[r]:
+                free.append(running.pop(r))
+    return steps
+
+
+# -- ways to run -------------------------------------------------------------------------------------------------------
+
+
+def local(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, world: weft.World, **_: Any
+) -> Any:
+    """Add and norm of this rank's own partial: what is left without communication."""
+    return weft.rms_norm(x, weight, eps, world=world, residual=residual)
+
+
+@contextlib.contextmanager
+def leaving(sms: int) -> Iterator[None]:
+    """cuBLAS is asked to leave so many SMs."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch._C._set_sm_carveout_experimental(sms)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+class Meter(threading.Thread):
+    """Clock and power of this GPU, sampled while it runs, by what runs."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.running, self.on = "", True
+
+    def run(self) -> None:
+        with contextlib.suppress(ModuleNotFoundError):  # torch asks nvidia-ml-py
+            while self.on:
+                self.samples[self.running].append((torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3))
+                time.sleep(0.02)
+
+    def means(self, what: str) -> dict[str, int | None]:
+        found = self.samples[what]
+        of = [round(statistics.fmean(column)) for column in zip(*found, strict=True)] if found else [None, None]
+        return dict(zip(("sm_mhz", "watts"), of, strict=True))
+
+
+class Bench:
+    def __init__(self, world: weft.World, a: argparse.Namespace, of: str, start: float) -> None:
+        self.world, self.a, self.of, self.start = world, a, of, start
+        self.config = dict(MODELS[of], num_hidden_layers=a.layers)
+        self.model = Llama(self.config, world=world)
+        c = self.model.config
+        self.name = weave.name_of(world, c.hidden_size, c.intermediate_size)
+        self.profile: LayerTimes | None = None
+        self.choices: dict[int, LayerPlan] = {}
+        self.eager: dict[int, LayerPlan] = {}
+        self.smart: list[float] = []  # gains of smart splits over equal ones
+        self.fixed = dict(
+            op="decoder", world=world.size, dtype="bfloat16", commit=commit(), layers=a.layers,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            link_gbs=round(peers.link_rate(world), 1), attention="flash" if self.model.flash else "sdpa",
+            heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
+        )  # fmt: skip
+
+    def say(self, *what: object) -> None:
+        if self.world.rank == 0:
+            print(f"{time.time() - self.start:4.0f}s", *what, flush=True)
+
+    def late(self) -> bool:
+        return max(self.world.exchange(time.time() - self.start)) > self.a.seconds
+
+    def cache(self, slots: int, max_len: int) -> Cache:
+        cache = Cache(self.config, world=self.world, slots=slots, max_len=max_len)
+        cache.keys.normal_()
+        cache.values.normal_()
+        return cache
+
+    def methods(self, tokens: int) -> dict[str, tuple[LayerPlan, int]]:
+        """By name: the plan, and the SMs that cuBLAS is asked to leave."""
+        model = self.model
+        out = {"sequential": (LayerPlan("plain"), 0)}
+        for norm in self.a.norms:
+            tail = "" if norm == self.a.norms[0] else f", norm {norm}"
+            out[f"fused{tail}"] = LayerPlan("fused", norm=norm), 0
+            if tokens < self.a.weave_from:
+                continue
+            smart = model.plan(LayerPlan("woven", norm=norm), tokens)
+            out[f"equal split{tail}"] = LayerPlan("woven", tokens // 2, norm=norm), 0
+            if smart.split != tokens // 2:
+                out[f"smart split{tail}"] = smart, 0
+            for sms in self.a.sms:
+                own = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens)
+                out[f"{sms} SMs{tail}"] = own, 0
+                if own.split != weave.halves(tokens):
+                    out[f"{sms} SMs, halves{tail}"] = replace(own, split=weave.halves(tokens)), 0
+                out[f"{sms} SMs, cuBLAS{tail}"] = smart, self.world.sm_count - sms
+        out["sequence"] = LayerPlan("sequence"), 0
+        return {name: way for name, way in out.items() if name == "sequential" or name in (self.a.ways or out)}
+
+    def forward(
+        self, ids: torch.Tensor, batch: Batch, cache: Cache, plan: LayerPlan, leave: int, norm: Any = None
+    ) -> Run:
+        layout = self.model.layout(batch, cache, plan)
+
+        def run() -> object:
+            with leaving(leave) if leave else contextlib.nullcontext():
+                return self.model.hidden(ids, layout, norm)
+
+        return run
+
+    def working(self, todo: dict[str, Run]) -> dict[str, Run]:
+        """Those that run on every rank."""
+        out = {}
+        for name, run in todo.items():
+            try:
+                run()
+                self.world.synchronize()
+                error = ""
+            except Exception as e:
+                error = repr(e)[:300]
+                if self.world.rank == 0:
+                    traceback.print_exc()
+            if any(errors := self.world.exchange(error)):
+                self.say(f"left out: {name}: {next(e for e in errors if e)}")
+            else:
+                out[name] = run
+        return out
+
+    def time(self, todo: dict[str, Run], us_guess: float, rounds: int) -> dict[str, float]:
+        calls = max(1, min(10, int(20000 / us_guess)))
+        times = time_interleaved(todo, mode="graph", calls=calls, rounds=rounds)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return times
+
+    # -- one batch, forward pass after forward pass
+    def size(self, name: str, batch: Batch, cache: Cache) -> None:
+        tokens, world, model = batch.tokens, self.world, self.model
+        ids = torch.randint(model.config.vocab_size, (tokens,), device=world.device)
+        guess = self.a.layers * (60 + tokens * 0.4)
+        methods = self.methods(tokens)
+        fn = {q: self.forward(ids, batch, cache, plan, leave) for q, (plan, leave) in methods.items()}
+        fn["no communication"] = self.forward(ids, batch, cache, LayerPlan("plain"), 0, local)
+        fn = self.working(fn)
+        if self.a.tune:
+            times = self.time(fn, guess, 3)
+            self.tell(f"tuning {name}", times)
+            pickable = {q: t for q, t in times.items() if q in methods and not methods[q][1]}
+            best = min(pickable, key=lambda q: pickable[q])
+            plan = methods[best][0] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
+            usual = model.plan(replace(plan, split=0), tokens) == plan  # the split that the plan gets anyway
+            self.choices[tokens] = replace(plan, split=0) if usual else plan
+            halves = {q: times.get(q.replace("smart", "equal")) for q in times if q.startswith("smart")}
+            self.smart += [us / times[q] for q, us in halves.items() if us]
+            weave.learn_layers(self.name, Table(tuple(sorted(self.choices.items())), self.profile))
+        auto = model.plan("auto", tokens)
+        same = next((q for q, (plan, leave) in methods.items() if plan == auto and not leave and q in fn), None)
+        if same is None:
+            fn |= self.working({"auto": self.forward(ids, batch, cache, auto, 0)})
+        times = self.time(fn, guess, self.a.rounds)
+        if same:
+            times["auto"] = times[same]
+        self.tell(name, times)
+        none = times.pop("no communication", None)
+        c, w = model.config, world.size
+        received = 2 * self.a.layers * 2 * tokens * c.hidden_size * 2 * (w - 1) / w
+        link = received / self.fixed["link_gbs"] / 1e3
+        for method, us in times.items():
+            plan = auto if method == "auto" else methods[method][0]
+            self.row(
+                name=name, M=tokens, N=c.hidden_size, K=c.intermediate_size, mode="graph", method=method, us=round(us, 2),
+                gemm_us=none and round(none, 2), limit_us=none and round(max(none, link), 2), plan=json.dumps({"kind": plan.kind, **vars(plan)}),
+                requests=batch.requests,
+            )  # fmt: skip
+
+    def launched(self, name: str, batch: Batch, cache: Cache) -> None:
+        """Forward passes that the host launches: kernels, and not a graph."""
+        tokens, c = batch.tokens, self.model.config
+        ids = torch.randint(c.vocab_size, (tokens,), device=self.world.device)
+        plans = {q: plan for q, (plan, leave) in self.methods(tokens).items() if not leave}
+        plan = self.model.plan("auto", tokens, "eager")
+        if plan not in plans.values():
+            plans["what auto takes"] = plan
+        fn = self.working({q: self.forward(ids, batch, cache, plan, 0) for q, plan in plans.items()})
+        times = time_interleaved(fn, mode="eager", calls=2, rounds=self.a.rounds)
+        if self.a.tune:
+            best = min(times, key=lambda q: times[q])
+            plan = plans[best] if times["sequential"] / times[best] >= GAIN else plans["sequential"]
+            self.eager[tokens] = replace(plan, split=0)
+        times["auto"] = times[next(q for q in plans if plans[q] == plan)]
+        self.tell(f"{name}, eager", times)
+        for method, us in times.items():
+            chosen = plan if method == "auto" else plans[method]
+            self.row(
+                name=name, M=tokens, N=c.hidden_size, K=c.intermediate_size, mode="eager", method=method,
+                us=round(us, 2), plan=json.dumps({"kind": chosen.kind, **vars(chosen)}), requests=batch.requests,
+            )  # fmt: skip
+
+    def tell(self, name: str, times: dict[str, float]) -> None:
+        base = times["sequential"]
+        self.say(
+            name, f"x{self.world.size}:", " | ".join(f"{q} {us:.0f} ({base / us:.3f}x)" for q, us in times.items())
+        )
+
+    def row(self, **fields: Any) -> None:
+        if self.world.rank == 0:
+            with open(self.a.out / "decoder.jsonl", "a") as f:
+                f.write(json.dumps({**fields, **self.fixed}) + "\n")
+
+    # -- the profile of the layer's GEMMs
+    def measure_profile(self, rows: int, step: int = 128) -> None:
+        """us of a layer's GEMMs by cuBLAS and of the fused norm, at every `step` tokens: the slowest rank's."""
+        world, model = self.world, self.model
+        layer: Any = model.model.layers[0]
+        weights = [layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down]
+        widest = max(max(w.shape) for w in weights)
+        xs = torch.randn(rows, widest, device=world.device, dtype=torch.bfloat16)
+        out = torch.empty(rows * widest, device=world.device, dtype=torch.bfloat16)
+
+        def us(fn: Run, calls: int) -> float:
+            return time_interleaved({"x": fn}, mode="graph", calls=calls, rounds=3)["x"]
+
+        def gemm(w: torch.Tensor, m: int) -> Run:
+            x, y = xs.view(-1)[: m * w.shape[1]].view(m, -1), out[: m * w.shape[0]].view(m, -1)
+            return lambda: world.linear(x, w, None, world.current_stream(), y)
+
+        at = list(range(step, rows + 1, step))
+        both: list[list[float]] = [[], []]
+        for m in at:
+            for i in (0, 1):
+                fns = [gemm(w, m) for w in weights[2 * i : 2 * i + 2]]
+                both[i].append(round(us(lambda fns=fns: [f() for f in fns], 5), 1))  # type: ignore[misc]
+        hidden, norm = model.config.hidden_size, layer.input_layernorm.weight
+        plan = LayerPlan(norm=self.a.norms[0]).norm_plan
+        points = []
+        coarse = [m for m in at if m & (m - 1) == 0 or m == at[-1]]
+        for m in coarse:
+            x = torch.randn(m, hidden, device=world.device, dtype=torch.bfloat16)
+            own = torch.randn(
+                weft.lang.balanced_rows(m, world.size)[world.rank], hidden, device=world.device, dtype=x.dtype
+            )
+            points.append(us(lambda x=x, r=own: weft.all_reduce_rms_norm(x, r, norm, 1e-5, world=world, plan=plan), 5))  # type: ignore[misc]
+        norms = [round(_between(coarse, points, m), 1) for m in at]
+        self.profile = LayerTimes(step, tuple(both[0]), tuple(both[1]), tuple(norms))
+        weave.learn_layers(self.name, Table((), self.profile))
+        self.say(f"profile: {len(at)} sizes; {at[-1]} tokens {[c[-1] for c in (*both, norms)]}")
+
+    # -- request mixes
+    def mix(self, name: str) -> None:
+        """Some steps from the middle of a schedule, one after another, tables and graphs made before."""
+        world, model, a = self.world, self.model, self.a
+        slots = min(1024, 128 * world.size)
+        sizes = (*(s for s in (1, 2, 4, 8, 16, 32, 64) if s < CHUNK), *range(128, CHUNK + 1, 128))
+        steps = schedule(name, slots, 2 * slots, sizes)
+        steps = steps[len(steps) // 3 :][: a.steps]
+        several = max(b.requests - b.singles for b in steps)
+        cache = self.cache(slots, MAX_LEN)
+        ids = [torch.randint(model.config.vocab_size, (b.tokens,), device=world.device) for b in steps]
+        every: dict[str, list[Run]] = {}
+        plans: dict[str, str | LayerPlan] = {
+            "sequential": "plain",
+            "no communication": "plain",
+            "fused": "fused",
+            "auto": "auto",
+        }
+        plans |= {f"fused, norm {norm}": LayerPlan("fused", norm=norm) for norm in a.norms[1:]}
+        plans |= {"sequence": "sequence", "woven": LayerPlan("woven", norm=a.norms[-1])}
+        for method, plan in plans.items():
+            if a.ways and method not in ("sequential", "no communication", *a.ways):
+                continue
+            graphs = Graphs(model, cache, sizes=sizes, several=several, plan=plan)
+            summing = llama.all_reduce_then_norm
+            if method == "no communication":
+                llama.all_reduce_then_norm = local
+            try:
+                every[method] = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
+                for run in every[method]:  # captures
+                    run()
+                world.synchronize()
+                error = ""
+            except Exception as e:
+                error = repr(e)[:300]
+                if world.rank == 0:
+                    traceback.print_exc()
+            llama.all_reduce_then_norm = summing
+            if any(errors := world.exchange(error)):
+                self.say(f"left out: {name} {method}: {next(e for e in errors if e)}")
+                every.pop(method, None)
+        tokens = sum(b.tokens for b in steps)
+        meter = Meter()
+
+        def measured(q: str, runs: list[Run]) -> Run:
+            def run() -> None:
+                meter.running = q
+                for step in runs:
+                    step()
+
+            return run
+
+        fns = {q: measured(q, runs) for q, runs in every.items()}
+        meter.start()
+        times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # graphs inside
+        meter.on = False
+        self.tell(f"{name}, {len(steps)} steps, {tokens} tokens", times)
+        self.say(name, {q: tuple(meter.means(q).values()) for q in fns})
+        none = times.pop("no communication", None)
+        for method, us in times.items():
+            self.row(
+                name=f"{self.of}-{name}", M=CHUNK, N=model.config.hidden_size, K=model.config.intermediate_size, mode="graph", method=method,
+                us=round(us / len(steps), 2), gemm_us=none and round(none / len(steps), 2), limit_us=none and round(none / len(steps), 2),
+                plan=None, **meter.means(method), steps=len(steps), tokens=tokens, slots=slots,
+                tokens_per_s=round(tokens / us * 1e6),
+            )  # fmt: skip
+        del every, fns, cache
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def table(self) -> None:
+        """Runs of equal choices become one. The profile is kept if smart splits gained more often than not. What this
+        run did not measure stays as it was."""
+        if self.smart and statistics.median(self.smart) < 1:
+            self.say(f"no profile: smart splits gained {[round(g, 3) for g in self.smart]}")
+            self.profile = None
+        c = self.model.config
+        weave._learned.pop(self.name, None)
+        before = weave.table(self.world, c.hidden_size, c.intermediate_size)
+        made = replace(before, eager=_runs(self.eager)) if self.eager else before
+        if self.choices:
+            made = replace(made, choices=_runs(self.choices), profile=self.profile)
+        weave.learn_layers(self.name, made)
+        if self.world.rank == 0:
+            path = self.a.out / "decoder-table.json"
+            found = json.loads(path.read_text()) if path.exists() else {}
+            found[self.name] = made.to_json()
+            path.write_text(json.dumps(found) + "\n")
+            print(
+                f"table -> {path}, for src/weft/planner/tables/decoder/{gpu_model(self.world.device)}.json", flush=True
+            )
+
+
+def _runs(best: dict[int, LayerPlan]) -> weave.Choices:
+    kept: list[tuple[int, LayerPlan]] = []
+    for tokens, plan in sorted(best.items()):
+        if not kept or kept[-1][1] != plan:
+            kept.append((tokens, plan))
+    return tuple(kept)
+
+
+def _between(at: list[int], us: list[float], m: int) -> float:
+    """Linear between the measured points."""
+    i = next(i for i, a in enumerate(at) if a >= m)
+    if at[i] == m:
+        return us[i]
+    share = (m - at[i - 1]) / (at[i] - at[i - 1])
+    return us[i - 1] + share * (us[i] - us[i - 1])
+
+
+def prompts(tokens: int) -> Batch:
+    """Four sequences, more where they would be longer than 4,096."""
+    count = max(4, tokens // 4096)
+    return Batch.prefill([tokens // count] * count)
+
+
+def measure(bench: Bench, a: argparse.Namespace) -> None:
+    world, of = bench.world, bench.of
+    bench.say(
+        f"{of}, {gpu_model(world.device)} x{world.size}, attention {bench.fixed['attention']}, link "
+        f"{bench.fixed['link_gbs']} GB/s"
+    )
+    todo: list[tuple[str, Run]] = []
+    if a.tune:
+        todo += [("profile", lambda: bench.measure_profile(a.profile))] if a.profile else []  # type: ignore[misc]
+    if "prefill" in a.parts:
+        cache = bench.cache(8, 4096)
+        todo += [
+            (f"{of}-prefill-{n}", lambda n=n, c=cache: bench.size(f"{of}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
+            for n in a.prefill
+        ]
+    if "decode" in a.parts:
+        cache = bench.cache(max(a.decode), HISTORY + 8)
+        todo += [
+            (f"{of}-decode-{n}", lambda n=n, c=cache: bench.size(f"{of}-decode-{n}", Batch.decode([HISTORY] * n), c))  # type: ignore[misc]
+            for n in a.decode
+        ]
+    if "eager" in a.parts:
+        cache = bench.cache(8, 4096)
+        todo += [
+            (f"{of}-eager-{n}", lambda n=n, c=cache: bench.launched(f"{of}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
+            for n in a.eager
+        ]
+    if a.tune:
+        todo.append(("table", bench.table))
+    if "mixes" in a.parts:
+        todo += [(m, lambda m=m: bench.mix(m)) for m in a.mixes]  # type: ignore[misc]
+    for name, run in todo:
+        if bench.late():
+            bench.say("out of time before", name)
+            break
+        try:
+            run()
+        except Exception:
+            bench.say(f"FAILED: {name}")
+            traceback.print_exc()
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", required=True, type=Path)
+    p.add_argument("--parts", nargs="*", default=["prefill", "decode", "mixes"])
+    p.add_argument("--models", nargs="*", default=["70B"], choices=list(MODELS))
+    p.add_argument("--ways", nargs="*", default=[], help="names of methods to time, beside sequential; none: all")
+    p.add_argument("--prefill", nargs="*", type=int, default=list(PREFILL))
+    p.add_argument("--eager", nargs="*", type=int, default=list(PREFILL))
+    p.add_argument("--decode", nargs="*", type=int, default=list(DECODE))
+    p.add_argument("--mixes", nargs="*", default=list(MIXES))
+    p.add_argument("--layers", type=int, default=8)
+    p.add_argument(
+        "--sms", nargs="*", type=int, default=[116], help="programs of weft's own GEMM, or SMs left to cuBLAS"
+    )
+    p.add_argument("--norms", nargs="*", default=["auto"], help="plans of all_reduce_rms_norm, as JSON or names")
+    p.add_argument("--weave-from", type=int, default=128, help="fewest tokens that are woven")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--steps", type=int, default=120, help="of each request mix")
+    p.add_argument("--tune", action="store_true")
+    p.add_argument("--profile", type=int, default=16384, help="tokens up to which the profile is measured; 0: none")
+    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, world = time.time(), weft.init()
+    for of in a.models:
+        torch.manual_seed(0)
+        measure(Bench(world, a, of, start), a)
+        gc.collect()
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

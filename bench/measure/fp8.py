@@ -1,0 +1,315 @@
+"""GEMMs of 8-bit operands on one GPU, method by method: torchrun --nproc-per-node 1 -m bench.measure.fp8 --out DIR [--seconds S]
+
+Each size in one interleaved run, CUDA graphs: weft's own kernel in several tiles (FORMS), and "auto", which chooses at first
+use; torch._scaled_mm by tensor and by row, with and without fast accumulation; torch's product by block, DeepGEMM's and
+quack's (by tensor), where they can be imported; and cuBLAS in bfloat16. The most important sizes go first: Llama-70B,
+Qwen2.5-32B and DeepSeek-V3's dense layers as 1, 2, 4 and 8 ranks split them. Appends a row a size to DIR/fp8.jsonl: `us` by
+"recipe: method", `error` of each against a float64 product of the dequantized operands, over some rows. Recipes: tensor and row
+(fast accumulation), slow (by row, promoted), block. What fails or is wrong is printed once and left out. Rows named "quantizing" time SiLU-mul and
+add + norm with and without the 8-bit rows that they can end in. Kernels are compiled by
+several processes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+import weft
+from bench.common.timing import time_interleaved
+from bench.measure.run import commit
+from weft.backends import library_gemm
+from weft.backends.library_gemm import ScaledOperands, dequantized
+from weft.compute.scaled_gemm import Scales, scaled_matmul
+from weft.ops.recipes import Recipe, block_rows, scaled_tile
+from weft.ops.scaled_gemm import PROMOTED, WIDE
+from weft.plans import GemmTile, Persistent
+from weft.transport.memory import descriptor
+
+BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+RIGHT = 2e-2  # relative error of a right result
+ROWS = 128  # of the check against float64
+RECIPES = {
+    "tensor": Recipe("tensor", True), "row": Recipe("row", True), "slow": Recipe("row", False), "block": Recipe("block"),
+}  # fmt: skip
+
+
+def form(block_m: int, block_n: int, warps: int, stages: int, per_sm: int = 1, flatten: bool = True) -> Persistent:
+    return Persistent(GemmTile(block_m, block_n, 128, warps, stages), per_sm, flatten)
+
+
+# What "auto" chooses from; and, where sums are promoted, a tile whose halves two warp groups split by columns, as the
+# sums over ranks have it, and one of half the columns, for few tiles.
+PROMOTES = [*PROMOTED, form(128, 128, 8, 4, 1, False), form(128, 64, 4, 4, 2, False)]
+FORMS = {"tensor": list(WIDE), "row": list(WIDE), "slow": PROMOTES, "block": PROMOTES}
+QUANTIZED = [
+    (4096, 8192, 7168),
+    (1024, 8192, 3584),
+    (16384, 7168, 4608),
+    (64, 8192, 7168),
+]  # M, hidden, inner of a rank
+QUACK = [(128, 192, 2, True), (128, 160, 2, True), (128, 256, 2, False)]
+
+
+def said(plan: Persistent) -> str:
+    t = plan.tile
+    return f"weft {t.block_m}x{t.block_n} w{t.warps} s{t.stages} x{plan.per_sm}{'' if plan.flatten else ' nested'}"
+
+
+def launched(
+    recipe: Recipe, plan: Persistent, o: ScaledOperands, out: torch.Tensor, sms: int, by_columns: bool = False
+) -> Callable[[], object]:
+    """A launch of weft's own kernel without a World, for the compiling processes too."""
+    (m, k), n, tile = o.x.shape, len(o.weight), plan.tile
+    bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
+    rows = block_rows(tile, recipe)
+    a, b = descriptor(o.x, m, k, (rows, bk)), descriptor(o.weight, n, k, (bn, bk))
+    c = descriptor(out, m, n, (rows, bn // 2))
+    grid = (min(sms * plan.per_sm, -(-m // bm) * -(-n // bn)),)
+    args = dict(
+        x_desc=a, w_desc=b, out_desc=c, bias=o.bias, scales=Scales(o.x_scale, o.weight_scale), M=m, N=n, K=k,
+        tile=scaled_tile(tile, tile.group_m, recipe), BY_COLUMNS=by_columns, FLATTEN=plan.flatten,
+    )  # fmt: skip
+    return lambda: scaled_matmul[grid](**args, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def operands(m: int, n: int, k: int, scaling: str, fast: bool) -> ScaledOperands:
+    """Random ones, whose scales are as large as a dynamic quantization's."""
+
+    def scale(*shape: int) -> torch.Tensor:
+        return (torch.rand(*shape, device="cuda") + 0.5) * 0.01
+
+    x, w = ((torch.randn(r, k, device="cuda") * 100).clamp(-448, 448).to(E4M3) for r in (m, n))
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "tensor": ((1,), (1,)), "row": ((m, 1), (n, 1)), "block": ((m, k // 128), (-(-n // 128), k // 128)),
+    }  # fmt: skip
+    of_x, of_w = shapes[scaling]
+    return ScaledOperands(x, w, None, scale(*of_x), scale(*of_w), scaling, fast)
+
+
+def compiled(job: tuple[str, Persistent, bool]) -> str:
+    """Compile it, in a process of its own; what went wrong, if something did."""
+    name, plan, by_columns = job
+    try:
+        recipe = RECIPES[name]
+        o = operands(512, 512, 512, recipe.scaling, recipe.fast_accum)
+        launched(recipe, plan, o, torch.empty(512, 512, device="cuda", dtype=BF), 1, by_columns)()
+        torch.cuda.synchronize()
+        return ""
+    except Exception as e:
+        return repr(e)[:200]
+
+
+def jobs(recipes: list[str]) -> list[tuple[str, Persistent, bool]]:
+    return [(name, plan, c) for name in recipes for plan in FORMS[name] for c in ((False, True) if name == "block" else (False,))]  # fmt: skip
+
+
+def sizes() -> Iterator[tuple[str, int, int, int]]:
+    """(name, M, N, K): the layers of 4 and 8 ranks at usual numbers of tokens first."""
+    models = {  # hidden, intermediate, columns of QKV, columns of what the output projection takes
+        "Llama-70B": (8192, 28672, 10240, 8192), "Qwen2.5-32B": (5120, 27648, 7168, 5120),
+        "DeepSeek-V3": (7168, 18432, 24576, 16384),
+    }  # fmt: skip
+    for few in (True, False):
+        for m in (4096, 8192, 1024, 16384, 2048, 512) if few else (4096, 1024, 16384, 512, 8192, 2048):
+            for ranks in (4, 8, 2, 1):
+                for model, (h, i, qkv, o) in models.items():
+                    layers = {"gate_up": (2 * i // ranks, h), "down": (h, i // ranks)}
+                    if not few:  # DeepSeek-V3's query projection goes up from 1,536
+                        layers = {"qkv": (qkv // ranks, 1536 if model == "DeepSeek-V3" else h), "o": (h, o // ranks)}
+                    for layer, (n, k) in layers.items():
+                        yield f"{model} {layer} x{ranks}", m, n, k
+    for m in (4096, 1024, 16384, 512, 8192, 2048):
+        yield "DeepSeek-V3 latents", m, 2112, 7168
+
+
+def libraries(name: str, o: ScaledOperands, out: torch.Tensor) -> dict[str, Callable[[], object]]:
+    ways: dict[str, Callable[[], object]] = {
+        product: lambda run=run: run(o, out) for product, run in library_gemm.scaled_products(o.scaling).items()
+    }
+    if name == "block":
+        columns = o._replace(x_scale=o.x_scale.t().contiguous().t())
+        if "torch" in ways:
+            ways["torch"] = lambda: library_gemm.torch_scaled_by_block(columns, out)
+        if "deep_gemm" in ways:
+            from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
+
+            ready = o._replace(x_scale=get_mn_major_tma_aligned_tensor(o.x_scale))
+            ways["deep_gemm"] = lambda: library_gemm.deep_gemm_by_block(ready, out)
+    if name == "tensor":
+        try:
+            from quack.gemm import gemm
+        except ImportError:
+            return ways
+        alpha = o.x_scale * o.weight_scale
+        for tile_m, tile_n, cluster, pingpong in QUACK:
+            ways[f"quack {tile_m}x{tile_n}"] = lambda a=tile_m, b=tile_n, c=cluster, p=pingpong: gemm(
+                o.x, o.weight, out, None, None, a, b, c, 1, pingpong=p, alpha=alpha
+            )
+    return ways
+
+
+_failed: set[str] = set()
+
+
+def error_of(fn: Callable[[], object], out: torch.Tensor, rows: torch.Tensor, want: torch.Tensor) -> float | None:
+    """Against float64; None for what fails."""
+    try:
+        out.zero_()
+        fn()
+        torch.cuda.synchronize()
+        error = ((out[rows].double() - want).norm() / want.norm()).item()
+        return error if error < RIGHT else None
+    except Exception:
+        return None
+
+
+def methods(
+    name: str, m: int, n: int, k: int, world: weft.World, out: torch.Tensor, bad: set[tuple[str, Persistent, bool]]
+) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
+    """Those of a recipe that give the right result, and their errors."""
+    recipe = RECIPES[name]
+    o = operands(m, n, k, recipe.scaling, recipe.fast_accum)
+    columns = o._replace(x_scale=o.x_scale.t().contiguous().t()) if name == "block" else o
+    ways: dict[str, Callable[[], object]] = {}
+    for job in jobs([name]):
+        _, plan, by_columns = job
+        if job not in bad:
+            way = launched(recipe, plan, columns if by_columns else o, out, world.sm_count, by_columns)
+            ways[said(plan) + (" columns" if by_columns else "")] = way
+    ways |= libraries(name, o, out)
+    ways["weft auto"] = lambda: weft.matmul(
+        o.x, o.weight, x_scale=columns.x_scale, weight_scale=o.weight_scale, use_fast_accum=recipe.fast_accum,
+        world=world, out=out,
+    )  # fmt: skip
+    rows = torch.randperm(m, device="cuda")[:ROWS]
+    x_scale = o.x_scale if name == "tensor" else o.x_scale[rows]
+    blocks = 128 if name == "block" else 1
+    some = o.x.view(torch.uint8)[rows].view(E4M3)
+    want = dequantized(some, x_scale).double() @ dequantized(o.weight, o.weight_scale, blocks).double().t()
+    errors = {way: error_of(fn, out, rows, want) for way, fn in ways.items()}
+    for way, error in errors.items():
+        if error is None and f"{name}: {way}" not in _failed:
+            _failed.add(f"{name}: {way}")
+            print(f"left out: {name}: {way}", flush=True)
+            try:
+                ways[way]()
+            except Exception:
+                print(traceback.format_exc(limit=2)[-500:], flush=True)
+    return {w: fn for w, fn in ways.items() if errors[w] is not None}, {
+        w: e for w, e in errors.items() if e is not None
+    }
+
+
+def measure(size: tuple[str, int, int, int], recipes: list[str], world: weft.World, bad: Any, rounds: int) -> dict[str, Any]:  # fmt: skip
+    name, m, n, k = size
+    out = torch.empty(m, n, device="cuda", dtype=BF)
+    x, w = torch.randn(m, k, device="cuda", dtype=BF), torch.randn(n, k, device="cuda", dtype=BF) * 0.02
+    fns: dict[str, Callable[[], object]] = {"bf16: cuBLAS": lambda: torch.mm(x, w.t(), out=out)}
+    errors: dict[str, float] = {}
+    for recipe in recipes:
+        ways, wrong = methods(recipe, m, n, k, world, out, bad)
+        fns |= {f"{recipe}: {way}": fn for way, fn in ways.items()}
+        errors |= {f"{recipe}: {way}": error for way, error in wrong.items()}
+    times = time_interleaved(fns, mode="graph", calls=3, rounds=rounds)
+    return dict(name=name, M=m, N=n, K=k, us={way: round(us, 2) for way, us in times.items()}, error=errors)
+
+
+def summary(row: dict[str, Any], recipes: list[str]) -> str:
+    """For each recipe the best of weft's tiles, "auto", and the best of the others, in TFLOP/s."""
+    flops, parts = 2e-6 * row["M"] * row["N"] * row["K"], []
+    for recipe in recipes:
+        us = {way.partition(": ")[2]: t for way, t in row["us"].items() if way.startswith(f"{recipe}: ")}
+        own = {way: t for way, t in us.items() if way.startswith("weft ") and way != "weft auto"}
+        others = {way: t for way, t in us.items() if not way.startswith("weft ")}
+        best = [min(group, key=group.__getitem__) for group in (own, others) if group]
+        shown = [f"{way} {flops / us[way]:.0f}" for way in [*best, *(["weft auto"] if "weft auto" in us else [])]]
+        parts.append(f"{recipe}: {', '.join(shown)}")
+    return f"{row['name']} {row['M']}x{row['N']}x{row['K']} bf16 {flops / row['us']['bf16: cuBLAS']:.0f} | {' | '.join(parts)}"  # fmt: skip
+
+
+def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> dict[str, Any]:
+    """us of SiLU-mul and of add + norm as they are, and ending in 8-bit rows; and of the quantization alone, of both."""
+    x, residual = (torch.randn(m, h, device="cuda", dtype=BF) for _ in range(2))
+    both, weight, one = torch.randn(m, 2 * inner, device="cuda", dtype=BF), torch.ones(h, device="cuda", dtype=BF), torch.ones(1, device="cuda")  # fmt: skip
+    fns: dict[str, Callable[[], object]] = {
+        "silu_mul": lambda: weft.silu_mul(both, world=world),
+        "norm": lambda: weft.all_reduce_rms_norm(x, residual, weight, world=world),
+    }
+    for recipe in ("row", "block", "tensor"):
+        scale = one if recipe == "tensor" else None
+        fns[f"silu_mul, {recipe}"] = lambda r=recipe, s=scale: weft.silu_mul(both, quantize=r, scale=s, world=world)
+        fns[f"quantize, {recipe}"] = lambda r=recipe, s=scale: weft.quantize(x, r, scale=s, world=world)
+        more: dict[str, Any] = dict(out_dtype=E4M3, scale=one) if recipe == "tensor" else dict(quantize=recipe)
+        fns[f"norm, {recipe}"] = lambda k=more: weft.all_reduce_rms_norm(x, residual, weight, world=world, **k)
+    times = time_interleaved(fns, mode="graph", calls=5, rounds=rounds)
+    return dict(name="quantizing", M=m, N=h, K=inner, us={way: round(us, 2) for way, us in times.items()}, error={})
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in ("torch", "triton", "sgl-deep-gemm", "quack-kernels"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", required=True, type=Path)
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--processes", type=int, default=12)
+    p.add_argument("--recipes", nargs="*", default=["row", "block", "slow", "tensor"], choices=list(RECIPES))
+    p.add_argument("--skip", type=int, default=0, help="sizes that an earlier run has")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, todo = time.time(), jobs(a.recipes)
+    with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:
+        bad = {j for j, why in zip(todo, pool.map(compiled, todo), strict=True) if why and not print(j, why)}
+    print(f"{time.time() - start:.0f}s: compiled", flush=True)
+    world = weft.init()
+    fixed = dict(
+        gpu=torch.cuda.get_device_properties(0).name, commit=commit(), triton=triton.__version__, versions=versions(),
+        rounds=a.rounds, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+    for m, h, inner in QUANTIZED if a.skip == 0 else ():
+        row = quantizing(m, h, inner, world, a.rounds)
+        with open(a.out / "fp8.jsonl", "a") as f:
+            f.write(json.dumps(row | fixed) + "\n")
+        us = row["us"]
+        ratios = [
+            f"{way} {t / us[way.partition(',')[0]]:.2f}x"
+            for way, t in us.items()
+            if not way.startswith("q") and "," in way
+        ]
+        print(f"{time.time() - start:4.0f}s quantizing {m} x {h}, {inner}: {', '.join(ratios)}", flush=True)
+    for size in list(sizes())[a.skip :]:
+        if time.time() - start > a.seconds:
+            break
+        row = measure(size, a.recipes, world, bad, a.rounds)
+        with open(a.out / "fp8.jsonl", "a") as f:
+            f.write(json.dumps(row | fixed) + "\n")
+        print(f"{time.time() - start:4.0f}s {summary(row, a.recipes)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from bench.measure import fp8  # by the name that the compiling processes know it by
+
+    fp8.main()

@@ -1,0 +1,265 @@
+"""Layers of whole models as two papers measured them, on `weft.models`, beside torch and NCCL in the same run:
+torchrun --nproc-per-node N -m bench.measure.models --out DIR [--only LLaMA2-7B ..] [--layers 2] [--seconds S]
+Training steps and blocks of a diffusion transformer: models_training.py, whose rows go to the same file.
+
+TileLink's eight (its Figure 11, 8 H800s): batch 4, sequence 8192, two layers of each. FlashOverlap's inference: a chunk of 16,384
+tokens of Llama-70B. GPT-3's MLPs have two matrices and GELU; here they are gated, of two thirds of the width: the same work and bytes.
+Appends rows to DIR/models.jsonl: `us` of a forward pass in a CUDA graph (embedding, layers, last norm), the slowest rank's median of
+interleaved rounds; `error`, relative, from "libraries". Methods:
+    libraries    dense: cuBLAS, NCCL's all-reduce, add and norm in one kernel; experts: NCCL's all-gather, torch's sort, index and
+                 `torch._grouped_mm` of this rank's experts, NCCL's reduce-scatter (everything on the device, as a graph needs it)
+    fused, woven, sequence    as in decoder.py, woven by copy engines; with experts sequence alone
+    woven own    woven, with weft's own GEMM on all SMs
+    auto         what the planner takes; a row of its own where that is none of these
+    without communication    "libraries" less its collectives: what each rank computes, under which nothing can hide more. `error`
+                 is of no meaning there, and null
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from bench.common.collectives import Collectives, Elided
+from bench.common.timing import error_of, time_interleaved
+from bench.measure.run import commit
+from bench.pages.tables import ALONE
+from weft.lang.mapping import balanced_rows
+from weft.models import Batch, Cache, Llama
+from weft.models.cache import Layout
+from weft.models.mixture import MixtureMLP
+from weft.nn.weave import LayerPlan
+from weft.ops.activation import silu_mul_blocks
+from weft.ops.moe.routing.router import gate
+
+Tensor = torch.Tensor
+WORDS = 1024  # of a vocabulary: a whole output head under 2 layers would hide them
+
+
+def dense(hidden: int, inner: int, heads: int, kv_heads: int = 0) -> dict[str, Any]:
+    return dict(
+        model_type="llama", hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads, head_dim=128,
+    )  # fmt: skip
+
+
+def mixtral(hidden: int, inner: int, heads: int) -> dict[str, Any]:
+    of = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    return {**dense(hidden, inner, heads, 8), **of}
+
+
+QWEN15 = dict(
+    model_type="qwen2_moe", num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+    norm_topk_prob=False, decoder_sparse_step=1,
+)  # fmt: skip
+FOUR = (8192,) * 4
+MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # config, and new tokens of every request
+    "LLaMA2-7B": (dense(4096, 11008, 32), FOUR),
+    "Mixtral-8x7B": (mixtral(4096, 14336, 32), FOUR),
+    "LLaMA2-70B": (dense(8192, 28672, 64, 8), FOUR),
+    "Qwen1.5-2.7B": ({**dense(2048, 5632, 16), **QWEN15}, FOUR),
+    "Llama-70B chunk": (dense(8192, 28672, 64, 8), (16384,)),
+    "LLaMA2-13B": (dense(5120, 13824, 40), FOUR),
+    "Mixtral-8x22B": (mixtral(6144, 16384, 48), FOUR),
+    "GPT3-6.7B": (dense(4096, 10944, 32), FOUR),
+    "GPT3-175B": (dense(12288, 32768, 96), FOUR),
+}
+
+
+class Picked(torch.autograd.Function):
+    """Rows order // k of x, order a permutation of k times its rows, `back` its inverse; backward without atomic additions, which
+    those of torch's `index_select` are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
+        ctx.back, ctx.k = back, k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        dx = dy.index_select(0, ctx.back)
+        return dx if ctx.k == 1 else dx.view(-1, ctx.k, dx.shape[1]).sum(1), None, None, None
+
+
+def experts_here(
+    world: weft.World, group: int, full: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
+) -> Tensor:
+    """This rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2: as
+    `weft.moe.moe` takes them, of the group-th so many experts, all their columns or some."""
+    (local, hidden, inner), k = w2.shape, ids.shape[1]
+    own = ids.flatten() - group * local
+    own, order = own.masked_fill((own < 0) | (own >= local), local).sort(stable=True)
+    here = (own < local)[:, None]  # what the other rows hold is anything: they are of no expert here
+    last = torch.arange(local, dtype=own.dtype, device=own.device)
+    ends = torch.searchsorted(own, last, right=True, out_int32=True)
+    back = order.argsort()
+    rows = Picked.apply(full, order, back, k)
+    if rows.requires_grad:
+        rows = torch.where(here, rows, 0)
+    both = torch._grouped_mm(rows, w13.flatten(1, 3).transpose(1, 2), offs=ends)
+    y = torch._grouped_mm(silu_mul_blocks(both, inner, world.scale.interleave, world), w2.transpose(1, 2), offs=ends)
+    y = torch.where(here, y, 0) * weights.flatten()[order, None].to(y.dtype)
+    return Picked.apply(y, back, order, 1).view(-1, k, hidden).sum(1)
+
+
+def experts_by_libraries(mlp: MixtureMLP, x: Tensor, rows: int, k: int, by: Collectives) -> Tensor:
+    """As `mlp(x)`: all ranks' tokens here, this rank's experts, and the sums of its own tokens back."""
+    world, experts = mlp.world, mlp.experts
+    full = by.gather(x, rows)
+    ids, weights = gate(full @ mlp.gate.weight.t(), k, world=world, renormalise=mlp.mixture.renormalise)
+    partial = experts_here(world, world.rank, full, ids, weights, experts.w13, experts.w2)
+    if mlp.mixture.shared_intermediate_size:
+        shared = mlp.shared_expert
+        middle = silu_mul_blocks(full @ shared.gate_up.t(), shared.inner, shared.block, world)
+        partial += (middle @ shared.down.t()) * (full @ mlp.shared_expert_gate.weight.t()).sigmoid()
+    return by.sum(partial)
+
+
+def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, by: Collectives) -> Tensor:
+    """As `model.hidden` of a model with experts, whose rows are at their owners between the layers."""
+    world, c, part, rows = model.world, model.config, layout.parts[0], layout.tokens
+    norm = functools.partial(weft.rms_norm, world=world)
+    norms, shards = model._norms(), balanced_rows(rows, world.size)
+    assert c.mixture is not None
+    x = model.model.embed_tokens.weight[ids].split(shards)[world.rank]
+    residual, y = x, norm(x, *norms[0])
+    for at, layer in enumerate(model.model.layers):
+        qkv = by.gather(y, rows) @ layer.self_attn.qkv.t()
+        out = torch.empty(rows, layer.self_attn.out.shape[1], dtype=qkv.dtype, device=qkv.device)
+        heads = model._heads(layer.self_attn, at, part, layout, qkv, out)
+        world.finish(world.current_stream())
+        y = by.sum(heads @ layer.self_attn.out.t())
+        y, residual = norm(y, *norms[2 * at + 1], residual=residual)
+        y = experts_by_libraries(layer.mlp, y, rows, c.mixture.top_k, by)
+        y, residual = norm(y, *norms[2 * at + 2], residual=residual)
+    return by.gather(y, rows)
+
+
+def alone(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: weft.World, **_: object
+) -> tuple[Tensor, Tensor]:
+    """What "libraries" take in place of `all_reduce_rms_norm`, called as that, less the all-reduce."""
+    return weft.rms_norm(partial, weight, eps, world=world, residual=residual)
+
+
+def ways(sms: int) -> dict[str, LayerPlan]:
+    """Of a dense model, by method, on a GPU of so many SMs."""
+    return {
+        "libraries": LayerPlan("plain"),
+        "fused": LayerPlan("fused"),
+        "woven": LayerPlan("woven", norm="decomposed"),
+        "woven own": LayerPlan("woven", sms=sms, norm="decomposed"),
+        "sequence": LayerPlan("sequence"),
+    }
+
+
+class Bench:
+    def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
+        self.world, self.a, self.start = world, a, time.time()
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.fixed = dict(
+            op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=now
+        )
+
+    def plans(self, model: Llama, tokens: int) -> dict[str, LayerPlan]:
+        """By method; "auto" stands for the method that it takes, or comes last with a plan of its own."""
+        auto = model.plan("auto", tokens)
+        if model.config.mixture is not None:
+            return {"sequence": auto}
+        made = {
+            name: model.plan(plan, tokens)
+            for name, plan in ways(self.world.sm_count).items()
+            if name in ("libraries", *self.a.methods)
+        }
+        return made if auto in made.values() else {**made, "auto": auto}
+
+    @torch.no_grad()
+    def run(self, name: str) -> None:
+        config, lengths = MODELS[name]
+        world = self.world
+        model = Llama(dict(config, vocab_size=WORDS, num_hidden_layers=self.a.layers), world=world)
+        batch = Batch.prefill(lengths)
+        cache = Cache(model.config, world=world, slots=len(lengths), max_len=max(lengths))
+        ids = torch.arange(batch.tokens, device=world.device) % WORDS
+        plans = self.plans(model, batch.tokens)
+
+        def of(plan: LayerPlan) -> Callable[[], Tensor]:
+            layout = model.layout(batch, cache, plan)
+            return lambda: model.hidden(ids, layout)
+
+        todo = {method: of(plan) for method, plan in plans.items()}
+        if model.config.mixture is None:
+            layout = model.layout(batch, cache, "plain")
+            todo[ALONE] = lambda: model.hidden(ids, layout, alone)
+        else:
+            layout, elided = model.layout(batch, cache, "sequence"), Elided(world)
+            by = functools.partial(mixture_by_libraries, model, ids, layout)
+            todo = {"libraries": lambda: by(Collectives(world)), **todo, ALONE: elided.passes(lambda: by(elided))}
+        want = todo["libraries"]().clone()
+        errors = {method: None if method == ALONE else round(error_of(fn(), want), 5) for method, fn in todo.items()}
+        times = time_interleaved(todo, mode="graph", calls=1, rounds=self.a.rounds)
+        auto = model.plan("auto", batch.tokens)
+        taken = next(method for method, plan in plans.items() if plan == auto)
+        times["auto"], errors["auto"] = times[taken], errors[taken]
+        self.tell(name, batch.tokens, model, times, errors, taken)
+
+    def tell(
+        self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float | None], taken: str
+    ) -> None:
+        """taken: the method that "auto" is."""
+        if self.world.rank:
+            return
+        base, c, shape = times["libraries"], model.config, dict(N=model.config.hidden_size)
+        if c.mixture is None:
+            shape |= dict(K=c.intermediate_size)
+        else:
+            shape |= dict(K=c.mixture.intermediate_size, E=c.mixture.num_experts, top_k=c.mixture.top_k)
+        said = " | ".join(
+            f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]})" for method, us in times.items()
+        )
+        print(f"{time.time() - self.start:.0f}s {name}: {said} ({taken})", flush=True)
+        with open(self.a.out / "models.jsonl", "a") as f:
+            for method, us in times.items():
+                row = dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=errors[method],
+                           taken=taken, **self.fixed)  # fmt: skip
+                f.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    known = list(ways(0))
+    p.add_argument("--methods", nargs="*", default=known, choices=known, help="of the dense ones; libraries always")
+    p.add_argument("--layers", type=int, default=2)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    bench = Bench(world, a)
+    for name in a.only:
+        if max(world.exchange(time.time() - bench.start)) > a.seconds:
+            break
+        try:
+            bench.run(name)
+        except Exception as e:  # a model that cannot be timed leaves the others
+            print(f"{name}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Training steps of layers, and blocks of a diffusion transformer, as FlashOverlap measured them (section 6), beside torch and
+NCCL in the same run: torchrun --nproc-per-node N -m bench.measure.models_training --out DIR [--only NAME ..] [--modes eager graph] [--seconds S]
+
+    Llama-70B training    two sequences of 8,192 tokens; forward and backward
+    Mixtral training      four sequences of 8,192 tokens, sizes of Mixtral-8x7B; forward and backward. Experts are over the ranks, but of
+                          four ranks two and two share the columns of the same experts (EP 2 x TP 2)
+    video diffusion       33,792 tokens, sizes of Step-Video-T2V: full attention, norms modulated, MLP with GELU; forward
+
+Rows are over the ranks between the layers' parts, heads and columns inside. Both sides are one module of `weft.nn` and `weft.moe`,
+with the same weights and the same arithmetic but for what stands where ranks meet: "libraries" NCCL's all-gather and
+reduce-scatter beside cuBLAS and `torch._grouped_mm`, under autograd; "auto" the modules as they are. For the backward pass both keep
+the gathered rows and what the experts' activations take. "without communication" is "libraries" less its collectives, as in
+models.py. Not there, as the same on both sides: rotary positions, weights of norms, the optimiser, attention to a video's text.
+Appends rows to DIR/models.jsonl as models.py does, `error` the largest of the result's and, of a training step, those of the
+gradients of x and of a weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import weft
+from bench.common.collectives import Collectives, Elided, Gathered, Scattered
+from bench.common.timing import error_of, time_interleaved
+from bench.measure.models import experts_here
+from bench.measure.run import commit
+from bench.pages.tables import ALONE
+from weft.ops.activation import silu_mul_blocks
+
+Tensor = torch.Tensor
+TOP_K = 2  # experts of a token
+SHARING = {4: 2}  # ranks that share the columns of the same experts, by ranks
+LIBRARIES = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.MATH,
+]  # of attention, the first that can
+
+
+class Sizes(NamedTuple):
+    """Of a layer. experts 0: a gated MLP, or with `video` one with GELU."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    sequences: int
+    tokens: int
+    experts: int = 0
+    video: bool = False
+    head_dim: int = 128
+
+
+LAYERS = {
+    "Llama-70B training": Sizes(8192, 28672, 64, 8, 2, 8192),
+    "Mixtral training": Sizes(4096, 14336, 32, 8, 4, 8192, experts=8),
+    "video diffusion": Sizes(6144, 24576, 48, 48, 1, 33792, video=True),
+}
+
+
+def column(of: nn.Module, x: Tensor, by: Collectives) -> Tensor:
+    return F.linear(Gathered.apply(x, by), of.weight, of.bias)
+
+
+def row(of: nn.Module, x: Tensor, by: Collectives) -> Tensor:
+    y = Scattered.apply(F.linear(x, of.weight), by)
+    return y if of.bias is None else y + of.bias
+
+
+def gated(of: nn.Module, x: Tensor, by: Collectives) -> Tensor:
+    both = F.linear(Gathered.apply(x, by), of.gate_up)
+    return Scattered.apply(F.linear(silu_mul_blocks(both, of.inner, of.block, of.world), of.down), by)
+
+
+def mixture(of: nn.Module, x: Tensor, by: Collectives) -> Tensor:
+    full = Gathered.apply(x, by)
+    ids, weights, _ = of.route(full)
+    return Scattered.apply(experts_here(of.world, of.split.group, full, ids, weights, of.w13, of.w2), by)
+
+
+BY_LIBRARIES = {
+    weft.nn.ColumnParallelLinear: column,
+    weft.nn.RowParallelLinear: row,
+    weft.nn.ParallelMLP: gated,
+    weft.moe.MoE: mixture,
+}
+
+
+class LayerOf(nn.Module):
+    """x [m_r, H] -> [m_r, H], rows of this rank; by: the collectives beside the libraries' GEMMs, None for weft's ops."""
+
+    def __init__(self, s: Sizes, world: weft.World) -> None:
+        super().__init__()
+        self.s, self.world, bias = s, world, s.video
+        made = functools.partial(weft.nn.ColumnParallelLinear, s.hidden, world=world, bias=bias, keep_gathered=True)
+        back = functools.partial(weft.nn.RowParallelLinear, out_features=s.hidden, world=world, bias=bias)
+        self.qkv = made((s.heads + 2 * s.kv_heads) * s.head_dim)
+        self.out = back(s.heads * s.head_dim)
+        if s.video:
+            self.mlp = nn.Sequential(made(s.inner), nn.GELU("tanh"), back(s.inner))
+            self.modulation = nn.Parameter(torch.randn(6, s.hidden, dtype=torch.bfloat16, device=world.device) * 0.1)
+        elif s.experts:
+            of = dict(world=world, parallel=SHARING.get(world.size, 1), keep="activation")
+            self.mlp = weft.moe.MoE(s.hidden, s.inner, s.experts, TOP_K, **of).requires_grad_()
+            with torch.no_grad():
+                self.mlp.router.normal_(generator=torch.Generator(world.device).manual_seed(1))
+                for w in (self.mlp.w13, self.mlp.w2):
+                    w.uniform_(-(w.shape[2] ** -0.5), w.shape[2] ** -0.5)
+        else:
+            self.mlp = weft.nn.ParallelMLP(s.hidden, s.inner, world=world, keep_gathered=True)
+
+    def attention(self, qkv: Tensor) -> Tensor:
+        s, w = self.s, self.world.size
+        heads = qkv.view(s.sequences, s.tokens, -1, s.head_dim).transpose(1, 2)
+        q, k, v = heads.split([s.heads // w, s.kv_heads // w, s.kv_heads // w], 1)
+        with sdpa_kernel(LIBRARIES, set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=not s.video, enable_gqa=s.heads != s.kv_heads)
+        return y.transpose(1, 2).reshape(s.sequences * s.tokens, -1)
+
+    def norm(self, x: Tensor, at: int) -> Tensor:
+        if not self.s.video:
+            return F.rms_norm(x, x.shape[1:])
+        shift, scale = self.modulation[at], self.modulation[at + 1]
+        return torch.addcmul(shift, F.layer_norm(x, x.shape[1:]), 1 + scale)
+
+    def gate(self, y: Tensor, at: int) -> Tensor:
+        return y * self.modulation[at + 2] if self.s.video else y
+
+    def forward(self, x: Tensor, by: Collectives | None) -> Tensor:
+        def run(of: nn.Module, y: Tensor) -> Tensor:
+            if isinstance(of, nn.Sequential):
+                return functools.reduce(lambda y, part: run(part, y), of, y)
+            return of(y) if by is None or type(of) not in BY_LIBRARIES else BY_LIBRARIES[type(of)](of, y, by)
+
+        x = x + self.gate(run(self.out, self.attention(run(self.qkv, self.norm(x, 0)))), 0)
+        return x + self.gate(run(self.mlp, self.norm(x, 3)), 3)
+
+
+class Layers(nn.ModuleList):
+    def forward(self, x: Tensor, by: Collectives | None) -> Tensor:
+        return functools.reduce(lambda x, layer: layer(x, by), self, x)
+
+
+class Step:
+    """Of several layers: calls give the result, and of a training step the gradients of x and of each weight.
+
+    The leaves of each call's graph are its own: those of an earlier call would be bound to the stream that it ran on, as long as
+    anything holds its graph, and no CUDA graph could be captured on another."""
+
+    def __init__(self, world: weft.World, s: Sizes, layers: int) -> None:
+        torch.manual_seed(1)
+        own = torch.Generator(world.device).manual_seed(2 + world.rank)
+        self.s, self.layers = s, Layers(LayerOf(s, world) for _ in range(layers))
+        shape = s.sequences * s.tokens // world.size, s.hidden
+        made = functools.partial(torch.randn, shape, dtype=torch.bfloat16, device=world.device, generator=own)
+        self.x, self.dy = made(), made()
+
+    def __call__(self, by: Collectives | None) -> tuple[Tensor, ...]:
+        trained = not self.s.video
+        x, *weights = (t.detach().requires_grad_(trained) for t in (self.x, *self.layers.parameters()))
+        named = dict(zip((name for name, _ in self.layers.named_parameters()), weights, strict=True))
+        with torch.set_grad_enabled(trained):
+            y = torch.func.functional_call(self.layers, named, (x, by))
+            return y.detach(), *(torch.autograd.grad(y, [x, *weights], self.dy) if trained else ())
+
+
+def measure(world: weft.World, name: str, mode: str, a: argparse.Namespace) -> list[dict[str, Any]]:
+    s = LAYERS[name]
+    step = Step(world, s, a.layers)
+    elided = Elided(world)
+    ways = {"libraries": lambda: step(Collectives(world)), "auto": lambda: step(None)}
+    ways[ALONE] = elided.passes(lambda: step(elided))
+    want = [t.clone() for t in ways["libraries"]()[:3]]
+    error = max(error_of(got, t) for got, t in zip(ways["auto"](), want, strict=False))
+    errors = {"libraries": 0.0, "auto": round(error, 5), ALONE: None}
+    times = time_interleaved(ways, mode=mode, calls=1, rounds=a.rounds)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    fixed = dict(op="models", world=world.size, dtype="bfloat16", mode=mode, layers=a.layers, commit=commit(), date=now)
+    shape = dict(name=name, M=s.sequences * s.tokens, N=s.hidden, K=s.inner)
+    shape |= dict(E=s.experts, top_k=TOP_K) if s.experts else {}
+    return [dict(shape, method=way, us=round(us, 1), error=errors[way], **fixed) for way, us in times.items()]
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--only", nargs="*", default=list(LAYERS), choices=list(LAYERS))
+    p.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=["eager", "graph"])
+    p.add_argument("--layers", type=int, default=2)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, world = time.time(), weft.init()
+    for mode, name in itertools.product(a.modes, a.only):
+        if max(world.exchange(time.time() - start)) > a.seconds:
+            break
+        rows = measure(world, name, mode, a)
+        if world.rank == 0:
+            with open(a.out / "models.jsonl", "a") as f:
+                f.writelines(json.dumps(row) + "\n" for row in rows)
+            base = rows[0]["us"]
+            said = ", ".join(f"{r['method']} {r['us']:.0f} ({base / r['us']:.3f}x, error {r['error']})" for r in rows)
+            print(f"{time.time() - start:.0f}s {name}, {mode}: {said}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""The MoE layer on real models' sizes, beside the libraries: NCCL all-to-all and torch's grouped GEMM.
+
+torchrun --nproc-per-node N -m bench.measure.moe --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--plans JSON ...] [--seconds S]
+torchrun --nproc-per-node N -m bench.measure.moe --out DIR --one-launch [--seconds 100]
+torchrun --nproc-per-node N -m bench.measure.moe --out DIR --stamps [--models ...] [--tokens ...]
+torchrun --nproc-per-node N -m bench.measure.moe --out DIR --models FlashMoE-ungated-E32 --tokens 4096 8192 16384
+
+Appends rows to DIR/moe.jsonl, and with --stamps to DIR/moe_stamps.jsonl where the time of a fused call goes. `us` is a layer, gate
+included, in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the graph.
+"library" is captured with split sizes known in advance and no gate, the strongest that the libraries give; "library, eager" reads
+them back, with the gate, as users write it. limit_us = max(FLOPs at RATE, bytes of weights touched / MEMORY, bytes that dispatch and
+combine move each way / the link's measured rate). Of the same run: gemm_us, both grouped GEMMs alone, each by torch or weft, whichever
+is faster; tables_us, the gate and the tables alone; alone_us, what no overlapping saves: max(gemm_us, weights, bytes) + tables_us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import weft
+from bench.common import peers
+from bench.common.timing import error_of, time_interleaved
+from bench.measure import moe_alone
+from bench.measure.run import commit
+from weft import moe
+from weft.ops.moe.expert_parallel import fused
+from weft.plans import NARROW, Dispatched, FusedMoe, GemmTile, LowLatency, Plan
+
+BF = torch.bfloat16
+RATE = 700.0  # TFLOP/s of the best grouped GEMM known on an H200 (docs/moe.md)
+MEMORY = 4.3  # TB/s of an H200
+ROUTINGS = 4  # that a graph goes through
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    inner: int
+    experts: int
+    k: int
+    activation: str = "swiglu"
+
+
+MODELS = {
+    "Qwen3-30B": Model(2048, 768, 128, 8),
+    "Mixtral-8x7B": Model(4096, 14336, 8, 2),
+    "GPT-OSS-120B": Model(2880, 2880, 128, 4),
+    "Qwen3-235B": Model(4096, 1536, 128, 8),
+    "FlashMoE": Model(2048, 2048, 32, 2),
+}
+# FlashMoE's experts as its paper has them: GELU of two matrices, and 8 to 128 of them.
+UNGATED = {f"FlashMoE-ungated-E{e}": Model(2048, 2048, e, 2, "gelu") for e in (8, 16, 32, 64, 128)}
+KNOWN = MODELS | UNGATED
+
+
+# The plans of one launch and of few tokens, and the sizes at which --one-launch times which of them.
+ONE_AN_SM = FusedMoe(tile=GemmTile(), per_sm=1, copy_programs=16, copy_stages=3)
+PLANS: dict[str, Plan] = {
+    "weft fused": FusedMoe(),
+    "weft fused, 8 movers": FusedMoe(copy_programs=8),
+    "weft fused, 16 movers": FusedMoe(copy_programs=16),
+    "weft fused, 128 movers": FusedMoe(copy_programs=128),
+    "weft fused, 256 columns": ONE_AN_SM,
+    "weft fused, 256 columns, 8 movers": replace(ONE_AN_SM, copy_programs=8),
+    "weft fused, 256 columns, 32 movers": replace(ONE_AN_SM, copy_programs=32),
+    "weft fused, 64 rows": FusedMoe(tile=replace(NARROW, block_m=64)),
+    "weft low latency": LowLatency(),
+    "weft low latency, 32 rows": LowLatency(tile=replace(LowLatency.tile, block_m=32)),
+}
+FUSED = ["weft fused", "weft fused, 256 columns"]
+FEW = ["weft low latency", "weft fused, 64 rows"]
+ONE_LAUNCH: list[tuple[str, int, list[str]]] = [
+    ("Qwen3-30B", 8192, [name for name in PLANS if "fused" in name and "64 rows" not in name]),
+    ("Qwen3-30B", 2048, [*FUSED, "weft fused, 128 movers"]),
+    ("Qwen3-30B", 512, [*FUSED, "weft fused, 64 rows"]),
+    ("FlashMoE", 8192, FUSED),
+    ("FlashMoE", 2048, FUSED),
+    ("FlashMoE", 512, FUSED),
+    *((name, tokens, FEW) for name in ("Qwen3-30B", "GPT-OSS-120B") for tokens in (64, 8, 1)),
+    ("Mixtral-8x7B", 8192, FUSED),
+]
+
+
+class Layer:
+    """One layer's tensors on this rank, and routings that change."""
+
+    def __init__(self, world: weft.World, of: Model, tokens: int, zipf: float) -> None:
+        self.world, self.of, self.tokens, device = world, of, tokens, world.device
+        local = of.experts // world.size
+        own = torch.Generator(device).manual_seed(world.rank)
+        same = torch.Generator(device).manual_seed(7)
+
+        def draw(*shape: int, by: torch.Generator = own) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=BF, generator=by)
+
+        self.router = draw(of.experts, of.hidden, by=same) * 0.02
+        skew = torch.arange(1, of.experts + 1, device=device, dtype=torch.float32).log() * -zipf
+        self.skew = skew[torch.randperm(of.experts, device=device, generator=same)]
+        self.xs = [draw(tokens, of.hidden) for _ in range(ROUTINGS)]
+        self.gated = of.activation != "gelu"
+        self.w13 = draw(local, (1 + self.gated) * of.inner, of.hidden) * 0.02
+        self.w2 = draw(local, of.hidden, of.inner) * 0.02
+        self.packed = moe.pack(self.w13, world=world) if self.gated else self.w13
+        self.turn, self.even = 0, zipf == 0
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.router)
+        return y if self.even else (y + self.skew).to(BF)
+
+    def routed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, self.turn = self.xs[self.turn % ROUTINGS], self.turn + 1
+        return x, *moe.gate(self.logits(x), self.of.k, world=self.world)
+
+    def run(self, plan: str | Plan) -> torch.Tensor:
+        x, ids, weights = self.routed()
+        activation = self.of.activation
+        return moe.moe(x, ids, weights, self.packed, self.w2, activation=activation, world=self.world, plan=plan)
+
+
+class Library:
+    """As `../peers`: what one writes with torch.distributed and torch._grouped_mm."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.size = layer, layer.world.size
+        self.first, self.second = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
+        self.fixed = self.counts(layer.xs[0])
+
+    def gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        p, e = torch.topk(self.layer.logits(x).float().softmax(-1), self.layer.of.k)
+        return p / p.sum(-1, keepdim=True), e
+
+    def counts(self, x: torch.Tensor) -> tuple:
+        """Weights, order of routes, rows to and from ranks, order by expert and its ends. Waits for the host."""
+        of, size = self.layer.of, self.size
+        local = of.experts // size
+        p, e = self.gate(x)
+        flat = e.flatten()
+        order, send = flat.argsort(stable=True), torch.bincount(flat, minlength=of.experts)
+        recv = torch.empty_like(send)
+        dist.all_to_all_single(recv, send)
+        gives, gets = torch.stack([send.view(size, local).sum(1), recv.view(size, local).sum(1)]).tolist()
+        by = torch.repeat_interleave(torch.arange(local, device=x.device).repeat(size), recv)
+        ends = torch.bincount(by, minlength=local).cumsum(0).int()
+        place = by.argsort(stable=True)
+        return p, order, gives, gets, place, place.argsort(), ends
+
+    def experts(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        first = torch._grouped_mm(rows, self.first, offs=ends)
+        if self.layer.gated:
+            a, b = first.chunk(2, -1)
+            hidden = F.silu(a) * b
+        else:
+            hidden = F.gelu(first)
+        return torch._grouped_mm(hidden, self.second, offs=ends)
+
+    def layer_of(self, x: torch.Tensor, routed: tuple) -> torch.Tensor:
+        p, order, gives, gets, place, back, ends = routed
+        t, k = p.shape
+        came, z = x.new_empty(sum(gets), x.shape[1]), x.new_empty(t * k, x.shape[1])
+        dist.all_to_all_single(came, x[order // k], gets, gives)
+        dist.all_to_all_single(z, self.experts(came[place], ends)[back], gives, gets)
+        return (z[order.argsort()].view(t, k, -1) * p.to(BF)[:, :, None]).sum(1)
+
+    def known(self) -> torch.Tensor:
+        return self.layer_of(self.layer.xs[0], self.fixed)
+
+    def eager(self) -> torch.Tensor:
+        x = self.layer.xs[0]
+        return self.layer_of(x, self.counts(x))
+
+
+def limits(layer: Layer, link: float) -> tuple[float, float]:
+    """us, of the rank that has most to do: of its FLOPs, and of the bytes of weights or rows. link: GB/s."""
+    of, world, size = layer.of, layer.world, layer.world.size
+    local, flops, touched, sent = of.experts // size, 0.0, 0.0, 0.0
+    matrix = (2 + layer.gated) * of.hidden * of.inner  # elements of an expert
+    for x in layer.xs:
+        ids = layer.logits(x).float().topk(of.k).indices
+        rows = torch.bincount(ids.flatten(), minlength=of.experts)
+        dist.all_reduce(rows)
+        own = rows[world.rank * local :][:local]
+        flops += 2 * own.sum().item() * matrix
+        touched += 2 * (own > 0).sum().item() * matrix
+        to = (
+            torch.stack([(ids // local == r).any(1).sum() for r in range(size) if r != world.rank]).sum()
+            if size > 1
+            else 0
+        )
+        sent += float(to) * of.hidden * 2
+    every = world.exchange((flops / RATE / 1e6, max(touched / MEMORY / 1e6, sent / link / 1e3)))
+    return max(us for us, _ in every) / ROUTINGS, max(us for _, us in every) / ROUTINGS
+
+
+def measure(
+    world: weft.World, name: str, tokens: int, plans: Mapping[str, Plan], a: argparse.Namespace, link: float
+) -> list[dict]:
+    layer = Layer(world, KNOWN[name], tokens, a.zipf)
+    library, of = Library(layer), KNOWN[name]
+    ways: dict[str, str | Plan] = {"auto": "auto", **plans}
+    fns: dict[str, Callable[[], object]] = {"library": library.known}
+    fns |= {way: lambda plan=plan: layer.run(plan) for way, plan in ways.items()}
+    layer.turn = 0
+    want, error = library.known(), 0.0
+    for plan in ways.values():
+        layer.turn = 0
+        error = max(error, error_of(layer.run(plan), want))
+    gemms = moe_alone.gemms_of(layer, library)
+    fns |= gemms | {"tables": moe_alone.tables(layer)}
+    calls = ROUTINGS if tokens > 2048 else 2 * ROUTINGS
+    times = time_interleaved(fns, mode="graph", calls=calls, rounds=5)
+    if a.eager:
+        times["library, eager"] = time_interleaved({"": library.eager}, mode="eager", calls=5, rounds=5)[""]
+    shape = dict(op="moe", name=f"{name}-{tokens}", M=tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k)
+    shape["activation"] = of.activation
+    fixed = dict(
+        world=world.size, mode="graph", zipf=a.zipf, error=round(error, 5), commit=commit(), link_gbs=round(link, 1)
+    )
+    by_flops, by_bytes = limits(layer, link)
+    alone = {name: times.pop(name) for name in (*gemms, "tables")}
+    gemm = sum(min(alone[f"{half} {whose}"] for whose in ("torch", "weft")) for half in ("first", "second"))
+    fixed |= dict(
+        gemm_us=round(gemm, 1),
+        tables_us=round(alone["tables"], 1),
+        alone_us=round(max(gemm, by_bytes) + alone["tables"], 1),
+    )
+    return [
+        dict(
+            shape,
+            method=way,
+            us=round(us, 1),
+            limit_us=round(max(by_flops, by_bytes), 1),
+            plan=plans[way].to_json() if way in plans else None,
+            **fixed,
+        )
+        for way, us in times.items()
+    ]
+
+
+def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
+    """Of the programs' time in the one launch of fused calls, the share of each thing, waits not counted; of this rank."""
+    layer, plan = Layer(world, KNOWN[name], tokens, 0.0), PLANS[way]
+    assert isinstance(plan, FusedMoe)
+    times = fused.stamped(world, world.sm_count * plan.per_sm)
+    for calls in (2, 2 * ROUTINGS):
+        times.zero_()
+        for _ in range(calls):
+            layer.run(plan)
+        torch.cuda.synchronize()
+    *parts, whole = times.double().mean(0).tolist()
+    kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
+    shares = {kind: round(part / whole, 4) for kind, part in zip(kinds, parts, strict=True)}
+    of = dict(op="moe stamps", name=f"{name}-{tokens}", method=way, world=world.size, commit=commit())
+    return of | dict(us=round(whole / calls / 1e3, 1), in_tasks=round(sum(parts) / whole, 4), **shares)
+
+
+def keep(path: Path, rows: list[dict], world: weft.World) -> None:
+    if world.rank == 0:
+        with open(path, "a") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--models", nargs="*", default=list(MODELS))
+    p.add_argument("--tokens", nargs="*", type=int, default=[512, 2048, 8192])
+    p.add_argument("--zipf", type=float, default=0.0)
+    p.add_argument(
+        "--plans", nargs="*", default=[], help="plans as JSON, of Dispatched where no kind is named, timed beside auto"
+    )
+    p.add_argument(
+        "--one-launch", action="store_true", help="the plans of one launch and of few tokens, at a few sizes"
+    )
+    p.add_argument(
+        "--stamps", action="store_true", help="where the time of a fused call goes, of the models and tokens"
+    )
+    p.add_argument("--eager", action="store_true")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
+    a = p.parse_args()
+    usual = json.loads(Dispatched().to_json())
+    given = {p: Plan.from_json(p if "kind" in json.loads(p) else json.dumps(usual | json.loads(p))) for p in a.plans}
+    sizes = [(name, tokens, given) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
+    if a.one_launch:
+        sizes = [(name, tokens, {way: PLANS[way] for way in ways}) for name, tokens, ways in ONE_LAUNCH]
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, world = time.time(), weft.init()
+    link = peers.link_rate(world)
+    with torch.no_grad():
+        if a.stamps:
+            for name, tokens, _ in sizes:
+                for row in [stamps(world, name, tokens, way) for way in FUSED]:
+                    keep(a.out / "moe_stamps.jsonl", [row], world)
+                    print(row if world.rank == 0 else "", flush=True)
+            sizes = []
+        for name, tokens, plans in sizes:
+            if max(world.exchange(time.time() - start)) > a.seconds:
+                break
+            try:
+                rows = measure(world, name, tokens, plans, a, link)
+            except weft.WeftError as e:
+                rows = []
+                print(f"{name} {tokens}: {type(e).__name__}: {e}"[:400], flush=True)
+            torch.cuda.empty_cache()
+            keep(a.out / "moe.jsonl", [dict(row, plan=str(row["plan"])) for row in rows], world)
+            if world.rank == 0:
+                said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows)
+                if rows:
+                    print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
+                          f"error {rows[0]['error']}: {said}", flush=True)  # fmt: skip
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

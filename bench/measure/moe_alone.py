@@ -1,0 +1,85 @@
+"""What a layer of `moe.py` takes at least: its grouped GEMMs alone, and what stands before them, the gate and the tables.
+
+Functions to time, of one routing that has been; nobody waits for anybody in the GEMMs, and nothing runs beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.ops.moe.call import MoeOperands
+from weft.ops.moe.expert_parallel import dispatched
+from weft.ops.moe.expert_parallel.op import MOE, packed
+from weft.ops.moe.routing import route_tables
+from weft.plans import Dispatched
+
+if TYPE_CHECKING:
+    from bench.measure.moe import Layer, Library
+
+
+def library_gemms(library: Library) -> dict[str, Callable[[], object]]:
+    """torch's, over rows in the order of the experts."""
+    layer, (_, _, _, gets, _, _, ends) = library.layer, library.fixed
+    rows = layer.xs[0].new_empty(sum(gets), layer.of.hidden).normal_()
+    hidden = rows.new_empty(sum(gets), layer.of.inner).normal_()
+    return {
+        "first": lambda: torch._grouped_mm(rows, library.first, offs=ends),
+        "second": lambda: torch._grouped_mm(hidden, library.second, offs=ends),
+    }
+
+
+def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
+    """weft's, with the activation, as "dispatched" has them."""
+    world, (x, ids, weights) = layer.world, layer.routed()
+    operands = MoeOperands(x, ids, weights, packed("moe", "w13", layer.packed, 5, layer.of.activation), layer.w2)
+    w, call = (
+        operands.experts,
+        MOE.check(world, operands, (None, layer.of.activation, None, None, "rows", False, False)),
+    )
+    kind, plan = call.layer, MOE.auto(world, call, "graph")
+    plan = plan if isinstance(plan, Dispatched) else Dispatched()
+    dispatched.run_dispatched(world, call, plan, operands, torch.empty_like(x))
+    world.synchronize()
+    _, made, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
+    tables = route_tables.Tables(*(t.clone() for t in made))  # the next call's are another routing's
+    dispatch_flags = world.channel("nobody to wait for", world.size, None)
+    dispatch_flags.counters.fill_(1 << 30)
+    of = replace(dispatched.plan_state(world, kind, plan), dispatch_flags=dispatch_flags)
+    inbox = torch.randn(world.size * kind.max_tokens_per_rank, kind.hidden, dtype=x.dtype, device=x.device)
+    hidden, y = (inbox.new_empty(of.rows, cols) for cols in (kind.inner, kind.hidden))
+    at = dispatched.LayerWorkspace(SimpleNamespace(local=inbox), None, hidden, y)
+    counters = torch.zeros(32, dtype=torch.int32, device=x.device)
+    launches = dict(
+        first=dispatched.first_gemm(world, of, w, tables, at),
+        second=dispatched.grouped_gemm(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters),
+    )
+    return {half: lambda step=step: step.on(world.current_stream()) for half, step in launches.items()}
+
+
+def gemms_of(layer: Layer, library: Library) -> dict[str, Callable[[], object]]:
+    """Both of each half, by "first torch", .., "second weft"."""
+    every = {"torch": library_gemms(library), "weft": own_gemms(layer)}
+    return {f"{half} {whose}": fn for whose, fns in every.items() for half, fn in fns.items()}
+
+
+def tables(layer: Layer) -> Callable[[], object]:
+    """The gate, the routes shared with all ranks, and the tables made of them: in memory of their own, in turns, as no
+    rows come back that would tell of their end."""
+    world, of, capacity = layer.world, layer.of, layer.tokens
+    sizes = route_tables.TableSizes(of.experts // world.size, capacity, Dispatched.tile.block_m)
+    shared = route_tables.routes_of(world, capacity, of.k, alternating=True)
+    builder = route_tables.make_builder(world, shared, sizes, cumulative_targets=False)
+    made = route_tables._tables(world, builder, sizes, list_tiles=True)
+    here = world.empty((world.size * capacity * of.k,), torch.float32)
+
+    def run() -> None:
+        _, ids, weights = layer.routed()
+        route_tables.share(world, ids, weights, capacity, alternating=True)
+        route_tables.run_builder(world, builder, made, here)
+
+    return run

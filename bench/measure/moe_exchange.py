@@ -1,0 +1,145 @@
+"""Dispatch and combine by themselves on real models' sizes, beside the library's all-to-all.
+
+torchrun --nproc-per-node N -m bench.measure.moe_exchange --out DIR [--models ...] [--tokens ...] [--zipf 1.0]
+
+Appends rows to DIR/moe_exchange.jsonl, `op` "moe_dispatch" and "moe_combine". `us` is the median of calls launched ahead of the GPU,
+by events between them, on the slowest rank; a combine stands between two dispatches, so ranks meet in each. "library":
+`all_to_all_single` of sizes known in advance, with what makes rows by expert of tokens and the weighted sum of rows, as one writes
+it with torch. limit_us = bytes of the rows that leave a rank, each token once for each rank that has one of its experts / the link's
+measured rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from bench.common import peers
+from bench.common.timing import error_of
+from bench.measure.moe import BF, MODELS, ROUTINGS, Layer, Library
+from bench.measure.run import commit
+from weft import moe
+
+CALLS, ROUNDS = 8, 5
+AHEAD = 10_000_000  # cycles, about 5 ms: longer than the host takes to launch so many calls
+Phases = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
+
+
+def weft_phases(layer: Layer, **options: Any) -> Phases:
+    """Of routings that change from call to call; y is what came."""
+    routed = [moe.gate(layer.logits(x), layer.of.k, world=layer.world) for x in layer.xs]
+
+    def dispatch() -> Any:
+        turn, layer.turn = layer.turn % ROUTINGS, layer.turn + 1
+        return moe.dispatch(layer.xs[turn], *routed[turn], experts=layer.of.experts, world=layer.world, **options)
+
+    return dispatch, lambda made: moe.combine(*made)
+
+
+def library_phases(layer: Layer) -> Phases:
+    x, (p, order, gives, gets, place, back, _) = layer.xs[0], Library(layer).fixed
+    t, k = p.shape
+
+    def dispatch() -> torch.Tensor:
+        came = x.new_empty(sum(gets), x.shape[1])
+        dist.all_to_all_single(came, x[order // k], gets, gives)
+        return came[place]
+
+    def combine(rows: torch.Tensor) -> torch.Tensor:
+        z = x.new_empty(t * k, x.shape[1])
+        dist.all_to_all_single(z, rows[back], gives, gets)
+        return (z[order.argsort()].view(t, k, -1) * p.to(BF)[:, :, None]).sum(1)
+
+    return dispatch, combine
+
+
+def times(phases: Phases) -> tuple[float, float]:
+    """us of both on the slowest rank."""
+    dispatch, combine = phases
+    found: tuple[list[float], list[float]] = ([], [])
+    combine(dispatch())
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(AHEAD)
+        dist.all_reduce(torch.empty(1, device="cuda"))
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(CALLS)]
+        for first, between, last in marks:
+            first.record()
+            made = dispatch()
+            between.record()
+            combine(made)
+            last.record()
+        torch.cuda.synchronize()
+        for first, between, last in marks[1:]:
+            found[0].append(1e3 * first.elapsed_time(between))
+            found[1].append(1e3 * between.elapsed_time(last))
+    slowest = torch.tensor([statistics.median(each) for each in found], device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest[0].item(), slowest[1].item()
+
+
+def limit(layer: Layer, link: float) -> float:
+    """us, of the rank from which most rows leave. link: GB/s."""
+    world, of = layer.world, layer.of
+    local, sent = of.experts // world.size, 0
+    for x in layer.xs:
+        rank = layer.logits(x).float().topk(of.k).indices // local
+        sent += sum(int((rank == r).any(1).sum()) for r in range(world.size) if r != world.rank)
+    return max(world.exchange(sent * of.hidden * 2 / ROUTINGS / link / 1e3))
+
+
+def measure(world: weft.World, name: str, tokens: int, zipf: float, link: float) -> list[dict[str, Any]]:
+    of, layer = MODELS[name], Layer(world, MODELS[name], tokens, zipf)
+    ways = {"library": library_phases(layer), "weft": weft_phases(layer)}
+    if tokens <= 512:
+        ways["weft, masked"] = weft_phases(layer, layout="masked", max_m=tokens)
+    dispatch, combine = ways["library"]
+    want = combine(dispatch())
+    layer.turn, bound, out = 0, round(limit(layer, link), 1), []
+    dispatch, combine = ways["weft"]
+    error = error_of(combine(dispatch()), want)
+    for way, phases in ways.items():
+        for op, us in zip(("moe_dispatch", "moe_combine"), times(phases), strict=True):
+            out.append(dict(
+                op=op, name=f"{name}-{tokens}", M=tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k, method=way, us=round(us, 1),
+                limit_us=bound, world=world.size, mode="eager", zipf=zipf, error=round(error, 5), commit=commit(), link_gbs=round(link, 1),
+            ))  # fmt: skip
+    return out
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--models", nargs="*", default=list(MODELS))
+    p.add_argument("--tokens", nargs="*", type=int, default=[128, 2048, 8192])
+    p.add_argument("--zipf", type=float, default=0.0)
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    link = peers.link_rate(world)
+    with torch.no_grad():
+        for tokens in a.tokens:
+            for name in a.models:
+                rows = measure(world, name, tokens, a.zipf, link)
+                torch.cuda.empty_cache()
+                if world.rank == 0:
+                    with open(a.out / "moe_exchange.jsonl", "a") as f:
+                        f.writelines(json.dumps(row) + "\n" for row in rows)
+                    said = " | ".join(f"{r['method']} {r['op'][4:]} {r['us']:.0f}" for r in rows)
+                    print(
+                        f"{rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} error {rows[0]['error']}: {said}",
+                        flush=True,
+                    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

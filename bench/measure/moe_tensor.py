@@ -1,0 +1,267 @@
+"""Layers whose experts' columns are split over the ranks, on TileLink's sizes, beside the libraries: NCCL and torch's grouped GEMM.
+
+torchrun --nproc-per-node N -m bench.measure.moe_tensor --out DIR [--models ...] [--tokens ...] [--plans JSON ...] [--seconds S]
+
+Appends rows to DIR/moe_tensor.jsonl, of three ops: both halves and, "moe_tp", the whole. `us` is a call in a CUDA graph, the slowest
+rank's median of interleaved rounds; M tokens of all ranks together. weft's routing changes from call to call within the graph, and its
+tables are made in it; "library" has the order of its rows known in advance: all-gather, index, `torch._grouped_mm` and activation;
+`torch._grouped_mm`, index, weighted sum, reduce-scatter. limit_us = max(the GEMM, bytes of the collective / the link's measured rate),
+of the whole the sum of both halves'; the GEMM is the faster of `torch._grouped_mm` and weft's alone in the same run (gemm_us). tables_us:
+the tables of a call alone, for which its first GEMM waits and which the library's side has for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import weft
+from bench.common import peers
+from bench.common.timing import error_of, time_interleaved
+from bench.measure.run import commit
+from weft import moe
+from weft.ops.moe.call import Weights
+from weft.ops.moe.expert_parallel import dispatched
+from weft.ops.moe.expert_parallel.op import packed
+from weft.ops.moe.routing import route_tables
+from weft.ops.moe.tensor_parallel.call import GatherOperands, route_parts
+from weft.ops.moe.tensor_parallel.dispatched import first_half_state
+from weft.ops.moe.tensor_parallel.op import FIRST_HALF, GATHER_NAME
+from weft.plans import DispatchedColumns, Plan
+
+BF = torch.bfloat16
+ROUTINGS = 4  # that a graph goes through
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    inner: int
+    experts: int
+    k: int
+    activation: str = "swiglu"
+    tokens: int = 8192
+
+
+MODELS = {f"MoE-{i + 1}": Model(2048, 1536, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
+MODELS |= {f"MoE-{i + 4}": Model(4096, 2048, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
+MODELS["Flux"] = Model(8192, 8192, 32, 4, "gelu")  # its paper's size, of one matrix each way
+
+
+class Layer:
+    """One layer's tensors on this rank, and routings that change."""
+
+    def __init__(self, world: weft.World, of: Model) -> None:
+        self.world, self.of, device, size = world, of, world.device, world.size
+        self.inner, self.tokens = of.inner // size, of.tokens // size
+        own = torch.Generator(device).manual_seed(world.rank)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=BF, generator=own)
+
+        wide = 1 if of.activation == "gelu" else 2
+        self.x = draw(self.tokens, of.hidden)
+        self.w13 = draw(of.experts, wide * self.inner, of.hidden) * 0.02
+        self.w2 = draw(of.experts, of.hidden, self.inner) * 0.02
+        self.packed = self.w13 if wide == 1 else moe.pack(self.w13, world=world)
+        scores = [torch.rand(self.tokens, of.experts, device=device, generator=own) for _ in range(ROUTINGS)]
+        top = [s.topk(of.k) for s in scores]
+        self.routes = [(t.indices.int(), t.values / t.values.sum(1, keepdim=True)) for t in top]
+        self.turn = 0
+
+    def first(self, plan: str | Plan, turn: int | None = None) -> tuple[torch.Tensor, ...]:
+        if turn is None:
+            turn, self.turn = self.turn % ROUTINGS, self.turn + 1
+        ids, weights = self.routes[turn]
+        made = weft.all_gather_grouped_matmul(
+            self.x,
+            ids,
+            weights,
+            self.packed,
+            inner=self.inner,
+            activation=self.of.activation,
+            world=self.world,
+            plan=plan,
+        )
+        return *made, ids
+
+    def second(self, plan: str | Plan, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return weft.grouped_matmul_reduce_scatter(*given, self.w2, world=self.world, plan=plan)
+
+
+class Library:
+    """What one writes with torch.distributed and torch._grouped_mm, for the first of the routings."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.size = layer, layer.world.size
+        self.w13, self.w2 = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
+        ids, weights = (self.gathered(t) for t in layer.routes[0])
+        flat = ids.flatten().long()
+        order = flat.argsort(stable=True)
+        self.rows, self.back, self.weights = order // layer.of.k, order.argsort(), weights.to(BF)[:, :, None]
+        self.ends = torch.bincount(flat, minlength=layer.of.experts).cumsum(0).int()
+        self.ordered = self.gathered(layer.x)[self.rows]
+        self.hidden = self.activated(torch._grouped_mm(self.ordered, self.w13, offs=self.ends))
+
+    def gathered(self, t: torch.Tensor) -> torch.Tensor:
+        full = t.new_empty(self.size * t.shape[0], *t.shape[1:])
+        dist.all_gather_into_tensor(full, t.contiguous())
+        return full
+
+    def activated(self, both: torch.Tensor) -> torch.Tensor:
+        if self.layer.of.activation == "gelu":
+            return F.gelu(both)
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def first(self) -> torch.Tensor:
+        return self.activated(torch._grouped_mm(self.gathered(self.layer.x)[self.rows], self.w13, offs=self.ends))
+
+    def second(self, hidden: torch.Tensor) -> torch.Tensor:
+        of = self.layer.of
+        y = torch._grouped_mm(hidden, self.w2, offs=self.ends)
+        part = (y[self.back].view(of.tokens, of.k, of.hidden) * self.weights).sum(1)
+        out = part.new_empty(self.layer.tokens, of.hidden)
+        dist.reduce_scatter_tensor(out, part)
+        return out
+
+    def gemms(self) -> dict[str, Callable[[], object]]:
+        return {
+            "first": lambda: torch._grouped_mm(self.ordered, self.w13, offs=self.ends),
+            "second": lambda: torch._grouped_mm(self.hidden, self.w2, offs=self.ends),
+        }
+
+
+def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
+    """weft's GEMMs alone, of the routing of the last call, which gave `given`: nothing to wait for, nobody beside them."""
+    world, (hidden, routes, ids) = layer.world, given
+    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.of.activation)
+    operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
+    call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size, "rows", False))
+    made = first_half_state(world, call.layer, DispatchedColumns())
+    dispatch_flags = world.channel("nobody to wait for", world.size, None)
+    dispatch_flags.counters.fill_(1 << 30)
+    counters = torch.zeros_like(dispatch_flags.counters)
+    of = replace(made.dispatched, dispatch_flags=dispatch_flags)
+    tables = made.tables(route_parts(world, call.layer, routes))
+    y, full = hidden.new_empty(hidden.shape[0], layer.of.hidden), library.gathered(layer.x)
+    at = dispatched.LayerWorkspace(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
+    w = Weights(w13, layer.w2)
+    launches = dict(
+        first=dispatched.first_gemm(world, of, w, tables, at),
+        second=dispatched.grouped_gemm(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
+    )
+    return {name: lambda step=step: step.on(world.current_stream()) for name, step in launches.items()}
+
+
+def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], object]:
+    """What stands before the first GEMM of a call: the routes shared with all ranks, and the tables made of them."""
+    world, (_, routes, ids) = layer.world, given
+    weights, routes = layer.routes[0][1], routes.clone()
+    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.of.activation)
+    operands = GatherOperands(layer.x, ids, weights, w13)
+    call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size, "rows", False))
+    made, at = first_half_state(world, call.layer, DispatchedColumns()), route_parts(world, call.layer, routes)
+    tables = made.tables(at)
+
+    def run() -> None:
+        route_tables.share(world, ids, weights, call.layer.max_tokens_per_rank, alternating=True)
+        route_tables.run_builder(world, made.builder, tables, at.weights)
+
+    return run
+
+
+def measure(world: weft.World, name: str, of: Model, a: argparse.Namespace, link: float) -> list[dict]:
+    layer = Layer(world, of)
+    library = Library(layer)
+    ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in a.plans}
+    given = layer.first("auto", 0)
+    own = own_gemms(layer, library, given)
+    error = error_of(layer.second("auto", given), library.second(library.hidden))
+    ops: dict[str, dict[str, Callable[[], object]]] = {
+        "all_gather_grouped_matmul": {"library": library.first},
+        "grouped_matmul_reduce_scatter": {"library": lambda: library.second(library.hidden)},
+        "moe_tp": {"library": lambda: library.second(library.first())},
+    }
+    for way, plan in ways.items():
+        ops["all_gather_grouped_matmul"][way] = lambda plan=plan: layer.first(plan)
+        ops["grouped_matmul_reduce_scatter"][way] = lambda plan=plan: layer.second(plan, given)
+        ops["moe_tp"][way] = lambda plan=plan: layer.second(plan, layer.first(plan))
+    every = {f"{op} {way}": fn for op, fns in ops.items() for way, fn in fns.items()}
+    every |= {f"gemm {half} torch": fn for half, fn in library.gemms().items()}
+    every |= {f"gemm {half} weft": fn for half, fn in own.items()}
+    every["tables"] = tables_alone(layer, given)
+    times = time_interleaved(every, mode="graph", calls=2 * ROUTINGS, rounds=5)
+
+    moved = (world.size - 1) * layer.tokens * of.hidden * 2 / link / 1e3
+    gemm = {half: min(times[f"gemm {half} {of_whom}"] for of_whom in ("torch", "weft")) for half in ("first", "second")}
+    bounds = dict(zip(ops, (max(us, moved) for us in gemm.values()), strict=False))
+    bounds["moe_tp"] = sum(bounds.values())
+    gemms = dict(zip(ops, gemm.values(), strict=False)) | {"moe_tp": sum(gemm.values())}
+    shape = dict(name=name, M=of.tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k)
+    fixed = dict(world=world.size, mode="graph", error=round(error, 5), commit=commit(), link_gbs=round(link, 1))
+    return [
+        dict(
+            op=op,
+            **shape,
+            method=way,
+            us=round(times[f"{op} {way}"], 1),
+            limit_us=round(bounds[op], 1),
+            gemm_us=round(gemms[op], 1),
+            tables_us=round(times["tables"], 1),
+            plan=str(ways.get(way, way)),
+            **fixed,
+        )
+        for op, fns in ops.items()
+        for way in fns
+    ]
+
+
+def say(rows: list[dict], seconds: float) -> None:
+    first = rows[0]
+    said = f"error {first['error']}, tables {first['tables_us']} us"
+    print(f"{seconds:.0f}s {first['name']}-{first['M']} x{first['world']} {said}", flush=True)
+    for op in dict.fromkeys(r["op"] for r in rows):
+        mine = [r for r in rows if r["op"] == op]
+        said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in mine)
+        print(f"    {op}: limit {mine[0]['limit_us']:.0f} (GEMM {mine[0]['gemm_us']:.0f}): {said}", flush=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--models", nargs="*", default=list(MODELS))
+    p.add_argument("--tokens", nargs="*", type=int, default=[8192], help="of all ranks together")
+    p.add_argument("--plans", nargs="*", default=[], help="DispatchedColumns plans as JSON, timed beside auto")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
+    a = p.parse_args()
+    usual = json.loads(DispatchedColumns().to_json())
+    a.plans = [Plan.from_json(json.dumps(usual | json.loads(plan))).to_json() for plan in a.plans]
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, world = time.time(), weft.init()
+    link = peers.link_rate(world)
+    with torch.no_grad():
+        for name, tokens in itertools.product(a.models, a.tokens):
+            if max(world.exchange(time.time() - start)) > a.seconds:
+                break
+            rows = measure(world, name, replace(MODELS[name], tokens=tokens), a, link)
+            torch.cuda.empty_cache()
+            if world.rank == 0:
+                with open(a.out / "moe_tensor.jsonl", "a") as f:
+                    f.writelines(json.dumps(row) + "\n" for row in rows)
+                say(rows, time.time() - start)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Forward and backward passes of the MoE layer on real models' sizes, beside the libraries: NCCL all-to-all, or of layers whose
+columns are split over the ranks all-gather and reduce-scatter, and torch's grouped GEMM under autograd.
+
+torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ...] [--tokens 8192] [--parallel expert tensor] [--keep ...]
+    [--profile] [--seconds S]
+
+Appends rows to DIR/moe_training.jsonl: `op` "moe_backward" (of a forward pass that was made before) and "moe_step" (forward and
+backward), us of the slowest rank, in a CUDA graph, and TFLOP/s a GPU, of three matrices an expert: 12 H I operations a row
+backward, 18 a step, what is computed again not counted. "library" is captured with split sizes known in advance; no method has
+the gate in it. The name of a layer of split columns has "tensor" in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import weft
+from bench.common.collectives import Collectives, Gathered, Scattered
+from bench.common.timing import error_of, time_interleaved
+from bench.measure.moe import MODELS, Layer, Library, Model
+from bench.measure.run import commit
+from weft import moe
+
+
+class Exchanged(torch.autograd.Function):
+    """all_to_all_single of rows, and back for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, gives: list[int], gets: list[int]) -> torch.Tensor:
+        ctx.splits = gives, gets
+        came = rows.new_empty(sum(gets), rows.shape[1])
+        dist.all_to_all_single(came, rows.contiguous(), gets, gives)
+        return came
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        gives, gets = ctx.splits
+        back = dy.new_empty(sum(gives), dy.shape[1])
+        dist.all_to_all_single(back, dy.contiguous(), gives, gets)
+        return back, None, None
+
+
+class Timed:
+    """A layer's operands as leaves; a step and a backward pass of it. dy: the gradient of its result."""
+
+    dy: torch.Tensor
+
+    def weft(self, keep: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The result, and the leaves: x, weights, first and second matrices."""
+        raise NotImplementedError
+
+    def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        raise NotImplementedError
+
+    def step(self, forward: Callable[[], tuple]) -> Callable[[], tuple[torch.Tensor, ...]]:
+        def run() -> tuple[torch.Tensor, ...]:
+            y, leaves = forward()
+            return torch.autograd.grad(y, leaves, self.dy)
+
+        return run
+
+    def back(self, forward: Callable[[], tuple]) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """The forward pass is made in the first call, on the stream of that."""
+        made: list[tuple] = []
+
+        def run() -> tuple[torch.Tensor, ...]:
+            if not made:
+                made.append(forward())
+            y, leaves = made[0]
+            return torch.autograd.grad(y, leaves, self.dy, retain_graph=True)
+
+        return run
+
+
+class Trained(Timed):
+    """Of experts over ranks."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.library = layer, Library(layer)
+        x = layer.xs[0]
+        self.x, self.dy = x.clone().requires_grad_(), torch.randn_like(x)
+        with torch.no_grad():
+            self.ids, weights = moe.gate(layer.logits(x), layer.of.k, world=layer.world)
+        self.weights = weights.requires_grad_()
+        self.w13, self.packed, self.w2 = (t.requires_grad_() for t in (layer.w13, layer.packed, layer.w2))
+        p, *self.routed = self.library.fixed
+        self.p = p.clone().requires_grad_()
+
+    def weft(self, keep: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        w = self.layer.world
+        y = moe.moe(self.x, self.ids, self.weights, self.packed, self.w2, keep=keep, world=w, plan="dispatched")
+        return y, (self.x, self.weights, self.packed, self.w2)
+
+    def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        order, gives, gets, place, back, ends = self.routed
+        (t, k), first, second = self.p.shape, self.w13.transpose(1, 2), self.w2.transpose(1, 2)
+        came = Exchanged.apply(self.x.index_select(0, order // k), gives, gets).index_select(0, place)
+        a, b = torch._grouped_mm(came, first, offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(a) * b, second, offs=ends)
+        z = Exchanged.apply(y.index_select(0, back), gets, gives).index_select(0, order.argsort()).view(t, k, -1)
+        return (z * self.p.to(z.dtype)[:, :, None]).sum(1), (self.x, self.p, self.w13, self.w2)
+
+
+class InParts(Timed):
+    """Of every expert's columns over ranks."""
+
+    def __init__(self, world: weft.World, of: Model, tokens: int) -> None:
+        self.world, self.k, self.inner, device = world, of.k, of.inner // world.size, world.device
+        self.by = Collectives(world)
+        own = torch.Generator(device).manual_seed(world.rank)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=own)
+
+        self.x, self.dy = draw(tokens, of.hidden).requires_grad_(), draw(tokens, of.hidden)
+        w13 = draw(of.experts, 2 * self.inner, of.hidden) * 0.02
+        self.packed = moe.pack(w13, world=world).requires_grad_()
+        self.w13, self.w2 = w13.requires_grad_(), (draw(of.experts, of.hidden, self.inner) * 0.02).requires_grad_()
+        with torch.no_grad():
+            self.ids, weights = moe.gate(draw(tokens, of.experts), of.k, world=world)
+            flat = Gathered.apply(self.ids, self.by).flatten().long()
+        self.weights, self.order = weights.requires_grad_(), flat.argsort(stable=True)
+        self.ends = torch.bincount(flat, minlength=of.experts).cumsum(0).int()
+        self.rows, self.place = self.order // of.k, self.order.argsort()
+
+    def weft(self, keep: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        common = dict(world=self.world, plan="dispatched")
+        hidden, routes = weft.all_gather_grouped_matmul(
+            self.x, self.ids, self.weights, self.packed, inner=self.inner, keep=keep, **common
+        )
+        y = weft.grouped_matmul_reduce_scatter(hidden, routes, self.ids, self.w2, **common)
+        return y, (self.x, self.weights, self.packed, self.w2)
+
+    def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        first, second = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
+        came = Gathered.apply(self.x, self.by).index_select(0, self.rows)
+        a, b = torch._grouped_mm(came, first, offs=self.ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(a) * b, second, offs=self.ends).index_select(0, self.place)
+        weights = Gathered.apply(self.weights, self.by).to(y.dtype)[:, :, None]
+        part = (y.view(-1, self.k, y.shape[1]) * weights).sum(1)
+        return Scattered.apply(part, self.by), (self.x, self.weights, self.w13, self.w2)
+
+
+def measure(world: weft.World, name: str, tokens: int, parallel: str, a: argparse.Namespace) -> list[dict]:
+    of = MODELS[name]
+    it = Trained(Layer(world, of, tokens, 0.0)) if parallel == "expert" else InParts(world, of, tokens)
+    ways: dict[str, Callable[[], tuple]] = {"library": it.libraries}
+    ways |= {f"weft, keep {keep}": lambda keep=keep: it.weft(keep) for keep in a.keep}
+    want, error = it.step(it.libraries)(), 0.0
+    for way, forward in ways.items():
+        if way != "library":
+            got = it.step(forward)()
+            error = max(error, error_of(got[0], want[0]), error_of(got[3], want[3]))
+    name = f"{name}-{tokens}" if parallel == "expert" else f"{name}-{parallel}-{tokens}"
+    shape = dict(name=name, M=tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k)
+    fixed = dict(world=world.size, mode="graph", zipf=0.0, error=round(error, 5), commit=commit())
+    rows = []
+    for op, made, flops in (("moe_backward", it.back, 12), ("moe_step", it.step, 18)):
+        times = time_interleaved({way: made(f) for way, f in ways.items()}, mode="graph", calls=2, rounds=5)
+        for way, us in times.items():
+            rate = flops * tokens * of.k * of.hidden * of.inner / us / 1e6
+            rows.append(dict(shape, op=op, method=way, us=round(us, 1), tflops=round(rate, 1), **fixed))
+        torch.cuda.empty_cache()
+    if a.profile:
+        profile(world, it, a)
+    return rows
+
+
+def profile(world: weft.World, it: Timed, a: argparse.Namespace) -> None:
+    """Kernels' times of one backward pass, of this rank, printed."""
+    run = it.back(lambda: it.weft(a.keep[0]))
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    if world.rank == 0:
+        kernels = sorted((e for e in found.events() if e.device_time > 5), key=lambda e: e.time_range.start)
+        first = kernels[0].time_range.start
+        for e in kernels:
+            print(f"  at {e.time_range.start - first:7.0f} for {e.device_time:7.0f} us: {e.name[:60]}", flush=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--models", nargs="*", default=["Qwen3-30B", "Mixtral-8x7B"])
+    p.add_argument("--tokens", nargs="*", type=int, default=[8192])
+    p.add_argument("--parallel", nargs="*", choices=["expert", "tensor"], default=["expert", "tensor"])
+    p.add_argument("--keep", nargs="*", default=["rows", "activation", "nothing"])
+    p.add_argument("--profile", action="store_true", help="also the kernels' times of one backward pass")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, world = time.time(), weft.init()
+    for parallel, name, tokens in itertools.product(a.parallel, a.models, a.tokens):
+        if max(world.exchange(time.time() - start)) > a.seconds:
+            break
+        rows = measure(world, name, tokens, parallel, a)
+        torch.cuda.empty_cache()
+        if world.rank == 0:
+            with open(a.out / "moe_training.jsonl", "a") as f:
+                f.writelines(json.dumps(row) + "\n" for row in rows)
+            for r in rows:
+                print(f"{time.time() - start:.0f}s {r['op']} {r['name']} x{r['world']} error {r['error']}: "
+                      f"{r['method']} {r['us']:.0f} us, {r['tflops']:.0f} TFLOP/s", flush=True)  # fmt: skip
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

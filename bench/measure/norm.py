@@ -1,0 +1,277 @@
+"""The benchmark of all-reduce + residual + RMSNorm: every plan beside NCCL and torch's symmetric memory, per number of tokens.
+
+torchrun --nproc-per-node N -m bench.measure.norm --out DIR [--tokens ...] [--hidden 8192] [--modes graph eager] [--plans TEXT ...]
+
+What is compared: x [M, H] bfloat16 partial on every rank -> normalised rows on every rank, new residual. `sequential` is
+NCCL's all-reduce in place and a torch.compile'd residual add + RMSNorm of all rows; weft's plans keep the residual sharded and
+write to symmetric memory, and `pull` plans read x from there (what a producing GEMM writes into); "private" in a method's
+name: x and the output are ordinary tensors. Every method is checked against a float32 sum before it is timed; one that fails is
+left out, and says so. Rows go to DIR/all_reduce_rms_norm.jsonl (M: tokens, N: hidden size), the times of weft's plans also to
+DIR/sweep.jsonl (for bench/pages/table.py). `limit_us`: the bytes that a rank must receive over 378 GB/s, what a copy engine sustains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm
+
+import weft
+from bench.common import peers
+from bench.common.timing import RIGHT, error_of, time_interleaved
+from bench.measure.run import commit
+from weft.lang.mapping import balanced_rows
+from weft.planner.auto import auto as chosen
+from weft.plans import Decomposed, OneShot, Plan, Sequential, TwoShotLowLatency, TwoShotPull, TwoShotPush
+
+BF = torch.bfloat16
+OP = "all_reduce_rms_norm"
+LINK = 378.0  # GB/s
+EPS = 1e-6
+Method = tuple[Callable[[], Any], Callable[[], torch.Tensor]]  # a call, and its normalised rows
+
+
+def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
+    """By size: one shot where its memory is small; two shots by way, programs and rows of a block."""
+    found: list[Plan] = []
+    if tokens * hidden * 2 <= 4 << 20:
+        found += [OneShot(warps=w) for w in (8, 16)]
+    if tokens <= 1024:
+        found += [TwoShotLowLatency(warps=w) for w in (8, 16)]
+    if tokens <= 256:
+        found += [
+            TwoShotPush(spread=True),
+            TwoShotPush(),
+            TwoShotPull(stages=9),
+            TwoShotPush(warps=8, spread=True, bulk=True),
+        ]
+        return found
+    rows = 2 if tokens <= 1024 else 4
+    push, pull = TwoShotPush(rows=rows), TwoShotPull(rows=rows)
+    push_bulk = replace(push, bulk=True, warps=8)
+    pull_bulk = replace(pull, bulk=True, warps=8)
+    found += [
+        Decomposed(),
+        push,
+        replace(push, rows=1),
+        replace(push, spread=True),
+        push_bulk,
+        replace(push_bulk, rows=1),
+        pull,
+        pull_bulk,
+    ]
+    for programs in (64, 32, 16):
+        found += [replace(p, programs=programs, rows=2 * rows) for p in (push, push_bulk, pull, pull_bulk)]
+    return found
+
+
+def brief(plan: Plan) -> str:
+    usual = vars(type(plan)())
+    return " ".join([plan.kind, *(f"{k}={v}" for k, v in vars(plan).items() if v != usual[k])])
+
+
+def compiled_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def add_norm(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x.float() + residual.float()
+        kept.copy_(h)
+        out.copy_(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * weight.float())
+        return out, kept
+
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(add_norm, dynamic=False)  # a kernel for every size
+
+
+class Bench:
+    def __init__(self, world: weft.World, out: Path, rounds: int, only: list[str]) -> None:
+        self.world, self.out, self.rounds, self.only = world, out, rounds, only
+        self.start, self.norm = time.time(), compiled_norm()
+        self.link = peers.link_rate(world)
+        symm.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+        self.fixed = {
+            "world": world.size, "dtype": "bfloat16", "commit": commit(), "link_gbs": round(self.link, 1),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }  # fmt: skip
+
+    def say(self, *text: Any) -> None:
+        if self.world.rank == 0:
+            print(f"{time.time() - self.start:4.0f}s", *text, flush=True)
+
+    def tokens(self, m: int, h: int, modes: list[str]) -> None:
+        world = self.world
+        rows = balanced_rows(m, world.size)
+        lo = sum(rows[: world.rank])
+        torch.manual_seed(world.rank)
+        x = torch.randn(m, h, device="cuda").to(BF)
+        torch.manual_seed(99)
+        residual, weight = torch.randn(m, h, device="cuda").to(BF), torch.randn(h, device="cuda").to(BF)
+        own = residual[lo : lo + rows[world.rank]].clone()
+        total = x.float()
+        dist.all_reduce(total)
+        total += residual.float()
+        want = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
+        methods = self.methods(m, h, x, residual, own, weight)
+        calls: dict[str, Callable[[], Any]] = {}
+        for name, (call, result) in methods.items():
+            error, said = 0.0, ""
+            try:
+                for _ in range(2):
+                    call()
+                world.synchronize()
+                error = error_of(result(), want)
+            except Exception as e:
+                error, said = float("inf"), repr(e)[:300]
+            error = max(world.exchange(error))
+            if error < RIGHT:
+                calls[name] = call
+            else:
+                self.say("left out:", name, error, said)
+        del total, want
+        buffer = torch.zeros_like(x)
+        out, kept = torch.empty_like(x), torch.empty_like(x)
+        calls["nccl alone"] = lambda: dist.all_reduce(buffer)
+        calls["norm alone"] = lambda: self.norm(x, residual, weight, out, kept)
+        for mode in modes:
+            self.measure(m, h, mode, calls)
+
+    def methods(
+        self, m: int, h: int, x: torch.Tensor, residual: torch.Tensor, own: torch.Tensor, weight: torch.Tensor
+    ) -> dict[str, Method]:
+        world = self.world
+        found: dict[str, Method] = {}
+        out, kept = torch.empty_like(x), torch.empty_like(x)
+        group = dist.group.WORLD.group_name
+
+        def in_place(reduce: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Method:
+            """The collective works in place, so the first call's result is kept: later ones sum sums."""
+            first: list[torch.Tensor] = []
+
+            def call() -> None:
+                if not first:
+                    part.copy_(x)
+                reduce(part)
+                self.norm(part, residual, weight, out, kept)
+                if not first:
+                    first.append(out.clone())
+
+            return call, lambda: first[0]
+
+        found["sequential"] = in_place(dist.all_reduce, torch.empty_like(x))
+        for name in ("two_shot", "one_shot"):
+            if name == "one_shot" and m > 256:
+                continue
+            try:
+                memory = world.cached(("torch", m, h), lambda: symm.empty(m, h, device="cuda", dtype=BF))
+                world.cached(("torch handle", m, h), lambda p=memory: symm.rendezvous(p, dist.group.WORLD))
+            except Exception as e:
+                self.say("torch symm_mem:", repr(e)[:200])
+                continue
+            if name == "two_shot":
+                reduce: Any = lambda p: torch.ops.symm_mem.two_shot_all_reduce_(p, "sum", group)  # noqa: E731
+                found["torch two_shot"] = in_place(reduce, memory)
+            else:
+                memory.copy_(x)
+
+                def call(memory: torch.Tensor = memory) -> None:
+                    self.norm(torch.ops.symm_mem.one_shot_all_reduce(memory, "sum", group), residual, weight, out, kept)
+
+                found["torch one_shot"] = call, lambda: out
+        there = world.cached(("out", m, h), lambda: world.symmetric((m, h), BF, "normalised")).local
+        place = world.cached(("x", m, h), lambda: world.symmetric((m, h), BF, "partial")).local
+        place.copy_(x)
+        torch.cuda.synchronize()
+        todo: dict[str, tuple[torch.Tensor, torch.Tensor | None, Plan | str]] = {"auto": (place, there, "auto")}
+        for plan in plans(m, h, world.size):
+            pull = isinstance(plan, Decomposed | TwoShotPull)
+            todo[plan.to_json()] = (place if pull else x, there, plan)
+            if plan in (TwoShotPush(rows=4), TwoShotPull(rows=4)):
+                todo["private " + plan.to_json()] = (x, None, plan)
+        todo["weft sequential"] = (x, None, Sequential())
+        for name, (part, to, plan) in todo.items():
+            if self.only and name != "auto" and not any(text in name for text in self.only):
+                continue
+            results: list[torch.Tensor] = [x]
+
+            def call(part=part, to=to, plan=plan, results=results) -> None:
+                results[0], _ = weft.all_reduce_rms_norm(part, own, weight, EPS, out=to, world=world, plan=plan)
+
+            found[name] = call, lambda results=results: results[0]
+        return found
+
+    def measure(self, m: int, h: int, mode: str, calls: dict[str, Callable[[], Any]]) -> None:
+        world = self.world
+        many = 20 if m <= 2048 else 8
+        try:
+            times = time_interleaved(calls, mode=mode, calls=many, rounds=self.rounds)
+        except Exception as e:
+            self.say(f"{m} tokens {mode}: {e!r}"[:500])
+            return
+        nccl, norm = times.pop("nccl alone"), times.pop("norm alone")
+        limit = 2 * (world.size - 1) / world.size * m * h * 2 / LINK / 1e3
+        if world.rank:
+            return
+        names = {p.to_json(): brief(p) for p in plans(m, h, world.size)}
+        trial = world.choices.last(OP, (m, h, 1))
+        seq, auto = times["sequential"], (trial.chosen(mode) if trial else chosen(OP, world, m, h, 1, mode)).to_json()
+        with open(self.out / f"{OP}.jsonl", "a") as f:
+            for method, us in times.items():
+                plan = auto if method == "auto" else method if method.startswith("{") else None
+                row = dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, mode=mode, method=names.get(method, method), us=round(us, 2), gemm_us=0.0,
+                           comm_us=round(nccl, 2), norm_us=round(norm, 2), limit_us=round(limit, 2), plan=plan, **self.fixed)  # fmt: skip
+                f.write(json.dumps(row) + "\n")
+        with open(self.out / "sweep.jsonl", "a") as f:
+            tuned = {n: t for n, t in times.items() if n.startswith("{")}
+            tuned[Sequential().to_json()] = seq
+            f.write(
+                json.dumps(dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, world=world.size, mode=mode, times=tuned))
+                + "\n"
+            )
+        self.say(f"{m} tokens, {mode}: sequential {seq:.1f} (nccl {nccl:.1f}, norm {norm:.1f}), limit {limit:.1f}")
+        for name in sorted(times, key=lambda n: times[n]):
+            us = times[name]
+            shown = names.get(name) or name.replace('"', "")
+            print(f"      {us:8.1f} us  {seq / us:5.2f}x  {limit / us:4.2f} of the limit  {shown}", flush=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", required=True, type=Path)
+    p.add_argument("--tokens", nargs="*", type=int, default=[16, 64, 256, 1024, 2048, 4096, 8192, 16384, 1])
+    p.add_argument("--hidden", type=int, default=8192)
+    p.add_argument("--modes", nargs="*", default=["graph", "eager"])
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument(
+        "--plans", nargs="*", default=[], help="only methods whose name (a plan's JSON) contains one of these"
+    )
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    bench = Bench(world, a.out, a.rounds, a.plans)
+    bench.say(f"{world.size} GPUs, link {bench.link:.0f} GB/s")
+    for m in a.tokens:
+        if max(world.exchange(time.time() - bench.start)) > a.seconds:
+            bench.say("out of time at", m)
+            break
+        try:
+            bench.tokens(m, a.hidden, a.modes)
+        except Exception as e:
+            print(f"rank {world.rank}, {m} tokens: {e!r}"[:600], flush=True)
+            if isinstance(e, weft.WeftError):
+                break
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""The benchmark: every op and the whole MLP on every shape, beside cuBLAS + NCCL and torch's fused ops.
+
+torchrun --nproc-per-node N -m bench.measure.run --out DIR [--ops ...] [--shapes ...] [--modes graph eager] [--tune] [--seconds S]
+torchrun --nproc-per-node N -m bench.measure.run --out DIR --file FILE   the examples of the ops that FILE defines, plan by plan
+
+Appends rows to DIR/<op>.jsonl. All methods of one shape and mode are timed in one interleaved run; `us` is the median over
+rounds of the slowest rank. `limit_us` = max(GEMM alone, bytes each rank must receive / link rate), the link rate measured
+at the start of the run with a copy engine. --tune first times the candidate plans of bench/common/candidates.py on every shape, writes
+them to DIR/sweep.jsonl (for bench/pages/table.py) and lets "auto" choose among what it just learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import weft
+from bench.common import candidates, peers, shapes
+from bench.common.timing import time_interleaved
+from bench.pages import report
+from weft.backends import library_gemm
+from weft.op import REGISTRY, Op
+from weft.planner.auto import auto as chosen
+from weft.planner.search import brief
+from weft.planner.table import Measured, learn
+from weft.plans import Awaiting, Plan, Sequential
+
+BF = torch.bfloat16
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+NEEDED = ("sequential", "gemm", "comm")  # of every row
+
+
+def commit() -> str:
+    """The commit that is measured: WEFT_COMMIT, where a copy without its history runs, or git's."""
+    if "WEFT_COMMIT" in os.environ:
+        return os.environ["WEFT_COMMIT"]
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def capturable(fn: peers.Run) -> bool:
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fn()
+        return True
+    except Exception:
+        torch.cuda.synchronize()
+        return False
+
+
+class Bench:
+    def __init__(
+        self, world: weft.World, out: Path, modes: list[str], rounds: int, methods: tuple[str, ...] = ("",)
+    ) -> None:
+        self.world, self.out, self.modes, self.rounds, self.methods = world, out, modes, rounds, methods
+        self.start = time.time()
+        self.link = peers.link_rate(world)
+        self.fixed = {
+            "world": world.size, "dtype": "bfloat16", "commit": commit(), "link_gbs": round(self.link, 1),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }  # fmt: skip
+
+    def tune(self, op: str, shape: shapes.MLP, x: torch.Tensor, w: torch.Tensor, mnk: tuple[int, int, int]) -> None:
+        """Time the candidates and teach "auto" the fastest of each mode."""
+        todo, seq = candidates.working(op, self.world, x, w), Sequential().to_json()
+        todo[seq] = peers.cublas_nccl(op, x, w, self.world.size)  # what a plan has to beat, without weft's host time
+        for mode in self.modes:
+            times = time_interleaved(
+                todo, mode=mode, calls=3 if mnk[0] * mnk[1] > 1 << 27 else 10, rounds=3 if mnk[0] > 1024 else 9
+            )
+            best = min(times, key=lambda q: times[q])
+            learn([Measured(op, self.world.size, *mnk, mode, Plan.from_json(best), times[seq] / times[best])])
+            if self.world.rank == 0:
+                m, n, k = mnk
+                row = dict(op=op, name=shape.name, M=m, N=n, K=k, world=self.world.size, mode=mode, times=times)
+                with open(self.out / "sweep.jsonl", "a") as f:
+                    f.write(json.dumps(row) + "\n")
+                three = sorted(times, key=lambda q: times[q])[:4]
+                print("   ", mode, " | ".join(f"{times[q]:.0f} {brief(Plan.from_json(q))}" for q in three), flush=True)
+
+    def op(self, op: str, shape: shapes.MLP, tune: bool) -> None:
+        world = self.world
+        m, n, k = shape.column(world.size) if op == OPS[0] else shape.row(world.size)
+        rows = m // world.size if op == OPS[0] else m
+        x, w = torch.randn(rows, k, device="cuda", dtype=BF), torch.randn(n, k, device="cuda", dtype=BF) * 0.02
+        full, y = torch.randn(m, k, device="cuda", dtype=BF), torch.empty(m, n, device="cuda", dtype=BF)
+        if tune:
+            self.tune(op, shape, x, w, (m, n, k))
+        fn = getattr(weft, op)
+        cols = k if op == OPS[0] else n
+        received = m * cols * 2 * (world.size - 1) / world.size * (2 if op == OPS[2] else 1)
+        fns: dict[str, peers.Run] = {
+            "sequential": peers.cublas_nccl(op, x, w, world.size),
+            "auto": lambda: fn(x, w, world=world),
+            "fused": lambda: fn(x, w, world=world, plan="fused"),
+            "decomposed": lambda: fn(x, w, world=world, plan="decomposed"),
+            "gemm": lambda: torch.mm(full, w.t(), out=y),
+            "comm": peers.collective(op, m, n, k, world.size, BF),
+        }
+        if library_gemm.lacks() is None:
+            fns["auto without quack"] = peers.without_quack(fns["auto"])
+        if op == OPS[0] and library_gemm.lacks() is None:
+            fns |= {
+                f"awaiting {form.tile_m}x{form.tile_n}": lambda form=form: fn(x, w, world=world, plan=Awaiting(*form))
+                for form in library_gemm.FORMS
+            }
+            fns |= peers.quack(op, x, w, world.size)
+        other = peers.torch_fused(op, x, w)
+        if other:
+            fns["torch symm_mem"] = other
+        fns = {name: run for name, run in fns.items() if name in NEEDED or name.startswith(self.methods)}
+        self.measure(op, shape, (m, n, k), fns, received, lambda mode: self.taken(op, m, n, k, mode))
+
+    def taken(self, op: str, m: int, n: int, k: int, mode: str) -> Plan:
+        """What "auto" came to, after a call."""
+        trial = self.world.choices.last(op, (m, n, k))
+        return trial and trial.faster[mode] or chosen(op, self.world, m, n, k, mode)
+
+    def mlp(self, shape: shapes.MLP) -> None:
+        world = self.world
+        m, n, k = shape.column(world.size)
+        inner = shape.intermediate // world.size
+        x = torch.randn(m // world.size, k, device="cuda", dtype=BF)
+        w_in, w_out = (
+            torch.randn(n, k, device="cuda", dtype=BF) * 0.02,
+            torch.randn(k, inner, device="cuda", dtype=BF) * 0.02,
+        )
+        full, mid = torch.randn(m, k, device="cuda", dtype=BF), torch.randn(m, inner, device="cuda", dtype=BF)
+        y, z = torch.empty(m, n, device="cuda", dtype=BF), torch.empty(m, k, device="cuda", dtype=BF)
+        model = weft.nn.ParallelMLP(k, shape.intermediate, world=world, dtype=BF).to(world.device)
+
+        def forward() -> object:
+            with torch.no_grad():
+                return model(x)
+
+        def gemms() -> None:
+            torch.mm(full, w_in.t(), out=y)
+            torch.mm(mid, w_out.t(), out=z)
+
+        ag = peers.collective(OPS[0], m, n, k, world.size, BF)
+        rs = peers.collective(OPS[1], m, k, inner, world.size, BF)
+        fns: dict[str, peers.Run] = {
+            "sequential": peers.cublas_nccl_mlp(x, w_in, w_out, world),
+            "auto": forward,
+            "gemm": gemms,
+            "comm": lambda: (ag(), rs()),
+        }
+        received = 2 * m * k * 2 * (world.size - 1) / world.size
+        self.measure("parallel_mlp", shape, (m, n, k), fns, received, None)
+
+    def own(self, op: Op) -> None:
+        """An op of somebody's own: every kind of plan that serves it, beside sequential, on its examples."""
+        for name, (operands, options) in op.examples(self.world).items():
+            call = op.check(self.world, operands, options)
+            plans = {kind: op.choose(self.world, call, kind, False) for kind in op.kinds}
+            ways = ["auto", *(kind for kind, plan in plans.items() if plan.kind == kind)]
+            fns = {kind: lambda kind=kind, x=operands, o=options: op(self.world, kind, x, o) for kind in ways}
+            for fn in fns.values():
+                fn()
+            self.world.synchronize()
+            sizes = dict(zip("MNK", op.sizes(call), strict=True))
+            for mode in self.modes:
+                times = time_interleaved(fns, mode=mode, rounds=self.rounds)
+                rows = [
+                    dict(op=op.name, name=name, mode=mode, method=method, us=round(us, 2), **sizes, **self.fixed)
+                    for method, us in times.items()
+                ]
+                if self.world.rank == 0:
+                    with open(self.out / f"{op.name}.jsonl", "a") as f:
+                        f.writelines(json.dumps(row) + "\n" for row in rows)
+                    print(op.name, name, mode, " | ".join(f"{way} {us:.1f}" for way, us in times.items()), flush=True)
+
+    def measure(
+        self,
+        op: str,
+        shape: shapes.MLP,
+        mnk: tuple[int, int, int],
+        fns: dict[str, peers.Run],
+        received: float,
+        taken: Callable[[str], Plan] | None,
+    ) -> None:
+        m, n, k = mnk
+        for fn in fns.values():
+            fn()
+        self.world.synchronize()
+        for mode in self.modes:
+            todo = dict(fns)
+            if mode == "graph" and "torch symm_mem" in todo and not capturable(todo["torch symm_mem"]):
+                del todo["torch symm_mem"]
+            if mode == "eager":
+                todo = {
+                    name: run for name, run in todo.items() if name != "decomposed" and not name.startswith("quack")
+                }
+            calls, rounds = 3 if m * n > 1 << 27 else 10, self.rounds
+            if mode == "eager" and m <= 1024:  # the host's time decides, which varies
+                calls, rounds = 30, 3 * rounds
+            times = time_interleaved(todo, mode=mode, calls=calls, rounds=rounds)
+            gemm, comm = times.pop("gemm"), times.pop("comm")
+            limit = max(gemm, received / self.link / 1e3)
+            if self.world.rank:
+                continue
+            with open(self.out / f"{op}.jsonl", "a") as f:
+                for method, us in times.items():
+                    plan = taken(mode).to_json() if method == "auto" and taken else None
+                    row = dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode, method=method, us=round(us, 2), gemm_us=round(gemm, 2),
+                               comm_us=round(comm, 2), limit_us=round(limit, 2), plan=plan, **self.fixed)  # fmt: skip
+                    f.write(json.dumps(row) + "\n")
+            seq = times["sequential"]
+            said = " | ".join(f"{name} {us:.0f} ({seq / us:.2f}x)" for name, us in times.items())
+            print(
+                f"{time.time() - self.start:4.0f}s {op} {shape.name} x{self.world.size} {mode}: gemm {gemm:.0f} comm {comm:.0f} | {said}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", required=True, type=Path)
+    p.add_argument("--ops", nargs="*", default=[*OPS, "parallel_mlp"])
+    p.add_argument("--shapes", nargs="*", default=[s.name for s in shapes.ALL])
+    p.add_argument("--modes", nargs="*", default=["graph", "eager"])
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--methods", nargs="*", default=[""], help="those whose name begins with one of these")
+    p.add_argument("--tune", action="store_true")
+    p.add_argument("--file", type=Path, help="a file that defines ops, which are timed instead")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    torch.manual_seed(world.rank)
+    bench = Bench(world, a.out, a.modes, a.rounds, tuple(a.methods))
+    if a.file:
+        known = set(REGISTRY)
+        sys.path.insert(0, str(a.file.parent))
+        importlib.import_module(a.file.stem)
+        for name in sorted(set(REGISTRY) - known):
+            bench.own(REGISTRY[name])
+        dist.destroy_process_group()
+        return
+    for shape in sorted((s for s in shapes.ALL if s.name in a.shapes), key=lambda s: a.shapes.index(s.name)):
+        for op in a.ops:
+            if max(world.exchange(time.time() - bench.start)) > a.seconds:
+                break
+            bench.mlp(shape) if op == "parallel_mlp" else bench.op(op, shape, a.tune)
+            torch.cuda.empty_cache()
+    if world.rank == 0:
+        table, plots = report.ending(a.out)
+        Console().print(table)
+        print("plots:", *plots)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

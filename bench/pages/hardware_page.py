@@ -1,0 +1,97 @@
+"""The table of docs/tested.md, how checks ended on GPUs, from tests/gpu_record.json. The tables of docs/hardware.md: what was compiled for which GPU, from tests/architectures.json; which checks passed on a Hopper GPU that
+ran the code of an older one, from tests/gpu_record.json; and how long the signaled GEMM took there, from bench/results."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench.pages.tables import grid
+from weft.architectures import SHARED_KIB, capability_of
+
+BEGIN = "<!-- made by bench/pages/pages.py from tests/architectures.json and tests/gpu_record.json -->"
+RECORD = "<!-- made by bench/pages/pages.py from tests/gpu_record.json -->"
+TESTS = Path(__file__).parents[2] / "tests"
+SPEED = (
+    Path(__file__).parents[1] / "results/nvidia-h100-x1/signaled_sm80.json"
+)  # as tests/gpu/gpu_older.py --speed writes it
+GPUS = {"sm_80": "A100, A800", "sm_86": "A40, A6000, RTX 3090", "sm_89": "L40S, RTX 4090", "sm_100": "B200", "sm_103": "B300",
+        "sm_120": "RTX 5090, RTX PRO 6000"}  # fmt: skip
+
+
+def compiled(record: dict[str, Any]) -> str:
+    rows = []
+    for triton, targets in sorted(record.items()):
+        for target in (t for t in GPUS if t in targets):
+            of, kib = targets[target], SHARED_KIB[capability_of(target)]
+            broken = ", ".join(sorted(of["wrong"])) or "none"
+            rows.append([target, GPUS[target], triton, of["date"], str(of["launches"]), str(of["registers"]), f"{of['shared'] / 1024:.0f} of {kib}", broken])  # fmt: skip
+    head = [
+        "compiled for",
+        "as in",
+        "by",
+        "on",
+        "launches",
+        "most registers",
+        "most KiB of shared memory",
+        "cases that break a rule",
+    ]
+    return grid(head, rows)
+
+
+def ran(record: dict[str, Any], older: bool = True) -> str:
+    """older: of code that was compiled for another GPU, else of code for the GPU itself."""
+    rows = []
+    for place, checks in sorted(record.get("checks", {}).items()):
+        if (", compiled for " in place) == older:
+            outcomes = Counter(row["outcome"] for row in checks.values())
+            dates = sorted({row["date"] for row in checks.values()})
+            rows.append([place, str(outcomes["passed"]), str(outcomes["failed"]), dates[-1]])
+    return grid(["on a Hopper GPU", "checks passed", "failed", "last on"], rows) if rows else "Nothing has run so yet."
+
+
+def record() -> str:
+    """How each check ended last, which ones failed, and the random calls."""
+    stored = json.loads((TESTS / "gpu_record.json").read_text())
+    failed = [
+        f"{name} ({place})"
+        for place, checks in sorted(stored["checks"].items())
+        for name, row in checks.items()
+        if row["outcome"] == "failed" and ", compiled for " not in place
+    ]
+    said = f"Failed when they last ran: {', '.join(failed)}. " if failed else ""
+    said += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
+    return f"{ran(stored, older=False)}\n\n{said}"
+
+
+def speed(record: dict[str, Any]) -> str:
+    """us by size; what signals cost is a group a wave beside one group, of the same loop."""
+    rows = []
+    for row in record["rows"]:
+        usual = min(us for name, us in row.items() if name.startswith("pointers"))
+        times = [usual, row["no signals"], row["rows, a wave a group"], row["tiles, a wave a group"]]
+        shares = [f"{100 * row[f'{where}: signals cost']:.1f}%" for where in ("rows", "tiles")]
+        rows.append([f"{row['m']} x {row['n']} x {row['k']}", *(f"{us:.0f}" for us in times), *shares])
+    head = [
+        "M x N x K",
+        "best usual loop, us",
+        "no signals",
+        "signaled, rows in order",
+        "signaled, tiles",
+        "signals cost, rows",
+        "signals cost, tiles",
+    ]
+    of = record["versions"]
+    said = (
+        f"Compiled for {record['compiled_for']}, on {record['machine']}, {record['date'][:10]}, Triton {of['triton']}:"
+    )
+    return f"{said}\n\n{grid(head, rows)}"
+
+
+def tables() -> str:
+    paths = TESTS / "architectures.json", TESTS / "gpu_record.json", SPEED
+    return "\n\n".join(
+        make(json.loads(path.read_text())) for make, path in zip((compiled, ran, speed), paths, strict=True)
+    )

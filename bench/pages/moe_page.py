@@ -1,0 +1,348 @@
+"""The tables of docs/moe.md, and every size in bench/results/moe.md, from bench/results/<machine>/moe*.jsonl, and of memory from the code.
+
+Of the lines of one (name, world, method, routing) the newest counts, which is the last in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from weft.ops.moe.call import Layer
+from weft.ops.moe.expert_parallel.dispatched import memory
+from weft.plans import FusedMoe
+
+BEGIN, END = "<!-- made by bench/pages/moe_page.py from bench/results -->", "<!-- end -->"
+MEMORY, MEMORY_END = "<!-- memory: made by bench/pages/moe_page.py -->", "<!-- end of memory -->"
+TRAINING = "<!-- training: made by bench/pages/moe_page.py from bench/results -->"
+TRAINING_END = "<!-- end of training -->"
+TABLES = "bench/results/moe.md"
+IN_PARTS, IN_PARTS_END = (
+    "<!-- in parts: made by bench/pages/moe_page.py from bench/results -->",
+    "<!-- end of in parts -->",
+)
+
+
+def table(lines: list[dict]) -> str:
+    """A row a size: us of the library and of weft, their ratio, and weft's share of the limit and of its parts alone."""
+    heads = "layer, tokens a GPU | libraries | weft | ratio | limit | of the limit | parts alone | of these"
+    rows = [f"| {heads} |", "| --- |" + " --- |" * heads.count("|")]
+    newest = {(r["name"], r["method"]): r for r in lines}
+    ratios = []
+    for name in sorted({r["name"]: None for r in lines}, key=lambda name: -int(name.rpartition("-")[2])):
+        library, auto = newest.get((name, "library")), newest.get((name, "auto"))
+        if library is None or auto is None:
+            continue
+        ratios.append(library["us"] / auto["us"])
+        model, _, tokens = name.rpartition("-")
+        sizes = f"{model} ({auto['K']}, {auto['N']}, {auto['E']}, {auto['top_k']}), {int(tokens):,}"
+        bounds = [(auto[kind], 100 * auto[kind] / auto["us"]) for kind in ("limit_us", "alone_us") if kind in auto]
+        cells = [cell for us, share in bounds for cell in (f"{us:.0f}", f"{share:.0f}%")] + ["", ""] * (2 - len(bounds))
+        rows.append(
+            f"| {sizes} | {library['us']:.0f} | {auto['us']:.0f} | **{ratios[-1]:.2f}x** | " + " | ".join(cells) + " |"
+        )
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return "\n".join([*rows, "", f"Geometric mean of the ratios: {mean:.2f}x, lowest {min(ratios):.2f}x."])
+
+
+def experts(lines: list[dict]) -> str:
+    """A row a number of experts, of one layer: us of weft and of the library by tokens, and the spread over all rows."""
+    newest = {(r["E"], r["M"], r["method"]): r["us"] for r in lines}
+    tokens = sorted({m for _, m, _ in newest})
+    rows = ["| experts | " + " | ".join(f"{m:,} tokens" for m in tokens) + " |", "| --- |" + " --- |" * len(tokens)]
+    for e in sorted({e for e, _, _ in newest}):
+        cells = []
+        for m in tokens:
+            auto, library = newest.get((e, m, "auto")), newest.get((e, m, "library"))
+            cells.append("" if auto is None or library is None else f"{auto:.0f} ({library:.0f})")
+        rows.append(f"| {e} | " + " | ".join(cells) + " |")
+    said = []
+    for m in tokens:
+        found = [us for (_, of, method), us in newest.items() if of == m and method == "auto"]
+        said.append(f"{100 * (max(found) / min(found) - 1):.0f}% at {m:,} tokens")
+    return "\n".join([*rows, "", f"From the fastest number of experts to the slowest: {', '.join(said)}."])
+
+
+def scaling(results: Path) -> str:
+    """us at as many tokens a GPU, on 1 GPU and on several."""
+    found: dict[str, dict[int, float]] = {}
+    for path in sorted(results.glob("*/moe.jsonl")):
+        for r in map(json.loads, path.read_text().splitlines()):
+            if r["method"] == "auto" and r["zipf"] == 0:
+                found.setdefault(r["name"], {})[r["world"]] = r["us"]
+    worlds = sorted({w for by in found.values() if 1 in by for w in by})
+    rows = ["| layer, tokens a GPU | " + " | ".join(f"{w} GPU{'s' * (w > 1)}" for w in worlds) + " |"]
+    rows.append("| --- |" + " --- |" * len(worlds))
+    for name, by in found.items():
+        if 1 in by and len(by) > 1:
+            cells = [f"{by[w]:.0f}" + f" ({by[w] / by[1]:.2f}x)" * (w > 1) if w in by else "" for w in worlds]
+            model, _, tokens = name.rpartition("-")
+            rows.append(f"| {model}, {int(tokens):,} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) if len(rows) > 2 else ""
+
+
+UNGATED = "-ungated-"
+PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatched", "low latency": "weft low latency"}
+
+
+def plans(lines: list[dict]) -> str:
+    """A row a size of the runs that time all plans: us of each, of the fused one by its fastest numbers."""
+    newest = {(r["name"], r["method"]): r["us"] for r in lines}
+    rows = ["| layer, tokens a GPU | libraries | dispatched | low latency | fused |", "| --- | --- | --- | --- | --- |"]
+    for name in sorted(
+        dict.fromkeys(n for n, m in newest if m == PLANS["libraries"]), key=lambda n: -int(n.rpartition("-")[2])
+    ):
+        fused = min((us for (n, m), us in newest.items() if n == name and m.startswith("weft fused")), default=None)
+        every = [*(newest.get((name, method)) for method in PLANS.values()), fused]
+        model, _, tokens = name.rpartition("-")
+        rows.append(
+            f"| {model}, {int(tokens):,} | " + " | ".join("" if us is None else f"{us:.0f}" for us in every) + " |"
+        )
+    return "\n".join(rows)
+
+
+def one_gpu(results: Path) -> dict[int, dict[str, float]]:
+    """By number of tokens and model, how many times as fast as vLLM's fused experts the layer is on one GPU."""
+    us = {
+        (r["name"], r["method"]): r["us"]
+        for path in sorted(results.glob("*/moe_one_gpu.jsonl"))
+        for r in lines_of(path)
+    }
+    ratios: dict[int, dict[str, float]] = {}
+    for name in sorted({name for name, _ in us}, key=lambda name: int(name.rpartition("-")[2])):
+        model, _, tokens = name.rpartition("-")
+        if (name, "weft") in us and (name, "vllm") in us:
+            ratios.setdefault(int(tokens), {})[model] = us[name, "vllm"] / us[name, "weft"]
+    return ratios
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def geometric(ratios: Iterable[float]) -> float:
+    known = list(ratios)
+    return math.exp(sum(map(math.log, known)) / len(known))
+
+
+def one_gpu_table(results: Path) -> str:
+    rows = ["| tokens | layers | mean | least | most |", "| --- | --- | --- | --- | --- |"]
+    for tokens, ratios in one_gpu(results).items():
+        (least, low), (most, high) = (choose((r, m) for m, r in ratios.items()) for choose in (min, max))
+        mean = geometric(ratios.values())
+        rows.append(f"| {tokens:,} | {len(ratios)} | **{mean:.2f}x** | {least:.2f}x ({low}) | {most:.2f}x ({high}) |")
+    return "\n".join(rows)
+
+
+def one_gpu_sizes(results: Path) -> str:
+    """us by size and method."""
+    parts = []
+    for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
+        us = {(r["name"], r["method"]): r["us"] for r in lines_of(path)}
+        methods = [m for m in ("torch", "torch compiled", "vllm", "weft") if any(method == m for _, method in us)]
+        rows = [f"| layer, tokens | {' | '.join(methods)} | vllm / weft |", "| --- |" + " --- |" * (len(methods) + 1)]
+        for name in sorted({n for n, _ in us}, key=lambda n: (n.rpartition("-")[0], int(n.rpartition("-")[2]))):
+            cells = [f"{us[name, m]:.0f}" if (name, m) in us else "" for m in methods]
+            both = us.get((name, "vllm")), us.get((name, "weft"))
+            rows.append(
+                f"| {name} | {' | '.join(cells)} | {both[0] / both[1]:.2f}x |"
+                if all(both)
+                else f"| {name} | {' | '.join(cells)} |  |"
+            )
+        parts.append(f"{path.parent.name}, us:\n\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def of_all_plans(results: Path) -> str:
+    """Runs that time all plans, of balanced routing."""
+    parts = []
+    for path in sorted(results.glob("*/moe.jsonl")):
+        lines = [r for r in lines_of(path) if r["zipf"] == 0 and UNGATED not in r["name"]]
+        if any(r["method"] == PLANS["libraries"] for r in lines):
+            parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}), us:\n\n{plans(lines)}")
+    return "\n\n".join(parts)
+
+
+def page(results: Path) -> str:
+    parts = []
+    for path in sorted(results.glob("*/moe.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        every = f"{lines[0]['world']} GPU{'s' * (lines[0]['world'] > 1)} ({path.parent.name})"
+        for zipf in sorted({r["zipf"] for r in lines}):
+            routing = "balanced random routing" if zipf == 0 else f"routing by Zipf's law ({zipf})"
+            some = [r for r in lines if r["zipf"] == zipf and UNGATED not in r["name"]]
+            where = f"{every}, {routing}, us"
+            parts.append(f"{where}:\n\n{table(some)}")
+        ungated = [r for r in lines if UNGATED in r["name"]]
+        if ungated:
+            said = "FlashMoE's experts as its paper has them (H = I = 2048, k = 2, GELU of two matrices, not gated)"
+            parts.append(f"{every}, {said}, us of weft, and of the libraries:\n\n{experts(ungated)}")
+    grown = scaling(results)
+    return "\n\n".join([*parts, *([f"With as many tokens on each GPU, us:\n\n{grown}"] if grown else [])])
+
+
+def stamps(results: Path) -> str:
+    """Where the programs' time goes in the one launch of fused calls."""
+    kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
+    rows = [
+        "| GPUs | layer, tokens a GPU | plan | us | in tasks | " + " | ".join(kinds) + " |",
+        "| --- |" + " --- |" * 9,
+    ]
+    newest: dict[tuple, dict] = {}
+    for path in sorted(results.glob("*/moe_stamps.jsonl")):
+        for line in path.read_text().splitlines():
+            r = json.loads(line)
+            newest[path.parent.name, r["name"], r["method"]] = r
+    for r in newest.values():
+        model, _, tokens = r["name"].rpartition("-")
+        shares = " | ".join(f"{100 * r[kind]:.0f}%" for kind in ("in_tasks", *kinds))
+        rows.append(f"| {r['world']} | {model}, {int(tokens):,} | {r['method']} | {r['us']:.0f} | {shares} |")
+    return "\n".join(rows) if newest else "Not measured on GPUs yet."
+
+
+STEPS = {
+    "gate": ("gate",),
+    "routes and tables": ("share", "count_routes", "place_routes"),
+    "GEMM 1": ("grouped_gemm_in",),
+    "GEMM 2": ("grouped_gemm_out",),
+    "sum": ("sum_ranks",),
+}
+
+
+def timeline(results: Path) -> str:
+    """A row a layer: us of each step of the main stream, of the GEMMs alone, and of the whole."""
+    heads = ["layer, tokens a GPU"]
+    for step in STEPS:
+        heads += [step, "alone, by weft / torch"] if "GEMM" in step else [step]
+    rows = ["| " + " | ".join([*heads, "whole"]) + " |", "| --- |" + " --- |" * len(heads)]
+    newest: dict[tuple, dict] = {}
+    for path in sorted(results.glob("*/moe_timeline.jsonl")):
+        for r in map(json.loads, path.read_text().splitlines()):
+            newest[path.parent.name, r["name"], r["kernel"]] = r
+    for machine, name in dict.fromkeys(key[:2] for key in newest):
+        model, _, tokens = name.rpartition("-")
+        cells = [f"{model}, {int(tokens):,}"]
+        for step, kernels in STEPS.items():
+            of = [newest[machine, name, kernel] for kernel in kernels]
+            cells.append(f"{sum(r['us'] for r in of):.0f}")
+            if "GEMM" in step:
+                cells.append(f"{of[0]['alone_weft_us']:.0f} / {of[0]['alone_torch_us']:.0f}")
+        rows.append("| " + " | ".join([*cells, f"{of[0]['whole_us']:.0f}"]) + " |")
+    return "\n".join(rows) if newest else "Not measured on GPUs yet."
+
+
+def in_parts(lines: list[dict]) -> str:
+    """A row a size and op: us of the library and of weft, their ratio, and weft's share of the limit; means by op."""
+    rows = ["| layer (H, I, E, k) | op | libraries | weft | ratio | limit | of the limit |", "| --- |" + " --- |" * 6]
+    newest = {(r["name"], r["op"], r["method"]): r for r in lines}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for (name, op, method), auto in newest.items():
+        library = newest.get((name, op, "library"))
+        if method != "auto" or library is None:
+            continue
+        ratio, share = library["us"] / auto["us"], auto["limit_us"] / auto["us"]
+        found.setdefault(op, []).append((ratio, share))
+        sizes = f"{name} ({auto['K']}, {auto['N']}, {auto['E']}, {auto['top_k']})"
+        rows.append(
+            f"| {sizes} | {op} | {library['us']:.0f} | {auto['us']:.0f} | **{ratio:.2f}x** | {auto['limit_us']:.0f} | {100 * share:.0f}% |"
+        )
+    for op, pairs in found.items():
+        lowest, least = min(ratio for ratio, _ in pairs), min(share for _, share in pairs)
+        rows += [
+            "",
+            f"- `{op}`: geometric mean **{geometric(ratio for ratio, _ in pairs):.2f}x**, lowest {lowest:.2f}x, at least {100 * least:.0f}% of the limit.",
+        ]
+    return "\n".join(rows)
+
+
+def page_in_parts(results: Path, sizes: bool = True) -> str:
+    """sizes: a line for each, and not only the means."""
+    parts = []
+    for path in sorted(results.glob("*/moe_tensor.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for world, tokens in sorted({(r["world"], -r["M"]) for r in lines}):
+            some = [r for r in lines if r["world"] == world and r["M"] == -tokens]
+            made = in_parts(some)
+            made = made if sizes else "\n".join(line for line in made.splitlines() if line.startswith("- "))
+            parts.append(f"{world} GPUs ({path.parent.name}), {-tokens:,} tokens in all{', us' * sizes}:\n\n{made}")
+            alone = [r["tables_us"] for r in some if "tables_us" in r]
+            if alone:
+                parts.append(
+                    f"The tables alone, of which the limit knows nothing: {min(alone):.0f} to {max(alone):.0f} us."
+                )
+    return "\n\n".join(parts) or "Not measured on GPUs yet."
+
+
+def memory_table() -> str:
+    """MiB of a rank, of FlashMoE's sizes on 8 GPUs, by tokens of a GPU and experts; computed, not measured."""
+    ranks = SimpleNamespace(size=8)
+    rows = [
+        "| tokens a GPU | experts | symmetric | tables | experts' rows, worst case | `max_rows` 25% above an even share |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for tokens in (4096, 8192, 16384):
+        for experts in (16, 128):
+            layer = Layer(tokens, experts, 2, 2048, 2048, torch.bfloat16)
+            worst = memory(ranks, layer, FusedMoe.tile.block_m)  # type: ignore[arg-type]
+            even = memory(ranks, replace(layer, max_rows=tokens * 2 * 5 // 4), FusedMoe.tile.block_m)  # type: ignore[arg-type]
+            mib = [f"{n / 2**20:,.0f}" for n in (worst.symmetric, worst.tables, worst.scratch, even.scratch)]
+            rows.append(f"| {tokens:,} | {experts} | " + " | ".join(mib) + " |")
+    return "\n".join(rows)
+
+
+TRAINED = "library", "weft, keep nothing", "weft, keep rows", "weft, keep activation"
+
+
+def training(results: Path, backward: bool = False) -> str:
+    """A row a layer and pass: us and TFLOP/s a GPU of each method. backward: also of the backward pass alone."""
+    parts = []
+    for path in sorted(results.glob("*/moe_training.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        newest = {(r["name"], r["op"], r["method"]): r for r in lines}
+        head = " | ".join(["| layer, tokens a GPU", "pass", *(name.removeprefix("weft, ") for name in TRAINED)]) + " |"
+        rows = [head.replace("library", "libraries"), "| --- |" + " --- |" * (1 + len(TRAINED))]
+        for name, op in dict.fromkeys((r["name"], r["op"]) for r in lines if backward or r["op"] != "moe_backward"):
+            found = (newest.get((name, op, method)) for method in TRAINED)
+            cells = ["" if r is None else f"{r['us']:.0f} us, {r['tflops']:.0f}" for r in found]
+            passes = "backward" if op == "moe_backward" else "forward and backward"
+            layer = name.replace("-tensor-", ", columns over ranks, ") if "-tensor-" in name else name
+            rows.append(" | ".join([f"| {layer}", passes, *cells]) + " |")
+        parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}):\n\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def between(text: str, begin: str, end: str, made: str) -> str:
+    return f"{text.split(begin)[0]}{begin}\n{made}\n{end}{text.split(end)[1]}"
+
+
+def filled(text: str, results: Path) -> str:
+    beside = "One GPU, beside vLLM's `fused_experts`, in a CUDA graph, balanced routing; vLLM over weft:"
+    text = between(text, BEGIN, END, f"{beside}\n\n{one_gpu_table(results)}\n\nPlan by plan, {of_all_plans(results)}")
+    text = between(text, MEMORY, MEMORY_END, memory_table())
+    text = between(text, TRAINING, TRAINING_END, training(results))
+    return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results, sizes=False))
+
+
+HEAD = """# Mixtures of experts
+
+[What the columns are](../../docs/moe.md#what-it-reaches). Sizes are hidden, inner, experts and experts of a token.
+"""
+
+
+def chapter(results: Path) -> str:
+    """Every size."""
+    sections = {
+        "Whole layers, forward": page(results),
+        "One GPU, beside vLLM's fused experts and torch": one_gpu_sizes(results),
+        "Columns of every expert over the ranks": page_in_parts(results),
+        "Training": training(results, backward=True),
+        "Where the time goes, step by step, us": timeline(results),
+        "Where the time of the one launch goes, of calls that are launched one by one": stamps(results),
+    }
+    return "\n".join([HEAD, *(f"## {title}\n\n{made}\n" for title, made in sections.items())])

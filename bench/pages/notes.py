@@ -1,0 +1,657 @@
+"""The figures of docs/design-notes.md, which is written by hand: what stands between `<!--NAME-->` and `<!--/-->` there is FIGURES[NAME],
+computed from the logs of single experiments in bench/results/<machine>/experiments and from the benchmark's own rows. bench/pages/pages.py
+fills them in."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from bench.pages import report, signaled_page
+from weft.planner.profile import shipped
+
+RESULTS = Path(__file__).parents[1] / "results"
+MARK = re.compile(r"<!--([a-z][a-z0-9-]*)-->.*?<!--/-->", re.S)
+
+
+def fill(text: str) -> str:
+    """The page with today's figures."""
+    return MARK.sub(lambda m: f"<!--{m[1]}-->{FIGURES[m[1]]()}<!--/-->", text)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+def log(machine: int | str, name: str) -> list[str]:
+    """machine: how many H200s, or its name."""
+    folder = f"nvidia-h200-x{machine}" if isinstance(machine, int) else machine
+    return (RESULTS / folder / "experiments" / name).read_text().splitlines()
+
+
+def rows(machine: int | str, name: str) -> list[dict]:
+    return [json.loads(line) for line in log(machine, name)]
+
+
+def parts(start: str, shape: str = "MLP-1") -> dict[str, float]:
+    """Of 8 GPUs, `START SHAPE [graph] [12s] label us | label us ..`: the times by label."""
+    for line in log(8, "roles-and-copies.log"):
+        if m := re.fullmatch(rf"{start} {shape}(?: graph)? \[\d+s\] (.*)", line):
+            return {q: float(us) for q, us in (part.rsplit(" ", 1) for part in m[1].split(" | "))}
+    raise KeyError(start)
+
+
+def variants(name: str, shape: str = "MLP-1", op: str = "matmul_reduce_scatter") -> dict[str, float]:
+    """Of 4 GPUs, the times of one op's variants by label."""
+    (row,) = (r for r in rows(4, name) if (r["op"], r["name"], r["mode"]) == (op, shape, "graph"))
+    return row["times"]
+
+
+def dicts(machine: int, name: str, pattern: str) -> dict[tuple[str, ...], dict[str, float]]:
+    """Of every line that matches: the times behind the pattern, by its groups."""
+    matches = ((re.match(pattern, line), line) for line in log(machine, name))
+    return {m.groups(): ast.literal_eval(line[m.end() :]) for m, line in matches if m}
+
+
+# -- saying ------------------------------------------------------------------------------------------------------------
+def us(value: float) -> str:
+    return (
+        f"{value:.1f} us"
+        if value < 20 and isinstance(value, float)
+        else f"{value / 1000:.1f} ms"
+        if value >= 10000
+        else f"{value:,.0f} us"
+    )
+
+
+def percent(ratios: Iterable[float]) -> str:
+    """How much more or less some times are than others, from their ratios, in the geometric mean."""
+    ratio = math.exp(fmean(map(math.log, ratios)))
+    return f"{abs(100 * (ratio - 1)):.0f}% {'more' if ratio > 1 else 'less'}"
+
+
+def span(values: Iterable[float], form: Callable[[float], str]) -> str:
+    low, high = form(min(known := list(values))), form(max(known))
+    return low if low == high else f"{low} to {high}"
+
+
+def x(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+# -- experiments -------------------------------------------------------------------------------------------------------
+def timeline(traced: str) -> list[tuple[int, int]]:
+    """us of main loop and epilogue of the tiles that ended in one tenth of a traced call after the other."""
+    lines = log(8, "timelines-tiles.log")
+    tiles = lines[next(i for i, line in enumerate(lines) if line.startswith(f"{traced}: ")) + 1]
+    return [(int(a), int(b)) for a, b in re.findall(r":(\d+)\+(\d+) x", tiles)]
+
+
+def chain(barrier: str) -> str:
+    """The slowest rank of a ring of pulls on idle GPUs."""
+    (line,) = (line for line in log(8, "timelines.log") if line.startswith(f"CE idle ring pull sync {barrier}: "))
+    return us(max(map(float, line.split("[")[1].rstrip("]").split(","))))
+
+
+def sequential(machine: str, op: str, name: str, method: str) -> str:
+    """us of an eager call that the benchmark timed."""
+    (case,) = (c for c in report.cases(report.load(RESULTS / machine), op, int(machine[-1]), "eager") if c.name == name)
+    return us(case.rows[method]["us"])
+
+
+def host_shared(method: str, tree: str = "new") -> str:
+    """Host time of GEMM + all-reduce with two ranks that share an H100, of the tree before launches were objects and after."""
+    stored = rows("nvidia-h100-x1", "host-shared.jsonl")
+    (row,) = (r for r in stored if (r["op"], r["method"]) == ("matmul_all_reduce", method))
+    return us(round(row["us"][tree]))
+
+
+def eager_copies() -> str:
+    """us of MLP-1's all-gather eager on 8 GPUs: by a copy engine."""
+    path = RESULTS / "nvidia-h200-x8/tuning/x8-4.jsonl"
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    (row,) = (r for r in stored if (r["op"], r["name"], r["mode"]) == ("all_gather_matmul", "MLP-1", "eager"))
+    plans = {text: json.loads(text) for text in row["times"] if text.startswith("{")}
+    return us(min(row["times"][t] for t, p in plans.items() if p.get("class") == "FusedGatherByCopies"))
+
+
+def same_stream(mode: str) -> str:
+    """Flags behind the copies over flags beside them, two programs an SM."""
+    times = dicts(4, "signals-and-groups.log", r"\d+s (\w+) (\d+) (\d+) (\d+) ")
+    return percent(t["two same"] / t["two"] for (m, *_), t in times.items() if m == mode)
+
+
+def views_kept() -> str:
+    times: dict[tuple, dict[str, dict[str, float]]] = defaultdict(dict)
+    for r in rows(2, "pieces-and-staging.jsonl"):
+        if r["op"] == "eager":
+            times[r["M"], r["N"], r["K"]][r["tag"]] = r["us"]
+    return percent(t["new"]["AG dec"] / t["old"]["AG dec"] for t in times.values())
+
+
+def summed(way: str) -> str:
+    """An all-reduce by groups over that whose copies push and pull, each with its better grouping."""
+    best = [{q: min(r["us"][f"{q} 528 "], r["us"][f"{q} 528 w"]) for q in ("copy", "store", "pull")} for r in rows(2, "reduced-groups.jsonl")]  # fmt: skip
+    return percent(us[way] / us["copy"] for us in best)
+
+
+def signaled(op: str, machine: int, copies: bool) -> str:
+    """Mean speedup of the best signaled plans over cuBLAS + NCCL."""
+    cases = signaled_page.op_cases(signaled_page.machines()[f"nvidia-h200-x{machine}"])[op]
+    best = ((methods["sequential"]["us"], signaled_page.fastest(methods, copies)) for methods in cases.values())
+    return x(report.mean(base / row["us"] for base, row in best if row) or 0)
+
+
+def signals(variant: str) -> str:
+    """us that a GEMM with signals takes beyond the same loop without, the smallest shape."""
+    row = next(r for r in rows(1, "gemm-signals.jsonl") if r["run"] == "start")
+    return us(row["us"][f"{variant} o1"] - row["us"]["plain"])
+
+
+def told(op: str) -> str:
+    return percent(r["times"][f"{op} fused new"] / r["times"][f"{op} fused old"] for r in rows(2, "telling-late.jsonl"))
+
+
+def fences() -> str:
+    """By how much lighter fences shortened fused sums."""
+    sums = [r["us"] for r in rows(2, "fences.jsonl") if r["what"].startswith("matmul")]
+    return span((100 * (1 - t["after fused"] / t["before fused"]) for t in sums), lambda v: f"{v:.1f}%")
+
+
+def posted(tokens: Sequence[int]) -> str:
+    """Speedup of posted rows over counted ones with the lighter fences, two shots."""
+    times = {int(r["what"].split()[1]): r["us"] for r in rows(2, "posted-rows.jsonl")}
+    return span((times[n]["fences two"] / times[n]["posted post 16"] for n in tokens), x)
+
+
+def collectives(kib: Sequence[int]) -> str:
+    """The library's collectives over those by posted rows, 2 GPUs, from the profile."""
+    profile = shipped("nvidia-h200-x2")
+    assert profile is not None
+    known = {(t.operation, t.nbytes): t.us for t in profile.latencies if not t.ctas}
+    whats = ("all_gather", "reduce_scatter", "all_reduce")
+    return span((known[w, n << 10] / known[f"one_shot {w}", n << 10] for w in whats for n in kib), x)
+
+
+def tiles(way: str, what: str, shape: str = "2048 2560 8192") -> str:
+    (line,) = (line for line in log(1, "shared-tiles.log") if line.startswith(f"{way} {shape} "))
+    return us(float(re.search(rf"{what} ([\d.]+)", line)[1]))  # type: ignore[index]
+
+
+def serialized() -> str:
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for line in log(1, "shared-tiles.log"):
+        way, m, n, k, *rest = line.split()
+        times[f"{m} {n} {k}"][way] = float(rest[rest.index("shared") + 1])
+    return percent(
+        t["serialized"] / t["continuous"] for t in times.values() if {"serialized", "continuous"} <= t.keys()
+    )
+
+
+def broken_wave(programs: int) -> str:
+    """weft's GEMM of 8192 x 2752 x 4096 by so many programs, two a SM."""
+    (line,) = (line for line in log(1, "gemm-tiles.log") if line.startswith("8192 2752 4096 "))
+    return us(float(re.search(rf"128x128x64 w4 s3 p{programs} g8 f1 ([\d.]+)", line)[1]))  # type: ignore[index]
+
+
+def few_tiles(way: str) -> str:
+    return us(dicts(4, "few-rows.log", r"gemm (\d+) (\d+) (\d+) ")["2048", "2560", "8192"][way])
+
+
+def moe(method: str) -> str:
+    """An MoE layer whose small programs divided the SMs' memory: by what ran, or with the programs that they left alone."""
+    times = {r["method"]: r["us"] for r in rows(2, "moe-memory-divided.jsonl") if r["name"] == "Qwen3-30B-8192"}
+    return us(times[method])
+
+
+def one_launch(**settings: object) -> str:
+    """An MoE layer by the plan of these settings, or, without any, by the one that "auto" takes."""
+    for r in rows(2, "moe-one-launch.jsonl"):
+        plan = json.loads(r["method"]) if r["method"].startswith("{") else {}
+        named = {key: plan.get(key) for key in ("kind", "pullers", "block_n", "group_m") if key in plan}
+        if r["name"] == "Qwen3-30B-8192" and (named == settings if settings else r["method"] == "auto"):
+            return us(r["us"])
+    raise KeyError(settings)
+
+
+def moe_now() -> str:
+    path = RESULTS / "nvidia-h200-x2/moe.jsonl"
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    return us([r["us"] for r in stored if (r["name"], r["method"], r["zipf"]) == ("Qwen3-30B-8192", "auto", 0.0)][-1])
+
+
+def moe_tiles(tokens: int) -> str:
+    """Tiles of 64 rows in groups of 16 over tiles of 128."""
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for r in rows(2, "moe-tiles.jsonl"):
+        plan = json.loads(r["method"]) if r["method"].startswith("{") else {}
+        kind = "64" if (plan.get("block_m"), plan.get("group_m")) == (64, 16) else r["method"]
+        times[r["name"]][kind] = r["us"]
+    return percent(t["64"] / t["auto"] for name, t in times.items() if name.endswith(f"-{tokens}"))
+
+
+def in_parts(method: str, op: str = "moe_tp", than: str = "auto") -> str:
+    """Of layers whose experts' columns are split, on 2 GPUs."""
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for r in rows(2, "moe-in-parts.jsonl"):
+        if r["op"] == op:
+            times[r["name"]][r["method"]] = r["us"]
+    return percent(t[method] / t[than] for t in times.values())
+
+
+def layers(name: str, method: str, than: str, tokens: int = 8192) -> str:
+    """Of whole MoE layers on 2 GPUs, in one experiment."""
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for r in rows(2, name):
+        if r["name"].endswith(f"-{tokens}"):
+            times[r["name"]][r["method"]] = r["us"]
+    return percent(t[method] / t[than] for t in times.values() if method in t)
+
+
+def grouped(half: str, run: str, method: str, than: str, *names: str) -> str:
+    """A grouped GEMM of an MoE layer alone, "first" or "second", one way over another of the same run."""
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for r in rows(1, "grouped-gemms.jsonl"):
+        if (r["half"], r["run"]) == (half, run) and (not names or r["name"] in names):
+            times[r["name"]][r["method"]] = r["us"]
+    return percent(t[method] / t[than] for t in times.values())
+
+
+def stages(name: str, **changed: int) -> str:
+    """A layer of 8,192 tokens on 2 GPUs by four stages, or by a plan changed from these, over that by three."""
+    times = {}
+    for r in rows(2, "moe-stages.jsonl"):
+        if r["name"] == f"{name}-8192" and r["method"].startswith("{"):
+            times[tuple(json.loads(r["method"]).items())] = r["us"]
+    return percent([times[("stages", 4), *changed.items()] / times[()]])
+
+
+def last_sums() -> str:
+    """By how much the forms of the last sums with several programs an SM differ, at most, in one layer."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for r in rows(2, "moe-last-sums.jsonl"):
+        if not r["method"].endswith(", 1 an SM"):
+            times[r["name"]].append(r["us"])
+    return f"{100 * (max(max(us) / min(us) for us in times.values()) - 1):.0f}%"
+
+
+def decoder(tokens: int, way: str) -> str:
+    for line in log(4, "decoder-norms.log"):
+        if f"70B-prefill-{tokens} " in line:
+            for part in line.split(": ", 1)[1].split(" | "):
+                name, _, ratio = part.rsplit(" ", 2)
+                if name == way:
+                    return x(float(ratio[1:-2]))
+    raise KeyError(way)
+
+
+def mix(method: str, key: str) -> str:
+    """The newest run of the Azure mix on 4 GPUs: clock, or times as fast as sequential layers."""
+    path = RESULTS / "nvidia-h200-x4/decoder.jsonl"
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    methods = {r["method"]: r for r in stored if r["name"] == "70B-Azure"}
+    if key == "clock":
+        return f"{methods[method]['sm_mhz']} MHz"
+    return x(methods["sequential"]["us"] / (methods[method]["gemm_us"] if key == "bound" else methods[method]["us"]))
+
+
+def saving(method: str, tag: str = "as it is") -> str:
+    """ShareGPT's mix on 2 GPUs: times as fast as sequential layers of the same run."""
+    methods = {
+        r["method"]: r for r in rows(2, "mixes-that-save-power.jsonl") if (r["name"], r["tag"]) == ("70B-ShareGPT", tag)
+    }
+    sequential_row = methods["sequential"]
+    return x(sequential_row["us"] / (sequential_row["gemm_us"] if method == "bound" else methods[method]["us"]))
+
+
+def drawn(method: str) -> str:
+    stored = [
+        r for r in rows(2, "mixes-that-save-power.jsonl") if r["name"] == "70B-ShareGPT" and r["method"] == method
+    ]
+    return f"{span((r['watts'] for r in stored), str)} W"
+
+
+def serves(method: str, mode: str = "eager", newest: bool = True) -> str:
+    """Continuous batching on 2 GPUs: the newest run, or the oldest."""
+    stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / "hf.jsonl").read_text().splitlines()]
+    rates = [r["tokens_s"] for r in stored if "tokens_s" in r and (r["method"], r["mode"]) == (method, mode)]
+    return f"{rates[-1 if newest else 0]:,.0f} tokens a second"
+
+
+def asleep(name: str) -> str:
+    """Fused decode with longer sleeps over that with short ones."""
+    us = {
+        r["tag"]: r["us"] for r in rows(2, "mixes-that-save-power.jsonl") if (r["name"], r["method"]) == (name, "fused")
+    }
+    return x(us["as it is"] / us["longer sleeps"])
+
+
+def host_time(file: str, what: str) -> str:
+    """Of a sequential all-gather + GEMM on 2 GPUs."""
+    stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
+    (time,) = (
+        r["us"] for r in stored if (r["what"], r["op"], r["method"]) == (what, "all_gather_matmul", "sequential")
+    )
+    return us(time)
+
+
+def short(when: str) -> str:
+    (row,) = (r for r in rows(4, "short-curves.jsonl") if r["what"] == "one_shot all_reduce")
+    return us(row[when]["524288"])
+
+
+OWN = "own sums from the rows"
+DIVIDED = (
+    '{"block_k": 64, "block_m": 128, "block_n": 256, "flatten": true, "group_m": 8, "kind": "dispatched", "send_rows": 8, '
+    '"send_stages": 2, "senders": 128, "side_warps": 4, "stages": 3, "sum_rows": 2, "summers": 64, "warps": 8}'
+)
+CHAINS = {t: v for (t,), v in dicts(2, "copy-chains.log", r"(\d+) MB x7 graph ").items()}
+RS, AR = "matmul_reduce_scatter", "matmul_all_reduce"
+# -- attention, 2 GPUs, 32 heads, 16,384 rows without a mask ---------------------------------------------------------------
+ATTENTION = {
+    "one": "compute alone",
+    "two": "two halves",
+    "copied": "compute beside pull",
+    "merge": "merge",
+    "staged": "stage sm",
+    "sequential": "nccl+cudnn",
+    "beside": "today, 1, beside",
+}
+
+
+def attention_times(name: str) -> dict[str, float]:
+    if name == "attention-parts.jsonl":
+        return rows(2, name)[0]["us"]
+    times = {r["method"]: r["us"] for r in rows(2, name) if r["name"] == "32x32-16384-none"}
+    return times | {"nccl": times["communication alone"]}
+
+
+def attention_parts(what: str) -> str:
+    return us(attention_times("attention-parts.jsonl")[what])
+
+
+def attention_early(sixteenths: int) -> str:
+    return us(
+        attention_times("attention-early.jsonl")[f"Segmented(early={sixteenths})" if sixteenths else "Segmented()"]
+    )
+
+
+def hidden(name: str, method: str) -> str:
+    times = attention_times(name)
+    return f"{100 * (times['compute alone'] + times['nccl'] - times[method]) / times['nccl']:.0f}%"
+
+
+BACKWARD = (("all_gather_matmul", 14336, 8192), ("all_gather_matmul", 4096, 8192),
+            ("matmul_reduce_scatter", 8192, 28672), ("matmul_reduce_scatter", 8192, 5120))  # fmt: skip
+
+
+def trained(method: str) -> list[float]:
+    """us of the four calls of a backward pass of Llama-70B's layer, 16,384 tokens on two GPUs."""
+    times = {(r["op"], r["N"], r["K"], r["method"]): r["us"] for r in rows(2, "training-calls.jsonl")}
+    return [times[*call, method] for call in BACKWARD]
+
+
+def trained_layer() -> float:
+    """ms of a layer's step."""
+    lines = (RESULTS / "nvidia-h200-x2/models.jsonl").read_text().splitlines()
+    steps = [r for r in map(json.loads, lines) if (r["name"], r["method"]) == ("Llama-70B training", "auto")]
+    return steps[-1]["us"] / steps[-1]["layers"] / 1000
+
+
+def spread(ours: Sequence[float], others: Sequence[float]) -> str:
+    """The least and the largest ratio."""
+    ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
+    return f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x"
+
+
+OWN_WAVES = 16  # of 8,192 queries and 32 heads in tiles of 128 queries, one an SM, on 132 SMs
+
+
+def own_attention(*, causal: bool) -> str:
+    """cuDNN's time over that of the best form of a kernel of our own."""
+    times = [r["us"] for r in rows("nvidia-h100-x1", "attention-own.jsonl") if r["name"].endswith("causal") == causal]
+    shares = sorted({f"{100 * us['cudnn'] / min(t for q, t in us.items() if q != 'cudnn'):.0f}%" for us in times})
+    return shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
+
+
+def gathered(method: str) -> float:
+    """us, of 32 heads and 16,384 rows without a mask, of two GPUs."""
+    lines = (RESULTS / "nvidia-h200-x2/attention.jsonl").read_text().splitlines()
+    times = {r["method"]: r["us"] for r in map(json.loads, lines) if r["name"] == "32x32-16384-none"}
+    return times[method]
+
+
+def own_needs(method: str) -> str:
+    """Of the library's speed, for a kernel that hides all communication to be as fast as `method`."""
+    return f"{100 * gathered('compute alone') / gathered(method):.0f}%"
+
+
+# By loop, the forms of tiles (bench/measure/gemm.py).
+USUAL, HALF = "128x256 w8 s3 x1", "64x256 w4 s5 x1"
+
+
+def forms(form: str, over: str, low: float, high: float, loop: str = "flat") -> list[float]:
+    """Times over those of another form, or of cuBLAS, of all shapes of `low` to `high` waves of 128 x 256 tiles on 132 SMs."""
+    label = lambda q: q if q in ("cuBLAS", "shared") else f"{loop} {q}"  # noqa: E731
+    ratios = []
+    for r in rows(1, "tile-forms.jsonl"):
+        waves = -(-r["M"] // 128) * -(-r["N"] // 256) / 132
+        if low <= waves <= high and label(form) in r["us"]:
+            ratios.append(r["us"][label(form)] / r["us"][label(over)])
+    return ratios
+
+
+def apart() -> str:
+    """By how much the ratio of two forms differs, at most, between two runs of one shape of many waves."""
+    ratios: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for r in rows(1, "tile-forms.jsonl"):
+        ratios[r["M"], r["N"], r["K"]].append(r["us"][f"flat {HALF}"] / r["us"][f"flat {USUAL}"])
+    return f"{100 * (max(max(v) / min(v) for v in ratios.values()) - 1):.0f}%"
+
+
+def in_ops(low: float, high: float) -> str:
+    """Time of whole ops in half tiles over the usual ones, every op and way to move, at so many waves."""
+    ratios = []
+    for r in rows(2, "tile-plans.jsonl"):
+        if low <= -(-r["M"] // 128) * -(-r["N"] // 256) / 132 <= high:
+            ratios += [r["us"][f"{way} half"] / r["us"][f"{way} usual"] for way in r["chosen"]]
+    return span(ratios, x)
+
+
+def promoted_loop(form: str, recipe: str = "block") -> str:
+    """DeepGEMM's time, or torch's with promoted sums by row ("slow"), over that of a loop of 8-bit operands, of all sizes."""
+    library = {"block": "deep_gemm", "slow": "torch"}[recipe]
+    us = [r["us"] for r in rows(1, "fp8-block-forms.jsonl")]
+    return span((t[f"{recipe}: {library}"] / t[f"{recipe}: weft {form}"] for t in us), x)
+
+
+LOOPS = {
+    "tall": "128x128 w8 s4 x1 nested",
+    "short": "64x128 w4 s4 x2 nested",
+    "prefetched": "64x128 w4 s4 x2 prefetched",
+    "ahead": "128x128 w8 s3 x1 ahead",
+    "ahead-short": "64x128 w4 s2 x2 ahead",
+    "unrolled": "128x128 w8 s3 x1 unrolled",
+    "halves": "128x128 w4 s3 x2 halves",
+    "specialized": "128x128 w4 s2 x1 unrolled specialized",
+}
+EACH, BY_WAVE = "each tile counted", "counted by wave"  # runs of grouped GEMMs alone
+THREE, TWO = "128x256, 3 stages", "128x128, 2 an SM"
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "pull-few": lambda: us(parts("AG roles")["Fpull4"]),
+    "pull-many": lambda: us(parts("AG roles")["Fpull16"]),
+    "pull-gemm": lambda: us(parts("AG roles")["cublas"]),
+    "gather-programs": lambda: us(parts("AG")["F12"]),
+    "gather-copies": lambda: us(parts("AG")["F0"]),
+    "gather-chunks": lambda: us(parts("AG")["dec8"]),
+    "gather-torch": lambda: us(parts("AG")["torch"]),
+    "gather-sequential": lambda: us(parts("AG")["seq"]),
+    "gather-eager-copies": eager_copies,
+    "gather-eager-programs": lambda: us(parts("AG", "MLP-1 eager")["F12"]),
+    "chain-none": partial(chain, "none"),
+    "chain-first": partial(chain, "first"),
+    "chain-each": partial(chain, "each"),
+    "flags-none": lambda: us(CHAINS["8"]["none"]),
+    "flags-behind": lambda: us(CHAINS["8"]["serial"]),
+    "flags-beside": lambda: us(CHAINS["8"]["side"]),
+    "flags-gemm-behind": lambda: us(CHAINS["16"]["serial +gemm"]),
+    "flags-gemm-beside": lambda: us(CHAINS["16"]["side +gemm"]),
+    "flags-eager": partial(same_stream, "eager"),
+    "views-kept": views_kept,
+    "eager-library": partial(sequential, "nvidia-h200-x8", "matmul_all_reduce", "70B-128", "sequential"),
+    "eager-auto": partial(sequential, "nvidia-h200-x8", "matmul_all_reduce", "70B-128", "auto"),
+    "host-library": partial(host_shared, "library"),
+    "host-op": partial(host_shared, "sequential"),
+    "host-op-before": partial(host_shared, "sequential", "old"),
+    "epilogue-idle": lambda: us(timeline("MLP-1 B64 r0")[0][1]),
+    "epilogue-busy": lambda: span((t for _, t in timeline("MLP-1 B64 r0")[1:]), lambda t: f"{t:.0f}") + " us",
+    "tells-owners": lambda: us(parts("RS roles")["Tgemm"]),
+    "tells-itself": lambda: us(parts("RS roles")["Tgemm-local"]),
+    "forward-four": lambda: us(variants("forwarders-4.jsonl")["B64"]),
+    "forward-sixteen": lambda: us(variants("forwarders-16.jsonl")["B64f16"]),
+    "forward-two": lambda: us(variants("forwarders-4.jsonl")["T16f2"]),
+    "forward-inside": lambda: us(variants("forwarders-16.jsonl")["T24f8j0"]),
+    "forward-sequential": lambda: us(variants("forwarders-16.jsonl")["seq"]),
+    "join": lambda: us(variants("join-and-in-flight.jsonl")["T16"]),
+    "join-not": lambda: us(variants("join-and-in-flight.jsonl")["T24j0"]),
+    "join-first-tiles": lambda: us(sum(timeline("MLP-1 T16 r0")[0])),
+    "join-last-tiles": lambda: us(sum(timeline("MLP-1 T16 r0")[-1])),
+    "blocks-four": lambda: us(variants("join-and-in-flight.jsonl")["B32r64s4"]),
+    "blocks-two": lambda: us(variants("join-and-in-flight.jsonl")["B32r64s2"]),
+    "signaled-nccl": partial(signaled, RS, 4, False),
+    "signaled-copies": partial(signaled, RS, 4, True),
+    "sums-stored": partial(summed, "store"),
+    "sums-pulled": partial(summed, "pull"),
+    "second-stream": lambda: percent(
+        r["us"]["RS dec 1 pri 0"] / r["us"]["RS dec 1 pri -1"] for r in rows(2, "second-stream.jsonl")
+    ),
+    "signals-behind": partial(signals, "now"),
+    "signals-late": partial(signals, "lflat2"),
+    "told-late": partial(told, AR),
+    "fences": fences,
+    "posted-few": partial(posted, (1, 16, 32, 64, 128, 256)),
+    "posted-many": partial(posted, (2048,)),
+    "posted-collectives": partial(collectives, (64, 256, 1024)),
+    "serialized": serialized,
+    "tail-cublas": partial(tiles, "lines", "cublas"),
+    "tail-plain": partial(tiles, "lines", "plain"),
+    "tail-continuous": partial(tiles, "continuous", "shared"),
+    "tail-lines": partial(tiles, "lines", "shared"),
+    "wave-whole": partial(broken_wave, 256),
+    "wave-broken": partial(broken_wave, 248),
+    "few-cublas": partial(few_tiles, "cublas"),
+    "few-one": partial(few_tiles, "one g8"),
+    "few-two": partial(few_tiles, "two g8"),
+    "forms-cublas": lambda: percent(forms(USUAL, "cuBLAS", 5, 99)),
+    "forms-told": lambda: percent(forms(USUAL, "cuBLAS", 5, 99, "told")),
+    "forms-stages": lambda: span(forms("128x256 w8 s4 x1", USUAL, 5, 99), x),
+    "forms-whole": lambda: span(forms("128x256 w8 s3 x1 whole", USUAL, 5, 99), x),
+    "forms-tall": lambda: span(forms("256x128 w8 s4 x1", USUAL, 5, 99), x),
+    "forms-two": lambda: span(forms("128x128 w4 s3 x2", USUAL, 5, 99), x),
+    "forms-square": lambda: span(forms("128x128 w8 s5 x1 whole", USUAL, 5, 99), x),
+    "forms-half": lambda: span(forms(HALF, USUAL, 6.5, 99), x),
+    "forms-few": lambda: span(forms(HALF, USUAL, 1.2, 1.5), x),
+    "forms-few-told": lambda: span(forms(HALF, USUAL, 1.2, 1.5, "told"), x),
+    "forms-few-cublas": lambda: span(forms(USUAL, "cuBLAS", 1.2, 1.5), x),
+    "forms-few-shared": lambda: span(forms("shared", USUAL, 1.2, 1.5), x),
+    "forms-apart": apart,
+    "forms-more": lambda: span(forms(HALF, USUAL, 4, 6.5), x),
+    "halves-few": partial(in_ops, 1.2, 1.5),
+    "halves-many": partial(in_ops, 4, 6.5),
+    "moe-divided": partial(moe, "auto"),
+    "moe-half": partial(moe, DIVIDED),
+    "moe-library": partial(moe, "library"),
+    "moe-now": moe_now,
+    "moe-several": one_launch,
+    "moe-several-narrow": partial(one_launch, block_n=128),
+    "moe-movers-half": partial(one_launch, kind="fused", pullers=128, block_n=128),
+    "moe-movers-all": partial(one_launch, kind="fused", pullers=264, block_n=128),
+    "moe-wide-half": partial(one_launch, kind="fused", pullers=64),
+    "moe-wide-all": partial(one_launch, kind="fused", pullers=128),
+    "moe-tiles-few": partial(moe_tiles, 64),
+    "moe-tiles-many": partial(moe_tiles, 2048),
+    "parts-own": partial(
+        in_parts, "own sums from the rows", "grouped_matmul_reduce_scatter", "own sums through the outbox"
+    ),
+    "moe-own": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox"),
+    "moe-own-few": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox", 512),
+    "grouped-counted": partial(grouped, "second", EACH, "uncounted", THREE, "Qwen3-30B"),
+    "grouped-first-four": partial(grouped, "first", BY_WAVE, "4 stages", THREE),
+    "grouped-second-four": partial(grouped, "second", BY_WAVE, "4 stages", THREE),
+    "grouped-whole": partial(grouped, "first", BY_WAVE, "4 stages, whole", "4 stages"),
+    "grouped-two-first": partial(grouped, "first", EACH, TWO, THREE),
+    "grouped-two-second": partial(grouped, "second", BY_WAVE, TWO, "4 stages", "Qwen3-30B", "GPT-OSS-120B"),
+    "grouped-two-second-wide": partial(grouped, "second", BY_WAVE, TWO, "4 stages", "Mixtral-8x7B"),
+    "grouped-one-wave": partial(grouped, "first", BY_WAVE, "4 stages, one wave", "4 stages", "GPT-OSS-120B"),
+    "grouped-one-wave-qwen": partial(grouped, "first", BY_WAVE, "4 stages, one wave", "4 stages", "Qwen3-30B"),
+    "grouped-quack-gathered": partial(grouped, "first", BY_WAVE, "quack gathered 128x192pp", "4 stages"),
+    "grouped-quack-first": partial(grouped, "first", BY_WAVE, "quack 128x192pp", "4 stages"),
+    "grouped-quack-second": partial(
+        grouped, "second", BY_WAVE, "quack 128x192pp", "4 stages", "Qwen3-30B", "FlashMoE", "GPT-OSS-120B"
+    ),
+    "grouped-quack-torch": partial(grouped, "second", BY_WAVE, "quack 128x192pp", "torch"),
+    "grouped-quack-torch-first": partial(grouped, "first", BY_WAVE, "quack 128x192pp", "torch"),
+    "stages-qwen": partial(stages, "Qwen3-30B"),
+    "stages-flash": partial(stages, "FlashMoE"),
+    "stages-oss": partial(stages, "GPT-OSS-120B"),
+    "moe-last-one": partial(layers, "moe-last-sums.jsonl", "4 warps, 16, 4 an SM", "8 warps, 32, 1 an SM"),
+    "moe-last-apart": last_sums,
+    "moe-own-two": partial(layers, "moe-own-sums.jsonl", f"{OWN}, two programs an SM", OWN),
+    "moe-scheduler": partial(layers, "moe-scheduler.jsonl", "fused, scheduler", "fused, tickets"),
+    "parts-own-whole": partial(in_parts, "own sums from the rows", "moe_tp", "own sums through the outbox"),
+    "parts-narrow": partial(in_parts, '{"block_n": 128, "stages": 4}'),
+    "parts-few": partial(in_parts, '{"senders": 32, "summers": 32}'),
+    "norms-programs": partial(decoder, 8192, "equal split"),
+    "norms-copies": partial(decoder, 8192, "equal split, norm decomposed"),
+    "norms-none": partial(decoder, 8192, "no communication"),
+    "norms-few-copies": partial(decoder, 1024, "132 SMs, norm decomposed"),
+    "norms-few-programs": partial(
+        decoder, 1024, '132 SMs, norm {"kind":"two_shot","programs":16,"pull":true,"rows":8}'
+    ),
+    "mix-clock": partial(mix, "sequential", "clock"),
+    "mix-clock-woven": partial(mix, "woven", "clock"),
+    "mix-woven": partial(mix, "woven", "speedup"),
+    "mix-auto": partial(mix, "auto", "speedup"),
+    "mix-bound": partial(mix, "auto", "bound"),
+    "served-woven": partial(serves, "weft"),
+    "served": partial(serves, "transformers paged"),
+    "served-woven-before": partial(serves, "weft", newest=False),
+    "served-woven-graphs": partial(serves, "weft", "async"),
+    "served-graphs": partial(serves, "transformers paged", "async"),
+    "mix-two-fused": partial(saving, "fused"),
+    "mix-two-bound": partial(saving, "bound"),
+    "mix-two-watts": partial(drawn, "sequential"),
+    "mix-two-watts-fused": partial(drawn, "fused"),
+    "mix-two-few": partial(saving, 'fused, norm {"kind": "two_shot", "programs": 32}'),
+    "mix-two-copies": partial(saving, "fused, norm decomposed"),
+    "mix-two-asleep": partial(saving, "fused", "longer sleeps"),
+    "mix-two-asleep-bound": partial(saving, "bound", "longer sleeps"),
+    "mix-two-asleep-decode": partial(asleep, "70B-decode-64"),
+    "new-rows": partial(host_time, "experiments/new-rows-in-the-background.jsonl", "new M"),
+    "known-rows": partial(host_time, "host.jsonl", "known"),
+    **{f"attention-{name}": partial(attention_parts, what) for name, what in ATTENTION.items()},
+    "attention-pulled": partial(hidden, "attention-parts.jsonl", "today"),
+    "attention-pushed": partial(hidden, "attention-early.jsonl", "Segmented()"),
+    "attention-own": partial(own_attention, causal=False),
+    "attention-own-causal": partial(own_attention, causal=True),
+    "attention-own-sequential": partial(own_needs, "nccl+cudnn"),
+    "attention-own-segmented": partial(own_needs, "weft"),
+    "attention-own-covers": lambda: us(gathered("compute alone") / (2 * OWN_WAVES)),
+    "attention-own-gather": lambda: us(gathered("communication alone")),
+    **{f"attention-early-{n or 16}": partial(attention_early, n) for n in (0, 8, 6, 3)},
+    "turned-copies": lambda: f"{sum(trained('transposed copy')) / 1000:.1f} ms",
+    "turned-layer": lambda: f"{trained_layer():.0f} ms",
+    "turned-ratio": lambda: spread(trained("auto, turned"), trained("auto")),
+    **{f"promoted-{name}": partial(promoted_loop, form) for name, form in LOOPS.items()},
+    **{
+        f"promoted-{name}-slow": partial(promoted_loop, LOOPS[name], "slow")
+        for name in ("short", "halves", "specialized")
+    },
+    "short-before": partial(short, "before"),
+    "short-after": partial(short, "after"),
+}

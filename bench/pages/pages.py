@@ -1,0 +1,131 @@
+"""Every page that is made of stored results, with its plots: python -m bench.pages.pages (or make pages)
+
+docs/measurements.md and the tables in bench/results are made whole; of the other pages what lies between their marks. Nothing here runs
+on GPUs: the same results give the same pages, to which a test holds the committed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from bench.pages import (
+    api_page,
+    fp8_page,
+    front,
+    hardware_page,
+    layer_picture,
+    moe_page,
+    notes,
+    papers_page,
+    predict,
+    quack_page,
+    report,
+    signaled_page,
+    simulate,
+    suites_page,
+    tables,
+    vllm_page,
+    ways,
+)
+from weft.errors import WeftError
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench/results"
+MEASUREMENTS = f"""# Measurements
+
+<!-- made by bench/pages/pages.py from bench/results; do not edit -->
+
+{report.INTRODUCTION}
+`make measure` measures again, `make pages` writes this page. How well all this is predicted is on the
+[planner's](planner.md#how-well-it-predicts).
+"""
+
+
+def measurements() -> str:
+    machines = report.load_all(RESULTS)
+    newest_first = sorted(machines, key=lambda name: name not in report.new(machines))
+    chapters = [report.digest(name, machines[name], front.layers(RESULTS / name)) for name in newest_first]
+    chapters += [ways.moe(RESULTS), signaled_page.digest(signaled_page.machines(), signaled_page.sms())]
+    chapters += [ways.ways(RESULTS), ways.host(RESULTS)]
+    return "\n".join([MEASUREMENTS, *(chapter.rstrip() + "\n" for chapter in chapters if chapter)])
+
+
+def planner() -> str:
+    made = "\n".join([predict.digest(predict.runs_of(machines())), simulate.digest()]).rstrip()
+    return moe_page.between((ROOT / "docs/planner.md").read_text(), tables.BEGIN, tables.END, made)
+
+
+def predictions() -> str:
+    return "# Predictions\n\n" + "\n".join([predict.chapter(predict.runs_of(machines())), simulate.chapter()])
+
+
+def tables_of(machine: str) -> str:
+    return report.chapter(machine, report.load_all(RESULTS)[machine])
+
+
+def machines() -> list[str]:
+    return sorted(path.name for path in RESULTS.iterdir())
+
+
+def readme() -> str:
+    block = report.block(report.load_all(RESULTS), lambda machine: front.layers(RESULTS / machine))
+    text = report.between_marks((ROOT / "README.md").read_text(), [*block, front.one_gpu(RESULTS), ""])
+    return moe_page.between(text, tables.BEGIN, tables.END, front.line(RESULTS))
+
+
+def marked(name: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
+    made = "\n\n".join(tables.page(RESULTS, file, table) for file, table in made_of)
+    return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, made)
+
+
+def filled(name: str, made: str, begin: str = tables.BEGIN) -> str:
+    return moe_page.between((ROOT / name).read_text(), begin, tables.END, made)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/measurements.md": measurements,
+    "docs/planner.md": planner,
+    predict.TABLES: predictions,
+    "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
+    "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
+    moe_page.TABLES: lambda: moe_page.chapter(RESULTS),
+    "docs/fp8.md": lambda: marked("docs/fp8.md", ("fp8.jsonl", fp8_page.gemms)),
+    "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),
+    "docs/guide.md": lambda: filled("docs/guide.md", quack_page.digest(RESULTS)),
+    quack_page.TABLES: lambda: quack_page.chapter(RESULTS),
+    "docs/papers.md": lambda: filled("docs/papers.md", papers_page.table(RESULTS)),
+    "docs/tested.md": lambda: filled("docs/tested.md", hardware_page.record(), hardware_page.RECORD),
+    "docs/transformers.md": lambda: marked(
+        "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
+    ),
+    "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
+    "docs/vllm.md": lambda: marked("docs/vllm.md", ("vllm.jsonl", vllm_page.answers)),
+    "docs/models.md": lambda: marked("docs/models.md", ("models.jsonl", tables.models)),
+    "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
+    "docs/hardware.md": lambda: filled("docs/hardware.md", hardware_page.tables(), hardware_page.BEGIN),
+    "README.md": readme,
+    signaled_page.TABLES: lambda: signaled_page.chapter(signaled_page.machines(), signaled_page.sms()),
+    **{report.table_name(name): partial(tables_of, name) for name in report.new(report.load_all(RESULTS))},
+}
+
+
+def plots(folder: Path) -> list[Path]:
+    made = report.plots(report.load_all(RESULTS), folder) + signaled_page.plots(folder)
+    made += predict.plots(predict.runs_of(machines()), folder) + simulate.plots(folder)
+    return made + layer_picture.plots(RESULTS, folder)
+
+
+def main() -> None:
+    try:
+        for name, text in {name: make() for name, make in PAGES.items()}.items():
+            (ROOT / name).write_text(text)
+            print(f"wrote {name}")
+    except WeftError as error:
+        raise SystemExit(str(error)) from None
+    print(f"and {len(plots(ROOT / 'docs/img'))} plots")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""How well the planner predicts: a chapter of docs/planner.md, its plots and the tables beside the results, from the calls that
+bench/measure/predictions.py wrote with what was predicted of them from a tuned profile before they ran."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from bench.common import stored
+from bench.measure.predictions import CHOSEN, COPIES, LABELS, SHAPES
+from weft.planner.probes.common import SIZES
+from weft.planner.search import brief
+from weft.planner.table import GAIN
+from weft.plans import KINDS, Plan
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured call and what was predicted of it. source: how it was predicted. tags: why it was measured."""
+
+    source: str
+    op: str
+    shape: tuple[int, int, int]
+    world: int
+    plan: str
+    us: float
+    predicted: float
+    tags: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.us - 1
+
+    @property
+    def kind(self) -> str:
+        plan = json.loads(self.plan)
+        return COPIES if plan.get("copies") else plan["kind"]
+
+
+# -- what is stored --------------------------------------------------------------------------------------------------
+def tuned(machine: str) -> dict[str, list[Point]]:
+    """By run: calls with what was predicted before they ran, of shapes that `weft tune` does not measure."""
+    seen = {
+        op: {s for part in (SIZES.gather if op == "all_gather_matmul" else SIZES.reduce) for s in part} for op in SHAPES
+    }
+    found: dict[str, list[Point]] = {}
+    for path in sorted((stored.RESULTS / machine / "predictions").glob("*.jsonl"), key=lambda path: path.stem):
+        found[path.stem] = [
+            Point(
+                path.stem, r["op"], (r["M"], r["N"], r["K"]), r["world"], json.dumps(r["plan"], sort_keys=True), r["us"], r["predicted"],
+                tuple(r["tags"]),
+            )
+            for r in map(json.loads, path.read_text().splitlines())
+            if (r["M"], r["N"], r["K"]) not in seen[r["op"]]
+        ]  # fmt: skip
+    return found
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+INTRODUCTION = """The times were predicted from a profile of `weft tune` before the calls ran, on shapes that the profile does not have. An *error* is
+predicted / measured - 1; kinds have their mean absolute errors. *Of the best* is the measured time of the best plan that was run over that of
+the plan that was predicted fastest among them.
+"""
+TABLES = "bench/results/predictions.md"
+RUNS = {  # by run: which predictor, profile and shapes
+    "predictions-x2-4": "a profile made in the minutes before",
+    "predictions-x4-5": "the same shapes on 4 GPUs, from a profile whose calls of ops were made in the minutes before",
+    "predictions-x4-6": "other shapes, eight of them of at most 512 rows, from the profile of predictions-x4-5, of another machine of that kind",
+}
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]], text: int = 1) -> str:
+    align = [":---" if i < text else "---:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, align, *lines)) + "\n"
+
+
+def percent(x: float) -> str:
+    return f"{100 * x:.1f}%"
+
+
+def errors(runs: dict[str, list[Point]]) -> str:
+    """A line for each kind and op, a column group for each run."""
+    groups: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name, points in runs.items():
+        for p in points:
+            for op in (p.op, "all"):
+                groups[p.kind, op][name].append(p.error)
+    lines = []
+    for (kind, op), by_run in sorted(groups.items(), key=lambda g: (LABELS.index(g[0][0]), g[0][1] == "all", g[0])):
+        cells = []
+        for e in (by_run.get(name, []) for name in runs):
+            size = sorted(map(abs, e))
+            judged = (
+                (percent(fmean(size)), percent(size[int(0.9 * len(e))]), f"{100 * fmean(e):+.1f}%") if e else ("–",) * 3
+            )
+            cells += [str(len(e)), *judged]
+        lines.append([kind, op, *cells])
+    head = [t for name in runs for t in (f"{short(name)}: calls", "mean error", "90% below", "bias")]
+    return table(["kind", "op", *head], lines, 2)
+
+
+def short(run: str) -> str:
+    return run.removeprefix("predictions-")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """us of the fastest plan that was run on a shape, of the one that was predicted fastest, of the one that auto would take, and of
+    the sequential one."""
+
+    case: tuple[str, str, int, tuple[int, int, int]]
+    plans: tuple[str, str]  # the fastest, the predicted fastest
+    count: int
+    best: float
+    chosen: float
+    auto: float
+    sequential: float
+
+
+def judged(points: Sequence[Point]) -> list[Choice]:
+    """By (source, op, world, shape), where several plans ran."""
+    groups: dict[tuple, list[Point]] = defaultdict(list)
+    for p in points:
+        groups[p.source, p.op, p.world, p.shape].append(p)
+    found = []
+    for case, ps in sorted(groups.items()):
+        sequential = [p for p in ps if p.kind == "sequential"]
+        if len({p.plan for p in ps}) < 3 or not sequential:
+            continue
+        best, chosen = min(ps, key=lambda p: p.us), min(ps, key=lambda p: p.predicted)
+        auto = chosen if sequential[0].predicted > GAIN * chosen.predicted else sequential[0]
+        found.append(Choice(case, (best.plan, chosen.plan), len(ps), best.us, chosen.us, auto.us, sequential[0].us))
+    return found
+
+
+def choices(points: Sequence[Point]) -> str:
+    """The plan predicted fastest, beside the fastest and the sequential one."""
+    found = judged(points)
+    if not found:
+        return "No shape was run with several plans.\n"
+    of_best = [c.best / c.chosen for c in found]
+    slower = sum(c.sequential / c.chosen < 0.98 for c in found)
+    said = f"Over {len(of_best)} shapes and runs the choice is {percent(fmean(of_best))} of the best on average and "
+    said += f"{percent(min(of_best))} at the least; on {slower} of them it is slower than sequential by more than 2%. "
+    slower = sum(c.sequential / c.auto < 0.98 for c in found)
+    said += f"With auto's rule that a gain below {percent(GAIN - 1)} is none, it is {percent(fmean(c.best / c.auto for c in found))} of the "
+    said += f"best on average, and slower than sequential by more than 2% on {slower}. "
+    lines = []
+    for c in found:
+        if c.best / c.chosen < 0.99:
+            _, op, _, shape = c.case
+            cells = [f"{x:.0f}" for x in (c.sequential, c.best, c.chosen)]
+            plans = [brief(Plan.from_json(plan)) for plan in c.plans]
+            size = "×".join(map(str, shape))
+            lines.append([op, size, str(c.count), *cells, percent(c.best / c.chosen), *plans])
+    said += f"Where it is below 99% ({len(lines)}):\n\n"
+    head = ["op", "M×N×K", "plans", "sequential us", "best us", "chosen us", "of the best"]
+    return said + table([*head, "best plan", "chosen plan"], lines, 1)
+
+
+def ablations(runs: dict[str, list[Point]]) -> str:
+    """Times of signaled plans grouped otherwise than chosen, over those of the chosen one, by tag."""
+    chosen = {
+        (p.source, p.op, p.shape): p.us for ps in runs.values() for p in ps if CHOSEN in p.tags and p.kind == "signaled"
+    }
+    ratios: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name, points in runs.items():
+        for p in points:
+            base = chosen.get((p.source, p.op, p.shape))
+            for tag in p.tags:
+                if base and tag != CHOSEN:
+                    ratios[tag, p.op][name].append(p.us / base)
+    lines = []
+    for (tag, op), by_run in sorted(ratios.items()):
+        means = [f"{math.exp(fmean(map(math.log, r))):.3f}x" if (r := by_run.get(name)) else "–" for name in runs]
+        lines.append([tag, op, *means])
+    return table(["groups", "op", *map(short, runs)], lines, 2)
+
+
+def plot(points: Sequence[Point], path: Path) -> None:
+    """The distribution of the errors, a panel for each kind."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    kinds = [k for k in LABELS if any(p.kind == k for p in points)]
+    figure = Figure(figsize=(3.1 * len(kinds), 2.7), layout="constrained")
+    FigureCanvasSVG(figure)
+    edges = [i / 100 for i in range(-21, 22, 2)]
+    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        e = [min(max(p.error, edges[0]), edges[-1]) for p in points if p.kind == kind]
+        axes.hist(e, edges, color="#3b6fb6")
+        axes.axvline(0, color="#444444", lw=0.8, ls=":")
+        axes.set_title(f"{kind}: {len(e)} calls", fontsize=9, loc="left")
+        axes.set_xticks([-0.2, -0.1, 0, 0.1, 0.2], ["-20%", "-10%", "0", "10%", "20%"], fontsize=7.5)
+        axes.tick_params(axis="y", labelsize=7.5)
+        axes.set_xlabel("predicted / measured - 1", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def summary(runs: dict[str, list[Point]]) -> str:
+    """Mean errors and choices of every run."""
+    kinds = [kind for kind in KINDS if any(p.kind == kind for points in runs.values() for p in points)]
+    lines = []
+    for name, points in runs.items():
+        cells = []
+        for kind in kinds:
+            of = [abs(p.error) for p in points if p.kind == kind or (kind == "signaled" and p.kind == COPIES)]
+            cells.append(percent(fmean(of)) if of else "–")
+        best = [c.best / c.chosen for c in judged(points)]
+        lines.append([name, str(points[0].world), str(len(points)), *cells, percent(fmean(best)), percent(min(best))])
+    head = ["run", "GPUs", "calls", *kinds, "choice of the best", "least"]
+    said = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
+    return f"{table(head, lines, 1)}\n{said}"
+
+
+def runs_of(machines: Iterable[str]) -> dict[str, list[Point]]:
+    return {name: points for machine in machines for name, points in tuned(machine).items()}
+
+
+def digest(runs: dict[str, list[Point]]) -> str:
+    """What the page has of the chapter."""
+    text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n"
+    text += "".join(f"![errors of predicted times](img/{plot_name(name)})\n\n" for name in runs)
+    return text + f"By op, with every shape whose choice is below 99%: [tables](../{TABLES}).\n"
+
+
+def chapter(runs: dict[str, list[Point]]) -> str:
+    text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n### Errors\n\n"
+    text += f"{errors(runs)}\n### Choices\n\n"
+    text += "".join(f"**{name}**. {choices(points)}\n" for name, points in runs.items())
+    return (
+        text
+        + f"### Groups\n\nMean time of signaled plans with other groups, over that with the chosen groups:\n\n{ablations(runs)}"
+    )
+
+
+def plot_name(run: str) -> str:
+    return f"{run}.svg"
+
+
+def plots(runs: dict[str, list[Point]], folder: Path) -> list[Path]:
+    for name, points in runs.items():
+        plot(points, folder / plot_name(name))
+    return [folder / plot_name(name) for name in runs]
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,518 @@
+"""What the signaled plan costs and gives: tables beside the results, and a chapter of docs/measurements.md, from the rows of bench/measure/signaled.py.
+
+Every figure is computed from bench/results/<machine>/signaled/*.jsonl, but for the goals and the paper's. Ops are shown for each
+machine, every other part from the machine that ran it last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from textwrap import fill
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from bench.pages.report import OPS, _percent, _table, _us, _x, mean
+from weft.planner.profile import shipped
+from weft.plans import Plan, Signaled
+from weft.transport.signals import schedule
+
+RESULTS = Path(__file__).parents[1] / "results"
+AR, RS, A2A = "matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_to_all"
+GEMM_GOAL, NORM_GOAL, BOUND_GOAL = 0.01, 0.05, 0.85
+FIXED = ("one group", "a wave a group", "first wave", "last wave", "halves")
+EQUAL = 8  # CTAs of the plans that differ in nothing but their groups
+TILES = ", tiles"
+SHADES = ("#b9c0ca", "#8fa9cc", "#3b6fb6", "#1d3a63")
+
+EARLIER = {  # by machine: what has changed since its rows of ops
+    "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have [changed since](../../docs/design-notes.md#signals): all-reduce and all-to-all.",
+}
+
+Row = dict[str, Any]
+Size = tuple[int, int, int]
+Cases = dict[Size, dict[str, Row]]
+Found = dict[tuple[str, int], Cases]  # by op and number of GPUs
+
+INTRODUCTION = (
+    "What plan kind [`signaled`](guide.md#signaled-plans) costs and gives. *The paper* is FlashOverlap, which measured other GPUs; its "
+    "figures and the goals are quoted, all others are computed from the rows of `bench/measure/signaled.py`. Everything is bfloat16, and but for "
+    "the waits in CUDA graphs. Means of ratios of times are geometric, means of overheads and of fractions arithmetic.",
+)
+
+
+# -- rows
+def load(folder: Path) -> list[Row]:
+    return [
+        json.loads(line) | {"run": path.stem}
+        for path in sorted(folder.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+
+
+def cases(rows: Sequence[Row], part: str, op: str | None = None, mode: str = "graph") -> Cases:
+    """By shape the rows by method, all of the last run that has the shape."""
+    found: Cases = {}
+    for row in rows:
+        if (row["part"], row.get("op"), row.get("mode")) == (part, op, mode):
+            size = row["M"], row["N"], row.get("K", 0)
+            if any(other["run"] != row["run"] for other in found.get(size, {}).values()):
+                del found[size]
+            found.setdefault(size, {})[row["method"]] = row
+    return found
+
+
+def of(size: Size) -> str:
+    return "×".join(str(s) for s in size if s)
+
+
+def more(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f}%"
+
+
+def listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+TABLES = "bench/results/signaled.md"
+
+
+def blocks(*parts: str | list[str]) -> str:
+    """Paragraphs, images and tables (lists of lines)."""
+    return "\n\n".join(map(block, filter(None, parts))) + "\n"
+
+
+def block(part: str | list[str]) -> str:
+    if isinstance(part, list):
+        return "\n".join(part)
+    return part if part.startswith("![") else fill(part, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def section(title: str, *parts: str | list[str], level: int = 3) -> str:
+    return f"\n{'#' * level} {title}\n\n" + blocks(*parts)
+
+
+# -- the parts
+def waits(rows: Sequence[Row]) -> str:
+    us = {row["method"]: row["us"] for row in rows if row["part"] == "wait"}
+    names = {
+        "kernel": "a waiting kernel of one program",
+        "stream value": "`cuStreamWaitValue32`",
+        "event": "an event of the other stream",
+    }
+    lines = [[text, f"{us[name]:.1f}", f"{us[name] - us['event']:+.1f}"] for name, text in names.items() if name in us]
+    return section(
+        "How long a stream goes on after it may",
+        "From the end of the work before the signal to the end of the waiting stream's next kernel, launched ahead and on an otherwise "
+        "idle GPU. An event cannot be used for a group of a GEMM that is still running; it is what any wait between two streams costs.",
+        _table(["wait", "us", "beside an event"], lines),
+        f"weft uses the kernel (`wait_group`), which goes on {us['stream value'] - us['kernel']:.1f} us "
+        f"{'earlier' if us['kernel'] < us['stream value'] else 'later: a slower way'} than `cuStreamWaitValue32`.",
+    )
+
+
+def size_of(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+def nccl(rows: Sequence[Row]) -> str:
+    found = {(r["op"], r["ctas"], r["bytes"]): r for r in rows if r["part"] == "nccl"}
+    ops, limits, sizes = (list(dict.fromkeys(key[i] for key in found)) for i in range(3))
+    most, lines = max(sizes), []
+    for op in ops:
+        for ctas in limits:
+            at = [found.get((op, ctas, s)) for s in sizes]
+            free, here = found[op, 0, most]["us"], found[op, ctas, most]
+            lines.append(
+                [op.replace("_", "-"), str(ctas or "no limit"), str(here.get("took") or "–")]
+                + [_us(r["us"]) if r else "–" for r in at]
+                + [_x(here["us"] / free)]
+            )
+    took = [f"{found[op, 0, most].get('took')} for {op.replace('_', '-')}" for op in ops]
+    top = max(limits)
+    slower = [f"{more(found[op, top, most]['us'] / found[op, 0, most]['us'])} for {op.replace('_', '-')}" for op in ops]
+    return section(
+        "What NCCL takes",
+        f"Without a limit NCCL takes these CTAs at {size_of(most)}: {listed(took)}. Sizes are of one rank's whole input. The signaled "
+        f"plan limits its communicator: with {top} CTAs {size_of(most)} take longer by {listed(slower)}.",
+        _table(
+            ["collective", "at most", "CTAs taken", *map(size_of, sizes), f"{size_of(most)} beside no limit"], lines, 2
+        ),
+    )
+
+
+def gemm(rows: Sequence[Row], sms: int) -> str:
+    found = cases(rows, "gemm")
+    us = {size: {name: row["us"] for name, row in by.items()} for size, by in found.items()}
+    signaled = list(dict.fromkeys(n for by in us.values() for n in by if n.startswith("matmul")))
+
+    def ctas(name: str) -> int:
+        return int(name.split(", ")[-1].split()[0]) if name.endswith("CTAs left") else EQUAL
+
+    def title(name: str) -> str:
+        op, *rest = name.split(", ")
+        what = [r for r in rest if not r.endswith("CTAs left")] or ["to tiles"]
+        return f"{OPS[op]}, {what[0]}"
+
+    def beside(name: str, base: str = "") -> list[float]:
+        base = base or f"plain, {ctas(name)} CTAs left"
+        return [by[name] / by[base] for by in us.values() if name in by and base in by]
+
+    lines = []
+    for name in sorted(signaled, key=ctas):
+        own, library = beside(name), beside(name, "cublas")
+        under = sum(r - 1 < GEMM_GOAL for r in own)
+        lines.append(
+            [title(name), str(ctas(name)), more(fmean(own)), more(max(own)), f"{under} of {len(own)}"]
+            + [more(fmean(library)), more(max(library))]
+        )
+    for name in (f"plain, {c} CTAs left" for c in sorted({0} | {ctas(n) for n in signaled})):
+        library = beside(name, "cublas")
+        if library:
+            left = name.split(", ")[1].split()[0]
+            lines.append(["none, without signals", left, "", "", "", more(fmean(library)), more(max(library))])
+    usual_tile = Signaled.tile
+    whole = {
+        c: sum(-(-m // usual_tile.block_m) * -(-n // usual_tile.block_n) % (sms - c) == 0 for m, n, _ in us)
+        for c in sorted({ctas(n) for n in signaled})
+    }
+    divides = [f"{count} with {c} SMs left" for c, count in whole.items()]
+    shown = [n for n in signaled if ctas(n) == EQUAL and "a wave a group" not in n]
+    usual = [r for n in signaled if "a wave a group" not in n for r in beside(n)]
+    under = sum(r - 1 < GEMM_GOAL for r in usual)
+    mean, most = (x - 1 < GEMM_GOAL for x in (fmean(usual), max(usual)))
+    reached = "Reached" if mean and most else "Reached on average, not by every shape" if mean else "Missed"
+    return section(
+        "The GEMM with reordering and signals",
+        "*Overhead* is beside the same main loop and epilogue on as many SMs, to ordinary rows and without signals; *beside cuBLAS* "
+        "is beside cuBLAS on all SMs. Nothing else ran.",
+        _table(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines),
+        f"Goal: under {GEMM_GOAL:.0%}; the paper: 0.07 to 0.7%. **{reached}**: with the default groups the mean is "
+        f"{more(fmean(usual))} and the most {more(max(usual))};\n{under} of {len(usual)} GEMMs stay under {GEMM_GOAL:.0%}. "
+        f"The least is {more(min(usual))}, so differences of that size are not all overhead.",
+        f"Of {len(us)} shapes, these many have whole waves of tiles only: {listed(divides)}.",
+        by_k(us, shown, f"plain, {EQUAL} CTAs left"),
+    )
+
+
+def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> str:
+    """Mean overhead by K, where more than two shapes share it."""
+    ks = sorted({size[2] for size in us})
+    same = {k: [by[n] / by[base] for size, by in us.items() if size[2] == k for n in names] for k in ks}
+    said = [f"{more(fmean(r))} at K = {k}" for k, r in same.items() if len(r) > 2 * len(names)]
+    return f"Mean overhead by K, default groups: {listed(said)}." if said else ""
+
+
+def norm(rows: Sequence[Row]) -> str:
+    us = {size: {name: row["us"] for name, row in by.items()} for size, by in cases(rows, "norm").items()}
+    kinds = ("rms_norm", "rms_norm + residual", "residual_add")
+    ratio = {kind: [by[f"{kind}{TILES}"] / by[f"{kind}, rows"] for by in us.values()] for kind in kinds}
+    head = ["kernel", "shapes", "mean overhead", "most"]
+    lines = [[kind, str(len(r)), more(fmean(r)), more(max(r))] for kind, r in ratio.items()]
+    most = max(max(r) for r in ratio.values())
+    return section(
+        "RMSNorm and residual add from tiles",
+        "The kernels that read the result in the order in which it left the GEMM, beside the same from ordinary rows.",
+        _table(head, lines),
+        f"Goal: under {NORM_GOAL:.0%}; the paper: 7 to 10%. **{'Reached' if most - 1 < NORM_GOAL else 'Missed'}**: the most is {more(most)}.",
+    )
+
+
+# -- ops
+def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled: bool) -> tuple[int, ...]:
+    """The tiles where groups end, as `ops/matmul_reduce/signaled.py` cuts them; those of an all-to-all are those of M rows on each rank."""
+    owners = world if op == RS and not plan.copies else 1
+    tiles_n, programs = -(-n // plan.tile.block_n), sms - plan.ctas
+    tiles = owners * -(-(m // owners) // plan.tile.block_m) * tiles_n
+    in_order = n % 8 == 0 and ((op == AR and not tiled) or (op == RS and plan.copies))
+    unit = max(1, min(plan.tile.group_m, programs // tiles_n)) * tiles_n if in_order else 1
+    return schedule(tiles, programs, plan.groups, owners, unit).bounds
+
+
+def bound(gemm_us: float, comm_us: float, at: Sequence[int], own_last: bool = False) -> float:
+    """The longer of the GEMM and then the last group's collective, and the first group's GEMM and then all collectives. own_last:
+    the last group stays where it is, so that the GEMM may end it."""
+    first, last = at[1] / at[-1], 0 if own_last else (at[-1] - at[-2]) / at[-1]
+    return max(gemm_us + last * comm_us, first * gemm_us + comm_us)
+
+
+def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
+    """A row's fraction of the bound of its plan's groups, and of the bound of one wave a group."""
+    plan = Plan.from_json(json.dumps(row["plan"]))
+    assert isinstance(plan, Signaled)
+    at = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
+    tiles, programs = at[-1], sms - plan.ctas
+    waves = (0, min(tiles, programs), (tiles - 1) // programs * programs, tiles)
+    own_last = op == RS and plan.copies
+    of_groups, of_waves = (bound(row["gemm_us"], row["comm_us"], a, own_last) / row["us"] for a in (at, waves))
+    return of_groups, of_waves
+
+
+def in_rows(by: dict[str, Row]) -> list[Row]:
+    """The signaled plans whose result is in ordinary order."""
+    return [r for r in by.values() if r["method"] != "sequential" and not r["method"].endswith(TILES)]
+
+
+def fastest(by: dict[str, Row], copies: bool) -> Row | None:
+    """Of the plans that copy engines, or NCCL, move."""
+    return min((r for r in in_rows(by) if bool(r["plan"].get("copies")) == copies), key=lambda r: r["us"], default=None)
+
+
+@dataclass
+class Family:
+    """Of the best plans by NCCL, or by copies, one for each shape: speedups, and fractions of the bound of their groups and of
+    one wave's."""
+
+    title: str
+    copies: bool
+    speedups: list[float] = field(default_factory=list)
+    fractions: list[float] = field(default_factory=list)
+    waves: list[float] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def add(self, op: str, size: Size, by: dict[str, Row], sms: int) -> list[str]:
+        """The cells of a shape."""
+        best, base = fastest(by, self.copies) if by else None, by.get("sequential")
+        if best is None or base is None:
+            return ["–"] * 2
+        fraction, wave = judged(op, size, best, sms)
+        self.speedups.append(base["us"] / best["us"])
+        self.fractions.append(fraction)
+        self.waves.append(wave)
+        self.lost += [of(size)] if best["us"] >= base["us"] else []
+        x = _x(self.speedups[-1])
+        return [f"**{x}**" if best["us"] < base["us"] else x, _percent(fraction)]
+
+    def means(self) -> list[str]:
+        return [f"**{_x(mean(self.speedups))}**", _percent(fmean(self.fractions))] if self.speedups else ["", ""]
+
+    def judgement(self, op: str, world: int) -> list[str]:
+        """How the plans stand to the goal."""
+        reach = "reached" if fmean(self.fractions) >= BOUND_GOAL else "missed"
+        return [
+            OPS[op], str(world), self.title, _percent(fmean(self.fractions)), _percent(min(self.fractions)),
+            _percent(max(self.fractions)), _percent(fmean(self.waves)), reach, _x(mean(self.speedups)), _x(max(self.speedups)),
+            f"{len(self.lost)} of {len(self.speedups)}",
+        ]  # fmt: skip
+
+
+def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: int) -> tuple[str, list[list[str]]]:
+    """The section of one op, a column group for each machine; and how its plans stand to the goal."""
+    families = {machine: [Family("NCCL", False), Family("copies", True)] for machine in machines}
+    lines = []
+    for size in dict.fromkeys(size for found in machines.values() for size in found):
+        cells = [of(size)]
+        for machine, found in machines.items():
+            by = found.get(size, {})
+            cells.append(_us(by["sequential"]["us"] if by else None))
+            cells += [c for f in families[machine] for c in f.add(op, size, by, sms)]
+        lines.append(cells)
+    lines.append(
+        ["mean", *(c for of_machine in families.values() for c in ["", *(m for f in of_machine for m in f.means())])]
+    )
+    head = ["M×N×K"]
+    for machine in machines:
+        head.append(f"{worlds[machine]} GPUs: cuBLAS + NCCL")
+        head += [t for f in families[machine] for t in (f"by {f.title}", "of its bound")]
+    goals = [f.judgement(op, worlds[m]) for m, of_machine in families.items() for f in of_machine if f.speedups]
+    return section(OPS[op], _table(head, lines), level=4), goals
+
+
+def by_ctas(found: Found) -> list[str]:
+    """Mean speedup of the default groups by CTAs."""
+    names = sorted(
+        {n for c in found.values() for by in c.values() for n in by if n.startswith("default") and n.endswith("CTAs")},
+        key=lambda n: int(n.split()[1]),
+    )
+    lines = []
+    for (op, world), c in found.items():
+        means = [mean(by["sequential"]["us"] / by[n]["us"] for by in c.values() if n in by) for n in names]
+        lines.append([OPS[op], str(world), *map(_x, means)])
+    return _table(["op", "GPUs", *(n.removeprefix("default, ") for n in names)], lines)
+
+
+def left_in_tiles(found: Found) -> list[str]:
+    """Time of plans whose result stays in tiles beside the same plans with it in ordinary order."""
+    lines = []
+    for (op, world), c in found.items():
+        pairs = [
+            by[n]["us"] / by[n.removesuffix(TILES)]["us"]
+            for by in c.values()
+            for n in by
+            if n.endswith(TILES) and n.removesuffix(TILES) in by
+        ]
+        if pairs:
+            ratios = [more(mean(pairs) or 1), more(min(pairs)), more(max(pairs))]
+            lines.append([OPS[op], str(world), str(len(pairs)), *ratios])
+    return _table(["op", "GPUs", "plans", "mean", "least", "most"], lines)
+
+
+def ablations(found: Found) -> list[str]:
+    """Mean time with fixed groups over that with the default ones; last, over the best fixed ones of each shape."""
+    lines, usual = [], f"default, {EQUAL} CTAs"
+    for (op, world), c in found.items():
+        tried = [by for by in c.values() if usual in by and any(n in by for n in FIXED)]
+        cells = [_x(mean(by[n]["us"] / by[usual]["us"] for by in tried if n in by)) for n in FIXED]
+        best = mean(min(by[n]["us"] for n in FIXED if n in by) / by[usual]["us"] for by in tried)
+        lines.append([OPS[op], str(world), *cells, _x(best)])
+    return _table(["op", "GPUs", *FIXED, "best of these"], lines)
+
+
+def plot(found: dict[str, Cases], world: int, path: Path) -> None:
+    """Speedup of the best signaled plan over K, a line for each M N and a panel for each op."""
+    figure = Figure(figsize=(11, 3.1), layout="constrained")
+    FigureCanvasSVG(figure)
+    panels = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+    for axes, (op, c) in zip(panels, found.items(), strict=True):
+        lines: dict[int, list[tuple[int, float]]] = {}
+        for (m, n, k), by in c.items():
+            speedup = by["sequential"]["us"] / min(r["us"] for r in in_rows(by))
+            lines.setdefault(m * n, []).append((k, speedup))
+        for i, (mn, points) in enumerate(sorted(lines.items())):
+            ks, speedups = zip(*sorted(points), strict=True)
+            axes.plot(ks, speedups, marker="o", ms=3, color=SHADES[i % len(SHADES)], label=f"{mn >> 20} Mi")
+        ticks = sorted({k for _, _, k in c})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(k) for k in ticks], fontsize=8)
+        axes.minorticks_off()
+        axes.axhline(1, color="#444444", lw=0.8, ls=":", label="cuBLAS + NCCL")
+        axes.set_xlabel("K", fontsize=9)
+        axes.set_title(f"{OPS[op]}, {world} GPUs", loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("times as fast", fontsize=9)
+    panels[0].legend(title="M N", title_fontsize=8, fontsize=8, frameon=False, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def explained() -> str:
+    return section(
+        "Ops",
+        "The best of the signaled plans that were tried, beside cuBLAS + NCCL (for all-to-all, weft's sequential plan: cuBLAS's GEMM, "
+        "the rows put in order, NCCL's all-to-all). M, N and K are of one rank's GEMM. All results are in ordinary order. "
+        f"Fixed groups were tried with {EQUAL} CTAs only.",
+        "*Of its bound* is bound / time. The bound is the longer of two sums: the GEMM and then the collective of the plan's last group; "
+        "the GEMM of its first group and then all communication. (A reduce-scatter by copies computes the own rows last, which go "
+        "nowhere: there the first sum is the GEMM alone.) A group's part of either is its part of the tiles. As few groups have a bound "
+        "that is easy to reach, *of one wave's* has the first and the last wave of tiles in place of the groups. GEMM and communication "
+        "in it are cuBLAS on all SMs and NCCL without a limit, each alone, so copies that are faster than NCCL can pass it.",
+    )
+
+
+def ops(machines: dict[str, list[Row]], sms: int) -> str:
+    by_machine = {machine: op_cases(rows) for machine, rows in machines.items()}
+    worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
+    goals: list[list[str]] = []
+    text = blocks(
+        *(measured([r for r in rows if r["part"] == "ops"]) for rows in machines.values()),
+        *(EARLIER[machine] for machine in machines if machine in EARLIER),
+    )
+    for op in (AR, RS, A2A):
+        found = {machine: of_op[op] for machine, of_op in by_machine.items() if op in of_op}
+        if found:
+            table, judgements = op_table(op, found, worlds, sms)
+            text, goals = text + table, goals + judgements
+    return text + judged_and_varied(
+        goals, {(op, worlds[m]): c for m, of_op in by_machine.items() for op, c in of_op.items()}
+    )
+
+
+def against_the_goal(goals: list[list[str]]) -> list[str | list[str]]:
+    head = ["op", "GPUs", "moved by", "of the bound, mean", "least", "most", "of one wave's, mean", f"{BOUND_GOAL:.0%}"]
+    return [
+        f"Goal: at least {BOUND_GOAL:.0%} of the bound in the mean, and up to 1.6x; the paper: 69 to 98%, and 1.30x on NVLink. Of the best "
+        "plans of each shape:",
+        _table([*head, "speedup, mean", "most", "lost on"], goals, 3),
+    ]
+
+
+def judged_and_varied(goals: list[list[str]], found: Found) -> str:
+    """What follows the ops' tables."""
+    text = section("Against the goal", *against_the_goal(goals), level=4)
+    text += section(
+        "By CTAs",
+        "Mean speedup of the default groups over cuBLAS + NCCL, by the CTAs that the communicator may take (as many SMs are left to it):",
+        by_ctas(found),
+        level=4,
+    )
+    text += section(
+        "Left in tiles",
+        f"Time of plans with {EQUAL} CTAs that leave the result in tiles (`reorder=False`), beside the same plans in ordinary order:",
+        left_in_tiles(found),
+        level=4,
+    )
+    return text + section(
+        "Fixed groups",
+        f"Mean time with fixed groups beside the default ones (up to four groups, the last one wave), all with {EQUAL} CTAs; above 1 the "
+        "default is faster (as in the paper's Figure 14). *A wave a group* ends at 16 groups, the last of which takes the other waves; "
+        "*first wave* and *last wave* are two groups, one of which is that wave. The last column is a best of five.",
+        ablations(found),
+        level=4,
+    )
+
+
+def measured(rows: Sequence[Row]) -> str:
+    commits, dates = sorted({r["commit"][:10] for r in rows}), sorted({r["date"][:10] for r in rows})
+    return f"{rows[0]['world']} x {rows[0]['gpu']}, measured {listed(dates)} at {listed(f'`{c}`' for c in commits)}."
+
+
+def of_last_run(rows: Sequence[Row]) -> list[Row]:
+    return [r for r in rows if r["run"] == rows[-1]["run"]]
+
+
+def digest(machines: dict[str, list[Row]], sms: int) -> str:
+    """What the page of measurements has of the chapter."""
+    goals: list[list[str]] = []
+    for op in (AR, RS, A2A):
+        found = {machine: cases(rows, "ops", op) for machine, rows in machines.items()}
+        worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
+        goals += op_table(op, {machine: of_op for machine, of_op in found.items() if of_op}, worlds, sms)[1]
+    plots = (f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)" for machine in machines)
+    every = f"Every size, and what waits, signals and reordering take, is in [tables](../{TABLES})."
+    return "## Signaled plans\n\n" + blocks(*INTRODUCTION, *plots, *against_the_goal(goals), every)
+
+
+def chapter(machines: dict[str, list[Row]], sms: int) -> str:
+    text = "# Signaled plans\n\n" + blocks(*(part.replace("(guide", "(../../docs/guide") for part in INTRODUCTION))
+    for part, write in (("wait", waits), ("nccl", nccl), ("gemm", partial(gemm, sms=sms)), ("norm", norm)):
+        last = max(
+            (of_last_run([r for r in rows if r["part"] == part]) for rows in machines.values()),
+            key=lambda of: max((r["date"] for r in of), default=""),
+        )
+        if last:
+            text += write(last) + "\n" + blocks(measured(last))
+    return text + explained() + "\n" + ops(machines, sms)
+
+
+def op_cases(rows: Sequence[Row]) -> dict[str, Cases]:
+    found = {op: cases(rows, "ops", op) for op in (AR, RS, A2A)}
+    return {op: c for op, c in found.items() if c}
+
+
+def machines() -> dict[str, list[Row]]:
+    """Rows by machine, of all that have some."""
+    return {path.parent.name: load(path) for path in sorted(RESULTS.glob("*/signaled"))}
+
+
+def sms() -> int:
+    """Of the GPU that ran these."""
+    profile = shipped(next(iter(machines())))
+    assert profile is not None
+    return profile.machine.sms
+
+
+def plots(folder: Path) -> list[Path]:
+    paths = []
+    for machine, rows in machines().items():
+        paths.append(folder / f"signaled-{machine}.svg")
+        plot(op_cases(rows), rows[0]["world"], paths[-1])
+    return paths

@@ -1,0 +1,254 @@
+"""What `weft.simulate` says of machines that nobody here has, and how far it is from those that were measured: a chapter of
+docs/planner.md."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+from bench.common import stored
+from bench.measure import models as known
+from bench.pages.predict import TABLES, percent, table
+from weft.planner.auto import profile_for
+from weft.planner.parts import NotMeasured
+from weft.planner.predict import Predictor
+from weft.planner.simulate import (
+    ScaledPredictor,
+    Simulation,
+    Topology,
+    cluster,
+    links_of,
+    nvlink,
+    pcie,
+    simulate,
+    simulate_from,
+)
+from weft.plans import KINDS, Plan, Sequential
+
+LAYER = {"Llama-70B's": (8192, 28672), "a layer twice as wide": (16384, 53248)}  # hidden, intermediate
+DECODERS = {"Llama-70B": (8192, 28672), "DeepSeek-V3, dense": (7168, 18432)}  # hidden, intermediate
+COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
+PROFILE, PLOT = "nvidia-h200-x4", "simulation-nodes.svg"
+INTRODUCTION = """## Machines that were not measured
+
+`weft.simulate(topology, workload, sizes)` predicts ops and layers on another topology: GEMMs, tiles and slow-downs stay as measured,
+and transfers are scaled (`src/weft/planner/simulate.py` says how).
+"""
+USE = """
+```python
+import weft
+from weft.planner.simulate import cluster, nvlink, pcie
+
+result = weft.simulate(cluster(64), "mlp", [(8192, 8192, 28672)], profile="nvidia-h200-x4")
+print(result)
+result.plot("mlp.png")
+```
+"""
+
+
+def topologies() -> list[Topology]:
+    return [nvlink(8), nvlink(8, 12), nvlink(8, 6), pcie(8, 5), pcie(8, 4)]
+
+
+def lines_of(simulations: list[Simulation]) -> list[list[str]]:
+    return [
+        [
+            s.topology.name, str(s.topology.gpus), str(r.size[0]), f"{r.sequential:.0f}", f"{r.us:.0f}",
+            f"{r.speedup:.2f}x", percent(r.comm / (r.comm + r.gemm)), ", ".join(dict.fromkeys(p.kind for p in r.plans)),
+        ]
+        for s in simulations for r in s.rows
+    ]  # fmt: skip
+
+
+LINKS = ("links", "GPUs", "tokens", "sequential us", "best us", "speedup", "transfers' share", "plans")
+
+
+def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
+    """Of layers by name, (tokens, hidden, intermediate): the four projections and their transfers alone."""
+    found = simulate(nvlink(gpus), "decoder", sizes.values(), profile=PROFILE)
+    rows = []
+    for name, r in zip(sizes, found.rows, strict=True):
+        limit, us = r.speedup / r.bound_share, [f"{us:.0f}" for us in (r.sequential, r.gemm, r.comm, r.us)]
+        rows.append([name, f"{r.size[0]:,}", *us, f"{r.speedup:.2f}x", f"{limit:.2f}x"])
+    head = "model", "tokens", "sequential us", "GEMMs", "transfers", "best plans", "ratio", "limit"
+    return table(head, rows)
+
+
+def dense_models() -> dict[str, tuple[int, int, int]]:
+    """Tokens, hidden and intermediate size of the models that bench/measure/models.py times, but for those with experts."""
+    return {
+        name: (sum(lengths), config["hidden_size"], config["intermediate_size"])
+        for name, (config, lengths) in known.MODELS.items()
+        if config["model_type"] == "llama"
+    }
+
+
+def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
+    """Time of the layer and speedup over the number of GPUs, a line for each kind of link."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    FigureCanvasSVG(figure)
+    left, right = figure.subplots(1, 2)
+    for name, found in groups.items():
+        gpus = [s.topology.gpus for s in found]
+        (line,) = left.plot(gpus, [s.rows[0].us for s in found], marker="o", ms=3, label=name)
+        left.plot(gpus, [s.rows[0].sequential for s in found], ls=":", color=line.get_color())
+        right.plot(gpus, [s.rows[0].speedup for s in found], marker="o", ms=3, color=line.get_color())
+    left.set(xscale="log", yscale="log", ylabel="us (dotted: sequential)", xlabel="GPUs")
+    right.set(xscale="log", ylabel="times as fast as sequential", xlabel="GPUs")
+    for axes in (left, right):
+        axes.set_xticks(COUNTS, [str(c) for c in COUNTS], fontsize=7.5)
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(fontsize=7.5, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+Errors = dict[tuple[int, str, str], list[float]]  # by number of GPUs, op and kind of plan
+
+
+@cache
+def errors_of_stored_calls() -> tuple[Errors, Errors]:
+    """Of times and of speedups over sequential, of stored calls on 2, 4 and 8 GPUs against the same links with as many."""
+    here, on = measured()
+    found: dict[tuple[str, int, str, tuple[int, ...]], dict[Plan, tuple[float, float]]] = defaultdict(dict)
+    for folder in sorted(stored.RESULTS.glob("nvidia-h200-x*")):
+        for r in stored.rows(folder.name):
+            if r.call.mode != "graph" or r.run in stored.OLD:
+                continue
+            there = ScaledPredictor(here, on.resized(r.world), on) if r.world != here.world else here
+            plan = Plan.from_json(r.call.plan)
+            try:
+                predicted = there.time(r.call.op, plan, *r.shape)
+            except NotMeasured:
+                continue
+            found[r.run, r.world, r.call.op, r.shape][plan] = predicted, r.call.us
+    errors: Errors = defaultdict(list)
+    gains: Errors = defaultdict(list)
+    for (_, world, op, _), times in found.items():
+        base = times.get(Sequential())
+        for plan, (predicted, us) in times.items():
+            errors[world, op, plan.kind].append(predicted / us - 1)
+            if base and plan != Sequential():
+                gains[world, op, plan.kind].append((base[0] / predicted) / (base[1] / us) - 1)
+    return errors, gains
+
+
+def validation() -> str:
+    errors, gains = errors_of_stored_calls()
+    order = lambda x: (x[0][0], x[0][1], list(KINDS).index(x[0][2]))  # noqa: E731
+    return table(
+        ("GPUs", "op", "kind", "calls", "mean error", "bias", "largest", "mean error of the speedup"),
+        [
+            [
+                str(key[0]),
+                *key[1:],
+                str(len(e)),
+                percent(fmean(map(abs, e))),
+                f"{100 * fmean(e):+.1f}%",
+                percent(max(map(abs, e))),
+                percent(fmean(map(abs, gains[key]))) if gains[key] else "–",
+            ]
+            for key, e in sorted(errors.items(), key=order)
+        ],
+        0,
+    )
+
+
+@cache
+def layers() -> dict[str, list[Simulation]]:
+    """What the plot and the second table show, by name."""
+    here, on = measured()
+    size = (32768, *LAYER["a layer twice as wide"])
+    whats = {"MLP, 50 GB/s a GPU": "mlp", "GEMM + all-reduce, 50 GB/s a GPU": "matmul_all_reduce"}
+    return {
+        name: [simulate_from(here, cluster(c, gbs=50.0), what, [size], on) for c in COUNTS]
+        for name, what in whats.items()
+    }
+
+
+def decoders(names: Iterable[str] = tuple(DECODERS)) -> str:
+    """Models over 2 to 128 nodes, from links as their maker states them."""
+    here, on = measured()
+    rows = []
+    for name in names:
+        hidden, inner = DECODERS[name]
+        for nodes in (2, 4, 8, 32, 128):
+            (r,) = simulate_from(here, cluster(8 * nodes, gbs=50.0), "decoder", [(32768, hidden, inner)], on).rows
+            kinds = ", ".join(dict.fromkeys(p.kind for p in r.plans))
+            us = [f"{us:.0f}" for us in (r.sequential, r.us)]
+            rows.append([name, str(nodes), *us, f"{r.speedup:.2f}x", f"{r.speedup / r.bound_share:.2f}x", kinds])
+    return table(("layer", "nodes", "sequential us", "best us", "speedup", "limit", "plans"), rows, 1)
+
+
+@cache
+def measured() -> tuple[Predictor, Topology]:
+    profile = profile_for(PROFILE, None)
+    return Predictor(profile), links_of(profile)
+
+
+def plots(folder: Path) -> list[Path]:
+    plot(layers(), folder / PLOT)
+    return [folder / PLOT]
+
+
+MANY_NODES = f"""### Many nodes
+
+One tensor-parallel MLP over all GPUs, hidden 16384, intermediate 53248, 32768 tokens; nodes of 8 GPUs on NVLink, and a network of
+50 GB/s a GPU. The plans that overlap are those with the library's all-reduce or reduce-scatter over all ranks, and two-level plans
+([several nodes](nodes.md)).
+
+![layers on 8 to 1024 GPUs](img/{PLOT})
+
+The projections of a decoder layer, also predicted. Sequential is NCCL over all ranks: rings carry the whole tensor across every
+node's boundary once, over all of its network cards.
+
+"""
+
+
+def of_profile() -> str:
+    profile = measured()[0].profile
+    return f"The profile: {profile.machine.name}, {profile.source}, {profile.created[:10]}.\n"
+
+
+def digest() -> str:
+    """What the page has of the chapter: many nodes, and how far stored calls are from their predictions."""
+    errors, gains = errors_of_stored_calls()
+    said = []
+    for world in sorted({key[0] for key in errors}):
+        of_times, of_gains = (
+            [abs(e) for key, es in found.items() if key[0] == world for e in es] for found in (errors, gains)
+        )
+        said.append(
+            f"{percent(fmean(of_times))} of a time and {percent(fmean(of_gains))} of a speedup on {world} GPUs ({len(of_times)} calls)"
+        )
+    many_nodes = MANY_NODES + decoders(["Llama-70B"])
+    text = f"{INTRODUCTION}{USE}\n{of_profile()}\n{many_nodes}\n### Against measurements\n\n"
+    text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(said)}. "
+    return text + f"Other links in one node, and errors by op: [tables](../{TABLES}).\n"
+
+
+def chapter() -> str:
+    here, on = measured()
+    text = f"{INTRODUCTION}\n{of_profile()}"
+
+    hidden, inner = LAYER["Llama-70B's"]
+    sizes = [(m, hidden, inner) for m in (2048, 8192, 32768)]
+    text += "\n### Other links in one node\n\nThe MLP of Llama-70B's size, hidden 8192, intermediate 28672.\n\n"
+    text += table(LINKS, lines_of([simulate_from(here, t, "mlp", sizes, on) for t in topologies()]), 1)
+
+    text += f"\n### Decoder layers over many nodes\n\nNodes of 8 GPUs, 32768 tokens, 50 GB/s a GPU between nodes.\n\n{decoders()}"
+    text += f"\n### Layers of models on 4 GPUs\n\nOne layer's four projections and their transfers alone:\n\n{projections(dense_models(), 4)}"
+
+    text += "\n### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above; on another number of GPUs\n"
+    text += "than the profile's they are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"
+    text += "the predicted speedup over sequential, in the last column, does not depend on that.\n\n"
+    return text + validation()

@@ -1,0 +1,96 @@
+"""Make `src/weft/planner/tables/<gpu>.json` from tuning runs: python -m bench.pages.table GPU
+
+Reads bench/results/<gpu>-x*/tuning/*.jsonl (written by bench/measure/run.py --tune) in order of name: per op, shape, world and mode the
+fastest plan of the newest file. A tuning run keeps the fastest of many plans, and those of 8 GPUs up to x8-3 compared with weft's own
+sequential plan, which in eager mode costs more host time than torch's own calls: what they say of a plan is too good.
+Hence a row whose plan the benchmark beside it (bench/results/<gpu>-x*/<op>.jsonl) timed against torch's own calls takes the
+benchmark's speedup, and every other row is divided by the most that tuning overstated any of those, per mode.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from weft.plans import Plan
+
+ROOT = Path(__file__).parents[2]
+TABLES = ROOT / "src/weft/planner/tables"
+SEQUENTIAL = '{"kind": "sequential"}'
+KEY = ("op", "world", "M", "N", "K", "mode")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def still_there(plan: str) -> bool:
+    """Whether a plan of an earlier version is one of today: sums over ranks once had other fused ways."""
+    try:
+        Plan.from_json(plan)
+    except ValueError:
+        return False
+    return True
+
+
+def tuned(folders: list[Path]) -> dict[tuple, dict]:
+    best: dict[tuple, dict] = {}
+    for path in [p for folder in folders for p in sorted((folder / "tuning").glob("*.jsonl"))]:
+        for r in lines(path):
+            times = {p: t for p, t in r["times"].items() if p.startswith("{")}
+            plan = min(times, key=lambda p: times[p])
+            if not still_there(plan):  # the nearest shape measured since says more than what came second then
+                continue
+            row = {k: r[k] for k in ("op", "name", "world", "M", "N", "K", "mode")}
+            row |= {
+                "plan": json.loads(plan),
+                "us": round(times[plan], 1),
+                "speedup": round(times[SEQUENTIAL] / times[plan], 4),
+            }
+            best[tuple(r[k] for k in KEY)] = row
+    return best
+
+
+def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
+    """Per shape and mode: the plan that "auto" took in the benchmark and its speed relative to torch's cuBLAS + NCCL."""
+    methods: dict[tuple, dict[str, dict]] = {}
+    for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
+        ours = (
+            r for r in lines(path) if r["op"] == path.stem and set(KEY) <= r.keys()
+        )  # others are of other benchmarks
+        for r in ours:
+            methods.setdefault(tuple(r[k] for k in KEY), {})[r["method"]] = r
+    return {
+        key: (m["auto"]["plan"], m["sequential"]["us"] / m["auto"]["us"])
+        for key, m in methods.items()
+        if {"auto", "sequential"} <= m.keys() and m["auto"]["plan"]
+    }
+
+
+def made(gpu: str) -> tuple[str, str]:
+    """The table's text, and a sentence on it."""
+    folders = sorted((ROOT / "bench/results").glob(f"{gpu}-x*"))
+    best, known = tuned(folders), confirmed(folders)
+    sure = {k: known[k][1] for k in best.keys() & known.keys() if json.loads(known[k][0]) == best[k]["plan"]}
+    overstated = {"graph": 1.0, "eager": 1.0}
+    for key, speedup in sure.items():
+        if best[key]["plan"]["kind"] == "sequential":
+            continue
+        overstated[key[-1]] = max(overstated[key[-1]], best[key]["speedup"] / speedup)
+    for key, row in best.items():
+        row["speedup"] = round(sure.get(key, row["speedup"] / overstated[key[-1]]), 4)
+        row["confirmed"] = key in sure
+    text = "[\n" + ",\n".join(json.dumps(best[key]) for key in sorted(best)) + "\n]\n"
+    return text, f"{len(best)} rows, {len(sure)} confirmed; tuning overstated by up to {overstated}"
+
+
+def main() -> None:
+    (gpu,) = sys.argv[1:]
+    text, said = made(gpu)
+    (TABLES / f"{gpu}.json").write_text(text)
+    print(f"{said} -> {TABLES / gpu}.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The tables of docs/attention.md, docs/transformers.md and docs/models.md, from
+bench/results/<machine>/{attention,hf,hf_moe,models}.jsonl.
+
+Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+ALONE = "without communication"
+BEGIN, END = "<!-- made by bench/pages/pages.py from bench/results -->", "<!-- end -->"
+Rows = list[dict]
+
+
+CP = [f"torch context_parallel, {rotate}" for rotate in ("allgather", "alltoall")]
+KINDS = {"Sequential": "sequential", "Segmented": "segmented", "HeadParallel": "head_parallel"}
+TRAINED = [f"{way}, forward and backward" for way in CP]
+
+
+def best(us: list[float]) -> str:
+    return f"{min(us):.0f}" if us else ""
+
+
+def attention(lines: Rows) -> str:
+    """Calls; and prefills that are made of them."""
+    newest = {(r["name"], r["method"]): r for r in lines}
+
+    def least(name: str, *methods: str) -> str:
+        return best([newest[name, method]["us"] for method in methods if (name, method) in newest])
+
+    calls, prefills = [], []
+    for name in dict.fromkeys(r["name"] for r in lines):
+        library, alone = newest.get((name, "nccl+cudnn")), newest.get((name, "compute alone"))
+        for method in ("weft", "Segmented()"):
+            weft = newest.get((name, method))
+            if not library or not weft or (method != "weft" and weft["plan"] == newest[name, "weft"]["plan"]):
+                continue
+            us = [name, f"{library['us']:.0f}", f"{weft['us']:.0f}", f"{library['us'] / weft['us']:.2f}x"]
+            if not alone:
+                prefills.append([*us, least(name, *CP)])
+                continue
+            plan = KINDS[weft["plan"].partition("(")[0]] + ", by name" * (method != "weft")
+            hidden = f"{100 * weft['overlap']:.0f}%" if plan.startswith("segmented") else ""
+            others = least(name, *CP), least(name, "weft, forward and backward"), least(name, *TRAINED)
+            calls.append([*us, plan, hidden, f"{alone['us']:.0f}", *(others if method == "weft" else [""] * 3)])
+    head = ["shape: heads x kv heads, S, mask", "gather, then attention", "weft", "ratio", "its plan", "hidden"]
+    head += ["attention alone", "torch's context_parallel", "forward and backward: weft", "torch's"]
+    made = "us:\n\n" + grid(head, calls)
+    head = ["sizes, layers, tokens", "gather, then attention", "weft", "ratio", "torch's context_parallel"]
+    return made + "\n\nprefill of one prompt, us:\n\n" + grid(head, prefills) if prefills else made
+
+
+def transformers(lines: Rows) -> str:
+    """Passes; and, where it was measured, what continuous batching serves."""
+    newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if "us" in r}
+    rows = []
+    for name in dict.fromkeys(name for name, _, _ in newest):
+        row = [name]
+        for mode in ("eager", "graph"):
+            own, *ways = (newest.get((name, mode, method)) for method in ("transformers", "weft", "woven"))
+            least = min(us for us in ways if us)
+            row += ["" if us is None else f"{us:.0f}" for us in (own, *ways)] + [f"{own / least:.2f}x"]
+        rows.append(row)
+    head = [f"{mode}{way}" for mode in ("eager: ", "graph: ") for way in ("own", "woven", "in two parts", "ratio")]
+    made = "us:\n\n" + grid(["sizes, part, tokens", *head], rows)
+    served = {(r["name"], r["mode"], r["method"]): r for r in lines if "tokens_s" in r}
+    if not served:
+        return made
+    rows = []
+    for name, mode in dict.fromkeys((name, mode) for name, mode, _ in served):
+        found = [served.get((name, mode, method)) for method in ("transformers", "transformers paged", "weft")]
+        rates = ["" if r is None else f"{r['tokens_s']:.0f}" for r in found]
+        *own, woven = (r and r["tokens_s"] for r in found)
+        ratio = f"{woven / max(filter(None, own)):.2f}x" if woven and any(own) else ""
+        rows.append([f"{name}, {next(r['layers'] for r in found if r)} layers", mode, *rates, ratio])
+    head = ["requests", "mode", "own", "own, paged", "woven, paged", "ratio"]
+    return made + "\n\noutput tokens a second:\n\n" + grid(head, rows)
+
+
+def mixtures(lines: Rows) -> str:
+    """Transformers' expert parallelism and the same model woven."""
+    newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines}
+    rows = []
+    for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):
+        own, woven = newest.get((name, mode, "transformers")), newest.get((name, mode, "weft"))
+        if own and woven:
+            rows.append([name, mode, f"{own:.0f}", f"{woven:.0f}", f"{own / woven:.2f}x"])
+    return "us:\n\n" + grid(["sizes, part, tokens", "mode", "own", "woven", "ratio"], rows)
+
+
+def models(lines: Rows) -> str:
+    """Layers of whole models beside cuBLAS and NCCL, what no overlap could be faster than, and the way of weft that was the
+    fastest; of each the run that came last."""
+    rows = []
+    for name, mode in dict.fromkeys((r["name"], r["mode"]) for r in lines):
+        r, us = newest_run([r for r in lines if (r["name"], r["mode"]) == (name, mode)])
+        base, auto, taken = us["libraries"], us["auto"], r.get("taken", "auto")
+        sizes = f"{r['N']}x{r['K']}" + (f", {r['top_k']} of {r['E']}" if "E" in r else "")
+        best = min((m for m in us if m not in ("libraries", "auto", ALONE)), key=us.__getitem__, default="auto")
+        other = f"{best}, {base / us[best]:.2f}x" if us[best] < auto else ""
+        limit = ["", "", ""]
+        if alone := us.get(ALONE):
+            share = f"{100 * (base - auto) / (base - alone):.0f}%" if alone < base else ""
+            limit = [f"{alone:.0f}", f"{base / alone:.2f}x", share]
+        ways = [f"{auto:.0f}", f"**{base / auto:.2f}x**", *limit, "" if taken == "auto" else taken, other]
+        rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), mode, f"{base:.0f}", *ways])
+    head = ["model", "hidden x inner, experts", "tokens", "layers", "mode", "libraries", '`"auto"`', "ratio"]
+    head += [ALONE, "limit", "hidden", "it takes", "faster in this run"]
+    return "us:\n\n" + grid(head, rows)
+
+
+def newest_run(rows: Rows) -> tuple[dict, dict[str, float]]:
+    """A row of the run that came last, and its us by method."""
+    last = rows[-1]
+    return last, {r["method"]: r["us"] for r in rows if r.get("date") == last.get("date")}
+
+
+def grid(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
+    parts = []
+    for path in sorted(results.glob(f"*/{file}")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        machine = path.relative_to(results).parts[0]
+        gpus = machine.rpartition("x")[2]
+        parts.append(f"{gpus} GPU{'s' * (gpus != '1')} ({machine}), {table(lines)}")
+    return "\n\n".join(parts)

@@ -1,0 +1,125 @@
+"""What each way of overlapping reached, what a call takes of the host, and the MoE layer in a line each: chapters of
+docs/measurements.md from bench/results/*/tuning, */host.jsonl and */moe.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.pages.report import OPS, _table, _us, _x, mean
+
+TUNED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+MLPS = tuple(f"MLP-{i}" for i in range(1, 7))
+WAYS = ("decomposed", "fused, programs pull", "fused, a copy engine pulls", "signaled")
+WAYS_TEXT = """## Ways of overlapping
+
+From tuning runs, in CUDA graphs: the speedup over weft's own sequential plan of the best plan of each way, geometric means over
+MLP-1 to MLP-6, and in brackets on how many of the six it was the fastest. [What was tried](design-notes.md) says why; for other
+shapes `weft.explain` says what "auto" takes.
+"""
+HOST_TEXT = """## Host time of a call
+
+From call to return, us, of a shape that was called before, without waiting for the GPU (`bench/measure/host.py`): the library's two calls
+that an op replaces, and the op by each kind of plan.
+"""
+FIRST_TEXT = """The first call of a number of rows that nobody called before, behind `weft.prepare`, N and K 1,024: median, nine in ten, and the
+slowest, us. It has memory to allocate and is compared with what the other ranks call; the library's own first calls differ by as much.
+"""
+EAGER_TEXT = """Eager calls back to back, `"auto"` against the library, hidden sizes from 3,584 to 12,288, 128 rows to 12,288: geometric mean and least
+ratio, and how many are below 0.98. Where `"auto"` is sequential, what differs is weft's own host time and the run.
+"""
+MOE_TEXT = """## Mixture of experts
+
+A layer's forward pass of balanced routing, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs ([every size](../bench/results/moe.md)).
+vLLM's fused experts, which run on one GPU, are faster than torch's: [beside them](moe.md#what-it-reaches).
+"""
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def way(plan: dict) -> str:
+    if plan["kind"] != "fused":
+        return str(plan["kind"])
+    return WAYS[2] if plan.get("class") == "FusedGatherByCopies" else WAYS[1]
+
+
+def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
+    """By op and number of GPUs, of every shape that the mean is over: speedup by way, of the newest run that has the shape."""
+    found: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
+    for row in (r for path in sorted(results.glob("*/tuning/*.jsonl")) for r in lines_of(path)):
+        if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MLPS:
+            plans = {text: json.loads(text) for text in row["times"] if text.startswith("{")}
+            base = next(row["times"][text] for text, plan in plans.items() if plan["kind"] == "sequential")
+            best: dict[str, float] = {}
+            for text, plan in plans.items():
+                best[way(plan)] = max(base / row["times"][text], best.get(way(plan), 0))
+            found[row["op"], row["world"]][row["name"]] = best
+    return found
+
+
+def ways(results: Path) -> str:
+    lines = []
+    for (op, world), shapes in sorted(tuned(results).items(), key=lambda f: (TUNED.index(f[0][0]), -f[0][1])):
+        cells = []
+        for name in WAYS:
+            first = sum(name == max((w for w in WAYS if w in best), key=lambda w: best[w]) for best in shapes.values())
+            reached = mean(best.get(name) for best in shapes.values())
+            cells.append(f"{_x(reached)} ({first})" if reached else "–")
+        lines.append([OPS[op], str(world), *cells])
+    return WAYS_TEXT + "\n" + "\n".join(_table(["op", "GPUs", *WAYS], lines)) + "\n"
+
+
+def host(results: Path) -> str:
+    methods = ["library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot"]
+    known, first, eager = [], [], []
+    for path in sorted(results.glob("*/host.jsonl")):
+        rows = [r | {"op": OPS[r["op"]], "world": str(r["world"])} for r in lines_of(path)]
+        for op, world in dict.fromkeys((r["op"], r["world"]) for r in rows):
+            here = [r for r in rows if (r["op"], r["world"]) == (op, world)]
+            us = {r["method"]: r["us"] for r in here if r["what"] == "known"}
+            known.append([op, world, *(_us(us.get(m)) for m in methods)])
+            new = {r["method"]: r for r in here if r["what"] == "new M"}
+            cells = [f"{n['us']:.0f}, {n['p90']:.0f}, {n['worst']:.0f}" for n in map(new.get, ("library", "auto")) if n]
+            first += [[op, world, *cells]] if cells else []
+            sized: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
+            for r in here:
+                if r["what"] == "auto":
+                    sized[r["M"], r["N"], r["K"]][r["method"]] = r["us"]
+            ratios = [times["library"] / times["auto"] for times in sized.values()]
+            low = sum(ratio < 0.98 for ratio in ratios)
+            eager += [[op, world, _x(mean(ratios)), _x(min(ratios)), f"{low} of {len(ratios)}"]] if ratios else []
+    chapters = [
+        (HOST_TEXT, ["op", "GPUs", *methods], known),
+        (FIRST_TEXT, ["op", "GPUs", "library", "auto"], first),
+        (EAGER_TEXT, ["op", "GPUs", "mean", "least", "below 0.98"], eager),
+    ]
+    return "\n".join(text + "\n" + "\n".join(_table(head, lines)) + "\n" for text, head, lines in chapters if lines)
+
+
+def moe(results: Path) -> str:
+    lines = [line for path in sorted(results.glob("*/moe.jsonl")) for line in _moe_lines(lines_of(path))]
+    head = ["GPUs", "tokens a GPU", "layers", "speedup, mean", "least", "most"]
+    return MOE_TEXT + "\n" + "\n".join(_table(head, lines)) + "\n" if lines else ""
+
+
+def _moe_lines(rows: list[dict]) -> Iterator[list[str]]:
+    """A line for each number of tokens; of every layer the newest rows of balanced routing."""
+    us: dict[tuple[int, int], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for r in rows:
+        if r["zipf"] == 0:
+            us[r["world"], r["M"]][r["name"]][r["method"]] = r["us"]
+    for (world, tokens), layers in sorted(us.items()):
+        ratios = [t["library"] / t["auto"] for t in layers.values() if {"library", "auto"} <= t.keys()]
+        if ratios:
+            yield [
+                str(world),
+                f"{tokens:,}",
+                str(len(ratios)),
+                _x(mean(ratios)),
+                _x(min(ratios)),
+                _x(max(ratios)),
+            ]

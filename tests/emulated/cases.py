@@ -1,0 +1,73 @@
+"""What every file of cases draws its tensors by, and measures errors by.
+
+cases_<package>.py has what a package of src/weft must compute, written once for every backend: each function runs on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+import weft
+from weft.plans import Plan
+
+P = TypeVar("P", bound=Plan)
+
+
+def changed(plan: P, **changes: Any) -> P:
+    """The plan with other values of its fields, or of its tile's."""
+    tile: Any = plan.tile  # type: ignore[attr-defined]
+    in_tile = {name: changes.pop(name) for name in list(changes) if hasattr(tile, name)}
+    return replace(plan, tile=replace(tile, **in_tile), **changes)
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The same values on every rank and device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative Frobenius error; NaN counts as infinite."""
+    if got.shape != want.shape:
+        raise AssertionError(f"shape {list(got.shape)}, expected {list(want.shape)}")
+    if want.numel() == 0:
+        return 0.0
+    got, want = got.to(want.device).to(want.dtype), want
+    error = ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
+    return error if error == error else float("inf")
+
+
+def wide(t: torch.Tensor, world: weft.World) -> torch.Tensor:
+    """float64 for small references, float32 on the GPU for large ones."""
+    return t.double() if t.numel() < 1 << 20 else t.to(world.device).float()
+
+
+def product(x: torch.Tensor, w: torch.Tensor, world: weft.World) -> torch.Tensor:
+    """x @ w.T, in float64 or float32."""
+    x = wide(x, world)
+    return x @ wide(w, world).to(x).t()
+
+
+def strided(t: torch.Tensor) -> torch.Tensor:
+    """The same values in memory that is not contiguous."""
+    return t.t().contiguous().t() if t.dim() == 2 else t
+
+
+def on_stream(world: weft.World, name: str) -> Any:
+    """`world`'s current stream is its stream `name` inside, as under `torch.cuda.stream`."""
+    if world.device.type == "cuda":
+        return torch.cuda.stream(world.side_stream(name)) if name else nullcontext()
+    return _emulated_stream(world.backend, name)
+
+
+@contextmanager
+def _emulated_stream(backend: Any, name: str) -> Iterator[None]:
+    before, chosen = backend.current_stream, backend.side_stream(name)
+    backend.current_stream = lambda: chosen
+    try:
+        yield
+    finally:
+        backend.current_stream = before

@@ -1,0 +1,154 @@
+"""What the all-reduce ops must compute, written once for every backend: each function runs on one rank and returns its error."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import weft
+from tests.emulated.cases import distance, draw, strided
+from weft.lang.mapping import balanced_rows
+from weft.plans import Decomposed, Multicast, OneShot, Plan, TwoShotCounted, TwoShotLowLatency, TwoShotPull, TwoShotPush
+
+FP8 = torch.float8_e4m3fn
+SCALE = 0.05
+
+
+def reference(
+    h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: str, eps: float, out_dtype: torch.dtype
+) -> torch.Tensor:
+    y = h - h.mean(1, keepdim=True) if norm == "layer" else h
+    y = y * torch.rsqrt((y * y).mean(1, keepdim=True) + eps) * weight.to(h)
+    if bias is not None:
+        y = y + bias.to(h)
+    if out_dtype == FP8:
+        y = (y / SCALE).clamp(-448, 448).float().to(FP8).to(h.dtype)
+    return y
+
+
+def requantized(
+    want: torch.Tensor, got: torch.Tensor, scales: torch.Tensor, recipe: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the rows are when quantized, and what they are: dequantized."""
+    group = want.shape[1] if recipe == "row" else 128
+    parts = want.float().view(len(want), -1, group)
+    scale = parts.abs().amax(2, keepdim=True).clamp_min(1e-12) / 448
+    assert scales.shape == scale.shape[:2] and got.dtype == FP8 and distance(scales, scale[:, :, 0]) < 1e-2
+    rounded = (parts / scale).to(FP8).float() * scale
+    return rounded.view(want.shape), (got.float().view(parts.shape) * scales[:, :, None]).view(want.shape)
+
+
+def norm_case(
+    world: weft.World, m: int, h: int, plan: str | Plan = "two_shot", *, norm: str = "rms", bias: bool = False,
+    residual: bool = True, full: bool = False, dtype: torch.dtype = torch.bfloat16, weights: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, calls: int = 2, seed: int = 0, into: str = "", symmetric: bool = False,
+    views: bool = False, quantize: str | None = None,
+) -> float:  # fmt: skip
+    """Largest error over `calls` calls with fresh inputs, the new residual included; with `quantize` that of the dequantized rows.
+
+    into: "" (a fresh output), "plain" or "symmetric" memory. symmetric: x lies in symmetric memory. views: not contiguous.
+    """
+    worst, device, eps = 0.0, world.device, 1e-5
+    rows = balanced_rows(m, world.size)
+    lo = sum(rows[: world.rank])
+    own = slice(0, m) if full else slice(lo, lo + rows[world.rank])
+    to = FP8 if quantize else out_dtype or dtype
+    scale = torch.tensor([SCALE], device=device) if to == FP8 and not quantize else None
+    out = place = None
+    if into == "symmetric":
+        out = world.symmetric((m, h), to, "out").local
+    elif into:
+        out = world.zeros((m, h), to)
+    if symmetric:
+        place = world.symmetric((m, h), dtype, "x").local
+    for call in range(calls):
+        s = seed * 1000 + call * 100
+        xs = [draw(s + r, m, h, dtype=dtype) for r in range(world.size)]
+        old = draw(s + 50, m, h, dtype=dtype) if residual else None
+        weight = draw(s + 51, h, dtype=weights or dtype).to(device)
+        shift = draw(s + 52, h, dtype=weights or dtype).to(device) if bias else None
+        x, given = xs[world.rank].to(device), None if old is None else old[own].to(device)
+        if views:
+            x, given = strided(x), None if given is None else strided(given)
+        if place is not None:
+            x = place.copy_(x)
+        y, new, *scales = weft.all_reduce_rms_norm(
+            x, given, weight, eps, bias=shift, norm=norm, out_dtype=out_dtype, scale=scale, full_residual=full, out=out,
+            world=world, plan=plan, quantize=quantize,
+        )  # fmt: skip
+        world.synchronize()
+        assert out is None or y is out
+        wide = torch.float64 if m * h < 1 << 20 else torch.float32
+        total = sum(part.to(wide) for part in xs)
+        if old is not None:
+            total = total + old.to(wide)
+        want = reference(
+            total, weight.cpu(), None if shift is None else shift.cpu(), norm, eps, dtype if scales else to
+        )
+        if scales:
+            want, y = requantized(want, y.cpu(), scales[0].cpu(), quantize)
+        worst = max(worst, distance(new.cpu(), total[own]), distance(y.cpu().to(wide), want))
+        if place is not None or into == "symmetric":
+            world.exchange(None)  # the host writes there next
+    return worst
+
+
+def sum_case(
+    world: weft.World, shape: tuple[int, ...], plan: str | Plan = "two_shot", *, dtype: torch.dtype = torch.bfloat16,
+    calls: int = 2, seed: int = 0, into: bool = False, views: bool = False,
+) -> float:  # fmt: skip
+    """Largest error of all_reduce over `calls` calls with fresh inputs."""
+    worst = 0.0
+    for call in range(calls):
+        s = seed * 1000 + call * 100
+        xs = [draw(s + r, *shape, dtype=dtype) for r in range(world.size)]
+        x = xs[world.rank].to(world.device)
+        out = world.zeros(shape, dtype) if into else None
+        y = weft.all_reduce(strided(x) if views else x, world=world, plan=plan, out=out)
+        world.synchronize()
+        assert out is None or y is out
+        worst = max(worst, distance(y.cpu(), sum(part.double() for part in xs)))
+    return worst
+
+
+def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, width: int) -> float:
+    """A call of arguments drawn from `rng`, alike on every rank: up to `most` rows of up to `width` elements. Against the bound of
+    the output's dtype: at most 1."""
+    dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
+    m, h = rng.randrange(1, most), 8 * rng.randrange(1, width // 8 + 1)
+    if rng.random() < 0.5:
+        h = -(-h // 64) * 64  # in whole lines of bulk copies
+    if isinstance(plan, TwoShotCounted):
+        plan = replace(plan, rows=rng.choice([1, 2, 4]))
+    seed = rng.randrange(1000)
+    if rng.random() < 0.25:
+        return sum_case(world, (m, h), plan, dtype=dtype, seed=seed, views=rng.random() < 0.3) / bound(dtype)
+    more: dict[str, Any] = dict(
+        norm=rng.choice(["rms", "layer"]), bias=rng.random() < 0.5, residual=rng.random() < 0.8, full=rng.random() < 0.4,
+        weights=rng.choice([None, torch.float32]), out_dtype=rng.choice([None, None, FP8]), into=rng.choice(["", "plain", "symmetric"]),
+        symmetric=rng.random() < 0.3, views=rng.random() < 0.2, seed=seed,
+    )  # fmt: skip
+    if more["out_dtype"] == FP8 and rng.random() < 0.7:
+        more["quantize"] = "row" if h % 128 or rng.random() < 0.5 else "block"
+    return norm_case(world, m, h, plan, dtype=dtype, **more) / bound(more["out_dtype"] or dtype)
+
+
+def bound(dtype: torch.dtype) -> float:
+    """Relative error that the rounding of sum, residual and output explains: fp8's rounding may fall to the other side."""
+    return {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3, FP8: 2e-2}[dtype]
+
+
+PLANS: dict[str, Plan] = {
+    "decomposed": Decomposed(),
+    "multicast": Multicast(programs=3, warps=4),
+    "one shot": OneShot(programs=3, warps=4),
+    "two shots": TwoShotPush(warps=4, rows=2, stages=3),
+    "two shots, posted": TwoShotLowLatency(programs=3, warps=4),
+    "two shots, spread": TwoShotPush(warps=4, spread=True, stages=2),
+    "two shots, pulled": TwoShotPull(warps=4, rows=3, stages=4),
+    "two shots, bulk": TwoShotPush(warps=4, rows=2, bulk=True, stages=3),
+    "two shots, pulled, bulk": TwoShotPull(warps=4, rows=3, bulk=True, stages=4),
+}

@@ -1,0 +1,304 @@
+"""What `weft.moe.dispatch` and `combine` must compute, to the bit; each function runs on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton.language as tl
+
+import weft
+from tests.emulated.cases import distance, draw, on_stream
+from tests.emulated.cases_moe import Ids, Memory, at_random, routed, some_nowhere
+from tests.emulated.cases_routing import tables_of
+from weft import moe
+from weft.ops.moe.call import Layer
+from weft.ops.moe.dispatch_combine import op
+from weft.ops.moe.expert_parallel import dispatched
+
+BF = torch.bfloat16
+
+
+def scaled(x: torch.Tensor, expert: torch.Tensor | int) -> torch.Tensor:
+    """What the experts of these cases do: exact in bfloat16."""
+    return x * 2.0 ** (torch.as_tensor(expert) % 5)
+
+
+@weft.jit(do_not_specialize=("first",))
+def scale_rows(
+    rows, y, offsets, counts, padding, first, EL: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """y = `scaled` rows of the experts from `first` on; padding [EL]: how many words behind them are not zero."""
+    cols = tl.arange(0, P)
+    for e in range(tl.program_id(0), EL, tl.num_programs(0)):
+        begin = tl.load(offsets + e)
+        end = begin + tl.load(counts + e)
+        for row in range(begin, end):
+            at = row.to(tl.int64) * H + cols
+            x = tl.load(rows + at, mask=cols < H, other=0.0).to(tl.float32)
+            tl.store(y + at, (x * (1 << ((first + e) % 5)).to(tl.float32)).to(y.dtype.element_ty), mask=cols < H)
+        if PADDED:
+            wrong = 0
+            for lo in range(end, tl.load(offsets + e + 1), 16):
+                row = lo + tl.arange(0, 16)[:, None]
+                ok = (row < tl.load(offsets + e + 1)) & (cols < H)[None, :]
+                x = tl.load(rows + row.to(tl.int64) * H + cols[None, :], mask=ok, other=0.0)
+                wrong += tl.sum((x != 0.0).to(tl.int32))
+            tl.store(padding + e, wrong)
+
+
+def summed(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, more: torch.Tensor, experts: int, ranks: int
+) -> Any:
+    """A rank's sum in the order of the slots, rounded; the ranks' sums in the order of the ranks."""
+    total, local = torch.zeros(x.shape), experts // ranks
+    for rank in range(ranks):
+        part = torch.zeros(x.shape)
+        for slot in range(ids.shape[1]):
+            expert = ids[:, slot]
+            here = (expert >= 0) & (expert // local == rank)
+            part += torch.where(here, weights[:, slot], 0.0)[:, None] * scaled(x.float(), expert.clamp(min=0)[:, None])
+        total += part.to(x.dtype).float()
+    return (total + more.float()).to(x.dtype)
+
+
+@dataclass
+class Routed:
+    """All ranks' routes of a call, and what comes of them on one rank."""
+
+    ids: list[torch.Tensor]  # by rank
+    experts: int
+    alignment: int
+    most: int  # rows of an expert, 0: any
+
+    def tables(self, rank: int) -> dict[str, torch.Tensor]:
+        """Of contiguous rows, but for sources, counts and dropped where there are at most so many of an expert."""
+        ranks, capacity = len(self.ids), max(1, *map(len, self.ids))
+        ids_all = torch.full((ranks, capacity, self.ids[0].shape[1]), -1)
+        for r, ids in enumerate(self.ids):
+            ids_all[r, : len(ids)] = ids
+        local = self.experts // ranks
+        rows = ids_all.numel() + (local + 1) * self.alignment
+        made = tables_of(ids_all, rank, local, rows, self.alignment)
+        if self.most:
+            starts, received = made["offsets"][:-1], made["received"]
+            made["counts"] = received.clamp(max=self.most)
+            place = torch.arange(self.most)
+            at = (starts[:, None] + place).clamp(max=rows - 1)
+            made["sources"] = torch.where(place < received[:, None], made["sources"][at], -1)
+            made["offsets"] = torch.arange(local + 1) * self.most
+            slots = made["route_rows"].view(ids_all.shape)
+            expert = (ids_all - rank * local).clamp(0, local - 1)
+            made["kept"] = (slots < 0) | (slots - starts[expert] < self.most)
+        else:
+            made["counts"], made["kept"] = made["received"], torch.ones(ids_all.shape, dtype=torch.bool)
+        return made
+
+    def kept(self, rank: int) -> torch.Tensor:
+        """A rank's ids, -1 where another rank had no more room for them."""
+        kept = torch.stack([self.tables(r)["kept"][rank] for r in range(len(self.ids))]).all(0)
+        return torch.where(kept[: len(self.ids[rank])], self.ids[rank], -1)
+
+
+@torch.no_grad()  # the handle has the buffer's own tables
+def launch_dispatch(
+    world: weft.World, operands: op.DispatchOperands, options: tuple[Any, ...]
+) -> tuple[torch.Tensor, weft.moe.Handle]:
+    """`weft.moe.dispatch` of contiguous tensors, which nothing waits for."""
+    call = op.DISPATCH_OP.check(world, operands, options)
+    plan = op.DISPATCH_OP.choose(world, call, "auto", False)
+    rows = world.empty(call.exchange.shape(world), operands.x.dtype)
+    more = op.run_dispatch(world, call, plan, operands, rows)
+    made: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCH_OP.wrapped(world, plan, operands, options, (rows, *more))
+    return made
+
+
+def launch_combine(
+    world: weft.World, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """`weft.moe.combine` of contiguous tensors, which nothing waits for."""
+    operands = op.CombineOperands(y, handle.weights, handle.ids, handle.handle_id, shared)
+    call = op.COMBINE_OP.check(world, operands, handle.options)
+    op.run_combine(world, call, op.COMBINE_OP.choose(world, call, handle.plan, False), operands, out)
+
+
+@dataclass
+class Caller:
+    """A rank's calls, whose operands are in `memory` and whose results are copied from it."""
+
+    world: weft.World
+    memory: Memory
+    layer: Layer
+    tokens: Sequence[int]
+    ids_of: Ids
+    layout: str
+    alignment: int
+    max_m: int
+    dropped: int = 0
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # what came, and what should have
+
+    def see(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        self.seen.append((self.memory.copy(got), want))
+
+    def dispatch(self, call: int, place: int) -> tuple[Any, ...]:
+        """place: whose memory the inputs have."""
+        world, layer, me = self.world, self.layer, self.world.rank
+        counts = tuple(self.tokens[(r + call) % len(self.tokens)] for r in range(world.size))
+        every, masked = world.size * max(1, *counts), self.layout == "masked"
+        ids = [self.ids_of(call, r, t, layer, world.size).int() for r, t in enumerate(counts)]
+        routes = Routed(ids, layer.experts, 1 if masked else self.alignment, masked * min(self.max_m or every, every))
+        x = draw(10 * call + me, counts[me], layer.hidden, dtype=layer.dtype)
+        weights = draw(10 * call + 5 + me, counts[me], layer.k, dtype=torch.float32)
+        values = dict(x=x, ids=routes.ids[me], weights=weights)
+        given = [self.memory.write((place, name), t) for name, t in values.items()]
+        options = (counts, layer.experts, self.layout, self.alignment, self.max_m or None, None)
+        rows, handle = launch_dispatch(world, op.DispatchOperands(*given), options)
+        self.memory.write((place, "ids"), torch.full_like(values["ids"], 99))  # the caller's again
+        tables = routes.tables(me)
+        self.dropped += int((tables["received"] - tables["counts"]).sum())
+        for name in ("counts", "offsets", "sources"):
+            got = getattr(handle, name)
+            self.see(got, tables[name].flatten()[: got.numel()].view(got.shape))
+        want = summed(x, routes.kept(me), weights, draw(call, *x.shape), layer.experts, world.size)
+        return rows, handle, self.memory.write((place, "shared"), draw(call, *x.shape)), want
+
+    def experts(self, rows: torch.Tensor, handle: weft.moe.Handle) -> torch.Tensor:
+        """Of the rows that the experts have; the others hold what nobody may read. Padding is zero."""
+        world, local = self.world, self.layer.experts // self.world.size
+        y, padding = world.empty(rows.shape, rows.dtype), world.zeros((local,), torch.int32)
+        args = dict(
+            rows=rows, y=y, offsets=handle.offsets, counts=handle.counts, padding=padding, first=world.rank * local, EL=local,
+            H=self.layer.hidden, P=dispatched.power(self.layer.hidden), PADDED=self.layout == "contiguous",
+        )  # fmt: skip
+        world.launch(scale_rows, min(local, world.sm_count), args, dict(num_warps=4), world.current_stream())
+        self.see(padding, torch.zeros(local))
+        return y
+
+    def combine(
+        self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, want: torch.Tensor, place: int
+    ) -> None:
+        out = self.memory.write((place, "out"), torch.zeros_like(want))
+        launch_combine(self.world, y, handle, shared, out)
+        self.see(out, want)
+
+
+def noticed(world: weft.World) -> int:
+    """Waits for everything; how many rows were left out, which it is told once."""
+    try:
+        world.synchronize()
+    except weft.Overflow as e:
+        world.synchronize()
+        return int(str(e).split(" experts received ")[1].split()[0])
+    return 0
+
+
+def overfull(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
+    """Every other call brings more rows to the first experts than they have room for: of tokens that had room there in
+    the call before, whose sums still stand in the outboxes."""
+    if call % 2 == 0:
+        return at_random(call, rank, t, layer, world)
+    return torch.arange(layer.k).expand(t, -1)
+
+
+def exchange_case(
+    world: weft.World, experts: int = 4, k: int = 2, hidden: int = 40, tokens: Sequence[int] = (7, 5, 0, 9), calls: int = 2,
+    flight: int = 2, streams: Sequence[str] = ("main",), layout: str = "contiguous", alignment: int = 1, max_m: int = 0,
+    ids_of: Ids = at_random,
+) -> int:  # fmt: skip
+    """How many results are wrong. `flight` calls are under way at once, on the streams in turn."""
+    layer = Layer(max(tokens), experts, k, hidden, 8, BF)
+    caller = Caller(world, Memory(world), layer, tokens, ids_of, layout, alignment, max_m)
+    for call in range(calls):
+        made = []
+        for j in range(flight):
+            with on_stream(world, streams[(flight * call + j) % len(streams)]):
+                made.append(caller.dispatch(flight * call + j, j))
+        for j, (rows, handle, shared, want) in enumerate(made):
+            with on_stream(world, streams[(flight * call + j) % len(streams)]):
+                caller.combine(caller.experts(rows, handle), handle, shared, want, j)
+    assert noticed(world) == caller.dropped
+    return sum(not torch.equal(got, want.to(got.dtype)) for got, want in caller.seen)
+
+
+# -- with gradients, by experts of the library's -----------------------------------------------------------------------
+Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # x, ids, weights
+
+
+def by_grouped_gemm(rows: torch.Tensor, handle: weft.moe.Handle, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """What keeps the handle's offsets for its backward pass."""
+    ends = handle.offsets[1:]
+    return torch._grouped_mm(torch._grouped_mm(rows, w1, offs=ends).relu(), w2, offs=ends)
+
+
+def microbatches(world: weft.World, routes: Routes, w1: torch.Tensor) -> tuple[Routes, Routes]:
+    """These tokens, and others with other routes."""
+    x, ids, weights = routes
+    return routes, (x.flip(0), (ids + 1) % (w1.shape[0] * world.size), weights)
+
+
+def two_under_way(
+    world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of two microbatches' results, one of them twice; and what their handles count."""
+    experts = w1.shape[0] * world.size
+    (a, first), (b, second) = (
+        weft.moe.dispatch(*each, experts=experts, world=world, **options) for each in microbatches(world, routes, w1)
+    )
+    counts = first.counts + second.counts
+    y = weft.moe.combine(by_grouped_gemm(a, first, w1, w2), first, shared=routes[0])
+    return y + 2 * weft.moe.combine(by_grouped_gemm(b, second, w1, w2), second, shared=routes[0]), counts
+
+
+def one_by_one(
+    world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`two_under_way`, of calls that follow one another."""
+    results, counts = [], []
+    for each in microbatches(world, routes, w1):
+        rows, handle = weft.moe.dispatch(*each, experts=w1.shape[0] * world.size, world=world, **options)
+        counts.append(handle.counts.clone())
+        results.append(weft.moe.combine(by_grouped_gemm(rows, handle, w1, w2), handle, shared=routes[0]))
+    return results[0] + 2 * results[1], counts[0] + counts[1]
+
+
+def trained(
+    world: weft.World,
+    step: Any,
+    routes: Routes,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    wants: Sequence[str] = ("x", "weights", "w1", "w2"),
+    **options: Any,
+) -> list[torch.Tensor]:
+    """The result of a step of these, the counts, and the gradients of what is wanted."""
+    x, ids, weights = routes
+    leaves = dict(x=x, weights=weights, w1=w1, w2=w2)
+    leaves = {name: t.detach().clone().requires_grad_(name in wants) for name, t in leaves.items()}
+    y, counts = step(world, (leaves["x"], ids, leaves["weights"]), leaves["w1"], leaves["w2"], **options)
+    gradients = torch.autograd.grad(y, [leaves[name] for name in wants], y.detach().flip(0))
+    return [y.detach(), counts, *gradients]
+
+
+def exchanged(world: weft.World, wants: tuple[str, ...], **options: Any) -> float:
+    """Error of the gradients of dispatch, an expert's scale between, and combine; two microbatches."""
+    counts, experts, k, h = [[9, 5, 7, 0][r % 4] for r in range(world.size)], 2 * world.size, 2, 32
+    layer, kept = Layer(max(counts), experts, k, h, 8, torch.bfloat16), []
+    for call in range(2):
+        given = routed(call, world.rank, counts[world.rank], layer, world.size, some_nowhere)
+        x, ids, weights, shared, dy = (t.to(world.device) for t in given)
+        leaves = dict(x=x, weights=weights, shared=shared)
+        leaves = {name: t.clone().requires_grad_(name in wants) for name, t in leaves.items()}
+        rows, handle = moe.dispatch(
+            leaves["x"], ids, leaves["weights"], experts=experts, world=world, rows=counts, **options
+        )
+        scale = torch.full((), 3.0, dtype=torch.bfloat16, device=world.device, requires_grad=True)
+        y = moe.combine(rows * scale, handle, shared=leaves["shared"])
+        y.backward(dy)
+        wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
+        weight = torch.where(ids >= 0, wide["weights"], 0.0).sum(1, keepdim=True)
+        (3 * weight * wide["x"] + wide["shared"]).backward(dy.double())
+        kept += [(leaves[name].grad, wide[name].grad) for name in wants]
+    world.synchronize()
+    return max((distance(got, want) for got, want in kept if got.numel()), default=0.0)  # type: ignore[arg-type, union-attr]

@@ -1,0 +1,62 @@
+"""Layers of whole experts, called by `weft.moe.moe` or by the run of one plan, for `cases_moe.py`; and what they must do where rows find no
+room. Each function runs on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulated.cases_moe import Model, Tensors, at_random, gradients, routed
+from weft import moe
+from weft.ops.moe.call import Layer, MoeCall, MoeOperands
+from weft.ops.moe.expert_parallel import dispatched, fused, low_latency
+from weft.ops.moe.expert_parallel.op import MOE
+from weft.plans import Dispatched, FusedMoe, LowLatency, Plan
+
+MODULES: dict[type[Plan], Any] = {
+    Dispatched: dispatched,
+    FusedMoe: fused,
+    LowLatency: low_latency,
+}  # that run such plans
+
+
+def whole_experts(world: weft.World, model: Model, ids: torch.Tensor, t: Tensors, **options: Any) -> torch.Tensor:
+    """`weft.moe.moe`."""
+    y: torch.Tensor = moe.moe(
+        t["x"], ids, t["weights"], t["w13"], t["w2"], b13=t["b13"], b2=t["b2"], shared=t["shared"],
+        activation=model.layer.activation, world=world, **options,
+    )  # fmt: skip
+    return y
+
+
+def steps(
+    world: weft.World, model: Model, ids: torch.Tensor, t: Tensors, *, rows: list[int], plan: Plan
+) -> torch.Tensor:
+    """The run of a plan alone, with nothing that the op does around it, into memory that is written again for every call."""
+    x, out = t["x"], t["out"]
+    assert x is not None and out is not None and MODULES[type(plan)].fits(world, model.layer, plan) is None
+    operands = MoeOperands(x, ids, t["weights"], *model.flat, shared=t["shared"])
+    MOE.runs[type(plan)](world, MoeCall(rows[world.rank], None, model.layer), plan, operands, out)
+    return out
+
+
+def no_room_case(world: weft.World) -> None:
+    """Room for 32 rows of an expert: calls that fit, and calls in between that bring 40 to one. Routes that are left out
+    are in no sum, so neither they nor their tokens have a gradient, though those of the call before had one."""
+    layer = Layer(20, 2, 1, 32, 24, torch.bfloat16)
+    model = Model(world, layer, False)
+    for call, fits in enumerate((True, False, True, False)):
+        ids = torch.arange(20, dtype=torch.int32)[:, None] % 2 * fits
+        operands = routed(call, world.rank, 20, layer, world.size, at_random)._replace(ids=ids)
+        _, made = gradients(world, whole_experts, model, operands, plan="dispatched", max_rows=16)
+        full = world.rank == 0 and not fits
+        with pytest.raises(weft.Overflow) if full else contextlib.nullcontext():
+            world.synchronize()
+        lost = 8 if world.rank == 1 and not fits else 0
+        dx, dweights = made["x"], made["weights"]
+        assert dx is not None and dweights is not None
+        assert int((dweights == 0).sum()) == lost == int((dx == 0).all(1).sum()), call

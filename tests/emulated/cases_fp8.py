@@ -1,0 +1,161 @@
+"""What ops of 8-bit operands must compute, for every backend: each function runs on one rank and returns its error.
+
+References are float64 products of the dequantized operands: what e4m3 loses is in the operands already, so that an error is
+that of sums and of the result's rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import weft
+from tests.emulated.cases import distance, draw
+from weft.backends.library_gemm import dequantized
+from weft.compute.quantize import LARGEST as LARGEST_OF_E4M3
+from weft.lang.mapping import balanced_rows
+from weft.ops.recipes import E4M3
+
+SCALINGS = ("tensor", "row", "block")
+LARGEST = LARGEST_OF_E4M3.value
+
+
+def scaled(t: torch.Tensor, scaling: str, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """t [R, K] of any float dtype in e4m3, and its scales; rows: of a block."""
+    t = t.float()
+    r, k = t.shape
+    if scaling == "tensor":
+        scale = (t.abs().max().clamp_min(1e-12) if t.numel() else torch.ones(())).view(1) / LARGEST
+        return (t / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+    if scaling == "row":
+        scale = t.abs().amax(1, keepdim=True).clamp_min(1e-12) / LARGEST
+        return (t / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+    blocks = -(-r // rows)
+    padded = torch.nn.functional.pad(t, (0, 0, 0, blocks * rows - r)).view(blocks, rows, k // 128, 128)
+    scale = padded.abs().amax((1, 3)).clamp_min(1e-12) / LARGEST
+    whole = scale.repeat_interleave(rows, 0)[:r].repeat_interleave(128, 1)
+    return (t / whole).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+def factors(
+    seed: int, m: int, n: int, k: int, scaling: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight and their scales, rows of very different sizes; the same on every rank."""
+    x = draw(seed, m, k) * torch.exp(draw(seed + 1, m, 1))
+    w = draw(seed + 2, n, k) * torch.exp(draw(seed + 3, n, 1)) * 0.1
+    (x8, xs), (w8, ws) = scaled(x, scaling), scaled(w, scaling, 128)
+    return x8.to(device), w8.to(device), xs.to(device), ws.to(device)
+
+
+def wanted(x: torch.Tensor, w: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor, scaling: str) -> torch.Tensor:
+    """The product in float64, of large operands in float32."""
+    rows = 128 if scaling == "block" else 1
+    a, b = dequantized(x, xs), dequantized(w, ws, rows)
+    return a.double() @ b.double().t() if a.numel() + b.numel() < 1 << 22 else a @ b.t()
+
+
+def matmul_case(
+    world: weft.World, m: int, n: int, k: int, scaling: str, plan: Any = "persistent", bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16, fast: bool = False, seed: int = 0, by_columns: bool = False,
+) -> float:  # fmt: skip
+    """weft.matmul. by_columns: x's scales are laid out column after column."""
+    x, w, xs, ws = factors(seed * 10, m, n, k, scaling, world.device)
+    b = draw(seed * 10 + 5, n, dtype=dtype).to(world.device) if bias else None
+    given = xs.t().contiguous().t() if by_columns else xs
+    got = weft.matmul(
+        x, w, b, x_scale=given, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan
+    )
+    world.synchronize()
+    want = wanted(x, w, xs, ws, scaling)
+    assert got.dtype == dtype
+    return distance(got, want if b is None else want + b.to(want))
+
+
+def quantize_case(
+    world: weft.World, m: int, k: int, scaling: str, *, gated: bool = False, weight: bool = False, by_columns: bool = False,
+    given: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
+) -> float:  # fmt: skip
+    """weft.quantize, or silu_mul with quantize: the error of the dequantized rows, beside which scales must be right."""
+    x = (draw(seed, m, 2 * k if gated else k) * torch.exp(draw(seed + 1, m, 1))).to(dtype)
+    scale = torch.tensor([0.02], device=world.device) if given else None
+    if gated:
+        got, scales = weft.silu_mul(x.to(world.device), world=world, quantize=scaling, scale=scale)
+        want = torch.nn.functional.silu(x[:, :k].float()) * x[:, k:].float()
+    else:
+        got, scales = weft.quantize(
+            x.to(world.device), scaling, scale=scale, weight=weight, by_columns=by_columns, world=world
+        )
+        want = x.float()
+    world.synchronize()
+    rows = 128 if weight else 1
+    (rounded, should), at = scaled(want, scaling, rows), got.cpu()
+    assert scales.t().is_contiguous() if by_columns else scales.is_contiguous()
+    if given:
+        should, rounded = torch.tensor([0.02]), (want / 0.02).clamp(-LARGEST, LARGEST).to(E4M3)
+    assert got.dtype == E4M3 and scales.shape == should.shape and distance(scales.cpu(), should) < 1e-5
+    return distance(dequantized(at, scales.cpu(), rows), dequantized(rounded, should, rows))
+
+
+def all_gather_case(
+    world: weft.World, shards: Sequence[int], n: int, k: int, scaling: str, plan: Any = "fused", bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16, fast: bool = False, calls: int = 1, seed: int = 0,
+) -> float:  # fmt: skip
+    """all_gather_matmul over rows of every rank: the largest error over calls with fresh inputs; gathered rows and scales are those
+    given."""
+    worst, me, m = 0.0, world.rank, sum(shards)
+    for call in range(calls):
+        s = (seed * 100 + call) * 10
+        x, _, xs, _ = factors(s, m, 8, k, scaling, world.device)
+        _, w, _, ws = factors(s + 7 * me, 8, n, k, scaling, world.device)
+        b = draw(s + 5 + 7 * me, n, dtype=dtype).to(world.device) if bias else None
+        own = slice(sum(shards[:me]), sum(shards[: me + 1]))
+        mine = (x[own].clone(), xs if scaling == "tensor" else xs[own].clone())
+        got, rows, scales = weft.all_gather_matmul(
+            mine[0], w, b, x_scale=mine[1], weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world,
+            plan=plan, return_gathered=True, rows=None if len(set(shards)) == 1 else shards,
+        )  # fmt: skip
+        world.synchronize()
+        want = wanted(x, w, xs, ws, scaling)
+        worst = max(worst, distance(got, want if b is None else want + b.to(want)))
+        same = torch.equal(rows.view(torch.uint8), x.view(torch.uint8))
+        assert same and (scales is None if scaling == "tensor" else torch.equal(scales, xs)), "what was gathered"
+    return worst
+
+
+def reduce_case(
+    world: weft.World, m: int, n: int, k: int, scaling: str, plan: Any = "fused", everywhere: bool = False,
+    bias: bool = False, dtype: torch.dtype = torch.bfloat16, fast: bool = False, calls: int = 1, seed: int = 0,
+    rows: Sequence[int] | None = None,
+) -> float:  # fmt: skip
+    """matmul_reduce_scatter (by `rows`, or as evenly as possible), or matmul_all_reduce: the largest error over calls."""
+    worst, me = 0.0, world.rank
+    op: Any = weft.matmul_all_reduce if everywhere else weft.matmul_reduce_scatter
+    shards = list(rows or balanced_rows(m, world.size))
+    for call in range(calls):
+        s = (seed * 100 + call) * 100
+        parts = [factors(s + 10 * r, m, n, k, scaling, world.device) for r in range(world.size)]
+        b = draw(s + 99, n, dtype=dtype).to(world.device) if bias else None
+        x, w, xs, ws = parts[me]
+        more = {} if rows is None else {"rows": rows}
+        got = op(
+            x, w, b, x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan, **more
+        )
+        world.synchronize()
+        want = sum(wanted(*part, scaling) for part in parts)
+        want = want if b is None else want + b.to(want)
+        worst = max(worst, distance(got, want if everywhere else want.split(shards)[me]))
+    return worst
+
+
+def case(
+    world: weft.World, op: str, rows: Sequence[int], n: int, k: int, scaling: str, plan: Any, **more: Any
+) -> float:
+    """One op over `rows` of every rank; M is their sum."""
+    if op == "all_gather_matmul":
+        return all_gather_case(world, rows, n, k, scaling, plan, **more)
+    everywhere = op == "matmul_all_reduce"
+    balanced = everywhere or list(rows) == balanced_rows(sum(rows), world.size)
+    named = None if balanced else rows
+    return reduce_case(world, sum(rows), n, k, scaling, plan, everywhere, rows=named, **more)

@@ -1,0 +1,44 @@
+"""What GEMM + reduce-scatter and GEMM + all-reduce must compute, on every backend: each function runs on one rank and returns its error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import weft
+from tests.emulated.cases import distance, draw, product, strided
+from weft.lang.mapping import balanced_rows
+
+
+def reduce_case(
+    world: weft.World, m: int, n: int, k: int, plan: object = "fused", bias: bool = False, everywhere: bool = False,
+    dtype: torch.dtype = torch.bfloat16, seed: int = 0, calls: int = 1, views: bool = False, into: bool = False,
+    rows: Sequence[int] | None = None,
+) -> float:  # fmt: skip
+    """Largest error over `calls` calls of GEMM + reduce-scatter (by `rows`, or as evenly as possible), or + all-reduce."""
+    worst, me, device = 0.0, world.rank, world.device
+    op: Any = weft.matmul_all_reduce if everywhere else weft.matmul_reduce_scatter
+    shards = list(rows or balanced_rows(m, world.size))
+    for call in range(calls):
+        s = seed * 1000 + call * 10
+        xs = [draw(s + 100000 * (r + 1), m, k, dtype=dtype) for r in range(world.size)]
+        ws = [draw(s + 200000 * (r + 1), n, k, dtype=dtype) * 0.1 for r in range(world.size)]
+        b = draw(s + 2, n, dtype=dtype) if bias else None
+        x_there, w_there, b_there = (None if t is None else t.to(device) for t in (xs[me], ws[me], b))
+        if views:
+            x_there, w_there = strided(x_there), strided(w_there)
+        out = world.zeros((m if everywhere else shards[me], n), dtype) if into else None
+        more = {} if rows is None else {"rows": rows}
+        got = op(x_there, w_there, b_there, world=world, plan=plan, out=out, **more)
+        world.synchronize()
+        if into:
+            assert got is out
+        want = sum(product(x, w, world) for x, w in zip(xs, ws, strict=True))
+        if b is not None:
+            want = want + b.to(want)
+        if not everywhere:
+            want = want[sum(shards[:me]) : sum(shards[: me + 1])]
+        worst = max(worst, distance(got, want))
+    return worst

@@ -1,0 +1,39 @@
+"""What the row-wise ops must compute of rows that a GEMM left in its tiles, on every backend: each function runs on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import weft
+from tests.emulated.cases import distance, draw
+from weft.plans import Plan
+
+
+def tiles_case(world: weft.World, op: str, m: int, n: int, k: int, plan: str | Plan) -> float:
+    """reorder=False against the op in ordinary order: the Remap, and residual add through it. RMSNorm, from rows and
+    from tiles, against torch's; returns its error."""
+    device, fn = world.device, getattr(weft, op)
+    x, w, b = (t.to(device) for t in (draw(world.rank, m, k), draw(50 + world.rank, n, k), draw(9, n)))
+    want = fn(x, w, b, world=world, plan=plan)
+    tiles, remap = fn(x, w, b, world=world, plan=plan, reorder=False)
+    assert tuple(tiles.shape) == remap.shape
+    weight, residual = draw(11, n).to(device), draw(12 + world.rank, *want.shape).to(device)
+    there = tiles.flatten()[remap.index().to(device)]  # the same rows, from tiles
+    same: list[tuple[torch.Tensor, torch.Tensor]] = []
+    norms: list[Any] = []
+    for rows, order, plain in ((want, None, want), (tiles, remap, there)):
+        both = plain + residual
+        out, total = weft.rms_norm(rows, weight, 1e-5, world=world, remap=order, residual=residual)
+        same += [(total, both), (weft.residual_add(rows, residual, world=world, remap=order), both)]
+        norms += [(out, both), (weft.rms_norm(rows, weight, 1e-5, world=world, remap=order), plain)]
+    world.synchronize()
+    assert all(torch.equal(got, expected) for got, expected in same)
+    # NCCL's all-reduce may sum in an order that depends on where in its buffer an element lies, which is what differs here.
+    apart = distance(there, want)
+    assert apart == 0 or (world.backend.name == "cuda" and op == "matmul_all_reduce")
+    return max(
+        apart,
+        *(distance(out, torch.nn.functional.rms_norm(h.double(), (n,), weight.double(), 1e-5)) for out, h in norms),
+    )

@@ -1,0 +1,156 @@
+"""Layers of experts: what is routed in them, and their tables in plain Python."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft import Overflow, World
+from weft.ops.moe.routing.route_tables import Tables, build_tables, share
+
+Ids = list[list[int]]  # of a rank's tokens
+
+
+@dataclass
+class Layer:
+    ranks: int
+    experts: int  # a rank
+    k: int
+    max_tokens_per_rank: int
+    block_m: int = 4
+    calls: int = 3
+    max_rows: int | None = None
+
+    @property
+    def rows(self) -> int:
+        most = self.ranks * self.max_tokens_per_rank * min(self.k, self.experts)
+        most = most if self.max_rows is None else min(most, self.max_rows)
+        return (-(-most // self.block_m) + self.experts) * self.block_m
+
+
+def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
+    """The tables of a rank but for `targets`: `touched`, by wave, is what a call adds there. And `lost`, the routes that
+    found no row. ids: by rank, unpadded."""
+    w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.max_tokens_per_rank
+    slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
+    listed, lost = [], 0
+    for e in range(el):
+        mine = [
+            (wave, s, t, slot)
+            for wave, s in enumerate((rank - j) % w for j in range(w))
+            for t, chosen in enumerate(ids[s])
+            for slot, x in enumerate(chosen)
+            if x == rank * el + e
+        ]
+        room = layer.rows - offsets[-1]
+        for i, (_, s, t, slot) in enumerate(mine):
+            slots[(s * c + t) * layer.k + slot] = offsets[-1] + i if i < room else -2
+        lost += len(mine[room:])
+        mine = mine[:room]
+        for first in range(0, len(mine), bm):
+            waves = [wave for wave, *_ in mine[first : first + bm]]
+            listed.append((max(waves), e, offsets[-1] + first, min(waves)))
+        rows += [s * c + t for _, s, t, _ in mine] + [-1] * (-len(mine) % bm)
+        offsets.append(len(rows))
+        received.append(len(mine))
+    tiles = [[row, e, first, last] for last, e, row, first in sorted(listed)]
+    touched = [sum(first <= j <= last for *_, first, last in tiles) for j in range(w)]
+    until = [sum(last <= j for *_, last in tiles) for j in range(w)]
+    return dict(route_rows=slots, sources=rows, offsets=offsets, tiles=tiles, tile_count=[len(tiles)], cumulative_tiles=until, received=received, touched=touched, lost=lost)  # fmt: skip
+
+
+def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]:
+    """Distinct experts for every token, some of them none; by rank."""
+    r = random.Random(seed)
+    everyone = range(layer.ranks * layer.experts)
+    counts = tokens or [
+        layer.max_tokens_per_rank if seed % 2 else r.randint(0, layer.max_tokens_per_rank) for _ in range(layer.ranks)
+    ]
+    return [[[x if r.random() < 0.9 else -1 for x in r.sample(everyone, layer.k)] for _ in range(n)] for n in counts]
+
+
+def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
+    """Calls of `share` and `tables` with nothing but `World.barrier` between them, which stands for the rest of a layer, and what they
+    left. routed: every rank's ids, by call."""
+
+    def main(world: World) -> None:
+        seen = []
+        for n in range(layer.calls):
+            mine = routed(n)[world.rank]
+            ids = torch.tensor(mine, dtype=torch.int32).view(len(mine), layer.k)
+            ids_all, weights_all = share(world, ids, weights_of(ids, world.rank), layer.max_tokens_per_rank)
+            made = build_tables(world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows)
+            seen.append(copied(world, made, ids_all, weights_all))
+            world.barrier()  # nobody shares again before all have read this
+        lost = sum(reference(layer, world.rank, routed(n))["lost"] for n in range(layer.calls))
+        said = ""
+        try:
+            world.synchronize()
+        except Overflow as e:
+            said = str(e)
+        assert said.startswith(f"rank {world.rank}: its experts received {lost} rows more") if lost else not said
+        targets = [0] * layer.ranks
+        for n, (ids_all, weights_all, *made) in enumerate(seen):
+            ids = routed(n)
+            for source, given in enumerate(ids):
+                none = layer.max_tokens_per_rank - len(given)
+                assert ids_all[source].tolist() == given + [[-1] * layer.k] * none
+                weights = weights_of(torch.tensor(given).view(len(given), layer.k), source)
+                assert weights_all[source].tolist() == weights.tolist() + [[0.0] * layer.k] * none
+            want = reference(layer, world.rank, ids)
+            want.pop("lost")
+            targets = [a + b for a, b in zip(targets, want.pop("touched"), strict=True)]
+            assert numbers(made) == dict(want, targets=targets), f"rank {world.rank}, call {n}"
+
+    return main
+
+
+def weights_of(ids: torch.Tensor, rank: int) -> torch.Tensor:
+    return (ids * 8 + rank + 1).float()
+
+
+def copied(world: World, made: Tables, *others: torch.Tensor) -> list[torch.Tensor]:
+    """What stands there in the stream's turn: the others, then the tables."""
+    now = [*others, *made]
+    kept = [torch.empty_like(t) for t in now]
+    world.call(lambda: [a.copy_(b) for a, b in zip(kept, now, strict=True)], now, kept, world.current_stream())
+    return kept
+
+
+def numbers(made: list[torch.Tensor]) -> dict[str, Any]:
+    """Tables by name, without what means nothing."""
+    out = {name: t.tolist() for name, t in zip(Tables._fields, made, strict=True)}
+    rows = out["offsets"][-1]
+    assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)
+    return dict(out, sources=out["sources"][:rows], tiles=out["tiles"][: out["tile_count"][0]])
+
+
+def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: int) -> dict[str, torch.Tensor]:
+    """The tables of rank `me` as tensors. ids_all [ranks, capacity, k]; local: experts of the rank."""
+    ranks, capacity, k = ids_all.shape
+    slots, sources = torch.full((ranks, capacity, k), -1), torch.full((rows,), -1)
+    offsets, tiles, received, targets, row = [0], [], [], torch.zeros(ranks, dtype=torch.int64), 0
+    for expert in range(local):
+        first, of_row = row, []
+        for wave in range(ranks):
+            source = (me - wave) % ranks
+            for t, slot in (ids_all[source] == me * local + expert).nonzero().tolist():
+                slots[source, t, slot], sources[row] = row, source * capacity + t
+                of_row.append(wave)
+                row += 1
+        for lo in range(0, len(of_row), block_m):
+            inside = of_row[lo : lo + block_m]
+            tiles.append((inside[-1], expert, first + lo, inside[0]))
+            targets[inside[0] : inside[-1] + 1] += 1
+        received.append(row - first)
+        row = -(-row // block_m) * block_m
+        offsets.append(row)
+    listed = [(first, expert, lo, last) for last, expert, first, lo in sorted(tiles)]
+    return dict(
+        route_rows=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
+        tile_count=torch.tensor([len(listed)]), cumulative_tiles=torch.tensor([sum(t[3] <= j for t in listed) for j in range(ranks)]), received=torch.tensor(received), targets=targets,
+    )  # fmt: skip

@@ -1,0 +1,604 @@
+"""Attention over gathered keys and values on emulated ranks, against float64 attention of the whole sequence; its kernels compiled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_attention import Given, Shape, attention, attention_case, gradients_case
+from tests.gates import some
+from tests.offline import test_offline as offline
+from weft.check import ptx
+from weft.check.offline import compile_kernel
+from weft.op import REGISTRY
+from weft.ops.attention import backward, libraries, segmented
+from weft.ops.attention.key_ranges import causal_key_ranges, packed_key_ranges, split_groups, zigzag_rows
+from weft.ops.attention.libraries import BackwardOperands
+from weft.plans import HeadParallel, Plan, Segmented, Sequential
+from weft.transport import sm_push_kernels
+
+BF, HALF = torch.bfloat16, torch.float16
+PUSHED = Segmented(calls=3, push_programs=2)
+ONCE = Segmented(calls=1)
+PLANS = [Sequential(), Segmented(), ONCE, PUSHED]
+RIGHT = 5e-3
+
+
+def errors(of: Shape, plan: str | Plan = "segmented", seed: int = 0, preempt: float = 0.05, **more: Any) -> list[float]:
+    return weft.spmd(
+        lambda world: attention_case(world, of, plan, **more), len(of.rows), backend="emulated", seed=seed, preempt=preempt
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
+def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
+    for ranks in (1, 2, 3, 4):
+        of = Shape((10,) * ranks, causal=causal, layout=layout)
+        assert max(errors(of, plan)) < RIGHT
+
+
+@pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
+def test_by_heads(causal: bool, layout: str) -> None:
+    """Heads that the ranks divide, and the same ones by themselves where they do not."""
+    for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
+        rows = zigzag_rows(sum(rows), ranks) if layout == "zigzag" else rows
+        of = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
+        assert max(errors(of, HeadParallel(programs=2), ranks, 0.2, calls=3, into=True)) < RIGHT
+    assert max(errors(Shape((5,) * 3, 4, 2, causal=causal, layout=layout), HeadParallel())) < RIGHT
+
+
+@pytest.mark.parametrize("seed", some(range(8), 3))
+def test_sizes_in_turn_by_heads(seed: int) -> None:
+    """Of which one's results lie where another's queries come."""
+
+    def main(world: weft.World) -> float:
+        kept = []
+        for call, rows in enumerate((12, 3, 9, 2, 12)):
+            given = Given(world, Shape((rows,) * 3, 6, 3, causal=True), 100 * call)
+            kept.append((weft.gathered_attention(*given.there(), **given.options(), plan="head_parallel"), given))
+        world.synchronize()
+        return max(distance(got, given.want()[0]) for got, given in kept)
+
+    assert max(weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2)) < RIGHT
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["packed", "packed, window", "window, fewer queries", "fewer queries", "half", "packed, sinks, fewer queries"],
+)
+def test_shapes_by_heads(name: str) -> None:
+    of = SHAPES[name]
+    ranks = len(of.rows)
+    assert max(errors(replace(of, heads=2 * ranks, kv_heads=ranks), HeadParallel())) < RIGHT
+
+
+SHAPES = {
+    "uneven": Shape((7, 1, 12)),
+    "uneven, causal": Shape((7, 1, 12), causal=True),
+    "uneven, zigzag": Shape((7, 7, 6), causal=True, layout="zigzag"),
+    "a rank without rows": Shape((0, 9, 5)),
+    "a rank without rows, causal": Shape((9, 0, 5), causal=True),
+    "a rank without rows, zigzag": Shape((1, 1, 0), causal=True, layout="zigzag"),
+    "fewer queries": Shape((8, 8), queries=(3, 0)),
+    "more queries than keys": Shape((8, 1), queries=(3, 20)),
+    "queries behind a prefix": Shape((8, 8, 8), queries=(0, 3, 8), causal=True),
+    "keys of others alone": Shape((0, 8), queries=(5, 2)),
+    "zigzag without a mask": Shape((6, 6)),
+    "half": Shape((6, 6), dtype=HALF, heads=6, kv_heads=1, dim=24),
+    "every head its own": Shape((6, 6), heads=3, kv_heads=3, dim=40, causal=True, scale=0.3),
+    "sinks": Shape((6, 5), sinks=True),
+    "sinks, zigzag": Shape((6, 6), sinks=True, causal=True, layout="zigzag"),
+    "window": Shape((6, 6, 6), causal=True, window=4),
+    "long window, sinks": Shape((6, 3, 6), causal=True, window=11, sinks=True),
+    "window of one": Shape((6, 6), causal=True, window=1),
+    "window, fewer queries": Shape((6, 6), causal=True, window=9, queries=(2, 3)),
+    "64 heads, 8 of keys": Shape((3, 2), 64, 8, 8, causal=True, layout="zigzag"),
+    "packed": Shape((6, 6, 6), bounds=(0, 4, 9, 9, 18)),
+    "packed, causal": Shape((6, 4, 6), causal=True, bounds=(0, 4, 5, 13, 16)),
+    "packed, window": Shape((6, 6, 6), causal=True, bounds=(0, 5, 17, 18), window=7),
+    "packed, sinks, fewer queries": Shape((6, 6), causal=True, bounds=(0, 5, 12), queries=(2, 3), sinks=True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str) -> None:
+    for plan in (Sequential(), Segmented(), PUSHED):
+        assert max(errors(SHAPES[name], plan)) < RIGHT
+
+
+@pytest.mark.parametrize("seed", some(range(8), 2))
+def test_schedules(seed: int) -> None:
+    for plan in (Segmented(), PUSHED, ONCE):
+        layout, rows = (("contiguous", (7, 4, 5)), ("zigzag", (5, 5, 6)))[seed % 2]
+        of = Shape(rows, causal=True, layout=layout)
+        assert max(errors(of, plan, seed, 0.2, calls=4, into=True)) < RIGHT
+
+
+@pytest.mark.parametrize("seed", some(range(8), 2))
+def test_calls_on_two_streams(seed: int) -> None:
+    assert max(errors(Shape((6, 6)), "segmented", seed, 0.2, calls=4, streams=("first", "second"))) < RIGHT
+
+
+def test_the_result_does_not_depend_on_the_schedule() -> None:
+    def main(world: weft.World) -> torch.Tensor:
+        given = Given(world, Shape((9, 8, 8), causal=True, layout="zigzag"), 3)
+        return weft.gathered_attention(*given.there(), **given.options(), plan="segmented").clone()
+
+    first, *others = (weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2) for seed in range(4))
+    assert all(torch.equal(a, b) for made in others for a, b in zip(first, made, strict=True))
+
+
+def test_merging_is_exact_to_its_rounding() -> None:
+    """Of a partial result the rounding to 16 bits is all that is lost: against one pass, less than 1.5 times its error."""
+
+    def main(world: weft.World) -> tuple[float, float]:
+        given = Given(world, Shape((64,) * 4, dim=64), 5)
+        want, out = given.want()[0], []
+        for plan in ("sequential", Segmented(calls=3)):
+            out.append(distance(weft.gathered_attention(*given.there(), **given.options(), plan=plan), want))
+        return out[0], out[1]
+
+    for once, merge_partials in weft.spmd(main, 4, backend="emulated"):
+        assert merge_partials < 1.8 * once < RIGHT
+
+
+def test_out_may_hold_q() -> None:
+    def main(world: weft.World) -> float:
+        given, worst = Given(world, Shape((6, 6), causal=True), 7), 0.0
+        for plan in PLANS:
+            q, k, v = given.there()
+            got = weft.gathered_attention(q, k, v, **given.options(), plan=plan, out=q)
+            assert got is q
+            worst = max(worst, distance(got, given.want()[0]))
+        return worst
+
+    assert max(weft.spmd(main, 2, backend="emulated")) < RIGHT
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_batches(batch: int) -> None:
+    """As one entry after the other, and so are their gradients."""
+
+    def main(world: weft.World) -> None:
+        given = [Given(world, Shape((5, 6), causal=True, layout="zigzag", sinks=True), i) for i in range(batch)]
+        options = given[0].options() | dict(plan="segmented")
+        leaves = [torch.stack(ts).requires_grad_() for ts in zip(*(g.there() for g in given), strict=True)]
+        out, lse = weft.gathered_attention(*leaves, **options, return_lse=True)
+        want = [weft.gathered_attention(*ts, **options, return_lse=True) for ts in zip(*leaves, strict=True)]
+        assert torch.equal(out, torch.stack([a for a, _ in want])) and torch.equal(
+            lse, torch.stack([b for _, b in want])
+        )
+        found, expected = (
+            torch.autograd.grad(t.float().square().sum(), leaves) for t in (out, torch.stack([a for a, _ in want]))
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        q, k, v = (t.detach() for t in leaves)
+        if batch == 1:
+            assert weft.gathered_attention(q, k, v, **options, out=q) is q and torch.equal(q, out)
+        else:
+            with pytest.raises(weft.Unsupported, match="batch of 1"):
+                weft.gathered_attention(q, k, v, **options, out=q)
+        with pytest.raises(ValueError, match="same batch"):
+            weft.gathered_attention(q, k.repeat(2, 1, 1, 1), v, **options)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_operands_that_are_not_contiguous() -> None:
+    def main(world: weft.World) -> float:
+        given = Given(world, Shape((6, 6), kv_heads=4), 7)
+        both = torch.stack(given.there(), 1)
+        got = weft.gathered_attention(*both.unbind(1), **given.options(), plan="segmented")
+        return distance(got, given.want()[0])
+
+    assert max(weft.spmd(main, 2, backend="emulated")) < RIGHT
+
+
+def test_what_no_query_sees_does_not_travel() -> None:
+    """Rows of keys that a rank pushes to others."""
+
+    def main(world: weft.World, of: Shape) -> int:
+        copied, copy = [], world.backend.copy
+        given = Given(world, of, 0)
+
+        def counted(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+            copied.append((dst.data_ptr(), len(src)))
+            copy(dst, src, stream)
+
+        world.backend.copy = counted  # type: ignore[method-assign]
+        weft.gathered_attention(*given.there(), **given.options(), plan="segmented")
+        mine = world.buffer(segmented.KEYS, 0).local
+        inside = range(mine.data_ptr(), mine.data_ptr() + mine.numel())
+        return sum(rows for at, rows in copied if at not in inside) // 2
+
+    def rows(of: Shape) -> list[int]:
+        return weft.spmd(lambda world: main(world, of), len(of.rows), backend="emulated")
+
+    assert rows(Shape((8,) * 4)) == [24] * 4
+    assert rows(Shape((8,) * 4, causal=True)) == [24, 16, 8, 0]
+    assert rows(Shape((8,) * 4, causal=True, layout="zigzag")) == [12, 16, 20, 24]
+    assert rows(Shape((1, 1, 0), causal=True, layout="zigzag")) == [1, 0, 0]  # a chunk without queries sees nothing
+    assert rows(Shape((8,) * 3, bounds=(0, 8, 18, 24))) == [0, 8, 2]
+    assert rows(Shape((8,) * 3, causal=True, window=3)) == [2, 2, 0]
+
+
+# -- who sees what -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows", [(6,), (5, 8), (4, 0, 7), (3, 3, 3, 3), (9, 1, 2, 5)], ids=str)
+def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
+    """Every pair of a query and a key that it sees is in one block, and no other pair is."""
+    for causal, layout in ((False, "contiguous"), (True, "contiguous"), (True, "zigzag")):
+        of = Shape(rows, causal=causal, layout=layout)
+        for rank in range(len(rows)):
+            seen = causal_key_ranges(rank, rows, rows[rank], causal, layout == "zigzag")
+            for calls in (1, 2, 9):
+                found = torch.zeros(rows[rank], sum(rows), dtype=torch.int)
+                mine = of.positions(rank)
+                for block in seen.local:
+                    whole = torch.ones(rows[rank], block.hi - block.lo, dtype=torch.int)
+                    found[:, mine[block.lo : block.hi]] += whole.tril() if block.causal else whole
+                for first, pieces in split_groups(seen.remote, calls):
+                    for piece in pieces:
+                        assert piece.source != rank
+                        found[first:, of.positions(piece.source)[piece.lo : piece.hi]] += 1
+                assert torch.equal(found, of.sees(rank).int())
+
+
+def test_at_every_step_each_rank_reads_what_another_one_pushes() -> None:
+    for size in (2, 3, 4, 8):
+        seen = [causal_key_ranges(rank, (4,) * size, 4, False, False).remote[0].ranges for rank in range(size)]
+        for step in range(size - 1):
+            assert len({pieces[step].source for pieces in seen}) == size
+
+
+def test_zigzag_shares_the_work() -> None:
+    for size in (2, 4):
+        work = []
+        for rank in range(size):
+            seen = causal_key_ranges(rank, (8,) * size, 8, True, True)
+            work.append(sum((8 - first) * sum(p.hi - p.lo for p in pieces) for first, pieces in seen.remote))
+            assert len(seen.remote) <= 2
+        assert len(set(work)) == 1
+
+
+def test_packed_sequences_by_hand() -> None:
+    """Two ranks of 6 rows, sequences of 4, 5 and 3: rank 1's queries are 3 of the second and the third."""
+    seen = packed_key_ranges(1, (6, 6), 6, (0, 4, 9, 12), True, 0)
+    assert seen.remote == ((0, ((0, 4, 6), (1, 0, 6))),)
+    assert seen.packed == ((0, 3, 6), (0, 5, 8), True, 0)
+
+
+def test_zigzag_split_and_restore() -> None:
+    def main(world: weft.World, length: int) -> None:
+        x = draw(1, length, 3, 2)
+        mine = weft.zigzag_split(x, world)
+        assert len(mine) == zigzag_rows(length, world.size)[world.rank]
+        assert torch.equal(mine, x[weft.zigzag_positions(length, world)])
+        assert torch.equal(weft.zigzag_restore(mine, world, length), x)
+        flat = x[:, 0, 0]
+        assert torch.equal(weft.zigzag_restore(weft.zigzag_split(flat, world), world, length), flat)
+        if length % world.size == 0 and len(set(zigzag_rows(length, world.size))) == 1:
+            assert torch.equal(weft.zigzag_restore(mine, world), x)
+        with pytest.raises(ValueError, match="must have"):
+            weft.zigzag_restore(x[:0].new_zeros(length + 1, 3, 2), world, length)
+
+    for ranks, length in ((1, 5), (2, 12), (3, 17), (4, 3)):
+        weft.spmd(lambda world, length=length: main(world, length), ranks, backend="emulated")
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+def refused(
+    world: weft.World, match: str, error: type = ValueError, q: Any = (4, 4, 16), k: Any = (4, 2, 16), **more: Any
+) -> None:
+    q, k = (torch.zeros(t, dtype=BF) if isinstance(t, tuple) else t for t in (q, k))
+    with pytest.raises(error, match=match):
+        weft.gathered_attention(q, k, more.pop("v", k), **more, world=world)
+
+
+def test_what_is_refused() -> None:
+    def main(world: weft.World) -> None:
+        refused(world, r"q must be \[m, heads, D\]", q=(4, 16))
+        refused(world, r"q must be \[m, heads, D\]", v=torch.zeros(3, 2, 16, dtype=BF))
+        refused(world, "must be a multiple of those", q=(4, 3, 16))
+        refused(world, "must be a multiple of 8", q=(4, 4, 12), k=(4, 2, 12))
+        refused(world, "at most 256", q=(4, 4, 264), k=(4, 2, 264))
+        refused(world, "bfloat16 and float16", TypeError, q=torch.zeros(4, 4, 16))
+        refused(world, "one dtype", TypeError, q=torch.zeros(4, 4, 16, dtype=HALF))
+        refused(world, "must be a tensor", TypeError, q=[1])
+        refused(world, "at most as many queries as keys", q=(5, 4, 16), causal=True)
+        refused(world, "need as many queries as keys", q=(3, 4, 16), causal=True, layout="zigzag")
+        mine = 4 + world.rank
+        refused(
+            world, r"rows \[4, 5\] are no zigzag split of 9, which leaves the ranks \[5, 4\]",
+            q=(mine, 4, 16), k=(mine, 2, 16), causal=True, layout="zigzag", rows=[4, 5],
+        )  # fmt: skip
+        refused(world, "'ring' is not one of", layout="ring")
+        refused(world, "window 0 must be at least 1", causal=True, window=0)
+        refused(world, "a window counts", window=3)
+        refused(world, "contiguous layout", weft.Unsupported, causal=True, layout="zigzag", window=3)
+        refused(world, "must go from 0 up to 8", cu_seqlens=[0, 4])
+        refused(world, "must go from 0 up to 8", cu_seqlens=[0, 5, 4, 8])
+        refused(world, "at most as many queries as keys", q=(5, 4, 16), cu_seqlens=[0, 8])
+        refused(world, r"rows \[4\] must name 2 ranks", rows=[4])
+        refused(world, r"sinks .* must be \[4\]", sinks=torch.zeros(3))
+        refused(world, "no rank has keys", k=(0, 2, 16))
+        refused(world, "plan 'fused' is not", plan="fused")
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+@pytest.mark.parametrize(
+    ("what", "shapes", "options"),
+    [
+        ("heads=", ((4, 4, 16), (4, 2, 16)), [{}, {}]),
+        ("D=", ((4, 2, 16), (4, 2, 24)), [{}, {}]),
+        ("rows=", ((4, 2, 16), (5, 2, 16)), [{}, {}]),
+        ("causal=", ((4, 2, 16),) * 2, [{}, {"causal": True}]),
+        ("scale=", ((4, 2, 16),) * 2, [{}, {"scale": 0.5}]),
+        ("layout=", ((4, 2, 16),) * 2, [{"causal": True}, {"causal": True, "layout": "zigzag"}]),
+        ("window=", ((4, 2, 16),) * 2, [{"causal": True}, {"causal": True, "window": 2}]),
+        ("packed=", ((4, 2, 16),) * 2, [{}, {"cu_seqlens": (0, 8)}]),
+        ("plan=", ((4, 2, 16),) * 2, [{"plan": "sequential"}, {"plan": "segmented"}]),
+    ],
+)  # fmt: skip
+def test_ranks_that_disagree(what: str, shapes: Any, options: Any) -> None:
+    def main(world: weft.World) -> None:
+        t = torch.zeros(shapes[world.rank], dtype=BF)
+        with pytest.raises(weft.Mismatch, match=what):
+            weft.gathered_attention(t, t, t, **options[world.rank], world=world)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_ranks_that_disagree_on_heads_of_keys_or_the_dtype() -> None:
+    def main(world: weft.World) -> None:
+        q, k = torch.zeros(4, 4, 16, dtype=BF), torch.zeros(4, (2, 4)[world.rank], 16, dtype=BF)
+        with pytest.raises(weft.Mismatch, match="kv_heads="):
+            weft.gathered_attention(q, k, k, world=world)
+        t = torch.zeros(4, 4, 16, dtype=(BF, HALF)[world.rank])
+        with pytest.raises(weft.Mismatch, match="dtype="):
+            weft.gathered_attention(t, t, t, world=world)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_what_auto_tries() -> None:
+    """No two plans that come to the same: a rank of two has one piece of others."""
+
+    def main(world: weft.World, of: Shape) -> list[str]:
+        op, options = REGISTRY["gathered_attention"], (of.causal, None, of.window or 0, of.bounds, None, of.layout)
+        q, kv = (torch.empty(of.rows[world.rank], heads, of.dim, dtype=of.dtype) for heads in (of.heads, of.kv_heads))
+        call = op.check(world, (q, kv, kv, None), options)
+        return [str(plan) for plan in op.candidates(world, call)]
+
+    def tries(of: Shape) -> list[str]:
+        first, *others = weft.spmd(lambda world: main(world, of), len(of.rows), backend="emulated")
+        assert all(found == first for found in others)
+        return first
+
+    few = ["Segmented(push_programs=16)"]
+    assert tries(Shape((8, 8))) == ["Segmented()", *few]
+    assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)", *few]
+    assert tries(Shape((8, 8), causal=True, layout="zigzag")) == ["Segmented()", *few]
+    for options in (dict(), dict(window=3), dict(bounds=(0, 3, 16))):
+        assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *few, "HeadParallel()"]
+    assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()", *few]
+    assert tries(Shape((8200,) * 2, 8, 8, 128)) == ["Segmented()", *few]
+
+
+def test_no_rows_at_all() -> None:
+    def main(world: weft.World) -> None:
+        t = torch.zeros(0, 2, 16, dtype=BF)
+        out, lse = weft.gathered_attention(t, t, t, return_lse=True, world=world)
+        assert out.shape == (0, 2, 16) and lse.shape == (2, 0)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+# -- libraries ---------------------------------------------------------------------------------------------------------
+def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those tried, the first whose numbers are right; and where none is, what each said."""
+    given = torch.device("cpu"), BF, 4, 2, 16
+
+    def library(name: str, forward: Any) -> libraries.AttentionLibrary:
+        return libraries.AttentionLibrary(name, forward, libraries.REFERENCE.backward)
+
+    def refuses(*_: Any) -> Any:
+        raise RuntimeError("no kernel\nfor this")
+
+    def in_base_2(*operands: Any) -> Any:
+        out, lse = libraries.REFERENCE.forward(*operands)
+        return out, lse * 1.4427
+
+    monkeypatch.setattr(libraries, "CUDNN", library("first", refuses))
+    monkeypatch.setattr(libraries, "FLASH", library("second", in_base_2))
+    said = {of.name: reason for of, reason in libraries.library_errors("forward", *given).items()}
+    assert said["first"] == "no kernel" and said["second"].startswith("results are off by")
+    assert set(libraries.library_errors("backward", *given).values()) == {""}
+    for use in ("packed", "packed_backward"):
+        assert set(libraries.library_errors(use, *given).values()) == {"the library has no such call"}
+    wrong = replace(
+        library("second", refuses),
+        packed_backward=lambda of, *more: libraries.REFERENCE.packed(*of[:3], *more) * 2,
+    )
+    monkeypatch.setattr(libraries, "FLASH", wrong)
+    assert (
+        "off by"
+        in {of.name: reason for of, reason in libraries.library_errors("packed_backward", *given).items()}["second"]
+    )
+    monkeypatch.setattr(libraries, "FLASH", library("second", libraries.REFERENCE.forward))
+    assert [reason for reason in libraries.library_errors("forward", *given).values()] == ["no kernel", ""]
+
+
+# -- the kernels, compiled ---------------------------------------------------------------------------------------------
+LAUNCHES = {
+    "even": (Shape((64,) * 4, 32, 8, 128), Segmented()),
+    "zigzag": (Shape((55, 55, 55, 54), 32, 8, 128, True, "zigzag"), Segmented(push_programs=16)),
+    "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, push_programs=16)),
+    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(push_programs=8, calls=3)),
+    "heads": (Shape((64, 30), 24, 8, 96, causal=True), HeadParallel()),
+}
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
+    of, plan = LAUNCHES[name]
+
+    def main(world: weft.World) -> None:
+        given = Given(world, of, 0)
+        weft.gathered_attention(*given.there(), **given.options(), plan=plan)
+
+    by_rank = offline.launches(main, len(of.rows))
+    modules = segmented.merge.__module__, sm_push_kernels.__name__
+    own = [[a for a in made if a.kernel.__module__ in modules] for made in by_rank]
+    by_heads = isinstance(plan, HeadParallel)
+    assert {a.kernel.__name__ for a in own[0]} == (
+        {"push_blocks"} if by_heads else {"merge", "push_rows"} if plan.push_programs else {"merge"}
+    )
+    for launch in own[0]:
+        made = compile_kernel(launch.kernel, launch.args, launch.options)
+        record_property("kernel", (f"attention {name}: {launch.kernel.__name__}", made.registers, made.shared))
+        offline.fits(launch, made)
+        assert ptx.broken_rules(made.ptx, lambda step: False) == [] and ptx.signals_not_by_thread_zero(made.ptx) == []
+        found = ptx.steps_of(made.ptx)
+        moved = "outs[n]", "x + offset", "y + offset", "dst + offset", "dst + y_offset", "x + src_start", "dst + row"
+        rows = [
+            s for s in found if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)
+        ]
+        if by_heads and launch.args["x"].dtype == torch.float32:
+            continue  # one number a query and head
+        assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
+    pushes = [[offline.specialised(a) for a in made if a.kernel is sm_push_kernels.push_rows] for made in own]
+    assert len({repr(p) for made in pushes for p in made}) <= 1  # which rows, and whose, is not compiled in
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+GRADIENTS = {
+    "no mask": Shape((6, 6, 6)),
+    "causal": Shape((6, 6, 6), causal=True),
+    "zigzag": Shape((6, 6, 6), causal=True, layout="zigzag"),
+    "one rank": Shape((9,), causal=True),
+    "uneven": Shape((5, 6, 6), causal=True, layout="zigzag", heads=3, kv_heads=3),
+    "uneven, a rank without rows": Shape((7, 0, 9), dtype=HALF, scale=0.2),
+    "fewer queries": Shape((5, 5), causal=True, queries=(2, 0)),
+    "sinks": Shape((6, 6), causal=True, layout="zigzag", sinks=True),
+    "window": Shape((6, 3, 6), causal=True, window=7, sinks=True),
+    "packed": Shape((6, 6, 6), bounds=(0, 6, 9, 18)),
+    "packed, causal": Shape((6, 0, 7), causal=True, bounds=(0, 4, 5, 13)),
+    "packed, one rank": Shape((9,), causal=True, bounds=(0, 4, 9), window=3),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name: str) -> None:
+    of = GRADIENTS[name]
+    for seed in range(2):
+        found = weft.spmd(
+            lambda world, seed=seed: gradients_case(world, of, seed=seed), len(of.rows), backend="emulated", seed=seed
+        )
+        assert max(found) < 8e-3, found
+
+
+def test_gradients_do_not_depend_on_the_schedule() -> None:
+    def main(world: weft.World) -> list[torch.Tensor]:
+        given = Given(world, Shape((6, 6, 6), causal=True, layout="zigzag"), 3)
+        leaves = [t.requires_grad_() for t in given.there()]
+        weft.gathered_attention(*leaves, **given.options()).float().square().sum().backward()
+        return [t.grad.clone() for t in leaves if t.grad is not None]
+
+    first, *others = (weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2) for seed in range(3))
+    assert all(
+        torch.equal(x, y)
+        for made in others
+        for a, b in zip(first, made, strict=True)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN reads 16 bytes at once, wherever in its memory a tensor of the user's, or the gradient, begins."""
+    seen: list[bool] = []
+
+    def passed(*tensors: torch.Tensor) -> BackwardOperands:
+        seen.extend(t.data_ptr() % 16 == 0 for t in tensors[:4] + tensors[5:])  # lse is laid by the library's own call
+        return BackwardOperands(*tensors)
+
+    def off(t: torch.Tensor) -> torch.Tensor:
+        moved = t.new_empty(t.numel() + 3)[3:].view(t.shape)
+        return moved.copy_(t)
+
+    def main(world: weft.World) -> None:
+        given = Given(world, Shape((6, 6), causal=True, layout="zigzag"), 3)
+        grads = []
+        for place in (torch.clone, off):
+            leaves = [place(t).requires_grad_() for t in given.there()]
+            out = weft.gathered_attention(*leaves, **given.options())
+            grads.append(torch.autograd.grad(out, leaves, place(draw(7, *out.shape, dtype=out.dtype))))
+        assert all(map(torch.equal, *grads))
+
+    monkeypatch.setattr(backward, "BackwardOperands", passed)
+    weft.spmd(main, 2, backend="emulated")
+    assert len(seen) >= 20 and all(seen)
+
+
+def test_gradients_that_nobody_asks_for_and_that_there_are_not() -> None:
+    def main(world: weft.World) -> None:
+        given = Given(world, Shape((6, 6), causal=True), 3)
+        q, k, v = given.there()
+        weft.gathered_attention(q.requires_grad_(), k, v, **given.options()).sum().backward()
+        assert q.grad is not None and k.grad is None
+        out, lse = weft.gathered_attention(q, k, v, **given.options(), return_lse=True)
+        with pytest.raises(RuntimeError, match="lse .* has no gradient"):
+            (out.sum() + lse.sum()).backward()
+        few = q.detach()[:5].requires_grad_()
+        for more in (dict(window=3), dict(cu_seqlens=(0, 12))):
+            with pytest.raises(RuntimeError, match="as many queries as keys"):
+                weft.gathered_attention(few, k, v, causal=True, **more, world=world)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_compiled_calls_have_gradients() -> None:
+    def main(world: weft.World) -> float:
+        given = Given(world, Shape((6, 6), causal=True, layout="zigzag"), 3)
+        grads = []
+        for compiled in (False, True):
+
+            def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                return weft.gathered_attention(q, k, v, **given.options()) * 2
+
+            leaves = [t.requires_grad_() for t in given.there()]
+            fn = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+            fn(*leaves).sum().backward()
+            grads.append([t.grad for t in leaves])
+        return max(distance(a, b) for a, b in zip(*grads, strict=True))
+
+    assert weft.spmd(main, 1, backend="emulated") == [0.0]
+
+
+def test_the_code_in_the_document_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs/attention.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.S)
+    assert code and "8192, 8, 128" in code[1]
+    source = code[1].replace("world = weft.init()", "").replace("8192, 8, 128", "24, 2, 16")
+
+    def rank(world: weft.World) -> torch.Tensor:
+        torch.manual_seed(0)
+        names: dict[str, Any] = {"world": world}
+        exec(source, names)
+        q, k, v = names["x"].double()
+        want = attention(q, k, v, Shape((24,), causal=True).sees(0), 16**-0.5, None)[0]
+        assert distance(names["whole"], want) < RIGHT
+        return names["whole"]
+
+    first, second = weft.spmd(rank, 2, backend="emulated")
+    assert torch.equal(first, second)

@@ -1,0 +1,436 @@
+"""8-bit operands in the emulator: every recipe against dequantized float64 products, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import weft
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_fp8 import SCALINGS, case, factors, matmul_case, quantize_case, scaled
+from tests.emulated.cases_ops import OPS
+from tests.gates import some
+from weft.backends.emulated import EmulatedBackend
+from weft.backends.library_gemm import dequantized
+from weft.chooser import CallTime, Choice, Chooser
+from weft.lang.mapping import balanced_rows
+from weft.op import REGISTRY, Op
+from weft.ops.recipes import E4M3, Recipe, ScaledFactors, block_rows, fit_plan
+from weft.plans import FusedGather, FusedGatherByCopies, FusedReduceScatter, GemmTile, Persistent, Plan
+from weft.scale import SMALL_TILE
+
+BF16 = 3e-3  # relative error of bfloat16 results of exact sums
+
+
+def alone(fn: Any, **options: Any) -> Any:
+    return weft.spmd(fn, 1, backend="emulated", **options)[0]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    m=st.integers(1, 70), n=st.integers(1, 20), k=st.integers(1, 4), scaling=st.sampled_from(SCALINGS),
+    bias=st.booleans(), fast=st.booleans(), by_columns=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_own_kernel(m: int, n: int, k: int, scaling: str, bias: bool, fast: bool, by_columns: bool, seed: int) -> None:
+    k = 128 * k if scaling == "block" else 16 * k + 16
+    case = dict(bias=bias, fast=fast, seed=seed, by_columns=by_columns and scaling == "block")
+    assert alone(lambda w: matmul_case(w, m, 8 * n, k, scaling, **case)) < BF16
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_weights_of_several_blocks(scaling: str) -> None:
+    """Of 300 rows: three blocks of 128, the last one short."""
+    for plan in ("persistent", "auto", Persistent(tile=GemmTile(32, 64, 128, 4, 3, 4), flatten=False)):
+        assert alone(lambda w, plan=plan: matmul_case(w, 40, 296, 384, scaling, plan, True, torch.float16)) < 5e-4
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_no_rows_and_one(scaling: str) -> None:
+    for m in (0, 1):
+        for plan in ("persistent", "auto"):
+            assert alone(lambda w, m=m, plan=plan: matmul_case(w, m, 24, 256, scaling, plan)) < BF16
+
+
+def test_shapes_of_scales_say_the_recipe() -> None:
+    """Each way to write a recipe gives the same bits."""
+
+    def rank(world: weft.World) -> None:
+        x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
+        got = [
+            weft.matmul(x, w, x_scale=a, weight_scale=b, world=world, plan="persistent")
+            for a, b in ((xs, ws), (xs.view(-1), ws.view(-1)), (xs, ws.view(1, -1)))
+        ]
+        x, w, xs, ws = factors(1, 24, 40, 256, "tensor", world.device)
+        other = [
+            weft.matmul(x, w, x_scale=a, weight_scale=b, world=world, plan="persistent")
+            for a, b in ((xs, ws), (xs.view(()), ws.view(1, 1)))
+        ]
+        world.synchronize()
+        assert all(torch.equal(y, got[0]) for y in got) and torch.equal(*other)
+
+    alone(rank)
+
+
+def refused(error: type[Exception], match: str, **changes: Any) -> None:
+    def rank(world: weft.World) -> None:
+        x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
+        given = dict(x=x, weight=w, x_scale=xs, weight_scale=ws) | changes
+        with pytest.raises(error, match=match):
+            weft.matmul(given.pop("x"), given.pop("weight"), given.pop("bias", None), world=world, **given)
+
+    alone(rank)
+
+
+def test_what_fits_no_recipe_is_quoted() -> None:
+    ones = torch.ones
+    refused(ValueError, r"x_scale \[23, 1\] and weight_scale \[40, 1\] fit no recipe.*\[24, 1\]", x_scale=ones(23, 1))
+    refused(ValueError, r"x_scale \[24, 1\] and weight_scale \[1, 41\] fit no", weight_scale=ones(1, 41))
+    refused(ValueError, r"x_scale \[1\] and weight_scale \[40, 1\] fit no", x_scale=ones(1))
+    refused(ValueError, r"x_scale \[24, 2\] and weight_scale \[2, 2\] fit no", x_scale=ones(24, 2), weight_scale=ones(2, 2))  # fmt: skip
+    refused(TypeError, r"x_scale is \[24, 1\] bfloat16.*float32", x_scale=ones(24, 1).bfloat16())
+    refused(TypeError, r"weight_scale is \[40, 1\] float64.*float32", weight_scale=ones(40, 1).double())
+    refused(ValueError, r"weight_scale is None", weight_scale=None)
+    refused(TypeError, r"weight is \[40, 256\] float8_e5m2", weight=torch.zeros(40, 256).to(torch.float8_e5m2))
+    refused(TypeError, r"weight is \[40, 256\] bfloat16", weight=torch.zeros(40, 256).bfloat16())
+    refused(TypeError, r"x_scale goes with.*bfloat16", x=torch.zeros(24, 256).bfloat16(), weight=torch.zeros(40, 256).bfloat16())  # fmt: skip
+    refused(TypeError, r"out_dtype torch.float32", out_dtype=torch.float32)
+    refused(TypeError, r"bias is \[40\] float16 on cpu, and the result torch.bfloat16", bias=torch.zeros(40).half())
+    refused(ValueError, r"K 208 of x \[24, 208\].*multiple of 128 for scales by block", x=torch.zeros(24, 208).to(E4M3), weight=torch.zeros(40, 208).to(E4M3), x_scale=ones(24, 2), weight_scale=ones(1, 2))  # fmt: skip
+    refused(ValueError, r"K 200 .*must be a multiple of 16", x=torch.zeros(24, 200).to(E4M3), weight=torch.zeros(40, 200).to(E4M3))  # fmt: skip
+    refused(ValueError, r"N 41 .*must be a multiple of 8", weight=torch.zeros(41, 256).to(E4M3), weight_scale=ones(41))
+    refused(ValueError, "requires a gradient", bias=torch.zeros(40).bfloat16().requires_grad_())
+
+
+def test_tiles_that_no_block_fits_run_the_library() -> None:
+    def rank(world: weft.World) -> float:
+        return matmul_case(world, 24, 40, 256, "block", Persistent(tile=GemmTile(16, 32, 64, 4, 2, 2)))
+
+    assert alone(rank) < BF16
+
+
+def test_a_gpu_without_8_bit_products_says_so() -> None:
+    def rank(world: weft.World) -> None:
+        world.backend.capability = 86
+        x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
+        with pytest.raises(weft.Unsupported, match=r"8-bit operands need compute capability 8.9, and this GPU has 8.6"):
+            weft.matmul(x, w, x_scale=xs, weight_scale=ws, world=world)
+
+    alone(rank)
+
+
+def test_16_bit_operands() -> None:
+    def rank(world: weft.World) -> None:
+        x, w = torch.randn(5, 24).bfloat16(), torch.randn(7, 24).bfloat16()
+        got = weft.matmul(x, w, world=world)
+        world.synchronize()
+        assert torch.equal(got, x @ w.t())
+
+    alone(rank)
+
+
+ROUNDED = 5e-3  # a quotient at the middle between two elements may fall to either
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    m=st.integers(1, 40), k=st.integers(1, 20), scaling=st.sampled_from(SCALINGS), gated=st.booleans(),
+    by_columns=st.booleans(), half=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_quantized_rows(m: int, k: int, scaling: str, gated: bool, by_columns: bool, half: bool, seed: int) -> None:
+    more = dict(gated=gated, seed=seed, dtype=torch.float16 if half else torch.bfloat16)
+    more |= dict(by_columns=by_columns and scaling == "block" and not gated, given=scaling == "tensor" and gated)
+    size = 128 * (k % 4 + 1) if scaling == "block" else 8 * k
+    assert alone(lambda w: quantize_case(w, m, size, scaling, **more)) < ROUNDED
+
+
+def test_weights_and_long_rows() -> None:
+    """Of 300 rows, blocks of 128; a row that no program holds in registers; a scale that is given; zeros."""
+    assert alone(lambda w: quantize_case(w, 300, 384, "block", weight=True)) < ROUNDED
+    for gated in (False, True):
+        assert alone(lambda w, gated=gated: quantize_case(w, 2, 16384 + 520, "row", gated=gated)) < ROUNDED
+    assert alone(lambda w: quantize_case(w, 5, 72, "tensor", given=True)) < ROUNDED
+
+    def zeros(world: weft.World) -> None:
+        for recipe in SCALINGS:
+            got, scales = weft.quantize(torch.zeros(3, 256).bfloat16(), recipe, world=world)
+            world.synchronize()
+            assert not got.float().any() and scales.isfinite().all() and (scales > 0).all()
+        assert weft.quantize(torch.zeros(0, 256).bfloat16(), "row", world=world)[1].shape == (0, 1)
+
+    alone(zeros)
+
+
+def test_what_cannot_be_quantized_is_quoted() -> None:
+    def rank(world: weft.World) -> None:
+        x, scale = torch.zeros(4, 200).bfloat16(), torch.ones(1)
+        for error, match, call in (
+            (ValueError, r"recipe 'column' is not one of", lambda: weft.quantize(x, "column", world=world)),
+            (ValueError, r"200 columns .* not a multiple of 128", lambda: weft.quantize(x, "block", world=world)),
+            (
+                ValueError,
+                r"a scale goes with recipe 'tensor'",
+                lambda: weft.quantize(x, "row", scale=scale, world=world),
+            ),
+            (ValueError, r"a scale goes with", lambda: weft.silu_mul(x, quantize="tensor", world=world)),
+            (TypeError, r"float32 on cpu; bfloat16", lambda: weft.quantize(x.float(), "row", world=world)),
+            (ValueError, r"scale \[2\]", lambda: weft.quantize(x, "tensor", scale=torch.ones(2), world=world)),
+            (ValueError, "requires a gradient", lambda: weft.quantize(x.clone().requires_grad_(), "row", world=world)),
+        ):
+            with pytest.raises(error, match=match):
+                call()
+
+    alone(rank)
+
+
+# -- around a GEMM -----------------------------------------------------------------------------------------------------
+SUMMED = 5e-3  # of bfloat16 sums of partial products, which are rounded before
+
+
+def errors(op: str, rows: Any, n: int, k: int, scaling: str, plan: str | Plan, seed: int = 0, **more: Any) -> float:
+    return max(
+        weft.spmd(lambda w: case(w, op, rows, n, k, scaling, plan, **more), len(rows), backend="emulated", seed=seed)
+    )
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", "one_shot"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_plan(op: str, plan: str, scaling: str) -> None:
+    for i, rows in enumerate(([16, 16], [13, 13, 13], balanced_rows(35, 2))):
+        assert errors(op, rows, 48, 256, scaling, plan, i, calls=2, bias=i == 1, fast=i == 2) < SUMMED
+    assert errors(op, [9, 9], 40, 128, scaling, plan, 3, dtype=torch.float16, bias=True) < SUMMED / 8
+
+
+@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("scaling", ["row", "block"])
+def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -> None:
+    """Shards of whole tiles, which are pulled in bulk, of part tiles, and empty ones; pulled by programs and by copies."""
+    op = OPS[0]
+    for rows, plan in (
+        ([16, 16], "fused"), ([20, 0, 12], "fused"), ([33, 5], FusedGather(tile=SMALL_TILE, pull_programs=4, pull_rows=8, pull_stages=2, split=2)),
+        ([16, 16], FusedGatherByCopies(tile=SMALL_TILE)), ([13, 13], FusedGatherByCopies(tile=SMALL_TILE)),
+    ):  # fmt: skip
+        assert errors(op, rows, 40, 384, scaling, plan, seed, calls=3) < BF16
+
+
+def test_ranks_that_disagree_on_the_recipe_say_so() -> None:
+    def rank(world: weft.World) -> None:
+        x, w, xs, ws = factors(1, 8, 16, 128, "row" if world.rank else "tensor", world.device)
+        with pytest.raises(weft.Mismatch, match=r"rank 0: .*recipe=.*tensor.*rank 1: .*recipe=.*row"):
+            weft.matmul_reduce_scatter(x, w, x_scale=xs, weight_scale=ws, world=world)
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_and_scales_that_do_not_fit_are_refused(op: str) -> None:
+    def rank(world: weft.World) -> None:
+        x, w, xs, ws = factors(1, 8, 16, 256, "row", world.device)
+        bias = torch.zeros(16).bfloat16().requires_grad_()
+        fn = getattr(weft, op)
+        with pytest.raises(ValueError, match=rf"{op}.*gradient, which products of float8_e4m3fn do not have"):
+            fn(x, w, bias, x_scale=xs, weight_scale=ws, world=world)
+        with pytest.raises(ValueError, match=rf"{op}: x_scale \[7, 1\] and weight_scale \[16, 1\] fit no recipe"):
+            fn(x, w, x_scale=xs[:7], weight_scale=ws, world=world)
+        with pytest.raises(TypeError, match=rf"{op}: out_dtype torch.float16 goes with x in float8_e4m3fn"):
+            fn(x.bfloat16(), w.bfloat16(), out_dtype=torch.float16, world=world)
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_a_plan_without_8_bit_products_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert errors(OPS[1], [16, 16], 40, 128, "row", "signaled") < SUMMED
+    assert "sequential instead of signaled: its GEMM takes 16-bit operands" in caplog.text
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_promoted_tiles_that_are_short_of_rows(scaling: str) -> None:
+    """The lower half of a tile, or a part of either half, is past the last row, and its scales are not read."""
+    plan = Persistent(tile=GemmTile(32, 32, 128, 4, 3, 2), flatten=False)
+    for m in (1, 15, 16, 17, 33, 63):
+        assert alone(lambda w, m=m: matmul_case(w, m, 40, 384, scaling, plan, True, seed=m)) < BF16
+
+
+def test_the_tiles_of_promoted_sums() -> None:
+    """128 x 128 of four warps, two programs an SM; beside the programs that sum over ranks one of eight warps."""
+    for recipe in (Recipe("block"), Recipe("row", False)):
+        for plan in (FusedGather(), FusedGatherByCopies(), FusedGather(tile=GemmTile(64, 256, 64, 4, 5))):
+            fitted = fit_plan(plan, recipe)
+            assert fitted.tile == GemmTile(128, 128, 128, 4, 3) and fitted.per_sm == 2 and not fitted.flatten
+        assert fit_plan(FusedReduceScatter(), recipe).tile == GemmTile(128, 128, 128, 8, 4)
+        assert block_rows(fitted.tile, recipe) == 64
+    fast = fit_plan(FusedGather(), Recipe("row", True))
+    assert fast == FusedGather(tile=GemmTile(block_k=128)) and block_rows(fast.tile, Recipe("row", True)) == 128
+
+
+# -- what plan ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("op", OPS)
+def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tiles of 8-bit operands, whatever a profile says of 16-bit ones; `explain` says what was timed."""
+    monkeypatch.setattr("weft.planner.auto._generation", lambda device: 9)
+    best = fit_plan(REGISTRY[op].variants[0], Recipe("block"))
+
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
+        return CallTime(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
+
+    monkeypatch.setattr(Chooser, "time", time)
+    monkeypatch.setattr(EmulatedBackend, "clock", staticmethod(lambda *_: pytest.fail("really timed")))
+    monkeypatch.setattr(Op, "execute", lambda self, world, call, plan, operands, out: plan)
+
+    def rank(world: weft.World) -> Any:
+        world.backend.name = "cuda"
+        x, w, xs, ws = factors(1, 512, 512, 512, "block", world.device)
+        options = {
+            OPS[0]: (None, 0, False, None, False),
+            OPS[1]: (None, True, None, False),
+            OPS[2]: (True, None, False),
+        }[op]
+        plan = REGISTRY[op].call(world, "auto", ScaledFactors(x, w, None, xs, ws), options, None)
+        m = 1024 if op == OPS[0] else 512
+        said = weft.explain(op, m, 512, 512, world=world, recipe="block")
+        other = weft.explain(op, m, 512, 512, world=world, recipe="row")
+        world.backend.name = "emulated"
+        return plan, said, other
+
+    plan, said, other = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
+    assert plan == best == said.plan and "timed at the first call" in said.why and said.options[0].us == 50
+    assert other.plan.kind == "sequential" and "no profile has rates" in other.why and not other.options
+    with pytest.raises(ValueError, match="recipe 'column' is not one of"):
+        weft.explain(op, 512, 512, 512, world=2, recipe="column")
+
+
+def test_a_simulation_of_8_bits_says_what_it_rests_on() -> None:
+    from weft.planner.simulate import nvlink
+
+    size = [(8192, 8192, 28672)]
+    for what in ("matmul_reduce_scatter", "mlp"):
+        half, wide = (
+            weft.simulate(nvlink(8), what, size, profile="nvidia-h200-x4", eight_bits=e) for e in (True, False)
+        )
+        assert "GEMMs not measured" in str(half) and "not measured" not in str(wide)
+        assert half.rows[0].gemm < 0.7 * wide.rows[0].gemm and half.rows[0].speedup > wide.rows[0].speedup
+        assert all(plan.kind != "signaled" for plan in half.rows[0].plans)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+MLP = {"gate_proj": (256, 256), "up_proj": (256, 256), "down_proj": (256, 256)}
+NAMES = {"row": "weight_scale", "block": "weight_scale_inv"}
+CLOSE = 0.08  # of two GEMMs of numbers rounded to 3 bits
+
+
+def checkpoint(recipe: str, by_tensor: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint of an MLP, and the values of its weights."""
+    state, values = {}, {}
+    for i, (name, shape) in enumerate(MLP.items()):
+        w8, scale = scaled(draw(i, *shape) * 0.1, "tensor" if by_tensor else recipe, 128)
+        state |= {f"{name}.weight": w8, f"{name}.{NAMES[recipe]}": scale, f"{name}.input_scale": torch.ones(1)}
+        values[name] = dequantized(w8, scale, 128 if recipe == "block" else 1).double()
+    return state, values
+
+
+@pytest.mark.parametrize(("recipe", "by_tensor"), [("row", False), ("block", False), ("row", True)])
+def test_an_mlp_of_a_checkpoint(recipe: str, by_tensor: bool) -> None:
+    state, values = checkpoint(recipe, by_tensor)
+    xs = [draw(9 + r, 8, 256) for r in range(2)]
+
+    def rank(world: weft.World) -> float:
+        mlp = weft.nn.ParallelMLP(256, 256, world=world, recipe=recipe)
+        mlp.load_state_dict(state)
+        y = mlp(xs[world.rank])
+        again = mlp(weft.quantize(xs[world.rank], recipe, world=world))
+        world.synchronize()
+        assert torch.equal(y, again), "an x that comes in 8 bits"
+        full = weft.nn.full_state_dict(mlp)
+        world.synchronize()
+        for name, t in state.items():
+            if "input" not in name and not (by_tensor and "scale" in name):
+                assert torch.equal(full[name].float(), t.float()), name
+        x = torch.cat(xs).double()
+        hidden = torch.nn.functional.silu(x @ values["gate_proj"].t()) * (x @ values["up_proj"].t())
+        return distance(y, (hidden @ values["down_proj"].t()).chunk(2)[world.rank])
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < CLOSE
+
+
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_linears_of_16_bit_ones_and_back(recipe: str) -> None:
+    linear = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
+    xs = [draw(9 + r, 8, 256) for r in range(2)]
+
+    def rank(world: weft.World) -> float:
+        column = weft.nn.ColumnParallelLinear.from_linear(linear, world=world, recipe=recipe)
+        row = weft.nn.RowParallelLinear.from_linear(linear, world=world, recipe=recipe)
+        whole = weft.nn.RowParallelLinear.from_linear(linear, world=world, recipe=recipe, reduce="all")
+        middle = column(xs[world.rank])
+        y, z = row(middle), whole(middle)
+        other = weft.nn.RowParallelLinear(256, 256, world=world, recipe=recipe)
+        other.load_state_dict(row.state_dict())
+        again = other(middle)
+        world.synchronize()
+        assert torch.equal(again, y) and not any(p.requires_grad for p in row.parameters())
+        with torch.no_grad():
+            want = linear.double()(linear.double()(torch.cat(xs).double()))
+        return max(distance(y, want.chunk(2)[world.rank]), distance(z, want))
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < CLOSE
+
+
+def test_modules_that_no_block_divides_say_so() -> None:
+    def rank(world: weft.World) -> None:
+        with pytest.raises(ValueError, match=r"rank's weight \[64, 256\] is not of whole blocks of 128 x 128"):
+            weft.nn.ColumnParallelLinear(256, 128, world=world, recipe="block")
+        with pytest.raises(ValueError, match=r"recipe 'tensor' is not one of \['block', 'row'\]"):
+            weft.nn.ParallelMLP(256, 256, world=world, recipe="tensor")
+        linear = weft.nn.ColumnParallelLinear(256, 128, world=world, recipe="row")
+        with pytest.raises(ValueError, match="gradient"):
+            linear(draw(1, 4, 256).requires_grad_())
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+# -- decoders ----------------------------------------------------------------------------------------------------------
+SMALL = dict(
+    model_type="llama", vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4, head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=False, hidden_act="silu",
+    max_position_embeddings=64, rope_theta=10000.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_a_decoder_of_a_checkpoint(recipe: str) -> None:
+    """Every plan beside the decoder whose 16-bit weights have the values of the 8-bit ones."""
+    from weft.models import Batch, Cache, Llama
+    from weft.nn.weave import LayerPlan
+
+    ids = torch.arange(12) % 64
+
+    def rank(world: weft.World) -> float:
+        wide, model = Llama(SMALL, world=world), Llama(SMALL, world=world, recipe=recipe)
+        held = weft.nn.full_state_dict(wide)
+        world.synchronize()
+        eight, values = {}, {}
+        for name, t in held.items():
+            eight[name] = values[name] = t.cpu()
+            if "proj.weight" in name:
+                w8, scale = scaled(t.cpu(), recipe, 128)
+                eight[name], eight[name.replace("weight", NAMES[recipe])] = w8, scale
+                values[name] = dequantized(w8, scale, 128 if recipe == "block" else 1).bfloat16()
+        wide.load_state_dict(values)
+        model.load_state_dict(eight)
+
+        def logits(decoder: Any, plan: str) -> torch.Tensor:
+            cache = Cache(decoder.config, world=world, slots=1, max_len=32)
+            y = decoder(ids, Batch.prefill([12]), cache, plan)
+            world.synchronize()
+            return y.clone()
+
+        want = logits(wide, "plain")
+        with pytest.raises(ValueError, match="weights have 8 bits"):
+            model.plan(LayerPlan("woven", sms=5), 12)
+        return max(distance(logits(model, plan), want) for plan in ("plain", "fused", "woven", "sequence"))
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < 2 * CLOSE

@@ -1,0 +1,452 @@
+"""What a caller of `weft.moe` may choose: groups of ranks, how much memory, what is counted; on emulated ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_moe import Model, at_random
+from weft import moe
+from weft.ops.moe.call import Layer
+
+PLANS = ("sequential", "dispatched")
+BOUND = 1.2e-2
+LAYER = Layer(6, 8, 2, 32, 24, torch.bfloat16)
+
+
+def given(
+    world: weft.World, layer: Layer, tokens: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids, weights of this rank, by its number in the World."""
+    ids = at_random(seed, world.rank, tokens, layer, world.size).int()
+    weights = draw(10 * seed + 5 + world.rank, tokens, layer.k, dtype=torch.float32).abs()
+    return draw(10 * seed + world.rank, tokens, layer.hidden), ids, weights
+
+
+def emulate(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="emulated", **options)
+
+
+# -- groups of ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("seed", [0, 3])
+def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
+    """Two groups of two, each with all experts, in turn with a sum over all ranks and one over the other pairs."""
+
+    def main(world: weft.World) -> float:
+        group, across = world.split(world.rank // 2), world.split(world.rank % 2)
+        model, worst = Model(group, LAYER, False), 0.0
+        for call in range(3):
+            x, ids, weights = given(world, LAYER, (5, 2, 0, 6)[(world.rank + call) % 4], call)
+            y = moe.moe(x, ids, weights, *model.own[:2], max_tokens=6, world=group, plan=plan)
+            worst = max([worst, distance(y, model(x, ids, weights))] if y.numel() else [worst])
+            whole = weft.all_reduce(torch.full((2, 8), 1.0 + world.rank, dtype=torch.bfloat16), world=world)
+            pair = weft.all_reduce(torch.full((2, 8), 1.0 + world.rank, dtype=torch.bfloat16), world=across)
+            world.synchronize()
+            assert (whole == 10).all() and (pair == 2 * (world.rank % 2) + 4).all()
+        return worst
+
+    assert max(emulate(main, 4, seed=seed)) < BOUND
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_workspace_for_any_number_of_tokens(plan: str) -> None:
+    """No rank knows how many the others have, and from the second call on nothing is made or agreed."""
+
+    def main(world: weft.World) -> float:
+        model, kept = Model(world, LAYER, False), []
+        for call, counts in enumerate([(6, 6), (0, 3), (5, 0), (0, 0), (1, 6)]):
+            x, ids, weights = given(world, LAYER, counts[world.rank], call)
+            if call:
+                world.backend.exchange = lambda *_: pytest.fail("agrees on what was agreed")  # type: ignore[method-assign]
+            made = len(world._cache), len(world._channels)
+            y = moe.moe(x, ids, weights, *model.own[:2], max_tokens=6, world=world, plan=plan)
+            assert not call or made == (len(world._cache), len(world._channels))
+            kept.append((y, model(x, ids, weights)))
+        del world.backend.exchange
+        world.synchronize()
+        return max(distance(y, want) for y, want in kept if y.numel())
+
+    assert max(emulate(main)) < BOUND
+
+
+def test_more_tokens_than_max_tokens() -> None:
+    def main(world: weft.World) -> None:
+        own = Model(world, LAYER, False).own[:2]
+        with pytest.raises(ValueError, match="6 tokens of a rank are more than max_tokens 5"):
+            moe.moe(*given(world, LAYER, 6), *own, max_tokens=5, world=world)
+        with pytest.raises(ValueError, match="max_rows -1"):
+            moe.moe(*given(world, LAYER, 6), *own, max_rows=-1, world=world)
+
+    emulate(main)
+
+
+@pytest.mark.parametrize("differ", ["max_tokens", "max_rows"])
+def test_ranks_that_disagree_on_a_limit(differ: str) -> None:
+    def main(world: weft.World) -> None:
+        own = Model(world, LAYER, False).own[:2]
+        with pytest.raises(weft.Mismatch, match=f"{differ}=2{world.rank}"):
+            moe.moe(*given(world, LAYER, 6), *own, **{differ: 20 + world.rank}, world=world)
+
+    emulate(main)
+
+
+def all_to(world: weft.World, expert: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every token of every rank to one expert, of weight 1."""
+    x = draw(world.rank, tokens, LAYER.hidden)
+    return x, torch.full((tokens, 1), expert, dtype=torch.int32), torch.ones(tokens, 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> None:
+    """Tiles of 16 rows, 4 experts a rank: room for 80 rows of one expert, of 100 that come. Its own come first."""
+
+    def main(world: weft.World) -> None:
+        model, tokens = Model(world, LAYER, False), 50
+        received = torch.full((4,), -1, dtype=torch.int32)
+        x, ids, weights = all_to(world, 1, tokens)
+
+        def call(ids: torch.Tensor) -> torch.Tensor:
+            return moe.moe(x, ids, weights, *model.own[:2], max_rows=16, received=received, world=world)
+
+        call((ids + 4) * (world.rank == 0))  # what comes from it stands in the outboxes: it must not come again
+        world.synchronize()
+        got = call(ids).clone()
+        assert received.tolist() == ([0, 80, 0, 0] if world.rank == 0 else [0, 0, 0, 0])
+        if world.rank == 0:
+            with pytest.raises(
+                weft.Overflow, match="rank 0: its experts received 20 rows more than max_rows .or max_m. has room for"
+            ):
+                world.synchronize()
+        world.synchronize()  # it is said once
+        kept = tokens if world.rank == 0 else 30
+        want = model(x, ids, weights)
+        assert distance(got[:kept], want[:kept]) < BOUND and not got[kept:].any()
+        again = call(torch.arange(tokens, dtype=torch.int32)[:, None] % 8)  # and the World goes on
+        world.synchronize()
+        assert distance(again, model(x, torch.arange(tokens)[:, None] % 8, weights)) < BOUND
+
+    emulate(main, seed=seed)
+
+
+def test_room_for_max_rows_however_they_fall() -> None:
+    def main(world: weft.World) -> float:
+        model, worst = Model(world, LAYER, False), 0.0
+        for ids_of in (lambda t: t * 0, lambda t: t % 4, lambda t: (t * t) % 8):
+            x, _, weights = all_to(world, 0, 17)
+            ids = ids_of(torch.arange(17, dtype=torch.int32))[:, None]
+            y = moe.moe(x, ids, weights, *model.own[:2], max_rows=34, world=world)
+            world.synchronize()
+            worst = max(worst, distance(y, model(x, ids, weights)))
+        return worst
+
+    assert max(emulate(main)) < BOUND
+
+
+def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
+    def main(world: weft.World) -> None:
+        own = Model(world, LAYER, False).own[:2]
+        moe.moe(*all_to(world, 4, 50), *own, max_rows=0, world=world)
+        if world.rank == 1:
+            with pytest.raises(weft.Overflow, match="rank 1: its experts received 36 rows"):
+                weft.silu_mul(torch.ones(2, 32, dtype=torch.bfloat16), world=world)
+
+    emulate(main)
+
+
+@pytest.mark.parametrize("plan", ["dispatched", "sequential"])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
+    """Its result comes with the error, and all ranks go on together."""
+
+    def main(world: weft.World) -> list[str]:
+        x, ids, weights = all_to(world, 4, 50)
+        own, said = Model(world, LAYER, False).own[:2], []
+        want = moe.moe(x, ids, weights, *own, world=world, plan="sequential").clone()
+        moe.moe(x, ids, weights, *own, max_rows=4, world=world, plan="dispatched")
+        for _ in range(3):
+            try:
+                y = moe.moe(x, ids, weights, *own, world=world, plan=plan)
+            except weft.Overflow as e:
+                said.append(str(e))
+                y = e.result
+            assert distance(y, want) < BOUND
+        world.synchronize()
+        return said
+
+    said = emulate(main, seed=seed)
+    assert [len(each) for each in said] == [0, 1] and "rank 1" in said[1][0]
+
+
+def test_rows_left_out_before_a_wait_inside_a_call_are_told_behind_it() -> None:
+    """As on a GPU, which may count them only after the call has begun."""
+
+    def main(world: weft.World) -> int:
+        x, ids, weights = all_to(world, 4, 50)
+        own, raised, backend = Model(world, LAYER, False).own[:2], 0, world.backend
+        moe.moe(x, ids, weights, *own, max_rows=4, world=world, plan="dispatched")
+        counted, calls = backend.left_out, [0]
+
+        def late() -> int:
+            calls[0] += 1
+            return 0 if calls[0] == 1 else counted()
+
+        backend.left_out = late  # type: ignore[method-assign]
+        for _ in range(3):
+            try:
+                moe.moe(x, ids, weights, *own, world=world, plan="sequential")
+            except weft.Overflow:
+                raised += 1
+        return raised
+
+    assert emulate(main) == [0, 1]
+
+
+def test_the_worst_case_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def main(world: weft.World) -> None:
+        own = Model(world, LAYER, False).own[:2]
+        for more in (dict(max_rows=20), {}, {}):
+            moe.moe(*given(world, LAYER, 6), *own, **more, world=world)
+
+    with caplog.at_level(logging.INFO, "weft"):
+        emulate(main)
+    most = 8 * 8 // (2 * 2)  # tokens of a rank, where few may differ in number
+    rows = 2 * most * 2 + 4 * 16  # in tiles of 16
+    said = [r.message for r in caplog.records if "max_rows" in r.message]
+    assert len(said) == 1 and all(f"for the {rows} rows of the worst case" in line for line in said)
+
+
+# -- counts, and experts that come twice -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
+    def main(world: weft.World) -> None:
+        local, all_ids = 8 // world.size, [at_random(3, r, 6, LAYER, world.size) for r in range(world.size)]
+        own, received = Model(world, LAYER, False).own[:2], torch.full((local,), -1, dtype=torch.int32)
+        moe.moe(*given(world, LAYER, 6, 3), *own, received=received, world=world, plan=plan)
+        world.synchronize()
+        want = torch.stack(all_ids).flatten().bincount(minlength=8)[world.rank * local :][:local]
+        assert received.tolist() == want.tolist()
+        with pytest.raises(ValueError, match=rf"received .* must be int32 \[{local}\]"):
+            moe.moe(*given(world, LAYER, 6), *own, received=received.long(), world=world)
+
+    emulate(main, ranks)
+
+
+@pytest.mark.parametrize("plan", ["dispatched", "fused", "low_latency"])
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_received_in_calls_one_behind_another(plan: str, seed: int) -> None:
+    """The routes of the next call, which some ranks have begun, do not count."""
+    calls = 3
+
+    def main(world: weft.World) -> None:
+        local, own = LAYER.experts // world.size, Model(world, LAYER, False).own[:2]
+        counts = [torch.full((local,), -1, dtype=torch.int32) for _ in range(calls)]
+        for i, received in enumerate(counts):
+            moe.moe(*given(world, LAYER, 6, i), *own, received=received, world=world, plan=plan)
+        world.synchronize()
+        for i, received in enumerate(counts):
+            ids = torch.cat([at_random(i, r, 6, LAYER, world.size).flatten() for r in range(world.size)])
+            assert received.tolist() == ids.bincount(minlength=8)[world.rank * local :][:local].tolist(), i
+
+    emulate(main, 4, seed=seed)
+
+
+def test_counts_under_torch_compile() -> None:
+    def main(world: weft.World) -> None:
+        own, (x, ids, weights) = Model(world, LAYER, False).own[:2], given(world, LAYER, 6)
+
+        def fn(x: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+            y = moe.moe(x, ids, weights, *own, received=received, max_tokens=8, max_rows=40, world=world)
+            return y * received.sum()
+
+        eager, compiled = (torch.zeros(4, dtype=torch.int32) for _ in range(2))
+        want, got = fn(x, eager), torch.compile(fn, backend="aot_eager", fullgraph=True)(x, compiled)
+        world.synchronize()
+        assert torch.equal(got, want) and torch.equal(eager, compiled) and eager.any()
+
+    torch._dynamo.reset()
+    emulate(main)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_expert_that_comes_twice_counts_twice(plan: str) -> None:
+    """Also where a rank has one expert alone, and its rows are twice what distinct ids could be: there is room for them
+    if max_rows says so, else they are left out and raised."""
+
+    def main(world: weft.World) -> float:
+        layer = Layer(40, 2, 2, 32, 24, torch.bfloat16)
+        model, x = Model(world, layer, False), draw(world.rank, 40, 32)
+        weights = draw(7 + world.rank, 40, 2, dtype=torch.float32).abs()
+        worst = 0.0
+        for t in (3, 40):
+            ids = torch.zeros(t, 2, dtype=torch.int32)
+            y = moe.moe(x[:t], ids, weights[:t], *model.own[:2], world=world, plan=plan)
+            if t == 40 and plan == "dispatched" and world.rank == 0:
+                with pytest.raises(
+                    weft.Overflow, match="rank 0: its experts received 64 rows"
+                ):  # 160 came, room is for 80 and a tile
+                    world.synchronize()
+                continue
+            world.synchronize()
+            if t == 3:
+                worst = max(worst, distance(y, model(x[:t], ids, weights[:t])))
+        return worst
+
+    assert max(emulate(main)) < BOUND
+
+
+# -- what is done to a routing before ----------------------------------------------------------------------------------
+
+
+def limited(
+    ids: list[list[int]], weights: list[list[float]], experts: int, most: int, drop: str
+) -> tuple[list[list[int]], list[int]]:
+    """`moe.limit` in plain Python."""
+    k = len(ids[0]) if ids else 1
+    routes = [
+        (e, w, i) for i, (e, w) in enumerate(zip(sum(ids, []), sum(weights, []), strict=True)) if 0 <= e < experts
+    ]
+    kept, dropped = [-1] * (len(ids) * k), [0] * experts
+    for expert in range(experts):
+        mine = [r for r in routes if r[0] == expert]
+        mine.sort(key=(lambda r: r[2]) if drop == "position" else (lambda r: (-r[1], r[2])))
+        for e, _, i in mine[:most]:
+            kept[i] = e
+        dropped[expert] = len(mine[most:])
+    return [kept[t * k : (t + 1) * k] for t in range(len(ids))], dropped
+
+
+@pytest.mark.parametrize("drop", ["position", "probability"])
+@pytest.mark.parametrize(("tokens", "k", "experts", "factor", "most"), [(40, 2, 4, 0.75, 15), (33, 3, 8, 1.0, 13), (0, 2, 4, 1.0, 0), (7, 2, 3, 9.0, 42)])  # fmt: skip
+def test_a_limit_on_what_every_expert_takes(
+    drop: str, tokens: int, k: int, experts: int, factor: float, most: int
+) -> None:
+    """Some to none, some to no expert, with equal weights among them."""
+    g = torch.Generator().manual_seed(tokens)
+    ids = (torch.rand(tokens, experts + k, generator=g) + torch.arange(experts + k).flip(0) / 8).topk(
+        k, -1
+    ).indices.int() - int(k > 1)
+    weights = torch.randint(0, 5, (tokens, k), generator=g) / 4
+    got, dropped = moe.apply_capacity(ids, weights, experts, factor, drop=drop)
+    want = limited(ids.tolist(), weights.tolist(), experts, most, drop)
+    assert (got.tolist(), dropped.tolist()) == want and got.dtype == dropped.dtype == torch.int32
+    assert tokens < 30 or dropped.sum() > 0
+
+
+def test_a_limit_is_not_rounded_up_by_an_error_of_float64() -> None:
+    got, dropped = moe.apply_capacity(torch.zeros(20, 1, dtype=torch.int32), torch.ones(20, 1), 2, 1.1)
+    assert (got >= 0).sum() == 11 and dropped.tolist() == [9, 0]
+
+
+def test_what_a_limit_refuses() -> None:
+    ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
+    for error, match, given_, more in (
+        (ValueError, "must be", (ids, weights[:2], 4, 1.0), {}),
+        (TypeError, "int32", (ids.long(), weights, 4, 1.0), {}),
+        (ValueError, "capacity_factor 0", (ids, weights, 4, 0), {}),
+        (ValueError, "'last' is not one of", (ids, weights, 4, 1.0), dict(drop="last")),
+    ):
+        with pytest.raises(error, match=match):
+            moe.apply_capacity(*given_, **more)  # type: ignore[arg-type]
+
+
+def test_physical_experts_by_token() -> None:
+    def main(world: weft.World) -> None:
+        ids = torch.tensor([[0, 1], [0, 2], [2, -1], [0, 7]], dtype=torch.int32)
+        one = torch.tensor([2, 0, 1], dtype=torch.int32)
+        assert moe.expert_placement(ids, one, world=world).tolist() == [[2, 0], [2, 1], [1, -1], [2, -1]]
+        many = torch.tensor([[4, 0, 3], [1, -1, -1], [2, 5, -1]], dtype=torch.int32)
+        got = moe.expert_placement(ids, many, world=world).tolist()
+        assert got == ([[4, 1], [0, 5], [2, -1], [4, -1]] if world.rank == 0 else [[0, 1], [3, 2], [5, -1], [0, -1]])
+        with pytest.raises(ValueError, match="must be int32"):
+            moe.expert_placement(ids, many.long(), world=world)
+
+    emulate(main)
+
+
+def module_case(world: weft.World, **options: Any) -> tuple[moe.MoE, torch.Tensor, torch.Tensor]:
+    """A layer of 4 experts, its result for 9 tokens, and what float32 says of them without options."""
+    e, h, i = 4, 32, 24
+    state = {"gate.weight": draw(3, e, h), "experts.gate_up_proj": draw(1, e, 2 * i, h) * 0.2}
+    state["experts.down_proj"] = draw(2, e, h, i) * 0.2
+    layer = moe.MoE(h, i, e, 2, world=world, **options)
+    layer.load_experts(state)
+    x = draw(50 + world.rank, 9, h)
+    plain = moe.MoE(h, i, e, 2, world=world)
+    plain.load_experts(state)
+    with torch.no_grad():
+        got, want = layer(x).clone(), plain(x)
+    return layer, got, want
+
+
+def test_the_module_moves_experts() -> None:
+    """Replicas, and others written in their place, with the experts loaded again: always the same result."""
+
+    def main(world: weft.World) -> None:
+        table = torch.tensor([[3, 0, -1], [1, -1, -1], [2, 4, 5], [6, 7, -1]], dtype=torch.int32)
+        layer, got, want = module_case(world, placement=table, count_received=True)
+        assert distance(got, want) < BOUND and tuple(layer.w2.shape[:1]) == (4,)
+        assert int(sum(world.exchange(int(layer.received.sum())))) == 2 * 9 * 2
+        assert layer._own_experts(4) == ([0, 1, 2, 0] if world.rank == 0 else [2, 2, 3, 3])
+        layer.placement.copy_(table.flip(0))
+        state = {"gate.weight": draw(3, 4, 32), "experts.gate_up_proj": draw(1, 4, 48, 32) * 0.2}
+        layer.load_experts(state | {"experts.down_proj": draw(2, 4, 32, 24) * 0.2})
+        with torch.no_grad():
+            again = layer(draw(50 + world.rank, 9, 32))
+        assert distance(again, want) < BOUND and "placement" in layer.state_dict()
+        for wrong in ([[0, 1], [2, -1], [3, 3], [4, 5]], [[-1, 0], [1, 2], [3, -1], [4, 5]], [[0], [1], [2]]):
+            with pytest.raises(ValueError, match="placement"):
+                module_case(world, placement=torch.tensor(wrong, dtype=torch.int32))
+
+    emulate(main)
+
+
+@pytest.mark.parametrize("parallel", ["expert", "tensor"])
+def test_a_fresh_module_is_initialised(parallel: str) -> None:
+    """As torch.nn.Linear: the router alike on all ranks, an expert wherever it is, others than those of another module;
+    and it trains."""
+
+    def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
+        def fresh() -> moe.MoE:
+            return moe.MoE(32, 48, 4, 2, world=world, bias=True, activation="gelu", parallel=parallel).requires_grad_()
+
+        torch.manual_seed(world.rank)
+        layer, other = fresh(), fresh()
+        for name, p in layer.named_parameters():
+            bound = (48 if name in ("w2", "b2") else 32) ** -0.5
+            assert 0.5 * bound < p.detach().abs().max() <= bound and p.unique().numel() > 1, name
+            assert not torch.equal(p, dict(other.named_parameters())[name]), name
+        layer(draw(world.rank, 9, 32)).float().square().sum().backward()
+        world.synchronize()
+        assert all(p.grad is not None and p.grad.any() for name, p in layer.named_parameters() if "router" not in name)
+        routers = world.exchange(layer.router.detach())
+        assert all(torch.equal(r, routers[0]) for r in routers)
+        return layer.w13.detach().clone(), layer.w2.detach().clone()
+
+    parts = emulate(main)
+    assert not torch.equal(parts[0][0], parts[1][0])
+
+
+def test_the_module_over_a_group_with_limits() -> None:
+    def main(world: weft.World) -> None:
+        group = world.split(world.rank // 2)
+        layer, got, want = module_case(world, expert_group=group, max_tokens=9, max_rows=40, capacity_factor=9.0)
+        assert distance(got, want) < BOUND and not layer.dropped.any() and "experts=2 of 4" in repr(layer)
+        layer, got, want = module_case(world, expert_group=group, capacity_factor=0.25, drop="probability")
+        assert layer.dropped.sum() >= 9 * 2 - 4 * 2 and distance(got, want) > BOUND
+        assert layer.received is None and (layer.max_tokens, layer.max_rows) == (None, None)
+
+    emulate(main, 4)

@@ -1,0 +1,143 @@
+"""What belongs to no token is read by nobody: NaN in rows between experts, in what other calls left in memory, in the
+weights of routes to nowhere and in tokens that go nowhere changes no bit of a result or a gradient, by any plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulated.cases import draw
+from tests.emulated.cases_moe import Model, at_random
+from tests.gates import some
+from weft import moe
+from weft.op import REGISTRY
+from weft.ops.moe.call import Layer
+from weft.ops.moe.dispatch_combine.op import ROW_LAYOUTS
+
+BF = torch.bfloat16
+T, H = 9, 32
+LAYER = Layer(T, 4, 2, H, 24, BF)
+NAN = float("nan")
+
+
+def poison(world: weft.World) -> None:
+    """NaN in all memory that calls of MoE layers share, when nobody uses it."""
+    world.synchronize()
+    world.exchange("before")
+    scratch = [t for key, held in world._cache.items() if isinstance(held, list) and "moe" in str(key) for t in held]
+    shared = [m.local for name, m in world._buffers.items() if "moe" in name] + [a.memory.local for a in world._arenas]
+    for t in (*(t for t in scratch if isinstance(t, torch.Tensor)), *shared):
+        t.view(torch.uint8).fill_(255)  # of any float
+    world.exchange("behind")
+
+
+def ids_of(world: weft.World, rank: int) -> torch.Tensor:
+    """-1 and an id past the last go nowhere."""
+    ids = at_random(0, rank, T, LAYER, world.size).int()
+    ids[::4], ids[1, 1] = -1, 4
+    return ids
+
+
+def routed(world: weft.World, bad: float) -> dict[str, torch.Tensor]:
+    """x, ids and weights: some routes, and all of some tokens, go nowhere; their weights, and those tokens, are
+    `bad`."""
+    ids = ids_of(world, world.rank)
+    there = (ids >= 0) & (ids < 4)
+    weights = torch.where(there, draw(3 + world.rank, T, 2, dtype=torch.float32).abs(), bad)
+    return dict(x=torch.where(there.any(1, keepdim=True), draw(world.rank, T, H), bad), ids=ids, weights=weights)
+
+
+def leaves(given: dict[str, torch.Tensor], trains: bool) -> dict[str, torch.Tensor]:
+    return {n: t.clone().requires_grad_(trains and t.is_floating_point()) for n, t in given.items()}
+
+
+def results(y: torch.Tensor, given: dict[str, torch.Tensor], world: weft.World, trains: bool) -> list[torch.Tensor]:
+    """The result, and the gradients of what requires one."""
+    if trains:
+        y.backward(draw(70 + world.rank, *y.shape))
+    world.synchronize()
+    return [y.detach().clone(), *(t.grad for t in given.values() if trains and t.grad is not None)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(s, t) and bool(s.isfinite().all()) for s, t in zip(a, b, strict=True))
+
+
+def layer_case(world: weft.World, plan: str, keep: str | None, bad: float) -> list[torch.Tensor]:
+    model, trains = Model(world, LAYER, True), keep is not None
+    names = ("w13", "w2", "b13", "b2")
+    given = leaves(routed(world, bad) | dict(zip(names, model.own, strict=True)), trains)
+    options: dict[str, Any] = dict(keep=keep) if keep else {}
+    for _ in range(2):
+        if bad != 0:
+            poison(world)
+        y = moe.moe(**given, world=world, plan=plan, **options)
+    if bad != 0 and trains:
+        poison(world)
+    return results(y, given, world, trains)
+
+
+def halves_case(world: weft.World, plan: str, keep: str, bad: float) -> list[torch.Tensor]:
+    model = Model(world, Layer(T, 4, 2, H, 32, BF), True, tp_size=world.size)
+    w13, w2, b13, b2 = (None if t is None else t.clone().requires_grad_() for t in model.own)
+    given = leaves(routed(world, bad), True)
+    common: dict[str, Any] = dict(world=world, plan=plan)
+    hidden, routes = weft.all_gather_grouped_matmul(**given, w13=w13, b13=b13, keep=keep, **common)
+    world.synchronize()
+    real = real_rows(world, hidden.shape[0])
+    hidden = torch.where(real[:, None], hidden, bad)
+    if bad != 0:
+        poison(world)
+    y = weft.grouped_matmul_reduce_scatter(hidden, routes, given["ids"], w2, b2=b2, **common)
+    if bad != 0:
+        poison(world)
+    more = {n: t for n, t in dict(w13=w13, w2=w2, b13=b13, b2=b2).items() if t is not None}
+    return results(y, given | more, world, True)
+
+
+def real_rows(world: weft.World, rows: int, tile: int = 16) -> torch.Tensor:
+    """bool [rows]: which rows of hidden are of a token; experts begin at whole tiles."""
+    ids = torch.cat([ids_of(world, r) for r in range(world.size)]).flatten()
+    real, first = torch.zeros(rows, dtype=torch.bool), 0
+    for count in ids[(ids >= 0) & (ids < 4)].bincount(minlength=4).tolist():
+        real[first : first + count] = True
+        first += -(-count // tile) * tile
+    return real
+
+
+def exchange_case(world: weft.World, layout: str, alignment: int, bad: float) -> list[torch.Tensor]:
+    given = leaves(routed(world, bad), True)
+    for _ in range(2):
+        rows, handle = moe.dispatch(**given, experts=4, world=world, layout=layout, expert_alignment=alignment)
+        real = (handle.sources >= 0).view(-1)[: rows.numel() // H].view(*rows.shape[:-1], 1)
+        y = rows * torch.where(real, 3.0, bad).to(BF)  # so that the rows' gradient is `bad` there too
+        if bad != 0:
+            poison(world)
+        out = moe.combine(y, handle)
+    if bad != 0:
+        poison(world)
+    return results(out, given, world, True)
+
+
+CASES = {f"moe, {plan}": (layer_case, plan, None) for plan in REGISTRY["moe"].kinds}
+CASES |= {
+    f"moe, {plan}, {keep}": (layer_case, plan, keep) for plan in ("sequential", "dispatched") for keep in moe.KEEPS
+}
+CASES |= {
+    f"halves, {plan}, {keep}": (halves_case, plan, keep) for plan in ("sequential", "dispatched") for keep in moe.KEEPS
+}
+CASES |= {f"exchange, {layout}": (exchange_case, layout, 1) for layout in ROW_LAYOUTS}
+CASES["exchange, aligned"] = (exchange_case, "contiguous", 16)
+
+
+@pytest.mark.parametrize("name", some(CASES, 5))
+def test_nobody_reads_what_belongs_to_no_token(name: str) -> None:
+    case, *options = CASES[name]
+
+    def rank(world: weft.World) -> bool:
+        return same(case(world, *options, 0.0), case(world, *options, NAN))  # type: ignore[operator]
+
+    assert weft.spmd(rank, 2, backend="emulated") == [True, True]

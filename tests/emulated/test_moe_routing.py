@@ -1,0 +1,128 @@
+"""Routes shared and made into tables on emulated ranks, against plain Python. Races, deadlocks and reads of unwritten memory raise
+by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulated.cases_routing import Ids, Layer, copied, drawn, numbers, reference, routing
+from tests.gates import some
+from weft.ops.moe.routing.route_tables import build_tables, rows_of, share
+
+
+def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **options: Any) -> None:
+    weft.spmd(routing(layer, routed), layer.ranks, backend="emulated", seed=seed, **options)
+
+
+@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(1, 6, 2, 9),
+        Layer(2, 3, 3, 7),
+        Layer(3, 2, 2, 11, block_m=8),
+        Layer(4, 4, 4, 6),
+        Layer(4, 1, 1, 9),
+    ],
+    ids=lambda layer: f"{layer.ranks} ranks, {layer.experts} experts",
+)
+def test_tables_of_random_routes(layer: Layer, seed: int) -> None:
+    """Other tokens in every call, of uneven number in every second one."""
+    check(layer, lambda n: drawn(layer, 10 * seed + n), seed)
+
+
+def test_many_blocks_and_sections() -> None:
+    """More blocks than programs, several sections in each, and several chunks of counts."""
+    layer = Layer(2, 5, 4, 70, calls=2)
+    check(layer, lambda n: drawn(layer, n), sm_count=2)
+
+
+def test_more_experts_than_blocks() -> None:
+    layer = Layer(2, 40, 2, 5, calls=2)
+    check(layer, lambda n: drawn(layer, n))
+
+
+@pytest.mark.parametrize("expert", [0, 5])
+def test_all_tokens_to_one_expert(expert: int) -> None:
+    """In the second call to another; on the other ranks there is nothing to do."""
+    layer = Layer(3, 2, 1, 30)
+    check(layer, lambda n: [[[(expert + n) % 6]] * 30 for _ in range(3)])
+
+
+@pytest.mark.parametrize("max_rows", [0, 5, 16, 39])
+def test_rows_without_room_are_left_out(max_rows: int) -> None:
+    """In the first expert or in the last, of several tiles and of experts behind without any row."""
+    layer = Layer(2, 3, 2, 20, max_rows=max_rows)
+    check(layer, lambda n: drawn(layer, n, [20, 20]))
+    check(Layer(2, 3, 1, 20, max_rows=max_rows), lambda n: [[[n]] * 20, [[2 - n]] * 20])
+
+
+def test_nobody_has_a_token() -> None:
+    layer = Layer(3, 2, 2, 4)
+    check(layer, lambda n: drawn(layer, n, [0, 0, 0] if n != 1 else [0, 4, 1]))
+
+
+def test_ids_of_no_expert_go_nowhere() -> None:
+    layer = Layer(2, 2, 2, 4)
+    check(layer, lambda n: [[[-1, -1], [99, 2], [-5, 1]], [[4, -1], [0, 3]]])
+
+
+@pytest.mark.parametrize("seed", some(range(8), 3))
+def test_schedules(seed: int) -> None:
+    layer = Layer(3, 2, 2, 20, calls=4)
+    check(layer, lambda n: drawn(layer, n), seed, preempt=0.3)
+
+
+def test_layers_of_several_sizes_take_turns() -> None:
+    """Of one capacity and k the shared memory is one, the tables are not; `name` tells two layers of one size apart."""
+    first, second = Layer(2, 2, 2, 5), Layer(2, 3, 2, 5, block_m=8)
+
+    def main(world: weft.World) -> list[dict[str, Any]]:
+        made = []
+        for n, (layer, name) in enumerate([(first, None), (second, None), (first, "b"), (first, None), (first, "b")]):
+            ids = torch.tensor(drawn(layer, 2 * n + 1)[world.rank], dtype=torch.int32)
+            ids_all, _ = share(world, ids, ids.float(), layer.max_tokens_per_rank)
+            out = build_tables(world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, name=name)
+            made.append(copied(world, out))
+            world.barrier()
+        world.synchronize()
+        return [numbers(build_tables) for build_tables in made]
+
+    for rank, made in enumerate(weft.spmd(main, 2, backend="emulated")):
+        want = [reference(layer, rank, drawn(layer, 2 * n + 1)) for n, layer in enumerate([first, second, first, first, first])]  # fmt: skip
+        assert all(
+            m["route_rows"] == w["route_rows"] and m["offsets"] == w["offsets"] for m, w in zip(made, want, strict=True)
+        )
+        added = [w["touched"] for w in want]
+        assert [made[1]["targets"], made[2]["targets"]] == [added[1], added[2]]
+        assert made[3]["targets"] == [a + b for a, b in zip(added[0], added[3], strict=True)]
+        assert made[4]["targets"] == [a + b for a, b in zip(added[2], added[4], strict=True)]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def main(world: weft.World) -> None:
+        ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
+        with pytest.raises(ValueError, match="max_tokens_per_rank 2 must be an int and at least T"):
+            share(world, ids, weights, 2)
+        with pytest.raises(ValueError, match="weights must be"):
+            share(world, ids, weights[:2], 3)
+        with pytest.raises(TypeError, match="must be torch.int32"):
+            share(world, ids.long(), weights, 3)
+        with pytest.raises(TypeError, match="must be torch.float32"):
+            share(world, ids, weights.half(), 3)
+        ids_all, _ = share(world, ids, weights, 3)
+        with pytest.raises(ValueError, match=r"must be int32 \[2, 4, k\]"):
+            build_tables(world, ids_all, 2, 4, 4)
+        with pytest.raises(ValueError, match="not what `share` returned"):
+            build_tables(world, ids_all.clone(), 2, 3, 4)
+        with pytest.raises(ValueError, match="0 experts"):
+            build_tables(world, ids_all, 0, 3, 4)
+        build_tables(world, ids_all, 2, 3, 4)
+        assert rows_of(world, 3, 2, 2, 4) == 12 + 8
+
+    weft.spmd(main, 2, backend="emulated")

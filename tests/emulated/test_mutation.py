@@ -1,0 +1,1042 @@
+"""Mutation gate: break each wait, notify, barrier, fence, event edge and epoch of every kernel and op, one at a time.
+
+A case runs one protocol. A recorded run of it lists its sites, and every site, removed or weakened, must be reported under
+some schedule. EQUIVALENT lists what no schedule can show, with the reason why it changes nothing there; an entry that no
+longer holds (its site is gone, or is caught after all) fails. Pytest's closing lines have the kill rate.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import weft
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_all_reduce import PLANS
+from tests.emulated.cases_attention import Given, Shape, attention, attention_case
+from tests.emulated.cases_dispatch_combine import exchange_case, overfull
+from tests.emulated.cases_expert_parallel import no_room_case, steps, whole_experts
+from tests.emulated.cases_fp8 import factors, wanted
+from tests.emulated.cases_moe import in_turn, layer_case, training_case
+from tests.emulated.cases_routing import Layer, drawn, routing
+from tests.emulated.cases_tensor_parallel import around_layer, both_halves, first_halves, other_second_halves
+from weft import World, check
+from weft.architectures import AMPERE
+from weft.backends.emulated import spmd
+from weft.check.schedules import kill_rate
+from weft.compute.gemm import matmul as gemm
+from weft.emulator import Mutation, sites
+from weft.lang.intrinsics import wait_until
+from weft.lang.mapping import balanced_rows
+from weft.lang.primitives import channel_wait
+from weft.nn.weave import run
+from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
+from weft.ops.all_reduce.kernels import multicast_shot, two_shot
+from weft.ops.matmul import Shares, matmul
+from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
+from weft.ops.moe.expert_parallel.backward_kernels import take_gradients
+from weft.ops.moe.expert_parallel.fused_kernels import (
+    grid_barrier,
+    make_tables,
+    moe_layer,
+    tiles_done,
+    wait_for_step,
+    wait_for_sums,
+)
+from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_offset, sum_ranks
+from weft.ops.moe.expert_parallel.low_latency_kernels import low_latency_gemm, routes_of_expert
+from weft.ops.moe.expert_parallel.place_rows_kernels import mask_rows, place_rows
+from weft.ops.moe.routing.kernels import half_start_of
+from weft.ops.moe.tensor_parallel.kernels import keep_shards, push_shard
+from weft.plans import (  # fmt: skip
+    Awaiting,
+    Decomposed,
+    FusedGatherByCopies,
+    HeadParallel,
+    Multicast,
+    OneShot,
+    Plan,
+    Segmented,
+    TwoLevel,
+    TwoShot,
+    TwoShotLowLatency,
+)
+from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
+from weft.transport.barrier import wait_group
+from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
+
+pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, next to another worker
+
+SEEDS = range(16)  # four of each way to schedule
+MORE = range(16, 256)  # for what those do not show: some faults need a narrow turn of events
+Main = Callable[[World], None]
+
+
+# -- the protocols -----------------------------------------------------------------------------------------------------
+
+
+def meet(world: World) -> None:
+    """Every rank reads its neighbour's box between two barriers, three times over."""
+    box, out = world.symmetric((8,), torch.float32, "box"), world.empty((8,), torch.float32)
+    stream, to = world.current_stream(), (world.rank + 1) % world.size
+    for i in range(3):
+        world.call(lambda i=i: box.local.fill_(world.rank + 10 * i), [], [box.local], stream)
+        world.barrier()
+        world.copy(out, box.peers[to], stream)
+        world.barrier()
+    world.synchronize()
+    assert out[0] == to + 20
+
+
+class Caller:
+    """Calls ops as a stream-ordered program does: inputs made, and results used, by work on the caller's stream."""
+
+    def __init__(self, world: World, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.world, self.dtype = world, dtype
+        self.made: dict[Any, torch.Tensor] = {}
+        self.results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def tensor(self, key: Any, values: torch.Tensor) -> torch.Tensor:
+        """One tensor a key, written again for every call, as an activation buffer is."""
+        dtype = values.dtype if values.dtype in (torch.float8_e4m3fn, torch.float32) else self.dtype
+        t = self.made.setdefault((key, values.shape), self.world.empty(values.shape, dtype))
+        self.world.call(lambda: t.copy_(values), [], [t], self.world.current_stream())
+        return t
+
+    def use(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        kept = self.world.empty(got.shape, self.dtype)
+        self.world.call(lambda: kept.copy_(got), [got], [kept], self.world.current_stream())
+        self.results.append((kept, want))
+
+    def check(self) -> None:
+        self.world.synchronize()
+        for got, want in self.results:
+            assert distance(got, want) < 5e-3
+
+    def all_gather_matmul(self, seed: int, shards: tuple[int, ...], n: int, k: int, plan: str | Plan) -> None:
+        parts = [draw(seed * 100 + r, rows, k) for r, rows in enumerate(shards)]
+        w = draw(seed * 100 + 50, n, k) * 0.1
+        x, w_there = self.tensor("shard", parts[self.world.rank]), self.tensor("weight", w)
+        rows = None if len(set(shards)) == 1 else shards
+        got, full = weft.all_gather_matmul(x, w_there, world=self.world, plan=plan, rows=rows, return_gathered=True)
+        self.use(got, torch.cat(parts).double() @ w.double().t())
+        self.use(full, torch.cat(parts))
+
+    def reduce(self, seed: int, m: int, n: int, k: int, plan: str | Plan, everywhere: bool) -> None:
+        world = self.world
+        xs = [draw(seed * 100 + r, m, k) for r in range(world.size)]
+        ws = [draw(seed * 100 + 50 + r, n, k) * 0.1 for r in range(world.size)]
+        bias = draw(seed * 100 + 99, n)
+        op = weft.matmul_all_reduce if everywhere else weft.matmul_reduce_scatter
+        x, w = self.tensor("x", xs[world.rank]), self.tensor("w", ws[world.rank])
+        got = op(x, w, self.tensor("bias", bias), world=world, plan=plan)
+        want = sum(x.double() @ w.double().t() for x, w in zip(xs, ws, strict=True)) + bias.double()
+        rows = balanced_rows(m, world.size)
+        self.use(got, want if everywhere else want.split(rows)[world.rank])
+
+    def of_8_bits(
+        self, op: str, seed: int, shards: tuple[int, ...], n: int, k: int, plan: str | Plan, scaling: str
+    ) -> None:
+        world, me, m = self.world, self.world.rank, sum(shards)
+        parts = [factors(seed * 100 + 10 * r, m, n, k, scaling, world.device) for r in range(world.size)]
+        (x, w, xs, ws), gather = parts[me], op == AG
+        rows = slice(sum(shards[:me]), sum(shards[: me + 1])) if gather else slice(0, m)
+        x, xs = (parts[0][0][rows], parts[0][2][rows]) if gather else (x, xs)
+        given = {name: self.tensor(name, t) for name, t in dict(x=x, w=w, xs=xs, ws=ws).items()}
+        got = getattr(weft, op)(
+            given["x"], given["w"], x_scale=given["xs"], weight_scale=given["ws"], world=world, plan=plan,
+            **({"rows": shards} if op != AR and len(set(shards)) > 1 else {}),
+        )  # fmt: skip
+        if gather:
+            self.use(got, wanted(parts[0][0], w, parts[0][2], ws, scaling))
+        else:
+            want = sum(wanted(*part, scaling) for part in parts)
+            self.use(got, want if op == AR else want.split(shards)[me])
+
+    def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool, quantize: str | None = None) -> None:
+        """Alternately into a fresh output and into one symmetric tensor, which the caller and the next call write again. quantize:
+        used are the scales of the rows, as they are."""
+        world, rows = self.world, balanced_rows(m, self.world.size)
+        xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
+        old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
+        lo = 0 if full else sum(rows[: world.rank])
+        own = slice(lo, m if full else lo + rows[world.rank])
+        out, dtype = None, torch.float8_e4m3fn if quantize else self.dtype
+        if seed % 3 and world.nodes_reason is None:
+            out = world.cached(("out", m, h), lambda: world.symmetric((m, h), dtype, "out").local)
+        x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own])
+        y, new, *scales = weft.all_reduce_rms_norm(
+            x, r, weight, world=world, plan=plan, full_residual=full, out=out, quantize=quantize
+        )
+        total = sum(x.double() for x in xs) + old.double()
+        want = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double()
+        if scales:
+            self.use(scales[0], want.abs().amax(1, keepdim=True) / 448)
+        else:
+            self.use(y, want)
+        self.use(new, total[own])
+        if out is not None:  # the caller's until its next call
+            world.call(lambda: out.zero_(), [], [out], world.current_stream())
+
+
+def gathering(
+    plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4, captured: bool = False
+) -> Main:
+    """captured: all calls of a shape but the first as inside a CUDA graph's capture."""
+
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(calls):
+            if captured and i == len(shapes):
+                backend: Any = world.backend
+                backend.capturing, backend.captures = lambda: True, lambda stream: True
+            caller.all_gather_matmul(i, *shapes[i % len(shapes)], plan)
+        caller.check()
+
+    return main
+
+
+@weft.jit
+def wait_on_every_sm(word, value, guard):
+    """Wait for a flag that this rank's own copy engine sets."""
+    wait_until(word, tl.load(value), guard, -1, -1, "gpu")
+
+
+def awaiting(world: World) -> None:
+    """What waits for the flags takes every SM, as the library's GEMM does on a GPU."""
+
+    def wait(word: torch.Tensor, value: torch.Tensor, stream: Any) -> None:
+        args = dict(word=word, value=value, guard=world.guard())
+        world.launch(wait_on_every_sm, world.sm_count, args, dict(num_warps=1), stream)
+
+    world.backend.wait = wait  # type: ignore[method-assign]
+    gathering(Awaiting(tile_m=8), ((16, 16), 16, 32))(world)
+
+
+def reducing(plan: str | Plan, *shapes: tuple[int, int, int], everywhere: bool = False, calls: int = 4) -> Main:
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(calls):
+            caller.reduce(i, *shapes[i % len(shapes)], plan, everywhere)
+        caller.check()
+
+    return main
+
+
+def before_hopper(main: Main) -> Main:
+    """The same on a GPU of the generation before, whose signaled GEMM is a loop over tiles."""
+
+    def on_ampere(world: World) -> None:
+        world.backend.capability = AMPERE
+        main(world)
+
+    return on_ampere
+
+
+def norming(
+    plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5, quantize: str | None = None
+) -> Main:
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(calls):
+            caller.norm(i, *shapes[i % len(shapes)], plan, full, quantize)
+        caller.check()
+
+    return main
+
+
+@contextmanager
+def stream(world: World, name: str) -> Iterator[None]:
+    """`name` is the caller's stream inside, as under `torch.cuda.stream`."""
+    backend: Any = world.backend
+    before, chosen = backend.current_stream, backend.side_stream(name)
+    backend.current_stream = lambda: chosen
+    try:
+        yield
+    finally:
+        backend.current_stream = before
+
+
+def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], scaling: str = "row") -> Main:
+    """An op around a GEMM of 8-bit operands, whose scales travel with their rows where they are gathered."""
+
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(4):
+            caller.of_8_bits(op, i, *shapes[i % len(shapes)], plan, scaling)
+        caller.check()
+
+    return main
+
+
+def reducing_on_two_streams(plan: str | Plan) -> Main:
+    """As two_streams, for a plan that has no all-gather, and whose calls share nothing but counters: so that calls do overlap,
+    no op waits for its stream to be drained, as on a GPU."""
+
+    def main(world: World) -> None:
+        world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        callers = {name: Caller(world) for name in ("first", "second")}
+        for i in range(6):
+            name = ("first", "second")[i % 2]
+            with stream(world, name):
+                callers[name].reduce(i, 96, 40, 40, plan, i // 2 % 2 == 0)
+        for caller in callers.values():
+            caller.check()
+
+    return main
+
+
+def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
+    """Rows of every rank to ranks drawn at random, by two routings, in one of which the last rank has no rows. One result tensor a
+    routing, read and written again."""
+
+    def main(world: World) -> None:
+        caller, rng, n, k, me = Caller(world), random.Random(1), 40, 40, world.rank
+        drawn = [[[rng.randrange(world.size) for _ in range(m)] for m in some] for some in (rows, (*rows[:-1], 0))]
+        routings = [weft.route(to[me], world=world) for to in drawn]
+        outs = [world.empty((sum(d == me for part in to for d in part), n), caller.dtype) for to in drawn]
+        for i in range(calls):
+            now = (0, 1, 1, 0)[i % 4]
+            to, out = drawn[now], outs[now]
+            xs = [draw(i * 100 + r, len(part), k) for r, part in enumerate(to)]
+            ws = [draw(i * 100 + 50 + r, n, k) * 0.1 for r in range(world.size)]
+            x, w = caller.tensor("x", xs[me]), caller.tensor("w", ws[me])
+            weft.matmul_all_to_all(x, w, destinations=routings[now], world=world, plan=plan, out=out)
+            ys = [(x.double() @ w.double().t()) for x, w in zip(xs, ws, strict=True)]
+            caller.use(out, torch.cat([y[[j for j, d in enumerate(to[r]) if d == me]] for r, y in enumerate(ys)]))
+        caller.check()
+
+    return main
+
+
+def two_streams(plan: str | Plan) -> Main:
+    """Two streams take turns; only the library's own workspace joins them."""
+
+    def main(world: World) -> None:
+        callers = {name: Caller(world) for name in ("first", "second")}
+        for i in range(4):
+            for name, caller in callers.items():
+                with stream(world, name):
+                    for gather in (True, False) if i % 2 else (False, True):
+                        if gather:
+                            caller.all_gather_matmul(i, (16,) * world.size, 16, 32, plan)
+                        else:
+                            caller.reduce(i, 16 * world.size, 16, 32, plan, False)
+        for caller in callers.values():
+            caller.check()
+
+    return main
+
+
+def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
+    """Routings of every kind in turn, over several tiles an expert, to a layer of several tiles a row."""
+
+    def main(world: World) -> None:
+        assert (
+            layer_case(
+                world, steps, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams, plan=plan
+            )
+            < 5e-3
+        )
+
+    return main
+
+
+def moe_gradients(world: World) -> None:
+    """Of small layers, that keep nothing or rows, routed in another way in every call."""
+    sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(5, 3), ids_of=in_turn, keep=("nothing", "rows"))
+    assert max(training_case(world, whole_experts, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
+
+
+def gradients_in_parts(world: World) -> None:
+    """Likewise, of experts whose columns are split over the ranks."""
+    sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(3, 2), ids_of=in_turn, keep=("nothing", "rows"))
+    assert (
+        max(training_case(world, both_halves, tp_size=world.size, calls=4, wants=("x", "weights"), **sizes).values())
+        < 1.2e-2
+    )
+
+
+def in_parts(*streams: str) -> Main:
+    """Likewise, of experts whose columns are split over the ranks."""
+
+    def main(world: World) -> None:
+        sizes = dict(tokens=(18, 5), experts=2, k=1, hidden=40, inner=16, calls=4)
+        assert layer_case(world, both_halves, tp_size=world.size, **sizes, streams=streams) < 1.2e-2
+
+    return main
+
+
+def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Main:
+    """So many calls under way, of routings of every kind; experts begin at multiples of 16. Two programs share a rank's routes."""
+
+    def main(world: World) -> None:
+        case = dict(layout=layout, alignment=16, max_m=3 if layout == "masked" else 0, streams=streams or ("main",))
+        calls = 4 // flight
+        assert exchange_case(world, hidden=40, tokens=(17, 3), calls=calls, flight=flight, ids_of=in_turn, **case) == 0
+
+    return main
+
+
+def first_half(world: World) -> None:
+    assert first_halves(world, "dispatched", "sequential") < 1.2e-2
+
+
+def around(world: World) -> None:
+    assert around_layer(world) < 1.2e-2
+
+
+def attending(of: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
+    def main(world: World) -> None:
+        if streams:  # as on a GPU: no call waits for the one before
+            world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        assert attention_case(world, of, plan, calls=4, into=True, streams=streams) < 5e-3
+
+    return main
+
+
+def attention_gradients(world: World) -> None:
+    """Of queries alone, so that no all-to-all of the keys' gradients holds ranks together; keys and values in memory that is
+    written again."""
+    of, held = Shape((4, 4), causal=True, layout="zigzag"), [world.empty((4, 2, 16), torch.bfloat16) for _ in range(2)]
+    for seed in range(3):
+        given, dout = Given(world, of, 100 * seed), draw(seed, 4, of.heads, of.dim)
+        q, *keys = given.there()
+        for to, t in zip(held, keys, strict=True):
+            world.call(lambda to=to, t=t: to.copy_(t), [], [to], world.current_stream())
+        k, v = held
+        weft.gathered_attention(q.requires_grad_(), k, v, **given.options(), plan="segmented").backward(dout)
+        scale, wide = of.dim**-0.5, given.q.double().requires_grad_()
+        attention(wide, given.k.double(), given.v.double(), of.sees(world.rank), scale, None)[0].backward(dout.double())
+        assert q.grad is not None and wide.grad is not None and distance(q.grad, wide.grad) < 8e-3
+
+
+def sharing_tiles(*streams: str) -> Main:
+    """Six programs: two tiles, three programs each, and four tiles, whose ends two helpers have. On these streams in turn, which
+    nothing else joins."""
+
+    def main(world: World) -> None:
+        world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        for tiles, each, parts in ((2, 1, 3), (4, 2, 2)):
+            shares = Shares.choose(world, tiles, 6, 6)
+            assert (shares.shared_tiles, shares.tiles_per_helper, shares.parts) == (tiles, each, parts)
+        callers = {name: Caller(world) for name in streams}
+        for i in range(6):
+            name = streams[i % len(streams)]
+            with stream(world, name):
+                caller, (m, n, k) = callers[name], ((16, 64, 192), (32, 64, 192))[i // len(streams) % 2]
+                x, w = draw(i, m, k), draw(i + 50, n, k) * 0.1
+                x_there, w_there = caller.tensor("x", x), caller.tensor("w", w)
+                out = caller.made.setdefault(("out", m, n), world.empty((m, n), caller.dtype))
+                matmul(x_there, w_there, out, world, 6)
+                caller.use(out, x.double() @ w.double().t())
+        for caller in callers.values():
+            caller.check()
+
+    return main
+
+
+def weaving(world: World) -> None:
+    """Three stages of two parts, twice over; every rank sums half of a part's rows."""
+    w, main = torch.full((16, 16), 1 / 32), world.current_stream()
+    norm = torch.ones(16)
+    partials = [world.empty((4, 16), torch.float32) for _ in range(2)]
+    results = []
+
+    def compute(i: int, y: torch.Tensor) -> torch.Tensor:
+        world.call(lambda: torch.mm(y, w, out=partials[i]), [y, w], [partials[i]], main)
+        return partials[i]
+
+    for _ in range(2):
+        ys = [draw(i, 4, 16, dtype=torch.float32) for i in range(2)]
+        residuals = [y[2 * world.rank :][:2].clone() for y in ys]
+        want = [y.double() for y in ys]
+        for i in range(2):
+            y, kept = want[i], want[i]
+            for _ in range(3):
+                kept = kept + world.size * (y @ w.double())
+                y = kept * (kept.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+            want[i] = y
+
+        def reduce(k: int, i: int, partial: torch.Tensor, residuals: list[torch.Tensor] = residuals) -> torch.Tensor:
+            y, residuals[i] = weft.all_reduce_rms_norm(partial, residuals[i], norm, 1e-5, world=world)
+            return y
+
+        for got, right in zip(run(world, ys, [compute] * 3, reduce), want, strict=True):
+            kept = world.empty((4, 16), torch.float32)
+            world.call(lambda got=got, kept=kept: kept.copy_(got), [got], [kept], main)
+            results.append((kept, right))
+    world.synchronize()
+    assert max(distance(got, right) for got, right in results) < 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    run: Main
+    ranks: int
+    kernels: bool | tuple[Any, ...] = (
+        True  # False: only host code, where another case has the same kernels; or these alone
+    )
+    nodes: int = 1
+    file: str = ""  # only host code of files whose names end so, barriers too
+
+
+FEW = OneShot(programs=3, warps=4)
+COPIES = replace(SMALL_SIGNALED, copies=True)
+AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
+CASES = {
+    "World.barrier": Case(meet, 3),
+    f"{AG} fused": Case(gathering("fused", ((16, 16), 32, 128)), 2),
+    f"{AG} fused, split": Case(gathering(replace(SMALL_GATHER, split=2), ((16, 16), 32, 128)), 2),
+    f"{AG} fused, uneven": Case(gathering("fused", ((20, 0, 12), 40, 128)), 3),
+    f"{AG} fused, copied": Case(gathering(FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128)), 2),
+    f"{AG} by copies, captured": Case(
+        gathering(FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), captured=True), 2, kernels=False
+    ),
+    f"{AG} fused, copied, part tiles": Case(gathering(FusedGatherByCopies(tile=SMALL_TILE), ((20, 20), 32, 128)), 2),
+    f"{AG} awaiting": Case(awaiting, 2, kernels=(wait_on_every_sm,)),  # its signals and waits too
+    f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
+    f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),
+    f"{RS} fused": Case(reducing("fused", (35, 40, 40)), 2),
+    f"{RS} decomposed": Case(reducing("decomposed", (8, 16, 16)), 2),
+    f"{RS} decomposed, groups": Case(reducing(Decomposed((1, 1, 2)), (16, 16, 16), calls=2), 4, kernels=False),
+    f"{RS} decomposed, pieces": Case(reducing(Decomposed(pieces=2), (8, 16, 16)), 2, kernels=False),
+    f"{AR} fused": Case(reducing("fused", (3, 8, 8), (35, 40, 40), everywhere=True, calls=5), 2),
+    f"{AG} one shot": Case(gathering(FEW, *(((5, 5, 5), 16, 64),) * 2, ((2, 2, 2), 16, 40), calls=5), 3),
+    f"{AG} one shot, uneven": Case(gathering(FEW, ((3, 1, 5), 16, 264), calls=5), 3),
+    f"{RS} one shot": Case(reducing(FEW, *((6, 64, 16),) * 2, (3, 40, 16), calls=5), 3),
+    f"{RS} one shot, uneven": Case(reducing(FEW, (7, 264, 16), calls=5), 3),
+    f"{AR} decomposed": Case(reducing("decomposed", (8, 16, 16), everywhere=True), 2),
+    f"{AG} fused, 8 bits by row": Case(of_8_bits(AG, "fused", ((16, 16), 32, 256)), 2),
+    f"{AG} fused, 8 bits by block": Case(of_8_bits(AG, "fused", ((20, 0, 12), 40, 256), scaling="block"), 3),
+    f"{AG} fused, copied, 8 bits": Case(
+        of_8_bits(AG, FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), scaling="block"), 2
+    ),
+    f"{AG} decomposed, 8 bits": Case(of_8_bits(AG, "decomposed", ((8, 8), 16, 16)), 2, kernels=False),
+    f"{RS} fused, 8 bits": Case(of_8_bits(RS, "fused", ((18, 17), 40, 128), scaling="block"), 2),
+    f"{RS} decomposed, 8 bits": Case(of_8_bits(RS, "decomposed", ((8, 8), 16, 16)), 2, kernels=False),
+    f"{AR} fused, 8 bits": Case(of_8_bits(AR, "fused", ((18, 17), 40, 48)), 2),
+    "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
+    "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
+    "posted, two streams": Case(two_streams(FEW), 2, kernels=False),
+    "weave": Case(weaving, 2, kernels=False),
+    "moe dispatched": Case(moe("main"), 2),
+    "gradients of experts": Case(moe_gradients, 2, kernels=(place_rows,)),
+    "gradients of experts in parts": Case(gradients_in_parts, 2, kernels=(place_rows, keep_shards)),
+    "experts in parts": Case(
+        in_parts("main"), 2, kernels=(push_shard, grouped_gemm_in, grouped_gemm_out, combine_rows, sum_ranks)
+    ),
+    "experts in parts, first half alone": Case(first_half, 2, kernels=(push_shard, grouped_gemm_in)),
+    "experts in parts around a layer": Case(around, 2, kernels=False),
+    "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
+    "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
+    "MoE in one launch": Case(moe("main", plan=SMALL_MOE), 2),
+    "MoE in one launch, two streams": Case(moe("first", "second", plan=SMALL_MOE), 2, kernels=False),
+    "MoE of few tokens": Case(moe("main", plan=SMALL_LOW_LATENCY), 2),
+    "MoE of few tokens, two streams": Case(moe("first", "second", plan=SMALL_LOW_LATENCY), 2, kernels=False),
+    "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
+    "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
+}
+ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
+ZIGZAG = Shape((5, 6), causal=True, layout="zigzag", sinks=True)
+PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
+BY_HEADS = Shape((3, 4), causal=True, sinks=True)
+CASES |= {
+    "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
+    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(push_programs=2)), 2),
+    "attention gradients": Case(attention_gradients, 2, kernels=False),
+    "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
+    "attention segmented, two streams": Case(attending(ZIGZAG, Segmented(), "first", "second"), 2, kernels=False),
+    "attention by heads": Case(attending(BY_HEADS, HeadParallel(programs=2)), 2),
+    "attention by heads, two streams": Case(
+        attending(BY_HEADS, HeadParallel(programs=2), "first", "second"), 2, kernels=False
+    ),
+}
+CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
+CASES |= {
+    "MoE exchange": Case(exchanging(), 2, kernels=(place_rows, combine_rows, sum_ranks)),
+    "MoE exchange, masked": Case(exchanging(layout="masked"), 2, kernels=(mask_rows, place_rows, combine_rows)),
+    "MoE exchange, two streams": Case(exchanging("first", "second", flight=1), 2, kernels=False),
+}
+NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
+CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
+CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
+SCALES = {name: plan for name, plan in NORMS.items() if not isinstance(plan, Multicast | TwoShotLowLatency)}
+CASES |= {f"{name}, scales": Case(norming(plan, (7, 64), quantize="row"), 2) for name, plan in SCALES.items()}
+CASES |= {
+    f"{AR} signaled": Case(reducing("signaled", (35, 40, 40), everywhere=True), 2),
+    f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),
+    f"{RS} signaled": Case(reducing("signaled", (70, 40, 40)), 2),
+    f"{A2A} signaled": Case(to_ranks("signaled", (70, 30)), 2),
+    f"{AR} signaled, before Hopper": Case(before_hopper(reducing("signaled", (35, 40, 40), everywhere=True)), 2),
+    f"{AR} signaled by copies": Case(reducing(COPIES, (64, 40, 40), everywhere=True), 2),
+    f"{RS} signaled by copies": Case(reducing(COPIES, (64, 40, 40)), 2),
+    f"{A2A} signaled by copies": Case(to_ranks(COPIES, (70, 30)), 2),
+    "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),
+    "signaled by copies, two streams": Case(reducing_on_two_streams(COPIES), 2, kernels=False),
+}
+OVER_NODES = {
+    f"{AG} over nodes": gathering(TwoLevel(2), ((8,) * 4, 16, 32), calls=3),
+    f"{AG} over nodes, uneven": gathering(TwoLevel(), ((8, 0, 3, 5), 16, 32), calls=3),
+    f"{RS} over nodes": reducing(TwoLevel(2), (16, 16, 32), calls=3),
+    f"{AR} over nodes": reducing(TwoLevel(2), (9, 16, 32), everywhere=True),
+    f"{A2A} over nodes": to_ranks(TwoLevel(), (9, 6, 7, 8)),
+    "all-reduce + norm over nodes": norming(TwoLevel(2), (7, 64)),
+    "all-reduce + norm over nodes, full": norming(TwoLevel(2), (7, 64), full=True),
+}
+CASES |= {name: Case(main, 4, False, nodes=2, file="two_level.py") for name, main in OVER_NODES.items()}
+for example in sorted((Path(__file__).parents[2] / "examples").glob("*.py")):
+    if "@weft.jit" in example.read_text():  # the others are ops, tried above
+        CASES[f"examples/{example.name}"] = Case(check.load(str(example)), 2)
+
+
+# -- epochs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replace(Mutation):
+    """Other expressions in one function: (old, new) pairs of source text."""
+
+    edits: tuple[tuple[str, str], ...] = ()
+
+    def apply(self, tree: ast.Module) -> None:
+        left = dict(self.edits)
+
+        class Edit(ast.NodeTransformer):
+            def generic_visit(self, node: ast.AST) -> ast.AST:
+                node = super().generic_visit(node)
+                new = left.pop(ast.unparse(node), None) if isinstance(node, ast.expr) else None
+                return node if new is None else ast.copy_location(ast.parse(new, mode="eval").body, node)
+
+        Edit().visit(tree)
+        ast.fix_missing_locations(tree)
+        if left:
+            raise LookupError(f"{self}: {list(left)} not found in the source")
+
+
+def instead(fn: Any, what: str, *edits: tuple[str, str]) -> Replace:
+    code = fn.fn.__code__
+    return Replace(code.co_filename, code.co_firstlineno, what, "replace", fn.fn.__qualname__, edits=edits)
+
+
+ONE_HALF = "use one half of the arena in every call", ("tl.load(arena.turn) & 1", "0 * tl.load(arena.turn)")
+OLD_PEER = instead(
+    pull_chunks, "wait for the peers' previous call", ("calls_of(ch) * (chunks * PARTS + 1)", "(calls_of(ch) - 1) * (chunks * PARTS + 1)")
+)  # fmt: skip
+OLD_WAIT = instead(
+    channel_wait, "wait for the previous call", ("calls_of(ch) * arrivals", "(calls_of(ch) - 1) * arrivals")
+)
+OLD_SUMS = instead(sum_tiles, "sum what the previous call announced", ("calls_of(ch) * W", "(calls_of(ch) - 1) * W"))
+EPOCHS = {
+    f"{AG} fused": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
+    f"{AG} fused, split": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
+    f"{AG} fused, uneven": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
+    f"{RS} fused": [instead(gemm_reduce, *ONE_HALF), OLD_SUMS],
+    f"{AR} fused": [instead(gemm_reduce, *ONE_HALF), OLD_SUMS],
+}
+EPOCHS |= {
+    name: [OLD_WAIT, instead(wait_group, "do not count the call", ("calls_of(ch)", "calls_of(ch) - 1"))]
+    for name in CASES
+    if "signaled" in name and CASES[name].kernels
+}
+
+EPOCHS["GEMM, shared tiles"] = [instead(gemm, "add the previous call's parts", ("calls_of(ch)", "calls_of(ch) - 1"))]
+EPOCHS["moe dispatched"] = [
+    instead(grouped_gemm_in, "wait for the previous call's rows", ("calls_of(ch) * s.ARRIVALS", "(calls_of(ch) - 1) * s.ARRIVALS")),
+    instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
+    instead(combine_rows, "wait for the next source step", ("counters + source_step", "counters + (source_step + 1) % W")),
+    instead(grouped_gemm_out, "count tiles again with the next source step's", ("tl.zeros_like(increments)", "increments")),
+]  # fmt: skip
+EPOCHS["MoE exchange"] = [
+    OLD_WAIT, EPOCHS["moe dispatched"][1],
+    instead(place_rows, "wait for the previous call's rows", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
+    instead(place_rows, "wait for the next source step", ("ch.counters + source_step", "ch.counters + (source_step + 1) % W")),
+]  # fmt: skip
+EPOCHS["MoE exchange, masked"] = EPOCHS["MoE exchange"]
+EPOCHS["MoE in one launch"] = [
+    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
+    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
+    instead(wait_for_step, "wait for the next source step", ("memory.counters + source_step", "memory.counters + (source_step + 1) % 2")),
+    instead(tiles_done, "count tiles in one half", ("tl.load(memory.epoch) & 1", "0 * tl.load(memory.epoch)")),
+    instead(make_tables, "count the previous call's routes", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
+    instead(grid_barrier, "meet in the previous call", ("tl.load(memory.epoch) + 1", "tl.load(memory.epoch)")),
+]  # fmt: skip
+EPOCHS["MoE of few tokens"] = [
+    instead(
+        low_latency_gemm,
+        "wait for the previous call's rows",
+        ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs"),
+    ),
+    EPOCHS["MoE in one launch"][1],
+]
+EPOCHS["experts in parts"] = [
+    instead(half_offset, "use one half of the arena in every call", ("tl.load(epoch) & 1", "0 * tl.load(epoch)")),
+    *EPOCHS["moe dispatched"][:3],  # no program has tiles of two last source steps here, so it counts only once
+]  # fmt: skip
+EPOCHS["experts in parts, first half alone"] = [
+    *EPOCHS["experts in parts"][:2],
+    instead(half_start_of, "use one half of the routes in every call", ("calls_of(ch) & 1", "0 * calls_of(ch)")),
+]
+EPOCHS["gradients of experts in parts"] = [
+    EPOCHS["experts in parts"][0],
+    *EPOCHS["MoE exchange"][2:],
+    instead(
+        keep_shards,
+        "keep the other half",
+        ("inbox + half_size - half_offset(epoch, half_size)", "inbox + half_offset(epoch, half_size)"),
+    ),
+]
+OLD_DONE = instead(
+    two_shot, "wait for the owners' previous call",
+    ("calls * tl.minimum(owner_blocks, PROGRAMS)", "(calls - 1) * tl.minimum(owner_blocks, PROGRAMS)"),
+)  # fmt: skip
+OLD_BLOCK = instead(two_shot, "sum the previous call's blocks", ("calls * (W - 1)", "(calls - 1) * (W - 1)"))
+OLD_PARTS = instead(two_shot, "pull the previous call's rows", ("calls * W", "(calls - 1) * W"))
+MULTICAST = [
+    instead(
+        multicast_shot, "wait for the owners' previous call",
+        ("calls * tl.minimum(owner_rows, PROGRAMS)", "(calls - 1) * tl.minimum(owner_rows, PROGRAMS)"),
+    ),
+    instead(multicast_shot, "sum the previous call's rows", ("calls * W", "(calls - 1) * W")),
+]  # fmt: skip
+CLEAR_NEXT = "clear the third that is filled next"
+POSTED = [
+    instead(turn_of, "use one third in every call", ("turn * words", "0 * words")),
+    instead(turn_of, CLEAR_NEXT, ("(turn + 2) % 3", "(turn + 1) % 3")),
+    instead(turn_of, "clear nothing", ("tl.load(turns + 2 * pid + 1)", "0 * tl.load(turns + 2 * pid + 1)")),
+    instead(end_turn, "do not count the call", ("(turn + 1) % 3", "turn")),
+    instead(end_turn, "forget half of what was filled", ("filled", "filled // 2")),
+    instead(sum_low_latency, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
+]
+LAST_ROW = instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8"))
+LAST = instead(sum_low_latency, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
+OWNER = instead(sum_low_latency, "do not wait for the owner", ("owner + 1", "0 * owner"))
+EPOCHS["MoE routes"] = [OLD_WAIT]
+EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot, uneven")}
+EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}
+for name, plan in NORMS.items():
+    if isinstance(plan, Decomposed):
+        continue  # its only counters are those of `meet`
+    if isinstance(plan, Multicast):
+        found = MULTICAST
+    elif isinstance(plan, TwoShot) and not plan.low_latency:
+        found = [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
+    else:
+        found = [*POSTED, LAST_ROW, LAST, OWNER]
+    EPOCHS[name] = found
+    # With two ranks a peer goes on only after nearly all programs here have cleared; a full residual is not posted.
+    seldom = [CLEAR_NEXT, *([OWNER.description] if isinstance(plan, OneShot) else [])]
+    EPOCHS[f"{name}, full"] = [m for m in found if m.description not in seldom]
+
+
+# -- what changes nothing ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    cases: tuple[str, ...]
+    what: str
+    code: str  # in the mutated line
+    why: str
+    function: str = ""  # that the line is in, where several have it
+
+
+FUSED = tuple(name for name in CASES if " fused" in name)
+EXAMPLES = tuple(name for name in CASES if name.startswith("examples/"))
+POSTING = tuple(name for name, case in CASES.items() if ("one shot" in name or "posted" in name) and case.kernels)
+NORMING = tuple(
+    name
+    for name in CASES
+    if name.split(",")[0] == "all-reduce + norm" and "decomposed" not in name and name not in POSTING
+)
+TWO_SHOTS = tuple(name for name in NORMING if "two shots" in name or "multicast" in name)
+SIGNALED = tuple(name for name in CASES if "signaled" in name)
+SHARED = ("GEMM, shared tiles",)
+ROUTING = ("MoE routes",)
+EXCHANGE = ("MoE exchange", "MoE exchange, masked")
+MOE = tuple(name for name in CASES if name.startswith("moe"))
+IN_PARTS = ("experts in parts", "experts in parts, first half alone", "gradients of experts in parts")
+BOTH_HALVES = ("experts in parts", "experts in parts, two streams")
+AROUND = "experts in parts around a layer"
+GRADIENTS = ("gradients of experts",)
+LAYERS = tuple(
+    name for name in CASES if name.startswith("MoE ") and name not in (*ROUTING, *EXCHANGE) and "exchange" not in name
+)
+EQUIVALENT = [
+    Equivalent(
+        (*FUSED, *EXAMPLES, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
+        "make flush_stores(...) not wait for bulk stores",
+        "flush_stores(True)",
+        "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
+        "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
+        "the words of `state`, which ordinary loads read",
+        "end_call",
+    ),
+    Equivalent(
+        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, "MoE of few tokens"),
+        "remove tl.store(...)",
+        "tl.store(ch.state + TICKET, 0)",
+        "these kernels draw no tickets, so the word is 0 already",
+    ),
+    Equivalent(
+        SHARED, "make flush_stores(...) not wait for bulk stores", "flush_stores(True)",
+        "a part is stored by ordinary stores; the bulk ones are of whole tiles, which nobody here reads",
+        "matmul",
+    ),
+    Equivalent(
+        ("examples/all_gather_rowwise.py",),
+        "remove tl.store(...)", "tl.store(epoch,",
+        "nobody reads `epoch`: no flag is set to it, and the example's host code picks the half",
+    ),
+    *[
+        Equivalent(
+            tuple(n for n in NORMING if "multicast" in n), "remove window_fence(...)", "window_fence()",
+            "memory has no second address here: reading the PTX finds it (test_offline.py)",
+        )
+    ] * 3,
+    Equivalent(
+        TWO_SHOTS + SHARED, "remove tl.store(...)", "tl.store(epoch,",
+        "nobody reads `epoch`: these need no second half of anything",
+    ),
+    Equivalent(
+        POSTING, "remove flush_stores(...)", "flush_stores(False)",
+        "it orders the threads of one program, of which there is one here: each has read the program's turn before one of "
+        "them counts it",
+        "end_turn",
+    ),
+    *[
+        Equivalent(
+            cases, what, code, "the ranks of these cases make one call: those that do not are in test_disagree.py", function
+        )
+        for cases, what, code, function in (
+            (POSTING, "remove compare_calls(...)", "compare_calls(calls", ""),
+            (POSTING, "remove same_call(...)", "same_call(calls", "compare_calls"),
+            (("MoE of few tokens",), "remove same_call(...)", "same_call(memory.calls", "low_latency_gemm"),
+            (("MoE in one launch",), "remove same_call(...)", "same_call(calls", "compare"),
+            (("MoE in one launch",), "drop compare", "self._run(", ""),
+            ((MOE[0], *ROUTING), "remove same_call(...)", "same_call(calls", "share"),
+        )
+    ],
+    Equivalent(
+        (MOE[0], EXCHANGE[0]), "remove same_call(...)", "same_call(calls",
+        "the share of routes before it has compared the ranks' calls; every program here waits for all ranks itself",
+        "sum_ranks",
+    ),
+    Equivalent(
+        IN_PARTS[:1], "remove same_call(...)", "same_call(calls",
+        "the ranks make one call here: see test_second_halves_are_compared", "sum_ranks",
+    ),
+    Equivalent(
+        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "let wait_until(...) pass one arrival early",
+        "calls_of(ch) * arrivals",
+        "these wait for peers' chunks only, which pullers count in steps of several arrivals; where shards are uneven, the "
+        "own parts count one by one",
+    ),
+    Equivalent(
+        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "make tl.atomic_add(...) relaxed instead of release",
+        'tl.atomic_add(ready, 1, sem="release", scope="sys")',
+        "no shard is empty here: a peer waits for all counts of `ready`, and the fenced ones of the parts, made by "
+        "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
+    ),
+    Equivalent(
+        (f"{RS} fused", f"{RS} fused, 8 bits"), "remove flush_stores(...)", "flush_stores(BULK)",
+        "only forwarders broadcast here: they store nothing, and the wait before it ends with a block barrier",
+        "channel_broadcast",
+    ),
+    Equivalent(
+        (*(n for n in SIGNALED if "copies" not in n and A2A not in n), f"{AR} signaled by copies"), "drop wait_event",
+        "world.wait_event(comm, world.record(stream))",
+        "everything on the communicator's stream stands behind a wait for counts of this call's GEMM, whose programs start "
+        "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture. (Only in "
+        "an all-to-all can a rank run no GEMM.)",
+    ),
+    *[
+        Equivalent(
+            EXCHANGE, what, "wait_until(counters + source_step",
+            "y is there by the stream's order: counters and targets are zero, and stay so",
+        )
+        for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
+    ],
+    Equivalent(
+        ("MoE in one launch", "moe dispatched"), "remove count_lost(...)", "count_lost(guard",
+        "there is room for all rows here; the routes' own case leaves some out",
+        "place_units",
+    ),
+    Equivalent(
+        (*GRADIENTS, "moe dispatched", "moe dispatched, two streams"), "drop wait_event",
+        "world.wait_event(stream, world.record(side_stream(world)))",
+        "here the next call begins with a share of routes, which waits for all ranks to be in it, each behind its last sums: these have "
+        "waited for all programs of this rank's side stream, whose last act is to notify them. The second half of experts in parts "
+        "shares no routes: the case of one around a layer sees it",
+    ),
+    Equivalent(
+        (*BOTH_HALVES, AROUND, "gradients of experts in parts"), "drop wait_event",
+        "world.wait_event(stream, world.record(side))  # the caller may write x again",
+        "the second half's own wait for the side stream comes before the caller writes x again; the case of the first half alone sees it",
+    ),
+    *[
+        Equivalent(
+            BOTH_HALVES[1:], "drop wait_event", order,
+            "among these calls each of the two does what the other does: one orders them and other ops that use the arena, one them "
+            "and layers of whole experts, whose scratch they share",
+        )
+        for order in ("world.order(arena, stream)", "world.order(lock(world, NAME), stream)")
+    ],
+    Equivalent(
+        ("attention gradients",), "drop wait_event", "world.wait_event(stream, fetched.end)",
+        "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
+        "waited for",
+    ),
+    Equivalent(
+        (f"{AR} signaled by copies",), "drop wait_event", "world.wait_event(stream, world.record(comm))",
+        "the caller's stream waits for the last pull, which comes after the last barrier on the communicator's stream",
+    ),
+]  # fmt: skip
+
+
+# -- faults of what is computed ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault that is no site of a protocol, and a run that ends in an error with it, and without it does not."""
+
+    fault: Mutation
+    run: Main
+    ranks: int = 2
+
+
+def by_wave(call: int, rank: int, t: int, layer: Any, world: int) -> torch.Tensor:
+    """Every token to both other ranks of three, which have an expert for each rank that sends."""
+    ids = [2 * other + (other - rank) % 3 - 1 for other in range(3) if other != rank]
+    return torch.tensor(ids).expand(t, -1)
+
+
+def layers_in_one_launch(world: World) -> None:
+    """Of other sizes, one behind the other: what a rank sends may lie where a third one's rows are still read, which it
+    need not have heard of."""
+    assert (
+        layer_case(world, steps, experts=6, tokens=(9, 7, 8), ids_of=by_wave, calls=2, layers=2, plan=SMALL_MOE) < 5e-3
+    )
+
+
+def many_few_tokens(world: World) -> None:
+    """An expert's routes lie in several of the pieces in which they are looked for."""
+    assert layer_case(world, steps, k=4, hidden=16, inner=8, tokens=(70, 66), calls=1, plan=SMALL_LOW_LATENCY) < 5e-3
+
+
+def left_out(world: World) -> None:
+    case = dict(layout="masked", max_m=13, tokens=(20, 13), ids_of=overfull)
+    assert exchange_case(world, calls=3, flight=1, **case) == 0
+
+
+TOKENS = "send_tokens(operands.x, operands.ids, memory, ch, T, max_tokens, s)"
+SHARE = "share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)"
+PLANTED = {
+    "send tokens before the tables": Planted(
+        instead(moe_layer, "send tokens first", (TOKENS, "None"), (SHARE, f"({SHARE}, {TOKENS})")),
+        layers_in_one_launch,
+        ranks=3,
+    ),
+    "forget the rows of pieces before": Planted(
+        instead(routes_of_expert, "begin at 0", ("tl.sum(matches, 0)", "0 * tl.sum(matches, 0)")), many_few_tokens
+    ),
+    "take a route that was left out for one of others": Planted(
+        instead(mask_rows, "-1 for -2", ("tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -2)", "tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -1)")),
+        left_out,
+    ),
+    "leave gradients for the next call": Planted(
+        instead(take_gradients, "do not clear", ("tl.zeros((BLOCK,), tl.float32)", "tl.load(dweights_inbox + i, mask=i < num_routes)")),
+        no_room_case,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_caught(name: str) -> None:
+    planted = PLANTED[name]
+
+    def run(backend: Any) -> None:
+        planted.run(World(backend))
+
+    spmd(run, planted.ranks)
+    ((_, found),) = kill_rate(run, planted.ranks, [planted.fault], SEEDS)
+    assert found is not None and "LookupError" not in found
+
+
+def test_second_halves_are_compared() -> None:
+    """Ranks whose second halves are of different known calls raise Mismatch, though no host compares these, as on a GPU. Without the
+    comparison before the last sums nothing notices."""
+
+    def run(backend: Any) -> None:
+        backend.compares = False
+        other_second_halves(World(backend))
+
+    for seed in range(3):
+        with pytest.raises(weft.Mismatch, match="rank 0: grouped_matmul_reduce_scatter .*; rank 1: "):
+            spmd(run, 2, seed=seed)
+    spmd(run, 2, mutation=instead(sum_ranks, "do not compare", ("same_call(calls, number)", "None")))
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+def line_of(m: Mutation) -> str:
+    """The mutated line, or the definition of the function whose expressions are replaced."""
+    line = linecache.getline(m.file, m.line).strip()
+    return f"def {m.function}" if m.kind == "replace" else line
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_mutation_is_caught(name: str, record_property: Callable[[str, object], None]) -> None:
+    case = CASES[name]
+
+    def run(backend: Any) -> None:
+        case.run(World(backend))
+
+    _, report = spmd(run, case.ranks, record=True, nodes=case.nodes)
+    reached = list(case.kernels) if isinstance(case.kernels, tuple) else None if case.kernels else []
+    mutations = [*sites(reached, report), *EPOCHS.get(name, ())]
+    if case.file:
+        mutations = [m for m in mutations if m.file.endswith(case.file)]
+    elif not case.kernels:
+        mutations = [m for m in mutations if m.method == "wait_event"]
+    assert mutations, "nothing to break"
+    unused = [e for e in EQUIVALENT if name in e.cases]
+    caught, wrong = 0, []
+    for mutation in mutations:
+        entry = next(
+            (
+                e
+                for e in unused
+                if e.what == mutation.description and e.code in line_of(mutation) and e.function in mutation.function
+            ),
+            None,
+        )
+        seeds = SEEDS if entry is None else SEEDS[:8]
+        ((_, found),) = kill_rate(run, case.ranks, [mutation], seeds, nodes=case.nodes)
+        if found is None and entry is None:
+            ((_, found),) = kill_rate(run, case.ranks, [mutation], MORE, nodes=case.nodes)
+        caught += found is not None
+        if entry is not None:
+            unused.remove(entry)
+        if found is None and entry is None:
+            wrong.append(f"not caught: {mutation}: {line_of(mutation)}")
+        if found is not None and found.startswith("LookupError"):
+            wrong.append(f"not made: {mutation}: {found}")
+        if found is not None and entry is not None:
+            wrong.append(f"listed as equivalent, but caught: {mutation}: {found}")
+    wrong += [f"listed as equivalent, but not there: {e.what}: {e.code}" for e in unused]
+    equivalent = len(mutations) - caught - sum(w.startswith("not caught") for w in wrong)
+    record_property("mutations", (name, len(mutations), caught, equivalent))
+    assert not wrong, "\n".join(wrong)

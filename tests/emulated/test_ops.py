@@ -1,0 +1,539 @@
+"""The ops on emulated ranks against torch: every plan kind, any shape, any layout, many schedules.
+
+The error of a plan may be 1.5 times that of `sequential` for the same inputs; races, deadlocks and reads of unwritten memory
+raise by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import weft
+from tests.emulated.cases import distance, draw, on_stream
+from tests.emulated.cases_ops import FUSED, KINDS, OPS, SMALL_FUSED, case, shared_case
+from tests.gates import some
+from weft.lang.mapping import balanced_rows
+from weft.op import REGISTRY
+from weft.ops.all_gather_matmul.kernels import copied_gemm
+from weft.ops.all_gather_matmul.op import all_gather_swiglu
+from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.plans import Awaiting, Decomposed, FusedGatherByCopies, GemmTile, OneShot, Plan, Signaled, TwoShotLowLatency
+from weft.scale import SMALL_GATHER, SMALL_TILE
+from weft.transport.memory import Flat, Lock
+from weft.transport.sums import sum_staged
+
+FAST = ("decomposed", "fused", "one_shot")
+
+
+def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, **options: Any) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="emulated", seed=seed, **options)
+
+
+def errors(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **more: Any) -> list[float]:
+    return emulate(lambda world: case(world, op, rows, n, k, plan, **more), len(rows), run)
+
+
+@functools.cache
+def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, **more: Any) -> list[float]:
+    return errors(op, rows, n, k, "sequential", run, **more)
+
+
+def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **more: Any) -> None:
+    """The plan's error on every rank beside sequential's."""
+    got = errors(op, rows, n, k, plan, run, **more)
+    base = sequential_errors(op, tuple(rows), n, k, run, **more)
+    assert max(base) < 5e-3
+    for mine, its in zip(got, base, strict=True):
+        assert mine <= 1.5 * its + 1e-9, f"{op} {plan} {list(rows)} x {n} x {k}: {got}, sequential {base}"
+
+
+SPLITS = {
+    "whole tiles": lambda ranks: [16] * ranks,
+    "part tiles": lambda ranks: [13] * ranks,
+    "several tiles": lambda ranks: [40] * ranks,
+    "uneven": lambda ranks: balanced_rows(17 * ranks + 1, ranks),
+}
+
+
+@pytest.mark.parametrize("ranks", some([2, 3, 4]))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_plan_against_torch(op: str, kind: str, ranks: int) -> None:
+    for i, split in enumerate(SPLITS.values()):
+        compare(op, split(ranks), 48, 64, kind, run=i, calls=2)
+        compare(op, split(ranks), 40, 24, kind, run=i, bias=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("m", some([3, 0, 1, 2], 2))
+def test_fewer_rows_than_ranks(op: str, kind: str, m: int) -> None:
+    for ranks in (2, 4):
+        compare(op, balanced_rows(m, ranks), 16, 40, kind, calls=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [(0, 20, 3), (5, 0, 0), (33, 1, 16), (0, 0, 1)])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_rows_of_the_callers_choice(op: str, rows: tuple[int, ...], kind: str) -> None:
+    compare(op, rows, 24, 40, kind, calls=3, bias=True)
+
+
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("op", OPS)
+def test_float16_views_and_out(op: str, kind: str) -> None:
+    compare(op, [17, 17], 40, 40, kind, dtype=torch.float16, bias=True, calls=2)
+    compare(op, [17, 17], 40, 40, kind, views=True, into=True, calls=2)
+    compare(op, [9, 8], 40, 40, kind, views=True, into=True, dtype=torch.float16)
+
+
+SMALL_COPIED = FusedGatherByCopies(tile=SMALL_TILE)
+PLANS: list[Plan] = [
+    Decomposed((1, 1, 2)),
+    Decomposed((2, 2)),
+    Decomposed((4,)),
+    OneShot(programs=2, warps=1),
+]
+TILES = [  # block_m, block_n, block_k, warps, stages, group_m
+    GemmTile(16, 16, 16, 4, 2, 1), GemmTile(32, 64, 32, 4, 3, 8), GemmTile(16, 32, 32, 4, 2, 2),
+    GemmTile(16, 32, 64, 4, 3, 3), GemmTile(16, 64, 32, 4, 5, 4),
+]  # fmt: skip
+PULLS: list[dict[str, int]] = [  # of TILES
+    dict(pull_programs=1, pull_rows=16, pull_stages=1), dict(pull_programs=4, pull_rows=8, pull_stages=4),
+    dict(pull_programs=5, pull_rows=8, pull_stages=2), dict(pull_programs=3, pull_rows=16, pull_stages=5),
+    dict(pull_programs=2, pull_rows=16, pull_stages=10),
+]  # fmt: skip
+MORE: dict[str, list[dict[str, Any]]] = {  # of TILES
+    OPS[0]: [{}, dict(split=2), {}, dict(flatten=False), {}],
+    OPS[1]: [dict(forward_programs=f, batch=b) for f, b in ((2, 1), (1, 3), (2, 1), (2, 8), (2, 1))],
+    OPS[2]: [dict(forward_programs=f, lag=lag) for f, lag in ((2, 0), (1, 3), (2, 6), (2, 9), (2, 6))],
+}
+PLANS_OF: dict[str, list[Plan]] = {
+    op: [type(FUSED[op])(tile=tile, **pull, **more) for tile, pull, more in zip(TILES, PULLS, MORE[op], strict=True)]
+    for op in OPS
+}
+PLANS_OF[OPS[0]] += [FusedGatherByCopies(tile=GemmTile(16, 32, 32, 4, 2, 3))]
+PLANS_OF[OPS[1]] += [Decomposed(pieces=2)]
+
+
+@pytest.mark.parametrize("rows", some([[9] * 4, [7, 8, 8, 8], [32] * 4], 2), ids=str)
+@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op in OPS for plan in PLANS + PLANS_OF[op]], ids=str)
+def test_plan_parameters(op: str, plan: Plan, rows: list[int]) -> None:
+    compare(op, rows, 72, 64, plan, calls=3)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    op=st.sampled_from(OPS), kind=st.sampled_from(FAST), rows=st.lists(st.integers(0, 36), min_size=2, max_size=4),
+    n=st.integers(1, 9), k=st.integers(1, 9), bias=st.booleans(), run=st.integers(0, 99),
+)  # fmt: skip
+def test_random_shapes(op: str, kind: str, rows: list[int], n: int, k: int, bias: bool, run: int) -> None:
+    compare(op, rows, 8 * n, 8 * k, kind, run, bias=bias, seed=run, calls=2)
+
+
+@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("op", OPS)
+def test_schedules(op: str, seed: int) -> None:
+    """Several calls, often preempted: nothing is reported, and the result is right."""
+    for kind, rows in (("fused", [17, 16, 16]), ("fused", [20, 20, 20]), ("decomposed", [9, 9, 9]))[seed % 2 :]:
+        found = emulate(lambda w, r=rows, k=kind: case(w, op, r, 40, 24, k, calls=3), 3, seed, preempt=0.2)
+        assert max(found) < 5e-3
+
+
+# -- many calls on one world -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", some(range(4)))
+def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
+    """Growing, shrinking, every op and kind, one after another; nobody may read what another call left."""
+
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i, (op, kind, rows, n, k) in enumerate(
+            [
+                ("all_gather_matmul", "fused", 8, 16, 16),
+                ("matmul_reduce_scatter", "fused", 24, 40, 16),
+                ("all_gather_matmul", "decomposed", 8, 16, 16),
+                ("matmul_reduce_scatter", "one_shot", 24, 40, 16),
+                ("matmul_all_reduce", "fused", 24, 16, 24),
+                ("matmul_all_reduce", TwoShotLowLatency(warps=4), 8, 40, 16),
+                ("all_gather_matmul", OneShot(programs=3, warps=4), 40, 16, 72),
+                ("all_gather_matmul", "fused", 40, 16, 72),
+                ("all_gather_matmul", "fused", 8, 16, 16),
+                ("matmul_reduce_scatter", "decomposed", 24, 40, 16),
+                ("matmul_reduce_scatter", "fused", 24, 40, 16),
+                ("all_gather_matmul", "decomposed", 40, 16, 72),
+                ("matmul_all_reduce", "decomposed", 24, 16, 24),
+                ("matmul_all_reduce", "fused", 1, 16, 24),
+                ("matmul_all_reduce", "one_shot", 8, 40, 16),
+                ("all_gather_matmul", "sequential", 8, 16, 16),
+                ("matmul_reduce_scatter", "fused", 24, 40, 16),
+            ]
+        ):
+            worst = max(worst, case(world, op, [rows] * world.size, n, k, kind, seed=i, calls=2))
+        return worst
+
+    assert max(emulate(main, 3, seed)) < 5e-3
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_results_are_tensors_of_their_own(kind: str) -> None:
+    """Later calls leave earlier results, gathered activations included, as they were."""
+
+    def main(world: weft.World) -> None:
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for i in range(5):
+            x, w = draw(i * 10 + world.rank, 8, 16), draw(i * 10 + 5, 16, 16)
+            y, full = weft.all_gather_matmul(x, w, world=world, plan=kind, return_gathered=True)
+            s = weft.matmul_reduce_scatter(full, w, world=world, plan=kind)
+            a = weft.matmul_all_reduce(full, w, world=world, plan=kind)
+            world.synchronize()
+            kept += [(t, t.clone()) for t in (y, full, s, a)]
+        world.exchange(None)
+        assert all(torch.equal(t, then) for t, then in kept)
+        assert len({t.data_ptr() for t, _ in kept}) == len(kept)
+
+    emulate(main, 2)
+
+
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("seed", some(range(4)))
+def test_two_streams(kind: str, seed: int) -> None:
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i in range(4):
+            for name in ("main", "second"):
+                with on_stream(world, name):
+                    for op in OPS if i % 2 else OPS[::-1]:
+                        worst = max(worst, case(world, op, [16] * world.size, 16, 32, kind, seed=i))
+        return worst
+
+    assert max(emulate(main, 2, seed)) < 5e-3
+
+
+# -- a weight as a gradient has it --------------------------------------------------------------------------------------
+
+TRANSPOSES = {
+    "all_gather_matmul": ["sequential", "decomposed", "fused", SMALL_COPIED, "one_shot", "awaiting"],
+    "matmul_reduce_scatter": ["sequential", "decomposed", "fused", "one_shot", "signaled"],
+    "matmul_all_reduce": ["sequential", "decomposed", "fused", TwoShotLowLatency(warps=4), "signaled"],
+}
+
+
+@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op, plans in TRANSPOSES.items() for plan in plans], ids=str)
+def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> None:
+    """In turns with a dense one of the same size, so that neither runs what was kept of the other; and it is not copied
+    where the plan takes it."""
+
+    def main(world: weft.World) -> None:
+        for rows, n, k in ((16, 32, 48), (7, 40, 24), (1, 8, 16)):
+            x, w = draw(world.rank, rows if op == "all_gather_matmul" else rows * world.size, k), draw(9, n, k)
+            lying = w.t().contiguous().t()
+            of = REGISTRY[op]
+            kind = next((kind for kind in of.runs if kind.kind == plan), None)
+            taken = of.default(world, kind) if kind else plan
+            assert (of.dense_operands(taken, (x, lying, None))[1] is lying) == (type(taken) not in (Awaiting, Signaled))
+            made = [getattr(weft, op)(x, t, world=world, plan=plan) for t in (w, lying, w, lying)]
+            world.synchronize()
+            assert all(torch.equal(y, made[0]) for y in made) and made[0].norm() > 0
+
+    emulate(main, 2)
+
+
+# -- determinism -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("op", OPS)
+def test_same_inputs_same_bits(op: str, kind: str) -> None:
+    """Again in the same world, and under any schedule. An all-reduce has the same bits on every rank."""
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        x, w, b = draw(world.rank, 24, 24), draw(50 + world.rank, 40, 24), draw(99, 40)
+        fn: Any = getattr(weft, op)
+        out = [fn(x, w, b, world=world, plan=kind).clone() for _ in range(3)]
+        world.synchronize()
+        return out
+
+    runs = [emulate(main, 3, seed) for seed in range(4)]
+    for rank in range(3):
+        first = runs[0][rank][0]
+        assert all(torch.equal(first, again) for run in runs for again in run[rank])
+    if op == "matmul_all_reduce":
+        assert all(torch.equal(runs[0][0][0], runs[0][rank][0]) for rank in range(3))
+
+
+# -- fallbacks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("n", "k", "says"), [(16, 20, "K 20"), (12, 16, "N 12"), (1, 16, "N 1"), (7, 1, "K 1")])
+def test_rows_that_are_not_16_bytes_fall_back_once(op: str, n: int, k: int, says: str, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(errors(op, [8, 8], n, k, "fused", calls=3)) < 5e-3
+    lines = [r.getMessage() for r in caplog.records if "sequential instead of fused" in r.getMessage()]
+    assert len(lines) == 1 and all(line.startswith(op) and says in line for line in lines), "one line"
+
+
+@pytest.mark.parametrize(("op", "plan"), [(op, "decomposed") for op in OPS] + [(OPS[0], SMALL_COPIED)])
+def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(errors(op, [8, 8, 3], 16, 16, plan, calls=3)) < 5e-3
+    lines = [r.getMessage() for r in caplog.records if "copies need shards of one length" in r.getMessage()]
+    assert len(lines) == 1 and all(line.startswith(f"{op}: sequential instead") for line in lines), "one line"
+
+
+@pytest.mark.parametrize("seed", some(range(6), 2))
+def test_the_librarys_gemm_behind_shards_that_copies_bring(seed: int) -> None:
+    """What feeds it: flags behind their rows, and the call's number behind the GEMM. Here it waits shard by shard."""
+    plan = Awaiting(tile_m=8, cluster_m=2)
+    for ranks, bias in ((2, True), (4, False)):
+        found = emulate(
+            lambda w, r=ranks, b=bias: case(w, OPS[0], [16] * r, 40, 24, plan, bias=b, calls=3),
+            ranks,
+            seed,
+            preempt=0.2,
+        )
+        assert max(found) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"), [((24, 24), "not whole clusters of 2 x 8"), ((16, 32), "copies need shards of one length")]
+)
+def test_the_librarys_gemm_falls_back_once(rows: tuple[int, ...], says: str, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(errors(OPS[0], list(rows), 16, 16, Awaiting(tile_m=8, cluster_m=2), calls=2)) < 5e-3
+    lines = [r.getMessage() for r in caplog.records if says in r.getMessage()]
+    assert len(lines) == 1 and all("sequential instead of awaiting" in line for line in lines), "one line"
+
+
+@pytest.mark.parametrize("op", OPS[1:])
+def test_pulled_blocks_are_no_longer_than_a_tile(op: str) -> None:
+    small: Any = SMALL_FUSED[op]
+    assert small.pull_rows < 64
+    compare(op, [16, 16], 32, 32, replace(small, pull_rows=64), calls=2)
+
+
+def test_two_programs_that_share_an_sm_are_both_resident() -> None:
+    """More pulling programs than SMs, which wait for parts of shards that later programs copy."""
+    compare(OPS[0], [48, 48], 64, 32, replace(SMALL_GATHER, pull_programs=7, per_sm=2), calls=2)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_posted_blocks_of_several_rows_and_part_of_one(op: str) -> None:
+    """More than a block of a rank, which ends anywhere in a row."""
+    for rows in ([5, 5], [9, 2, 4]):
+        compare(op, rows, 328, 264, OneShot(programs=3, warps=4), calls=2)
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_posted_rows_of_every_rank_or_none(op: str, caplog: Any) -> None:
+    """A rank whose part is empty would not wait for the others."""
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(errors(op, [8, 0, 3], 16, 16, "one_shot", calls=3)) < 5e-3
+    assert f"{op}: sequential instead of one_shot: a rank without rows" in caplog.text
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_decomposed_needs_no_alignment(op: str) -> None:
+    compare(op, [6, 6], 7, 5, "decomposed", calls=2, bias=True)
+
+
+def test_tensors_at_odd_addresses() -> None:
+    """A view that starts off a 16-byte boundary, on one rank alone: the ranks still take one plan, and the result is right."""
+
+    def main(world: weft.World) -> bool:
+        flat = draw(world.rank, 1 + 8 * 16).flatten()
+        x = flat[world.rank : world.rank + 8 * 16].view(8, 16)
+        w = draw(7, 16, 16)
+        got = weft.all_gather_matmul(x, w, world=world, plan="fused")
+        want = torch.cat([draw(r, 1 + 8 * 16).flatten()[r : r + 8 * 16].view(8, 16) for r in range(world.size)])
+        world.synchronize()
+        return torch.allclose(got.float(), want.float() @ w.float().t(), rtol=2e-2, atol=2e-2)
+
+    assert all(emulate(main, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_of_any_stride(kind: str) -> None:
+    """On one rank alone: such a row counts as contiguous."""
+
+    def main(world: weft.World) -> bool:
+        row = draw(world.rank, 64, 1).t() if world.rank else draw(world.rank, 4, 67)[:1, :64]
+        w = torch.eye(64, dtype=torch.bfloat16)
+        y = weft.all_gather_matmul(row, w, world=world, plan=kind)
+        z = weft.matmul_all_reduce(row, w, world=world, plan=kind)
+        s = weft.all_reduce(row, world=world, plan="one_shot")
+        world.synchronize()
+        return torch.equal(y[world.rank], row[0]) and distance(z, y.double().sum(0)[None]) < 5e-3 and torch.equal(s, z)
+
+    assert all(emulate(main, 2))
+
+
+def test_out_at_an_odd_address() -> None:
+    def main(world: weft.World) -> bool:
+        out = torch.zeros(1 + 16 * 16, dtype=torch.bfloat16)[1:].view(16, 16)
+        for plan in (OneShot(warps=4), TwoShotLowLatency(warps=4)):
+            x, w = draw(world.rank, 16, 16), draw(7, 16, 16)
+            want = weft.matmul_all_reduce(x, w, world=world, plan="sequential")
+            weft.matmul_all_reduce(x, w, world=world, plan=plan, out=out)
+            world.synchronize()
+            assert torch.allclose(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+        x, w = draw(world.rank, 8, 16), draw(7, 16, 16)
+        weft.all_gather_matmul(x, w, world=world, plan="fused", out=out)
+        want = weft.all_gather_matmul(x, w, world=world, plan="sequential")
+        world.synchronize()
+        return torch.allclose(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+
+    assert all(emulate(main, 2))
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("plan", ["auto", "sequential"])
+def test_views_again_and_again(op: str, plan: str) -> None:
+    """What a sequential call came to is kept for the next one, which brings the view as it is."""
+    assert max(errors(op, (8, 8), 24, 16, plan, views=True, calls=3)) < 5e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
+def test_out_may_share_memory_with_an_operand(op: str, kind: str) -> None:
+    """Fused programs end tiles while others still read what they need."""
+    assert max(emulate(lambda world: shared_case(world, op, 32, 64, kind), 2)) < 5e-3
+
+
+def test_rows_longer_than_an_arena_has_to_spare() -> None:
+    """The second half begins at a whole row."""
+
+    def rank(world: weft.World) -> list[float]:
+        return [case(world, OPS[0], rows, 16, k, "fused", calls=2) for rows, k in (((2, 2), 4096), ((2, 1), 5120))]
+
+    assert max(max(e) for e in emulate(rank, 2)) < 5e-3
+
+
+def test_a_sum_of_2_31_elements_is_not_empty() -> None:
+    """Of which only the first are there: the emulator says so when they run out."""
+
+    def rank(world: weft.World) -> None:
+        t, me = torch.ones(64, dtype=torch.bfloat16), world.tensor([0], torch.int32)
+        sizes = dict(rows=65536, N=32768, me=me, W=1, BIAS=False, BLOCK=64, ALIGNED=True)
+        world.launch(sum_staged, 6, dict(own=t, staging=t, out=t, bias=t, **sizes), {}, world.current_stream())
+        world.synchronize()
+
+    with pytest.raises(weft.MemoryFault):
+        emulate(rank, 1)
+
+
+def test_a_capture_does_not_hide_the_stream_before_it() -> None:
+    """Work of an eager call may still run when the next one comes, on another stream, behind a capture."""
+
+    def rank(world: weft.World) -> None:
+        backend: Any = world.backend
+        waited: list[tuple[str, str]] = []
+        backend.record, backend.wait_event = lambda stream: stream, lambda stream, event: waited.append((stream, event))
+        holder = Lock()
+        for stream, captured in (("A", False), ("B", True), ("C", True), ("D", False)):
+            backend.capturing, backend.captures = lambda c=captured: c, lambda stream: stream in "BC"
+            world.order(holder, stream)
+        del backend.record, backend.wait_event, backend.capturing, backend.captures
+        assert waited == [("C", "B"), ("D", "A")]
+
+    emulate(rank, 1)
+
+
+def test_one_descriptor_over_all_ranks() -> None:
+    """Granules lead from the lowest copy to every other."""
+
+    def main(world: weft.World) -> None:
+        memory = world.symmetric((4096,), torch.uint8, "m")
+        flat = Flat.over(memory)
+        assert flat is not None
+        base = flat.base.data_ptr()
+        assert [base + g * flat.granule for g in flat.index] == [p.data_ptr() for p in memory.peers]
+        assert min(flat.index) == 0 and flat.granule & (flat.granule - 1) == 0 and flat.granule <= 1 << 21
+        desc = flat.descriptor(torch.bfloat16, 8, 16)
+        assert desc.block_shape == [1, 8, 16] and desc.strides == [flat.granule // 2, 16, 1]
+
+    emulate(main, 3)
+
+
+def test_small_is_what_a_small_world_gets() -> None:
+    def main(world: weft.World) -> None:
+        assert world.sm_count < 32
+        got = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="fused")
+        again = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=SMALL_GATHER)
+        world.synchronize()
+        assert torch.equal(got, again)
+
+    emulate(main, 2)
+
+
+@pytest.mark.parametrize("plan", ["fused", SMALL_COPIED], ids=["pulled", "copied"])
+def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
+    """They share their channels, so their calls count together."""
+
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i in range(4):
+            parts = [draw(10 * i + r, 16, 32) for r in range(world.size)]
+            w = draw(10 * i + 9, 32, 32) * 0.1
+            if i % 2:
+                got = weft.all_gather_matmul(parts[world.rank], w, world=world, plan=plan)
+                want = torch.cat(parts).double() @ w.double().t()
+            else:
+                got = all_gather_swiglu(parts[world.rank], w, 16, world=world, plan=plan, rows=None)
+                both = (torch.cat(parts).double() @ w.double().t()).view(-1, 1, 2, 16)
+                want = (torch.nn.functional.silu(both[:, :, 0]) * both[:, :, 1]).flatten(1)
+            world.synchronize()
+            worst = max(worst, distance(got, want))
+        return worst
+
+    assert max(emulate(main, 2)) < 5e-3
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
+    """Loading can wait for a spinning kernel, so every variant of what runs beside another is loaded before a call launches
+    anything: also where a bias or a dtype makes another variant of a shape that was called before."""
+
+    def main(world: weft.World) -> int:
+        backend: Any = world.backend
+        launch, loaded, checked = backend.launch, set(), 0
+
+        def variant(kernel: Any, args: dict[str, Any]) -> Any:
+            aligned = tuple(n for n, v in args.items() if isinstance(v, torch.Tensor) and v.data_ptr() % 16 == 0)
+            return kernel.fn.__name__, aligned, tuple((n, str(v)) for n, v in args.items() if n.isupper())
+
+        def check(kernel: Any, grid: int, args: Any, *more: Any) -> None:
+            nonlocal checked
+            values = args() if callable(args) else args
+            if kernel in (gemm_reduce, copied_gemm):
+                checked += 1
+                assert variant(kernel, values) in loaded
+            launch(kernel, grid, values, *more)
+
+        backend.launch = check
+        backend.load = lambda kernel, grid, args, options: loaded.add(variant(kernel, args))
+        plan = SMALL_COPIED if op == OPS[0] else SMALL_FUSED[op]
+        for dtype in (torch.bfloat16, torch.float16):
+            for bias in (True, False, True):
+                case(world, op, [16] * 2, 32, 32, plan, bias=bias, dtype=dtype, calls=1)
+        x, w = draw(0, 32, 32), draw(1, 32, 32)
+        if op != OPS[0]:
+            for bias in (draw(2, 32), torch.cat([draw(3, 1), draw(2, 32)])[1:]):
+                getattr(weft, op)(x, w, bias, world=world, plan=plan)
+        return checked
+
+    assert min(emulate(main, 2)) >= 6

@@ -1,0 +1,628 @@
+"""Plan kind `signaled` on emulated ranks: its schedule, its ops against torch, broken schedules, and the row-wise ops that
+read its tiles."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import weft
+from tests.emulated.cases import changed, distance, draw, on_stream
+from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
+from tests.emulated.cases_norm import tiles_case
+from tests.emulated.cases_ops import case
+from tests.gates import some
+from weft.architectures import AMPERE
+from weft.lang.mapping import balanced_rows
+from weft.ops.matmul_all_to_all import op as to_all
+from weft.ops.matmul_all_to_all.op import GroupTables, group_tables
+from weft.ops.matmul_reduce import signaled
+from weft.ops.matmul_reduce.op import MatmulAllReduce
+from weft.planner.table import Measured, learn
+from weft.plans import GemmTile, Plan, Sequential, Signaled, partition
+from weft.scale import SMALL_SIGNALED, Scale
+from weft.torch_library import plan_of, text_of
+from weft.transport.signals import Schedule, schedule, scheduled
+
+REDUCING = ("matmul_all_reduce", "matmul_reduce_scatter")
+S = SMALL_SIGNALED
+
+
+def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, **options: Any) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="emulated", seed=seed, **options)
+
+
+# -- the schedule ------------------------------------------------------------------------------------------------------
+
+
+@given(groups=st.lists(st.integers(1, 5), max_size=5), waves=st.integers(1, 40))
+def test_a_partition_covers_the_waves(groups: list[int], waves: int) -> None:
+    made = partition(groups, waves)
+    assert sum(made) == waves and min(made) >= 1
+    if sum(groups) == waves:
+        assert made == tuple(groups)
+
+
+def test_partitions() -> None:
+    assert partition((), 1) == (1,) and partition((), 3) == (1, 1, 1) and partition((), 10) == (3, 3, 3, 1)
+    assert partition((1, 2), 9) == (1, 8), "what is left joins the last group"
+    assert partition((2, 2, 2), 3) == (2, 1), "groups beyond the last wave"
+
+
+@settings(deadline=None)
+@given(
+    owners=st.integers(1, 8), each=st.integers(1, 60), programs=st.integers(1, 30),
+    groups=st.lists(st.integers(1, 4), max_size=4), unit=st.integers(1, 12),
+)  # fmt: skip
+def test_a_schedule(owners: int, each: int, programs: int, groups: list[int], unit: int) -> None:
+    """Slots are a permutation within each group, owner after owner; every program signals each group it works on once, with its
+    last tile of it."""
+    tiles = owners * each
+    made = schedule(tiles, programs, groups, owners, unit)
+    assert made.bounds[0] == 0 and made.bounds[-1] == tiles
+    assert len(made.arrivals) == len(made.bounds) - 1 and len(made.turns) == programs
+    slots = slots_of(made, owners)
+    assert sorted(slots) == list(range(tiles))
+    for g, (lo, hi) in enumerate(pairwise(made.bounds)):
+        assert hi > lo and lo % owners == 0 and lo % unit == 0
+        share = (hi - lo) // owners
+        for t in range(lo, hi):
+            assert lo <= slots[t] < hi and (slots[t] - lo) // share == t % owners
+        mine = [slots[t] - lo for t in range(lo, hi) if t % owners == 0]
+        assert mine == list(range(share)), "an owner's tiles keep their order"
+        workers = {t % programs: t for t in range(lo, hi)}  # with their last tiles
+        assert {p: turn.last for p in range(programs) for turn in made.turns[p] if turn.group == g} == workers
+        assert made.arrivals[g] == len(workers)
+    assert all(a.last < b.last for turns in made.turns for a, b in pairwise(turns))
+
+
+def slots_of(made: Schedule, owners: int) -> list[int]:
+    """Where signaled_gemm stores each tile, by how it goes through a program's turns."""
+    slots = [-1] * made.bounds[-1]
+    for p, turns in enumerate(made.turns):
+        left = list(turns)
+        for t in range(p, len(slots), len(made.turns)):
+            last, _, first, each = left[0]
+            slots[t] = first + (t - first) % owners * each + (t - first) // owners
+            if t == last:
+                left.pop(0)
+        assert not left
+    return slots
+
+
+# -- the ops -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, **more: Any) -> list[float]:
+    return emulate(lambda world: case(world, op, rows, n, k, "sequential", **more), len(rows), run)
+
+
+def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **more: Any) -> None:
+    """The plan's error on every rank beside sequential's."""
+    got = emulate(lambda world: case(world, op, rows, n, k, plan, **more), len(rows), run)
+    base = sequential_errors(op, tuple(rows), n, k, run, **more)
+    assert max(base) < 5e-3
+    for mine, its in zip(got, base, strict=True):
+        assert mine <= 1.5 * its + 1e-9, f"{op} {plan} {list(rows)} x {n} x {k}: {got}, sequential {base}"
+
+
+PLANS: list[str | Plan] = [
+    "signaled",
+    replace(S, groups=(1, 2)),
+    changed(S, groups=(3,), group_m=1),
+    changed(S, groups=(1,) * 40, ctas=3, block_n=16, block_k=16, group_m=5),
+    changed(S, groups=(1, 1, 2, 1), ctas=5, block_m=32, block_n=64, stages=3),
+    replace(S, copies=True),
+    changed(S, copies=True, groups=(1,) * 40, ctas=3, block_n=16, group_m=5),
+    changed(S, copies=True, groups=(1, 2), block_n=64, stages=3),
+]
+
+
+@pytest.mark.parametrize("ranks", some([2, 4]))
+@pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
+@pytest.mark.parametrize("op", REDUCING)
+def test_against_torch(op: str, plan: str | Plan, ranks: int) -> None:
+    for i, rows in enumerate(([16] * ranks, [40] * ranks, [64] * ranks, balanced_rows(13 * ranks + 1, ranks))):
+        compare(op, rows, 72, 64, plan, run=i, calls=2)
+    compare(op, [13] * ranks, 39, 24, plan, bias=True)
+
+
+@pytest.mark.parametrize("seed", some(range(6)))
+@pytest.mark.parametrize("op", REDUCING)
+def test_in_a_loop_over_tiles_as_before_hopper(op: str, seed: int) -> None:
+    """Several calls, often preempted; K that the steps do not divide."""
+
+    def main(world: weft.World, rows: Sequence[int], plan: Plan, bias: bool) -> float:
+        world.backend.capability = AMPERE
+        return case(world, op, rows, 72, 40, plan, calls=3, bias=bias)
+
+    for plan in PLANS[1:]:
+        assert isinstance(plan, Plan)
+        for rows, bias in ([40, 40], False), ([33, 32], True):
+            assert max(emulate(lambda w, p=plan, r=rows, b=bias: main(w, r, p, b), 2, seed, preempt=0.2)) < 5e-3
+
+
+@pytest.mark.parametrize("op", REDUCING)
+@pytest.mark.parametrize("m", [0, 1, 2, 3])
+def test_fewer_rows_than_ranks(op: str, m: int) -> None:
+    for ranks in (2, 4):
+        for plan in ("signaled", replace(S, copies=True)):
+            compare(op, balanced_rows(m, ranks), 16, 40, plan, calls=3)
+
+
+@pytest.mark.parametrize("rows", [(0, 20, 3), (5, 0, 0), (33, 1, 16), (0, 0, 1)])
+def test_rows_of_the_callers_choice(rows: tuple[int, ...]) -> None:
+    compare("matmul_reduce_scatter", rows, 24, 40, "signaled", calls=3, bias=True)
+
+
+@pytest.mark.parametrize("op", REDUCING)
+def test_float16_views_and_out(op: str) -> None:
+    for plan in ("signaled", replace(S, copies=True)):
+        for rows in (17, 48):
+            compare(op, [rows] * 2, 40, 40, plan, dtype=torch.float16, bias=True, calls=2)
+            compare(op, [rows] * 2, 40, 40, plan, views=True, into=True, calls=2)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    op=st.sampled_from(REDUCING), rows=st.lists(st.integers(0, 36), min_size=2, max_size=4), n=st.integers(8, 70),
+    k=st.integers(1, 9), groups=st.lists(st.integers(1, 3), max_size=3), ctas=st.integers(1, 5), copies=st.booleans(),
+    bias=st.booleans(), run=st.integers(0, 99),
+)  # fmt: skip
+def test_random_shapes(
+    op: str, rows: list[int], n: int, k: int, groups: list[int], ctas: int, copies: bool, bias: bool, run: int
+) -> None:
+    plan = replace(S, groups=tuple(groups), ctas=ctas, copies=copies)
+    if copies:  # what copy engines move
+        n, rows = n // 8 * 8, [rows[0] // 16 * 16] * len(rows) if op == "matmul_reduce_scatter" else rows
+    compare(op, rows, n, 8 * k, plan, run, bias=bias, seed=run, calls=2)
+
+
+def test_copies_move_what_they_can_and_the_rest_is_sequential(caplog: Any) -> None:
+    """Reduce-scatter: equal shards of whole tiles; both: rows of whole 16-byte words. Said once, and the same on every rank."""
+    plan = replace(S, copies=True)
+
+    def main(world: weft.World, op: str, rows: list[int], n: int) -> tuple[float, bool]:
+        return case(world, op, rows, n, 24, plan, calls=2), bool({"staging", "partials"} & set(world._buffers))
+
+    for op, rows, n, moved in (
+        ("matmul_reduce_scatter", [32, 32], 40, True), ("matmul_all_reduce", [17, 16], 40, True),
+        ("matmul_reduce_scatter", [33, 32], 40, False), ("matmul_reduce_scatter", [24, 24], 40, False),
+        ("matmul_reduce_scatter", [32, 32], 39, False), ("matmul_all_reduce", [17, 16], 39, False),
+    ):  # fmt: skip
+        caplog.clear()
+        for error, by_copies in emulate(lambda w, a=(op, rows, n): main(w, *a), 2):
+            assert error < 5e-3 and by_copies == moved
+        assert ("sequential instead of signaled" in caplog.text) != moved
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_where_one_ranks_output_begins_does_not_divide_the_ranks(copies: bool) -> None:
+    def main(world: weft.World) -> float:
+        x, w = draw(world.rank, 48, 24), draw(50 + world.rank, 40, 24)
+        lies = world.empty((48 * 40 + 4,), torch.bfloat16)[4 * world.rank :][: 48 * 40].view(48, 40)
+        got = weft.matmul_all_reduce(x, w, world=world, plan=replace(S, copies=copies), out=lies)
+        return distance(got, weft.matmul_all_reduce(x, w, world=world, plan="sequential"))
+
+    assert max(emulate(main, 2)) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(12), 2))
+@pytest.mark.parametrize("op", REDUCING)
+def test_schedules(op: str, seed: int) -> None:
+    """Several calls, often preempted: nothing is reported, and the result is right."""
+    for copies, rows in ((False, [30, 29, 29]), (True, [32] * 3)):
+        plan = replace(S, groups=((), (1, 1), (2,))[seed % 3], copies=copies)
+        found = emulate(lambda w, p=plan, r=rows: case(w, op, r, 72, 24, p, calls=4), 3, seed, preempt=0.2)
+        assert max(found) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(4)))
+def test_shapes_kinds_and_streams_in_turn(seed: int) -> None:
+    def main(world: weft.World) -> float:
+        world.backend.finish = lambda stream: None  # type: ignore[method-assign]  # ops overlap, as on a GPU
+        worst = 0.0
+        for i in range(4):
+            for name in ("main", "second"):
+                with on_stream(world, name):
+                    for op in REDUCING:
+                        for plan in ("signaled", replace(S, copies=True), "sequential", "decomposed", "fused"):
+                            worst = max(worst, case(world, op, [32] * world.size, 40, 32, plan, seed=i))
+        return worst
+
+    assert max(emulate(main, 2, seed)) < 5e-3
+
+
+@pytest.mark.parametrize("op", REDUCING)
+def test_same_inputs_same_bits(op: str) -> None:
+    def main(world: weft.World) -> list[torch.Tensor]:
+        x, w, b = draw(world.rank, 48, 24), draw(50 + world.rank, 72, 24), draw(99, 72)
+        fn: Any = getattr(weft, op)
+        out = [
+            fn(x, w, b, world=world, plan=plan).clone() for plan in ("signaled", replace(S, groups=(1,)), "signaled")
+        ]
+        world.synchronize()
+        return out
+
+    runs = [emulate(main, 3, seed) for seed in range(4)]
+    for rank in range(3):
+        assert all(torch.equal(runs[0][rank][0], again) for run in runs for again in run[rank])
+    if op == "matmul_all_reduce":
+        assert all(torch.equal(runs[0][0][0], runs[0][rank][0]) for rank in range(3))
+
+
+# -- schedules that are wrong ------------------------------------------------------------------------------------------
+
+
+def changed_turn(made: Schedule, p: int, i: int, **new: int) -> Schedule:
+    """With turn i of program p changed."""
+    turns = [list(turns) for turns in made.turns]
+    turns[p][i] = turns[p][i]._replace(**new)
+    return replace(made, turns=tuple(map(tuple, turns)))
+
+
+def early(made: Schedule) -> Schedule:
+    """A program signals a group one tile before its last tile of it."""
+    p, i = next(
+        (p, i) for p, turns in enumerate(made.turns) for i, turn in enumerate(turns) if turn.last - 5 >= turn.first
+    )
+    return changed_turn(made, p, i, last=made.turns[p][i].last - 5)
+
+
+def twice(made: Schedule) -> Schedule:
+    """Two tiles of a group share a slot, and one slot stays empty."""
+    return changed_turn(made, 1, 0, each=made.turns[1][0].each - 1)
+
+
+def swapped(made: Schedule) -> Schedule:
+    """A program's tiles of two groups have changed places."""
+    first = [turn.first for turn in made.turns[0]]
+    return changed_turn(changed_turn(made, 0, 0, first=first[1]), 0, 1, first=first[0])
+
+
+def short(made: Schedule) -> Schedule:
+    """A wait for one program less."""
+    return replace(made, arrivals=(made.arrivals[0] - 1, *made.arrivals[1:]))
+
+
+def long(made: Schedule) -> Schedule:
+    return replace(made, arrivals=(made.arrivals[0] + 1, *made.arrivals[1:]))
+
+
+def wrong_group(made: Schedule) -> Schedule:
+    """One program counts another group up."""
+    return changed_turn(made, 0, 0, group=1)
+
+
+def cut(made: Schedule) -> Schedule:
+    """The first group's collective takes a tile too many."""
+    step = made.bounds[-1] // 2 if len(made.bounds) == 2 else 6
+    return replace(made, bounds=(0, made.bounds[1] + step, *made.bounds[2:]))
+
+
+BROKEN = [early, short, long, wrong_group, cut]
+SCATTER = "matmul_reduce_scatter"
+
+
+@pytest.mark.parametrize(
+    ("op", "broken"),
+    [
+        *itertools.product(REDUCING, BROKEN),
+        (SCATTER, twice),
+        (SCATTER, swapped),
+    ],  # alone, an owner's slots are its tiles
+    ids=lambda f: getattr(f, "__name__", f),
+)
+def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op: str, monkeypatch: Any) -> None:
+    """5 programs, 30 tiles of 2 owners (15 each), groups of 2 and 4 waves."""
+    plan = replace(S, groups=(2, 3), ctas=1)
+
+    def main(world: weft.World) -> float:
+        return case(world, op, [80, 80], 96, 32, plan, calls=2)
+
+    for seed in range(3):
+        assert max(emulate(main, 2, seed)) < 5e-3
+    monkeypatch.setattr(signaled, "schedule", lambda *a: broken(schedule(*a)))
+
+    def caught(seed: int) -> bool:
+        try:
+            return max(emulate(main, 2, seed)) > 5e-3
+        except (weft.Race, weft.Deadlock, weft.SignalError, weft.MemoryFault):
+            return True
+
+    assert any(map(caught, range(8))), f"{broken.__name__}: {broken.__doc__}"
+
+
+# -- rows in tiles -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", REDUCING)
+@pytest.mark.parametrize("shape", [(40, 72, 24), (33, 16, 40), (7, 100, 8), (96, 64, 16)])
+def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) -> None:
+    """reorder=False: the Remap says where each element is; RMSNorm and residual add read through it."""
+    m, n, k = shape
+
+    def main(world: weft.World) -> None:
+        assert tiles_case(world, op, m, n, k, "signaled") < 3e-3
+        x, w = draw(world.rank, m, k), draw(50 + world.rank, n, k)
+        rows_in_order, none = getattr(weft, op)(x, w, world=world, plan="sequential", reorder=False)
+        assert none is None and distance(rows_in_order, getattr(weft, op)(x, w, world=world, plan="signaled")) < 5e-3
+
+    emulate(main, 3)
+
+
+@pytest.mark.parametrize("n", [16, 13])
+def test_out_where_no_bulk_store_gets(n: int) -> None:
+    """On one rank alone, which must not change how the ranks communicate."""
+
+    def main(world: weft.World) -> float:
+        x, w = draw(world.rank, 8, 16), draw(5, n, 16) * 0.1
+        out = torch.zeros(1 + 8 * n, dtype=x.dtype)[1 if world.rank else 0 :][: 8 * n].view(8, n)
+        assert weft.matmul_all_reduce(x, w, world=world, plan="signaled", out=out) is out
+        world.synchronize()
+        return distance(out, sum(draw(r, 8, 16).double() for r in range(world.size)) @ w.double().t())
+
+    assert max(emulate(main, 2)) < 5e-3
+
+
+def test_an_eager_call_prepares_captures_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where "auto" is signaled in graphs alone, reorder=False lays the tiles out otherwise."""
+    chosen = dict(graph=S, eager=Sequential())
+    monkeypatch.setattr(MatmulAllReduce, "auto", lambda op, world, call, mode: chosen[mode])
+
+    def main(world: weft.World) -> None:
+        x, w = draw(world.rank, 32, 32), draw(5, 64, 32) * 0.1
+        for reorder in (True, True, False, False):
+            weft.matmul_all_reduce(x, w, world=world, reorder=reorder)
+        backend: Any = world.backend
+        backend.capturing = lambda: True
+        _, remap = weft.matmul_all_reduce(x, w, world=world, reorder=False)
+        assert remap is not None
+
+    emulate(main, 2)
+
+
+def test_rms_norm_of_nothing_and_of_float16() -> None:
+    def main(world: weft.World) -> None:
+        weight = draw(1, 40, dtype=torch.float16)
+        assert weft.rms_norm(torch.empty(0, 40, dtype=torch.float16), weight, 1e-6, world=world).shape == (0, 40)
+        x = draw(2, 9, 40, dtype=torch.float16)
+        ref = torch.nn.functional.rms_norm(x.double(), (40,), weight.double(), 1e-6)
+        assert distance(weft.rms_norm(x.t().contiguous().t(), weight, 1e-6, world=world), ref) < 1e-3
+
+    emulate(main, 1)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_errors_quote_what_was_given() -> None:
+    def main(world: weft.World) -> None:
+        x, w = draw(0, 20, 24), draw(1, 40, 24)
+        tiles, remap = weft.matmul_all_reduce(x, w, world=world, plan="signaled", reorder=False)
+        norm: Any = weft.rms_norm
+        for error, says, call in (
+            (ValueError, r"\[19, 40\]", lambda: weft.residual_add(tiles, draw(3, 19, 40), world=world, remap=remap)),
+            (ValueError, r"x \[20, 40\].*Remap", lambda: norm(draw(3, 20, 40), draw(3, 40), 1e-6, world=world, remap=remap)),
+            (ValueError, r"weight \[39\]", lambda: norm(tiles, draw(3, 39), 1e-6, world=world, remap=remap)),
+            (TypeError, "one dtype", lambda: norm(tiles, draw(3, 40).half(), 1e-6, world=world, remap=remap)),
+            (TypeError, "float32", lambda: norm(draw(3, 4, 4).float(), draw(3, 4).float(), 1e-6, world=world)),
+            (ValueError, "2-D", lambda: norm(draw(3, 4), draw(3, 4), 1e-6, world=world)),
+            (ValueError, "gradient", lambda: norm(draw(3, 4, 4).requires_grad_(), draw(3, 4), 1e-6, world=world)),
+            (TypeError, "World", lambda: norm(x, x[0], 1e-6, world=None)),
+            (ValueError, "reorder=False", lambda: weft.matmul_all_reduce(x, w, world=world, out=x, reorder=False)),
+            (ValueError, "decomposed.*fused", lambda: weft.all_gather_matmul(x, w, world=world, plan="signaled")),
+            (ValueError, "not one of", lambda: weft.all_gather_matmul(x, w, world=world, plan=S)),
+            (weft.Unsupported, "6 CTAs", lambda: weft.matmul_all_reduce(x, w, world=world, plan=replace(S, ctas=6))),
+        ):  # fmt: skip
+            with pytest.raises(error, match=says):
+                call()
+        assert distance(weft.matmul_all_reduce(x, w, world=world, plan="signaled"), tiles.flatten()[remap.index()]) == 0
+
+    emulate(main, 2)
+
+
+def test_what_cannot_be_signaled_is_sequential_and_said_once(caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(emulate(lambda w: case(w, "matmul_all_reduce", [8, 8], 16, 20, "signaled", calls=3), 2)) < 5e-3
+    lines = [r.getMessage() for r in caplog.records if "sequential instead of signaled" in r.getMessage()]
+    assert len(lines) == 1 and all(line.startswith("matmul_all_reduce") and "K 20" in line for line in lines)
+
+
+def test_one_rank() -> None:
+    assert max(emulate(lambda w: case(w, "matmul_all_reduce", [20], 16, 24, "signaled"), 1)) < 5e-3
+
+
+def test_a_plan_is_text_and_back() -> None:
+    plan = Signaled(groups=(1, 2, 3), ctas=4, tile=GemmTile(block_n=128))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan_of(text_of(plan)) == plan and plan_of(text_of(Signaled())) == Signaled()
+    with pytest.raises(ValueError, match="groups"):
+        Plan.from_json('{"kind": "signaled", "groups": 3}')
+
+
+# -- rows to ranks of their own ----------------------------------------------------------------------------------------
+
+
+TO_ALL: list[str | Plan] = [
+    "sequential",
+    "signaled",
+    changed(S, groups=(1, 1, 2), block_n=16),
+    replace(S, groups=(9,), ctas=4),
+    replace(S, copies=True, groups=(1, 1, 2), ctas=2),
+]
+
+
+@pytest.mark.parametrize("plan", TO_ALL, ids=range(len(TO_ALL)))
+@pytest.mark.parametrize("ranks", some([1, 2, 4], 2))
+def test_all_to_all(ranks: int, plan: str | Plan) -> None:
+    for i, rows in enumerate(([40] * ranks, [33, 0, 70, 5][:ranks], [100, 1, 0, 2][:ranks], [0] * ranks)):
+        for weights in (None, [1, 0, 9, 0][:ranks]):
+            to = drawn(i, ranks, rows, weights)
+            found = emulate(lambda w, to=to, i=i: all_to_all_case(w, to, 72, 24, plan, seed=i), ranks, i)
+            assert max(found) < 5e-3
+    to = drawn(9, ranks, [37] * ranks)
+    for n in (40, 39):  # 39: sequential
+        found = emulate(
+            lambda w, n=n: all_to_all_case(w, to, n, 40, plan, bias=True, dtype=torch.float16, into=True), ranks, 1
+        )
+        assert max(found) < 1e-3
+
+
+@pytest.mark.parametrize("seed", some(range(12), 3))
+def test_all_to_all_under_many_schedules(seed: int) -> None:
+    """Ranks with more and with fewer waves, several routings in turn, some used again; ops overlap, as on a GPU."""
+
+    def main(world: weft.World) -> float:
+        world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        worst = 0.0
+        for i in range(3):
+            to = drawn(seed * 10 + i, 3, [(90, 10, 0), (20, 50, 70), (16, 16, 16)][i], None if i % 2 else [1, 5, 1])
+            plan = replace(S, groups=((), (1, 1), (1, 3))[(i + seed) % 3], copies=seed % 2 > 0)
+            worst = max(worst, all_to_all_case(world, to, 48, 16, plan, seed=i, calls=2, again=i != 1))
+        return worst
+
+    assert max(emulate(main, 3, seed, preempt=0.2)) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(4), 2))
+def test_all_to_all_in_a_loop_over_tiles_as_before_hopper(seed: int) -> None:
+    def main(world: weft.World, plan: Plan) -> float:
+        world.backend.capability = AMPERE
+        to = drawn(seed, 3, (40, 0, 70))
+        return all_to_all_case(world, to, 72, 24, plan, seed=seed, calls=2, bias=True)
+
+    for plan in TO_ALL[2:]:
+        assert isinstance(plan, Plan)
+        assert max(emulate(lambda w, p=plan: main(w, p), 3, seed, preempt=0.2)) < 5e-3
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rows=st.lists(st.integers(0, 60), min_size=2, max_size=4), n=st.integers(1, 9), k=st.integers(1, 6),
+    groups=st.lists(st.integers(1, 3), max_size=3), group_m=st.integers(1, 4), run=st.integers(0, 99),
+)  # fmt: skip
+def test_all_to_all_of_any_shape(rows: list[int], n: int, k: int, groups: list[int], group_m: int, run: int) -> None:
+    to = drawn(run, len(rows), rows)
+    plan = changed(S, groups=tuple(groups), group_m=group_m, copies=run % 2 > 0)
+    assert max(emulate(lambda w: all_to_all_case(w, to, 8 * n, 8 * k, plan, seed=run), len(rows), run)) < 8e-3
+
+
+def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
+    """The capture takes another plan, which needs tables and symmetric memory, and talks to nobody."""
+
+    def main(world: weft.World) -> bool:
+        backend: Any = world.backend
+        backend.sm_count, backend.scale = 32, Scale()
+        x, w, bias = draw(world.rank, 40, 24), draw(50 + world.rank, 72, 24), draw(9, 72)
+        routing = weft.route([i % 2 for i in range(40)], world=world)
+        want = weft.matmul_all_to_all(x, w, destinations=routing, world=world).clone()
+        alone = bias if world.rank else None  # a bias is each rank's own
+        weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world)
+        added = weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world).clone()
+        world.exchange(None)
+        backend.capturing, exchange, backend.exchange = lambda: True, backend.exchange, None
+        got = weft.matmul_all_to_all(x, w, destinations=routing, world=world)
+        worst = max(
+            distance(got, want), distance(weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world), added)
+        )
+        backend.exchange = exchange
+        return worst < 5e-3 and "pool" in world._buffers
+
+    for mode, plan in (("eager", Sequential()), ("graph", replace(S, ctas=4, copies=True))):
+        learn([Measured("matmul_all_to_all", 2, 40, 72, 24, mode, plan, 1.5)])
+    assert all(emulate(main, 2))
+
+
+def test_all_to_all_errors() -> None:
+    def main(world: weft.World) -> None:
+        me, fn = world.rank, weft.matmul_all_to_all
+        x, w = draw(0, 6, 24), draw(1, 40, 24)
+        good = [0, 1, 1, 0, 0, 1]
+        for error, says, call in (
+            (ValueError, "rank 1 go from 0 to 2", lambda: weft.route([0, 1 + me], world=world)),
+            (ValueError, "rank 0 must be a list of integers", lambda: weft.route([0.5] if me == 0 else [0], world=world)),
+            (ValueError, "rank 1 must be a list", lambda: weft.route([[0]] if me else [0], world=world)),
+            (ValueError, r"x \[6, 24\] .* 5 destinations", lambda: fn(x, w, destinations=good[:5], world=world)),
+            (ValueError, "not .*auto.*sequential.*signaled", lambda: fn(x, w, destinations=good, world=world, plan="fused")),
+            (ValueError, "nonsense", lambda: fn(x, w, destinations=good, world=world, plan="nonsense")),
+            (ValueError, "gradient", lambda: fn(x, w.clone().requires_grad_(), destinations=good, world=world)),
+            (weft.Mismatch, "disagree", lambda: fn(x, draw(1, 40 + 8 * me, 24), destinations=good, world=world)),
+        ):  # fmt: skip
+            with pytest.raises(error, match=says):
+                call()
+        first, second = weft.route(good, world=world), weft.route(good[::-1], world=world)
+        with pytest.raises(weft.Mismatch, match="routing"):
+            fn(x, w, destinations=second if me else first, world=world)
+        other = weft.World(world.backend, f"another on rank {me}")
+        with pytest.raises(ValueError, match="another World"):
+            fn(x, w, destinations=first, world=other)
+        assert first.counts == ((3, 3), (3, 3)) and "destinations" not in repr(first)
+        assert fn(x, w, destinations=torch.tensor(good), world=world, plan="auto").shape == (6, 40)
+
+    emulate(main, 2)
+
+
+def shifted(made: GroupTables) -> GroupTables:
+    """A row goes to the place after its own."""
+    made.row_map[1] += 1
+    return made
+
+
+def exchanged(made: GroupTables) -> GroupTables:
+    """Two rows have changed places."""
+    made.row_map[:2] = made.row_map[:2].flip(0)
+    return made
+
+
+def mistaken(made: GroupTables) -> GroupTables:
+    """What a group brings begins a row too early, over the last of another's."""
+    sender = 1 - made.signals.ch.state[0].item()
+    made.receive_offsets[1][sender] -= 1
+    return made
+
+
+def pulled_early(made: GroupTables) -> GroupTables:
+    """Of a peer's pool the rows of another group are taken."""
+    sender = 1 - made.signals.ch.state[0].item()
+    made.source_offsets[0][sender] += made.receive_counts[0][sender]
+    return made
+
+
+BROKEN = [early, short, long, wrong_group, shifted, exchanged, mistaken, pulled_early]
+
+
+@pytest.mark.parametrize(
+    ("broken", "copies"),
+    [(f, copies) for f in BROKEN for copies in (False, True) if copies or f is not pulled_early],
+)
+def test_a_broken_all_to_all_is_caught(broken: Callable[[Any], Any], copies: bool, monkeypatch: Any) -> None:
+    to = drawn(3, 2, [80, 80])
+
+    def main(world: weft.World) -> float:
+        return all_to_all_case(world, to, 96, 32, replace(S, groups=(1, 2, 3), copies=copies))
+
+    if broken in (shifted, exchanged, mistaken, pulled_early):
+        monkeypatch.setattr(to_all, "group_tables", lambda *a: broken(group_tables(*a)))
+    else:
+        monkeypatch.setattr(to_all, "scheduled", lambda *a: broken(scheduled(*a)))
+
+    def caught(seed: int) -> bool:
+        try:
+            emulate(main, 2, seed)
+        except (weft.Race, weft.Deadlock, weft.SignalError, weft.MemoryFault, AssertionError):
+            return True
+        return False
+
+    assert any(map(caught, range(8))), f"{broken.__name__}: {broken.__doc__}"

@@ -1,0 +1,137 @@
+"""A new number of rows compiles nothing: what Triton makes a compiled kernel's key from does not depend on it.
+
+The launches are recorded on an emulated world, where nothing runs, and bound as for an H200. What remains is listed: a
+constant that depends on the rows takes a few values, each for a reason.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Hashable
+
+import pytest
+import torch
+
+import weft
+from tests.gates import some
+from tests.offline.test_offline import BF, Launch, launches, specialised
+from weft import World
+from weft.ops.all_gather_matmul.op import all_gather_swiglu
+from weft.ops.norm import Remap
+from weft.plans import (
+    Decomposed,
+    FusedAllReduce,
+    FusedGather,
+    FusedGatherByCopies,
+    FusedReduceScatter,
+    Multicast,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
+)
+
+RANKS, N, K = 2, 1024, 512
+AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
+Run = Callable[[World, int], object]
+
+
+def gemm(op: str, plan: Plan, gated: bool = False) -> Run:
+    def run(world: World, m: int) -> None:
+        rows = [(m + world.size - 1 - r) // world.size for r in range(world.size)]
+        x, w = torch.zeros(rows[world.rank] if op == AG else m, K, dtype=BF), torch.zeros(N, K, dtype=BF)
+        if op == A2A:
+            to = [i * i % world.size for i in range(m)]
+            weft.matmul_all_to_all(x, w, destinations=to, world=world, plan=plan)
+        elif gated:
+            all_gather_swiglu(x, w, N // 2, world=world, plan=plan, rows=rows)
+        elif op == AG:
+            weft.all_gather_matmul(x, w, world=world, plan=plan, rows=rows)
+        else:
+            getattr(weft, op)(x, w, world=world, plan=plan)
+
+    return run
+
+
+def norm(plan: Plan, full: bool = False) -> Run:
+    def run(world: World, m: int) -> None:
+        x, w = torch.zeros(m, N, dtype=BF), torch.zeros(N, dtype=BF)
+        rows = m if full else (m + world.size - 1 - world.rank) // world.size
+        residual = torch.zeros(rows, N, dtype=BF)
+        weft.all_reduce_rms_norm(x, residual, w, full_residual=full, world=world, plan=plan)
+
+    return run
+
+
+def rows_alone(world: World, m: int) -> None:
+    """What stands between the ops, in order and over tiles."""
+    weight, residual = torch.zeros(N, dtype=BF), torch.zeros(m, N, dtype=BF)
+    for remap in (None, Remap(m, N, -(-m // 128), 128, 256, 8)):
+        x = residual if remap is None else torch.zeros(remap.shape, dtype=BF)
+        weft.rms_norm(x, weight, 1e-6, world=world, remap=remap)
+        weft.residual_add(x, residual, world=world, remap=remap)
+    weft.silu_mul(residual, world=world)
+
+
+ONE = 1, ""
+WHOLE = 2, "shards that are whole tiles of one number have a mapping without tables, and bulk copies"
+BLOCKS = 4, "few rows are cut in smaller blocks, so that every program has some"
+CASES: dict[str, tuple[Run, tuple[int, str]]] = {
+    "all-gather, fused": (gemm(AG, FusedGather()), WHOLE),
+    "all-gather, fused, gated": (gemm(AG, FusedGather(), True), WHOLE),
+    "all-gather, copied": (gemm(AG, FusedGatherByCopies()), WHOLE),
+    "all-gather, one shot": (gemm(AG, OneShot()), BLOCKS),
+    "reduce-scatter, fused": (gemm(RS, FusedReduceScatter()), ONE),
+    "reduce-scatter, decomposed": (gemm(RS, Decomposed()), ONE),
+    "reduce-scatter, one shot": (gemm(RS, OneShot()), BLOCKS),
+    "reduce-scatter, signaled": (gemm(RS, Signaled()), ONE),
+    "reduce-scatter, signaled, copies": (gemm(RS, Signaled(copies=True)), ONE),
+    "all-reduce, fused": (gemm(AR, FusedAllReduce()), ONE),
+    "all-reduce, one shot": (gemm(AR, OneShot()), ONE),
+    "all-reduce, two shots": (gemm(AR, TwoShotLowLatency()), ONE),
+    "all-reduce, signaled": (gemm(AR, Signaled()), ONE),
+    "all-reduce, signaled, copies": (gemm(AR, Signaled(copies=True)), ONE),
+    "all-to-all, signaled": (gemm(A2A, Signaled()), ONE),
+    "rows alone": (rows_alone, (2, "with a residual and without")),
+}
+for name, plan in {
+    "sequential": Sequential(),
+    "one shot": OneShot(),
+    "two shots": TwoShotPush(),
+    "posted": TwoShotLowLatency(),
+    "pulled": TwoShotPull(rows=4),
+    "bulk": TwoShotPush(warps=8, bulk=True),
+    "decomposed": Decomposed(),
+    "multicast": Multicast(),
+}.items():
+    CASES[f"norm, {name}"] = norm(plan), ONE
+    CASES[f"norm, {name}, full"] = norm(plan, True), ONE
+
+
+def key(launch: Launch) -> Hashable:
+    """Of a compiled kernel; addresses of whole 16-byte words, as all but a caller's are."""
+    name, _, options, arguments, more = specialised(launch)
+    return name, options, re.sub(r"\('(\*k?\w+)', ''\)", r"('\1', 'D')", arguments), more
+
+
+@pytest.mark.parametrize("name", some(CASES, 5))
+def test_a_new_number_of_rows_is_no_new_kernel(name: str) -> None:
+    run, (most, _) = CASES[name]
+    draw = random.Random(name)
+    sizes = [1, 2, 16, 17, 255, 256, 4096, *(draw.randint(3, 6000) for _ in range(8)), 512, 5 * 128 * RANKS]
+
+    def all_sizes(world: World) -> None:
+        for m in sizes:
+            run(world, m)
+
+    found: dict[Hashable, set[Hashable]] = {}
+    for launch in launches(all_sizes, RANKS)[0]:
+        tiled = launch.args["layout"].TILED.value if "layout" in launch.args else None
+        part = launch.kernel.__name__, launch.args.get("COMPUTE"), tiled
+        found.setdefault(part, set()).add(key(launch))
+    for part, keys in found.items():
+        assert len(keys) <= most, f"{part}:\n" + "\n".join(map(str, sorted(keys, key=str)))

@@ -1,0 +1,374 @@
+"""Triton's own versions: which weft takes, how it refuses others, and what it hands their launcher."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+from typer.testing import CliRunner
+
+import weft
+from weft import WeftError, _triton
+from weft.backends.launcher import Launcher
+from weft.check.offline import OfflineDriver
+from weft.cli import app
+
+NEWER = "3.10.0"
+REFUSED = r"weft was tried with Triton 3\.6 to 3\.9, and this is 3\.10\.0: pip install 'triton>=3\.6,<3\.10'"
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0", "3.9.1+git0a1b2c3", "3.8.0.post2"])
+def test_a_version_that_was_tried_is_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    _triton.require()
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "3.10.0.dev20270101", "4.0.0"])
+def test_another_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    for use in (_triton.require, _triton.interpreter, lambda: _triton.ptxas("sm_90a"), lambda: Launcher(SimpleNamespace())):  # type: ignore[arg-type]  # fmt: skip
+        with pytest.raises(
+            WeftError, match=f"tried with Triton 3.6 to 3.9, and this is {re.escape(version)}: pip install"
+        ):
+            use()
+
+
+def test_the_emulator_is_refused_before_it_looks_for_what_is_not_there() -> None:
+    """In a process of its own: a newer Triton may lack any name that is not public, as its whole interpreter."""
+    script = f"""
+import sys, triton
+triton.__version__, sys.modules["triton.runtime.interpreter"] = "{NEWER}", None
+import weft
+weft.spmd(lambda world: None, 2, backend="emulated")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert re.fullmatch(f"weft.errors.WeftError: {REFUSED}", done.stderr.splitlines()[-1]), done.stderr
+
+
+def test_commands_say_it_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", NEWER)
+    said = CliRunner().invoke(app, ["check", "kernel.py"])
+    assert said.exit_code == 1 and re.fullmatch(REFUSED, said.output.strip())
+
+
+def test_doctor_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = CliRunner().invoke(app, ["doctor", "--quick"], terminal_width=300).output
+    assert re.search(rf"triton +{re.escape(triton.__version__)} \(tried: 3\.6 to 3\.9; on GPUs: 3\.6 and 3\.9\)", said)
+    monkeypatch.setattr(triton, "__version__", NEWER)
+    said = CliRunner().invoke(app, ["doctor", "--quick"], terminal_width=300)
+    assert said.exit_code == 0 and re.search(f"weft will use +nothing: {REFUSED}", " ".join(said.output.split()))
+
+
+def test_the_package_asks_for_what_was_tried() -> None:
+    wanted = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (oldest, past) = re.findall(r'"triton>=3\.(\d+),<3\.(\d+);', wanted)[0]
+    assert _triton.TRIED == tuple((3, minor) for minor in range(int(oldest), int(past)))
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    word: Any
+    n: Any
+
+
+@weft.jit(
+    do_not_specialize=("many",),
+)
+def everything(x_desc, out, pair, one, many, scale, out_desc, BLOCK: tl.constexpr, LAST: tl.constexpr = 3):
+    x = x_desc.load([0, 0]).to(tl.float32) * scale + tl.load(pair.word) + pair.n + one + many
+    out_desc.store([0, 0], x.to(out_desc.dtype))
+    tl.store(out + tl.arange(0, BLOCK), LAST)
+
+
+def test_the_line_of_a_function_is_that_of_its_def() -> None:
+    lines, start = inspect.getsourcelines(everything.fn)
+    assert lines[_triton.first_line(everything) - start].startswith("def everything(")
+
+
+@weft.jit
+def picked(out, LIST: tl.constexpr):
+    for i in range(2):
+        tl.store(out + i, LIST[i])
+
+
+@weft.jit
+def scaled(out, TWO: tl.constexpr):
+    tl.store(out, tl.constexpr(TWO) * (tl.load(out + 1) + 3))
+
+
+@weft.jit
+def added(parts, out):
+    tl.store(out, tl.load(parts[0]) + tl.load(parts[1]))
+
+
+@weft.jit
+def polled(out):
+    tl.atomic_poll(out, 1)
+
+
+def interpreted(kernel: Any, **args: Any) -> list[int]:
+    def main(world: weft.World) -> list[int]:
+        out = world.zeros((2,), torch.int32)
+        world.launch(kernel, 1, dict(out=out, **args), {}, world.current_stream())
+        world.synchronize()
+        return out.tolist()
+
+    return weft.spmd(main, 1, backend="emulated")[0]
+
+
+@pytest.mark.filterwarnings("error:Conversion of an array:DeprecationWarning")  # an error itself since numpy 2.4
+def test_a_scalar_is_a_number_to_python() -> None:
+    assert interpreted(picked, LIST=(4, 5)) == [4, 5]
+
+
+def test_the_product_of_a_constexpr_and_a_tensor_is_a_tensor() -> None:
+    assert interpreted(scaled, TWO=2) == [6, 0]
+
+
+@pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="Triton has it since 3.9")
+def test_atomics_that_the_emulator_does_not_know_are_named() -> None:
+    with pytest.raises(NotImplementedError, match="does not run tl.atomic_load, atomic_store and atomic_poll"):
+        interpreted(polled)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+class RecordedDriver(OfflineDriver):
+    """Launches nothing: keeps what Triton's launcher in C would be handed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        from triton.backends.nvidia import driver
+
+        self.launched: list[tuple[Any, ...]] = []
+        self.launcher_cls = driver.CudaLauncher
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda name, binary, shared, device: (1, 0xC0DE, 32, 0, 1024),
+            unload_module=lambda module: None,
+            fill_tma_descriptor=lambda *geometry: ("descriptor", *geometry),
+            fill_tma_descriptor_tiled=lambda *geometry: ("descriptor", *geometry),
+            build_signature_metadata=tuple,
+            launch=lambda *args: self.launched.append(args),
+        )
+        # Before 3.7 a launcher was made for each signature, and since then there is one, with annotations made in C.
+        made = SimpleNamespace(launch=self.utils.launch)
+        monkeypatch.setattr(driver, "compile_module_from_src", lambda **how: made, raising=False)
+        monkeypatch.setattr(driver, "library_dirs", lambda: [])
+        monkeypatch.setattr(driver, "PyKernelArg", lambda nested_tuple, type: (type, nested_tuple), raising=False)
+        made.launch.__name__ = "launch"
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedDriver]:
+    driver = RecordedDriver(monkeypatch)
+    triton.runtime.driver.set_active(driver)
+    yield driver
+    for kernel in (everything, added):
+        for compiled in kernel.device_caches[0][0].values():
+            compiled.module = None  # nothing that a driver could unload
+        kernel.device_caches.clear()
+    triton.runtime.driver.set_active(OfflineDriver())
+
+
+def arguments() -> dict[str, Any]:
+    x, out, word = torch.ones(64, 64, dtype=torch.float16), torch.zeros(16), torch.ones(1)
+    descriptors = {name: TensorDescriptor.from_tensor(x, [32, 64]) for name in ("x_desc", "out_desc")}
+    return dict(**descriptors, out=out, pair=Pair(word, 48), one=1, many=7, scale=0.5, BLOCK=16)
+
+
+def plain(value: Any) -> Any:
+    """As the launcher in C reads it; hooks that call nothing, and what they would be told, are as good as none."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in value]
+    return None if type(value).__name__ in ("HookChain", "LazyDict") else value
+
+
+def test_a_repeated_launch_hands_over_what_triton_does(recorded: RecordedDriver) -> None:
+    args = arguments()
+    options = _triton.options(dict(num_warps=4, per_sm=2))
+    compiled = everything[(5,)](**args, **options)
+    ready = _triton.repeated(everything, compiled, 5, args)
+    assert ready is not None
+    ready(recorded.get_current_stream(), ())
+    first, again = recorded.launched
+    assert plain(first) == plain(again)
+    assert again[:5] == (5, 1, 1, 0, 0xC0DE) and (4, 1, compiled.metadata.shared) in again
+    flat = repr(plain(again))
+    assert flat.count("'descriptor'") == 2 and str(args["out"].data_ptr()) in flat
+
+
+def test_a_repeated_launch_goes_with_the_addresses_of_the_day(recorded: RecordedDriver) -> None:
+    """Behind a descriptor, which takes several places; the next one goes with its own again."""
+    args = arguments()
+    compiled = everything[(5,)](**args, **_triton.options({}))
+    ready = _triton.repeated(everything, compiled, 5, args, ["out"])
+    assert ready is not None
+    elsewhere = torch.zeros(16)
+    for out in (elsewhere, args["out"]):
+        ready(recorded.get_current_stream(), [out.data_ptr()])
+    first, moved, again = map(plain, recorded.launched)
+    assert first == again
+    assert repr(moved) == repr(first).replace(str(args["out"].data_ptr()), str(elsewhere.data_ptr())) != repr(first)
+
+
+def test_a_repeated_launch_keeps_its_code_loaded(recorded: RecordedDriver) -> None:
+    """Since 3.8 a compiled kernel that nothing refers to is unloaded from the GPU."""
+    args = arguments()
+    compiled = everything[(5,)](**args, **_triton.options({}))
+    ready = _triton.repeated(everything, compiled, 5, args)
+    assert compiled in (cell.cell_contents for cell in ready.__closure__)  # type: ignore[union-attr]
+
+
+def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) -> None:
+    """They are handed over by their addresses, as Triton does itself."""
+    a, b, out = torch.ones(1), torch.ones(1), torch.zeros(1)
+    args = dict(parts=(a, b), out=out)
+    compiled = added[(1,)](**args, **_triton.options({}))
+    ready = _triton.repeated(added, compiled, 1, args)
+    assert ready is not None
+    ready(recorded.get_current_stream(), ())
+    first, again = recorded.launched
+    assert plain(first) == plain(again)
+    recorded.launched.clear()
+    gone = weakref.ref(a)
+    del args, a, first, again
+    assert gone() is None
+
+
+def test_a_repeated_launch_goes_with_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
+    """What Triton itself would hand over for them, and then again for the first ones; one that is encoded is kept."""
+    first, second = arguments(), arguments()
+    for args in (first, second):
+        everything[(5,)](**args, **_triton.options({}))
+    compiled = everything[(5,)](**first, **_triton.options({}))
+    moving = ["x_desc", "pair", "out_desc", "out"]
+    ready = _triton.repeated(everything, compiled, 5, first, moving)
+    assert ready is not None
+    recorded.launched, wanted = [], recorded.launched[:2]
+    for args in (first, second, first):
+        ready(recorded.get_current_stream(), [_triton.address(moved(args[name]), fixed=False) for name in moving])
+    assert [plain(args) for args in recorded.launched] == [plain(wanted[i]) for i in (0, 1, 0)]
+
+
+def moved(value: Any) -> Any:
+    """The tensor that a descriptor is of."""
+    return value.base if isinstance(value, TensorDescriptor) else value
+
+
+@pytest.fixture
+def launched_here(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """A launcher whose GPU is the recorded driver."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(Launcher, "load", lambda *_: True)
+    yield Launcher(SimpleNamespace(capability=90, device=torch.device("cuda", 0)))  # type: ignore[arg-type]
+
+
+def prepared_launch(launcher: Launcher, **fixed: Any) -> weft.Launch:
+    machine: Any = SimpleNamespace(run_launch=launcher.run, load=lambda *_: None)
+    return weft.Launch(machine, everything, 5, {}, one=1, many=7, scale=0.5, BLOCK=16, **fixed)
+
+
+def test_a_launch_goes_with_the_tensors_of_each_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
+    """As Triton launches the kernel with them: pointers, what is seen as a matrix, and those in a NamedTuple."""
+    matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
+    launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
+    assert launch.moving == ("x_desc", "out", "pair", "out_desc")
+    calls = [arguments() for _ in range(3)]
+    for args in (*calls, calls[0]):
+        everything[(5,)](**args, **_triton.options({}))
+        launch(stream, **{name: moved(args[name]) for name in launch.moving})
+    handed = [plain(args) for args in recorded.launched]
+    assert handed[::2] == handed[1::2] and handed[0] != handed[2]
+    assert len(launch.variants) == 1
+
+
+def test_a_launch_keeps_no_tensor_of_a_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
+    matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
+    launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
+    args = {name: moved(value) for name, value in arguments().items() if name in launch.moving}
+    for _ in range(2):
+        launch(stream, **args)
+    gone = [weakref.ref(t) for t in (args["x_desc"], args["out"], args["pair"].word)]
+    recorded.launched.clear()
+    del args
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_another_alignment_or_dtype_is_another_variant(recorded: RecordedDriver, launched_here: Launcher) -> None:
+    matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
+    launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
+    args = {name: moved(value) for name, value in arguments().items() if name in launch.moving}
+    for out in (torch.zeros(16), torch.zeros(17)[1:], torch.zeros(16, dtype=torch.int32), torch.zeros(16)):
+        launch(stream, **args | dict(out=out))
+    assert len(launch.variants) == 3
+
+
+def test_a_launch_takes_what_moves_and_nothing_else(launched_here: Launcher) -> None:
+    matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
+    with pytest.raises(TypeError, match="everything has no parameter z"):
+        prepared_launch(launched_here, z=1)
+    launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
+    with pytest.raises(TypeError, match="everything is launched with x_desc, out, pair, out_desc, not with scale"):
+        launch(stream, scale=0.5)
+
+
+def test_what_is_prepared_depends_on_no_tensor() -> None:
+    @weft.prepared
+    def made(world: weft.World, n: int, other: Any) -> list[int]:
+        return [n]
+
+    def main(world: weft.World) -> None:
+        assert made(world, 1, ("a", 2)) is made(world, 1, ("a", 2)) is not made(world, 2, ("a", 2))
+        with pytest.raises(TypeError, match="made: a tensor changes from call to call"):
+            made(world, 1, (torch.ones(1), 2))
+        kept = made(world, 1, None)
+        world.buffer("grows", 1 << 10)
+        assert made(world, 1, None) is not kept, "memory that calls share is elsewhere now"
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+@pytest.mark.parametrize("what", ["a hook", "scratch memory", "no TMA descriptor"])
+def test_what_is_left_to_triton(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    args = arguments()
+    compiled = everything[(5,)](**args, **_triton.options({}))
+    if what == "a hook":
+        monkeypatch.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [lambda metadata: None])
+    elif what == "scratch memory":
+        compiled.run.global_scratch_size = 128
+    else:
+        compiled.metadata = SimpleNamespace(tensordesc_meta=[])
+    assert _triton.repeated(everything, compiled, 5, args) is None
+
+
+def test_hooks_of_the_compiler_do_not_see_weft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would write constants as JSON for them, where a dtype inside a tuple ends the compilation."""
+    told = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **compiled: told.append(compiled))
+    with _triton.no_compile_hooks():
+        assert triton.knobs.runtime.jit_post_compile_hook is None and triton.knobs.runtime.jit_cache_hook is None
+    triton.knobs.runtime.jit_post_compile_hook(key="")
+    assert told == [dict(key="")]

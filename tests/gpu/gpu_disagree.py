@@ -1,0 +1,118 @@
+"""Ranks that make different calls, each known to all of them: torchrun --nproc-per-node 2 -m tests.gpu.gpu_disagree --out DIR
+
+Of every plan whose kernels compare, a World each: calls of 64 and of 72 rows, then one of 64 on the first rank and of 72 on
+the others, eager and as replays of two graphs. Every rank raises Mismatch, long before a wait expires. Of plans by the
+library likewise with `check=True`. Of a fused plan, whose channels are a call's own, waits expire, and the Timeout says
+first which ranks are in what. Prints a line a case, exits with 1 where one fails, and writes
+DIR/stalled_disagree<N>-<RANK>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["WEFT_TIMEOUT"] = "4"
+
+import torch
+
+import weft
+from weft import Mismatch, Timeout, World, moe
+
+ROWS = 64, 72
+Call = Callable[[], object]
+
+
+def calls(world: World, op: str, plan: str) -> list[Call]:
+    """One of each number of rows."""
+    g = torch.Generator(world.device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=world.device, generator=g).bfloat16()
+
+    weight, experts = draw(256, 256), 8
+    w13, w2 = moe.pack(draw(experts // world.size, 512, 256), world=world), draw(experts // world.size, 256, 256)
+
+    def made(rows: int) -> Call:
+        x, q = draw(rows, 256), draw(rows, 8, 64)
+        if op == "all_gather_matmul":
+            return lambda: weft.all_gather_matmul(x, weight, world=world, plan=plan)
+        if op == "matmul_reduce_scatter":
+            whole = draw(rows * world.size, 256)
+            return lambda: weft.matmul_reduce_scatter(whole, weight, world=world, plan=plan)
+        if op == "all_reduce":
+            return lambda: weft.all_reduce(x, world=world, plan=plan)
+        if op == "gathered_attention":
+            return lambda: weft.gathered_attention(q, q, q, world=world, plan=plan)
+        ids = torch.arange(rows, device=world.device, dtype=torch.int32)[:, None] % experts
+        ones, each = torch.ones(rows, 1, device=world.device), [rows] * world.size
+        return lambda: moe.moe(x, ids, ones, w13, w2, rows=each, world=world, plan=plan)
+
+    return [made(rows) for rows in ROWS]
+
+
+def captured(call: Call) -> Call:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def disagree(op: str, plan: str, graphs: bool, check: bool) -> tuple[str, float]:
+    """What this rank raised, and after how many seconds."""
+    world = weft.init(check=check)
+    pair: list[Any] = calls(world, op, plan)
+    for _ in range(3):
+        for call in pair:
+            call()
+    world.synchronize()
+    if graphs:
+        pair = [captured(call) for call in pair]
+        for call in pair:
+            call()
+        world.synchronize()
+    world.exchange("known")
+    start = time.monotonic()
+    try:
+        pair[min(world.rank, 1)]()
+        world.synchronize()
+    except (Mismatch, Timeout) as e:
+        return f"{type(e).__name__}: {str(e).splitlines()[0]}", time.monotonic() - start
+    return "nothing", time.monotonic() - start
+
+
+COMPARED = {
+    "all_gather_matmul": ("decomposed", "one_shot"),
+    "matmul_reduce_scatter": ("decomposed", "one_shot"),
+    "all_reduce": ("decomposed", "one_shot"),
+    "gathered_attention": ("segmented", "head_parallel"),
+    "moe": ("dispatched", "fused", "low_latency"),
+}
+CASES = [(op, plan, graphs, False) for op, plans in COMPARED.items() for plan in plans for graphs in (False, True)]
+CASES += [("all_gather_matmul", "sequential", False, True), ("all_gather_matmul", "fused", False, False)]
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    out = p.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    rows, rank, size = [], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for op, plan, graphs, check in CASES:
+        said, seconds = disagree(op, plan, graphs, check)
+        late = (op, plan) == ("all_gather_matmul", "fused")
+        good = "ranks disagree on this call" in said and (late or (said.startswith("Mismatch") and seconds < 3))
+        name = f"disagree: {op} {plan}{', replayed' if graphs else ''}{', check=True' if check else ''}, rank {rank}"
+        rows.append(dict(check=name, outcome="passed" if good else "failed", why=f"{said} after {seconds:.3f} s"))
+        print(*rows[-1].values(), sep=": ", flush=True)
+        (out / f"stalled_disagree{size}-{rank}.json").write_text(json.dumps(rows))
+    os._exit(any(row["outcome"] == "failed" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""Random calls of every op, counted: torchrun --nproc-per-node N -m tests.gpu.gpu_fuzz --out DIR [--seconds S] [--calls C]
+
+A round draws a kind: an op, a plan, whether with gradients, and whether in another World (`World.split`); the rows of every rank, and
+a layer: N, K, dtype, with a bias or without; for experts also a routing. It makes a few calls of them, each of other inputs, on a
+stream, with or without `out`, one rank late; or it captures them in a CUDA graph that is replayed with new inputs. Calls of one round
+on several streams are in no order but the library's; rounds follow each other in order, as different ops on two streams, and ops of
+several Worlds, must. Results are compared on the device with what float32 says, and read once in a while.
+
+The kinds of which there were the fewest calls, by as many ranks, on record (tests/gpu_record.json) come most often. Every rank draws
+the same from (seed, number of the round, kind), so `--seed S --only I --kind KIND` repeats round I alone; `--only I:J` those from I to
+J - 1, of the kinds that a run drew if `--record` names its fuzz<N>.json. A seed also fixes the layers, rows and plans that its
+rounds draw from, so that few kernels are compiled; another seed takes others. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.emulated.cases_ops import FUSED, SMALL_FUSED
+from tests.gpu.fuzz_calls import (
+    ALL,
+    ATTENTION,
+    CALLS,
+    EXCHANGE,
+    GATHER,
+    MOE,
+    NORM,
+    ROUTINGS,
+    SCATTER,
+    TENSOR,
+    TRAINED,
+    Call,
+    Checked,
+    Kind,
+    Part,
+    Result,
+    Round,
+)
+from weft.op import REGISTRY
+from weft.plans import (
+    FusedAllReduce,
+    FusedGatherByCopies,
+    Plan,
+    Segmented,
+    Signaled,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
+)
+
+OPS = tuple(CALLS)
+STREAMS = ("fuzz a", "fuzz b")
+BATCH = 200  # calls between two looks at the results
+NAMED = 20  # wrong calls that are written out
+EVEN = 100  # calls on record below which kinds come about equally often
+RECORD = Path(__file__).parents[1] / "gpu_record.json"
+REGISTERED = {TENSOR: "all_gather_grouped_matmul"}  # where the op that has the plans is not called so
+TRAINED_BY = {MOE: ("sequential", "dispatched")}  # others by all of their plans
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is drawn from: (N, K) of layers, most rows, how many shapes, rows of a tile, D of attention's heads, and rows of the pools that
+    inputs are cut from."""
+
+    sizes: tuple[tuple[int, int], ...]
+    most: int
+    shapes: int
+    tile: int
+    dim: int
+    pool: int
+
+
+GPU = Scale(((1024, 512), (1032, 264), (520, 2056)), 1500, 24, 128, 64, 4096)
+SMALL = Scale(((64, 32), (40, 24)), 40, 7, 16, 16, 128)
+
+
+class Fuzz:
+    """The rounds of one seed on one World and on those that it is split into; counts: calls on record by kind."""
+
+    def __init__(self, world: weft.World, seed: int, scale: Scale, counts: Mapping[str, int] | None = None) -> None:
+        self.world, self.seed, self.scale = world, seed, scale
+        self.parts = [Part(w, seed, scale) for w in worlds_of(world)]
+        rng = random.Random(f"{seed} plans")
+        self.plans = {
+            op: {"auto": "auto"} if op == EXCHANGE else plans(world, REGISTERED.get(op, op), rng) for op in OPS
+        }
+        self.kinds = [Kind(op, plan, parts=parts) for op in OPS for plan in self.plans[op] for parts in (False, True)]
+        for op in TRAINED:
+            trained = TRAINED_BY.get(op, self.plans[op])
+            self.kinds += [
+                Kind(op, plan, True, parts) for plan in {"auto": 0, **dict.fromkeys(trained)} for parts in (False, True)
+            ]
+        self.weights = [1 / (EVEN + (counts or {}).get(str(kind), 0)) for kind in self.kinds]
+        self.errors = torch.zeros(
+            2 * BATCH + 64 * 3, device=world.device
+        )  # over its bound, of calls since the last look
+        self.pending: list[tuple[Round, int]] = []  # the round that made each, and which of its calls it is
+        self.held: list[Any] = []  # graphs that may still run
+
+    def draw(self, index: int, kind: Kind | None = None) -> Round:
+        if kind is None:
+            (kind,) = random.Random(f"{self.seed} {index} kind").choices(self.kinds, self.weights)
+        rng = random.Random(f"{self.seed} {index} {kind}")
+        world = rng.randrange(1, len(self.parts)) if kind.parts else 0
+        part = self.parts[world]
+        layer, shape = rng.randrange(len(part.layers)), rng.randrange(len(part.shapes))
+        if kind.op in (NORM, ATTENTION) and not sum(part.shapes[shape]):
+            shape = 1  # one row
+        rows, plan = part.shapes[shape], self.plans[kind.op][kind.plan]
+        replays = rng.choice([3, 8]) if rng.random() < 0.1 and sum(rows) and not kind.gradients else 0
+        reads = (
+            kind.op == MOE
+            and kind.plan == "sequential"
+            or kind.op == TENSOR
+            and part.layers[layer].dtype == torch.float16
+        )
+        if reads:
+            replays = 0  # it may read counts on the host
+        calls = []
+        places = [rng.randrange(self.scale.pool - sum(rows)) for _ in range(3)]  # few: launches are kept by address
+        for _ in range(rng.randrange(1, 4) if replays or kind.gradients else rng.randrange(1, 9)):
+            late = rng.randrange(part.world.size) if rng.random() < 0.3 else -1
+            stream = "" if replays or rng.random() < 0.5 else rng.choice(STREAMS)
+            calls.append(Call(rng.choice(places), stream, late, rng.randrange(1000, 300_000), rng.random() < 0.3))
+        whole = rng.random() < 0.3 and not (replays and plan == "auto")  # whose tiles a graph may be the first to have
+        routing, form = rng.choice(ROUTINGS), rng.randrange(60)
+        return Round(index, kind, world, plan, layer, shape, rows, whole, routing, form, tuple(calls), replays)
+
+    def said(self, r: Round) -> str:
+        part = self.parts[r.world]
+        where = f"World {r.world}, of {part.world.size} ranks"
+        return f"seed {self.seed}, round {r.index} --kind {str(r.kind)!r}: {r}, {part.layers[r.layer]}, {where}"
+
+    def run(self, r: Round) -> int:
+        """Enqueue a round; the number of its calls."""
+        self.join()
+        part = self.parts[r.world]
+        checked, before = Checked(part, r), len(self.pending)
+        if r.replays:
+            self.graph(r, checked)
+        else:
+            for c in r.calls:
+                with part.world.on(stream_of(part.world, c.stream)):
+                    given, want = checked.given(c.at), checked.want(c.at)
+                    wait(part.world, c)
+                    self.compare(checked, checked.run(given, c.at, self.out(checked, want, c)), want)
+        return len(self.pending) - before
+
+    def graph(self, r: Round, checked: Checked) -> None:
+        """The calls once as they are, then captured, and replayed with inputs from elsewhere."""
+        world = self.parts[r.world].world
+        static = [tuple(t.clone() for t in checked.given(c.at)) for c in r.calls]
+        outs = [self.out(checked, checked.want(c.at), c) for c in r.calls]
+        for c, given, out in zip(r.calls, static, outs, strict=True):
+            self.compare(checked, checked.run(given, c.at, out), checked.want(c.at))
+        calls = list(zip(r.calls, static, outs, strict=True))
+        results, replay = captured(world, lambda: [checked.run(given, c.at, out) for c, given, out in calls])
+        self.held.append((replay, static, outs, results))
+        for i in range(1, r.replays + 1):
+            at = [(c.at + 97 * i) % (self.scale.pool - sum(r.rows)) for c in r.calls]
+            for start, given in zip(at, static, strict=True):
+                for held, new in zip(given, checked.given(start), strict=True):
+                    held.copy_(new)
+            wait(world, r.calls[i % len(r.calls)])
+            replay()
+            for start, got in zip(at, results, strict=True):
+                self.compare(checked, got, checked.want(start))
+
+    def join(self) -> None:
+        """Everything on every stream before what comes next."""
+        main = self.world.current_stream()
+        others = [stream_of(part.world, name) for part in self.parts for name in STREAMS]
+        for other in others:
+            self.world.wait_event(main, self.world.record(other))
+        for other in others:
+            self.world.wait_event(other, self.world.record(main))
+
+    def out(self, checked: Checked, want: Result, c: Call) -> torch.Tensor | None:
+        """Where the call is to write, full of NaN; None where it chooses."""
+        r = checked.round
+        tiles = r.whole and r.kind.op in (SCATTER, ALL)
+        if not c.into or tiles or r.kind.gradients:
+            return None
+        return self.world.zeros(tuple(want[0].shape), checked.layer.dtype).fill_(float("nan"))
+
+    def compare(self, checked: Checked, got: Result, want: Result) -> None:
+        r, error = checked.round, checked.error(got, want)
+        if error is not None:
+            self.errors[len(self.pending)] = error
+        again = self.pending and self.pending[-1][0] is r
+        self.pending.append((r, self.pending[-1][1] + 1 if again else 0))
+
+    def verify(self) -> list[tuple[Round, int, float]]:
+        """Collective. The calls since the last look, and of each its largest error on any rank, over the bound."""
+        self.join()
+        for part in self.parts:
+            part.world.synchronize()
+        errors = self.errors[: len(self.pending)].tolist()
+        by_call = zip(*self.world.exchange(errors), strict=True)
+        worst = [max(e if e == e else float("inf") for e in ranks) for ranks in by_call]
+        made = [(*which, e) for which, e in zip(self.pending, worst, strict=True)]
+        self.errors.zero_()
+        self.pending.clear()
+        self.held.clear()
+        return made
+
+
+def worlds_of(world: weft.World) -> list[weft.World]:
+    """All ranks; all of them once more; and, of an even number, halves, of neighbours and of every other one."""
+    made = [world, world.split(0)]
+    if world.size % 2 == 0:
+        made.append(world.split(world.rank // (world.size // 2)))
+    if world.size % 4 == 0:
+        made.append(world.split(world.rank % 2))
+    return made
+
+
+def stream_of(world: weft.World, name: str) -> Any:
+    return world.side_stream(name, urgent=False) if name else world.current_stream()
+
+
+def wait(world: weft.World, c: Call) -> None:
+    if c.late == world.rank and world.device.type == "cuda":
+        torch.cuda._sleep(c.cycles)
+
+
+def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Result], Callable[[], Any]]:
+    """fn's results, and what makes them again in the same memory: where there are no graphs, fn itself."""
+    if world.device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = fn()
+        return results, graph.replay
+    results = fn()
+
+    def again() -> None:
+        for held, new in zip(results, fn(), strict=True):
+            for old, t in zip(held, new, strict=True):
+                old.copy_(t)
+
+    return results, again
+
+
+def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Plan]:
+    """By kind, "auto" too, some in one of several forms. Multicast needs an address that stands for all GPUs."""
+    found: dict[str, str | Plan] = {"auto": "auto"}
+    for kind in REGISTRY[op].kinds:
+        forms: list[str | Plan] = [kind]
+        if kind == "fused" and op != MOE:
+            usual: Any = SMALL_FUSED[op] if world.scale.presets else FUSED[op]
+            if op == GATHER:
+                forms.append(FusedGatherByCopies(tile=usual.tile))
+            else:
+                more = {"lag": 3} if isinstance(usual, FusedAllReduce) else {"batch": 3}
+                forms.append(replace(usual, forward_programs=2, **more))
+        elif kind == "signaled":
+            signaled: Any = REGISTRY[op].default(world, Signaled)
+            forms += [replace(signaled, groups=(1, 1)), replace(signaled, copies=True)]
+        elif kind == "two_shot":
+            forms += [TwoShotLowLatency(), TwoShotPush(warps=8, rows=4, bulk=True), TwoShotPull(rows=2)]
+        elif kind == "segmented":
+            forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.scale.presets else 16)]
+        if kind != "multicast":
+            found[kind] = rng.choice(forms)
+    return found
+
+
+# -- the driver ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """only: these rounds, of which nothing is written; none: from 0 until so many calls are made or seconds are over. kind: of all of them;
+    None: drawn by `counts`, calls on record."""
+
+    seconds: float = 1000
+    calls: int = 1_000_000
+    only: Sequence[int] = ()
+    kind: str = ""
+    counts: Mapping[str, int] | None = None
+
+
+def run(world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale = GPU) -> dict[str, Any]:
+    """What rank 0 writes."""
+    start, index, counts = time.time(), 0, dict(rounds.counts or {})
+    fuzz = Fuzz(world, seed, scale, counts)
+    kind = next((kind for kind in fuzz.kinds if str(kind) == rounds.kind), None)
+    if rounds.kind and kind is None:
+        raise ValueError(f"no kind {rounds.kind!r}; there are {', '.join(map(str, fuzz.kinds))}")
+    kinds_of: Counter[str] = Counter()
+    failed: list[str] = []
+    found: dict[str, Any] = dict(world=world.size, gpus=gpus_of(world), seed=seed, calls=0, wrong=0, largest=0.0, seconds=0.0, failed=failed,
+                                 drawn_by=counts)  # fmt: skip
+
+    def write(ended: str) -> None:
+        found.update(seconds=round(time.time() - start, 1), ended=ended, kinds=dict(sorted(kinds_of.items())))
+        if world.rank == 0 and not rounds.only:
+            (out / f"fuzz{world.size}.json").write_text(json.dumps(found, indent=1))
+
+    def look() -> None:
+        for r, call, error in fuzz.verify():
+            found["calls"] += 1
+            kinds_of[str(r.kind)] += 1
+            found["largest"] = max(found["largest"], error) if error < 1e30 else found["largest"]
+            if error <= 1:
+                continue
+            found["wrong"] += 1
+            if len(failed) < NAMED:
+                failed.append(f"{error:.3g} x its bound: call {call} of {fuzz.said(r)}")
+                if world.rank == 0:
+                    print(f"WRONG by {failed[-1]}", flush=True)
+        write("not finished")
+
+    write("not finished")  # a run that is killed stays at this
+    try:
+        for index in rounds.only or itertools.count():
+            fuzz.run(fuzz.draw(index, kind))
+            if len(fuzz.pending) >= BATCH:
+                look()
+                if max(world.exchange(time.time() - start)) > rounds.seconds:
+                    break
+            if not rounds.only and found["calls"] + len(fuzz.pending) >= rounds.calls:
+                break
+        look()
+    except Exception as e:
+        print(f"ended by {e!r}\nat the latest in {fuzz.said(fuzz.draw(index, kind))}", flush=True)
+        write(f"rank {world.rank}, round {index}: {e!r}"[:600])
+        raise
+    write("")
+    return found
+
+
+def counts_in(path: Path, ranks: int) -> dict[str, int]:
+    """Calls of every kind by so many ranks, of all versions of a record (gpu_record.json); or what a run has drawn by, of its results
+    (fuzz<N>.json), so that it is drawn again."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if "drawn_by" in known:
+        return known["drawn_by"]  # type: ignore[no-any-return]
+    total: Counter[str] = Counter()
+    for version in known.get("fuzz", {}).get("trees", {}).values():
+        for place, kinds in version.get("kinds", {}).items():
+            if place.startswith(f"{ranks} ranks "):
+                total.update(kinds)
+    return dict(total)
+
+
+def gpus_of(world: weft.World) -> int:
+    """That the ranks have; as many as ranks where they are emulated or processes of CPUs."""
+    if world.device.type != "cuda":
+        return world.size
+    return len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--seconds", type=float, default=120)
+    p.add_argument("--calls", type=int, default=1_000_000)
+    p.add_argument("--seed", type=int, help="default: the time")
+    p.add_argument("--only", help="I or I:J: these rounds alone")
+    p.add_argument("--kind", default="", help="of all rounds, as a wrong call names it")
+    p.add_argument(
+        "--record", type=Path, default=RECORD, help="by which kinds are drawn, or a run's results, to draw its kinds"
+    )
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    now = int(time.time()) if a.seed is None else a.seed
+    seed, counts = world.exchange((now, counts_in(a.record, world.size)))[0]
+    lo, _, hi = (a.only or "").partition(":")
+    only = range(int(lo), int(hi or int(lo) + 1)) if lo else ()
+    found = run(world, a.out, seed, Rounds(a.seconds, a.calls, only, a.kind, counts))
+    if world.rank == 0:
+        rate = 60 * found["calls"] / found["seconds"]
+        said = f"{found['calls']} calls, {found['wrong']} wrong, {found['seconds']} s, {rate:.0f} a minute"
+        on = f"{found['gpus']} GPUs" if found["gpus"] == world.size else f"{world.size} ranks on {found['gpus']} GPUs"
+        print(f"fuzz on {on}, seed {seed}: {said}", flush=True)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.exit(1 if found["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Checks of `weft.hf` on GPUs, beside Transformers' own tensor parallelism of the same model in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+import weft
+from tests.emulated.cases import distance
+from weft import hf
+
+BF = torch.bfloat16
+BOUND = 3e-2  # of logits: two bf16 models that round at other places
+SIZES = dict(
+    vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=64, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1023,
+)  # fmt: skip
+
+
+def unsplit(kind: str) -> Any:
+    """Random weights, the same every time and on every rank."""
+    import transformers
+
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, dtype=BF)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).to(BF).eval()
+
+
+def loaded(world: weft.World, kind: str) -> Any:
+    """Split over all ranks by Transformers. Weights that each rank drew for itself would be the same halves, and the
+    two best logits always equal."""
+    from transformers.distributed import DistributedConfig
+
+    whole, split = unsplit(kind), DistributedConfig(tp_size=world.size, tp_plan="auto")
+    told = dict(config=whole.config, state_dict=whole.state_dict(), dtype=BF, distributed_config=split)
+    return type(whole).from_pretrained(None, **told).to(world.device).eval()
+
+
+def ids_of(world: weft.World, *shape: int) -> torch.Tensor:
+    own = torch.Generator(world.device).manual_seed(1)
+    return torch.randint(2, 1000, shape, device=world.device, generator=own)
+
+
+@torch.no_grad()
+def forward(world: weft.World, kind: str) -> float:
+    """Few tokens, whose residual every rank holds whole, and many, held by rows; in one part and in two; and
+    a prompt that is long enough for the faster attention."""
+    model, worst = loaded(world, kind), 0.0
+    for shape, two_parts in (((2, 5), None), ((3, 700), None), ((2, 5), 2), ((3, 700), 2), ((1, 2048), None)):
+        ids = ids_of(world, *shape)
+        want = model(ids, use_cache=False).logits
+        hf.weave(model, two_parts=two_parts)
+        with torch.inference_mode():  # what the first pass makes serves the next
+            model(ids, use_cache=False)
+        got = model(ids, use_cache=False).logits
+        again = model(ids, use_cache=False, output_hidden_states=True)
+        hf.unweave(model)
+        worst = max(worst, distance(got, want), distance(again.logits, want))
+        worst = max(worst, 0.0 if again.hidden_states[1].shape == (*shape, SIZES["hidden_size"]) else 1.0)
+        worst = max(worst, 0.0 if (model(ids, use_cache=False).logits == want).all() else 1.0)
+    return worst
+
+
+@torch.no_grad()
+def captured(model: Any, ids: torch.Tensor, world: weft.World) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A CUDA graph of one forward pass over `ids`, and the logits that its replays write."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model(ids, use_cache=False)
+    world.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        logits = model(ids, use_cache=False).logits
+    return graph, logits
+
+
+@torch.no_grad()
+def replayed(model: Any, ids: torch.Tensor, world: weft.World) -> float:
+    """How far a CUDA graph's replays, each with other tokens, are from eager calls."""
+    graph, logits = captured(model, ids, world)
+    worst = 0.0
+    for replay in range(3):
+        ids.copy_((ids * 7 + replay) % 1000 + 2)
+        graph.replay()
+        worst = max(worst, distance(logits, model(ids, use_cache=False).logits))
+    world.synchronize()
+    return worst
+
+
+def graph(world: weft.World, two_parts: int | None) -> float:
+    return replayed(hf.weave(loaded(world, "Llama"), two_parts=two_parts), ids_of(world, 1, 256), world)
+
+
+@torch.no_grad()
+def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
+    """How far a woven model whose parameters are written, and its graph, are from the same model woven anew. Experts'
+    parameters are written where a pass would not see it, as a collective does, and packed again."""
+    hf.weave(model, world)
+    graph, logits = captured(model, ids, world)
+    graph.replay()
+    before = logits.clone()
+    for name, p in model.named_parameters():
+        if "proj" in name or "experts" in name:
+            torch.Tensor.data.__get__(getattr(p, "_local_tensor", p)).mul_(1.5)
+    hf.repack(model)
+    graph.replay()
+    world.synchronize()
+    replayed_, eager = logits.clone(), model(ids, use_cache=False).logits
+    want = hf.weave(hf.unweave(model), world)(ids, use_cache=False).logits
+    if (before == want).all():
+        return 1.0
+    return max(distance(replayed_, want), distance(eager, want))
+
+
+@torch.no_grad()
+def drawn(world: weft.World) -> float:
+    """Whether all ranks generate the same tokens, each with a generator of its own."""
+    torch.manual_seed(world.rank)
+    ids = ids_of(world, 2, 17)
+    wanted = dict(max_new_tokens=8, do_sample=True, temperature=4.0, attention_mask=torch.ones_like(ids))
+    tokens = hf.weave(loaded(world, "Llama")).generate(ids, **wanted).tolist()
+    return 0.0 if all(other == tokens for other in world.exchange(tokens)) else 1.0
+
+
+@torch.no_grad()
+def generate(world: weft.World, static: bool) -> float:
+    """Tokens that Transformers alone gives, as far as its two best logits are apart."""
+    model = loaded(world, "Qwen3")
+    ids = ids_of(world, 2, 17)
+    more: dict[str, Any] = dict(cache_implementation="static", disable_compile=True) if static else {}
+    told = dict(max_new_tokens=16, do_sample=False, attention_mask=torch.ones_like(ids), **more)
+    want = model.generate(ids, **told)
+    got = hf.weave(model).generate(ids, **told)
+    same = (got == want).long().cumprod(1)
+    teacher = hf.unweave(model)(want, use_cache=False).logits.float().topk(2).values
+    for row, at in enumerate(same.sum(1).tolist()):
+        if at < want.shape[1]:
+            best, second = teacher[row, at - 1].tolist()
+            if best - second > 4 * 2**-8 * abs(best):
+                return 1.0
+    return 0.0
+
+
+@torch.no_grad()
+def forced(world: weft.World, kind: str, steps: int = 64) -> float:
+    """Over many steps, each behind the tokens that Transformers chooses on one GPU, the token that it chooses next, but
+    where its two best logits lie within 4 ulps of bfloat16."""
+    from transformers import DynamicCache
+
+    whole, ids = unsplit(kind).to(world.device), ids_of(world, 2, 17)
+    told = dict(max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    tokens = whole.generate(ids, attention_mask=torch.ones_like(ids), **told)
+    first, count = ids.shape[1], tokens.shape[1] - ids.shape[1]
+    best = whole(tokens, use_cache=False).logits[:, first - 1 : -1].float().topk(2).values
+    near = best[..., 0] - best[..., 1] <= 4 * 2**-8 * best[..., 0].abs()
+    model = hf.weave(loaded(world, kind))
+    cache = DynamicCache(config=model.config)
+    given = [ids, *tokens[:, first:-1].split(1, 1)]
+    got = torch.cat([model(t, past_key_values=cache).logits[:, -1:].argmax(-1) for t in given], 1)
+    right = (got == tokens[:, first:]) | near
+    return 0.0 if count == steps and right.all() and near.float().mean() < 0.5 else 1.0
+
+
+def serve(world: weft.World, graph: bool) -> float:
+    """Continuous batching gives the tokens that generate gives, as far as the two best logits are apart."""
+    from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
+
+    model = hf.weave(loaded(world, "Qwen3"))
+    prompts = [ids_of(world, 1, n)[0].tolist() for n in (3, 40, 17, 300)]
+    told: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    want = [model.generate(torch.tensor([p], device=world.device), **told)[0] for p in prompts]
+    room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=128, use_cuda_graph=graph)
+    made = hf.paged(model).generate_batch(prompts, GenerationConfig(**told), room)
+    model.set_attn_implementation("sdpa")
+    for own, prompt, request in zip(want, prompts, made.values(), strict=True):
+        got = torch.tensor(prompt + request.generated_tokens, device=world.device)
+        at = int((got == own).long().cumprod(0).sum())
+        if at < len(own):
+            with torch.no_grad():
+                best, second = model(own[None], use_cache=False).logits[0, at - 1].float().topk(2).values.tolist()
+            if best - second > 4 * 2**-8 * abs(best):
+                return 1.0
+    return 0.0
+
+
+@torch.no_grad()
+def styled(world: weft.World) -> float:
+    """Transformers' styles by weft, beside its own."""
+    ids, own = ids_of(world, 2, 300), loaded(world, "Llama")
+    with hf.styles() as found:
+        model = loaded(world, "Llama")
+    for mine, other in zip(model.parameters(), own.parameters(), strict=True):
+        mine.copy_(other)
+    off = distance(model(ids, use_cache=False).logits, own(ids, use_cache=False).logits)
+    return off if found.linears == 7 * SIZES["num_hidden_layers"] else 1.0
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    if find_spec("transformers") is None:
+        return
+    for kind in ("Llama", "Qwen3"):
+        yield f"hf {kind}", BOUND, partial(forward, world, kind)
+    yield "hf in a graph", BOUND, partial(graph, world, None)
+    yield "hf in a graph, in two parts", BOUND, partial(graph, world, 2)
+    yield "hf written", BOUND, lambda: written(loaded(world, "Qwen3"), ids_of(world, 1, 256), world)
+    yield "hf draws", 0.0, partial(drawn, world)
+    yield "hf styles", BOUND, partial(styled, world)
+    yield "hf generate", 0.0, partial(generate, world, False)
+    yield "hf generate, static cache", 0.0, partial(generate, world, True)
+    yield "hf tokens of one GPU over 64 steps", 0.0, partial(forced, world, "Llama")
+    yield "hf continuous batching", 0.0, partial(serve, world, False)
+    yield "hf continuous batching, in graphs", 0.0, partial(serve, world, True)

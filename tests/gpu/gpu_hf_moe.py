@@ -1,0 +1,73 @@
+"""Checks of woven mixtures of experts (`weft.hf`) on GPUs, beside Transformers' own expert parallelism in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+import weft
+from tests.gpu.gpu_hf import BOUND, ids_of, replayed, written
+from tests.integrations.cases_transformers import compared
+from weft import hf
+from weft.integrations.transformers.forwards import SHARDED_FROM
+
+BF = torch.bfloat16
+SIZES = dict(
+    vocab_size=1024, hidden_size=512, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+    max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1023, num_experts_per_tok=2,
+)  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": dict(num_experts=16, moe_intermediate_size=384, intermediate_size=768, norm_topk_prob=True),
+    "Mixtral": dict(num_local_experts=8, intermediate_size=768, sliding_window=None),
+    "GptOss": dict(num_local_experts=8, intermediate_size=768, sliding_window=128),
+}
+
+
+def loaded(world: weft.World, kind: str) -> Any:
+    """Experts split over all ranks by Transformers; random weights, the same every time."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind], dtype=BF)
+    cls = getattr(transformers, f"{kind}ForCausalLM")
+    with_ep = dict(ep_size=world.size) if hasattr(DistributedConfig, "ep_size") else dict(enable_expert_parallel=True)
+    split = DistributedConfig(tp_size=world.size, **with_ep)
+    transformers.logging.set_verbosity_error()  # all that is missing from an empty checkpoint
+    transformers.logging.disable_progress_bar()
+    model = cls.from_pretrained(None, config=config, state_dict={}, dtype=BF, distributed_config=split)
+    return model.to(world.device).eval()
+
+
+@torch.no_grad()
+def forward(world: weft.World, kind: str, two_parts: int | None = None) -> float:
+    """Few tokens, which all ranks have, and many, sharded, of which ranks have unequal numbers, or in two parts.
+    Each token's logits, by the experts that the woven model took; and whether rounding explains that it took them."""
+    model, worst = loaded(world, kind), 0.0
+    for shape in ((2, 5), (1, 1027)):
+        ids = ids_of(world, *shape)
+        assert (ids.numel() >= SHARDED_FROM) == (shape[0] == 1)
+        found = compared(model, ids, world, two_parts)
+        if not world.rank:
+            print(f"hf {kind} {list(shape)}: {found}", flush=True)
+        worst = max(worst, found.of_all, found.of_token, 0.0 if found.unexplained <= 1 else found.unexplained)
+    return worst
+
+
+def graph(world: weft.World, two_parts: int | None = None) -> float:
+    return replayed(hf.weave(loaded(world, "Qwen3Moe"), world, two_parts=two_parts), ids_of(world, 1, 1027), world)
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    if find_spec("transformers") is None:
+        return
+    for kind in KINDS:
+        yield f"hf {kind}", BOUND, partial(forward, world, kind)
+        yield f"hf {kind} in two parts", BOUND, partial(forward, world, kind, 2)
+    yield "hf mixture in a graph", BOUND, partial(graph, world)
+    yield "hf mixture in a graph, in two parts", BOUND, partial(graph, world, 2)
+    yield "hf mixture written", BOUND, lambda: written(loaded(world, "Qwen3Moe"), ids_of(world, 1, 64), world)

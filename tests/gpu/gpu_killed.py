@@ -1,0 +1,81 @@
+"""A rank that dies: python -m tests.gpu.gpu_killed [--ranks N]
+
+N plain processes, no launcher that would end the others. The last one kills itself instead of joining an op; the others must
+raise weft.Timeout, each naming the op and that rank, and end by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+BOUND, GRACE = 5, 120  # seconds: of every wait; for starting, compiling and ending
+
+
+def rank_main() -> int:
+    import weft
+    from tests.emulated.cases import draw
+
+    world = weft.init()
+    x, w = (draw(seed, *shape).to(world.device) for seed, shape in ((world.rank, (128, 128)), (9, (256, 128))))
+    weft.all_gather_matmul(x, w, world=world, plan="fused")
+    world.synchronize()
+    world.exchange("ready")
+    if world.rank == world.size - 1:
+        time.sleep(1)  # the others have heard it, and wait on the GPU
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.time()
+    try:
+        weft.all_gather_matmul(x, w, world=world, plan="fused")
+        world.synchronize()
+    except weft.Timeout as e:
+        print(f"{time.time() - start:.1f} s: {e}", flush=True)
+        os._exit(0)  # nobody is left to say goodbye to
+    print("no Timeout", flush=True)
+    os._exit(1)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser()
+    p.add_argument("--ranks", type=int, default=2)
+    a = p.parse_args()
+    if "RANK" in os.environ:
+        return rank_main()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    shared = dict(
+        os.environ, WORLD_SIZE=str(a.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WEFT_TIMEOUT=str(BOUND)
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.gpu_killed"], env=dict(shared, RANK=str(r), LOCAL_RANK=str(r)),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for r in range(a.ranks)
+    ]  # fmt: skip
+    ok, said, end = True, [], time.time() + GRACE + BOUND
+    for rank, process in enumerate(running):
+        try:
+            text, _ = process.communicate(timeout=max(1.0, end - time.time()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text = process.communicate()[0] + f"\nhung for {GRACE + BOUND} s"
+        said.append(f"rank {rank}: exit {process.returncode}: {text.strip()[-300:]}")
+        if rank < a.ranks - 1:
+            named = re.search(rf"all_gather_matmul.*after {BOUND} s.*rank \d+ did not arrive", text)
+            ok &= process.returncode == 0 and bool(named)
+        else:
+            ok &= process.returncode == -signal.SIGKILL
+    print("\n".join(said), "ok" if ok else "FAILED", flush=True)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""A rank that is late, with another call: torchrun --nproc-per-node 2 -m tests.gpu.gpu_late
+
+Of a plan by the library both ranks raise Mismatch before anything runs, and the World still works. Of a fused one the
+rank that was early has launched by then; both raise Mismatch, the early one at its next check, long before its kernel's
+waits expire; behind that nothing is asked of the World. Prints a line a case, and exits with 1 where one fails.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+os.environ["WEFT_TIMEOUT"] = "5"
+
+import torch
+
+import weft
+
+LATE = 0.5  # seconds
+
+
+def mismatch(world: weft.World, plan: str) -> tuple[bool, float]:
+    """Whether this rank raised Mismatch, and after how many seconds."""
+    x, w = (torch.randn(128, 256, device=world.device, dtype=torch.bfloat16) for _ in range(2))
+    weft.all_gather_matmul(x, w, world=world, plan=plan)
+    world.synchronize()
+    world.exchange(None)
+    if world.rank:
+        time.sleep(LATE)
+    start = time.monotonic()
+    try:
+        weft.all_gather_matmul(x[: 64 + 8 * world.rank], w, world=world, plan=plan)
+        world.synchronize()
+    except weft.Mismatch:
+        return True, time.monotonic() - start
+    return False, time.monotonic() - start
+
+
+def main() -> None:
+    world, failed = weft.init(), False
+    for plan in ("sequential", "fused"):
+        raised, seconds = mismatch(world, plan)
+        ok = raised and seconds < 3
+        failed |= not ok
+        said = f"late peer, {plan}, rank {world.rank}: {'ok' if ok else 'FAILED'}"
+        print(f"{said}: Mismatch {raised} after {seconds:.3f} s", flush=True)
+    os._exit(failed)  # a kernel waits still
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Checks on GPUs of what is kept between launches: arguments whose addresses change, memory that CUDA graphs must not be given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import weft
+from tests.emulated.cases import distance, draw
+from tests.gpu.gpu_reduce import PLANS
+from weft.lang.mapping import balanced_rows
+from weft.ops.activation import silu_mul
+from weft.ops.rotary import rotary
+from weft.plans import OneShot, Plan, TwoShotLowLatency, TwoShotPush
+
+Tensors = tuple[torch.Tensor, ...]
+Op = Callable[..., torch.Tensor]
+BF16 = 1e-2
+CALLS = 6
+POSTED: tuple[Plan, ...] = (OneShot(), TwoShotLowLatency())
+
+
+def reference_silu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.float().chunk(2, 1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def reference_rotary(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    heads = qkv.float().view(qkv.shape[0], 8, -1)
+    (a, b), (c, s) = heads.chunk(2, 2), (t.float().chunk(2, 1)[0][:, None] for t in (cos, sin))
+    turned = torch.cat((a * c - b * s, b * c + a * s), 2)
+    return torch.cat((turned[:, :6], heads[:, 6:]), 1).flatten(1)
+
+
+def normed(world: weft.World, plan: Plan | str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+    return torch.cat(weft.all_reduce_rms_norm(x, residual, weight, world=world, plan=plan, full_residual=True))
+
+
+def variants(world: weft.World) -> int:
+    """Of all launches that the World has prepared."""
+    made = [part for kept in world.prepared.values() for part in (kept if isinstance(kept, tuple) else (kept,))]
+    return sum(len(launch.variants) for launch in made if isinstance(launch, weft.Launch))
+
+
+def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tensors]) -> float:
+    """Calls of one size, whose tensors lie at other addresses and hold other numbers each time, while those before are
+    still there: every result is that of its own, and behind the first ones no launch is prepared anew. In a stream of
+    its own too, and in a graph."""
+    held, results = [], []
+    for i in range(CALLS):
+        held.append(make(i))
+        results.append(op(*held[-1]))
+        if i == 1:
+            many = variants(world)
+    grown = variants(world) - many
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results.append(op(*held[0]))
+    torch.cuda.current_stream().wait_stream(stream)
+    held.append(held[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results.append(op(*held[1]))
+    held.append(held[1])
+    graph.replay()
+    off = max(distance(got, reference(*of)) for got, of in zip(results, held, strict=True))
+    return off if grown == 0 else float("inf")
+
+
+def drawn(world: weft.World, seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    return tuple(draw(seed * 10 + i, *shape, dtype=dtype).to(world.device) for i, shape in enumerate(shapes))
+
+
+def norm_moving(world: weft.World, plan: Plan, m: int, weights: torch.dtype) -> float:
+    """x differs by rank, what is the same on all ranks does not."""
+
+    def make(i: int) -> Tensors:
+        return *drawn(world, 100 + i + 50 * world.rank, (m, 1024)), *drawn(world, i, (m, 1024), (1024,))
+
+    def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = normed(world, plan, x, residual, weight.to(weights))
+        return made
+
+    return moving(world, run, lambda *of: normed(world, "sequential", *of), make)
+
+
+def gathered(world: weft.World, plan: Plan) -> float:
+    x, w = draw(world.rank, balanced_rows(48, world.size)[world.rank], 256), draw(9, 128, 256)
+    weight = w.to(world.device)
+
+    def reference(part: torch.Tensor) -> torch.Tensor:
+        return weft.all_gather_matmul(part, weight, world=world, plan="sequential")
+
+    return moving(
+        world, lambda part: weft.all_gather_matmul(part, weight, world=world, plan=plan), reference,
+        lambda i: ((x * (i + 1)).to(world.device),),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def pools(world: weft.World, plan: Plan) -> float:
+    """Several graphs of one memory pool, each warmed up in that pool, as engines do: what weft keeps of a size for good
+    is not given memory that an earlier graph writes to when it is replayed."""
+    stream, pool, worst = torch.cuda.Stream(), torch.cuda.MemPool(), 0.0
+    made: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, Tensors]] = []
+    for m in (56, 88, 24):
+        of = *drawn(world, m + world.rank, (m, 512)), *drawn(world, m, (m, 512), (512,))
+        want = normed(world, "sequential", *of)
+        torch.cuda.synchronize()
+
+        def run(of: Tensors = of) -> torch.Tensor:
+            y: torch.Tensor = normed(world, plan, *of)
+            behind = [torch.full((64 + i,), -1, device=world.device) for i in range(256)]  # numbers that are no address
+            return y + 0 * behind[-1].sum()
+
+        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+            for _ in range(2):
+                run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, pool=pool.id):
+            y = run()
+        made.append((graph, y, want, of))
+        for each, *_ in made:
+            each.replay()
+            torch.cuda.synchronize()
+        worst = max(worst, *(distance(got, right) for _, got, right, _ in made))
+    world.synchronize()
+    return worst
+
+
+@torch.no_grad()
+def flat(world: weft.World, call: Callable[[], object]) -> float:
+    """MiB by which GPU memory grows over 50 eager calls, each with tensors of its own, behind the first ones."""
+    for _ in range(4):
+        call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        call()
+    torch.cuda.synchronize()
+    return (torch.cuda.memory_allocated() - before) / 2**20
+
+
+def memory_cases(world: weft.World) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of every op by each of its plans, whose operands are new tensors each time."""
+    size, dev, bf = world.size, world.device, torch.bfloat16
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=dev, dtype=bf)
+
+    gather = weft.all_gather_matmul, lambda: (new(128, 512), new(256, 512))
+    scatter = weft.matmul_reduce_scatter, lambda: (new(128 * size, 512), new(256, 512))
+    everywhere = weft.matmul_all_reduce, lambda: (new(128 * size, 512), new(256, 512))
+    for op, operands, plans in (
+        (*gather, ("sequential", "decomposed", "fused", "one_shot")),
+        (*scatter, ("sequential", "decomposed", "fused", "one_shot", "signaled")),
+        (*everywhere, ("sequential", "fused", "one_shot", "two_shot", "signaled")),
+    ):
+        for plan in plans:
+            yield f"{op.__name__}, {plan}", partial(lambda op, operands, plan: op(*operands(), world=world, plan=plan), op, operands, plan)  # fmt: skip
+    experts, k, tokens, hidden, inner = 4 * size, 2, 64, 512, 256
+    w13 = weft.moe.pack(new(4, 2 * inner, hidden), world=world)
+    w2 = new(4, hidden, inner)
+
+    def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids = torch.rand(tokens, experts, device=dev).topk(k).indices.int()
+        return new(tokens, hidden), ids, torch.rand(tokens, k, device=dev)
+
+    for plan in ("dispatched", "fused", "low_latency"):
+        yield f"moe, {plan}", partial(lambda plan: weft.moe.moe(*routed(), w13, w2, world=world, plan=plan), plan)
+
+    def there_and_back() -> torch.Tensor:
+        x, ids, weights = routed()
+        rows, handle = weft.moe.dispatch(x, ids, weights, experts=experts, world=world)
+        return weft.moe.combine(rows, handle)
+
+    yield "dispatch, combine", there_and_back
+
+    def attention() -> torch.Tensor:
+        return weft.gathered_attention(new(256, 8, 64), new(256, 8, 64), new(256, 8, 64), world=world, plan="segmented")
+
+    yield "gathered_attention, segmented", attention
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    yield (
+        "launches at new addresses, silu_mul", BF16,
+        partial(moving, world, partial(silu_mul, world=world), reference_silu, lambda i: drawn(world, i, (24, 512))),
+    )  # fmt: skip
+    yield (
+        "launches at new addresses, rotary", BF16,
+        partial(
+            moving, world, lambda *of: rotary(*of, 4, 2, world=world), reference_rotary,
+            lambda i: drawn(world, i, (24, 8 * 64), (24, 64), (24, 64)),
+        ),
+    )  # fmt: skip
+    for name, plan in PLANS.items():
+        if name != "decomposed":
+            yield f"launches at new addresses, {name}", BF16, partial(norm_moving, world, plan, 40, torch.bfloat16)
+    yield "launches at new addresses, fp32 weight", BF16, partial(norm_moving, world, OneShot(), 8, torch.float32)
+    yield "launches at new addresses, all-gather", BF16, partial(gathered, world, OneShot())
+    for plan in (*POSTED, TwoShotPush(rows=2)):
+        yield f"launches of graphs in one pool, {plan}", BF16, partial(pools, world, plan)
+    for name, call in memory_cases(world):
+        yield f"launches keep no memory, {name}", 1.0, partial(flat, world, call)

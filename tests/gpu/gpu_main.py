@@ -1,0 +1,590 @@
+"""Every GPU check of one world: torchrun --nproc-per-node N -m tests.gpu.gpu_main [--out DIR] [--seconds S] [--only NAMES]
+
+More ranks than GPUs share them where WEFT_SHARE_GPU=1 is set. Of every check rank 0 writes a row to DIR/rows.jsonl (gpu_queue.py): its
+largest error over ranks, its bound and whether it passed; those that have passed with this version of weft, by tests/gpu_record.json,
+are not made again. Behind a failing check the ranks go on with another World (the counters of the old one may disagree from then on); if they cannot, the run ends. `--stalled-peer OP`: the last rank never joins an op, and the others must raise weft.Timeout within its bound.
+gpu/run.sh starts all this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.emulated.cases import distance, draw
+from tests.emulated.cases_all_gather_matmul import all_gather_case
+from tests.emulated.cases_all_reduce import norm_case
+from tests.emulated.cases_attention import Shape
+from tests.emulated.cases_matmul_reduce import reduce_case
+from tests.emulated.cases_models import gpu_cases as model_checks
+from tests.emulated.cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
+from tests.emulated.cases_ops import FUSED, shared_case
+from tests.gpu import gpu_attention, gpu_moe
+from tests.gpu.gpu_async_tp import checks as async_tp_checks
+from tests.gpu.gpu_attention import checks as attention_checks
+from tests.gpu.gpu_fp8 import checks as fp8_checks
+from tests.gpu.gpu_hf import checks as hf_checks
+from tests.gpu.gpu_hf_moe import checks as hf_moe_checks
+from tests.gpu.gpu_launches import checks as launch_checks
+from tests.gpu.gpu_moe import checks as moe_checks
+from tests.gpu.gpu_moe_exchange import checks as exchange_checks
+from tests.gpu.gpu_moe_exchange import once as exchange_once
+from tests.gpu.gpu_moe_fused import checks as moe_fused_checks
+from tests.gpu.gpu_moe_parts_training import checks as moe_parts_training_checks
+from tests.gpu.gpu_moe_tensor import checks as moe_tensor_checks
+from tests.gpu.gpu_moe_training import checks as moe_training_checks
+from tests.gpu.gpu_ops import checks as ops_checks
+from tests.gpu.gpu_parallel import checks as parallel_checks
+from tests.gpu.gpu_queue import WEFT, Queue, ordered, part_of, recorded, tree_of, tree_of_part
+from tests.gpu.gpu_reduce import checks as reduce_checks
+from tests.gpu.gpu_signaled import checks as signaled_checks
+from weft.backends import library_gemm
+from weft.backends.cuda import GpuBackend
+from weft.chooser import cuda_clock
+from weft.lang.mapping import balanced_rows
+from weft.ops.matmul import matmul
+from weft.ops.moe.call import Layer
+from weft.ops.tiles import suited
+from weft.plans import (
+    Awaiting,
+    Decomposed,
+    FusedAllReduce,
+    FusedGatherByCopies,
+    FusedReduceScatter,
+    OneShot,
+    Plan,
+    TwoShotLowLatency,
+)
+
+BF16 = 5e-3
+GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+SECOND = {  # fused ways other than the default: a copy engine pulls; other programs do
+    GATHER: FusedGatherByCopies(),
+    SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2, batch=3),
+    ALL: FusedAllReduce(pull_programs=32, forward_programs=4, lag=3),
+}
+
+STALLED = (GATHER, "awaiting", "one_shot", "moe_exchange")
+HALF = {op: suited(FUSED[op], [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
+FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShotLowLatency()}  # of low-latency rows
+
+
+def operands(world: weft.World, op: str, m: int, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = balanced_rows(m, world.size)[world.rank] if op == GATHER else m
+    x = draw(seed + world.rank, rows, k).to(world.device)
+    return x, (draw(seed + 50 + world.rank, n, k) * 0.1).to(world.device)
+
+
+def random_shapes(world: weft.World, plan_of: str, count: int) -> float:
+    """Ops, shapes, biases and dtypes drawn alike on every rank."""
+    rng, worst = random.Random(world.size), 0.0
+    for i in range(count):
+        m, n, k = rng.randrange(1, 1500), 8 * rng.randrange(1, 80), 8 * rng.randrange(1, 60)
+        bias, dtype = rng.random() < 0.5, rng.choice([torch.bfloat16, torch.float16])
+        op = rng.choice([GATHER, SCATTER, ALL])
+        plan = {"second": SECOND[op], "posted": FEW[op]}.get(plan_of, plan_of)
+        if op == GATHER:
+            error = all_gather_case(world, balanced_rows(m, world.size), n, k, plan, bias, dtype, seed=i)
+        else:
+            error = reduce_case(world, m, n, k, plan, bias, op == ALL, dtype, seed=i)
+        worst = max(worst, error)
+    return worst
+
+
+def delays(world: weft.World, op: str, plan: Plan) -> float:
+    """Random ranks start late, by up to some hundred microseconds, call after call: the same bits every time."""
+    rng = random.Random(100 + world.rank)
+    x, w = operands(world, op, 1024, 512, 256)
+    fn = getattr(weft, op)
+    want = fn(x, w, world=world, plan=plan).clone()
+    for _ in range(40):
+        if rng.random() < 0.4:
+            torch.cuda._sleep(rng.randrange(1000, 600000))
+        if not torch.equal(fn(x, w, world=world, plan=plan), want):
+            return float("inf")
+    world.synchronize()
+    return 0.0
+
+
+def many_calls(world: weft.World, calls: int) -> float:
+    """Back-to-back calls of all ops and plans without a synchronisation, every result compared with the first."""
+    todo: list[tuple[Callable[[], torch.Tensor], torch.Tensor]] = []
+    for op in (GATHER, SCATTER, ALL):
+        for m in (512, 1000):
+            x, w = operands(world, op, m, 512, 256, seed=m)
+            rows = balanced_rows(m, world.size) if op == GATHER and m % world.size else None
+            more = {"rows": rows} if rows else {}
+            for plan in (FUSED[op], SECOND[op], FEW[op]):
+                fn = partial(getattr(weft, op), x, w, world=world, plan=plan, **more)
+                todo.append((fn, fn().clone()))
+    wrong = torch.zeros((), device=world.device, dtype=torch.int64)
+    rng = random.Random(7)
+    for _ in range(calls):
+        fn, want = rng.choice(todo)
+        wrong += (fn() != want).any()
+    world.synchronize()
+    return float("inf") if wrong.item() else 0.0
+
+
+def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
+    """A graph of two calls, replayed with new inputs between eager calls of the same shape: the same bits as eager."""
+    x, w = operands(world, op, 1024, 512, 256)
+    fn = partial(getattr(weft, op), x, w, world=world, plan=plan)
+    fn()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+        y = fn()
+    wrong = torch.zeros((), device=world.device, dtype=torch.int64)
+    for i in range(replays):
+        x.add_(0.01 * (i % 3))
+        graph.replay()
+        wrong += (y != fn()).any() if i % 5 == 0 else 0
+    world.synchronize()
+    return float("inf") if wrong.item() else 0.0
+
+
+def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
+    """plan="auto" as on a Hopper GPU that has neither table nor profile: one trial of all candidates, and right results."""
+    with (
+        mock.patch("weft.planner.auto.exact", return_value=None),
+        mock.patch("weft.planner.auto._known", return_value=None),
+        mock.patch.object(world.choices, "clock", cuda_clock),
+    ):
+        case = all_gather_case if op == GATHER else partial(reduce_case, everywhere=op == ALL)
+        error = case(world, [m // world.size] * world.size if op == GATHER else m, n, k, "auto", calls=3)
+    trial = world.choices.last(op, (m, n, k))
+    assert trial is not None and len(trial.times) > 2, trial
+    return error
+
+
+def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
+    """plan="auto" of an op whose plans are timed at the first call, as ranks that share a GPU do not: right results, and what every
+    rank timed and took is the same."""
+    before = {*world.choices.trials}
+    with mock.patch.object(world.choices, "clock", cuda_clock), mock.patch.object(world.backend, "clock", cuda_clock):
+        error = case()
+    trials = [trial for key, trial in world.choices.trials.items() if key not in before and trial.title == op]
+    said = [(trial.sizes, len(trial.times), str(trial.faster)) for trial in trials]
+    if world.rank == 0:
+        print(*(trial.timings("graph") for trial in trials), sep="\n")
+    same = all(theirs == said for theirs in world.exchange(said))
+    return error if said and same and all(count > 1 for _, count, _ in said) else float("inf")
+
+
+def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
+    """plan="auto" where quack is: one trial, the same on every rank, and right results, eager and in a graph."""
+    x, w = operands(world, GATHER, m, n, k)
+    want, auto = (
+        weft.all_gather_matmul(x, w, world=world, plan="sequential"),
+        partial(weft.all_gather_matmul, x, w, world=world),
+    )
+    worst = max(distance(auto(), want) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = auto()
+    for _ in range(5):
+        y.zero_()
+        graph.replay()
+        worst = max(worst, distance(y, want))
+    world.synchronize()
+    trial = world.choices.last(GATHER, (m, n, k))
+    said = trial and [trial.timings("graph"), str(trial.faster)]
+    if world.rank == 0:
+        print(said)
+    return worst if said and all(theirs == said for theirs in world.exchange(said)) else float("inf")
+
+
+def streams(world: weft.World) -> float:
+    """Calls from three streams of one rank, which share one workspace."""
+    x, w = operands(world, SCATTER, 1024, 512, 256)
+    x2, w2 = operands(world, GATHER, 1024, 512, 256)
+    want = (
+        weft.matmul_reduce_scatter(x, w, world=world, plan="fused"),
+        weft.all_gather_matmul(x2, w2, world=world, plan="fused"),
+    )
+    world.synchronize()
+    others = [torch.cuda.Stream() for _ in range(3)]
+    got = []
+    for i in range(30):
+        with torch.cuda.stream(others[i % 3]):
+            got.append((0, weft.matmul_reduce_scatter(x, w, world=world, plan="fused")))
+            got.append((1, weft.all_gather_matmul(x2, w2, world=world, plan="fused")))
+    world.synchronize()
+    return 0.0 if all(torch.equal(y, want[i]) for i, y in got) else float("inf")
+
+
+def cold_capture(world: weft.World) -> float:
+    """A first use inside a capture says what to do, and the next use outside works."""
+    x, w = operands(world, GATHER, 8 * 37 * world.size, 136, 72)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            weft.all_gather_matmul(x, w, world=world, plan="fused")
+    except weft.WeftError as e:
+        assert "before capturing" in str(e), e
+    else:
+        return float("inf")
+    torch.cuda.synchronize()
+    y = weft.all_gather_matmul(x, w, world=world, plan="fused")
+    return distance(y, weft.all_gather_matmul(x, w, world=world, plan="sequential"))
+
+
+def far_rows(world: weft.World) -> float:
+    """Arenas of more rows than 24 bits count, both halves of them."""
+    m, wide, worst = 1 << 16, 66 * 256, 0.0
+    for op, n, k in ((SCATTER, wide, 64), (GATHER, 64, wide)):
+        torch.manual_seed(world.rank)
+        rows = m // world.size if op == GATHER else m
+        x, w = (torch.randn(r, k, device="cuda", dtype=torch.bfloat16) for r in (rows, n))
+        want = getattr(weft, op)(x, w, world=world, plan="sequential")
+        for _ in range(2):
+            got = getattr(weft, op)(x, w, world=world, plan="fused")
+            worst = max(worst, distance(got.float(), want.float()))
+    return worst
+
+
+def disagree(world: weft.World) -> float:
+    """Shapes that differ between ranks raise on every rank, and the world still works."""
+    x, w = operands(world, SCATTER, 96, 64, 64 + 8 * (world.rank == 0))
+    try:
+        weft.matmul_reduce_scatter(x, w, world=world, plan="fused")
+    except weft.Mismatch:
+        return reduce_case(world, 96, 64, 64, "fused")
+    return float("inf")
+
+
+def groups_by_libraries(world: weft.World) -> float:
+    """Every form of quack's grouped GEMM, of groups that end within tiles, one of them empty, and rows behind the last."""
+    rows = [300, 0, 1, 127, 640]
+    x, w = (draw(i, *shape).to(world.device) for i, shape in ((1, (1200, 264)), (2, (len(rows), 520, 264))))
+    starts = torch.tensor([0, *rows], device=world.device).cumsum(0).int()
+    want = torch.cat([part.float() @ m.float().t() for part, m in zip(x[: sum(rows)].split(rows), w, strict=True)])
+    out, worst = world.empty((1200, 520), x.dtype), 0.0
+    for form in library_gemm.FORMS:
+        out.fill_(7.0)
+        library_gemm.quack_form(form)(x, w, out, starts)
+        behind = (out[sum(rows) :] != 7.0).any().item()
+        worst = max(worst, distance(out[: sum(rows)], want), float("inf") if behind else 0.0)
+    return max(worst, distance(library_gemm.multiply_groups(x, w, starts)[: sum(rows)], want))
+
+
+def shared_tiles(world: weft.World, replays: int) -> float:
+    """weft's own GEMM, its last tiles in two parts to six, whose helpers have one tile or up to three; the same bits again and again."""
+    worst = 0.0
+    for i, (m, n, k, programs, gated) in enumerate(
+        [
+            (256, 2560, 8192, 132, 0), (512, 2560, 8192, 132, 0), (1024, 2560, 8192, 132, 0), (512, 14336, 8192, 132, 7168),
+            (300, 1032, 2056, 116, 0), (77, 8192, 1024, 100, 4096),
+        ]
+    ):  # fmt: skip
+        programs = min(programs, world.sm_count)
+        x, w = (draw(i, m, k).to(world.device), (draw(i + 10, n, k) * 0.1).to(world.device))
+        out = world.empty((m, gated or n), x.dtype)
+        matmul(x, w, out, world, programs, gated)
+        want = x.float() @ w.float().t()
+        if gated:
+            blocks = want.view(m, -1, 2, world.scale.interleave)
+            want = (torch.nn.functional.silu(blocks[:, :, 0]) * blocks[:, :, 1]).reshape(m, gated)
+        worst, first = max(worst, distance(out, want)), out.clone()
+        graph, differ = torch.cuda.CUDAGraph(), torch.zeros((), device=world.device, dtype=torch.int64)
+        with torch.cuda.graph(graph):
+            matmul(x, w, out, world, programs, gated)
+        for _ in range(replays):
+            out.zero_()
+            graph.replay()
+            differ += (out != first).any()
+        world.synchronize()
+        worst = max(worst, float("inf") if differ.item() else 0.0)
+    return worst
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    size = world.size
+    even, uneven, odd = [256] * size, balanced_rows(1000, size), [0, 300, *[33] * (size - 2)]
+    yield "torch.compile, fullgraph", 0.0, partial(compiled_ops, world, "aot_eager")
+    yield "all-gather gradients", BF16, partial(all_gather_grads, world, even, 520, 264, "fused")
+    yield "all-gather gradients, uneven", BF16, partial(all_gather_grads, world, uneven, 520, 264, "fused")
+    yield "reduce-scatter gradients", BF16, partial(reduce_grads, world, 1000, 520, 264, "fused")
+    for plan_of in ("fused", "second", "posted", "other"):
+        for op in (GATHER, SCATTER, ALL):
+            plan = {"fused": FUSED[op], "second": SECOND[op], "posted": FEW[op]}.get(plan_of) or Decomposed()
+            case = partial(
+                *((all_gather_case, world, [256] * size) if op == GATHER else (reduce_case, world, 256 * size)), 1024, 512, plan,
+                **({} if op == GATHER else {"everywhere": op == ALL}), calls=3,
+            )  # fmt: skip
+            yield f"{op} {plan_of}", BF16, case
+            yield f"{op} {plan_of}, transposed weight", BF16, partial(case, views=True)
+            if plan_of != "other":
+                yield f"{op} {plan_of} delays", 0.0, partial(delays, world, op, plan)
+                yield f"{op} {plan_of} replay x100", 0.0, partial(replay, world, op, plan, 100)
+    yield (
+        "large all-gather + GEMM, second",
+        BF16,
+        partial(all_gather_case, world, [8192 // size] * size, 2752, 4096, SECOND[GATHER], calls=2),
+    )
+    yield (
+        "large GEMM + reduce-scatter, second",
+        BF16,
+        partial(reduce_case, world, 8192, 4096, 1376, SECOND[SCATTER], calls=2),
+    )
+    for op, plan in HALF.items():
+        assert plan != FUSED[op]
+        case = (
+            (all_gather_case, world, [256] * size)
+            if op == GATHER
+            else (partial(reduce_case, everywhere=op == ALL), world, 256 * size)
+        )
+        yield f"{op} half tiles", BF16, partial(*case, 1024, 512, plan, calls=3)
+        yield f"{op} half tiles delays", 0.0, partial(delays, world, op, plan)
+    if library_gemm.lacks() is None and size > 1:
+        for form in library_gemm.FORMS:
+            plan = Awaiting(*form)
+            title = f"{GATHER} awaiting {form.tile_m} x {form.tile_n}"
+            yield title, BF16, partial(all_gather_case, world, [512] * size, 1032, 520, plan, True, calls=3)
+            yield f"{title} delays", 0.0, partial(delays, world, GATHER, plan)
+            yield f"{title} replay x100", 0.0, partial(replay, world, GATHER, plan, 100)
+        yield f"{GATHER} by trial", BF16, partial(by_trial, world, 8192, 5504, 4096)
+    if library_gemm.lacks() is None:
+        yield "groups of rows by libraries", BF16, partial(groups_by_libraries, world)
+    yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
+    for op in (GATHER, ALL):
+        yield f"{op} fused, out holds x", BF16, partial(shared_case, world, op, 256, 512, FUSED[op])
+    yield (
+        f"{GATHER} sequential, views",
+        BF16,
+        partial(all_gather_case, world, even, 520, 264, "sequential", views=True, calls=3),
+    )
+    if size > 1:
+        for tokens in (5, 41):  # sizes that no other check has
+            layer = Layer(tokens, 8 * size, 4, 512, 256, torch.bfloat16)
+            case = partial(gpu_moe.against, world, "auto", layer, [tokens])
+            yield f"moe by trial, {tokens} tokens", gpu_moe.BOUND, partial(timed, world, "moe", case)
+        for m in (9, 701):
+            case = partial(norm_case, world, m, 4608, "auto", calls=3)
+            yield f"all-reduce + norm by trial, {m} rows", BF16, partial(timed, world, "all_reduce_rms_norm", case)
+        case = partial(gpu_attention.long, world, Shape((1016,) * size, 8, 8, 128, causal=True))
+        yield "attention by trial", gpu_attention.BOUND, partial(timed, world, "gathered_attention", case)
+    for op in (GATHER, SCATTER, ALL):
+        yield f"{op} on a GPU nobody measured", BF16, partial(unmeasured, world, op, 2048, 1024, 1032)
+    yield "1,000 calls", 0.0, partial(many_calls, world, 1000)
+    yield "streams", 0.0, partial(streams, world)
+    yield "cold capture", BF16, partial(cold_capture, world)
+    yield "rows beyond 24 bits", BF16, partial(far_rows, world)
+    yield "disagreement", BF16, partial(disagree, world)
+    yield "mlp graph", 0.0, partial(mlp_graph, world, 256, 256, 200 * size)
+    yield "mlp inference", 1e-2, partial(mlp_inference, world, even, 256, 200 * size, "fused")
+    for name, plans in (("fused", FUSED), ("second", SECOND)):
+        yield (
+            f"all-gather {name}, an empty shard",
+            BF16,
+            partial(all_gather_case, world, odd, 520, 264, plans[GATHER], True, calls=2),
+        )
+        yield (
+            f"reduce-scatter {name}, uneven",
+            BF16,
+            partial(reduce_case, world, 1003, 520, 264, plans[SCATTER], True, calls=2),
+        )
+        yield (
+            f"all-reduce {name}, uneven",
+            BF16,
+            partial(reduce_case, world, 1003, 520, 264, plans[ALL], True, True, calls=2),
+        )
+    yield f"{ALL} one shot", BF16, partial(reduce_case, world, 33, 8192, 512, OneShot(), True, True, calls=3)
+    yield "random shapes, posted", BF16, partial(random_shapes, world, "posted", 6)
+    yield "random shapes, second", BF16, partial(random_shapes, world, "second", 6)
+    yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
+    yield from ops_checks(world)
+    yield from reduce_checks(world)
+    yield from fp8_checks(world)
+    yield from launch_checks(world)
+    yield from signaled_checks(world)
+    yield from moe_checks(world)
+    yield from exchange_checks(world)
+    yield from attention_checks(world)
+    yield from moe_fused_checks(world)
+    yield from moe_tensor_checks(world)
+    yield from moe_training_checks(world)
+    yield from moe_parts_training_checks(world)
+    yield from model_checks(world)
+    yield from hf_checks(world)
+    yield from hf_moe_checks(world)
+    yield from parallel_checks(world)
+    yield from async_tp_checks(world)
+
+
+def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:
+    return any(part in name for part in only) and not any(part in name for part in without)
+
+
+@contextmanager
+def launched() -> Iterator[dict[str, str]]:
+    """The parts of weft whose kernels are launched meanwhile, and git's names for their contents."""
+    parts: dict[str, str] = {}
+    launch, prepared = GpuBackend.launch, weft.Launch.__call__
+
+    def note(kernel: Any) -> None:
+        if (module := kernel.fn.__module__).startswith("weft."):
+            part = part_of(module)
+            parts[part] = tree_of_part(part)
+
+    def launched_once(backend: GpuBackend, kernel: Any, *arguments: Any, **more: Any) -> None:
+        note(kernel)
+        launch(backend, kernel, *arguments, **more)
+
+    def launched_again(one: weft.Launch, stream: Any, /, **moving: Any) -> None:
+        note(one.kernel)
+        prepared(one, stream, **moving)
+
+    GpuBackend.launch, weft.Launch.__call__ = launched_once, launched_again  # type: ignore[method-assign]
+    try:
+        yield parts
+    finally:
+        GpuBackend.launch, weft.Launch.__call__ = launch, prepared  # type: ignore[method-assign]
+
+
+def made(name: str, check: Callable[[], float], world: weft.World) -> tuple[float, str, dict[str, str]]:
+    """This rank's error, what it raised, and the parts whose kernels it launched."""
+    said = ""
+    with launched() as parts:
+        try:
+            error = check()
+        except Exception as e:
+            error, said = float("inf"), f"rank {world.rank}: {e!r}"[:600]
+            print(f"{name}: {said}", flush=True)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # ranks that share a GPU share its memory
+    return error if error == error else float("inf"), said, parts
+
+
+def run(
+    world: weft.World,
+    rows: Path,
+    queue: Queue,
+    seconds: float,
+    again: Callable[[], weft.World] = weft.init,
+    gpus: int = 1,
+    checks_of: Callable[[weft.World], Iterator[tuple[str, float, Callable[[], float]]]] | None = None,
+) -> bool:
+    """Checks of the queue until it is empty or the time over; what came of each is a line of JSON in `rows`. Whether the ranks could
+    meet after each. again: makes the World of the checks behind one that failed, whose counters may no longer agree. checks_of: other checks
+    than this file's."""
+    start, who = time.time(), rows.stem
+    todo = {name: (bound, check) for name, bound, check in (checks_of or checks)(world)}
+    while name := world.exchange(queue.take(who) if world.rank == 0 and time.time() - start < seconds else None)[0]:
+        began, (bound, check) = time.time(), todo[name]
+        error, said, parts = made(name, check, world)
+        try:
+            errors = world.exchange((error, said))
+        except weft.WeftError as e:
+            errors, usable = [(float("inf"), repr(e))], False
+        else:
+            usable = True
+        worst, took = max(e for e, _ in errors), time.time() - began
+        row = dict(
+            check=name, ranks=world.size, gpus=gpus, outcome="passed" if worst <= bound else "failed", bound=bound,
+            error=worst if worst < 1e30 else "inf", seconds=round(took, 1), parts=parts, date=time.strftime("%Y-%m-%d"),
+        )  # fmt: skip
+        if worst > bound:
+            row["why"] = "; ".join(s for _, s in errors if s)
+        if world.rank == 0:
+            with rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{time.time() - start:6.1f} s {name}: {worst:.2e} {row['outcome']} ({took:.1f} s)", flush=True)
+        if worst > bound:
+            if not usable:
+                return False
+            try:
+                world = again()
+                todo = {name: (bound, check) for name, bound, check in (checks_of or checks)(world)}
+            except Exception as e:
+                print(f"no other World: {e!r}"[:600], flush=True)
+                return False
+    if world.rank == 0:
+        queue.release(who)
+    return True
+
+
+def stalled_peer(world: weft.World, op: str) -> bool:
+    """WEFT_TIMEOUT bounds the wait; the error names the memory waited on and the peer."""
+    x, w = operands(world, GATHER, 256 * world.size, 256, 128)
+    calls = {
+        GATHER: lambda: weft.all_gather_matmul(x, w, world=world, plan="fused"),
+        "awaiting": lambda: weft.all_gather_matmul(x, w, world=world, plan="awaiting"),
+        "one_shot": lambda: weft.all_reduce(x, world=world, plan="one_shot"),
+        "moe_exchange": lambda: exchange_once(world),
+    }
+    calls[op]()
+    world.synchronize()
+    world.exchange("ready")
+    if world.rank == world.size - 1:
+        time.sleep(12)
+        return True
+    start = time.time()
+    try:
+        calls[op]()
+        world.synchronize()
+    except weft.Timeout as e:
+        took, said = time.time() - start, str(e)
+    else:
+        took, said = -1.0, "no Timeout"
+    named = {
+        GATHER: GATHER,
+        "awaiting": f"{GATHER}, staged",
+        "one_shot": "OneShot",
+        "moe_exchange": "calls of routes",
+    }[op]
+    ok = 0 < took < 10 and named in said and f"rank {world.size - 1}" in said
+    print(f"stalled peer of {op}, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {said}", flush=True)
+    return ok
+
+
+def todo_of(world: weft.World, gpus: int, only: Sequence[str], without: Sequence[str]) -> list[str]:
+    names = [name for name, _, _ in checks(world) if wanted(name, only, without)]
+    return ordered(names, recorded(world.size, gpus), tree_of(WEFT))
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, default=Path("gpu/out"))
+    p.add_argument("--name", default="rows", help="of the file of rows, which no other process writes")
+    p.add_argument("--queue", type=Path, help="shared with other processes; default: one of its own")
+    p.add_argument("--seconds", type=float, default=120, help="after which no check begins")
+    p.add_argument("--only", nargs="*", default=[""], help="checks whose name contains one of these")
+    p.add_argument("--without", nargs="*", default=[], help="not those whose name contains one of these")
+    p.add_argument("--stalled-peer", choices=STALLED)
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    if a.stalled_peer:
+        ok = stalled_peer(world, a.stalled_peer)
+    else:
+        gpus = len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))
+        queue = Queue(a.queue or a.out / f"queue-{a.name}.json")
+        names = todo_of(world, gpus, a.only, a.without)  # on every rank: what makes checks may be collective
+        if world.rank == 0:
+            if a.queue is None:
+                queue.path.unlink(missing_ok=True)
+            queue.fill(names)
+        ok = run(world, a.out / f"{a.name}.jsonl", queue, a.seconds, gpus=gpus)
+    sys.stdout.flush()
+    if a.stalled_peer or not ok:
+        os._exit(0 if ok else 1)  # a peer that has stalled says no goodbye
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Add what gpu/run.sh found to tests/gpu_record.json: python -m tests.gpu.gpu_record RESULTS.json ...
+
+Under "checks", by ranks and GPUs ("4 ranks on 1 GPU": they share it), the newest row of every check: outcome, of which version of weft
+(git's name for the content of src/weft), date, machine, seconds, the parts of weft whose kernels it launched, error and bound, and why it
+failed. A check that failed and passed in one run has failed. Under "fuzz" random calls are added up over all runs, by version, ranks
+and kind; a run of them counts once. Under "runs" are the newest, with the versions of torch, Triton, CUDA and NCCL; "tree" is the
+newest run's version of weft. The minutes of every part go to tests/trends.csv. tests/gpu_record-2026-11.json is the record from before
+ranks shared GPUs as processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.gpu_queue import RECORD, Row, placed
+from tests.tooling.trends import note
+
+KEPT = 12  # runs
+FIELDS = ("outcome", "date", "seconds", "parts", "error", "bound", "why")
+
+
+def fuzzed(runs: list[dict[str, Any]], tree: str, gpus: int, old: dict[str, Any]) -> dict[str, Any]:
+    """The random calls of these runs and all before. One that did not end as it should has made a wrong call."""
+    trees = {name: dict(counts) for name, counts in old.get("trees", {}).items()}
+    for run in runs:
+        place = placed(run["world"], min(run["world"], gpus))
+        name = f"{place}, seed {run['seed']}"
+        here = trees.setdefault(tree, dict(calls=0, wrong=0, runs=[], failed=[]))
+        if name in here["runs"]:
+            continue
+        here["calls"] += run["calls"]
+        here["wrong"] += run["wrong"] + bool(run["ended"])
+        here["runs"] = [*here["runs"], name]
+        here["failed"] = [*here["failed"], *run["failed"], *([f"{name}: {run['ended']}"] if run["ended"] else [])]
+        kinds = here.get("kinds", {})
+        here["kinds"] = kinds | {place: dict(Counter(kinds.get(place, {})) + Counter(run["kinds"]))}
+    return {key: sum(counts[key] for counts in trees.values()) for key in ("calls", "wrong")} | dict(trees=trees)
+
+
+def with_results(results: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """The record with those of one run."""
+    checks = {place: dict(rows) for place, rows in old.get("checks", {}).items()}
+    new: dict[tuple[str, str], Row] = {}
+    for row in results["rows"]:
+        place = placed(row["ranks"], row["gpus"], results["versions"]["triton"]) + row.get("like", "")  # gpu_older.py
+        if new.get((place, row["check"]), row)["outcome"] == "failed":
+            row = new.get((place, row["check"]), row)
+        new[place, row["check"]] = row
+    for (place, name), row in new.items():
+        known = {key: row[key] for key in FIELDS if key in row}
+        checks.setdefault(place, {})[name] = dict(known, tree=results["tree"][:12], machine=results["machine"])
+    outcomes = Counter(row["outcome"] for row in new.values())
+    run = {key: results[key] for key in ("date", "tree", "machine", "versions", "minutes", "trouble")}
+    gpus = int(results["machine"].split()[0])
+    return dict(
+        tree=results["tree"],
+        checks=checks,
+        fuzz=fuzzed(results["fuzz"], results["tree"], gpus, old.get("fuzz", {})),
+        runs=[dict(run, passed=outcomes["passed"], failed=outcomes["failed"]), *old.get("runs", [])][:KEPT],
+    )
+
+
+def text(record: dict[str, Any]) -> str:
+    """JSON with a line for every check."""
+    places = []
+    for place, rows in sorted(record["checks"].items()):
+        entries = ",\n".join(
+            f"   {json.dumps(name)}: {json.dumps(rows[name], sort_keys=True)}" for name in sorted(rows)
+        )
+        places.append(f"  {json.dumps(place)}: {{\n{entries}\n  }}")
+    rest = json.dumps({key: record[key] for key in ("fuzz", "runs")}, indent=1)
+    return (
+        f'{{\n "tree": {json.dumps(record["tree"])},\n "checks": {{\n' + ",\n".join(places) + "\n }," + rest[1:] + "\n"
+    )
+
+
+def main() -> None:
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    for path in map(Path, sys.argv[1:]):
+        results = json.loads(path.read_text())
+        record = with_results(results, record)
+        for part, minutes in results["minutes"].items():
+            note(f"gpu/run.sh {part}", minutes, results["tree"], results["date"][:10])
+    RECORD.write_text(text(record))
+    newest = record["runs"][0]["tree"][:12]
+    for place, rows in sorted(record["checks"].items()):
+        outcomes = Counter(row["outcome"] for row in rows.values() if row["tree"] == newest)
+        older = sum(row["tree"] != newest for row in rows.values())
+        print(
+            f"{place}: {outcomes['passed']} passed, {outcomes['failed']} failed, {older} with an earlier version only"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The plugin in vLLM on a GPU: `gpu/vllm.sh run`. One rank, on which it must serve nothing; or several that share the GPU, started by
+torchrun, without the plugin first (WEFT_VLLM=0), whose answers the ranks with it then compare theirs with: as the plugin chooses, which on
+small models gives most calls back to vLLM, and with each of its own forms for all calls. Requests are cut into chunks, have prefixes in
+common, are preempted, since the cache is too small for all of them, and one is aborted. Probabilities of given tokens must be no further
+from the model in float32 than 1.5 times vLLM's own."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.integrations.engines.run_engine import PROMPTS, checkpoint
+
+TOKENS, ROUNDING = 24, 0.1  # of an answer; in the logarithm of a probability, of bfloat16
+BLOCKS = 24  # of 16 tokens, in the cache: fewer than CROWD takes
+CROWD = [[i, *range(40)] for i in range(8)]
+FURTHER = 1.5  # than vLLM's own probabilities are from float32's
+FORMS = {"auto": None, "whole": (0, 0), "rows": (8, 0), "woven": (8, 8)}  # tokens from which on: `forced`
+MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
+
+
+def engine(folder: str, ranks: int, mode: str) -> Any:
+    from vllm import LLM
+
+    more = dict(distributed_executor_backend="external_launcher", tensor_parallel_size=ranks) if ranks > 1 else {}
+    return LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,  # so that prompts are cut, too
+        gpu_memory_utilization=0.05,  # engines of one process follow each other, and leave some of theirs
+        kv_cache_memory_bytes=1 << 30,
+        num_gpu_blocks_override=BLOCKS,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        disable_custom_all_reduce=True,
+        seed=0,
+        **more,
+        **MODES[mode],
+    )
+
+
+@contextmanager
+def forced(form: str) -> Iterator[None]:
+    """weft's own kernels for every call: residuals whole on every rank, or by rows and in two parts from so many tokens on."""
+    if FORMS[form] is None:
+        yield
+        return
+    from weft.integrations.vllm import plugin
+    from weft.integrations.vllm.row_norm_column import RowNormColumn, ShardedTokens, TwoParts
+    from weft.plans import Sequential
+
+    def own(op: Any, world: Any, call: Any, mode: str) -> Any:
+        plans = TwoParts(), ShardedTokens(), Sequential()
+        return next(plan for plan in plans if op.fits(world, call, plan, "auto") is None)
+
+    with (
+        mock.patch.object(plugin, "thresholds", lambda *_: FORMS[form]),
+        mock.patch.object(RowNormColumn, "auto", own),
+        mock.patch.object(RowNormColumn, "candidates", lambda *_: ()),
+    ):
+        yield
+
+
+def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
+    """Tokens, each one's logarithm of a probability, and how far that was ahead of the second best."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
+    made = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+    rows = []
+    for answer in (each.outputs[0] for each in made):
+        best = [sorted((t.logprob for t in step.values()), reverse=True) for step in answer.logprobs]
+        rows.append([(token, b[0], b[0] - b[1]) for token, b in zip(answer.token_ids, best, strict=True)])
+    return rows
+
+
+def crowded(llm: Any) -> tuple[list[list[int]], int]:
+    """The answers to more requests than the cache has room for, while one more is aborted, and how many were preempted."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    engine, answers = llm.llm_engine, {}
+    for i, prompt in enumerate(CROWD):
+        engine.add_request(f"crowd-{i}", {"prompt_token_ids": prompt}, params)
+    engine.add_request("aborted", {"prompt_token_ids": CROWD[0]}, params)
+    for step in itertools.count():
+        for output in engine.step():
+            if output.finished:
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+        if step == 3:
+            engine.abort_request(["aborted"])
+        if not engine.has_unfinished_requests():
+            break
+    assert "aborted" not in answers or len(answers["aborted"]) < TOKENS
+    preempted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    return [answers[f"crowd-{i}"] for i in range(len(CROWD))], preempted
+
+
+def forced_logprobs(llm: Any) -> list[float]:
+    """The logarithm of the probability of each token of CROWD, given those before it."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in CROWD], params)
+    return [
+        float(step[token].logprob)
+        for output, prompt in zip(outputs, CROWD, strict=True)
+        for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+
+
+def float32_logprobs(folder: str) -> list[float]:
+    """The same by Transformers in float32."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor(CROWD)).logits.log_softmax(-1)
+    return logits[:, :-1].gather(-1, torch.tensor(CROWD)[:, 1:, None]).flatten().tolist()
+
+
+def distance(logprobs: list[float], reference: list[float]) -> float:
+    """The root of the mean square of the differences."""
+    return float((torch.tensor(logprobs) - torch.tensor(reference)).square().mean().sqrt())
+
+
+def compare(actual: list[Any], expected: list[Any]) -> dict[str, Any]:
+    """How many tokens are vLLM's own, up to the first other one of each answer, and the furthest logarithm of a
+    probability. Raises AssertionError where an answer goes another way at a token that was ahead by more than rounding."""
+    same, furthest = 0, 0.0
+    for mine, theirs in zip(actual, expected, strict=True):
+        for (token, logprob, _), (other, its, ahead) in zip(mine, theirs, strict=True):
+            if token != other:
+                assert ahead <= ROUNDING, (token, other, ahead)
+                break
+            same, furthest = same + 1, max(furthest, abs(logprob - its))
+    assert furthest <= ROUNDING, furthest
+    return dict(same=same, tokens=len(expected) * TOKENS, furthest=round(furthest, 4))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument(
+        "--kind", default="Llama", help="as run_engine.KINDS has it; vLLM makes its groups once a process"
+    )
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--out", type=Path, required=True, help="answers without the plugin, JSON")
+    parser.add_argument("--rows", type=Path, help="a line for each comparison is added here, JSON")
+    args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    off, rank = os.environ.get("WEFT_VLLM") == "0", int(os.environ.get("RANK", "0"))
+    known = json.loads(args.out.read_text()) if args.out.exists() and not off else {}
+    with tempfile.TemporaryDirectory(prefix=f"rank{rank}-") as folder:
+        checkpoint(args.kind, folder, "bfloat16")
+        reference = float32_logprobs(folder)
+        for mode, form in itertools.product(MODES, args.forms if args.ranks > 1 and not off else ["auto"]):
+            job = f"{args.kind} {mode}"
+            with forced(form):
+                llm = engine(folder, args.ranks, mode)
+                actual, forced_now = answers(llm), forced_logprobs(llm)
+                (crowd, preempted), again = crowded(llm), answers(llm)
+            compare(again, actual)  # prompts whose prefixes are in the cache
+            error = distance(forced_now, reference)
+            if off:
+                known[job] = dict(answers=actual, crowd=crowd, error=error)
+            elif rank == 0:
+                import weft
+
+                print(weft.vllm.report(llm))
+                if args.ranks > 1:
+                    own = known[job]
+                    row = dict(
+                        op="vllm",
+                        ranks=args.ranks,
+                        model=args.kind,
+                        mode=mode,
+                        form=form,
+                        **compare(actual, own["answers"]),
+                    )
+                    row |= dict(error=round(error, 5), vllm_error=round(own["error"], 5), preempted=preempted)
+                    row |= dict(
+                        crowd=sum(a == b for a, b in zip(crowd, own["crowd"], strict=True)), requests=len(crowd)
+                    )
+                    assert error <= FURTHER * own["error"], (error, own["error"])
+                    row |= dict(
+                        vllm=version("vllm"), gpu=torch.cuda.get_device_name(), commit=os.environ.get("WEFT_COMMIT")
+                    )
+                    print(row, flush=True)
+                    if args.rows:
+                        with open(args.rows, "a") as file:
+                            file.write(json.dumps(row) + "\n")
+            del llm
+    if rank == 0 and off:
+        args.out.write_text(json.dumps(known))
+    print(f"ended: rank {rank} of {args.ranks}, the plugin {'off' if off else 'on'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""Transformers' mixtures of experts woven (`weft.hf`), in the emulator and over gloo: the tokens and logits of the model itself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.gates import some
+from tests.integrations.cases_transformers import Compared, compared
+from tests.integrations.test_hf import IDS, SIZES, run
+from weft import hf
+from weft.integrations.transformers import forwards
+from weft.integrations.transformers import moe as hf_moe
+
+transformers = pytest.importorskip("transformers")
+BF = torch.bfloat16
+KINDS: dict[str, dict[str, Any]] = {
+    "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "Qwen3Moe": dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]
+    ),
+    "GptOss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=4, attention_bias=True),
+}  # fmt: skip
+
+
+def made(kind: str, dtype: torch.dtype = BF, **more: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **more})
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1 or name.endswith("_bias"):  # norms of ones and biases of zeros would hide what is left out
+                p.add_(torch.randn_like(p) * 0.1)
+            else:
+                p.mul_(4)
+    return model.to(dtype)
+
+
+def logits_of(kind: str, ranks: int, **more: Any) -> list[torch.Tensor]:
+    def main(world: weft.World) -> torch.Tensor:
+        with torch.no_grad():
+            return hf.weave(made(kind, **more), world)(IDS).logits.float()
+
+    return run(main, ranks)
+
+
+def check_logits(kind: str, logits: list[torch.Tensor], **more: Any) -> None:
+    with torch.no_grad():
+        exact = made(kind, torch.float32, **more)(IDS).logits
+        own = made(kind, **more)(IDS).logits.float()
+    assert (logits[0] == logits[1]).all()
+    error, usual = ((x - exact).norm() / exact.norm() for x in (logits[0], own))
+    assert error < max(1.5 * usual.item(), 1e-2), (error, usual)
+
+
+def beside_the_model(kind: str, two_parts: int | None = None, **more: Any) -> Compared:
+    """Of 21 tokens, by rows or in two parts."""
+    ids = torch.randint(1, 90, (1, 21), generator=torch.Generator().manual_seed(4))
+
+    def main(world: weft.World) -> Compared:
+        with torch.no_grad():
+            return compared(made(kind, **more), ids, world, two_parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forwards, "SHARDED_FROM", 8)
+        return run(main)[0]
+
+
+@pytest.mark.parametrize("two_parts", [None, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_is_close_by_the_experts_that_were_taken_and_these_are_near_ties(
+    kind: str, two_parts: int | None
+) -> None:
+    found = beside_the_model(kind, two_parts)
+    assert found.of_all < 2e-2 and found.of_token < 3e-2 and found.unexplained <= 1, found
+
+
+@pytest.mark.parametrize("wrong", ["expert", "weight"])
+def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token: another expert for its second, which the model's own forward pass then takes too; or its weight."""
+
+    def routes(logits: torch.Tensor, **told: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = hf_gate(logits, **told)
+        if wrong == "expert":
+            ids[3, 1] = logits[3].argmin()
+        else:
+            weights[3, 1] += 0.5
+        return ids, weights
+
+    hf_gate = hf_moe.gate
+    monkeypatch.setattr(hf_moe, "gate", routes)
+    found = beside_the_model("Mixtral", num_hidden_layers=1)
+    assert (found.unexplained > 1 and found.moved) if wrong == "expert" else found.of_token > 3e-2, found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_the_models_own_to_rounding(kind: str, sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sharded:  # 18 tokens
+        monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
+    check_logits(kind, logits_of(kind, 2))
+
+
+def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        model = made("Qwen3Moe", num_hidden_layers=1)
+        with torch.no_grad():
+            return [model(IDS[:1]).logits, hf.weave(model, world)(IDS[:1]).logits]
+
+    for want, got in run(main):
+        assert (got - want).abs().max() <= 2**-4 * want.abs().max()
+
+
+def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
+
+    def main(world: weft.World) -> list[Any]:
+        model = made("Qwen3Moe", mlp_only_layers=[0], intermediate_size=96)
+        with torch.no_grad():
+            want = model(IDS, output_hidden_states=True, output_router_logits=True)
+            got = hf.weave(model, world)(IDS, output_hidden_states=True, output_router_logits=True)
+        assert "without experts" in hf.report(model)
+        return [want, got]
+
+    for want, got in run(main):
+        assert (got.logits - want.logits).abs().max() <= 2**-4 * want.logits.abs().max()
+        assert [h.shape for h in got.hidden_states] == [h.shape for h in want.hidden_states]
+        assert [r.shape for r in got.router_logits] == [r.shape for r in want.router_logits] == [(18, 6)]
+        assert (got.router_logits[0] - want.router_logits[0]).abs().max() <= 2**-4 * want.router_logits[0].abs().max()
+
+
+@pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
+def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt by rows, the tokens after it by all ranks."""
+    monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
+    ids = IDS[1:] if kind == "GptOss" else IDS  # of its first row the two best tokens are within rounding
+    more = dict(cache_implementation="static") if static else {}
+    wanted = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids), **more)
+    layers = 2 if kind == "GptOss" else 1  # one of each kind of attention
+    own = made(kind, num_hidden_layers=layers).generate(ids, **wanted)
+
+    def main(world: weft.World) -> torch.Tensor:
+        return hf.weave(made(kind, num_hidden_layers=layers), world).generate(ids, **wanted)
+
+    for tokens in run(main):
+        assert (tokens == own).all()
+
+
+def test_unweave_puts_everything_back_and_the_report_names_the_layers() -> None:
+    def main(world: weft.World) -> None:
+        model = made("GptOss")
+        before, own = {k: v.clone() for k, v in model.state_dict().items()}, model(IDS).logits
+        hf.weave(model, world)
+        said = hf.report(model)
+        assert "GptOssMLP" in said and "whole experts" in said and "q_proj" in said and "lm_head" in said
+        after = model.state_dict()
+        assert list(after) == list(before) and all((after[k] == before[k]).all() for k in before)
+        assert (hf.unweave(model)(IDS).logits == own).all()
+        assert not [m for m in model.modules() if {"forward", "sinks"} & vars(m).keys()]
+
+    run(main)
+
+
+def test_what_cannot_be_woven_is_named() -> None:
+    def main(world: weft.World) -> None:
+        olmoe = transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
+        clamped, other = made("GptOss"), made("Mixtral")
+        clamped.model.layers[1].mlp.experts.limit = 5.0
+        other.model.layers[1].mlp.experts = torch.nn.Identity()
+        for model, says in (
+            (transformers.OlmoeForCausalLM(olmoe).bfloat16(), "OlmoeDecoderLayer"),
+            (clamped, r"layers.1.mlp.experts has alpha and limit \(1.702, 5.0\)"),
+            (other, "layers.1.mlp.experts is Identity"),
+            (made("Qwen3Moe", torch.float32), "float32"),
+            (made("Mixtral", num_local_experts=5), "5 experts do not divide by 2 ranks"),
+            (made("Mixtral", hidden_act="gelu"), "gelu"),
+        ):
+            with pytest.raises(weft.Unsupported, match=says):
+                hf.weave(model, world)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_alone_under_transformers_own_parallelism(kind: str) -> None:
+    """`experts_implementation="weft"`: of two ranks each has half of the experts, under numbers of its own and one past
+    them for the others', as Transformers' router gives them."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    def main(world: weft.World) -> None:
+        model = made(kind)
+        experts = model.model.layers[0].mlp.experts
+        count, k = experts.num_experts // world.size, 2
+        own = torch.Generator().manual_seed(1)
+        x = torch.randn(7, SIZES["hidden_size"], generator=own).to(BF)
+        ids = torch.stack([torch.randperm(experts.num_experts, generator=own)[:k] for _ in range(7)])
+        weights = torch.rand(7, k, generator=own).to(BF)
+        with torch.no_grad():
+            want = experts(x, ids, weights).float()
+            for name, p in list(experts.named_parameters()):
+                setattr(experts, name, torch.nn.Parameter(p.detach().split(count)[world.rank].clone()))
+            here = ids - world.rank * count
+            here = here.masked_fill((here < 0) | (here >= count), count)
+            forward = hf_moe.experts_forward(lambda: world)
+            parts = world.exchange(forward(experts, x, here, weights).float())
+            none = forward(experts, x, torch.full_like(ids, count), weights)
+        assert (sum(parts) - want).norm() <= 2e-2 * want.norm() and not none.any()
+        assert all(part.norm() > 0.1 * want.norm() for part in parts)
+        hf.register_experts(world)
+        assert "weft" in ExpertsInterface()
+
+    run(main)
+
+
+WRITES = {
+    "copy_": lambda p: p.copy_(p.flip(0)),
+    "another tensor": lambda p: torch.nn.Parameter(p.flip(0)),
+    "another tensor by way of .data": lambda p: setattr(p, "data", p.flip(0)),
+    "freed and made again": lambda p: setattr(p, "data", p.data.flip(0).clone()),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_experts_that_are_written_are_laid_out_anew(kind: str, how: str) -> None:
+    """Any of their tensors, also where the allocator puts a new one at an old one's address."""
+
+    def main(world: weft.World) -> None:
+        experts = made(kind).model.layers[0].mlp.experts
+        x = torch.randn(7, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).to(BF)
+        ids, weights = torch.arange(14).view(7, 2) % experts.num_experts, torch.rand(7, 2).to(BF)
+        forward = hf_moe.experts_forward(lambda: world)
+        with torch.no_grad():
+            for p in experts.parameters():
+                p.normal_(std=0.1)
+            for name in [n for n, _ in experts.named_parameters()]:
+                before = forward(experts, x, ids, weights)
+                written = WRITES[how](getattr(experts, name))
+                if isinstance(written, torch.nn.Parameter):
+                    setattr(experts, name, written)
+                got, want = forward(experts, x, ids, weights), experts(x, ids, weights).float()
+                assert (got - want).norm() <= 2e-2 * want.norm() and not torch.equal(got, before), name
+                laid_out = vars(experts)["_weft_experts"].w13
+                assert torch.equal(forward(experts, x, ids, weights), got)
+                assert vars(experts)["_weft_experts"].w13 is laid_out
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+def test_experts_that_transformers_has_split_already() -> None:
+    """Whole ones over the ranks, or columns of all of them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def split(experts: Any, rank: int, columns: bool) -> None:
+        first, second = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        if columns:
+            halves = [half.chunk(2, 1)[rank] for half in first.chunk(2, 1)]
+            parts = torch.cat(halves, 1), second.chunk(2, 2)[rank].contiguous()
+            places: Any = _StridedShard(dim=1, split_factor=2), Shard(2)
+        else:
+            parts, places = (first.chunk(2)[rank], second.chunk(2)[rank]), (Shard(0), Shard(0))
+        for name, part, place, whole in zip(("gate_up_proj", "down_proj"), parts, places, (first, second), strict=True):
+            placed = DTensor.from_local(part, mesh, [place], run_check=False, shape=whole.shape, stride=whole.stride())
+            setattr(experts, name, torch.nn.Parameter(placed))
+
+    def main(world: weft.World, columns: bool) -> list[torch.Tensor]:
+        model = made("Qwen3Moe", num_hidden_layers=1)
+        with torch.no_grad():
+            want = model(IDS).logits
+            for layer in model.model.layers:
+                split(layer.mlp.experts, world.rank, columns)
+            hf.weave(model, world)
+            assert ("columns of all experts" in hf.report(model)) == columns
+            return [want, model(IDS).logits]
+
+    try:
+        for columns, least in ((False, 1000), (True, 1000), (True, 8)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(forwards, "SHARDED_FROM", least)
+                for want, got in run(functools.partial(main, columns=columns)):
+                    assert (got - want).abs().max() <= 2**-4 * want.abs().max(), (columns, least)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", some([2, 4]))
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_two_parts_give_what_one_gives(kind: str, ranks: int) -> None:
+    """The experts of 18 tokens in two parts, one's under the other's norm: what is read too early is a race. Also with a
+    dense layer between, and in one part where router logits are recorded."""
+    more = dict(mlp_only_layers=[0], intermediate_size=96) if kind == "Qwen3Moe" else {}
+    if ranks == 4:
+        more |= dict(num_key_value_heads=4) | (dict(num_experts=8) if kind == "Qwen3Moe" else {})
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        model, told = made(kind, **more), dict(max_new_tokens=2, do_sample=False, attention_mask=torch.ones_like(IDS))
+        with torch.no_grad():
+            one = hf.weave(model, world, two_parts=None)(IDS).logits, model.generate(IDS, **told)
+            two = hf.weave(hf.unweave(model), world, two_parts=2)(IDS).logits, model.generate(IDS, **told)
+            recorded = model(IDS, output_router_logits=True)
+        assert "from 2 tokens on in two parts" in hf.report(model)
+        assert all(logits.shape[0] == 18 for logits in recorded.router_logits)
+        return [*one, *two, recorded.logits]
+
+    for one, tokens, two, again, recorded in run(main, ranks, seed=1):
+        assert (one - two).abs().max() <= 2**-5 * one.abs().max() and (tokens == again).all()
+        assert (recorded - one).abs().max() <= 2**-5 * one.abs().max()

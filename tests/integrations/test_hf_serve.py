@@ -1,0 +1,100 @@
+"""Continuous batching of Transformers with weft's attention, woven and not: the tokens that generate gives."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.integrations.test_hf import alike, made, run
+from weft import hf
+
+transformers = pytest.importorskip("transformers")
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [21, 22, 23, 24, 25, 26, 27, 28], [31, 32, 33]]
+
+
+def told(**more: Any) -> dict[str, Any]:
+    batching = transformers.generation.ContinuousBatchingConfig(
+        **{_page(): 16}, num_blocks=32, max_batch_tokens=12, allow_block_sharing=False
+    )
+    wanted = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=95, pad_token_id=0)
+    return dict(generation_config=wanted, continuous_batching_config=batching, **more)
+
+
+def _page() -> str:
+    """Tokens of a page, as this version calls them."""
+    names = transformers.generation.ContinuousBatchingConfig.__dataclass_fields__
+    return "page_size" if "page_size" in names else "block_size"
+
+
+def alone(model: Any) -> list[list[int]]:
+    """What generate gives, request by request."""
+    given = [torch.tensor([prompt]) for prompt in PROMPTS]
+    wanted = dict(max_new_tokens=6, do_sample=False, eos_token_id=95, pad_token_id=0)
+    made = [model.generate(ids, attention_mask=torch.ones_like(ids), **wanted)[0, ids.shape[1] :] for ids in given]
+    return [tokens.tolist() for tokens in made]
+
+
+def served(model: Any) -> list[list[int]]:
+    return tokens_of(model.generate_batch(PROMPTS, **told()))
+
+
+def tokens_of(made: dict[str, Any]) -> list[list[int]]:
+    return [made[name].generated_tokens for name in sorted(made, key=lambda name: int(name.split("_")[-1]))]
+
+
+def check_alike(got: list[list[int]], kind: str) -> None:
+    """bfloat16 and woven: where the model's two best logits are as good as equal, either is right."""
+    model = made(kind)
+    for prompt, tokens, own in zip(PROMPTS, got, alone(model), strict=True):
+        assert len(tokens) == len(own)
+        assert alike(torch.tensor([prompt + tokens]), torch.tensor([prompt + own]), model), (tokens, own)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Qwen3", {})])
+def test_served_together_as_alone(kind: str, more: dict[str, Any]) -> None:
+    """In chunks too: twelve tokens a step are fewer than the prompts have."""
+    model = made(kind, torch.float32, **more)
+    assert served(hf.paged(model)) == alone(made(kind, torch.float32, **more))
+
+
+# Since Transformers 5.24 the loop is told whether its caller is in inference mode.
+TAKES_MODE = (
+    "use_inference_mode"
+    in inspect.signature(transformers.generation.ContinuousBatchingManager._run_generation_loop).parameters
+)
+
+
+def test_served_woven() -> None:
+    """The loop of continuous batching without its thread, which the emulator cannot follow."""
+
+    def main(world: weft.World) -> list[list[int]]:
+        manager = hf.paged(hf.weave(made("Qwen3"), world)).init_continuous_batching(**told())
+        names, status = manager.add_requests(PROMPTS), manager.background_thread_status
+        status.request_stop(status.FLUSH_AND_STOP, 0)
+        with torch.no_grad():
+            manager._run_generation_loop(*([False] if TAKES_MODE else []))
+        made_ = [manager.get_result(timeout=1) for _ in names]
+        return tokens_of({each.request_id: each for each in made_})
+
+    check_alike(run(main, 1)[0], "Qwen3")
+
+
+def test_outside_continuous_batching_it_says_so() -> None:
+    model = hf.paged(made("Llama"))
+    with pytest.raises(ValueError, match="generate_batch"):
+        model(torch.tensor([[1, 2]]))
+    model.set_attn_implementation("sdpa")
+    model(torch.tensor([[1, 2]]))
+
+
+def test_the_example_serves() -> None:
+    example = Path(__file__).parents[2] / "examples" / "hf_serve.py"
+    run = subprocess.run([sys.executable, example, "--small"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.startswith("[[") and run.stdout.count(",") == 23, run.stderr[-2000:]

@@ -1,0 +1,211 @@
+"""Kernels compiled for GPUs other than Hopper, without one: what the ops launch there, and what must hold of it.
+
+    python -m tests.offline.architectures [--targets sm_80 sm_89 ..] [--only NAMES] [--write]        (make architectures)
+
+All cases of test_offline.py whose plans such a GPU runs, in tiles that fit it. It ends with 1 if any breaks a rule. --write: what came
+out, with the date and versions, to tests/architectures.json, from which docs/hardware.md has its table (make pages).
+test_offline_architectures.py, in `make gates`, has a chosen part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.errors import TritonError
+
+from tests.emulated.cases import changed
+from tests.emulated.cases_ops import FUSED
+from tests.gpu.gpu_queue import WEFT, tree_of
+from tests.offline.test_offline import (
+    ALONE,
+    AR,
+    CASES,
+    GEMMS,
+    OPS,
+    SECOND,
+    Launch,
+    broken_rules,
+    call,
+    computes,
+    launches,
+    norm,
+    to_ranks,
+)  # fmt: skip
+from weft import World
+from weft.architectures import ADA, HOPPER, SHARED_KIB, capability_of
+from weft.check import ptx
+from weft.check.offline import Compiled, compile_kernel
+from weft.check.ptx import signals_not_by_thread_zero, signals_outside_first_warp
+from weft.ops.tiles import fitting
+from weft.plans import Decomposed, OneShot, Sequential, Signaled, TwoShotLowLatency, TwoShotPull, TwoShotPush
+
+RECORD = Path(__file__).parents[1] / "architectures.json"
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_120")
+# Of an SM: KiB of shared memory and threads. CUDA C++ Programming Guide, "Technical specifications per compute capability".
+SMS = {80: (164, 2048), 86: (100, 1536), 89: (100, 1536), 100: (228, 2048), 103: (228, 2048), 120: (100, 1536)}
+NVLINK = (
+    80,
+    100,
+    103,
+)  # atomics in peers' memory, without which nothing is fused; sm_86 has it between two GPUs of some models
+Fn = Callable[[World], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    fn: Fn
+    ranks: int
+
+
+def cases(capability: int) -> Iterator[tuple[str, Case]]:
+    """By name, what an op launches on such a GPU: plans in its own tiles, and of CASES what has none."""
+    fit = functools.partial(fitting, capability=capability)
+    sizes: dict[str, dict[str, Any]] = {
+        "": {}, ", bias float16": dict(bias=True, dtype=torch.float16), ", one row": dict(m=1),
+        ", odd sizes": dict(m=33, n=1032, k=520, bias=True),
+    }  # fmt: skip
+    for name, more in sizes.items():
+        for op in OPS:
+            plans = {"decomposed": Decomposed(), "low latency": TwoShotLowLatency() if op == AR else OneShot()}
+            if op != OPS[0]:
+                plans |= {"signaled": fit(Signaled()), "signaled, 16 CTAs": changed(fit(Signaled()), block_n=128)}
+                plans |= {"signaled by copies": replace(fit(Signaled()), ctas=4, copies=True)}
+            if capability in NVLINK:
+                plans |= {"fused": fit(FUSED[op]), "fused, second": fit(SECOND[op])}
+            for kind, plan in plans.items():
+                if kind != "signaled by copies" or name in ("", ", bias float16"):  # of whole tiles
+                    yield f"{op} {kind}{name}", Case(call(op, plan, **more), 8)
+    for op in OPS if capability in NVLINK else ():
+        yield f"{op} fused, transposed weight", Case(call(op, fit(FUSED[op]), turned=True), 2)
+    for n, k, dtype in ((1024, 512, torch.bfloat16), (1032, 520, torch.float16)):
+        plan = fit(Signaled())
+        yield f"to ranks signaled {n}", Case(to_ranks(plan, n, k, True, dtype), 8)
+    for name, plan in {
+        "one shot": OneShot(), "two shots, posted": TwoShotLowLatency(), "sequential": Sequential(),
+        "two shots": TwoShotPush(), "two shots, pulled": TwoShotPull(rows=4), "decomposed": Decomposed(),
+    }.items():  # fmt: skip
+        yield f"all-reduce + norm {name}", Case(norm(plan), 8)
+        yield f"all-reduce + norm {name}, float32", Case(norm(plan, 40, 16384, dtype=torch.float32), 8)
+        if capability >= ADA:
+            yield f"all-reduce + norm {name}, fp8", Case(norm(plan, 40, 5120, fp8=True), 8)
+    for name in ("silu_mul", "rotary", "rms_norm and residual_add", "wait_word", "World.barrier", "decoder"):
+        yield name, Case(*CASES[name])
+    if capability >= HOPPER:
+        yield from ((name, Case(*case)) for name, case in CASES.items() if name.startswith(("MoE", "all-reduce x8, ")))
+
+
+def outcome(launch: Launch, k: Compiled, capability: int) -> list[str]:
+    """What of the rules does not hold."""
+    kib, threads = SMS[capability]
+    programs, warps = -(-launch.grid // 132), launch.options["num_warps"]
+    registers = -(-k.registers // 8) * 8
+    gemm = (launch.kernel.__name__ in GEMMS and computes(launch)) or launch.kernel.__name__ in ALONE
+    cores = "tcgen05.mma" if capability in (100, 103) else "mma.sync"
+    wrong = [f"spills {k.spills} bytes"] * (k.spills > 0) + [*k.warnings]
+    if k.shared > SHARED_KIB[capability] << 10 or (k.shared and programs * (k.shared + 1024) > kib << 10):
+        wrong.append(f"{programs} programs of {k.shared} bytes of shared memory")
+    if programs * warps * 32 > threads or programs * warps * 32 * registers > 65536:
+        wrong.append(f"{programs} programs of {warps * 32} threads with {registers} registers")
+    if (cores in k.ptx) != gemm or "wgmma" in k.ptx:
+        wrong.append(f"{cores}: {cores in k.ptx}, and the kernel is {'a' if gemm else 'no'} GEMM")
+    if capability < HOPPER:
+        wrong += [f"{text} is Hopper's" for text in ("cp.async.bulk", "fence.proxy.async", "multimem") if text in k.ptx]
+        if gemm and "cp.async.cg.shared.global" not in k.ptx:
+            wrong.append("loads of tiles are not asynchronous, in 16-byte words")
+        wrong += ptx.broken_rules(k.ptx)
+    else:
+        wrong += broken_rules(launch, k)
+    wrong += signals_not_by_thread_zero(k.ptx) + signals_outside_first_warp(k.ptx)
+    return wrong
+
+
+def compiled(capability: int, case: Case) -> list[tuple[Launch, Compiled]]:
+    """Each launch of rank 0, once, with what it compiles to."""
+    found: dict[str, tuple[Launch, Compiled]] = {}
+    for launch in launches(case.fn, case.ranks, capability)[0]:
+        k = compile_kernel(launch.kernel, launch.args, launch.options, capability)
+        found.setdefault(k.hash, (launch, k))
+    return list(found.values())
+
+
+def beside(found: list[tuple[Launch, Compiled]], capability: int) -> list[str]:
+    """Of programs that pull and the GEMM's, which share an SM."""
+    small = [pair for pair in found if pair[0].options.get("co_resident")]
+    pairs = [(a, b) for a in small for b in found if b not in small and b[0].kernel is a[0].kernel]
+    shared = [a[1].shared + b[1].shared + 2048 for a, b in pairs]
+    registers = [sum(-(-k.registers // 8) * 8 * 32 * launch.options["num_warps"] for launch, k in pair) for pair in pairs]  # fmt: skip
+    kib = SMS[capability][0]
+    return [f"{n} bytes beside each other on an SM" for n in shared if n > kib << 10] + [
+        f"{n} registers beside each other on an SM" for n in registers if n > 65536
+    ]
+
+
+def judged(target: str, name: str) -> dict[str, Any]:
+    """A case as JSON: its kernels, each with registers, spills and shared memory, and what is wrong with them."""
+    capability = capability_of(target)
+    case = dict(cases(capability))[name]
+    try:
+        found = compiled(capability, case)
+    except (TritonError, RuntimeError, TypeError, ValueError) as e:
+        return dict(target=target, case=name, kernels=[], wrong=[f"{type(e).__name__}: {str(e)[-400:]}"])
+    kernels = [(launch.kernel.__name__, k.registers, k.spills, k.shared) for launch, k in found]
+    wrong = [f"{launch.kernel.__name__}: {said}" for launch, k in found for said in outcome(launch, k, capability)]
+    return dict(target=target, case=name, kernels=kernels, wrong=wrong + beside(found, capability))
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By target: cases, different launches, the most registers and shared memory, and what is wrong."""
+    out: dict[str, Any] = {}
+    for target in sorted({row["target"] for row in rows}, key=lambda t: int(re.sub(r"\D", "", t))):
+        own = [row for row in rows if row["target"] == target]
+        kernels = [tuple(k) for row in own for k in row["kernels"]]
+        out[target] = dict(
+            cases=len(own), launches=len(kernels), kernels=dict(sorted(Counter(k[0] for k in kernels).items())),
+            registers=max(k[1] for k in kernels), shared=max(k[3] for k in kernels),
+            wrong={row["case"]: row["wrong"] for row in own if row["wrong"]},
+        )  # fmt: skip
+    return out
+
+
+def main() -> int:
+    p = argparse.ArgumentParser()
+    p.add_argument("--targets", nargs="+", default=TARGETS)
+    p.add_argument("--only", default="", help="cases whose name matches this")
+    p.add_argument("--write", action="store_true")
+    p.add_argument("--workers", type=int, default=2)
+    a = p.parse_args()
+    todo = [(t, n) for t in a.targets for n, _ in cases(capability_of(t)) if re.search(a.only, n)]
+    rows, began = [], time.time()
+    with ProcessPoolExecutor(a.workers) as pool:
+        for row in pool.map(judged, *zip(*todo, strict=True)):
+            rows.append(row)
+            for said in row["wrong"]:
+                print(f"{row['target']} {row['case']}: {said}", flush=True)
+    found = summary(rows)
+    for target, of in found.items():
+        print(f"{target}: {of['cases']} cases, {of['launches']} launches, at most {of['registers']} registers and "
+              f"{of['shared']} bytes of shared memory; {len(of['wrong'])} cases break a rule")  # fmt: skip
+    print(f"{time.time() - began:.0f} s")
+    if a.write:
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        versions = dict(date=time.strftime("%Y-%m-%d"), tree=tree_of(WEFT)[:12], torch=torch.__version__)
+        record.setdefault(f"Triton {triton.__version__}", {}).update({t: dict(versions, **of) for t, of in found.items()})  # fmt: skip
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    return int(any(of["wrong"] for of in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,361 @@
+"""The chooser, and plan="auto" by timing: made-up times, and a library that ranks have or lack. On GPUs: tests/gpu/gpu_main.py."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulated.cases import draw
+from tests.emulated.cases_all_gather_matmul import all_gather_case
+from weft import chooser
+from weft.backends import library_gemm
+from weft.backends.emulated import EmulatedBackend
+from weft.chooser import CallTime, Choice, Chooser
+from weft.op import REGISTRY, Op
+from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
+from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
+from weft.ops.all_reduce.call import NORM, SumCall
+from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM, AllReduceRmsNorm
+from weft.ops.attention import libraries
+from weft.ops.attention.segmented import AttentionConfig
+from weft.ops.moe.call import Layer, MoeCall, MoeOperands
+from weft.ops.moe.expert_parallel.op import MOE, Moe
+from weft.planner.table import Measured, learn
+from weft.plans import (
+    Awaiting,
+    Decomposed,
+    Dispatched,
+    LowLatency,
+    OneShot,
+    Plan,
+    Sequential,
+    TwoShotLowLatency,
+    TwoShotPush,
+)
+
+FORMS = (library_gemm.Form(8, 16, 2, True), library_gemm.Form(8, 32, 2, True), library_gemm.Form(8, 64, 2, True))
+FIRST, SECOND, WRONG = (Awaiting(*form) for form in FORMS)
+N, K = 16, 24
+
+
+@pytest.fixture
+def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
+    """Ranks that have a library, wrong in its last form, on machines of as many programs as a GPU. By plan, us of GPU and
+    host; rank 1 takes 1 us longer. Timed and agreed plans are noted in `noted`."""
+    took: dict[Plan, tuple[float, float]] = {Sequential(): (100.0, 50.0), FIRST: (90.0, 80.0), SECOND: (80.0, 80.0)}
+
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
+        world: Any = self.ranks
+        noted(world).append((choice.sizes[0], plan, times, ahead))
+        gpu, own = took[plan]
+        return CallTime(gpu + world.rank, own)
+
+    timed_by(monkeypatch, time)
+    monkeypatch.setattr(library_gemm, "FORMS", FORMS)
+    monkeypatch.setattr(AllGatherMatmul, "tries", tuple(Awaiting(*form) for form in FORMS))
+    monkeypatch.setattr(library_gemm, "lacks", lambda: None)
+    monkeypatch.setattr(library_gemm, "waits", lambda form, device, dtype: form != FORMS[2])
+    return took
+
+
+def timed_by(monkeypatch: pytest.MonkeyPatch, time: Any) -> None:
+    monkeypatch.setattr(Chooser, "time", time)
+    monkeypatch.setattr(EmulatedBackend, "clock", staticmethod(lambda *_: pytest.fail("really timed")))
+
+
+def noted(world: weft.World) -> list[Any]:
+    return world.decided.setdefault("noted", [])
+
+
+def emulate(fn: Callable[[weft.World], Any], ranks: int = 2) -> Any:
+    """What every rank found, which is the same."""
+    found = weft.spmd(fn, ranks, backend="emulated", sm_count=32)
+    assert all(theirs == found[0] for theirs in found)
+    return found[0]
+
+
+def call_of(rows: int, world: weft.World, **more: Any) -> GatherCall:
+    given: dict[str, Any] = dict(dtype=torch.bfloat16, bias=False, gated=0, gathered=False) | more
+    return GatherCall((rows // world.size,) * world.size, N, K, **given)
+
+
+def auto(world: weft.World, rows: int, **more: Any) -> float:
+    return all_gather_case(world, [rows // world.size] * world.size, N, K, "auto", **more)
+
+
+def taken(world: weft.World, rows: int, **more: Any) -> list[Plan]:
+    return [OP.choose(world, call_of(rows, world, **more), "auto", capturing) for capturing in (False, True)]
+
+
+def test_auto_takes_what_a_trial_found_fastest(us: dict) -> None:
+    """Of a host that is slow an eager call waits, one in a graph does not."""
+
+    def rank(world: weft.World) -> list[Any]:
+        before = taken(world, 64)
+        assert auto(world, 64) < 5e-3
+        return [before, taken(world, 64), {plan for _, plan, _, _ in noted(world)}]
+
+    assert emulate(rank) == [[Sequential()] * 2, [SECOND] * 2, {Sequential(), FIRST, SECOND}]
+    us[SECOND] = (80.0, 99.5)
+    assert emulate(rank)[1] == [FIRST, SECOND]
+    us[FIRST] = us[SECOND] = (100.5, 10.0)
+    assert emulate(rank)[1] == [Sequential()] * 2
+
+
+def test_what_was_measured_or_predicted_is_what_a_plan_has_to_beat(us: dict) -> None:
+    """In each mode its own."""
+    us[Decomposed()] = (70.0, 95.0)
+
+    def rank(world: weft.World) -> list[Plan]:
+        if world.rank == 0:
+            learn([Measured(OP.name, 2, 64, N, K, mode, Decomposed(), 1.5) for mode in ("eager", "graph")])
+        world.exchange("learned")
+        auto(world, 64)
+        return taken(world, 64)
+
+    assert emulate(rank) == [SECOND, Decomposed()]
+
+
+@pytest.mark.parametrize(("gpu", "turn"), [(14999.0, (2, 50.0)), (29.0, (10, 250.0))], ids=["long", "short"])
+def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, turn: tuple[int, float], us: dict) -> None:
+    """By the first call, and by what each further one takes longer than on the GPU."""
+    us[Sequential()] = (gpu, 50.0)
+
+    def rank(world: weft.World) -> list[Any]:
+        auto(world, 64)
+        return [(times, ahead) for _, plan, times, ahead in noted(world) if plan == Sequential()]
+
+    assert emulate(rank) == [(1, chooser.LAUNCH), *[turn] * chooser.ROUNDS]
+
+
+def test_no_plan_always_comes_behind_the_same(us: dict) -> None:
+    def rank(world: weft.World) -> list[Plan]:
+        auto(world, 64)
+        return [plan for _, plan, _, _ in noted(world)][3:]
+
+    turns = emulate(rank)
+    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert len(rounds) == chooser.ROUNDS and all(len({*each}) == 3 for each in rounds)
+    assert len({(a, b) for a, b in itertools.pairwise(turns)}) > 3, "a round like the one before has 3 such pairs"
+
+
+def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
+    """As the library's GEMM counts M. Sizes that the library cannot serve take what they took before."""
+
+    def rank(world: weft.World) -> list[Any]:
+        for rows in (544, 576, 560, 544, 552, 576):
+            auto(world, rows)
+        auto(world, 576, bias=True)
+        tried = list(dict.fromkeys(rows for rows, *_ in noted(world)))
+        return [tried, taken(world, 576), taken(world, 552), len(noted(world))]
+
+    runs = 3 * (1 + chooser.ROUNDS)
+    assert emulate(rank) == [[544, 576], [SECOND] * 2, [Sequential()] * 2, 2 * runs]
+
+
+@pytest.mark.parametrize("lacking", [{0}, {1}, {0, 1}], ids=str)
+def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
+    """And what they exchange for it, they exchange once."""
+    ranks: dict[int, int] = {}
+    monkeypatch.setattr(library_gemm, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
+    monkeypatch.setattr(library_gemm, "waits", lambda *given: pytest.fail("compiled"))
+
+    def rank(world: weft.World) -> list[Any]:
+        ranks[threading.get_ident()] = world.rank
+        exchanged: list[Any] = []
+        plain = world.backend.exchange
+        monkeypatch.setattr(world.backend, "exchange", lambda given: exchanged.append(given) or plain(given))
+        for rows in (64, 96, 64, 40):
+            assert auto(world, rows) < 5e-3
+        return [taken(world, 64), noted(world), sum(type(given) is bool for given in exchanged)]
+
+    assert emulate(rank) == [[Sequential()] * 2, [], 1]
+
+
+def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
+    def rank(world: weft.World) -> list[Any]:
+        x, w = draw(world.rank, 32, K), draw(9, N, K)
+        call = call_of(64, world)
+        capturing = [True]
+        monkeypatch.setattr(world.backend, "capturing", lambda: capturing[0])
+        world.choices.capturing = world.backend.capturing
+        found = [world.choices.trial(OP.choice(world, call, (x, w, None))), *taken(world, 64)]
+        capturing[0] = False
+        world.choices.trial(OP.choice(world, call_of(96, world), (draw(world.rank, 48, K), w, None)))
+        capturing[0] = True
+        return [*found, world.choices.trial(OP.choice(world, call, (x, w, None))), taken(world, 96)]
+
+    learn([Measured(OP.name, 2, 64, N, K, mode, Sequential(), 1.0) for mode in ("eager", "graph")])
+    assert emulate(rank) == [None, Sequential(), Sequential(), None, [SECOND] * 2]
+
+
+def test_explain_says_what_was_timed(us: dict) -> None:
+    def rank(world: weft.World) -> str:
+        auto(world, 64)
+        found = world.choices.last(OP.name, (64, N, K))
+        assert found is not None and world.choices.last(OP.name, (96, N, K)) is None
+        return found.timings("graph")
+
+    said = emulate(rank)
+    assert said.startswith(f"timed at the first call of this size: {SECOND} 81 us, {FIRST} 91 us, Sequential() 101 us")
+
+
+def test_explain_of_a_world(us: dict) -> None:
+    def rank(world: weft.World) -> list[Any]:
+        auto(world, 64)
+        shown = weft.explain(OP.name, 64, N, K, world=world, profile="nvidia-h200-x2")
+        return [shown.plan, shown.why.partition(":")[0]]
+
+    assert emulate(rank) == [SECOND, "timed at the first call of this size"]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
+def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every candidate that can run there has its turns; another generation's GPU, and one with rows, stay as they are."""
+    generation, known = [9], [False]
+    monkeypatch.setattr("weft.planner.auto._generation", lambda device: generation[0])
+    monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
+    monkeypatch.setattr("weft.planner.auto._known", lambda world: None)
+    monkeypatch.setattr(weft.World, "capturing", lambda world: False)
+    monkeypatch.setattr(AllGatherMatmul, "tries", ())
+    monkeypatch.setattr(type(REGISTRY[op]), "direct", lambda *call: None)
+    best = REGISTRY[op].variants[1]
+
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
+        world: Any = self.ranks
+        noted(world).append(plan)
+        return CallTime(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
+
+    timed_by(monkeypatch, time)
+
+    def rank(world: weft.World) -> Any:
+        world.backend.name = "cuda"
+        monkeypatch.setattr(Op, "execute", lambda self, world, call, plan, operands, out: plan)
+        x, weight = torch.zeros(512, 512).bfloat16(), torch.zeros(512, 512).bfloat16()
+        plan = REGISTRY[op].call(
+            world,
+            "auto",
+            (x, weight, None),
+            ((None, 0, False, None, False) if op == "all_gather_matmul" else (False, None, False)),
+            None,
+        )
+        world.backend.name = "emulated"
+        return plan, set(noted(world))
+
+    plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
+    assert plan == best and {Sequential(), *REGISTRY[op].variants, Decomposed()} <= timed
+    for generation[0], known[0] in ((10, False), (9, True)):
+        plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
+        assert plan == Sequential() and not timed
+
+
+def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:
+    """Candidates take what `us` says of their class, else 100 us; they are noted, and not run."""
+
+    def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
+        ran.append(plan)
+        return CallTime(us.get(type(plan), 100.0), 1.0)
+
+    timed_by(monkeypatch, time)
+
+
+def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the first call has: routes go evenly to the experts, and find room where the caller says how much there is."""
+    ran: list[Plan] = []
+    replayed(monkeypatch, {LowLatency: 50.0}, ran)
+
+    def main(world: weft.World) -> Any:
+        experts, k, hidden, inner = 4 * world.size, 2, 64, 64
+        x, ids, weights = torch.randn(3, hidden).bfloat16(), torch.zeros(3, k, dtype=torch.int32), torch.rand(3, k)
+        w13 = torch.randn(4, 2 * inner, hidden).bfloat16()
+        operands = MoeOperands(x, ids, weights, w13, torch.randn(4, hidden, inner).bfloat16(), shared=x)
+        monkeypatch.setattr(Moe, "execute", lambda self, world, call, plan, operands, out: None)
+        monkeypatch.setattr(Moe, "check_same_on_all_ranks", lambda *_: None)
+        found = []
+        for most in (4096, 64):
+            options = (None, "swiglu", most, 2048 if most == 64 else 16, "rows", False)
+            call = MOE.check(world, operands, (*options, False))
+            timed, given = MOE.balanced(world, call, operands)
+            counts = torch.bincount(given.ids.flatten(), minlength=experts)
+            assert timed.own_tokens == len(given.x) and counts.max() - counts.min() <= 1 and given.shared is None
+            assert all(len({*row}) == k for row in given.ids.tolist())
+            found.append((timed.own_tokens, MOE.choose(world, call, "auto", True).kind))
+            world.choices.trial(MOE.choice(world, call, operands))
+            found.append(MOE.choose(world, call, "auto", True).kind)
+            trained = MOE.check(world, operands, (*options, True))  # which not all of the timed plans serve
+            assert MOE.choose(world, trained, "auto", True) == Dispatched() and not MOE.candidates(world, trained)
+        return found
+
+    assert weft.spmd(main, 2, backend="emulated", sm_count=64)[0] == [
+        (6, "dispatched"),
+        "dispatched",
+        (64, "dispatched"),
+        "low_latency",
+    ]
+    assert {LowLatency, Dispatched} == {type(plan) for plan in ran}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "plans"), [(1, 0), (2, 2), (8, 2), (12, 3), (32, 3), (33, 2), (192, 2), (193, 0), (1 << 14, 0)]
+)
+def test_an_moe_layer_far_from_where_plans_change_is_not_timed(tokens: int, plans: int) -> None:
+    """As many rows of an expert as tokens."""
+    layer = Layer(tokens, 8, 4, 64, 64, torch.bfloat16, "swiglu", None)
+    assert len(MOE.candidates(SimpleNamespace(size=2), MoeCall(tokens, None, layer))) == plans  # type: ignore[arg-type]
+
+
+def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `explain` says so, of an op that the planner has no model of."""
+    replayed(monkeypatch, {TwoShotLowLatency: 60.0}, [])
+
+    def main(world: weft.World) -> Any:
+        monkeypatch.setattr(AllReduceRmsNorm, "execute", lambda self, world, call, plan, operands, out: None)
+        found = []
+        for m in (64, 1 << 14):
+            call = SumCall(NORM, m, 4096, torch.bfloat16, torch.bfloat16, 1, 1e-5, 0, 0, False, False)
+            trial = world.choices.trial(ALL_REDUCE_RMS_NORM.choice(world, call, None))
+            assert trial is not None
+            found.append(
+                ({type(plan) for plan in trial.times}, ALL_REDUCE_RMS_NORM.choose(world, call, "auto", False).kind)
+            )
+        said = weft.explain(NORM, 64, 4096, 1, world=world)
+        assert said.why.startswith("timed at the first call") and said.us == 60.0 and said.sequential == 100.0
+        with pytest.raises(ValueError, match="no such call was timed"):
+            weft.explain(NORM, 65, 4096, 1, world=world)
+        return found
+
+    few, many = {Sequential, OneShot, TwoShotLowLatency, TwoShotPush}, {Sequential, TwoShotPush}
+    assert weft.spmd(main, 2, backend="emulated", sm_count=132)[0] == [(few, "two_shot"), (many, "sequential")]
+
+
+def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are right, at the first call of a size, and never in a capture."""
+    slow, fast = (libraries.REFERENCE, replace(libraries.REFERENCE, name="fast"))
+    took = {slow: 100.0, fast: 50.0}
+    ran: list[str] = []
+    monkeypatch.setattr(libraries, "right", lambda *given: (slow, fast))
+    monkeypatch.setattr(Chooser, "time", lambda self, choice, library, *_: CallTime(took[library], 1.0))
+    monkeypatch.setattr(EmulatedBackend, "clock", True)
+    monkeypatch.setattr(Chooser, "alone", Chooser(lambda *_: pytest.fail("really timed"), lambda: capturing[0]))
+    capturing = [True]
+
+    def main(world: weft.World) -> list[str]:
+        of = AttentionConfig((), 2, 2, 16, torch.bfloat16, 0.25)
+        found = []
+        for capturing[0], keys in ((True, 40), (False, 40), (True, 40), (True, 90), (False, 41)):
+            took[fast] = 50.0 if keys != 41 else 99.5
+            found.append(of.library(world, "forward", (32, keys, False), lambda library: ran.append(library.name)).name)
+        return found
+
+    assert weft.spmd(main, 1, backend="emulated")[0] == ["plain", "fast", "fast", "plain", "plain"]
+    assert {*ran} == {"plain", "fast"}

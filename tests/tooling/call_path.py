@@ -1,0 +1,106 @@
+"""Python functions that a known call passes through, from the public function to the launches: `python -m tests.tooling.call_path`.
+
+Counted on rank 0 of an emulated world, at the third call of a shape. What the emulator and its backend call is not counted: on a GPU
+there is one call of CUDA's or NCCL's in its place. A comprehension that Python runs as a function counts as one (3.11; not since 3.12).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import weft
+
+SOURCE = str(Path(weft.__file__).parent) + "/"
+EMULATOR = tuple(SOURCE + part for part in ("emulator/", "backends/emulated"))
+Make = Callable[[weft.World], Callable[[], object]]
+BF = torch.bfloat16
+
+
+def all_gather(plan: str) -> Make:
+    def make(world: weft.World) -> Callable[[], object]:
+        x, w = torch.randn(32, 64).to(BF), torch.randn(64, 64).to(BF)
+        return lambda: weft.all_gather_matmul(x, w, world=world, plan=plan)
+
+    return make
+
+
+def reduce_scatter(world: weft.World) -> Callable[[], object]:
+    x, w = torch.randn(64, 64).to(BF), torch.randn(64, 64).to(BF)
+    return lambda: weft.matmul_reduce_scatter(x, w, world=world, plan="fused")
+
+
+def attention(world: weft.World) -> Callable[[], object]:
+    q, k, v = (torch.randn(16, 2, 16).to(BF) for _ in range(3))
+    return lambda: weft.gathered_attention(q, k, v, causal=True, world=world, plan="segmented")
+
+
+def moe(world: weft.World) -> Callable[[], object]:
+    x, first = torch.randn(8, 64).to(BF), torch.randint(0, 4, (8,), dtype=torch.int32)
+    ids, weights = torch.stack([first, (first + 1) % 4], 1), torch.rand(8, 2)
+    w13, w2 = weft.moe.pack(torch.randn(2, 64, 64).to(BF), world=world), torch.randn(2, 64, 32).to(BF)
+    return lambda: weft.moe.moe(x, ids, weights, w13, w2, world=world, plan="dispatched")
+
+
+# By name: the call, and the most functions that it may enter.
+CALLS: dict[str, tuple[Make, int]] = {
+    "all-gather + GEMM, sequential": (all_gather("sequential"), 10),
+    "all-gather + GEMM, fused": (all_gather("fused"), 35),
+    "GEMM + reduce-scatter, fused": (reduce_scatter, 45),
+    "gathered attention, segmented": (attention, 60),
+    "MoE, dispatched": (moe, 70),
+}
+
+
+class CallPath:
+    """Counts functions of weft that are entered, but for those that the emulator enters."""
+
+    def __init__(self) -> None:
+        self.entered: Counter[str] = Counter()
+        self._inside = 0  # frames of the emulator that have not returned
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        file = frame.f_code.co_filename
+        emulated = file.startswith(EMULATOR)
+        if event == "call":
+            if not self._inside and not emulated and file.startswith(SOURCE):
+                self.entered[f"{file.removeprefix(SOURCE)}:{frame.f_code.co_name}"] += 1
+            self._inside += emulated
+        elif event == "return":
+            self._inside -= emulated
+
+
+def entered(make: Make) -> Counter[str]:
+    """By function, how often a known call enters it."""
+
+    def rank(world: weft.World) -> Counter[str]:
+        call, path = make(world), CallPath()
+        for known in (False, False, True):
+            sys.setprofile(path if known and world.rank == 0 else None)
+            try:
+                call()
+            finally:
+                sys.setprofile(None)
+        world.synchronize()
+        return path.entered
+
+    with torch.no_grad():
+        return weft.spmd(rank, 2, backend="emulated")[0]
+
+
+def main() -> None:
+    for name, (make, most) in CALLS.items():
+        functions = entered(make)
+        print(f"{functions.total():4d} functions, at most {most}: {name}")
+        if len(sys.argv) > 1:
+            print("     " + ", ".join(f"{where} {n}" for where, n in functions.most_common()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,522 @@
+"""How the source is built, in numbers, and whether a limit is broken: `python tests/tooling/structure.py` (`make structure`).
+
+Imports go down only: a module imports from its own layer's name and from the layers below. DOORS are the exceptions,
+all inside functions. No circle of modules, imports inside functions included, but through a door. What is imported for
+type checking alone does not count.
+
+A limit that today's source does not meet stands at today's number, with the goal beside it: lower it with the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeGuard
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "weft"
+
+# From the bottom; names of one line do not import each other. A module is of the longest name that it begins with.
+LAYERS: Sequence[Sequence[str]] = (
+    ("errors",),
+    ("architectures",),
+    ("_triton", "trace.span"),
+    ("plans",),
+    ("scale", "chooser"),
+    ("backends.library_gemm",),
+    ("backends.nodes",),
+    ("backends.base",),
+    ("kernel_launch",),
+    ("tensor_checks",),
+    ("lang",),
+    ("transport.barrier",),  # the kernels that backends and World launch themselves
+    ("emulator",),  # of the kernels' language; backends.emulated runs ranks on it
+    ("backends",),
+    ("world",),
+    ("launch", "torch_library"),
+    ("op",),
+    ("transport", "compute"),
+    ("ops",),
+    ("planner",),
+    ("nn",),
+    ("models", "moe"),
+    ("integrations",),
+    ("hf", "parallel", "torch", "vllm"),
+    ("trace",),
+    ("check",),
+    ("demo", "doctor"),
+    ("cli",),
+    ("api",),
+    ("weft",),
+)
+DOORS = {
+    ("planner.probes.calls", "weft"): "times the public functions, which it finds by the names of the ops",
+    ("op", "planner.auto"): 'plan "auto" asks the planner, which reads the registry of ops',
+}
+
+LINES, KERNEL_LINES = 60, 80  # of a function, of a device function; without the docstring
+LONGER: dict[str, tuple[int, str]] = {}
+PARAMETERS = 16  # of a device function; those with more, and how many
+MORE: dict[str, int] = {}
+
+ANY = 150  # lines that name Any; Transformers' modules have no other type
+SKIPS = 24  # lines that the formatter is told to leave
+WIDE = 0  # lines over COLUMNS
+COLUMNS = 120
+FRAGMENTS = 0  # docstrings that begin with a preposition, and so have no subject
+PREPOSITIONS = frozenset("As At Behind Beside Between By For From In Of On To Under With Without".split())
+SHARED_NAMES = 7  # names that modules give to different classes, constants or types; the goal is 0
+ALIASES = 19  # aliases of a type that another module has an alias of too; the goal is 0
+BROKEN_TABLES = 0  # rows of docstrings' tables that were wrapped as prose
+
+# Words that name nothing (of `found`, say what was found), and private words that the field has other words for.
+BANNED = frozenset(
+    "of at by made given found met told what first more lie came want got said mine theirs there here now each both "
+    "other own settle settled turn turned turns tell hear hears heard say board agree agreed meet meeting meetings "
+    "beside aside lasting lies places sight square piece pieces joint joined weaving few posted summed Lacks sharing "
+    "movers senders summers pullers pushers".split()
+)
+ALLOWED = {("emulator.interpret", "other"): "the name of the parameter in Triton and in Python's operators"}
+# Modules in which names are still banned words. The list only gets shorter: a module without them is taken out.
+NOT_DONE: frozenset[str] = frozenset(
+    """
+    integrations.torch_async_tp
+    integrations.vllm.dataflow
+    integrations.vllm.plugin
+    integrations.vllm.row_all_reduce
+    integrations.vllm.row_norm_column
+    models.config
+    nn.scaled
+    plans
+    transport.barrier
+    transport.collectives
+    transport.low_latency
+    transport.low_latency_kernels
+    transport.memory
+    transport.signals
+    transport.sums
+    transport.two_level
+    weft
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Function:
+    """name: behind its module's and its classes' and functions'. lines: without decorators and docstring."""
+
+    name: str
+    line: int
+    lines: int
+    parameters: int
+    device: bool
+
+
+@dataclass
+class Module:
+    """One file. name: below the package; "weft" for the package itself. imports: (module, line), inside functions
+    too."""
+
+    name: str
+    path: Path
+    text: str
+    package: bool
+    imports: list[tuple[str, int]] = field(default_factory=list)
+    functions: list[Function] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tree = ast.parse(self.text)
+
+
+def modules(source: Path = SOURCE) -> dict[str, Module]:
+    found = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if package else parts) or "weft"
+        found[name] = Module(name, path, path.read_text(encoding="utf-8"), package)
+    for module in found.values():
+        module.imports = sorted(set(_imports(module, found)), key=lambda i: (i[1], i[0]))
+        module.functions = list(_functions(module.tree, module.name))
+    return found
+
+
+# -- imports -----------------------------------------------------------------------------------------------------------
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below but those for type checking alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            for other in child.orelse:
+                yield other
+                yield from _run(other)
+            continue
+        yield child
+        yield from _run(child)
+
+
+def _imports(module: Module, known: Mapping[str, Module]) -> Iterator[tuple[str, int]]:
+    """Modules of this package that a module imports: of `from package import name` the module `package.name`, if there
+    is one."""
+    here = [] if module.name == "weft" else module.name.split(".")
+    here = here if module.package else here[:-1]
+    for node in _run(module.tree):
+        if isinstance(node, ast.Import):
+            given = [a.name.removeprefix("weft.") for a in node.names if a.name == "weft" or a.name.startswith("weft.")]
+        elif isinstance(node, ast.ImportFrom):
+            of = (node.module or "").split(".") if node.module else []
+            if node.level:
+                base = here[: len(here) - node.level + 1] + of
+            elif of[:1] == ["weft"]:
+                base = of[1:]
+            else:
+                continue
+            given = []
+            for alias in node.names:
+                inner = ".".join([*base, alias.name])
+                given.append(inner if inner in known else ".".join(base) or "weft")
+        else:
+            continue
+        for name in given:
+            if name != module.name:
+                yield name, node.lineno  # type: ignore[attr-defined]
+
+
+def layer_of(name: str, layers: Sequence[Sequence[str]]) -> tuple[int, str] | None:
+    """Which layer from the bottom, and which name of it."""
+    of = [(i, n) for i, names in enumerate(layers) for n in names if name == n or name.startswith(f"{n}.")]
+    return max(of, key=lambda found: len(found[1]), default=None)
+
+
+def upward(
+    found: Mapping[str, Module], layers: Sequence[Sequence[str]], doors: Mapping[tuple[str, str], str]
+) -> list[str]:
+    """Imports that do not go down, modules of no layer, and doors that nobody goes through."""
+    said, used = [], set()
+    for module in found.values():
+        mine = layer_of(module.name, layers)
+        if mine is None:
+            said.append(f"{module.path}: {module.name} is in no layer")
+            continue
+        for name, line in module.imports:
+            its = layer_of(name, layers)
+            if its is None or its == mine or its[0] < mine[0]:
+                continue
+            if (module.name, name) in doors:
+                used.add((module.name, name))
+                if not _inside(module, line):
+                    said.append(
+                        f"{module.path}:{line}: the door from {module.name} to {name} is inside a function only"
+                    )
+                continue
+            said.append(f"{module.path}:{line}: {module.name} imports {name}, which is no layer below its own")
+    said += [f"no import goes from {a} to {b}: take the door out" for a, b in doors if (a, b) not in used]
+    return said
+
+
+def _inside(module: Module, line: int) -> bool:
+    """Whether a line is in a function."""
+    return any(
+        isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.lineno < line <= (n.end_lineno or 0)
+        for n in ast.walk(module.tree)
+    )
+
+
+def circles(found: Mapping[str, Module], doors: Mapping[tuple[str, str], str]) -> list[str]:
+    """Modules that import each other, each such group by one way round."""
+    to = {m.name: {n for n, _ in m.imports if n in found and (m.name, n) not in doors} for m in found.values()}
+    reached: dict[str, set[str]] = {}
+    for name in to:
+        seen: set[str] = set()
+        left = [*to[name]]
+        while left:
+            at = left.pop()
+            if at not in seen:
+                seen.add(at)
+                left += to[at]
+        reached[name] = seen
+    said, told = [], set()
+    for name in sorted(to):
+        group = {other for other in reached[name] if name in reached[other]}
+        if group and name not in told:
+            told |= group
+            said.append("a circle of imports: " + " -> ".join(_way_round(name, to)))
+    return said
+
+
+def _way_round(name: str, to: Mapping[str, set[str]]) -> list[str]:
+    """The shortest way from a module to itself."""
+    ways = [[name]]
+    seen: set[str] = set()
+    while ways:
+        way = ways.pop(0)
+        for other in sorted(to[way[-1]]):
+            if other == name:
+                return [*way, name]
+            if other not in seen:
+                seen.add(other)
+                ways.append([*way, other])
+    return [name]
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+def _functions(node: ast.AST, within: str) -> Iterator[Function]:
+    for child in ast.iter_child_nodes(node):
+        name = f"{within}.{child.name}" if hasattr(child, "name") and isinstance(child.name, str) else within
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = child.body[0]
+            said = (
+                (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(child, clean=False) is not None else 0
+            )
+            a = child.args
+            yield Function(
+                name=name,
+                line=child.lineno,
+                lines=(child.end_lineno or 0) - child.lineno + 1 - said,
+                parameters=len(a.posonlyargs) + len(a.args) + len(a.kwonlyargs),
+                device=any(_is_jit(d) for d in child.decorator_list),
+            )
+        yield from _functions(child, name)
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    """jit, weft.jit, or a call of it."""
+    of = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return (of.id if isinstance(of, ast.Name) else of.attr if isinstance(of, ast.Attribute) else "") == "jit"
+
+
+def long_functions(found: Mapping[str, Module], allowed: Mapping[str, tuple[int, str]]) -> list[str]:
+    return _over(
+        found,
+        {name: lines for name, (lines, _) in allowed.items()},
+        lambda f: f.lines,
+        lambda f: KERNEL_LINES if f.device else LINES,
+        "lines",
+    )
+
+
+def many_parameters(found: Mapping[str, Module], allowed: Mapping[str, int]) -> list[str]:
+    return _over(found, allowed, lambda f: f.parameters if f.device else 0, lambda f: PARAMETERS, "parameters")
+
+
+def _over(
+    found: Mapping[str, Module],
+    allowed: Mapping[str, int],
+    size: Callable[[Function], int],
+    limit: Callable[[Function], int],
+    what: str,
+) -> list[str]:
+    """Functions above the limit, or above the number that they are allowed; and what is allowed that need not be."""
+    said, used = [], set()
+    for module in found.values():
+        for f in module.functions:
+            if size(f) > limit(f):
+                used.add(f.name)
+            most = max(limit(f), allowed.get(f.name, 0))
+            if size(f) > most:
+                said.append(f"{module.path}:{f.line}: {f.name} has {size(f)} {what}, at most {most}")
+    return said + [f"{name} is within the limit of {what}: take it out" for name in allowed if name not in used]
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+def any_lines(module: Module) -> list[int]:
+    """Lines of code that name Any."""
+    named = set()
+    for node in ast.walk(module.tree):
+        if (
+            isinstance(node, ast.Name)
+            and node.id == "Any"
+            or isinstance(node, ast.Attribute)
+            and node.attr == "Any"
+            or isinstance(node, ast.alias)
+            and node.name == "Any"
+        ):
+            named.add(node.lineno)
+    return sorted(named)
+
+
+def skipped(module: Module) -> list[int]:
+    """Lines with a mark that has the formatter leave them."""
+    return [i for i, line in enumerate(module.text.splitlines(), 1) if "# fmt: skip" in line]
+
+
+def wide(module: Module) -> list[int]:
+    return [i for i, line in enumerate(module.text.splitlines(), 1) if len(line) > COLUMNS]
+
+
+def fragments(module: Module) -> list[int]:
+    """Lines of what has a docstring that begins with a preposition."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, documented) and (words := (ast.get_docstring(node) or "").split()):
+            if words[0].rstrip(",:") in PREPOSITIONS:
+                found.append(getattr(node, "lineno", 1))
+    return sorted(found)
+
+
+def shared_names(found: Mapping[str, Module]) -> dict[str, list[str]]:
+    """The modules of each name that several modules give to different things: public classes, constants and aliases of
+    types, without TypeVars. Aliases of one type under one name are one thing (`shared_aliases`)."""
+    by_name: dict[str, dict[str, str]] = defaultdict(dict)  # the module by what the name stands for
+    for module in found.values():
+        for name, value in _named(module):
+            if not name.startswith("_"):
+                by_name[name].setdefault(value, module.name)
+    return {name: sorted(set(where.values())) for name, where in sorted(by_name.items()) if len(where) > 1}
+
+
+def _named(module: Module) -> Iterator[tuple[str, str]]:
+    """(name, what it stands for) of a module's classes, constants and aliases of types."""
+    for node in module.tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, module.name
+        for name, value in _assigned(node):
+            if name.isupper():
+                yield name, module.name
+            elif _is_type_alias(name, value):
+                yield name, ast.unparse(value)
+
+
+def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
+    """(name, value) of an assignment, except of a TypeVar or ParamSpec."""
+    if isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    elif isinstance(node, ast.AnnAssign):
+        targets, value = [node.target], node.value  # type: ignore[assignment]
+    else:
+        return
+    if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec"):
+        return
+    for target in targets:
+        for name in target.elts if isinstance(target, ast.Tuple) else [target]:
+            if isinstance(name, ast.Name):
+                yield name.id, value
+
+
+def _is_type_alias(name: str, value: ast.expr | None) -> TypeGuard[ast.expr]:
+    """Whether an assignment makes a second name of a type: `Tensor = torch.Tensor`, `Row = tuple[int, ...]`."""
+    camel = name[:1].isupper() and not name.isupper()
+    is_type = isinstance(value, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
+    return camel and is_type and ast.unparse(value) != "Any"  # type: ignore[arg-type]
+
+
+def shared_aliases(found: Mapping[str, Module]) -> dict[str, list[str]]:
+    """The modules that have an alias of a class such as `torch.Tensor`, by class, where there are several."""
+    by_type: dict[str, list[str]] = defaultdict(list)
+    for module in found.values():
+        for name, value in (pair for node in module.tree.body for pair in _assigned(node)):
+            if _is_type_alias(name, value) and isinstance(value, ast.Name | ast.Attribute):
+                by_type[ast.unparse(value)].append(module.name)
+    return {kind: where for kind, where in sorted(by_type.items()) if len(where) > 1}
+
+
+def banned_names(module: Module, banned: Collection[str] = BANNED) -> list[tuple[int, str]]:
+    """(line, name) of variables, parameters, attributes, functions, classes and import aliases whose name is banned,
+    with or without underscores before it."""
+    places = set()
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                pass
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                pass
+            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+                pass
+            case _:
+                continue
+        if name.lstrip("_") in banned and (module.name, name) not in ALLOWED:
+            places.add((node.lineno, name))
+    return sorted(places)
+
+
+def unfinished(found: Mapping[str, Module], not_done: Collection[str]) -> list[str]:
+    """Banned names in modules that are done, and modules that are listed as not done but have none."""
+    said = []
+    for module in found.values():
+        names = banned_names(module)
+        if module.name not in not_done:
+            said += [f"{module.path}:{line}: `{name}` says nothing of what it holds" for line, name in names]
+        elif not names:
+            said.append(f"{module.name} has no banned name left: take it out of NOT_DONE")
+    return said + [f"{name} is no module: take it out of NOT_DONE" for name in not_done if name not in found]
+
+
+def broken_tables(module: Module) -> list[int]:
+    """Lines of docstrings that have a row of a table wrapped as prose: a line left of the table's column of text,
+    between lines that are in it."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    lines = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, documented) and ast.get_docstring(node):
+            text: ast.Expr = node.body[0]  # type: ignore[assignment]
+            rows = ast.get_docstring(node, clean=False).splitlines()  # type: ignore[union-attr]
+            lines += [text.lineno + i for i in _broken_rows(rows)]
+    return sorted(lines)
+
+
+def _broken_rows(rows: Sequence[str]) -> Iterator[int]:
+    column = 0  # where the text of the table's rows begins; 0 outside of tables
+    for i, row in enumerate(rows):
+        indent = len(row) - len(row.lstrip())
+        label = re.match(r" *\S.*? {2,}(?=\S)", row)
+        if label:
+            column = label.end()
+        elif not row.strip():
+            column = 0
+        elif column and indent < column:
+            after = rows[i + 1] if i + 1 < len(rows) else ""
+            if after.strip() and len(after) - len(after.lstrip()) == column:
+                yield i
+            column = 0
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+def broken(found: Mapping[str, Module]) -> tuple[list[str], list[str]]:
+    """The numbers, and what is broken."""
+    said = upward(found, LAYERS, DOORS) + circles(found, DOORS)
+    said += long_functions(found, LONGER) + many_parameters(found, MORE) + unfinished(found, NOT_DONE)
+    numbers = []
+    for what, of, most in (
+        ("lines that name Any", any_lines, ANY),
+        ("lines that the formatter leaves", skipped, SKIPS),
+        (f"lines over {COLUMNS} columns", wide, WIDE),
+        ("docstrings that begin with a preposition", fragments, FRAGMENTS),
+        ("rows of docstrings' tables wrapped as prose", broken_tables, BROKEN_TABLES),
+    ):
+        places = Counter({str(m.path): len(of(m)) for m in found.values()})
+        numbers.append(f"{places.total():5} {what}, at most {most}")
+        if places.total() > most:
+            said.append(f"{places.total()} {what}, at most {most}; most of them in")
+            said += [f"    {count:3} {path}" for path, count in places.most_common(10) if count]
+    twice = shared_names(found)
+    numbers.append(f"{len(twice):5} names that modules give to different things, at most {SHARED_NAMES}")
+    if len(twice) > SHARED_NAMES:
+        said.append(f"{len(twice)} names stand for different things in different modules, at most {SHARED_NAMES}")
+        said += [f"    {name}: {', '.join(where)}" for name, where in twice.items()]
+    aliases = shared_aliases(found)
+    count = sum(len(where) for where in aliases.values())
+    numbers.append(f"{count:5} aliases of types that other modules have an alias of, at most {ALIASES}")
+    if count > ALIASES:
+        said.append(f"{count} aliases of types that other modules have an alias of, at most {ALIASES}")
+        said += [f"    {kind}: {', '.join(where)}" for kind, where in aliases.items()]
+    numbers.append(f"{len(NOT_DONE):5} modules with banned names")
+    functions = [f for m in found.values() for f in m.functions]
+    numbers.append(f"{max(f.lines for f in functions):5} lines of the longest function, {LINES} or {KERNEL_LINES}")
+    numbers.append(f"{len(MORE):5} device functions of more than {PARAMETERS} parameters")
+    return numbers, said
+
+
+def main() -> int:
+    numbers, said = broken(modules())
+    print("\n".join(numbers))
+    if said:
+        print("\n".join(["", "broken:", *said]), file=sys.stderr)
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

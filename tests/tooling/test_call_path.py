@@ -1,0 +1,17 @@
+"""A known call passes through few Python functions (call_path.py), so that one can follow it and its host time is short."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.tooling.call_path import CALLS, entered
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="comprehensions are functions in 3.11 alone")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_known_call_enters_few_functions(name: str) -> None:
+    make, most = CALLS[name]
+    functions = entered(make)
+    assert functions.total() <= most, functions.most_common()

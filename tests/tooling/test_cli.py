@@ -1,0 +1,424 @@
+"""The `weft` command as a user meets it: exit codes, what it says, and that a broken kernel is found."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import weft as package
+from tests.gates import some
+from weft import doctor
+from weft.check import offline
+from weft.cli import app
+
+no_gpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
+
+KERNEL = """
+import torch
+import triton.language as tl
+import weft
+import weft.lang as wl
+
+
+@weft.jit
+def shift(x, boxes, out, turn, ch, N: tl.constexpr):
+    \"\"\"Every rank's x [N] goes to the next rank's out [N].\"\"\"
+    me = wl.rank_of(ch)
+    at = tl.arange(0, N)
+    wl.tile_push_data(boxes, (me + 1) % ch.world, at, tl.load(x + at), at < N)
+    wl.peer_tile_notify(ch, 0, (me + 1) % ch.world)
+    wl.peer_tile_wait(ch, 0, (me + ch.world - 1) % ch.world)
+    tl.store(out + at, wl.tile_pull_data(boxes, me, at, at < N, tl.float32))
+    wl.end_call(ch, turn, 1)
+
+
+def main(world):
+    x = torch.full((16,), float(world.rank))
+    box = world.symmetric((16,), torch.float32)
+    out = world.empty((16,), torch.float32)
+    args = dict(x=x, boxes=box.addresses, out=out, ch=world.channel("shift", 1, None), N=16)
+    args["turn"] = world.zeros((1,), torch.int32)
+    world.launch(shift, 1, args, {}, world.current_stream())
+    world.synchronize()
+    assert (out == (world.rank - 1) % world.size).all(), f"rank {world.rank} got {out}"
+"""
+
+
+def weft(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def kernel(tmp_path: Path):
+    """Writes the kernel with one piece of it replaced; returns its path."""
+
+    def write(old: str = "", new: str = "") -> Path:
+        assert old in KERNEL
+        path = tmp_path / "kernel.py"
+        path.write_text(KERNEL.replace(old, new) if old else KERNEL)
+        return path
+
+    return write
+
+
+@no_gpu
+def test_doctor_says_which_backend_and_why() -> None:
+    result = weft("doctor")
+    assert result.exit_code == 0
+    assert "emulated" in result.output and torch.__version__ in result.output and "CPU" in result.output
+
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\t0-31\t0
+GPU1\tNV18\t X \tSYS\t0-31\t0
+GPU2\tSYS\tSYS\t X \t32-63\t1
+
+Legend:
+  X    = Self
+"""
+
+
+@pytest.mark.parametrize(("blind", "access"), [((), "every pair"), ((1, 2), "not between 1 and 2")])
+def test_doctor_reads_links_and_peer_access(
+    monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...], access: str
+) -> None:
+    monkeypatch.setattr(doctor, "_ask", lambda *command: TOPOLOGY)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != blind)
+    lines = dict(doctor._links(3))
+    assert lines == {"kind": "PCIe across sockets (2 pairs); NVLink, 18 links (1 pairs)", "peer access": access}
+
+
+@no_gpu
+def test_bench_says_that_it_needs_gpus() -> None:
+    result = weft("bench")
+    assert result.exit_code == 1 and "needs at least 2 GPUs" in result.output
+
+
+def test_report_outside_a_clone_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = weft("bench", "--report")
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert "bench/pages/pages.py is not here: run this in a clone of weft" in result.output
+    assert not any(tmp_path.rglob("*"))
+
+
+WITHOUT_GREENLET = """
+import sys
+from importlib import metadata
+
+version = metadata.version
+metadata.version = lambda name: version("no such package" if name == "greenlet" else name)
+sys.modules["greenlet"] = None  # an import of it fails
+from weft.cli import app
+
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", some(["doctor --quick", "check nowhere.py", "trace", "demo"]))
+@no_gpu
+def test_without_greenlet_it_says_what_to_install(command: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GREENLET, *command.split()], cwd=tmp_path, capture_output=True, text=True
+    )
+    said = " ".join(run.stdout.split())
+    assert "the emulator needs greenlet, which is not installed: pip install greenlet" in said, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+    if command.startswith("doctor"):
+        assert run.returncode == 0 and "greenlet not installed" in said and "weft will use nothing: " in said
+    else:
+        assert run.returncode == 1
+
+
+def test_check_passes_a_good_kernel(kernel) -> None:
+    result = weft("check", kernel(), "--seeds", 3)
+    assert result.exit_code == 0, result.output
+    said = result.output.splitlines()
+    assert [line.partition(" seeds")[0] for line in said[:3]] == [f"clean with {n} ranks: 3" for n in (2, 3, 4)]
+    figures = r"\d+ registers, 0 bytes spilled, \d+ bytes of shared memory"
+    for size, line in zip((2, 3, 4), said[3:], strict=True):
+        assert re.fullmatch(rf"compiled shift \(ch.world = {size}\): {figures}", line), result.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("    wl.peer_tile_wait(ch, 0, (me + ch.world - 1) % ch.world)\n", "", "Race"),
+        ("    wl.peer_tile_notify(ch, 0, (me + 1) % ch.world)\n", "", "Deadlock"),
+        ("(world.rank - 1)", "(world.rank + 1)", "AssertionError"),
+    ],
+    ids=["no wait", "no notify", "wrong result"],
+)
+def test_check_finds_what_is_broken(kernel, old: str, new: str, says: str) -> None:
+    path = kernel(old, new)
+    result = weft("check", path, "--seeds", 20, "--world", 3)
+    assert result.exit_code == 1, result.output
+    assert f"{says} with 3 ranks, seed " in result.output
+    again = result.output.split("The same again: weft ")[1].split()
+    repeated = weft(*again)
+    assert (
+        repeated.exit_code == 1 and f"{says} with 3 ranks, seed {again[again.index('--seed') + 1]}:" in repeated.output
+    )
+
+
+START = "    me = wl.rank_of(ch)\n"
+HELPER = "@weft.jit\ndef helper(me):\n    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n    return v\n\n\n"
+REFUSED = {  # code behind START of the kernel, or before it; the line of it that is named, and what is said
+    "break": ("    for i in range(3):\n        if i == 1:\n            break\n", 3, "unsupported AST node type: Break"),
+    "comprehension": ("    parts = [tl.load(x + i) for i in range(2)]\n", 1, "only tuple comprehensions are supported"),
+    "two types": ("    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n", 1, "Mismatched type for v"),
+    "in a function": (HELPER, 3, "Mismatched type for v between then block (int32) and else block (fp32)"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_check_fails_on_what_triton_refuses(kernel, what: str) -> None:
+    """Python takes all of it, and so does the emulator."""
+    code, line, says = REFUSED[what]
+    path = kernel("@weft.jit\n", code + "@weft.jit\n") if code == HELPER else kernel(START, START + code)
+    if code == HELPER:
+        path.write_text(path.read_text().replace(START, START + "    helper(me)\n"))
+    line += path.read_text()[: path.read_text().index(code)].count("\n")
+    result = weft("check", path, "--seeds", 1)
+    assert result.exit_code == 1 and result.output.count("clean with") == 3
+    assert result.output.count("does not compile") == 1, "once, not for every world"
+    assert f"shift does not compile: {path}:{line}: {says}" in result.output
+    assert weft("check", path, "--seeds", 1, "--world", 2, "--no-compile").exit_code == 0
+
+
+def test_check_fails_on_what_does_not_fit(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(offline.SHARED_KIB, 90, 0)
+    result = weft("check", kernel(), "--seeds", 1, "--world", 2)
+    assert result.exit_code == 1 and re.search(r"a program needs \d+ bytes of shared memory, of 0", result.output)
+
+
+def test_check_compiles_for_the_target(kernel) -> None:
+    unknown = weft("check", kernel(), "--target", "gfx942")
+    assert unknown.exit_code == 1 and "gfx942: no GPU that weft compiles for" in unknown.output
+    other = weft("check", kernel(), "--seeds", 1, "--world", 2, "--target", "sm_100a")
+    assert other.exit_code == 0 and "compiled shift: " in other.output
+
+
+def test_check_names_a_missing_file_and_function(kernel) -> None:
+    missing = weft("check", "nowhere.py")
+    assert missing.exit_code == 1 and "nowhere.py: no such file" in missing.output
+    other = weft("check", f"{kernel()}:other")
+    assert other.exit_code == 1 and "defines no function other(world)" in other.output
+
+
+def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import weft\n\nraise ValueError('no such thing')\n")
+    failed = weft("check", tmp_path / "broken.py")
+    assert failed.exit_code == 1 and "broken.py:3: ValueError: no such thing" in " ".join(failed.output.split())
+
+
+def test_check_does_not_pass_what_was_not_run(tmp_path: Path) -> None:
+    """A file or a rank that ends the process, functions that only make a coroutine, and no kernel at all."""
+    for text, says in (
+        ("import sys\n\nsys.exit(0)\n", "file.py:3: SystemExit: 0"),
+        ("import sys\ndef main(world):\n    assert world.rank != 1 or sys.exit(0)\n", "rank 1 ended by sys.exit(0)"),
+        ("async def main(world):\n    raise ValueError\n", "main is async or a generator"),
+        ("def main(world):\n    yield\n", "main is async or a generator"),
+        ("def main(world):\n    world.exchange(1)\n", "launches no kernel, so there was nothing to check"),
+    ):
+        (tmp_path / "file.py").write_text(text)
+        result = weft("check", tmp_path / "file.py", "--seeds", 2)
+        assert result.exit_code == 1 and says in " ".join(result.output.split()), (text, result.output)
+        assert "clean" not in result.output
+
+
+def test_check_leaves_its_arguments_to_itself(kernel) -> None:
+    path = kernel("import torch\n", "import argparse\nimport torch\nargparse.ArgumentParser().parse_args()\n")
+    before = list(sys.argv)
+    sys.argv[1:] = ["check", str(path), "--seeds", "1"]
+    try:
+        assert weft("check", path, "--seeds", 1, "--world", 2).exit_code == 0
+        assert sys.argv[1] == "check"
+    finally:
+        sys.argv[:] = before
+
+
+def test_what_check_prints_to_repeat_can_be_pasted(tmp_path: Path) -> None:
+    path = tmp_path / "a [red]b[green].py"
+    path.write_text("def main(world):\n    raise ValueError('no [red]')\n")
+    said = weft("check", path, "--world", 2)
+    again = shlex.split(said.output.split("The same again: weft ")[1])
+    assert again[:2] == ["check", str(path)] and "no [red]" in said.output
+    assert weft(*again).output == said.output
+
+
+def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
+    quiet = tmp_path / "quiet.py"
+    quiet.write_text("def main(world):\n    pass\n")
+    for arguments, says in (
+        ((quiet, "--out", tmp_path / "t"), "quiet.py launches nothing, so there is nothing to draw"),
+        (
+            (kernel("(world.rank - 1)", "(world.rank + 1)"), "--world", 3, "--out", tmp_path / "t"),
+            "AssertionError: rank",
+        ),
+        ((quiet, "--out", tmp_path / "none" / "t"), "none: no such folder"),
+    ):
+        result = weft("trace", *arguments)
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+        assert says in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says", "drawn"),
+    [
+        ("    wl.peer_tile_wait(ch, 0, (me + ch.world - 1) % ch.world)\n", "", "Race", "compute"),
+        ("    wl.peer_tile_notify(ch, 0, (me + 1) % ch.world)\n", "", "Deadlock", "wait"),
+        ("(world.rank - 1)", "(world.rank + 1)", "AssertionError", "compute"),
+    ],
+    ids=["race", "deadlock", "wrong result"],
+)
+def test_trace_draws_up_to_the_failure(kernel, tmp_path: Path, old: str, new: str, says: str, drawn: str) -> None:
+    """The spans that had ended, and those that the failure cut."""
+    result = weft("trace", kernel(old, new), "--world", 3, "--out", tmp_path / "t")
+    assert result.exit_code == 1 and f"{says}: " in result.output, result.output
+    slices = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert drawn in {e["cat"] for e in slices if e["name"] == "shift"}
+    in_vain = [e["args"]["detail"] for e in slices if e["cat"] == "wait" and "in vain" in e["args"]["detail"]]
+    assert all(re.match(r"channel 0 of shift of rank \d", detail) for detail in in_vain)
+    assert len(in_vain) == (3 if says == "Deadlock" else len(in_vain))
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("out", "base"), [("run.v1", "run.v1"), ("run.v1.png", "run.v1"), ("t.json", "t")])
+def test_trace_adds_to_the_path(kernel, tmp_path: Path, out: str, base: str) -> None:
+    assert weft("trace", kernel(), "--world", 2, "--out", tmp_path / out).exit_code == 0
+    assert {p.name for p in tmp_path.iterdir()} >= {f"{base}.json", f"{base}.png"}
+
+
+def test_demo_asks_for_its_folder_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.demo.run", lambda picture, bar: pytest.fail("ran"))
+    result = weft("demo", "--out", tmp_path / "none" / "demo.png")
+    assert result.exit_code == 1 and "no such folder" in result.output
+
+
+def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*a: object, **more: object) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", 60)
+
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+    monkeypatch.setattr(doctor.subprocess, "run", hang)
+    assert doctor._ask("nvidia-smi") == ""
+
+
+def test_bench_without_arguments_says_what_it_takes() -> None:
+    result = weft("bench")
+    assert result.exit_code == 1 and "weft bench --out DIR [--ops ..]" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["check", "--help"]])
+def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
+    """Which takes seconds."""
+    code = "import sys; from weft.cli import app; app(standalone_mode=False); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.splitlines()[-1] == "False", run.stdout + run.stderr
+
+
+def test_public_names_are_there_at_their_first_use() -> None:
+    code = """
+import weft, sys
+assert "torch" not in sys.modules and "spmd" in dir(weft)
+from weft.planner import table
+from weft.op import REGISTRY
+assert set(weft.__all__) - set(vars(weft)) == {"hf", "parallel"} and "matmul_all_reduce" in REGISTRY
+assert not {"weft.hf", "weft.parallel", "torch.distributed.tensor._api"} & set(sys.modules)
+from weft import *
+print(World is weft.World and hf is weft.hf and parallel is sys.modules["weft.parallel"], weft.torch.__name__, hasattr(weft, "nonsense"))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "True weft.torch False\n", run.stdout + run.stderr
+
+
+def test_a_bound_that_is_no_time_is_refused_by_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", "abc")
+    for command in (["doctor", "--quick"], ["check", "file.py"]):
+        result = weft(*command)
+        assert result.exit_code == 1 and "WEFT_TIMEOUT='abc' must be a number of seconds" in result.output
+
+
+def test_trace_leaves_no_file_unasked(kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = kernel()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    result = weft("trace", path, "--world", 2)
+    assert result.exit_code == 0 and not any((tmp_path / "empty").iterdir())
+    assert re.match(r"rank 0: its programs compute for \d+ and wait for \d+\nrank 1: ", result.output), result.output
+
+
+def test_version() -> None:
+    said = weft("--version")
+    assert said.exit_code == 0 and said.output.strip() == metadata.version("weft") == package.__version__
+
+
+def test_trace_writes_json_and_picture(kernel, tmp_path: Path) -> None:
+    result = weft("trace", kernel(), "--world", 2, "--out", tmp_path / "t")
+    assert result.exit_code == 0, result.output
+    names = {e["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
+    assert "shift" in names
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@no_gpu
+def test_demo_is_correct_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.demo.SCHEDULES", 1)
+    result = weft("demo", "--out", tmp_path / "demo.png")
+    assert result.exit_code == 0, result.output
+    for plan in ("sequential", "decomposed", "fused"):
+        assert re.search(rf"│ {plan} +│ +1 │ +\d+ │ +0 │ +0 │ +\d", result.output), result.output
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@no_gpu
+def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.demo.SCHEDULES", 1)
+    monkeypatch.setattr("weft.demo.DemoLayer.partial", lambda self, x: x)
+    result = weft("demo", "--out", tmp_path / "demo.png")
+    assert result.exit_code == 1 and result.output.count("wrong") == 3
+
+
+def test_doctor_says_what_triton_cannot_build_its_stub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a slim container."""
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    said = f"no gcc or clang (apt install gcc), no {tmp_path}/Python.h (apt install python3-dev)"
+    assert dict(doctor._versions())["C compiler, Python's headers"] == said
+    assert doctor._verdict(2) == ("nothing", f"Triton cannot build its stub of the driver: {said}")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert doctor._lacks_for_stub() is None
+
+
+def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._attention() == [("library", "plain: float32 arithmetic of torch, to try things")]
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+
+    def library_errors(use: str, *_: object) -> dict:
+        from weft.ops.attention.libraries import CUDNN, FLASH
+
+        if use.startswith("packed"):
+            raise RuntimeError("no memory\nat all")
+        return {CUDNN: "" if use == "forward" else "refuses", FLASH: ""}
+
+    monkeypatch.setattr(doctor.libraries, "library_errors", library_errors)
+    said = dict(doctor._attention())
+    neither = "none; cudnn: no memory; flash: no memory"
+    assert said == dict(forward="cudnn", backward="flash; cudnn: refuses", packed=neither, packed_backward=neither)
+
+
+def test_doctor_offers_to_share_one_gpu() -> None:
+    backend, why = doctor._verdict(1)
+    assert backend == "cuda" and 'backend="shared"' in why and "WEFT_SHARE_GPU=1" in why

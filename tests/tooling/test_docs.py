@@ -1,0 +1,121 @@
+"""The documents keep what they promise: the README's code runs, links lead somewhere, no figure is typed by hand."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from bench.pages import report, tables
+
+ROOT = Path(__file__).parents[2]
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize(
+    ("page", "function", "ranks", "shape"), [("README.md", "mlp", 4, (16, 64)), ("docs/moe.md", "layer", 2, (8, 32))]
+)
+def test_the_first_code_of_a_page_runs_as_it_stands(
+    page: str, function: str, ranks: int, shape: tuple[int, ...]
+) -> None:
+    """In the emulator, at the sizes on the page; those for GPUs fit its arguments."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    code = next(block for block in blocks if "import torch" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert [y.shape for y in weft.spmd(names[function], ranks, backend="emulated")] == [shape] * ranks
+    (sizes,) = re.findall(rf"# .*{function}\(weft.init\(\), ([\d, ]+)\)", code)
+    inspect.signature(names[function]).bind(None, *sizes.split(", "))
+
+
+def test_the_tutorial_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its code in order, in one program."""
+    names: dict[str, Any] = {"__name__": "layer"}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(), re.S):
+        exec(code, names)
+    first, *plans = capsys.readouterr().out.splitlines()
+    shown = {plan: float(error) for plan, error in map(str.split, plans[:3])}
+    assert shown.keys() == {"sequential", "decomposed", "fused"} and all(
+        1e-4 < e < 5e-3 for e in (float(first), *shown.values())
+    )
+    assert "matmul_reduce_scatter" in plans[3] and any("sequential" in line for line in plans[4:-1])
+    assert plans[-1].startswith(
+        "ranks disagree on this call: rank 0: all_gather_matmul rows=(16, 16, 16, 16); rank 1: "
+    )
+    assert "y" not in names  # what GPUs alone run
+
+
+def test_the_code_with_experts_of_ones_own_runs() -> None:
+    code = re.search(r"## Experts of your own\n.*?```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.S)
+    assert code
+    source = code[1].replace("world = weft.init()", "")
+    for real, small in (("128, 8, 2048, 768", "8, 2, 32, 16"), ("512", "6")):
+        assert real in source
+        source = source.replace(real, small)
+
+    def rank(world: weft.World) -> torch.Size:
+        names = {"world": world}
+        exec(source, names)
+        return names["y"].shape  # type: ignore[attr-defined]
+
+    assert weft.spmd(rank, 2, backend="emulated") == [(6, 32)] * 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in anchors, f"{page.name} links to {target}"
+
+
+def test_the_contributors_page_names_commands_that_there_are() -> None:
+    text, makefile = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"`make (\w+)`", text))
+    assert {"lint", "test", "gates", "wheel", "pages", "docs", "gpu"} <= targets
+    assert targets <= set(re.findall(r"^(\w[\w-]*):", makefile, re.M))
+    assert all(
+        f"make --no-print-directory {target}" in (ROOT / ".ci/run").read_text()
+        for target in ("lint", "wheel", "test", "newest", "gates")
+    )
+    for name in re.findall(r"`(?:python )?((?:tests|bench|gpu|\.ci)/[\w/.]+)[` ]", text):
+        assert name == "gpu/out" or (ROOT / name).exists(), name
+
+
+def test_ci_ends_with_the_gates() -> None:
+    assert re.findall(r"make --no-print-directory (\w+)", (ROOT / ".ci/run").read_text())[-1] == "gates"
+
+
+def test_the_readme_states_no_speed_outside_the_generated_blocks() -> None:
+    text = (ROOT / "README.md").read_text()
+    for begin, end in ((report.BEGIN, report.END), (tables.BEGIN, tables.END)):
+        before, rest = text.split(begin)
+        text = before + rest.split(end)[1]
+    assert not re.search(r"\d\s*(x faster|us\b|TFLOP|GB/s|%)|\d\.\d+x", text)
+
+
+def test_the_readme_is_short() -> None:
+    """Code and tables count."""
+    words = re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(), flags=re.S))
+    assert len(words) <= 700, len(words)
+
+
+def test_the_readme_has_three_short_usages_and_one_table_of_ten_rows() -> None:
+    text = (ROOT / "README.md").read_text()
+    usages = re.findall(r"```\w*\n(.*?)```", text[text.index("## Use") : text.index("## How fast")], re.S)
+    assert len(usages) == 3 and all(len(re.findall(r"\S.*", code)) <= 6 for code in usages)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    assert len(tables) == 1 and len(tables[0].splitlines()) <= 2 + 10

@@ -1,0 +1,211 @@
+"""Pages that are made of stored results are what their makers make of them, and nothing is stored that nothing is made of."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import statistics
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import weft
+from bench.pages import layer_picture, notes, pages, report, table
+
+ROOT = Path(__file__).parents[2]
+
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+MOST_WORDS, IN_TABLES, OF_MEASUREMENTS = 31_300, 8_000, 1_430
+SLOW = ("docs/planner.md", "bench/results/predictions.md")  # predict some thousand calls
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.gate if n in SLOW else ()) for n in pages.PAGES])
+def test_a_page_is_what_its_maker_makes(name: str) -> None:
+    assert (ROOT / name).read_text() == pages.PAGES[name](), f"{name} is not of today's results: make pages"
+
+
+def test_the_shipped_table_is_what_its_maker_makes() -> None:
+    text, _ = table.made("nvidia-h200")
+    assert text == (table.TABLES / "nvidia-h200.json").read_text(), "python -m bench.pages.table nvidia-h200"
+
+
+def test_the_docs_are_short_enough() -> None:
+    words = {page.name: words_of(page.read_text()) for page in DOCS}
+    assert sum(words.values()) <= MOST_WORDS and words["measurements.md"] <= OF_MEASUREMENTS, words
+    cells = {page.name: words_of("\n".join(re.findall(r"^\|.*$", page.read_text(), re.M))) for page in DOCS}
+    assert sum(cells.values()) <= IN_TABLES, cells
+
+
+def words_of(text: str) -> int:
+    """Figures of tables count, their rules do not, nor marks for what fills in a figure."""
+    return len(re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", text, flags=re.S)))
+
+
+def test_every_picture_is_shown_and_every_one_shown_is_there() -> None:
+    shown = {Path(name).name for page in [ROOT / "README.md", *DOCS] for name in re.findall(r"\]\(([^)]*img/[^)]+)\)", page.read_text())}  # fmt: skip
+    assert shown == {path.name for path in (ROOT / "docs/img").iterdir()}
+
+
+def test_the_readmes_picture_is_of_stored_rows(tmp_path: Path) -> None:
+    """What is left of a layer beside its GEMMs and what of the collectives is not hidden takes time, and little."""
+    t = layer_picture.times(report.load(ROOT / "bench/results" / layer_picture.MACHINE))
+    assert t.weft < t.sequential and max(t.gather, t.scatter) < t.first
+    assert all(0 < t.rest(whole) < 0.15 * whole for whole in (t.sequential, t.weft))
+    (path,) = layer_picture.plots(ROOT / "bench/results", tmp_path)
+    assert path.read_bytes() == (ROOT / "docs/img" / path.name).read_bytes(), "make pages"
+    text = path.read_text()
+    assert f"{t.weft:.0f} us" in text and f"{t.sequential / t.weft:.2f}x" in text
+
+
+OPS = {"all-gather + GEMM": "all_gather_matmul", "GEMM + reduce-scatter": "matmul_reduce_scatter", "GEMM + all-reduce": "matmul_all_reduce"}  # fmt: skip
+LAYERS = {  # file, baseline, method, and which rows count
+    "experts over the ranks, forward": ("moe", "library", "auto", lambda r: r["zipf"] == 0),
+    "attention over all ranks' keys": ("attention", "nccl+cudnn", "weft", lambda r: r["op"] == "gathered_attention"),
+    "Transformers' mixtures of experts, `weft.hf.weave`": ("hf_moe", "transformers", "weft", lambda r: True),
+    "Transformers model, `weft.hf.weave`": ("hf", "transformers", "weft", lambda r: "us" in r),
+}
+MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # as the README's columns are
+
+
+def stored_rows(machine: str, file: str) -> list[dict]:
+    path = ROOT / "bench/results" / machine / f"{file}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ratios_of(machine: str, title: str, mode: str) -> dict[str, tuple[float, str]]:
+    """By size, how many times as fast weft was, and its plan: from the stored rows, by other code than the page's maker."""
+    op, _, few = title.partition(", ≤512 tokens")
+    file, base, method, counts = LAYERS.get(title) or (
+        OPS[op],
+        "sequential",
+        "auto",
+        lambda r: (r["M"] <= 512) == ("≤" in title),
+    )
+    rows = [r for r in stored_rows(machine, file) if counts(r) and r.get("mode", "graph") == mode]
+    found = {}
+    for name in {r["name"] for r in rows}:
+        run = [r for r in rows if r["name"] == name]
+        last = max(r.get("date", "") for r in run) if title not in LAYERS else None
+        us = {
+            r["method"]: r for r in run if last is None or r["date"] == last
+        }  # of rows without a date the last of the file
+        if base in us and method in us:
+            found[name] = us[base]["us"] / us[method]["us"], us[method].get("plan") or ""
+    return found
+
+
+def test_the_readmes_means_are_those_of_the_stored_rows() -> None:
+    """And what is below 1.0x ran by the sequential plan, as the README says."""
+    table = re.findall(r"^\| (.*) \|$", (ROOT / "README.md").read_text(), re.M)[2:]
+    assert len(table) == len(LAYERS) + 2 * len(OPS)
+    for title, _, *cells, lowest in (line.split(" | ") for line in table):
+        every = [ratios_of(machine, title, mode) for machine in MACHINES for mode in ("graph", "eager")]
+        means = [
+            f"**{statistics.geometric_mean(r for r, _ in found.values()):.2f}x**" if found else "–" for found in every
+        ]
+        assert means == cells, title
+        least = min((r, name, plan) for found in every for name, (r, plan) in found.items())
+        assert lowest.startswith(f"{least[0]:.2f}x ({least[1]}, "), title
+        assert all('"sequential"' in plan for found in every for r, plan in found.values() if r < 0.995), title
+
+
+def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
+    """Experts on one GPU beside vLLM's, and what a prompt gains, in all and by overlap."""
+    text = (ROOT / "README.md").read_text()
+    one = {(r["name"], r["method"]): r for r in stored_rows("nvidia-h200-x1", "moe_one_gpu")}
+    over = [(r["M"], one[name, "vllm"]["us"] / r["us"]) for (name, method), r in one.items() if method == "weft"]
+    for sizes in ([r for m, r in over if m >= 2048], [r for m, r in over if m <= 512]):
+        assert f"**{min(sizes):.2f}x to {max(sizes):.2f}x**" in text
+    assert {m for m, _ in over if m <= 512} == {64, 512}
+    us = {
+        (r["mode"], r["method"]): r["us"]
+        for r in stored_rows("nvidia-h200-x2", "hf")
+        if r["name"] == "70B-prefill-8192"
+    }
+    own, woven = (min(t for (_, m), t in us.items() if (m == "transformers") == which) for which in (True, False))
+    decoder = [
+        r for r in stored_rows("nvidia-h200-x2", "decoder") if (r["name"], r["mode"]) == ("70B-prefill-8192", "graph")
+    ]
+    last = {r["method"]: r["us"] for r in decoder if r["date"] == max(r["date"] for r in decoder)}
+    assert f"**{own / woven:.2f}x**" in text and f"**{last['sequential'] / last['auto']:.2f}x** is overlap" in text
+
+
+def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
+    """Of experts on one GPU by number of tokens, of FlashMoE's one launch, and of quack's GEMM."""
+    moe, papers, guide = ((ROOT / f"docs/{name}.md").read_text() for name in ("moe", "papers", "guide"))
+    one = {(r["M"], r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h200-x1", "moe_one_gpu")}
+    for tokens in {m for m, _, _ in one}:
+        over = [one[m, name, "vllm"] / us for (m, name, method), us in one.items() if (m, method) == (tokens, "weft")]
+        assert f"| {tokens:,} | {len(over)} | **{statistics.geometric_mean(over):.2f}x** |" in moe
+    us = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h200-x2", "moe") if r["zipf"] == 0}
+    names = [name for name, method in us if method == "library, beside one launch"]
+    fused = {
+        name: min(t for (n, method), t in us.items() if n == name and method.startswith("weft fused")) for name in names
+    }
+    for base in ("library, beside one launch", "weft dispatched"):
+        mean = statistics.geometric_mean(us[name, base] / fused[name] for name in names)
+        assert f" {mean:.2f}x" in papers[papers.index("plan `fused` over NCCL") :]
+    rows = [
+        json.loads(line)["us"]
+        for line in (ROOT / "bench/results/nvidia-h200-x1/quack/gemms.jsonl").read_text().splitlines()
+    ]
+    over = [t["cuBLAS"] / min(time for name, time in t.items() if name.startswith("quack")) for t in rows]
+    assert f"**{statistics.geometric_mean(over):.2f}x** as fast as cuBLAS on {len(over)} shapes" in guide
+
+
+def test_every_experiment_is_told_of() -> None:
+    """The notes' figures, and what the predictor's tests are fitted to, are made of all that is kept."""
+    makers = "".join((ROOT / "bench" / name).read_text() for name in ("pages/notes.py", "common/stored.py"))
+    said = (ROOT / "docs/design-notes.md").read_text()
+    kept = [path for path in (ROOT / "bench/results").glob("*/experiments/*")]
+    assert kept and [path.name for path in kept if path.name not in makers + said] == []
+
+
+def test_figures_of_the_design_notes_are_filled_in() -> None:
+    """By hand stand sizes and settings alone; and a mark that begins a line would begin a block of HTML."""
+    text = (ROOT / "docs/design-notes.md").read_text()
+    assert set(notes.MARK.findall(text)) == set(notes.FIGURES)
+    by_hand = notes.MARK.sub("", text)
+    assert not re.search(r"\d\s*(us\b|ms\b|%|MHz|TFLOP|GB/s)|\d\.\d+x|<!--", by_hand)
+    assert not re.search(r"^\s*<!--", text, re.M)
+
+
+@pytest.mark.parametrize("name", ["attention", "moe", "transformers", "models", "parallel", "papers"])
+def test_times_stand_in_what_is_made_of_results_alone(name: str) -> None:
+    text = (ROOT / f"docs/{name}.md").read_text()
+    by_hand = re.sub(r"<!--[^>]*made by.*?<!-- end[^>]*-->|```.*?```", "", text, flags=re.S)
+    assert len(by_hand) < len(text) or "made by" not in text
+    assert not re.findall(r"\d\s*(?:us|ms)\b|\d\.\d+x", by_hand)
+
+
+def test_filling_in_takes_what_is_there_away() -> None:
+    name = next(iter(notes.FIGURES))
+    assert notes.fill(f"a <!--{name}-->old<!--/-->, b") == f"a <!--{name}-->{notes.FIGURES[name]()}<!--/-->, b"
+    with pytest.raises(KeyError, match="unheard-of"):
+        notes.fill("<!--unheard-of-->1<!--/-->")
+
+
+def test_the_reference_has_every_public_module() -> None:
+    """Of a module it has what `__all__` says, and without one what does not begin with an underscore."""
+    named = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.M))
+    modules = {f"weft.{name}" for name in weft.__all__ if isinstance(getattr(weft, name), ModuleType)}
+    assert {"weft", *modules} <= named, "docs/api.md lacks a line `::: weft.NAME`"
+    for name in named:
+        assert importlib.import_module(name).__doc__
+
+
+def test_the_reference_says_in_a_clone_what_every_name_is() -> None:
+    """The site's directives are no text."""
+    text = (ROOT / "docs/api.md").read_text()
+    for name in weft.__all__:
+        if not isinstance(getattr(weft, name), ModuleType):
+            assert re.search(rf"^\| `{name}` \| \S.*\w.* \|$", text, re.M), f"{name}: make pages"
+    assert all(f"`{name}`" in text for name in weft.moe.__all__)
+
+
+def test_the_site_has_every_page() -> None:
+    nav = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(nav) == sorted([*(page.name for page in DOCS), "index.md"])
