@@ -7,22 +7,21 @@ versions. This module alone has the differences, and it refuses a version that n
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
-from triton._C.libtriton import ir, passes
-from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .errors import WeftError
-from .guarded_loads import guard_loads
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -31,7 +30,6 @@ TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
 TRIED_VERSIONS = f"{TRIED[0][0]}.{TRIED[0][1]} to {TRIED[-1][0]}.{TRIED[-1][1]}"
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 ON_GPUS = "3.6 and 3.9"
-GUARDED_LOADS = 1  # counts the changes to guarded_loads.py, for the keys of Triton's cache
 
 
 RepeatedLaunch = Callable[[int, Sequence[object]], None]
@@ -91,35 +89,47 @@ def options(weft_options: Mapping[str, int]) -> dict[str, int]:
     )
 
 
-class GuardedSource(ASTSource):  # type: ignore[misc]
-    """A kernel's source whose IR has its loads kept behind its waits (lang/guarded_loads.py)."""
+@functools.cache
+def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], str | None]) -> type:
+    """The class of a kernel's source, to Triton's compiler, with IR that `rewrite` has changed before Triton's own
+    passes: it takes the printed IR, in which calls are inlined and loops unrolled, and returns another or None.
+    concerns: whether the IR that the source has become is to be printed so at all.
 
-    def hash(self) -> str:
-        return f"{super().hash()}-guarded-{GUARDED_LOADS}"
+    Triton's cache tells the kernels of different rewritings apart by the file that defines `rewrite`.
+    """
+    require()
+    from triton._C.libtriton import ir, passes
+    from triton.compiler import ASTSource
 
-    def make_ir(self, target: object, options: object, codegen_fns: object, module_map: object, context: ir.context) -> ir.module:
-        module = super().make_ir(target, options, codegen_fns, module_map, context)
-        text = str(module)
-        if "ld.acquire" not in text and "tt.atomic" not in text:
-            return module
-        inlined = _parse_ir(text, context)
-        manager = ir.pass_manager(context)
-        passes.common.add_inliner(manager)
-        passes.common.add_canonicalizer(manager)
-        passes.common.add_symbol_dce(manager)
-        passes.ttir.add_loop_unroll(manager)
-        manager.run(inlined, "guard_loads")
-        guarded = guard_loads(str(inlined))
-        return module if guarded is None else _parse_ir(guarded, context)
+    edition = hashlib.sha256(Path(rewrite.__code__.co_filename).read_bytes()).hexdigest()
 
+    def parsed(text: str, context: object) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.ttir"
+            path.write_text(text)
+            module = ir.parse_mlir_module(str(path), context)
+        module.context = context
+        return module
 
-def _parse_ir(text: str, context: ir.context) -> ir.module:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ttir"
-        path.write_text(text)
-        module = ir.parse_mlir_module(str(path), context)
-    module.context = context
-    return module
+    class RewrittenSource(ASTSource):  # type: ignore[misc]
+        def hash(self) -> str:
+            return f"{super().hash()}-{edition}"
+
+        def make_ir(self, target: object, options: object, codegen_fns: object, module_map: object, context: Any) -> Any:
+            module = super().make_ir(target, options, codegen_fns, module_map, context)
+            if not concerns(text := str(module)):
+                return module
+            inlined = parsed(text, context)  # a copy: a kernel that is not rewritten stays as it is
+            manager = ir.pass_manager(context)
+            passes.common.add_inliner(manager)
+            passes.common.add_canonicalizer(manager)
+            passes.common.add_symbol_dce(manager)
+            passes.ttir.add_loop_unroll(manager)
+            manager.run(inlined, "rewritten_source")
+            rewritten = rewrite(str(inlined))
+            return module if rewritten is None else parsed(rewritten, context)
+
+    return RewrittenSource
 
 
 @contextmanager

@@ -95,6 +95,11 @@ def parse(text: str) -> list[Op]:
     return top
 
 
+def may_wait(text: str) -> bool:
+    """Whether printed IR may have anything to guard."""
+    return "scf.for" in text and ("ld.acquire" in text or "tt.atomic" in text)
+
+
 def is_loop(op: Op) -> bool:
     return op.name in ("scf.for", "scf.while")
 
@@ -104,7 +109,9 @@ def is_pipelined(loop: Op) -> bool:
     names a number of stages, in a loop that is flattened or that has no loop inside but for those within an `if`."""
     if loop.name != "scf.for" or "tt.flatten" not in loop.end and any(map(is_loop, loop.regions[0])):
         return False
-    return "tt.num_stages" in loop.end or any(op.name.startswith("tt.dot") for op in loop.inside())
+    if stages := re.search(r"tt\.num_stages = (\d+)", loop.end):
+        return int(stages[1]) > 1
+    return any(op.name.startswith("tt.dot") for op in loop.inside())
 
 
 def is_wait(op: Op) -> bool:
@@ -164,7 +171,7 @@ def _can_depend(inside: Iterable[Op]) -> bool:
 def in_order(loop: Op) -> None:
     """Make the loop one that is neither pipelined nor flattened."""
     attributes = re.search(r"\{(.*?)\}(?= loc|$)", loop.end[loop.end.index("}") + 1 :])
-    kept = [a for a in attributes[1].split(", ") if "tt.num_stages" not in a and "tt.flatten" not in a] if attributes else []
+    kept = [a for a in attributes[1].split(", ") if not a.startswith(("tt.num_stages", "tt.flatten"))] if attributes else []
     indent = loop.end[: loop.end.index("}")]
     loop.end = f"{indent}}} {{{', '.join([*kept, 'tt.num_stages = 1 : i32'])}}}{loop.location}"
 
@@ -287,7 +294,7 @@ class Rewriting:
         while (source := defined.get(_operand(user))) is not None and source.name in ADDRESS_OPS:
             user = source
         pointer = _operand(user)
-        if user.text.find(f"{pointer}, {word} ") >= 0 or pointer.startswith("%weft_"):
+        if pointer.startswith("%weft_"):
             return  # of an earlier load
         kind = _type(user)
         added, offset, offset_kind = self._new(), word, "i32"
