@@ -115,7 +115,9 @@ def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], s
         def hash(self) -> str:
             return f"{super().hash()}-{edition}"
 
-        def make_ir(self, target: object, options: object, codegen_fns: object, module_map: object, context: Any) -> Any:
+        def make_ir(
+            self, target: object, options: object, codegen_fns: object, module_map: object, context: Any
+        ) -> Any:
             module = super().make_ir(target, options, codegen_fns, module_map, context)
             if not concerns(text := str(module)):
                 return module

@@ -2,9 +2,8 @@
 
 A pipelined loop issues the loads of later iterations ahead of time, and leaves a wait where it is: the loads would come
 before the wait that they need. `guard_loads` rewrites a kernel's Triton IR, in which all calls are inlined, before
-Triton's own passes. A loop is *pipelined* here if it has no loop inside, or if it is flattened
-(`tl.range(flatten=True)`), which makes one pipelined loop of a nest. Each pipelined loop with a wait in it becomes one
-of two things:
+Triton's own passes. `is_pipelined` says for which loops Triton does that. Each of them with a wait inside becomes one of
+two things:
 
     no signal in the loop     Every load is made to depend on the last wait before it in the source, in this iteration
                               or the one before: its address has a zero added to it, the output of an opaque
@@ -171,7 +170,8 @@ def _can_depend(inside: Iterable[Op]) -> bool:
 def in_order(loop: Op) -> None:
     """Make the loop one that is neither pipelined nor flattened."""
     attributes = re.search(r"\{(.*?)\}(?= loc|$)", loop.end[loop.end.index("}") + 1 :])
-    kept = [a for a in attributes[1].split(", ") if not a.startswith(("tt.num_stages", "tt.flatten"))] if attributes else []
+    names = attributes[1].split(", ") if attributes else []
+    kept = [name for name in names if not name.startswith(("tt.num_stages", "tt.flatten"))]
     indent = loop.end[: loop.end.index("}")]
     loop.end = f"{indent}}} {{{', '.join([*kept, 'tt.num_stages = 1 : i32'])}}}{loop.location}"
 
@@ -214,7 +214,8 @@ class Rewriting:
         conditional: it is inside an `if` of a pipelined loop."""
         carried, result = self._new(), self._new()
         if "iter_args(" in loop.text:
-            loop.text = re.sub(r"iter_args\((.*?)\) -> \((.*)\)", rf"iter_args(\1, {carried} = {word}) -> (\2, i32)", loop.text)
+            arguments = rf"iter_args(\1, {carried} = {word}) -> (\2, i32)"
+            loop.text = re.sub(r"iter_args\((.*?)\) -> \((.*)\)", arguments, loop.text)
         else:
             loop.text = re.sub(r" +(: \w+ \{)$", rf" iter_args({carried} = {word}) -> (i32) \1", loop.text)
         loop.regions[0], word = self._block(loop.regions[0], carried, conditional)
@@ -313,7 +314,7 @@ class Rewriting:
         indices = re.search(r"\[(.*?)\]", load.text)
         assert indices is not None
         last, added = indices[1].split(", ")[-1], self._new()
-        out[-1:] = [Op(f'{added} = tt.elementwise_inline_asm "" {{constraints = "=r,0,r", packed_element = 1 : i32, pure = true}} {last}, {word} : i32, i32 -> i32{load.location}'), load]
+        out[-1:] = [Op(f"{added} = arith.addi {last}, {word} : i32{load.location}"), load]
         load.text = f"{load.text[: indices.end() - 1 - len(last)]}{added}{load.text[indices.end() - 1 :]}"
 
 
