@@ -2,7 +2,7 @@
 
 A pipelined loop issues the loads of later iterations ahead of time, and leaves a wait where it is: the loads would come
 before the wait that they need. `guard_loads` rewrites a kernel's Triton IR, in which all calls are inlined, before
-Triton's own passes. `is_pipelined` says for which loops Triton does that. Each of them with a wait inside becomes one of
+Triton's own passes. `is_pipelined` says for which loops Triton does that. Each of them with a wait becomes one of
 two things:
 
     no signal in the loop     Every load is made to depend on the last wait before it in the source, in this iteration
