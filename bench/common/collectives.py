@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.transport.collectives import gather, scattered_sum
+from weft.transport.collectives import gather, reduce_scatter
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Collectives:
 
     def sum(self, x: Tensor) -> Tensor:
         """This rank's rows of the sum over ranks."""
-        return self._of(scattered_sum, x, x.shape[0])
+        return self._of(reduce_scatter, x, x.shape[0])
 
     def _of(self, collective: Callable[..., Tensor], x: Tensor, rows: int) -> Tensor:
         stream = self.world.current_stream()

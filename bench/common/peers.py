@@ -1,4 +1,5 @@
-"""What weft is measured against: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM where it is installed. Each takes and gives what weft's op does."""
+"""What weft is measured against: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM where it is installed. Each
+takes and gives what weft's op does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The table of docs/tested.md, how checks ended on GPUs, from tests/gpu_record.json. The tables of docs/hardware.md: what was compiled for which GPU, from tests/architectures.json; which checks passed on a Hopper GPU that
-ran the code of an older one, from tests/gpu_record.json; and how long the signaled GEMM took there, from bench/results."""
+"""The table of docs/tested.md: how checks ended on GPUs, from tests/gpu_record.json. The tables of docs/hardware.md: what was compiled
+for which GPU, from tests/architectures.json; which checks passed on a Hopper GPU that ran the code of an older one, from
+tests/gpu_record.json; and how long the signaled GEMM took there, from bench/results."""
 
 from __future__ import annotations
 

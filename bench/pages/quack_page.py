@@ -1,5 +1,6 @@
-"""quack's GEMM beside others, as tables beside the results and a sentence of docs/guide.md: GEMMs alone, from bench/results/<machine>/quack/gemms.jsonl (bench/measure/gemm.py), and all-gather + GEMM, from
-all_gather_matmul.jsonl there (bench/measure/run.py --ops all_gather_matmul --methods auto awaiting quack).
+"""quack's GEMM compared with others, as tables beside the results and a sentence of docs/guide.md: GEMMs alone, from
+bench/results/<machine>/quack/gemms.jsonl (bench/measure/gemm.py), and all-gather + GEMM, from all_gather_matmul.jsonl there
+(bench/measure/run.py --ops all_gather_matmul --methods auto awaiting quack).
 
 Of the lines of one shape, or one (op, name, mode, method), the newest counts, which is the last in the file.
 """

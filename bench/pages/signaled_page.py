@@ -1,4 +1,5 @@
-"""What the signaled plan costs and gives: tables beside the results, and a chapter of docs/measurements.md, from the rows of bench/measure/signaled.py.
+"""What the signaled plan costs and gives: tables beside the results, and a chapter of docs/measurements.md, from the rows of
+bench/measure/signaled.py.
 
 Every figure is computed from bench/results/<machine>/signaled/*.jsonl, but for the goals and the paper's. Ops are shown for each
 machine, every other part from the machine that ran it last.

@@ -1,7 +1,7 @@
 """weft overlaps communication with computation inside multi-GPU LLM layers.
 
-The public names are those of `api`, imported at the first use of one: torch takes seconds, and `weft --version` needs
-none of it.
+The public names are those of `api`, which is imported at the first use of one: importing torch takes seconds, and
+`weft --version` does not need it.
 """
 
 from importlib import import_module, metadata
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, a module, or the version, which is read where it is asked for."""
+    """Return a public object, a submodule, or the version, which is read from the metadata at its first use."""
     if name == "__version__":
         return metadata.version("weft")
     if name.isidentifier() and not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")
     if not name.startswith("_") or name == "__all__":
         public = vars(import_module(f"{__name__}.api"))
-        globals().update({each: public[each] for each in ("__all__", *public["__all__"]) if each in public})
+        globals().update({key: public[key] for key in ("__all__", *public["__all__"]) if key in public})
         if name in globals():
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,13 +37,13 @@ _MAPS = 4096  # cached TMA descriptors, of 128 bytes each, per argument of a lau
 
 
 def version() -> tuple[int, int]:
-    """The major and minor number of the Triton that runs."""
+    """Return the major and minor number of the Triton that runs."""
     major, minor = re.findall(r"\d+", triton.__version__)[:2]
     return int(major), int(minor)
 
 
 def untried() -> str | None:
-    """Why weft does not run with this Triton and which to install, or None where it does."""
+    """Return why weft does not run with this Triton and which to install, or None where it does."""
     if version() in TRIED:
         return None
     oldest, (major, minor) = TRIED[0], TRIED[-1]
@@ -67,7 +67,7 @@ def interpreter() -> tuple[ModuleType, type]:
 
 
 def first_line(fn: triton.JITFunction) -> int:
-    """The line of `def` in the function's file."""
+    """Return the line of `def` in the function's file."""
     ahead = next(i for i, line in enumerate(fn.raw_src) if line.lstrip().startswith("def "))
     return fn.starting_line_number + ahead
 
@@ -144,7 +144,7 @@ def no_compile_hooks() -> Iterator[None]:
 
 
 def ptxas(arch: str) -> list[str]:
-    """The assembler and its flags as Triton calls it for an architecture ("sm_90a"), without the files."""
+    """Return the assembler and its flags as Triton calls it for an architecture ("sm_90a"), without the files."""
     require()
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -172,9 +172,9 @@ def repeated(
     values: Mapping[str, object],
     moving: Sequence[str] = (),
 ) -> RepeatedLaunch | None:
-    """A function that launches `compiled` again with these arguments. It takes the raw stream and the addresses of the
-    arguments in `moving`, in that order: an integer for a tensor or a descriptor, a tuple for a NamedTuple, None for
-    None. Returns None where Triton itself has to launch.
+    """Return a function that launches `compiled` again with these arguments. It takes the raw stream and the addresses
+    of the arguments in `moving`, in that order: an integer for a tensor or a descriptor, a tuple for a NamedTuple, None
+    for None. Returns None where Triton itself has to launch.
 
     Triton binds and specialises every argument and encodes every TMA descriptor on each launch; here that is done once,
     and once for each address of a descriptor. Triton launches kernels with scratch memory or instrumentation,
@@ -236,7 +236,7 @@ class TensorMaps(dict[object, object]):
         self._geometry = descriptor.shape, descriptor.strides, descriptor.block_shape, descriptor.padding
 
     def expanded(self, descriptor: TensorDescriptor) -> list[object]:
-        """A descriptor as the arguments of Triton's launcher: its TMA descriptor, shape and strides."""
+        """Return a descriptor as the arguments of Triton's launcher: its TMA descriptor, shape and strides."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         launch = ((),) if version() >= (3, 8) else ()  # the launch's arguments, which NVIDIA's driver ignores
@@ -261,8 +261,8 @@ class _Memory(NamedTuple):
 
 
 def address(value: object, fixed: bool) -> object:
-    """An argument as the launcher takes it. A fixed NamedTuple is passed as it is: its channel or constants live as
-    long as its World. Of a plain tuple the tensors' addresses are passed, so that their memory is not kept alive."""
+    """Return an argument as the launcher takes it. A fixed NamedTuple is passed as it is: its channel or constants live
+    as long as its World. Of a plain tuple the tensors' addresses are passed, so that their memory is not kept alive."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if type(value) is tuple or (isinstance(value, tuple) and not fixed):

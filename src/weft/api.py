@@ -16,6 +16,7 @@ from .ops.all_reduce.op import all_reduce, all_reduce_rms_norm
 from .ops.attention.key_ranges import zigzag_positions, zigzag_restore, zigzag_rows, zigzag_split
 from .ops.attention.op import gathered_attention
 from .ops.matmul_all_to_all.op import Routing, matmul_all_to_all, route
+from .ops.matmul_all_to_all_routed.op import matmul_all_to_all_routed
 from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from .ops.moe.tensor_parallel.op import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
 from .ops.norm import Remap, residual_add, rms_norm
@@ -35,7 +36,7 @@ __all__ = [
     "Routing", "SignalError", "Timeout", "Unsupported", "WeftError", "World", "all_gather_grouped_matmul",
     "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention",
     "grouped_matmul_reduce_scatter", "hf", "init", "jit", "lang", "matmul", "matmul_all_reduce", "matmul_all_to_all",
-    "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare", "prepared", "quantize",
-    "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "vllm", "zigzag_positions",
-    "zigzag_restore", "zigzag_rows", "zigzag_split",
+    "matmul_all_to_all_routed", "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare",
+    "prepared", "quantize", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "vllm",
+    "zigzag_positions", "zigzag_restore", "zigzag_rows", "zigzag_split",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121
 
 
 def device_capability(device: torch.device | None = None) -> int:
-    """The capability that kernels for this GPU are compiled for."""
+    """Return the capability that kernels for this GPU are compiled for."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -36,7 +36,7 @@ def dotted(capability: int) -> str:
 
 
 def lacks(capability: int, least: int, feature: str) -> str | None:
-    """Why `feature`, a plural, cannot run on a GPU of that capability; None where it can."""
+    """Return why `feature`, a plural, cannot run on a GPU of that capability; None where it can."""
     if capability >= least:
         return None
     return f"{feature} need compute capability {dotted(least)}, and this GPU has {dotted(capability)}"

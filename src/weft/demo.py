@@ -162,8 +162,8 @@ def _repeated(fn: Callable[[], object], calls: int) -> None:
 
 
 def _median_us(runs: dict[str, Callable[[], object]], world: World, calls: int = 10) -> dict[str, float]:
-    """The time in microseconds of one call of each function: rounds of back-to-back calls, interleaved; the slowest
-    rank's median."""
+    """Return the time in microseconds of one call of each function: rounds of back-to-back calls, interleaved; the
+    slowest rank's median."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(9):
         for name, fn in runs.items():
@@ -248,7 +248,7 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> DemoResult:
 
 
 def panels(results: Sequence[dict[str, RankTimes]]) -> dict[str, list[Span]]:
-    """The plans' timelines, each under its name and its time without a profiler; results by rank."""
+    """Return the plans' timelines, each under its name and its time without a profiler; results by rank."""
     titled = {}
     for plan, times in results[0].items():
         us, base = times.times[DRAWN], results[0]["sequential"].times[DRAWN]

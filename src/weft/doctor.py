@@ -93,8 +93,8 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _lacks_for_stub() -> str | None:
-    """The missing tools with which Triton builds its stub of the driver at its first use of a GPU, and the packages to
-    install; None where none is missing."""
+    """Return the missing tools with which Triton builds its stub of the driver at its first use of a GPU, and the
+    packages to install; None where none is missing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks
     headers = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
@@ -104,7 +104,7 @@ def _lacks_for_stub() -> str | None:
 
 
 def _ask(*command: str) -> str:
-    """The output of a command, or nothing where it is missing, fails or hangs."""
+    """Return the output of a command, or nothing where it is missing, fails or hangs."""
     if not shutil.which(command[0]):
         return ""
     try:
@@ -124,8 +124,8 @@ def _gpus(gpus: int) -> list[tuple[str, str]]:
 
 
 def _attention() -> list[tuple[str, str]]:
-    """The library that gathered attention takes with 32 and 8 heads, D 128, for each use, and why it does not take the
-    others."""
+    """Return the library that gathered attention takes with 32 and 8 heads, D 128, for each use, and why it does not
+    take the others."""
     if not torch.cuda.is_available():
         return [("library", f"{libraries.REFERENCE.name}: float32 arithmetic of torch, to try things")]
     lines = []
@@ -212,7 +212,7 @@ def _rate(nbytes: int, fn: Callable[[], object], gpus: int, repeat: int = 10) ->
 
 
 def _bandwidth(gpus: int) -> list[tuple[str, str]]:
-    """The bandwidth of copies between cuda:0 and cuda:1 by either side, and of an all-gather over all GPUs."""
+    """Return the bandwidth of copies between cuda:0 and cuda:1 by either side, and of an all-gather over all GPUs."""
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NCCL would make multicast objects
     words = SIZE // 4
     local = torch.zeros(words, dtype=torch.int32, device="cuda:0")
@@ -241,7 +241,7 @@ def _bandwidth(gpus: int) -> list[tuple[str, str]]:
 
 
 def _emulator() -> str | None:
-    """Why the emulator does not run here; None where it does."""
+    """Return why the emulator does not run here; None where it does."""
     try:
         from . import emulator  # noqa: F401
     except (WeftError, ImportError) as error:

@@ -99,7 +99,7 @@ class Launch:
         self._load(self.kernel, self.grid, self.arguments(moving), self.options)
 
     def arguments(self, moving: Mapping[str, Moved]) -> dict[str, object]:
-        """All arguments by name. Raises TypeError unless `moving` has exactly the names in `self.moving`."""
+        """Return all arguments by name. Raises TypeError unless `moving` has exactly the names in `self.moving`."""
         if moving.keys() != set(self.moving):
             raise TypeError(
                 f"{self.kernel.__name__} is launched with {', '.join(self.moving)}, not with {', '.join(moving)}"
@@ -117,7 +117,7 @@ class Launch:
         return view.argument(value) if view is not None and isinstance(value, torch.Tensor) else value
 
 
-class GivenLaunch(NamedTuple):
+class BoundLaunch(NamedTuple):
     """A launch and its arguments in one call."""
 
     launch: Launch
@@ -135,7 +135,7 @@ class Ahead:
     def __init__(self) -> None:
         self._loaded: set[Hashable] = set()
 
-    def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[GivenLaunch]]) -> None:
+    def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[BoundLaunch]]) -> None:
         """tensors: the caller's; steps: returns all launches of the call."""
         aligned = tuple([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:

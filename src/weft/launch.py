@@ -39,7 +39,7 @@ def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> Wor
 
 
 def init_gloo() -> World:
-    """The World of all ranks of the environment, as CPU processes that share this machine's processors."""
+    """Return the World of all ranks of the environment, as CPU processes that share this machine's processors."""
     from .backends import gloo
 
     gloo.start()

@@ -251,6 +251,12 @@ class FusedAllReduce(FusedReduce):
 
 
 @dataclass(frozen=True)
+class FusedAllToAll(Fused):
+    """GEMM + all-to-all by a routing that only the device knows: a GEMM whose epilogue stores each row on the rank that
+    it goes to (ops/matmul_all_to_all_routed/kernels.py)."""
+
+
+@dataclass(frozen=True)
 class FusedMoe(Fused):
     """A mixture of experts in one launch of per_sm programs on every SM (ops/moe/expert_parallel/fused_kernels.py).
     Each expert's rows are padded to a multiple of block_m.

@@ -12,6 +12,7 @@ from .plans import (
     Dispatched,
     DispatchedColumns,
     FusedAllReduce,
+    FusedAllToAll,
     FusedGather,
     FusedMoe,
     FusedReduceScatter,
@@ -35,6 +36,7 @@ SMALL_REDUCE_SCATTER = FusedReduceScatter(
 SMALL_ALL_REDUCE = FusedAllReduce(
     tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, lag=1
 )
+SMALL_ALL_TO_ALL = FusedAllToAll(tile=SMALL_TILE)
 SMALL_MOE = FusedMoe(tile=SMALL_TILE, per_sm=1, copy_programs=2, copy_rows=8, copy_stages=2)
 SMALL_REDUCE = TwoShotPush(warps=4, rows=2, stages=2)
 SMALL_SIGNALED = Signaled(ctas=1, tile=SMALL_TILE)
@@ -44,7 +46,7 @@ SMALL_LOW_LATENCY = LowLatency(
     tile=TileShape(block_m=16, block_n=32, block_k=32, warps=4, stages=2), copy_programs=2, per_sm=1
 )
 SMALL_PLANS = (
-    *(SMALL_PERSISTENT, SMALL_GATHER, SMALL_REDUCE_SCATTER, SMALL_ALL_REDUCE, SMALL_SIGNALED),
+    *(SMALL_PERSISTENT, SMALL_GATHER, SMALL_REDUCE_SCATTER, SMALL_ALL_REDUCE, SMALL_ALL_TO_ALL, SMALL_SIGNALED),
     *(SMALL_MOE, SMALL_DISPATCHED, SMALL_DISPATCHED_COLUMNS, SMALL_LOW_LATENCY, SMALL_REDUCE),
 )
 

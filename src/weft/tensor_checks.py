@@ -17,7 +17,7 @@ Expected = Mapping[str, tuple[torch.Tensor | None, tuple[int | None, ...], torch
 
 
 def dims(t: torch.Tensor) -> str:
-    """The shape, dtype and device of a tensor, for an error."""
+    """Return the shape, dtype and device of a tensor, for an error."""
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
@@ -62,7 +62,7 @@ def bulk(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor, copied unless bulk copies can take its address."""
+    """Return a contiguous tensor, copied unless bulk copies can take its address."""
     return t if t.numel() and t.data_ptr() % 16 == 0 else t.clone()
 
 

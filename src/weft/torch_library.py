@@ -18,9 +18,11 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .plans import CLASSES, Plan, TileShape
@@ -30,10 +32,9 @@ from .world import World
 if TYPE_CHECKING:
     from .op import Known, Op
 
-Tensor = torch.Tensor
 Maybe = Tensor | None
 Maybes = Sequence[Maybe]
-Sizes = Sequence[int]  # symbols while torch.compile traces
+SymInts = Sequence[int]  # symbols while torch.compile traces
 Needs = Sequence[bool]
 Results = Maybe | tuple[Maybe, ...]
 CallOptions = tuple[Any, ...]  # a call's arguments after its operands, of the types in its op's signature
@@ -85,8 +86,19 @@ def _texts_of(instance: Plan | TileShape, prefix: str) -> list[str]:
     names: tuple[str, ...] = instance.__match_args__
     for name in names:
         value = getattr(instance, name)
-        texts += _texts_of(value, f"{name}.") if isinstance(value, TileShape) else [f"{prefix}{name}={value}"]
+        if isinstance(value, TileShape):
+            texts += _texts_of(value, f"{name}.")
+        else:
+            texts.append(f"{prefix}{name}={_constant(value)}")
     return texts
+
+
+def _constant(value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """Return a field's value. In a graph with dynamic shapes an int of a plan is a symbol, which has no text, until
+    `index` makes a constant of it."""
+    if isinstance(value, tuple):
+        return tuple([index(number) for number in value])
+    return value if isinstance(value, bool) else index(value)
 
 
 @functools.lru_cache
@@ -189,11 +201,13 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
         f" str plan{', ' if options else ''}{options}) -> Tensor[]"
     )
 
-    def shaped(sizes: Sizes, depths: Sizes) -> list[tuple[int, ...]]:
+    def shaped(sizes: SymInts, depths: SymInts) -> list[tuple[int, ...]]:
         remaining = iter(sizes)
         return [tuple(itertools.islice(remaining, n)) for n in depths]
 
-    def run(saved: Maybes, gradients: Maybes, sizes: Sizes, depths: Sizes, dtypes: str, *of_call: Any) -> list[Tensor]:
+    def run(
+        saved: Maybes, gradients: Maybes, sizes: SymInts, depths: SymInts, dtypes: str, *of_call: Any
+    ) -> list[Tensor]:
         needs, world_name, plan, *rest = of_call
         world, shapes, options = world_of(world_name), shaped(sizes, depths), tuple(map(plain, rest))
         ran = _forward_pass(world, ForwardKey(name, plan, options, tuple(shapes), dtypes))
@@ -206,7 +220,9 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
             for t in operand_gradients
         ]
 
-    def fake(saved: Maybes, gradients: Maybes, sizes: Sizes, depths: Sizes, dtypes: str, *of_call: Any) -> list[Tensor]:
+    def fake(
+        saved: Maybes, gradients: Maybes, sizes: SymInts, depths: SymInts, dtypes: str, *of_call: Any
+    ) -> list[Tensor]:
         like = next(g for g in gradients if g is not None)
         wanted = zip(shaped(sizes, depths), dtypes.split(), of_call[0], strict=True)
         return [like.new_empty(shape if need else (0,), dtype=BY_NAME.get(dtype)) for shape, dtype, need in wanted]

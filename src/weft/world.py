@@ -53,12 +53,13 @@ _COUNTERS = 1 << 20  # counters in one block of channel memory, 4 MiB per rank
 
 
 def _padded(counters: int) -> int:
-    """The number of counters that a channel occupies."""
+    """Return the number of counters that a channel occupies."""
     return (counters + 63) // 64 * 64
 
 
 def _delegated(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concatenate[World, P], R]:
-    """The backend's method as an attribute of the World, without a call in between; `help` shows its signature."""
+    """Return the backend's method as an attribute of the World, without a call in between; `help` shows its
+    signature."""
     signature = inspect.signature(method)
     parameters = [p.replace(annotation=p.empty) for name, p in signature.parameters.items() if name != "self"]
     called = signature.replace(parameters=parameters, return_annotation=signature.empty)
@@ -67,7 +68,7 @@ def _delegated(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concate
 
 
 def _as_call(call: object) -> tuple[str, dict[str, Hashable]]:
-    """The (title, fields) of a call, or the beginning of the text of any other object."""
+    """Return the (title, fields) of a call, or the beginning of the text of any other object."""
     if isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], tuple):
         return call[0], dict(call[1])
     return f"{call!r:.80}", {}
@@ -89,8 +90,8 @@ def disagreement(calls: Mapping[int, object]) -> Mismatch:
 
 
 def _shortened(value: object, others: Sequence[object]) -> str:
-    """A value as text. A plan or another dataclass is shortened to the fields in which those of its type differ, unless
-    no other rank has one of its type."""
+    """Return a value as text. A plan or another dataclass is shortened to the fields in which those of its type differ,
+    unless no other rank has one of its type."""
     alike = [peer for peer in others if type(peer) is type(value)]
     if not is_dataclass(value) or len(alike) == 1:
         return str(value)
@@ -212,7 +213,7 @@ class World:
         return f"World(rank={self.rank}, size={self.size}, backend={self.backend.name!r}, device={str(self.device)!r})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
-        """The same World: a copy of a module that refers to it has the same ranks."""
+        """Return the same World: a copy of a module that refers to it has the same ranks."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -514,8 +515,8 @@ class World:
         return channel._replace(mapping=mapping)
 
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
-        """A new BlockChannel in this rank's own memory, with one counter for each of `arrivals`, the number of its
-        notifies in every call."""
+        """Return a new BlockChannel in this rank's own memory, with one counter for each of `arrivals`, the number of
+        its notifies in every call."""
         with self.backend.persistent_allocation():
             counters = self.backend.zeros((len(arrivals),), torch.int32)
             state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
@@ -526,7 +527,7 @@ class World:
         return BlockChannel(counters, nowhere, state, self.backend.guard(), None, tl.constexpr(self.size))
 
     def counter(self, ch: BlockChannel, channel: int, rank: int) -> torch.Tensor:
-        """A rank's counter of a channel, as an int32 tensor of one word (for `signal` and `wait`)."""
+        """Return a rank's counter of a channel, as an int32 tensor of one word (for `signal` and `wait`)."""
         memory = self._channel_memory.get(ch.counters.data_ptr())
         if memory is None or not 0 <= channel < memory.local.numel():
             raise WeftError(f"channel {channel} of {ch.counters.numel()} is not one of this World's")
@@ -616,7 +617,7 @@ class World:
         from .transport.barrier import barrier
 
         count = self.zeros((1,), torch.int32)
-        return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), turn=count), count
+        return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), epoch=count), count
 
     # -- methods of the backend, documented in backends/base.py ------------------------------------------------------
     @property

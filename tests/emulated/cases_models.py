@@ -62,7 +62,7 @@ def larger(kind: str) -> dict[str, Any]:
 
 def state(config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Whole weights under Hugging Face's names. Scaled so that logits spread and layers matter."""
-    return dict(_state(Config.of(config), seed, dtype))
+    return dict(_state(Config.from_hf(config), seed, dtype))
 
 
 @functools.lru_cache(maxsize=4)
@@ -132,7 +132,7 @@ def rotary(config: Any, length: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines [length, head_dim / 2] of the positions, in float64, as Hugging Face defines them
     (`_compute_default_rope_parameters`, `_compute_linear_scaling_rope_parameters`, `_compute_llama3_parameters`): in llama3 a
     frequency's wavelength says whether it is kept, divided, or something between the two."""
-    c = Config.of(config)
+    c = Config.from_hf(config)
     angles = torch.empty(length, c.head_dim // 2, dtype=torch.float64)
     for i in range(c.head_dim // 2):
         frequency = 1.0 / c.rope_theta ** (2 * i / c.head_dim)
@@ -176,7 +176,7 @@ def mixture(c: Config, w: dict[str, Tensor], y: Tensor) -> Tensor:
 
 def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torch.device = CPU) -> Tensor:
     """Logits [tokens, vocab] of one request's tokens, by the model's definition, in float64 on one rank."""
-    c = Config.of(config)
+    c = Config.from_hf(config)
     w = {k: v.to(device).double() for k, v in weights.items()}
     t, d = len(ids), c.head_dim
     ids = ids.to(device)
@@ -269,7 +269,7 @@ def chunked(
 ) -> float:  # fmt: skip
     """Random requests in random chunks, mixed with single tokens: the logits of every chunk's last token beside the
     reference's; the largest error of a step."""
-    c = Config.of(config)
+    c = Config.from_hf(config)
     model = made(world, c, seed, dtype, parallel=parallel)
     cache = Cache(c, world=world, slots=count + 2, max_len=longest + 3, dtype=dtype)
     requests, rng, worst = Requests.random(seed, count, longest, c.vocab_size, cache.slots), random.Random(seed), 0.0
@@ -287,7 +287,7 @@ def halves(
 ) -> float:  # fmt: skip
     """A woven batch is its prefix and its suffix as two batches, one after the other, not woven: the same calls of the same
     kernels, so the same bits, in the logits and in the cache. With history: half of every request came before. Returns 0."""
-    c = Config.of(config)
+    c = Config.from_hf(config)
     model = made(world, c, seed, parallel=parallel)
     caches = [Cache(c, world=world, slots=len(lengths), max_len=max(lengths) + 1) for _ in range(2)]
     requests = Requests.random(seed, len(lengths), 1, c.vocab_size, len(lengths))
@@ -319,7 +319,7 @@ def greedy(
     seed: int = 0,
 ) -> float:
     """The share of tokens that differ when two plans decode greedily from the same prompts."""
-    tokens, c = [], Config.of(config)
+    tokens, c = [], Config.from_hf(config)
     model = made(world, c, seed, sure=True)
     for p in (plan, other):
         cache = Cache(c, world=world, slots=len(lengths), max_len=max(lengths) + steps)
@@ -347,7 +347,7 @@ def padded(
     parallel: str = "expert",
 ) -> float:
     """`Graphs`, batch after batch in the same few sizes, beside the reference."""
-    c = Config.of(config)
+    c = Config.from_hf(config)
     model, cache = made(world, c, seed, parallel=parallel), Cache(c, world=world, slots=count, max_len=longest)
     graphs = Graphs(model, cache, sizes=sizes, several=count, plan=plan)
     requests, rng, worst = Requests.random(seed, count, longest, c.vocab_size, count), random.Random(seed), 0.0
@@ -362,7 +362,7 @@ def padded(
 def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> float:
     """A prompt of `long` tokens beside the second chunk of one twice as long, and, where one kernel attends to single
     tokens, one of those: beside the reference. On GPUs the pass is captured, and replayed."""
-    c = Config.of(config)
+    c = Config.from_hf(config)
     model, cache = made(world, c), Cache(c, world=world, slots=4, max_len=2 * long + 8)
     requests, worst = Requests.random(0, 3, 1, c.vocab_size, 4), 0.0
     requests.prompts = [torch.arange(n) * 7 % c.vocab_size for n in (4, 2 * long, long)]
@@ -399,7 +399,7 @@ def captured(fn: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 def delays(world: weft.World, plans: Sequence[LayerPlan], config: Any, calls: int, lengths: Sequence[int]) -> float:
     """Random ranks start late, call after call, plan after plan: the same bits every time as with that plan at first.
     Returns 0."""
-    c, rng = Config.of(config), random.Random(100 + world.rank)
+    c, rng = Config.from_hf(config), random.Random(100 + world.rank)
     model, cache = made(world, c), Cache(c, world=world, slots=len(lengths), max_len=max(lengths))
     ids, batch = (torch.arange(sum(lengths)) * 7 % c.vocab_size).to(world.device), Batch.prefill(lengths)
     layouts = [model.layout(batch, cache, plan) for plan in plans]

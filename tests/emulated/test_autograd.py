@@ -166,8 +166,8 @@ def test_gathered_but_unused_costs_no_communication(monkeypatch: pytest.MonkeyPa
     def never(*args: Any) -> None:
         raise AssertionError("the gradient of an output that the loss does not use was communicated")
 
-    monkeypatch.setattr(all_gather_matmul, "summed", never)
-    monkeypatch.setattr(all_gather_matmul, "regathered", never)  # the kept activation serves
+    monkeypatch.setattr(all_gather_matmul, "reduce_scatter_in_backward", never)
+    monkeypatch.setattr(all_gather_matmul, "gather_in_backward", never)  # the kept activation serves
     assert max(emulate(lambda world: all_gather_grads(world, [16, 9], 48, 64, keep=True), 2)) < BOUND
 
 

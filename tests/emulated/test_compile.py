@@ -182,6 +182,15 @@ def test_plans_travel_as_text() -> None:
         assert plan_of(text_of(text)) == text
 
 
+def test_numbers_of_a_plan_are_constants_in_a_graph_with_symbols() -> None:
+    for plan in (SMALL_GATHER, Decomposed((1, 1, 2)), FusedMoe(), FusedGatherByCopies(flatten=False)):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda x, plan=plan: (x + 1, text_of(plan)), backend="eager", fullgraph=True, dynamic=True
+        )
+        assert compiled(torch.zeros(3))[1] == text_of(plan)
+
+
 def test_plans_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made outside, inside, and changed between calls."""
 

@@ -175,8 +175,8 @@ def test_rotary_scaling_and_tied_embeddings() -> None:
         return distance(got, reference(config, weights, ids)[-1:])
 
     assert max(emulate(rank, 2)) < BF16
-    plain = Config.of(dict(TINY)).rotary(20, torch.device("cpu"))
-    scaled = Config.of(config).rotary(20, torch.device("cpu"))
+    plain = Config.from_hf(dict(TINY)).rotary(20, torch.device("cpu"))
+    scaled = Config.from_hf(config).rotary(20, torch.device("cpu"))
     assert torch.equal(plain[:, 0], scaled[:, 0]), "the fastest turn is kept"
     assert torch.allclose(scaled[8, 15], plain[1, 15], atol=1e-6), "the slowest is eight times slower"
 
@@ -191,7 +191,7 @@ def test_rotary_positions_are_hugging_faces(scaling: dict[str, Any]) -> None:
     """Sizes of Llama 3.1: some frequencies are kept, some divided, and some lie between."""
     config = dict(TINY, head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
     cos, sin = rotary(config, 3000)
-    assert (Config.of(config).rotary(3000, torch.device("cpu")) - torch.cat([cos, sin], 1)).abs().max() < 1e-6
+    assert (Config.from_hf(config).rotary(3000, torch.device("cpu")) - torch.cat([cos, sin], 1)).abs().max() < 1e-6
     if scaling:
         plain, first = rotary(config | dict(rope_scaling={}), 2)[1][1].asin(), sin[1].asin()
         slower = plain / first  # by frequency, of one position
@@ -266,9 +266,9 @@ def test_objects_and_dicts_are_configs() -> None:
 
     h = Hugging()
     h.__dict__.update(TINY, hidden_act="silu", rope_scaling=None, attention_bias=False)
-    assert Config.of(h) == Config.of(TINY) == Config.of(Config.of(TINY))
+    assert Config.from_hf(h) == Config.from_hf(TINY) == Config.from_hf(Config.from_hf(TINY))
     newer = {k: v for k, v in TINY.items() if k != "rope_theta"} | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
-    assert Config.of(newer) == Config.of(TINY)
+    assert Config.from_hf(newer) == Config.from_hf(TINY)
     for wrong, says in (
         (dict(hidden_act="gelu"), "hidden_act 'gelu'"), (dict(attention_bias=True), "attention_bias"),
         (dict(rope_scaling={"rope_type": "yarn"}), "'yarn' is not one of"), (dict(num_key_value_heads=3), "not a multiple"),
@@ -280,9 +280,9 @@ def test_objects_and_dicts_are_configs() -> None:
         (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}), "no high_freq_factor, original"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
-            Config.of({**TINY, **wrong})
+            Config.from_hf({**TINY, **wrong})
     sizes = (96, 64, 96, 2, 8, 4, 16)
-    assert Config(*sizes) == Config.of({k: v for k, v in TINY.items() if k != "rms_norm_eps"})
+    assert Config(*sizes) == Config.from_hf({k: v for k, v in TINY.items() if k != "rms_norm_eps"})
     for rope, numbers, says in (("yarn", (8.0,), "'yarn' is not one of"), ("linear", (), "'linear' takes")):
         with pytest.raises(ValueError, match=says):
             Config(*sizes, rope=rope, rope_numbers=numbers)
@@ -457,4 +457,4 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["gemma2", "olmoe", "phi3"])
 def test_models_with_other_norms_biases_or_experts_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="only llama, mistral, qwen2"):
-        Config.of(dict(vars(Config.of(TINY)), model_type=kind))
+        Config.from_hf(dict(vars(Config.from_hf(TINY)), model_type=kind))

@@ -285,18 +285,18 @@ def test_checkpoints_with_experts_one_by_one(kind: str) -> None:
 
 def test_configs_with_experts() -> None:
     small = MIXTURES["qwen3_moe"] | dict(mlp_only_layers=None, decoder_sparse_step=2, num_hidden_layers=4)
-    mixture = Config.of(small).mixture
+    mixture = Config.from_hf(small).mixture
     assert mixture == Mixture(8, 2, 32, True, 0, (0, 2)), "every second layer has experts, the second first"
-    assert Config.of(MIXTURES["mixtral"]).mixture == Mixture(4, 2, 48)
-    assert Config.of(MIXTURES["qwen2_moe"]).mixture == Mixture(8, 3, 40, False, 72)
-    assert Config.of(DENSE["qwen2"] | dict(sliding_window=4096, use_sliding_window=False)).qkv_bias
+    assert Config.from_hf(MIXTURES["mixtral"]).mixture == Mixture(4, 2, 48)
+    assert Config.from_hf(MIXTURES["qwen2_moe"]).mixture == Mixture(8, 3, 40, False, 72)
+    assert Config.from_hf(DENSE["qwen2"] | dict(sliding_window=4096, use_sliding_window=False)).qkv_bias
     for wrong, says in (
         (dict(num_experts_per_tok=9), "top_k 9 must be from 1 to the 8 experts"), (dict(num_experts=None), "config has no num_local_experts"),
         (dict(moe_intermediate_size=0), "intermediate_size must be at least 1"),
         (dict(sliding_window=64, use_sliding_window=True), "sliding_window=64 is not computed"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
-            Config.of(MIXTURES["qwen3_moe"] | wrong)
+            Config.from_hf(MIXTURES["qwen3_moe"] | wrong)
 
 
 def test_bad_input() -> None:

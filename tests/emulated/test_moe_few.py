@@ -27,7 +27,8 @@ S = SMALL_LOW_LATENCY
 
 
 def test_the_bits_of_the_other_plans() -> None:
-    """In turn with them, through one memory."""
+    """The plan of few tokens, that of several launches and that of one give the same bits, in turn, through one memory
+    and one set of counters."""
 
     def rank(world: weft.World) -> None:
         layer = Layer(20, 6, 3, 40, 24, BF)
@@ -35,9 +36,9 @@ def test_the_bits_of_the_other_plans() -> None:
         for call in range(3):
             x, weights = draw(10 * call + world.rank, 20, 40), draw(call + 7, 20, 3, dtype=torch.float32).abs()
             ids = some_nowhere(call, world.rank, 20, layer, world.size).int()
-            args = (x, ids, weights, w.w13, w.w2)
+            args, shared = (x, ids, weights, w.w13, w.w2), draw(5 + world.rank, 20, 40)
             for plan in (S, SMALL_DISPATCHED, S, SMALL_MOE):
-                kept.append(moe.moe(*args, b13=w.b13, b2=w.b2, shared=x, world=world, plan=plan).clone())
+                kept.append(moe.moe(*args, b13=w.b13, b2=w.b2, shared=shared, world=world, plan=plan).clone())
                 world.synchronize()
         assert all(
             torch.equal(a, b) for i in range(0, 12, 4) for a, b in zip(kept[i:], kept[i + 1 : i + 4], strict=False)

@@ -11,39 +11,18 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases import draw
 from tests.emulated.cases_expert_parallel import steps
-from tests.emulated.cases_moe import Model, layer_case, some_nowhere
+from tests.emulated.cases_moe import layer_case
 from tests.offline import test_offline as offline
-from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.expert_parallel import dispatched, fused
 from weft.plans import FusedMoe, GemmTile
-from weft.scale import SMALL_DISPATCHED, SMALL_MOE
+from weft.scale import SMALL_MOE
 
 BF, HALF = torch.bfloat16, torch.float16
 S = SMALL_MOE
-
-
-def test_the_bits_of_the_plan_of_several_launches() -> None:
-    """In turn with it, through one memory and one set of counters."""
-
-    def rank(world: weft.World) -> None:
-        layer = Layer(20, 6, 3, 40, 24, BF)
-        w, kept = Model(world, layer, True).own, []
-        for call in range(3):
-            x, weights = draw(10 * call + world.rank, 20, 40), draw(call + 7, 20, 3, dtype=torch.float32).abs()
-            ids = some_nowhere(call, world.rank, 20, layer, world.size).int()
-            more = draw(5 + world.rank, 20, 40)
-            args = (x, ids, weights, w.w13, w.w2)
-            for plan in (S, SMALL_DISPATCHED):
-                kept.append(moe.moe(*args, b13=w.b13, b2=w.b2, shared=more, world=world, plan=plan).clone())
-                world.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(kept[::2], kept[1::2], strict=True))
-
-    weft.spmd(rank, 3, backend="emulated")
 
 
 def test_stamps_are_of_what_programs_did() -> None:

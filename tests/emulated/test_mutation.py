@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import linecache
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,7 +73,7 @@ from weft.plans import (  # fmt: skip
 )
 from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
 from weft.transport.barrier import wait_group
-from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
+from weft.transport.low_latency_kernels import load_state, rotate_thirds, sum_low_latency
 
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, next to another worker
 
@@ -629,7 +629,7 @@ def instead(fn: Any, what: str, *edits: tuple[str, str]) -> Replace:
     return Replace(code.co_filename, code.co_firstlineno, what, "replace", fn.fn.__qualname__, edits=edits)
 
 
-ONE_HALF = "use one half of the arena in every call", ("tl.load(arena.turn) & 1", "0 * tl.load(arena.turn)")
+ONE_HALF = "use one half of the arena in every call", ("tl.load(arena.epoch) & 1", "0 * tl.load(arena.epoch)")
 OLD_PEER = instead(
     pull_chunks, "wait for the peers' previous call", ("calls_of(ch) * (chunks * PARTS + 1)", "(calls_of(ch) - 1) * (chunks * PARTS + 1)")
 )  # fmt: skip
@@ -711,14 +711,14 @@ MULTICAST = [
 ]  # fmt: skip
 CLEAR_NEXT = "clear the third that is filled next"
 POSTED = [
-    instead(turn_of, "use one third in every call", ("turn * words", "0 * words")),
-    instead(turn_of, CLEAR_NEXT, ("(turn + 2) % 3", "(turn + 1) % 3")),
-    instead(turn_of, "clear nothing", ("tl.load(turns + 2 * pid + 1)", "0 * tl.load(turns + 2 * pid + 1)")),
-    instead(end_turn, "do not count the call", ("(turn + 1) % 3", "turn")),
-    instead(end_turn, "forget half of what was filled", ("filled", "filled // 2")),
+    instead(load_state, "use one third in every call", ("third_index * words", "0 * words")),
+    instead(load_state, CLEAR_NEXT, ("(third_index + 2) % 3", "(third_index + 1) % 3")),
+    instead(load_state, "clear nothing", ("tl.load(state + 2 * pid + 1)", "0 * tl.load(state + 2 * pid + 1)")),
+    instead(rotate_thirds, "do not count the call", ("(third_index + 1) % 3", "third_index")),
+    instead(rotate_thirds, "forget half of what was filled", ("filled", "filled // 2")),
     instead(sum_low_latency, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
 ]
-LAST_ROW = instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8"))
+LAST_ROW = instead(rotate_thirds, "forget the last row that was filled", ("filled", "filled - 8"))
 LAST = instead(sum_low_latency, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
 OWNER = instead(sum_low_latency, "do not wait for the owner", ("owner + 1", "0 * owner"))
 EPOCHS["MoE routes"] = [OLD_WAIT]
@@ -810,9 +810,9 @@ EQUIVALENT = [
     ),
     Equivalent(
         POSTING, "remove flush_stores(...)", "flush_stores(False)",
-        "it orders the threads of one program, of which there is one here: each has read the program's turn before one of "
+        "it orders the threads of one program, of which there is one here: each has read the program's state before one of "
         "them counts it",
-        "end_turn",
+        "rotate_thirds",
     ),
     *[
         Equivalent(
@@ -862,8 +862,8 @@ EQUIVALENT = [
     ),
     *[
         Equivalent(
-            EXCHANGE, what, "wait_until(counters + source_step",
-            "y is there by the stream's order: counters and targets are zero, and stay so",
+            EXCHANGE, what, "wait_until(",
+            "y is there by the stream's order: counters and targets are zero, and stay so", function="combine_rows",
         )
         for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
@@ -999,20 +999,30 @@ def line_of(m: Mutation) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_mutation_is_caught(name: str, record_property: Callable[[str, object], None]) -> None:
-    case = CASES[name]
+    equivalent = [e for e in EQUIVALENT if name in e.cases]
+    every_mutation_is_caught(name, CASES[name], EPOCHS.get(name, ()), equivalent, record_property)
+
+
+def every_mutation_is_caught(
+    name: str,
+    case: Case,
+    epochs: Iterable[Mutation],
+    unused: list[Equivalent],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """unused: what no schedule can show, from which each is taken that is met."""
 
     def run(backend: Any) -> None:
         case.run(World(backend))
 
     _, report = spmd(run, case.ranks, record=True, nodes=case.nodes)
     reached = list(case.kernels) if isinstance(case.kernels, tuple) else None if case.kernels else []
-    mutations = [*sites(reached, report), *EPOCHS.get(name, ())]
+    mutations = [*sites(reached, report), *epochs]
     if case.file:
         mutations = [m for m in mutations if m.file.endswith(case.file)]
     elif not case.kernels:
         mutations = [m for m in mutations if m.method == "wait_event"]
     assert mutations, "nothing to break"
-    unused = [e for e in EQUIVALENT if name in e.cases]
     caught, wrong = 0, []
     for mutation in mutations:
         entry = next(

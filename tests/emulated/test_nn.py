@@ -66,7 +66,7 @@ def test_what_was_gathered_is_kept(shards: list[int], monkeypatch: pytest.Monkey
     def never(*args: Any) -> None:
         raise AssertionError("gathered again")
 
-    monkeypatch.setattr(all_gather_matmul, "regathered", never)
+    monkeypatch.setattr(all_gather_matmul, "gather_in_backward", never)
 
     def rank(world: weft.World) -> tuple[float, float]:
         training = functools.partial(mlp_training, world, shards, 64, 80, steps=1, rate=0.1, keep=True)

@@ -429,7 +429,7 @@ def test_a_sum_of_2_31_elements_is_not_empty() -> None:
     def rank(world: weft.World) -> None:
         t, me = torch.ones(64, dtype=torch.bfloat16), world.tensor([0], torch.int32)
         sizes = dict(rows=65536, N=32768, me=me, W=1, BIAS=False, BLOCK=64, ALIGNED=True)
-        world.launch(sum_staged, 6, dict(own=t, staging=t, out=t, bias=t, **sizes), {}, world.current_stream())
+        world.launch(sum_staged, 6, dict(x=t, staging=t, out=t, bias=t, **sizes), {}, world.current_stream())
         world.synchronize()
 
     with pytest.raises(weft.MemoryFault):
@@ -458,7 +458,7 @@ def test_one_descriptor_over_all_ranks() -> None:
 
     def main(world: weft.World) -> None:
         memory = world.symmetric((4096,), torch.uint8, "m")
-        flat = Flat.over(memory)
+        flat = Flat.from_memory(memory)
         assert flat is not None
         base = flat.base.data_ptr()
         assert [base + g * flat.granule for g in flat.index] == [p.data_ptr() for p in memory.peers]

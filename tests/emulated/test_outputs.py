@@ -52,6 +52,9 @@ def of_op(name: str, world: weft.World, plan: str) -> tuple[Operands, Function]:
     if name == "matmul_all_to_all":
         to = [(3 * t + r) % world.size for t in range(T)]
         return given, lambda t, out: weft.matmul_all_to_all(**t, destinations=to, out=out, **how)
+    if name == "matmul_all_to_all_routed":
+        given["destinations"] = (torch.arange(T, dtype=torch.int32) * 3 + r) % world.size
+        return given, lambda t, out: weft.matmul_all_to_all_routed(**t, out=out, **how)[0]
     function = getattr(weft, name)
     return given, lambda t, out: function(*t.values(), out=out, **how)
 
@@ -112,6 +115,7 @@ def of_moe(name: str, world: weft.World, plan: str) -> tuple[Operands, Function]
 OPS = (
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_reduce",
     "all_reduce_rms_norm", "gathered_attention", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter",
+    "matmul_all_to_all_routed",
 )  # fmt: skip
 FUNCTIONS = {name: REGISTRY[name].kinds for name in OPS}  # as a user calls them, and their plans
 FUNCTIONS |= {"moe.moe": REGISTRY["moe"].kinds, "moe.moe received": REGISTRY["moe"].kinds}

@@ -32,7 +32,7 @@ from weft.planner.table import Measured, learn
 from weft.plans import GemmTile, Plan, Sequential, Signaled, partition
 from weft.scale import SMALL_SIGNALED, Scale
 from weft.torch_library import plan_of, text_of
-from weft.transport.signals import Schedule, schedule, scheduled
+from weft.transport.signals import Schedule, schedule, schedule_of
 
 REDUCING = ("matmul_all_reduce", "matmul_reduce_scatter")
 S = SMALL_SIGNALED
@@ -70,7 +70,7 @@ def test_a_schedule(owners: int, each: int, programs: int, groups: list[int], un
     tiles = owners * each
     made = schedule(tiles, programs, groups, owners, unit)
     assert made.bounds[0] == 0 and made.bounds[-1] == tiles
-    assert len(made.arrivals) == len(made.bounds) - 1 and len(made.turns) == programs
+    assert len(made.arrivals) == len(made.bounds) - 1 and len(made.program_groups) == programs
     slots = slots_of(made, owners)
     assert sorted(slots) == list(range(tiles))
     for g, (lo, hi) in enumerate(pairwise(made.bounds)):
@@ -81,17 +81,19 @@ def test_a_schedule(owners: int, each: int, programs: int, groups: list[int], un
         mine = [slots[t] - lo for t in range(lo, hi) if t % owners == 0]
         assert mine == list(range(share)), "an owner's tiles keep their order"
         workers = {t % programs: t for t in range(lo, hi)}  # with their last tiles
-        assert {p: turn.last for p in range(programs) for turn in made.turns[p] if turn.group == g} == workers
+        assert {
+            p: entry.last_tile for p in range(programs) for entry in made.program_groups[p] if entry.group == g
+        } == workers
         assert made.arrivals[g] == len(workers)
-    assert all(a.last < b.last for turns in made.turns for a, b in pairwise(turns))
+    assert all(a.last_tile < b.last_tile for entries in made.program_groups for a, b in pairwise(entries))
 
 
 def slots_of(made: Schedule, owners: int) -> list[int]:
-    """Where signaled_gemm stores each tile, by how it goes through a program's turns."""
+    """Where signaled_gemm stores each tile, by how it goes through a program's entries."""
     slots = [-1] * made.bounds[-1]
-    for p, turns in enumerate(made.turns):
-        left = list(turns)
-        for t in range(p, len(slots), len(made.turns)):
+    for p, entries in enumerate(made.program_groups):
+        left = list(entries)
+        for t in range(p, len(slots), len(made.program_groups)):
             last, _, first, each = left[0]
             slots[t] = first + (t - first) % owners * each + (t - first) // owners
             if t == last:
@@ -265,30 +267,33 @@ def test_same_inputs_same_bits(op: str) -> None:
 # -- schedules that are wrong ------------------------------------------------------------------------------------------
 
 
-def changed_turn(made: Schedule, p: int, i: int, **new: int) -> Schedule:
-    """With turn i of program p changed."""
-    turns = [list(turns) for turns in made.turns]
-    turns[p][i] = turns[p][i]._replace(**new)
-    return replace(made, turns=tuple(map(tuple, turns)))
+def changed_entry(made: Schedule, p: int, i: int, **new: int) -> Schedule:
+    """With entry i of program p changed."""
+    entries = [list(entries) for entries in made.program_groups]
+    entries[p][i] = entries[p][i]._replace(**new)
+    return replace(made, program_groups=tuple(map(tuple, entries)))
 
 
 def early(made: Schedule) -> Schedule:
     """A program signals a group one tile before its last tile of it."""
     p, i = next(
-        (p, i) for p, turns in enumerate(made.turns) for i, turn in enumerate(turns) if turn.last - 5 >= turn.first
+        (p, i)
+        for p, entries in enumerate(made.program_groups)
+        for i, entry in enumerate(entries)
+        if entry.last_tile - 5 >= entry.first_tile
     )
-    return changed_turn(made, p, i, last=made.turns[p][i].last - 5)
+    return changed_entry(made, p, i, last_tile=made.program_groups[p][i].last_tile - 5)
 
 
 def twice(made: Schedule) -> Schedule:
     """Two tiles of a group share a slot, and one slot stays empty."""
-    return changed_turn(made, 1, 0, each=made.turns[1][0].each - 1)
+    return changed_entry(made, 1, 0, tiles_per_owner=made.program_groups[1][0].tiles_per_owner - 1)
 
 
 def swapped(made: Schedule) -> Schedule:
     """A program's tiles of two groups have changed places."""
-    first = [turn.first for turn in made.turns[0]]
-    return changed_turn(changed_turn(made, 0, 0, first=first[1]), 0, 1, first=first[0])
+    first = [entry.first_tile for entry in made.program_groups[0]]
+    return changed_entry(changed_entry(made, 0, 0, first_tile=first[1]), 0, 1, first_tile=first[0])
 
 
 def short(made: Schedule) -> Schedule:
@@ -302,7 +307,7 @@ def long(made: Schedule) -> Schedule:
 
 def wrong_group(made: Schedule) -> Schedule:
     """One program counts another group up."""
-    return changed_turn(made, 0, 0, group=1)
+    return changed_entry(made, 0, 0, group=1)
 
 
 def cut(made: Schedule) -> Schedule:
@@ -616,7 +621,7 @@ def test_a_broken_all_to_all_is_caught(broken: Callable[[Any], Any], copies: boo
     if broken in (shifted, exchanged, mistaken, pulled_early):
         monkeypatch.setattr(to_all, "group_tables", lambda *a: broken(group_tables(*a)))
     else:
-        monkeypatch.setattr(to_all, "scheduled", lambda *a: broken(scheduled(*a)))
+        monkeypatch.setattr(to_all, "schedule_of", lambda *a: broken(schedule_of(*a)))
 
     def caught(seed: int) -> bool:
         try:

@@ -1072,10 +1072,10 @@ def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) ->
     """And not whether they were asked to: a World whose ranks happen to be on one GPU shares it as well."""
     devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
     assert shared_gpu.shared_gpus(devices) == 2 and shared_gpu.shared_gpus(devices[:2]) == 0
-    shared_gpu.log_sharing.cache_clear()
+    shared_gpu.log_shared_gpus.cache_clear()
     for _ in range(2):
-        shared_gpu.log_sharing(5, 2)
-    shared_gpu.log_sharing(4, 1)
+        shared_gpu.log_shared_gpus(5, 2)
+    shared_gpu.log_shared_gpus(4, 1)
     assert [r.message for r in caplog.records] == [
         "5 ranks share 2 GPUs, which take them in turn: for function, not for speed",
         "4 ranks share 1 GPU, which takes them in turn: for function, not for speed",

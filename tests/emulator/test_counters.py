@@ -17,7 +17,7 @@ from weft.backends.base import SymmetricTensor
 from weft.lang.channel import CALLS
 from weft.lang.intrinsics import NUMBER_BITS
 
-COUNTING = ("turn", "met", "targets")  # words beside channels that grow in proportion to the calls
+COUNTING = ("epoch", "barrier_arrivals", "targets")  # words beside channels that grow in proportion to the calls
 BEFORE = 2  # calls before the counters are set
 
 
@@ -38,7 +38,7 @@ def inside(value: Any, name: object = "") -> Iterator[tuple[object, torch.Tensor
         return
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from inside(part, "turn" if isinstance(key, tuple) and "turn" in key else key)
+            yield from inside(part, key)
     elif hasattr(value, "_fields") or is_dataclass(value):
         names = value._fields if hasattr(value, "_fields") else [field.name for field in fields(value)]
         for each in names:

@@ -2,7 +2,9 @@
 
 More ranks than GPUs share them where WEFT_SHARE_GPU=1 is set. Of every check rank 0 writes a row to DIR/rows.jsonl (gpu_queue.py): its
 largest error over ranks, its bound and whether it passed; those that have passed with this version of weft, by tests/gpu_record.json,
-are not made again. Behind a failing check the ranks go on with another World (the counters of the old one may disagree from then on); if they cannot, the run ends. `--stalled-peer OP`: the last rank never joins an op, and the others must raise weft.Timeout within its bound.
+are not made again. Behind a failing check the ranks go on with another World (the counters of the old one may disagree from then on);
+if they cannot, the run ends. `--stalled-peer OP`: the last rank never joins an op, and the others must raise weft.Timeout within its
+bound.
 gpu/run.sh starts all this.
 """
 
@@ -51,6 +53,7 @@ from tests.gpu.gpu_ops import checks as ops_checks
 from tests.gpu.gpu_parallel import checks as parallel_checks
 from tests.gpu.gpu_queue import WEFT, Queue, ordered, part_of, recorded, tree_of, tree_of_part
 from tests.gpu.gpu_reduce import checks as reduce_checks
+from tests.gpu.gpu_routed import checks as routed_checks
 from tests.gpu.gpu_signaled import checks as signaled_checks
 from weft.backends import library_gemm
 from weft.backends.cuda import GpuBackend
@@ -412,6 +415,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from fp8_checks(world)
     yield from launch_checks(world)
     yield from signaled_checks(world)
+    yield from routed_checks(world)
     yield from moe_checks(world)
     yield from exchange_checks(world)
     yield from attention_checks(world)

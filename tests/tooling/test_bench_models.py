@@ -246,7 +246,7 @@ def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
     assert dense == (
         "| dense | 64x96 | 1,024 | 2 | graph | 30 | 20 | **1.50x** | 10 | 3.00x | 50% | woven | sequence, 2.00x |"
     )
-    assert step == "| step | 64 x 96, 2 of 8 experts | 1,024 | 2 | graph | 30 | 20 | **1.50x** |  |  |  |  |  |"
+    assert step == "| step | 64x96, 2 of 8 | 1,024 | 2 | graph | 30 | 20 | **1.50x** |  |  |  |  |  |"
 
 
 def stored() -> dict[tuple[int, str], dict[str, float]]:

@@ -80,6 +80,7 @@ def main(world: weft.World, whole: bool = False) -> torch.Tensor:
     assert_type(weft.rms_norm(y, w[0], 1e-6, world=world, remap=remap), torch.Tensor)
     assert_type(weft.rms_norm(y, w[0], 1e-6, world=world, residual=x), tuple[torch.Tensor, torch.Tensor])
     assert_type(weft.all_reduce_rms_norm(x, None, w[0], world=world), tuple[torch.Tensor, torch.Tensor])
+    assert_type(weft.matmul_all_to_all_routed(x, w, destinations=x, world=world), tuple[torch.Tensor, torch.Tensor])
     assert_type(weft.matmul_all_to_all(x, w, destinations=weft.route([0] * 4, world=world), world=world), torch.Tensor)
     return weft.all_reduce(weft.silu_mul(x, world=world), world=world)
 

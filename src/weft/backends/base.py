@@ -51,8 +51,8 @@ VIEWS = 4096  # cached views of one symmetric tensor
 
 
 def timeout_seconds() -> float:
-    """The bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError where that
-    is no number of seconds above 0 and at most a million."""
+    """Return the bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError
+    where that is no number of seconds above 0 and at most a million."""
     setting = os.environ.get("WEFT_TIMEOUT", "30")
     try:
         seconds = float(setting)
@@ -84,7 +84,8 @@ def check_tensors(caller: str, *tensors: object) -> None:
 
 
 def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the ranks' tensors, in the order of ranks; floating-point ones are summed in float32, rounded once."""
+    """Return the sum of the ranks' tensors, in the order of ranks; floating-point ones are summed in float32, rounded
+    once."""
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).sum(0).to(tensors[0].dtype)
     total = tensors[0].float()
@@ -112,8 +113,8 @@ class SymmetricTensor:
     )
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """The bytes from byte `offset` on as another shape and dtype on every rank. A view at offset 0 is cached, since
-        eager calls ask for it each time."""
+        """Return the bytes from byte `offset` on as another shape and dtype on every rank. A view at offset 0 is
+        cached, since eager calls ask for it each time."""
         key = (tuple(shape), dtype)
         if offset == 0 and key in self._views:
             return self._views[key]
@@ -136,7 +137,7 @@ class SymmetricTensor:
         return view
 
     def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
-        """The `addresses` of a view whose `peers` begin `offset` bytes further on."""
+        """Return the `addresses` of a view whose `peers` begin `offset` bytes further on."""
         return self.addresses + offset if offset else self.addresses  # an addition is a launch
 
 
@@ -184,7 +185,7 @@ class Backend(ABC):
         return None
 
     def compared(self, call: object) -> Mapping[int, object] | None:
-        """The calls known so far, by rank, where some rank makes another call than `call` here; else None."""
+        """Return the calls known so far, by rank, where some rank makes another call than `call` here; else None."""
         raise NotImplementedError
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:
@@ -229,7 +230,7 @@ class Backend(ABC):
 
     @abstractmethod
     def left_out(self) -> int:
-        """The number of rows dropped for lack of room in all calls so far; as cheap to read as `check`."""
+        """Return the number of rows dropped for lack of room in all calls so far; as cheap to read as `check`."""
 
     def close(self) -> None:
         """Release what the backend holds."""
@@ -245,15 +246,15 @@ class Backend(ABC):
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor for an op's output or scratch, ordered on the current stream."""
+        """Return an uninitialised tensor for an op's output or scratch, ordered on the current stream."""
 
     @abstractmethod
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of zeros on the rank's device, ordered on the current stream."""
+        """Return a tensor of zeros on the rank's device, ordered on the current stream."""
 
     @abstractmethod
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A small device tensor holding `values`."""
+        """Return a small device tensor holding `values`."""
 
     @abstractmethod
     def guard(self) -> torch.Tensor:
@@ -279,17 +280,17 @@ class Backend(ABC):
     # -- streams -----------------------------------------------------------------------------------------------------
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream on which the rank enqueues its work."""
+        """Return the stream on which the rank enqueues its work."""
 
     @abstractmethod
     def side_stream(self, name: str, urgent: bool = True) -> Stream:
-        """The rank's own stream of that name ("copy", "comm"), made on first use. urgent: it has a higher priority, so
-        that free SMs go to its kernels first; not for a second stream of GEMMs, which would overtake the one before
-        it."""
+        """Return the rank's own stream of that name ("copy", "comm"), made on first use. urgent: it has a higher
+        priority, so that free SMs go to its kernels first; not for a second stream of GEMMs, which would overtake the
+        one before it."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """A context manager within which `stream` is the current stream."""
+        """Return a context manager within which `stream` is the current stream."""
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
@@ -300,8 +301,8 @@ class Backend(ABC):
         """Make later operations of `stream` wait for the event."""
 
     def persistent_allocation(self) -> AbstractContextManager[object]:
-        """A context manager for allocations that outlive the call, which must not come from the memory pool of a CUDA
-        graph. Work inside is ordered as if it were on the current stream. It is not for captures."""
+        """Return a context manager for allocations that outlive the call, which must not come from the memory pool of a
+        CUDA graph. Work inside is ordered as if it were on the current stream. It is not for captures."""
         return nullcontext()
 
     @abstractmethod

@@ -62,7 +62,7 @@ GRACE = 2.0  # seconds after which a rank whose wait has expired no longer waits
 
 
 def _disagreement_of_waits(waits: Sequence[str]) -> str:
-    """A line that says which rank waits in which op, where ranks wait in different ones; else nothing."""
+    """Return a line that says which rank waits in which op, where ranks wait in different ones; else nothing."""
     if len(set(filter(None, waits))) < 2:
         return ""
     descriptions = "; ".join(f"rank {rank} in {wait}" for rank, wait in enumerate(waits) if wait)
@@ -119,7 +119,7 @@ class GpuBackend(Backend):
         return int(self.record_words.words[6])
 
     def waits_of_all_ranks(self, own_wait: str) -> list[str]:
-        """The op that each rank's expired wait was in, by rank; "" where none is known. own_wait: that of this
+        """Return the op that each rank's expired wait was in, by rank; "" where none is known. own_wait: that of this
         rank's."""
         return [own_wait if rank == self.rank else "" for rank in range(self.size)]
 
@@ -255,15 +255,12 @@ class GpuBackend(Backend):
         return super().linear(x, weight, bias, stream, out)
 
 
-_EXCHANGED, _POSTED, _TOO_LONG = (
-    b"H",
-    b"T",
-    b"L",
-)  # the first byte of a slot: an exchange, a post, an object too long for it
+# The first byte of a post: the data of `exchange`, that of `post`, or none, since the object is too long.
+_EXCHANGE, _POST, _TOO_LONG = b"H", b"T", b"L"
 
 
-def _unpickled(slot: bytes) -> Any:
-    return "something longer" if slot == _TOO_LONG else pickle.loads(slot[1:])
+def _unpickled(post: bytes) -> Any:
+    return "something longer" if post == _TOO_LONG else pickle.loads(post[1:])
 
 
 def _on_this_stream(options: OnThisStream) -> OnThisStream:
@@ -311,7 +308,7 @@ def _release(held: list[object]) -> None:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU that this process, or the code that made its group, has chosen; else the local rank's."""
+    """Return the GPU that this process, or the code that made its group, has chosen; else the local rank's."""
     started = dist.is_initialized()
     bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
     if bound is not None and bound.type == "cuda":
@@ -324,7 +321,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _why_unreachable(devices: Sequence[RankDevice]) -> str | None:
-    """Why these ranks of one node cannot address each other's memory; None where they can."""
+    """Return why these ranks of one node cannot address each other's memory; None where they can."""
     taken: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
         if device.reason:
@@ -343,7 +340,8 @@ def _why_unreachable(devices: Sequence[RankDevice]) -> str | None:
 
 
 def _why_no_atomics(devices: Sequence[RankDevice]) -> str | None:
-    """Why these ranks, which can address each other's memory, cannot add to counters in it; None where they can."""
+    """Return why these ranks, which can address each other's memory, cannot add to counters in it; None where they
+    can."""
     for rank, device in enumerate(devices):
         others = [d.index for d in devices if d.index != device.index and not _peer_atomics(device.index, d.index)]
         if others:
@@ -515,11 +513,11 @@ class CudaBackend(GpuBackend):
         self.symmetric_reason = self.peer_reason or _why_no_atomics(devices)
         self.shares_gpu = number > 0
         if number and self.rank == 0:
-            shared_gpu.log_sharing(self.size, number)
+            shared_gpu.log_shared_gpus(self.size, number)
 
     def _why_no_levels(self, devices: Sequence[RankDevice]) -> str | None:
-        """Why the World has no levels. Collective where ranks are on several nodes of equal size, since each knows only
-        the links of its own node."""
+        """Return why the World has no levels. Collective where ranks are on several nodes of equal size, since each
+        knows only the links of its own node."""
         reason, several = nodes.why_no_levels(self.nodes), nodes.spread(self.nodes)
         if reason is not None:
             return reason
@@ -543,25 +541,25 @@ class CudaBackend(GpuBackend):
         if self._shm is None:
             return self._exchange_messages(data)
         fits = len(data) < BYTES
-        self._shm.post(_EXCHANGED + data if fits else _TOO_LONG)
-        slots = self._shm.collect(None)
-        assert slots is not None
-        if _TOO_LONG in slots and all(slot[:1] != _POSTED for slot in slots):  # all ranks exchange, and see this
+        self._shm.post(_EXCHANGE + data if fits else _TOO_LONG)
+        posts = self._shm.collect(None)
+        assert posts is not None
+        if _TOO_LONG in posts and all(post[:1] != _POST for post in posts):  # all ranks exchange, and see this
             return self._exchange_messages(data)
-        return [_unpickled(slot) for slot in slots]
+        return [_unpickled(post) for post in posts]
 
     def post(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
         data = pickle.dumps(obj)
         shm = self._shm
         if shm is None or len(data) >= BYTES:
             return None
-        shm.post(_POSTED + data)
+        shm.post(_POST + data)
 
         def collect(patience: float | None) -> list[R] | None:
-            slots = shm.collect(patience)
-            if slots is None:
+            posts = shm.collect(patience)
+            if posts is None:
                 return None
-            return [obj if slot[1:] == data else _unpickled(slot) for slot in slots]
+            return [obj if post[1:] == data else _unpickled(post) for post in posts]
 
         return collect
 

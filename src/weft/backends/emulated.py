@@ -203,7 +203,7 @@ class EmulatedBackend(Backend):
         return _Symmetric(local, peers, self.table(peers, name), window, table_of=lambda peers: self.table(peers, name))
 
     def table(self, tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        """The addresses of tensors for a kernel, with their numbers (emulator/bounds.py)."""
+        """Return the addresses of tensors for a kernel, with their numbers (emulator/bounds.py)."""
         return self.tensor([self.machine.bounds.pointer(t, name) for t in tensors], torch.int64)
 
     def _typed(self, shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _flattened(value: object) -> Iterator[object]:
-    """The argument itself, or each field of a NamedTuple; a constant as its value."""
+    """Return the argument itself, or each field of a NamedTuple; a constant as its value."""
     if isinstance(value, tuple):
         for part in value:
             yield from _flattened(part)
@@ -42,14 +42,14 @@ def _flattened(value: object) -> Iterator[object]:
 
 
 def _kinds(value: object) -> Hashable:
-    """A key that is different for variants of a NamedTuple that changes from call to call."""
+    """Return a key that is different for variants of a NamedTuple that changes from call to call."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return tuple(map(_kinds, value)) if isinstance(value, tuple) else value
 
 
 def _kind(value: object) -> object:
-    """What Triton compiles for in an argument, other than its address."""
+    """Return what Triton compiles for in an argument, other than its address."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, TensorDescriptor):
@@ -158,7 +158,8 @@ class Launcher:
         return registers <= props.regs_per_multiprocessor and shared <= props.shared_memory_per_multiprocessor
 
     def occupancy(self, compiled: CompiledKernel) -> int:
-        """The number of programs of a compiled kernel that fit on one SM, by shared memory, registers and threads."""
+        """Return the number of programs of a compiled kernel that fit on one SM, by shared memory, registers and
+        threads."""
         props: Any = torch.cuda.get_device_properties(self.backend.device)
         threads = compiled.metadata.num_warps * 32
         by_shared = props.shared_memory_per_multiprocessor // (compiled.metadata.shared + 1024)

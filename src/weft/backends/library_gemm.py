@@ -25,7 +25,7 @@ import torch
 from .. import architectures
 from ..chooser import Choice, Chooser
 
-Product = Callable[..., torch.Tensor]  # takes x, weight, out, and starts for a grouped GEMM; returns the result
+GemmFunction = Callable[..., torch.Tensor]  # takes x, weight, out, and starts for a grouped GEMM; returns the result
 
 OLDEST, BEFORE = (0, 6, 5), (0, 7)  # supported versions of quack-kernels: from OLDEST, before BEFORE
 FASTER = 1.02  # quack is used if it is this many times as fast as cuBLAS, or torch's grouped GEMM
@@ -108,7 +108,7 @@ def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
 
 
 @functools.cache
-def quack_form(form: Form) -> Product:
+def quack_form(form: Form) -> GemmFunction:
     def run(
         x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -128,8 +128,8 @@ def stepped(m: int) -> int:
 
 
 def fastest(
-    library: Product, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
-) -> Product:
+    library: GemmFunction, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
+) -> GemmFunction:
     """Return the fastest product for these operands. It is the library's for operands that are not contiguous or whose
     rows are not whole 16-byte words, and for a size first seen in a capture. weight: [N, K], or [G, N, K] for the
     groups of rows that begin at `starts`. Writes `out` many times if the size is measured."""
@@ -151,7 +151,7 @@ def fastest(
     return Chooser.alone.choose(choice)
 
 
-def correct_products(library: Product, operands: Sequence[torch.Tensor]) -> list[Product]:
+def correct_products(library: GemmFunction, operands: Sequence[torch.Tensor]) -> list[GemmFunction]:
     """Return the library's product, and the forms of quack's GEMM with the same results."""
     try:
         expected = library(*operands).clone()
@@ -160,7 +160,7 @@ def correct_products(library: Product, operands: Sequence[torch.Tensor]) -> list
         return [library]
 
 
-def is_close(product: Product, operands: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
+def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
     """Return whether a product's rows are close to those of `expected` (CLOSE), for all rows that are in a group."""
     _, _, out, *starts = operands
     rows = int(starts[0][-1]) if starts else len(expected)

@@ -32,9 +32,8 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.rank, self.size, self.seconds = dist.get_rank(group), dist.get_world_size(group), seconds
         store = _get_process_group_store(group)
-        count = store.add(
-            f"weft/{self.rank}", 1
-        )  # the number of Worlds over this group, which is the same on every rank
+        # The number of Worlds over this group so far, which is the same on every rank.
+        count = store.add(f"weft/{self.rank}", 1)
         with self._bounded():
             self._gloo: Any = dist.ProcessGroupGloo(  # torch does not declare its methods
                 dist.PrefixStore(f"weft/{count}", store),
@@ -107,5 +106,5 @@ class Messages:
 
 
 def _bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8 [bytes]: gloo supports fewer dtypes than torch."""
+    """Return the same memory as uint8 [bytes]: gloo supports fewer dtypes than torch."""
     return t.detach().view(-1).view(torch.uint8)

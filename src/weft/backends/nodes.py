@@ -16,22 +16,22 @@ NODE_VARIABLE = "WEFT_NODE"  # replaces the host's name, so that tests can have 
 
 
 def host_name() -> str:
-    """The name of this process's node: that of the host and the container, since only processes of one container share
-    memory; or the environment's WEFT_NODE."""
+    """Return the name of this process's node: that of the host and the container, since only processes of one container
+    share memory; or the environment's WEFT_NODE."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
     return os.environ.get(NODE_VARIABLE) or machine
 
 
 def numbered(hosts: Sequence[Hashable]) -> tuple[int, ...]:
-    """The number of each rank's node, by rank. hosts: the name of each rank's host, by rank. Nodes are numbered from 0,
-    in the order of their first ranks."""
+    """Return the number of each rank's node, by rank. hosts: the name of each rank's host, by rank. Nodes are numbered
+    from 0, in the order of their first ranks."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
 
 
 def spread(nodes: Sequence[int]) -> str | None:
-    """Why ranks on these nodes, by rank, cannot all address each other's memory; None for one node."""
+    """Return why ranks on these nodes, by rank, cannot all address each other's memory; None for one node."""
     ranks = [nodes.count(node) for node in range(max(nodes) + 1)]
     if len(ranks) == 1:
         return None
@@ -40,8 +40,8 @@ def spread(nodes: Sequence[int]) -> str | None:
 
 
 def why_no_levels(nodes: Sequence[int]) -> str | None:
-    """Why ranks on these nodes, by rank, have no two levels; None where there are several nodes of equal size, of at
-    least two ranks with consecutive numbers."""
+    """Return why ranks on these nodes, by rank, have no two levels; None where there are several nodes of equal size,
+    of at least two ranks with consecutive numbers."""
     reason, count = spread(nodes), max(nodes) + 1
     if reason is None:
         return "its ranks are on one node"
@@ -53,8 +53,8 @@ def why_no_levels(nodes: Sequence[int]) -> str | None:
 
 
 def placed(nodes: int | Sequence[int], size: int) -> tuple[int, ...]:
-    """The number of each rank's node, by rank. nodes: the number of nodes of equal size, or the number of ranks on each
-    node. Raises ValueError where these do not make `size` ranks."""
+    """Return the number of each rank's node, by rank. nodes: the number of nodes of equal size, or the number of ranks
+    on each node. Raises ValueError where these do not make `size` ranks."""
     ranks_per_node = (size // nodes,) * nodes if isinstance(nodes, int) and nodes > 0 else nodes
     if isinstance(ranks_per_node, int) or min(ranks_per_node, default=0) < 1 or sum(ranks_per_node) != size:
         raise ValueError(

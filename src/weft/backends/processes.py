@@ -39,7 +39,7 @@ def _rank_main(
 
 
 def packed(result: object, world: World) -> bytes:
-    """A rank's result as bytes, made here, so that an object that cannot be sent raises here: a queue would send
+    """Return a rank's result as bytes, made here, so that an object that cannot be sent raises here: a queue would send
     handles of this process's memory. Raises Timeout where a wait of the rank has expired."""
     world.synchronize()
     file = io.BytesIO()
@@ -48,7 +48,7 @@ def packed(result: object, world: World) -> bytes:
 
 
 def unpacked(sent: bytes) -> Any:
-    """The result, with tensors on the CPU: the GPU that they were on belongs to another process."""
+    """Return the result, with tensors on the CPU: the GPU that they were on belongs to another process."""
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 

@@ -49,7 +49,8 @@ def may_share() -> bool:
 
 
 def settings(rank: int) -> dict[str, str]:
-    """The environment variables of a rank that shares its GPU. Multicast would bind one GPU twice to one object."""
+    """Return the environment variables of a rank that shares its GPU. Multicast would bind one GPU twice to one
+    object."""
     return {
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_NET": "Socket",
@@ -90,13 +91,13 @@ def prepare() -> None:
 
 
 def shared_gpus(devices: Sequence[RankDevice]) -> int:
-    """The number of GPUs that these ranks share, or 0 where each rank has its own."""
+    """Return the number of GPUs that these ranks share, or 0 where each rank has its own."""
     gpus = len({device.gpu for device in devices})
     return gpus if gpus < len(devices) else 0
 
 
 @functools.cache
-def log_sharing(ranks: int, gpus: int) -> None:
+def log_shared_gpus(ranks: int, gpus: int) -> None:
     """Log one line, once per process."""
     log.warning(
         f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}, which take{'s' * (gpus == 1)} them in turn: for function, "

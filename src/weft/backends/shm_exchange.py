@@ -1,12 +1,14 @@
-"""Hosts of one machine exchange data through shared memory, since a rank can receive a gloo message only while it waits
-for it.
+"""Exchange of data between the processes of one machine through shared memory: a rank can read another rank's post
+whenever it wants, while it can receive a gloo message only while it waits for one.
 
-Every rank writes its posts, one after another, into slots of its own, and reads those of all others. A slot's head has
-the number of its post and a checksum of both, so that a reader never takes half of one, in whatever order its processor
-sees the writes. Every rank holds a lock on its part while it lives, by which others notice that it has ended.
+Every rank writes its posts, one after another, into its own ring of 2 LEAD slots, and reads the posts of all others.
+The head of a slot has the number of its post and a checksum of the number and the data, so that a reader never takes a
+post that is half written, in whatever order its processor sees the writes. Every rank holds a file lock on its byte
+while it lives, so that the others notice when it has ended.
 
-A slot is reused once all ranks have read its post, without asking them: a rank is at most LEAD posts ahead of what it
-has collected, it has collected what all have posted, and each of those is at most LEAD ahead of what it has collected.
+A rank reuses a slot without asking whether all ranks have read it. When it writes post n, it has collected those up to
+n - LEAD from every rank. Every rank that has posted n - LEAD had collected those up to n - 2 LEAD before, and the slot
+of post n - 2 LEAD is the one that is reused.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from pathlib import Path
 from ..errors import Timeout
 
 FOLDER = Path("/dev/shm")
-LEAD, BYTES = 32, 4096  # posts that a rank may be ahead; bytes of the longest post, beyond which messages are used
+LEAD = 32  # posts that a rank may be ahead of what it has collected
+BYTES = 4096  # of the longest post; longer data is sent by messages
 _HEAD = struct.Struct("<qiI")  # number, from 1 on; length; checksum
 _SLOT = _HEAD.size + BYTES
 _PART = 2 * LEAD * _SLOT
@@ -40,8 +43,8 @@ class SharedMemoryExchange:
     def shared(
         rank: int, size: int, seconds: float, exchange: Callable[[object], Sequence[object]]
     ) -> SharedMemoryExchange | None:
-        """Collective, by `exchange`. Return this rank's exchange, or None where not all ranks can open the one file,
-        which is unlinked once they have."""
+        """Return this rank's exchange, or None unless all ranks can open the same file, which is unlinked once they
+        have. Collective, by `exchange`, which returns the objects of all ranks."""
         path = FOLDER / str(exchange(f"weft-{uuid.uuid4().hex}")[0])
         shm = None
         for opens in (rank == 0, rank != 0):  # rank 0 makes the file before the others open it
@@ -67,24 +70,24 @@ class SharedMemoryExchange:
         self.post_count = self.collect_count = 0
 
     def post(self, data: bytes) -> None:
-        """Post `data`, which the others collect as this rank's next post."""
+        """Post `data` as this rank's next post."""
         assert self.post_count - self.collect_count < LEAD, "collect first"
         offset = self._offset(self.rank, self.post_count)
         self.post_count += 1
         self._write(offset, self.post_count, data)
 
     def end(self, data: bytes, seconds: float) -> list[bytes | None]:
-        """Write this rank's last words; return, by rank, those of the ranks that wrote theirs within `seconds`, None
-        for the others. They are apart from all posts."""
+        """Write this rank's final data, and return by rank the final data of all that wrote theirs within `seconds`,
+        None for the others. It has slots of its own, which no post uses."""
         start = self.size * _PART
         self._write(start + self.rank * _SLOT, 1, data)
         ends: list[bytes | None] = []
 
-        def all_there() -> bool:
+        def all_posted() -> bool:
             ends[:] = [self._read(start + rank * _SLOT, 1) for rank in range(self.size)]
             return None not in ends
 
-        _within(seconds, all_there)
+        _within(seconds, all_posted)
         return ends
 
     def _write(self, offset: int, number: int, data: bytes) -> None:
@@ -96,16 +99,16 @@ class SharedMemoryExchange:
         within `patience` seconds. With patience=None it raises Timeout in the end, or when a rank has ended."""
         posts: list[bytes | None] = [None] * self.size
 
-        def all_there() -> bool:
+        def all_posted() -> bool:
             for rank, data in enumerate(posts):
                 if data is None:
                     posts[rank] = self._next(rank)
             return None not in posts
 
-        if not all_there():
+        if not all_posted():
             if patience is None:
-                self._until(all_there)
-            elif not _within(patience, all_there):
+                self._until(all_posted)
+            elif not _within(patience, all_posted):
                 return None
         self.collect_count += 1
         return posts  # type: ignore[return-value]
@@ -156,7 +159,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _lock(rank: int) -> bytes:
-    """The struct flock of the byte that stands for the rank."""
+    """Return the struct flock of the byte that stands for the rank."""
     return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
 
 

@@ -28,8 +28,8 @@ Main = Callable[[World], object]
 
 
 def load(target: str) -> Main:
-    """The function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError where there is none, where a call
-    would not run it, or where the file fails."""
+    """Return the function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError where there is none, where
+    a call would not run it, or where the file fails."""
     name, _, function = target.partition(":")
     path, function = Path(name), function or "main"
     if not path.is_file():

@@ -12,7 +12,8 @@ from ..emulator.ran import Pointer, Variant
 
 
 def variant_names(variants: Sequence[Variant]) -> list[str]:
-    """The name of each variant, with what distinguishes it from others of the same kernel: `shift (ch.world = 2)`."""
+    """Return the name of each variant, with what distinguishes it from others of the same kernel: `shift (ch.world =
+    2)`."""
     traits = [dict(_traits(variant)) for variant in variants]
     names = []
     for variant, trait in zip(variants, traits, strict=True):
@@ -24,7 +25,7 @@ def variant_names(variants: Sequence[Variant]) -> list[str]:
 
 
 def _distinguishing_keys(traits: list[dict[str, str]]) -> list[str]:
-    """A few keys whose values distinguish these traits."""
+    """Return a few keys whose values distinguish these traits."""
 
     def kinds(keys: list[str]) -> int:
         return len({tuple(t.get(key) for key in keys) for t in traits})

@@ -1,4 +1,4 @@
-"""Compiles a kernel with no GPU, and collects the results: PTX, registers, spills, shared memory, ptxas' warnings."""
+"""Compile a kernel without a GPU, and read the result: PTX, registers, spills, shared memory and ptxas' warnings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class OfflineDriver(DriverBase):
 
 @contextmanager
 def standing_in(driver: OfflineDriver) -> Iterator[None]:
-    """A context manager in which Triton compiles for `driver`."""
+    """Return a context manager in which Triton compiles for `driver`."""
     config: Any = triton.runtime.driver
     before = config._active  # asking for `active` fails where there is no GPU
     config.set_active(driver)
@@ -103,7 +103,7 @@ def compile_kernel(
 
 @functools.lru_cache(maxsize=64)
 def _ptxas(ptx: str, capability: int) -> str:
-    """The report of ptxas on the code. Triton runs ptxas too, but keeps no report."""
+    """Return the report of ptxas on the code. Triton runs ptxas too, but keeps no report."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "k.ptx"
         source.write_text(ptx)
@@ -118,16 +118,16 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 
 def too_large(compiled: Compiled, capability: int) -> str:
-    """Why no program fits on the GPU, or nothing."""
-    room = SHARED_KIB[capability]
-    if compiled.shared <= room * 1024:
+    """Return why no program fits on the GPU, or "" if one does."""
+    available = SHARED_KIB[capability] * 1024
+    if compiled.shared <= available:
         return ""
-    return f"a program needs {compiled.shared} bytes of shared memory, of {room * 1024}"
+    return f"a program needs {compiled.shared} bytes of shared memory, of {available}"
 
 
 def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFunction]) -> str:
-    """One sentence that says why `kernel` did not compile, and at which line. functions: those whose lines can be
-    named."""
+    """Return one sentence that says at which line `kernel` did not compile, and why. functions: those in which a line
+    can be named."""
     where, reason = _line(kernel, 1), f"{type(error).__name__}: {error}"
     if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # among ptxas' lines
         reason = f"ptxas: {failed[1]}"
@@ -145,5 +145,5 @@ def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFuncti
 
 
 def _line(fn: JITFunction, number: int) -> str:
-    """file:line of a line of a function, counted from its `def`."""
+    """Return file:line of the `number`-th line of a function, where its `def` is line 1."""
     return f"{fn.fn.__code__.co_filename}:{source_tree(fn).body[0].lineno + number - 1}"

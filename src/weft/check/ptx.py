@@ -159,7 +159,7 @@ def within(step: Instruction, functions: Sequence[JITFunction]) -> bool:
 def follow(
     state: ProtocolState, step: Instruction, broken: list[str] | None, waits: Which, signal: Which
 ) -> ProtocolState:
-    """The state after a step. Appends to `broken` the rules that the step breaks in the state before."""
+    """Return the state after a step. Appends to `broken` the rules that the step breaks in the state before."""
     plain, bulk, acquired = state
     for token in TOKEN.finditer(step.text):
         kind = token.lastgroup
@@ -206,7 +206,7 @@ def _wrong_signal(plain: int, bulk: int, step: Instruction, token: re.Match[str]
 
 
 def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
-    """The edges of the graph, without those around nothing but a wait."""
+    """Return the edges of the graph, without those around nothing but a wait."""
     names = list(blocks)
     kinds = {
         name: {t.lastgroup for step in block.steps for t in TOKEN.finditer(step.text)} for name, block in blocks.items()
@@ -225,7 +225,7 @@ def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
 
 
 def descriptors(ptx: str) -> list[list[str]]:
-    """The registers that hold the address of each tensor descriptor argument, in the order of the arguments."""
+    """Return the registers that hold the address of each tensor descriptor argument, in the order of the arguments."""
     head = ptx[ptx.index(".entry") : ptx.index("\n{", ptx.index(".entry"))]
     out = []
     for param in re.findall(r"\.b8 (\w+)\[128\]", head):
@@ -236,8 +236,8 @@ def descriptors(ptx: str) -> list[list[str]]:
 
 
 def broken_rules(ptx: str, waits: Which = no_instruction, signal: Which = any_instruction) -> list[str]:
-    """The broken rules, as sentences. waits: which loads read memory that other programs or ranks write. signal: which
-    atomics others wait for."""
+    """Return the broken rules, as sentences. waits: which loads read memory that other programs or ranks write. signal:
+    which atomics others wait for."""
     blocks = blocks_of(ptx)
     after = paths(blocks)
     states: dict[str, ProtocolState] = {"entry": (RELEASED, RELEASED, NOTHING)}
@@ -265,7 +265,7 @@ def steps_of(ptx: str) -> list[Instruction]:
 
 
 def values_of(ptx: str) -> dict[str, list[str]]:
-    """The instructions that compute each register, as "operation a, b"."""
+    """Return the instructions that compute each register, as "operation a, b"."""
     defined: dict[str, list[str]] = {}
     for step in steps_of(ptx):
         for line in step.text.splitlines():
@@ -307,7 +307,7 @@ def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> lis
     do |= {"setp.eq": lambda a, b: a == b, "setp.ne": lambda a, b: a != b, "setp.lt": lambda a, b: a < b}
 
     def value(word: str, tid: int) -> int | None:
-        """The word's value in a thread; None where it is not known (a predicate may then hold)."""
+        """Return the word's value in a thread; None where it is not known (a predicate may then hold)."""
         if word == "%tid.x" or not word.startswith("%"):
             return tid if word == "%tid.x" else int(word, 0)
         texts = [*{*defined.get(word, [])}]
@@ -331,7 +331,8 @@ def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> lis
 
 
 def forward(blocks: dict[str, BasicBlock]) -> list[str]:
-    """The blocks in an order in which each comes after all that lead to it, except by an edge back to a loop's head."""
+    """Return the blocks in an order in which each comes after all that lead to it, except by an edge back to a loop's
+    head."""
     seen, done, stack = {"entry"}, [], [("entry", iter(blocks["entry"].after))]
     while stack:
         name, rest = stack[-1]
@@ -364,7 +365,7 @@ def loads_before_waits(ptx: str, waits: Which) -> list[str]:
 
 @functools.cache
 def _statements(file: str) -> list[tuple[int, int]]:
-    """The first and last line of each statement of a file, the shortest first."""
+    """Return the first and last line of each statement of a file, the shortest first."""
     try:
         nodes = ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))
     except (OSError, SyntaxError):
@@ -387,10 +388,10 @@ def _may_be_same_calls(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple
 
 
 def broken_kernel_rules(ptx: str, ttgir: str, awaited: Collection[tuple[tuple[str, int], ...]]) -> list[str]:
-    """The broken rules of a kernel of which it is known only that weft.lang's atomics are its signals. awaited: the
-    loads that need a wait and come after one in the source, each as its file and line and those of the calls around it.
-    A function that is called twice, once after a wait and once where there is nothing to wait for, is one line but two
-    loads."""
+    """Return the broken rules of a kernel of which it is known only that weft.lang's atomics are its signals. awaited:
+    the loads that need a wait and come after one in the source, each as its file and line and those of the calls around
+    it. A function that is called twice, once after a wait and once where there is nothing to wait for, is one line but
+    two loads."""
     calls_by_line: dict[tuple[tuple[str, ...], int], list[Sequence[tuple[str, int]]]] = {}
     for (file, line), *calls in awaited:  # by folder and file, since Triton's cache may name another checkout
         calls_by_line.setdefault((Path(file).parts[-2:], line), []).append(calls)
@@ -406,6 +407,5 @@ def broken_kernel_rules(ptx: str, ttgir: str, awaited: Collection[tuple[tuple[st
     broken += signals_not_by_thread_zero(ptx, from_weft_lang) + signals_outside_first_warp(ptx, from_weft_lang)
     if "ttg.warp_specialize" in ttgir and (calls_by_line or "ld.acquire" in ptx):
         broken.append("acquire: warp_specialize and waits do not go together: the compiler may drop the wait")
-    return list(
-        {rule.rpartition("): ")[0] or rule: rule for rule in broken}.values()
-    )  # one instruction of each statement
+    # Several instructions of one statement are reported once.
+    return list({rule.rpartition("): ")[0] or rule: rule for rule in broken}.values())

@@ -52,7 +52,7 @@ class TileScales(NamedTuple):
 
 @jit
 def scales_of_rows(x_scale, row, K, SCALED: tl.constexpr):
-    """Where the scales of row `row` begin in x_scale, contiguous."""
+    """Return where the scales of row `row` begin in x_scale, contiguous."""
     if SCALED == BY_BLOCK:
         x_scale += row.to(tl.int64) * (K // BLOCK)
     elif SCALED == BY_ROW:
@@ -62,7 +62,8 @@ def scales_of_rows(x_scale, row, K, SCALED: tl.constexpr):
 
 @jit
 def tile_scales(scales, x_scale, row, M, K, SCALED: tl.constexpr):
-    """The TileScales of a tile whose first row is `row` of M, with the contiguous x_scale in place of scales.x."""
+    """Return the TileScales of a tile whose first row is `row` of M, with the contiguous x_scale in place of
+    scales.x."""
     stride = 0
     if SCALED == BY_ROW:
         stride = 1
@@ -73,7 +74,7 @@ def tile_scales(scales, x_scale, row, M, K, SCALED: tl.constexpr):
 
 @jit
 def rows_below(scales, ROWS: tl.constexpr):
-    """The TileScales of a tile's rows from its row ROWS on."""
+    """Return the TileScales of a tile's rows from its row ROWS on."""
     begin = scales.x + ROWS * scales.stride
     return TileScales(begin, scales.w, scales.rows - ROWS, scales.stride, scales.block_stride)
 
@@ -93,7 +94,7 @@ def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
 
 @jit
 def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
-    """What columns of a tile at `col` are multiplied by at k, as `row_scales`."""
+    """Return what columns of a tile at `col` are multiplied by at k, as `row_scales`."""
     scale = 1.0
     if SCALED == BY_BLOCK:
         scale = tl.load(scales.w + col // BLOCK * (K // BLOCK) + k // BLOCK)
@@ -171,8 +172,8 @@ def scaled_gemm_tile(a_desc, b_desc, row, col, K, tile):
 
 @jit
 def promoted_halves(a_desc, b_desc, row, col, scales, K, tile):
-    """The upper and the lower half of a tile, float32 [BM / 2, BN] each, for `store_halves_of_rows`. a_desc has blocks
-    of BM / 2 rows. The scales of the next step are loaded while the products of this one run."""
+    """Return the upper and the lower half of a tile, float32 [BM / 2, BN] each, for `store_halves_of_rows`. a_desc has
+    blocks of BM / 2 rows. The scales of the next step are loaded while the products of this one run."""
     HALF: tl.constexpr = tile.BM // 2
     upper = tl.zeros((HALF, tile.BN), tl.float32)
     lower = tl.zeros((HALF, tile.BN), tl.float32)

@@ -37,8 +37,8 @@ class Extent:
         return sorted((i for i in moving if self.strides[i]), key=lambda i: -self.strides[i])
 
     def outside(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Which of the accesses of `size` bytes at `addresses` (int64) touch bytes that belong to no element of the
-        tensor."""
+        """Return which of the accesses of `size` bytes at `addresses` (int64) touch bytes that belong to no element of
+        the tensor."""
         out = (addresses < self.lo) | (addresses + size > self.end)
         if self.gaps:
             for byte in (0, size - 1):
@@ -50,7 +50,8 @@ class Extent:
         return out
 
     def index(self, address: int) -> str:
-        """The element that a kernel meant by an address. The axis of the longest stride may exceed its size."""
+        """Return the element that an address stands for, as text, for a report. Its index on the axis of the longest
+        stride may exceed the size."""
         rest, index = address - self.lo, [0] * len(self.shape)
         for i in self.axes:
             index[i], rest = divmod(rest, self.strides[i])
@@ -69,15 +70,15 @@ def _gaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
 
 
 class PointerBounds:
-    """The tensors that kernels of a run have as arguments, by number."""
+    """The tensors that are arguments of a run's kernels, by number."""
 
     def __init__(self) -> None:
         self.extents: list[Extent | None] = [None]
         self._numbers: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], int] = {}
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """The tensor's address and number as one integer. The address alone is returned for a tensor that may be left
-        (`weft.lang.beyond`), and once all numbers are taken."""
+        """Return the tensor's address and number as one integer. The address alone is returned for a tensor that may be
+        left (`weft.lang.beyond`), and once all numbers are taken."""
         size, lo, shape = tensor.element_size(), tensor.data_ptr(), tuple(tensor.shape)
         if hasattr(tensor, "reaches_beyond"):
             return lo
@@ -95,6 +96,6 @@ class PointerBounds:
         return number << BITS | lo
 
     def extent_of(self, pointer: int) -> Extent | None:
-        """The extent of the tensor that a pointer comes from, or None for an address alone."""
+        """Return the extent of the tensor that a pointer comes from, or None for an address alone."""
         number = pointer >> BITS
         return self.extents[number] if 0 < number < len(self.extents) else None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def graph(machine: Machine) -> str:
-    """The wait-for graph of a machine of which no task can run."""
+    """Return the wait-for graph of a machine of which no task can run."""
     stuck = [t for t in machine.tasks if not t.done and t.waits not in (None, "idle")]
     lines = [f"{len(stuck)} tasks wait and none can go on (seed {machine.seed}, {machine.mode}):"]
     order = {"program": 0, "stream": 1, "host": 2}
@@ -35,7 +35,7 @@ def graph(machine: Machine) -> str:
 
 
 def _alike(task: Task) -> Hashable:
-    """A key that is the same for programs of one launch that wait for one value of one counter at one site."""
+    """Return a key that is the same for programs of one launch that wait for one value of one counter at one site."""
     if task.run is not None and isinstance(task.waits, Wait):
         return task.run, task.waits.address, task.waits.target, task.waits.site
     return task

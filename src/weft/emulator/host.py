@@ -77,8 +77,8 @@ class HostThread:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """A context manager around a call of host code, which serializes it with the calls of the rank's other threads.
-        It raises WeftError in a thread that still runs when the rank's function has returned."""
+        """Return a context manager around a call of host code, which serializes it with the calls of the rank's other
+        threads. It raises WeftError in a thread that still runs when the rank's function has returned."""
         if not self.outside():  # the machine's thread acts for a call that holds the lock
             yield
             return
@@ -103,9 +103,9 @@ class HostThread:
 
 
 def folded(error: E) -> E:
-    """The error with a traceback that leaves out the frames of the machinery that runs ranks. The frames of callers, of
-    the rank's function and of kernels stay, and so does the last one, which raised the error, unless it is a WeftError.
-    """
+    """Return the error with a traceback that leaves out the frames of the machinery that runs ranks. The frames of
+    callers, of the rank's function and of kernels stay, and so does the last one, which raised the error, unless it is
+    a WeftError."""
     frames: list[TracebackType] = []
     frame_below = error.__traceback__
     while frame_below is not None:

@@ -91,15 +91,15 @@ class _Reach(ast.NodeTransformer):
 
 
 def source_tree(fn: JITFunction) -> ast.Module:
-    """The function's source, with the line numbers of its file."""
+    """Return the function's source, with the line numbers of its file."""
     tree = ast.parse(fn.src)
     ast.increment_lineno(tree, _triton.first_line(fn) - 1)
     return tree
 
 
 def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None, reach: bool = False) -> Function:
-    """The interpreted form of `fn`. change: edits the tree first (a mutation). reach: report the statements that are
-    reached."""
+    """Return the interpreted form of `fn`. change: edits the tree first (a mutation). reach: report the statements that
+    are reached."""
     tree = source_tree(fn)
     if change is not None:
         change(tree)
@@ -142,7 +142,7 @@ def where() -> tuple[tuple[str, int, str], ...]:
 
 
 def trail() -> tuple[int, ...]:
-    """A key that is different for different values of `where()`, at less cost."""
+    """Return a key that is different for different values of `where()`, at less cost."""
     frame = sys._getframe(1)
     codes: list[int] = []
     while frame is not None:
@@ -157,7 +157,7 @@ def trail() -> tuple[int, ...]:
 
 
 def _f32(h: TensorHandle) -> np.ndarray:
-    """The numbers of a handle; a bf16 or e4m3 handle has their bits."""
+    """Return the numbers of a handle; a bf16 or e4m3 handle has their bits."""
     if h.dtype.scalar == tl.float8e4nv:
         return torch.from_numpy(np.ascontiguousarray(h.data)).view(torch.float8_e4m3fn).float().numpy()
     if h.dtype.scalar is tl.bfloat16 or h.dtype.scalar == tl.bfloat16:
@@ -180,7 +180,7 @@ _small: dict[int, tl.tensor] = {}
 
 
 def int32(value: int) -> tl.tensor:
-    """A scalar of the language; small ones are shared, since nothing changes a scalar in place."""
+    """Return a scalar of the language; small ones are shared, since nothing changes a scalar in place."""
     scalar = _small.get(value)
     if scalar is None:
         if not -(2**31) <= value < 2**31:
@@ -210,7 +210,7 @@ def to_tensor(x: object) -> tl.tensor | tuple:
 
 
 def as_int(x: Scalar) -> int:
-    """A kernel's scalar as a Python integer."""
+    """Return a kernel's scalar as a Python integer."""
     if isinstance(x, tl.tensor):
         return int(x.handle.data.item())
     return int(x.value if isinstance(x, tl.constexpr) else x)
@@ -274,8 +274,8 @@ _PLAIN: dict[int, type] = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl
 
 
 def _fast(name: str, slow: Function) -> Function:
-    """A method that computes int32 scalars, and operands of one plain type, without Triton's type rules, and calls
-    `slow` otherwise."""
+    """Return a method that computes int32 scalars, and operands of one plain type, without Triton's type rules, and
+    calls `slow` otherwise."""
     make: Callable[[int], tl.tensor] = _bool if name in _COMPARE else int32
     scalar: Callable[[int, int], int] | None = _SCALAR.get(name) or _COMPARE.get(name)
     block = _BLOCK.get(name)
@@ -317,7 +317,7 @@ def _fast(name: str, slow: Function) -> Function:
 
 
 def _tensor(data: np.ndarray, element: tl.dtype, *operands: tl.tensor) -> tl.tensor:
-    """A tensor of the operands' broadcast shape."""
+    """Return a tensor of the operands' broadcast shape."""
     if all(t.type.is_block() is False for t in operands):
         return tl.tensor(TensorHandle(data, element), element)
     return tl.tensor(TensorHandle(data, element), tl.block_type(element, list(data.shape)))
@@ -535,8 +535,8 @@ class Builder(stock.InterpreterBuilder):
 
 
 def _matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The product by torch on one thread: numpy would wait for a second thread, which costs more time than such a
-    product."""
+    """Return the product by torch on one thread: numpy would wait for a second thread, which costs more time than such
+    a product."""
     if x.dtype != np.float32:
         return np.matmul(x, y)
     operands = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in (x, y)]
@@ -548,7 +548,7 @@ def _mask(mask: TensorHandle | np.ndarray | None) -> np.ndarray | None:
 
 
 def _plain(ptr: TensorHandle) -> TensorHandle:
-    """The addresses alone, without the numbers of tensors."""
+    """Return the addresses alone, without the numbers of tensors."""
     return TensorHandle(ptr.data & np.uint64(ADDRESS), ptr.dtype)
 
 
@@ -605,7 +605,7 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
 
 
 def convert(arg: object, name: str = "") -> object:
-    """A launch argument as the kernel sees it; `name` is its name in reports."""
+    """Return a launch argument as the kernel sees it; `name` is its name in reports."""
     if isinstance(arg, tl.constexpr):
         return arg.value
     if isinstance(arg, bool):
@@ -636,7 +636,7 @@ def convert(arg: object, name: str = "") -> object:
 
 
 def bind(kernel: JITFunction, args: Mapping[str, object]) -> dict[str, object]:
-    """All parameters of a kernel by name: constexprs as plain values, the others converted."""
+    """Return all parameters of a kernel by name: constexprs as plain values, the others converted."""
     known = {p.name for p in kernel.params}
     if extra := sorted(set(args) - known):
         raise TypeError(f"{kernel.__name__} has no parameter {', '.join(extra)}")

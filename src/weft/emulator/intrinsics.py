@@ -117,7 +117,7 @@ def window_fence() -> None:
 
 
 def window_sum(row: tl.tensor, H: Constant, P: Constant, DTYPE: tl.constexpr | tl.dtype) -> tl.tensor:
-    """The sum of every rank's row in fp32, in rank order."""
+    """Return the sum of every rank's row in fp32, in rank order."""
     width, padded, dtype = as_int(H), as_int(P), plain(DTYPE)
     kind = np.dtype(np.uint16 if dtype == tl.bfloat16 else np.float16)
     total = np.zeros(padded, np.float32)
@@ -135,7 +135,7 @@ def window_store(row: tl.tensor, y: tl.tensor, H: Constant, P: Constant) -> None
 
 
 def _elements(start: int, width: int) -> np.ndarray:
-    """The addresses of elements of 16 bits."""
+    """Return the addresses of elements of 16 bits."""
     return np.uint64(start) + np.arange(width, dtype=np.uint64) * np.uint64(2)
 
 

@@ -135,7 +135,7 @@ class Machine:
         return WINDOW + (len(self.windows) - 1) * WINDOW_STEP
 
     def window(self, address: int) -> list[int]:
-        """The address in every rank's memory that a multicast address stands for."""
+        """Return the address in every rank's memory that a multicast address stands for."""
         number, offset = divmod(address - WINDOW, WINDOW_STEP)
         if not 0 <= number < len(self.windows) or offset >= self.windows[number][0]:
             raise ValueError(f"{address:#x} is no multicast address")
@@ -234,7 +234,7 @@ class Machine:
 
     # -- tasks and the scheduler -------------------------------------------------------------------------------------
     def task(self, name: str, rank: int, kind: str, track: str, key: Hashable, clock: np.ndarray | None = None) -> Task:
-        """A new task with a clock of its own; its rank's memory model knows it by `key`."""
+        """Return a new task with a clock of its own; its rank's memory model knows it by `key`."""
         agent = self.agent(key, rank)
         task = Task(self, name, rank, kind, track, agent, np.zeros(self.width, np.int32))
         if clock is not None:
@@ -249,7 +249,7 @@ class Machine:
         return task
 
     def agent(self, key: Hashable, rank: int) -> int:
-        """The index in the vector clocks of the agent with this key, a new one on first use."""
+        """Return the index in the vector clocks of the agent with this key, a new one on first use."""
         agent = self.agents.get(key)
         if agent is None:
             agent = self.agents[key] = len(self.clocks)
@@ -492,7 +492,7 @@ class Machine:
         log.append(Update(self.peek(address), max(task.time, last.time) if last else task.time, task, system, ranks))
 
     def covered(self, task: Task) -> np.ndarray:
-        """The clock that a release by the task covers now."""
+        """Return the clock that a release by the task covers now."""
         out = task.clock.copy()
         if task.kind == "program":
             out[task.agent], out[task.atomic_agent] = task.flushed, task.atomic_clock
@@ -505,7 +505,7 @@ class Machine:
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def site(self) -> int:
-        """The number of the current place in the source (0 outside a program)."""
+        """Return the number of the current place in the source (0 outside a program)."""
         if self.current.kind != "program":
             return 0
         trail = interpret.trail()
@@ -573,13 +573,13 @@ class Machine:
         return region.label(address)
 
     def _counter(self, rank: int, address: int) -> str:
-        """The name of a rank's counter. A rank may belong to several Worlds: the name is that of the World that has the
-        counter."""
+        """Return the name of a rank's counter. A rank may belong to several Worlds: the name is that of the World that
+        has the counter."""
         labels = [name(address) for name in self.channel_names.get(rank, [])]
         return next((name for name in labels if not name.startswith("address ")), f"address {address:#x}")
 
     def _owner(self, agent: int, tick: int) -> Owner:
-        """The owner of an agent's access at a tick."""
+        """Return the owner of an agent's access at a tick."""
         owner_then = self.owners[agent][0][1]
         for first_tick, owner in self.owners[agent]:
             if first_tick > tick:
@@ -629,8 +629,8 @@ class Machine:
         )
 
     def _early(self, earlier: Owner, kind: int, later: Owner, later_kind: int) -> str:
-        """The reason of a race in which memory is written again while a peer still reads it, or a call was not counted;
-        empty if neither is so."""
+        """Return the reason of a race in which memory is written again while a peer still reads it, or a call was not
+        counted; empty if neither is so."""
         reasons = []
         for reader, read, writer, write in ((earlier, kind, later, later_kind), (later, later_kind, earlier, kind)):
             if read in (READ, BULK_READ) and write in (WRITE, BULK_WRITE) and (text := self._reused(reader, writer)):
@@ -641,8 +641,8 @@ class Machine:
         return "\n    ".join(dict.fromkeys(reasons))
 
     def _reused(self, reader: Owner, writer: Owner) -> str:
-        """Why a write is one call too early, or nothing. The launches of a kernel that reads or writes tell which calls
-        the two accesses belong to."""
+        """Return why a write is one call too early, or nothing. The launches of a kernel that reads or writes tell
+        which calls the two accesses belong to."""
         run = reader.run or writer.run
         if run is None or reader.rank == writer.rank:
             return ""
@@ -712,7 +712,7 @@ class Machine:
 
 
 def _standing(who: Owner, run: KernelRun, number: int) -> str:
-    """The position of an access among the launches of a kernel."""
+    """Return the position of an access among the launches of a kernel."""
     if who.run is not None and who.run.kernel.fn is run.kernel.fn:
         return f"in launch {number}" + (f" (call {who.run.call})" if who.run.call else "")
     return f"between launches {number - 1} and {number}" if number > 1 else "before launch 1"

@@ -35,7 +35,7 @@ WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
 
 def verb(kind: int) -> str:
-    """The kind of an access in words."""
+    """Return the kind of an access in words."""
     return VERB[kind & 7] + (' at scope "gpu"' if kind & GPU_SCOPE else "")
 
 
@@ -101,7 +101,8 @@ class Region:
         self.granule = granule
 
     def shadow(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
-        """The states of a strided block of elements of `size` bytes that begins `offset` bytes into the region."""
+        """Return the states of a strided block of elements of `size` bytes that begins `offset` bytes into the
+        region."""
         g = self.granule
         need = math.gcd(g, size, offset, *strides)
         if need != g:
@@ -168,7 +169,7 @@ class Memory:
         return region
 
     def find(self, lo: int, hi: int) -> Region | None:
-        """The region that contains bytes `lo` to `hi`, or None."""
+        """Return the region that contains bytes `lo` to `hi`, or None."""
         region = self.last
         if region is not None and region.base <= lo and hi <= region.end:
             return region
@@ -179,7 +180,7 @@ class Memory:
         return self.last
 
     def neighbour_hint(self, address: int) -> str:
-        """What ends or begins within `MARGIN` of an address in no region."""
+        """Return what ends or begins within `MARGIN` of an address in no region."""
         i = bisect.bisect_right(self.bases, address)
         if i and address - self.regions[i - 1].end < MARGIN:
             last = self.regions[i - 1]
@@ -265,7 +266,7 @@ class Memory:
         return i
 
     def _step(self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, site: int) -> int:
-        """The state after the access; raises Finding where the access is a race or an unwritten read."""
+        """Return the state after the access; raises Finding where the access is a race or an unwritten read."""
         state = self.states[number]
         many, kind, stamp = kind & BY_MANY_THREADS, kind & 7, kind & ~BY_MANY_THREADS
         clock = task.bulk_view if kind in (BULK_READ, BULK_WRITE) else task.clock

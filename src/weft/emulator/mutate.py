@@ -126,7 +126,7 @@ def _calls(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _expressions_of(statement: ast.stmt) -> list[ast.AST]:
-    """The statement's expressions, without the statements inside it."""
+    """Return the statement's expressions, without the statements inside it."""
     if isinstance(statement, ast.For):
         return [statement.iter]
     if isinstance(statement, (ast.If, ast.While)):
@@ -224,7 +224,7 @@ def _weaker(call: ast.Call, mutation: Callable[..., Mutation], report: Report, f
 def sites(
     kernels: Sequence[JITFunction] | None, trace_run: Report | Callable[[], Report], names: Sequence[str] = ()
 ) -> list[Mutation]:
-    """Every mutation of the calls that a recorded run (`record=True`) reached. trace_run: the run's report, or a
+    """Return every mutation of the calls that a recorded run (`record=True`) reached. trace_run: the run's report, or a
     function that makes it.
 
     kernels: restrict the kernel sites to these and what they call; None: all that ran. names: further functions whose

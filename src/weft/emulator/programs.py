@@ -68,7 +68,8 @@ class Programs:
             machine.pause()
 
     def interpreted(self, fn: JITFunction) -> Function:
-        """The interpreted form of a kernel or device function, mutated where the mutation under test is in it."""
+        """Return the interpreted form of a kernel or device function, mutated where the mutation under test is in
+        it."""
         body = self.bodies.get(fn.fn)
         if body is None:
             self.machine.report.ran.functions[fn.fn] = fn
@@ -99,9 +100,9 @@ class Programs:
         polls: bool = True,
         whole: WholeBlock | None = None,
     ) -> np.ndarray:
-        """The elements at `ptrs`. polls: a volatile load is a program's look at a word that it waits for, unless the
-        program calls `look_again` itself. whole: the block and mask of which this call loads the part where the mask is
-        on."""
+        """Return the elements at `ptrs`. polls: a volatile load is a program's look at a word that it waits for, unless
+        the program calls `look_again` itself. whole: the block and mask of which this call loads the part where the
+        mask is on."""
         whole = whole or (ptrs, mask)
         task = self.machine.current
         if volatile:
@@ -171,13 +172,13 @@ class Programs:
         self.machine.range_changed(lo, hi, region)
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """The pointer to a tensor that a kernel has as an argument of that name."""
+        """Return the pointer to a tensor that a kernel has as an argument of that name."""
         return self.machine.bounds.pointer(tensor, name)
 
     def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
-        """The region of an access from pointer `lo` to `hi`, and the number to subtract from a pointer there to get its
-        address. Raises where an access leaves the tensor that `lo` comes from. ptrs: returns the pointer of each
-        access."""
+        """Return the region of an access from pointer `lo` to `hi`, and the number to subtract from a pointer there to
+        get its address. Raises where an access leaves the tensor that `lo` comes from. ptrs: returns the pointer of
+        each access."""
         bounds = self.machine.bounds.extent_of(lo)
         number = 0
         if bounds is not None:
@@ -191,8 +192,8 @@ class Programs:
         return self.machine.region(lo, hi, kind), number
 
     def _block(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, int, int, int, tuple[int, ...]] | None:
-        """A strided block in one tensor: (region, lowest address, end, offset of its first element in the region, byte
-        strides); None for other blocks."""
+        """Return a strided block in one tensor: (region, lowest address, end, offset of its first element in the
+        region, byte strides); None for other blocks."""
         strides = strided(ptrs)
         if strides is None:
             return None
@@ -209,7 +210,7 @@ class Programs:
         return pointer - self._element(pointer, kind, size)[1]
 
     def _first_region(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, np.ndarray, np.ndarray]:
-        """The elements that are in the same tensor as the lowest: (region, which elements, byte offsets)."""
+        """Return the elements that are in the same tensor as the lowest: (region, which elements, byte offsets)."""
         low = int(ptrs.min())
         region, number = self._element(low, kind, size)
         inside = ptrs + np.uint64(size) <= np.uint64(number + region.end)
@@ -274,8 +275,8 @@ class Programs:
     def _box(
         self, desc: interpret.Desc, offsets: list[int], kind: int
     ) -> tuple[Box, int, int, Region, np.ndarray] | None:
-        """The part of a descriptor's block inside its tensor: (slices of the block, first byte, end, region, elements);
-        None where it is empty."""
+        """Return the part of a descriptor's block inside its tensor: (slices of the block, first byte, end, region,
+        elements); None where it is empty."""
         base, dims, strides, size, dtype = desc.plain
         inner, shape, start = [], [], base
         for offset, block, dim, stride in zip(offsets, desc.block_shape, dims, strides, strict=True):
@@ -294,7 +295,7 @@ class Programs:
         return tuple(inner), lo, hi, region, np.ndarray(shape, dtype, region.bytes, start, strides)
 
     def bulk_load(self, desc: interpret.Desc, offsets: list[int]) -> np.ndarray:
-        """The block of a descriptor at `offsets`, by a bulk (TMA) load."""
+        """Return the block of a descriptor at `offsets`, by a bulk (TMA) load."""
         self._maybe_pause()
         self._not_yet_waited()
         box = self._box(desc, offsets, BULK_READ)
@@ -434,7 +435,7 @@ class Programs:
         raise self.machine.disagreements[self._address(guard, READ)](words)
 
     def window(self, address: int) -> list[int]:
-        """The address in every rank's memory that a multicast address stands for."""
+        """Return the address in every rank's memory that a multicast address stands for."""
         return self.machine.window(address)
 
     def bulk_fence(self) -> None:
@@ -444,13 +445,14 @@ class Programs:
 
 
 def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
-    """The value of a load where its mask is off: `other`, or without it the poison that a GPU may have left there."""
+    """Return the value of a load where its mask is off: `other`, or without it the poison that a GPU may have left
+    there."""
     value = np.tile(POISON, 4)[: dtype.itemsize].view(dtype) if value is None else value
     return np.array(np.broadcast_to(value, shape))
 
 
 def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
-    """The byte strides of a block of addresses, or None if it is not a strided block."""
+    """Return the byte strides of a block of addresses, or None if it is not a strided block."""
     if ptrs.size == 1:
         return (0,) * ptrs.ndim
     signed = ptrs.view(np.int64)
@@ -472,7 +474,7 @@ def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _addresses(start: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
-    """The address of each element of a strided block that begins at `start`."""
+    """Return the address of each element of a strided block that begins at `start`."""
     out = np.array(start, np.uint64)
     for n, step in zip(shape, strides, strict=True):
         out = out[..., None] + _steps(n, step).astype(np.uint64)

@@ -28,7 +28,7 @@ class Pointer:
 
 
 def stand_in(value: object) -> object:
-    """The launch argument without memory."""
+    """Return the launch argument without memory."""
     if isinstance(value, torch.Tensor):
         return Pointer(value.dtype, value.data_ptr() % 16 == 0)
     if isinstance(value, TensorDescriptor):
@@ -40,8 +40,8 @@ def stand_in(value: object) -> object:
 
 
 def _key(value: object) -> Hashable:
-    """A key that is equal for stand-ins that compile to the same code. It hashes no kernel: Triton would compute that
-    hash while its language is patched."""
+    """Return a key that is equal for stand-ins that compile to the same code. It hashes no kernel: Triton would compute
+    that hash while its language is patched."""
     if isinstance(value, Pointer):
         return value
     if isinstance(value, TensorDescriptor):

@@ -70,7 +70,7 @@ class Streams:
             stream.queue.clear()
 
     def stream(self, rank: int, name: str) -> EmulatedStream:
-        """The rank's stream of that name, made on first use."""
+        """Return the rank's stream of that name, made on first use."""
         if (rank, name) not in self.streams:
             task = self.machine.task(
                 f"rank {rank} stream {name}", rank, "stream", f"stream:{name}", ("stream", rank, name)
@@ -227,7 +227,8 @@ class Streams:
             self.running[key] = run
 
     def launch_of(self, owner: Owner, kernel: JITFunction) -> int:
-        """The number of the owner's launch of the kernel, or, for another operation, of the kernel's next launch."""
+        """Return the number of the owner's launch of the kernel, or, for another operation, of the kernel's next
+        launch."""
         return bisect.bisect_left(self.launches[owner.rank, kernel.fn], owner.enqueue_index) + 1
 
     def track(self, name: str, value: object, rank: int) -> None:
@@ -546,7 +547,7 @@ class Streams:
 
 
 def _described(argument: tuple[str, object]) -> str:
-    """A kernel's argument as its type, or as its value where it is a number or a string."""
+    """Return a kernel's argument as its type, or as its value where it is a number or a string."""
     name, value = argument
     if isinstance(value, tl.tensor):
         return f"{name}: {value.type}"
@@ -585,8 +586,8 @@ def call_site() -> tuple[str, int]:
 
 
 def _call_time(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], sms: int) -> float:
-    """The virtual time of a library call: by its bytes, or by its FLOPs where the sizes are those of a matrix product
-    (|A| |B| |C| = (M N K)^2)."""
+    """Return the virtual time of a library call: by its bytes, or by its FLOPs where the sizes are those of a matrix
+    product (|A| |B| |C| = (M N K)^2)."""
     nbytes = sum(t.numel() * t.element_size() for t in (*reads, *writes))
     out = nbytes / 1000 / sms
     if len(reads) >= 2 and writes:

@@ -29,7 +29,7 @@ SourceSite = tuple[tuple[str, int, str], ...]
 
 
 def place(site: SourceSite) -> str:
-    """A site as text, innermost frame first."""
+    """Return a site as text, innermost frame first."""
     return " < ".join(f"{file}:{line} ({name})" for file, line, name in site) or "?"
 
 
@@ -258,7 +258,7 @@ def reached(value: int, target: int) -> bool:
 
 
 def merged(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
-    """The element-wise maximum of two clocks, as a new array."""
+    """Return the element-wise maximum of two clocks, as a new array."""
     if a is None:
         return b.copy()
     if len(a) < len(b):

@@ -41,7 +41,8 @@ class AccessedBlock:
 
 
 def moved(stored: AccessedBlock, loaded: AccessedBlock) -> int | None:
-    """The address of an element that one thread has stored and another one may load; None where there is none."""
+    """Return the address of an element that one thread has stored and another one may load; None where there is
+    none."""
     if stored.hi <= loaded.lo or loaded.hi <= stored.lo:
         return None
     stored_addresses, loaded_addresses, active = stored.addresses, loaded.addresses, loaded.active
@@ -54,5 +55,5 @@ def moved(stored: AccessedBlock, loaded: AccessedBlock) -> int | None:
 
 
 def _subaddresses(addresses: np.ndarray, size: int, part: int) -> np.ndarray:
-    """The addresses [n, size // part] of the parts of elements of `size` bytes."""
+    """Return the addresses [n, size // part] of the parts of elements of `size` bytes."""
     return addresses[:, None] + np.arange(0, size, part, dtype=np.uint64)

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..backends.gloo import serves
@@ -36,7 +37,6 @@ from ..plans import Plan
 from ..tensor_checks import DTYPES
 from ..world import World
 
-Tensor = torch.Tensor
 FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
@@ -107,7 +107,7 @@ class AsyncTP:
 
 
 class ScaledWeight(NamedTuple):
-    """What x is multiplied by: a weight [K, N] in e4m3 with its scale, and how."""
+    """A weight [K, N] in e4m3 with its scale, and the bias, dtype and accumulation of its product with x."""
 
     weight: Tensor
     scale: Tensor
@@ -181,15 +181,15 @@ def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, grou
         return _torchs(FUSED_SCATTER, A)(A, B, reduce_op, scatter_dim, group_name)
     _count(FUSED_SCATTER)
     with torch.no_grad():
-        summed = scatter(world, A, B, scatter_dim, _active[-1].plan)
-        return summed.div_(world.size) if reduce_op == "avg" else summed
+        total = scatter(world, A, B, scatter_dim, _active[-1].plan)
+        return total.div_(world.size) if reduce_op == "avg" else total
 
 
 def gather_scaled(
-    world: World, x: Tensor, x_scale: Tensor, products: Sequence[ScaledWeight], dim: int, plan: str | Plan = "auto"
+    world: World, x: Tensor, x_scale: Tensor, weights: Sequence[ScaledWeight], dim: int, plan: str | Plan = "auto"
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return all_gather(x) and its products, as `gather`, of 8-bit operands. `x_scale` has one element, or one for each
-    of this rank's rows."""
+    """Return all_gather(x) and its products with `weights`, as `gather` does, for 8-bit operands. `x_scale` has one
+    element, or one for each of this rank's rows."""
     front = x.movedim(dim, 0)
     rows, lead = front.flatten(0, -2), (world.size * front.shape[0], *front.shape[1:-1])
     scale = x_scale.movedim(dim, 0).reshape(-1, 1) if x_scale.numel() > 1 else x_scale.view(1)
@@ -197,37 +197,37 @@ def gather_scaled(
     def restore_shape(y: Tensor) -> Tensor:
         return y.view(*lead, y.shape[1]).movedim(0, dim)
 
-    widest = max(range(len(products)), key=lambda i: products[i].weight.shape[1])
-    product = products[widest]
+    widest = max(range(len(weights)), key=lambda i: weights[i].weight.shape[1])
+    scaled = weights[widest]
     y, gathered, scales = all_gather_matmul(
         rows,
-        product.weight.t(),
-        product.bias,
+        scaled.weight.t(),
+        scaled.bias,
         x_scale=scale,
-        weight_scale=product.scale,
-        out_dtype=product.dtype,
-        use_fast_accum=product.fast_accum,
+        weight_scale=scaled.scale,
+        out_dtype=scaled.dtype,
+        use_fast_accum=scaled.fast_accum,
         world=world,
         plan=plan,
         return_gathered=True,
     )
     scales = scale if scales is None else scales
-    outs = [
+    products = [
         y
         if i == widest
         else matmul(
             gathered,
-            one.weight.t(),
-            one.bias,
+            scaled.weight.t(),
+            scaled.bias,
             x_scale=scales,
-            weight_scale=one.scale,
-            out_dtype=one.dtype,
-            use_fast_accum=one.fast_accum,
+            weight_scale=scaled.scale,
+            out_dtype=scaled.dtype,
+            use_fast_accum=scaled.fast_accum,
             world=world,
         )
-        for i, one in enumerate(products)
+        for i, scaled in enumerate(weights)
     ]
-    return restore_shape(gathered), [restore_shape(out) for out in outs]
+    return restore_shape(gathered), [restore_shape(product) for product in products]
 
 
 def _all_gather_scaled(
@@ -242,7 +242,7 @@ def _all_gather_scaled(
     out_dtypes: list[torch.dtype | None],
     use_fast_accum: list[bool],
 ) -> object:
-    given = Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
+    arguments = Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
     dtypes = _symm_mem()._maybe_convert_scalar_types_to_dtypes(out_dtypes)
     why = _fallback_reason(group_name, A, Bs, gather_dim, E4M3) or (None if Bs else "no matrix")
     for weight, scale, result_scale, dtype in zip(Bs, B_scales, result_scales, dtypes, strict=True):
@@ -256,11 +256,11 @@ def _all_gather_scaled(
             why = "scales that do not fit"
     if why is not None:
         _count(SCALED_GATHER, why)
-        return _torchs(SCALED_GATHER, A)(A, *given)
+        return _torchs(SCALED_GATHER, A)(A, *arguments)
     _count(SCALED_GATHER)
-    products = [ScaledWeight(*each) for each in zip(Bs, B_scales, biases, dtypes, use_fast_accum, strict=True)]
+    weights = [ScaledWeight(*fields) for fields in zip(Bs, B_scales, biases, dtypes, use_fast_accum, strict=True)]
     with torch.no_grad():
-        return gather_scaled(world, A, A_scale, products, gather_dim, _active[-1].plan)
+        return gather_scaled(world, A, A_scale, weights, gather_dim, _active[-1].plan)
 
 
 def _scaled_reduce_scatter(
@@ -278,8 +278,10 @@ def _scaled_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> object:
-    given = B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name, output_shape
-    rest = bias, result_scale, out_dtype, use_fast_accum
+    arguments = (
+        *(B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name),
+        *(output_shape, bias, result_scale, out_dtype, use_fast_accum),
+    )
     lead, dim = tuple(output_shape[:-1]), orig_scatter_dim
     why = _fallback_reason(group_name, A, [B], 0, E4M3)
     why = why or _unscaled(A, B, A_scale, B_scale, result_scale, out_dtype)
@@ -295,7 +297,7 @@ def _scaled_reduce_scatter(
         why = "does not divide by the ranks"
     if why is not None:
         _count(SCALED_SCATTER, why)
-        return _torchs(SCALED_SCATTER, A)(A, *given, *rest)
+        return _torchs(SCALED_SCATTER, A)(A, *arguments)
     _count(SCALED_SCATTER)
     with torch.no_grad():
         front = A.reshape(*lead, A.shape[-1]).movedim(dim, 0)
@@ -311,8 +313,8 @@ def _scaled_reduce_scatter(
             world=world,
             plan=_active[-1].plan,
         )
-        summed = y.view(front.shape[0] // world.size, *front.shape[1:-1], B.shape[1]).movedim(0, dim).contiguous()
-        return summed.div_(world.size) if reduce_op == "avg" else summed
+        total = y.view(front.shape[0] // world.size, *front.shape[1:-1], B.shape[1]).movedim(0, dim).contiguous()
+        return total.div_(world.size) if reduce_op == "avg" else total
 
 
 def _unscaled(

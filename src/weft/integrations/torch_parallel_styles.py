@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import style
@@ -36,7 +36,6 @@ from .torch_async_tp import world_of
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "report"]
 
-Tensor = torch.Tensor
 NOTE = "_weft_parallel"  # where a module stores what served its last call
 
 

@@ -40,7 +40,7 @@ def rank_of(ch):
 
 @jit
 def calls_of(ch):
-    """The number of this call, from 1, which is the same on every rank."""
+    """Return the number of this call, from 1, which is the same on every rank."""
     return tl.load(ch.state + CALLS) + 1
 
 

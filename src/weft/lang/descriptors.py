@@ -22,8 +22,8 @@ OUTER = tl.constexpr(16)  # sizes that may differ by rank are passed multiplied 
 
 
 def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]:
-    """A launch's arguments for a GPU of that capability. Before Hopper each TensorDescriptor is replaced by its tensor,
-    sizes, strides and block.
+    """Return a launch's arguments for a GPU of that capability. Before Hopper each TensorDescriptor is replaced by its
+    tensor, sizes, strides and block.
 
     Triton compiles a different kernel for an integer that 16 divides, so the outer sizes, such as the number of this
     rank's rows, are multiplied by 16, and every rank runs the same kernel.
@@ -34,7 +34,7 @@ def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]
 
 
 def _unpacked(descriptor: TensorDescriptor) -> tuple[object, ...]:
-    """The fields of a descriptor as a plain tuple, whose tensor a prepared launch does not keep alive."""
+    """Return the fields of a descriptor as a plain tuple, whose tensor a prepared launch does not keep alive."""
     word = 16 // descriptor.base.dtype.itemsize
     *outer, last = descriptor.shape
     sizes = (*(size * OUTER.value for size in outer), last // word)
@@ -44,7 +44,7 @@ def _unpacked(descriptor: TensorDescriptor) -> tuple[object, ...]:
 
 @jit
 def tiles_of(desc):
-    """The descriptor that a kernel's argument stands for."""
+    """Return the descriptor that a kernel's argument stands for."""
     if isinstance(desc, tl.tuple):  # a constant that is assigned to a name would no longer be a constexpr
         WORD: tl.constexpr = 128 // desc[0].dtype.element_ty.primitive_bitwidth
         LAST: tl.constexpr = len(desc[3]) - 1

@@ -319,7 +319,7 @@ def look_again(tries, began, guard, ptr, tile, peer):
 
 @intrinsic
 def globaltimer():
-    """The time in ns on this GPU's clock."""
+    """Return the time in ns on this GPU's clock."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 

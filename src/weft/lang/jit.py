@@ -146,7 +146,7 @@ T = TypeVar("T", bound=tuple)
 
 
 def constants(kind: type[T], **values: object) -> T:
-    """A NamedTuple of a kernel's constants: each field is a `tl.constexpr` to the kernel, or again such a
+    """Return a NamedTuple of a kernel's constants: each field is a `tl.constexpr` to the kernel, or again such a
     NamedTuple."""
     return kind(**{name: v if isinstance(v, tuple) else tl.constexpr(v) for name, v in values.items()})
 

@@ -1,9 +1,9 @@
 """Mappings from a tile to its rows (f_S), its rank (f_R) and its channels (f_C) (TileLink, section 3).
 
-There are two, with the same functions. `StaticMapping` is affine: three divisions that the compiler folds into the
-tile's address. `TableMapping` reads tables filled at run time, for uneven shards and for routing known only on the
-device (MoE). Every function here is plain arithmetic: called as `f.fn(mapping, tile)` on the host it takes and returns
-Python ints.
+There are two mappings, with the same functions. `StaticMapping` is affine: its functions are divisions, and a kernel
+reads no memory for them. `TableMapping` reads tables that are filled at run time, for uneven shards and for routing
+that is known only on the device (MoE). The functions of a StaticMapping are plain arithmetic: on the host they are
+called as `static_rows.fn(mapping, tile)`, and take and return Python ints.
 """
 
 import operator
@@ -45,8 +45,8 @@ class StaticMapping(NamedTuple):
 
     @classmethod
     def over(cls, rows: int, world: int, *, tile_rows: int, channel_rows: int, arrivals: int) -> "StaticMapping":
-        """The mapping of `rows` split evenly over `world` ranks. Raises ValueError where the affine form does not
-        hold."""
+        """Return the mapping of `rows` split evenly over `world` ranks. Raises ValueError where the affine form does
+        not hold."""
         check_numbers(rows=(rows, 0), world=(world, 1), tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
         if rows % world:
             raise ValueError(f"{rows} rows do not split evenly over {world} ranks; use TableMapping")
@@ -75,20 +75,20 @@ class TableMapping(NamedTuple):
 
 @jit
 def static_rows(m, tile):
-    """f_S of a StaticMapping: first row and row after the last."""
+    """Return f_S(tile) of a StaticMapping: the tile's first row and the row after its last."""
     lo = tile * m.tile_rows
     return lo, min(lo + m.tile_rows, m.rows)
 
 
 @jit
 def static_rank(m, tile):
-    """f_R of a StaticMapping: the rank that holds the tile's first row."""
+    """Return f_R(tile) of a StaticMapping: the rank that holds the tile's first row."""
     return tile * m.tile_rows // m.rank_rows
 
 
 @jit
 def static_channels(m, tile):
-    """f_C of a StaticMapping: first channel and channel after the last."""
+    """Return f_C(tile) of a StaticMapping: the tile's first channel and the channel after its last."""
     lo = tile * m.tile_rows
     hi = min(lo + m.tile_rows, m.rows)
     return lo // m.channel_rows, (hi - 1) // m.channel_rows + 1
@@ -96,7 +96,7 @@ def static_channels(m, tile):
 
 @jit
 def tile_rows(m, tile):
-    """f_S: first row of a tile and the row after its last."""
+    """Return f_S(tile): the tile's first row and the row after its last."""
     if m.table:
         return tl.load(m.row_lo + tile), tl.load(m.row_hi + tile)
     else:
@@ -105,7 +105,7 @@ def tile_rows(m, tile):
 
 @jit
 def tile_rank(m, tile):
-    """f_R: the rank a tile belongs to."""
+    """Return f_R(tile): the rank that the tile belongs to."""
     if m.table:
         return tl.load(m.rank + tile)
     else:
@@ -114,7 +114,7 @@ def tile_rank(m, tile):
 
 @jit
 def tile_channels(m, tile):
-    """f_C: first channel of a tile and the channel after its last."""
+    """Return f_C(tile): the tile's first channel and the channel after its last."""
     if m.table:
         return tl.load(m.channel_lo + tile), tl.load(m.channel_hi + tile)
     else:
@@ -123,7 +123,7 @@ def tile_channels(m, tile):
 
 @jit
 def channel_arrivals(m, channel):
-    """The number of notifies that a channel gets in one call."""
+    """Return the number of notifies that a channel gets in one call."""
     if m.table:
         return tl.load(m.arrivals + channel)
     else:
@@ -131,19 +131,19 @@ def channel_arrivals(m, channel):
 
 
 def balanced_rows(rows: int, world: int) -> list[int]:
-    """The number of rows of every rank when `rows` are split as evenly as possible, longer shards first."""
+    """Return the number of rows of every rank when `rows` are split as evenly as possible, longer shards first."""
     check_numbers(rows=(rows, 0), world=(world, 1))
     return [rows // world + (r < rows % world) for r in range(world)]
 
 
 @jit
 def first_row(rank, M, W: tl.constexpr):
-    """The first row that a rank owns, for the shards of `balanced_rows`, in a kernel."""
+    """Return the first row that a rank owns, for the shards of `balanced_rows`, in a kernel."""
     return rank * (M // W) + tl.minimum(rank, M % W)
 
 
 def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
-    """The tables of a `TableMapping` for shards of any length, one after another without padding.
+    """Return the tables of a `TableMapping` for shards of any length, one after another without padding.
 
     Channels number each shard's runs of `channel_rows` rows in order, so a tile that spans shards waits for a
     contiguous range. Also returns, by rank, `offset` (first row, world + 1 entries) and `channel_base` (first channel,

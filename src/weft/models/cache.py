@@ -47,7 +47,7 @@ class Cache:
         max_len: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        c = Config.of(config)
+        c = Config.from_hf(config)
         self.slots, self.max_len = slots, max_len
         shape = (c.num_hidden_layers, slots, max_len, heads_of(c.num_key_value_heads, world), c.head_dim)
         with torch.inference_mode(False):  # calls outside inference mode write here too

@@ -86,7 +86,7 @@ class Config:
             raise ValueError(f"rotary scaling {self.rope!r} takes {_NUMBERS[self.rope]}, got {self.rope_numbers}")
 
     @classmethod
-    def of(cls, source: Config | Mapping[str, object] | object) -> Config:
+    def from_hf(cls, source: Config | Mapping[str, object] | object) -> Config:
         """Return the Config of a Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
 
         Raises ValueError for a missing size and for features that the decoder does not have: other model types and

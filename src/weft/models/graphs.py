@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import Unsupported
 from ..nn.weave import LayerPlan
 from .cache import Batch, Cache, Layout
 from .llama import Llama
-
-Tensor = torch.Tensor
 
 
 class Graphs:

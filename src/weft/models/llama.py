@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..chooser import Choice
 from ..compute.elementwise import rotate_and_keep
@@ -59,8 +59,6 @@ from .cache import Batch, Cache, Layout, Part, heads_of
 from .config import Config
 from .mixture import MixtureMLP, mlp_of
 from .weight import Weight
-
-Tensor = torch.Tensor
 
 
 class Attention(ScaledModule):
@@ -161,7 +159,7 @@ class Llama(nn.Module):
     all ranks. parallel: "expert": each rank has some experts, or "tensor": each rank has some columns of all experts.
     recipe: "row" or "block": the projections have 8-bit weights, whose scales state dicts have as checkpoints do
     (nn/scaled.py); without experts, and without `sms`. Raises ValueError for a config that is not supported
-    (`Config.of`) or does not split over the ranks, TypeError for a dtype other than bfloat16 and float16.
+    (`Config.from_hf`) or does not split over the ranks, TypeError for a dtype other than bfloat16 and float16.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class Llama(nn.Module):
         recipe: str | None = None,
     ) -> None:
         super().__init__()
-        c = Config.of(config)
+        c = Config.from_hf(config)
         if c.mixture is not None and recipe is not None:
             raise ValueError(f"recipe {recipe!r}: experts have 16-bit weights")
         if c.mixture is not None:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..nn.mlp import ParallelMLP
 from ..nn.moe import CheckpointLayer, stacked
@@ -29,8 +29,6 @@ from ..ops.moe.routing.router import gate
 from ..world import World
 from .config import Config, Mixture
 from .weight import Weight
-
-Tensor = torch.Tensor
 
 
 class Experts(Sharded):

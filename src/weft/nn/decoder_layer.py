@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ..lang.mapping import balanced_rows
 from ..ops.all_reduce.op import all_reduce_rms_norm, posts_rows
@@ -29,8 +30,6 @@ from ..plans import Plan
 from ..transport.collectives import gather
 from ..world import World
 from .weave import Weave
-
-Tensor = torch.Tensor
 
 
 class RMSNorm(NamedTuple):

@@ -1,11 +1,11 @@
-"""8-bit weights of modules: their scales, under the names that checkpoints give them, and activations in 8 bits.
+"""Modules with 8-bit weights: the weights' scales, under the names that checkpoints use, and 8-bit activations.
 
-    "row"     weight_scale [N, 1], for each output channel (compressed-tensors, "FP8-dynamic"); one of a single element,
-              as of a checkpoint with scales by tensor, is taken for each channel
+    "row"     weight_scale [N, 1], one for each output channel (compressed-tensors, "FP8-dynamic"); a single element, as
+              in a checkpoint with one scale for each tensor, is used for every channel
     "block"   weight_scale_inv [N / 128, K / 128] (DeepSeek-V3, Qwen3-FP8, Transformers' FineGrainedFP8)
 
-Activations are quantized by the same recipe when they come, with scales of their own rows; a checkpoint's `input_scale`
-is passed over.
+Activations are quantized dynamically, by the same recipe and with scales of their own rows. A checkpoint's
+`input_scale` is ignored.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from ..world import World
 from .sharded import Sharded
 
 NAMES = {"row": "weight_scale", "block": "weight_scale_inv"}
-Activation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # in 16 bits, or in 8 with its scales
+Activation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # in 16 bits, or in 8 bits with its scales
 
 
-def check_recipe(what: str, recipe: str | None, n: int, k: int) -> None:
-    """Raise ValueError for a recipe that modules do not have, or whose blocks do not divide this rank's weight."""
+def check_recipe(module: str, recipe: str | None, n: int, k: int) -> None:
+    """Raise ValueError, which names the `module`, for a recipe that modules do not have, or if its blocks do not divide
+    this rank's weight [n, k]."""
     if recipe is None:
         return
     if recipe not in NAMES:
-        raise ValueError(f"{what}: recipe {recipe!r} is not one of {sorted(NAMES)}")
+        raise ValueError(f"{module}: recipe {recipe!r} is not one of {sorted(NAMES)}")
     if recipe == "block" and (n % SCALE_BLOCK or k % SCALE_BLOCK):
         raise ValueError(
-            f"{what}: this rank's weight [{n}, {k}] is not of whole blocks of {SCALE_BLOCK} x {SCALE_BLOCK}"
+            f"{module}: this rank's weight [{n}, {k}] is not of whole blocks of {SCALE_BLOCK} x {SCALE_BLOCK}"
         )
     if n % 8 or k % 16:
-        raise ValueError(f"{what}: this rank's weight [{n}, {k}] in 8 bits needs N a multiple of 8 and K of 16")
+        raise ValueError(f"{module}: this rank's weight [{n}, {k}] in 8 bits needs N a multiple of 8 and K of 16")
 
 
 def scale_shape(recipe: str, n: int, k: int) -> tuple[int, int]:
@@ -45,13 +46,14 @@ def scale_shape(recipe: str, n: int, k: int) -> tuple[int, int]:
 
 
 def parameters(recipe: str, n: int, k: int, device: torch.device) -> tuple[nn.Parameter, nn.Parameter]:
-    """A weight [n, k] of zeros and its scales; neither has a gradient."""
+    """Return a weight [n, k] of zeros and its scales, as parameters without gradients."""
     weight, scale = torch.zeros(n, k, device=device).to(E4M3), torch.ones(scale_shape(recipe, n, k), device=device)
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
 def in_shape(value: torch.Tensor, shape: torch.Size, ranks: int, dim: int | None) -> torch.Tensor:
-    """A checkpoint's scale as the module has it, of one rank [shape] or of all `ranks`, which split it along `dim`."""
+    """Return a checkpoint's scale in the shape of this rank's, or of all `ranks` together, which split it along
+    `dim`."""
     if value.numel() == 1:
         return value.reshape(1, 1).expand(shape)
     whole = list(shape)
@@ -61,22 +63,22 @@ def in_shape(value: torch.Tensor, shape: torch.Size, ranks: int, dim: int | None
 
 
 def quantized_weight(weight: torch.Tensor, recipe: str, world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight of 16 bits in 8, and its scales."""
+    """Return a 16-bit weight in 8 bits, and its scales."""
     return quantize(weight.to(world.device), recipe, weight=True, world=world)
 
 
 def quantized(x: Activation, recipe: str, world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in 8 bits and its scales; as it is where it comes so."""
+    """Return x in 8 bits and its scales; an x that is quantized already is returned unchanged."""
     return x if isinstance(x, tuple) else quantize(x, recipe, world=world)
 
 
 def scaled_operand(
     x: Activation, scale: torch.Tensor | None, recipe: str | None, dtype: torch.dtype, world: World
 ) -> tuple[torch.Tensor, ScaledOptions]:
-    """x as an op around a GEMM takes it beside a weight of that scale, and the keywords that go with it for a result of
-    `dtype`; without a recipe x as it is."""
+    """Return x and the keyword arguments with which an op multiplies it by a weight with `scale`, for a result of
+    `dtype`. Without a recipe these are x unchanged and no keywords."""
     if recipe is None:
-        return cast(torch.Tensor, x), {}  # what is none is refused by the op
+        return cast(torch.Tensor, x), {}  # the op raises TypeError for a pair
     rows, x_scale = quantized(x, recipe, world)
     return rows, dict(x_scale=x_scale, weight_scale=scale, out_dtype=dtype, use_fast_accum=True)
 

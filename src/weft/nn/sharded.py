@@ -102,7 +102,7 @@ class Sharded(nn.Module):
     # -- torch.nn.Module's protocol
     @contextmanager
     def _without_sharded(self) -> Iterator[None]:
-        """A context in which torch sees only the parameters that it saves and loads itself."""
+        """Return a context in which torch sees only the parameters that it saves and loads itself."""
         parameters = self._parameters
         self._parameters = {n: p for n, p in parameters.items() if n not in self.sharded_parameters}
         try:

@@ -90,9 +90,8 @@ class Weave:
         if parts not in (1, 2):
             raise ValueError(f"{parts} parts: one or two are woven")
         self.world, self.parts = world, parts
-        self._pending: dict[
-            int, tuple[Event, tuple[object, ...]]
-        ] = {}  # by part: its reduction, and tensors that must stay alive
+        # By part: the event of its reduction, and tensors that must stay alive until then.
+        self._pending: dict[int, tuple[Event, tuple[object, ...]]] = {}
 
     def wait(self, part: int) -> None:
         """Make the caller's stream wait for the part's last reduction."""
@@ -206,9 +205,8 @@ class LayerTimes:
         return min((s for s in splits if us[s] <= 1.01 * best), key=lambda s: (abs(2 * s - tokens), s))
 
 
-Choices = tuple[
-    tuple[int, LayerPlan], ...
-]  # (the number of tokens from which on the plan is the fastest, the plan), in rising order
+# (the number of tokens from which on the plan is the fastest, the plan), in rising order
+Choices = tuple[tuple[int, LayerPlan], ...]
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def rms_norm(
         r = max(1, world.scale.norm_block // (runs * cols))
         warps = min(32, max(4, r * runs * cols // 1024))
         programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
-        shape, numbers = Shape(programs, warps, rows, n), (("eps", eps), ("R", r), ("RUNS", runs))
+        shape, numbers = LaunchSizes(programs, warps, rows, n), (("eps", eps), ("R", r), ("RUNS", runs))
         launch = _launch(world, norm_kernel, shape, remap, residual is not None, numbers)
         absent_is_x = x if residual is None else residual
         launch(world.current_stream(), x=x, residual=absent_is_x, weight=weight, out=out, total=total)
@@ -153,7 +153,7 @@ def put_rows(
     cols = columns(world, remap)
     r = max(1, world.scale.block // cols)
     programs = min(world.sm_count * 4, -(-rows // r) * -(-n // cols))
-    launch = _launch(world, add_rows, Shape(programs, 8, rows, n), remap, residual is not None, (("R", r),))
+    launch = _launch(world, add_rows, LaunchSizes(programs, 8, rows, n), remap, residual is not None, (("R", r),))
     launch(world.current_stream(), x=x, residual=x if residual is None else residual, out=out)
 
 
@@ -196,7 +196,7 @@ def validate(
     return rows, n
 
 
-class Shape(NamedTuple):
+class LaunchSizes(NamedTuple):
     """The number of programs and their warps, and the rows and columns that they process."""
 
     programs: int
@@ -209,7 +209,7 @@ class Shape(NamedTuple):
 def _launch(
     world: World,
     kernel: JITFunction,
-    shape: Shape,
+    shape: LaunchSizes,
     remap: Remap | None,
     residual: bool,
     numbers: tuple[tuple[str, float], ...],

@@ -108,10 +108,10 @@ class Rotary(Local[RotaryCall]):
         def run(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *norms: torch.Tensor | None) -> torch.Tensor:
             check()
             out = world.empty((call.m, columns), call.dtype)
-            bulky = RotaryOperands(
+            operands = RotaryOperands(
                 aligned(qkv), aligned(cos), aligned(sin), *[n if n is None else aligned(n) for n in norms]
             )
-            run_rotary(world, call, plan, bulky, out)
+            run_rotary(world, call, plan, operands, out)
             finish(world.current_stream())
             return out
 
@@ -132,12 +132,13 @@ def rotary(
     *,
     world: World,
 ) -> torch.Tensor:
-    """qkv with rotated queries and keys, and unchanged values, in one launch.
+    """Return qkv with rotated queries and keys, and unchanged values, computed in one launch: for c < D / 2, out[c] =
+    x[c] cos[c] - x[c + D / 2] sin[c] and out[c + D / 2] = x[c + D / 2] cos[c] + x[c] sin[c], for x a head or its norm.
 
     Args:
         qkv: [M, (heads + 2 kv_heads) D], queries, then keys, then values; bfloat16 or float16.
-        cos, sin: [.., D] with P rows in all. Row r of qkv has the angles of row r % P, of which columns 0 to D / 2 are
-            used: column c < D / 2 of a head is rotated with column c + D / 2.
+        cos, sin: [.., D] with P rows in all, of which columns 0 to D / 2 are read. Row r of qkv has the angles of row
+            r % P.
         norms: weights [D] of the RMSNorm of every query head, and of every key head, before the rotation; None: no
             norm.
 

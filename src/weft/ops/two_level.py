@@ -36,7 +36,7 @@ from ..plans import TwoLevel
 from ..transport.collectives import add_bias
 from ..transport.copy_engine import COPIES, sum_parts
 from ..transport.memory import lock, workspace
-from ..transport.two_level import BETWEEN, RowPiece, hops, of_node, pull_rows, send, sum_rows
+from ..transport.two_level import BETWEEN, RowChunk, hops, of_node, pull_rows, send, sum_rows
 from ..world import World
 from .all_gather_matmul.call import GATHER_GEMM, GatherCall, GatheredRows
 from .all_reduce.call import PLAIN_SUM, SumCall, Tensors
@@ -131,7 +131,9 @@ def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Scaled
     levels, chunks, rows = world.levels, plan.pieces, out.shape[0]
     local_rank, stream, between = levels.node.rank, world.current_stream(), world.side_stream(BETWEEN)
     staging = world.empty((levels.across.size, rows, call.n), call.dtype)  # by source node
-    sent = []  # is kept until this stream has waited for the transfers: its memory would be that of a later tensor
+    # The parts are kept until this stream has waited for their transfers: the allocator gives the memory of a tensor
+    # that is no longer held to the next one of this stream, while `between` still reads it.
+    sent = []
     for target, source in hops(world):
         for chunk in range(chunks):
             slices = _slices(world, call.shards, target, chunk, chunks)
@@ -163,15 +165,15 @@ def _reduce_node(world: World, operands: ScaledFactors, slices: Sequence[slice],
 
 
 # -- all-reduce --------------------------------------------------------------------------------------------------------
-def _row_chunks(world: World, m: int, plan: TwoLevel) -> list[RowPiece]:
+def _row_chunks(world: World, m: int, plan: TwoLevel) -> list[RowChunk]:
     """Return consecutive chunks of all m rows. Each rank of a node owns a part of each chunk."""
     node, count = world.levels.node, min(plan.pieces, m)
     cuts = [_cut(m, chunk, count) for chunk in range(count)]
-    return [RowPiece(i, cut.start, split_rows(node, cut.stop - cut.start)) for i, cut in enumerate(cuts)]
+    return [RowChunk(i, cut.start, split_rows(node, cut.stop - cut.start)) for i, cut in enumerate(cuts)]
 
 
 def _chunk_memory(
-    world: World, name: str, chunks: Sequence[RowPiece], columns: int, dtype: torch.dtype
+    world: World, name: str, chunks: Sequence[RowChunk], columns: int, dtype: torch.dtype
 ) -> SymmetricTensor:
     """Return symmetric memory of the node, for the rows of every chunk that each of its ranks owns."""
     shape = len(chunks), max(max(chunk.shards) for chunk in chunks), columns
@@ -236,7 +238,7 @@ def run_sum(world: World, call: SumCall, plan: TwoLevel, t: Tensors, stream: Str
 def _norm(
     world: World,
     call: SumCall,
-    chunk: RowPiece,
+    chunk: RowChunk,
     total: torch.Tensor,
     t: Tensors,
     memory: SymmetricTensor,
@@ -276,7 +278,7 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
         start = sum(routing.counts[world.rank][: target * node.size])
         world.linear(ordered[start : start + y.shape[0]], weight, bias, stream, y)
 
-    sent, arrived = [], []  # `sent` is kept until this stream has waited for the transfers
+    sent, arrived = [], []  # `sent` is kept until this stream has waited for the transfers, as in `run_scatter`
     for target, source in hops(world):
         y = world.empty((sum(of_node(world, target, routing.counts[world.rank])), call.n), call.dtype)
         sent.append(y)

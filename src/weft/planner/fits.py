@@ -31,8 +31,8 @@ Fit = TypeVar("Fit", Chunking, Moving, Pulling, Signaling)
 
 @functools.lru_cache(maxsize=4096)
 def family(plan: Plan) -> str:
-    """Return a name that calls share whose times are fitted together: those of one kind, of one fused variant, or of
-    signaled plans moved by copies."""
+    """Return the name of the calls whose times are fitted together: those of one kind, of one fused plan, or of the
+    signaled plans whose groups copy engines move."""
     if isinstance(plan, Fused):
         return plan.to_json()
     return f"{plan.kind} by copies" if isinstance(plan, Signaled) and plan.copies else plan.kind
@@ -132,17 +132,18 @@ def fitted(
     model: Callable[[Any, TimedCall, Fit], float],
     parameters: Sequence[str] = (),
 ) -> Fit:
-    """Fit the parameters `names` of `start` so that `model` predicts the measured times, by least squares of log(model
-    / measured). A penalty keeps the parameters' logs near their start, less so those of slow-downs. model: us of a
-    call, from its plan, its row and the parameters."""
+    """Fit the named `parameters` of `start` (empty: all) so that `model` predicts the measured times, by least squares
+    of log(model / measured). A penalty keeps the parameters' logs near their start values; it is smaller for those that
+    describe waits and links than for slow-downs. model: returns the us of a call from its plan, its row of the profile
+    and the parameters."""
     parameters = parameters or tuple(vars(start))
     start_logs = np.log([getattr(start, n) for n in parameters])
-    pull = np.array([0.3 if n in ("slow", "gemm", "transfer", "copy") else 0.05 for n in parameters])
+    penalty = np.array([0.3 if n in ("slow", "gemm", "transfer", "copy") else 0.05 for n in parameters])
     plans = [Plan.from_json(r.plan) for r in ran]
 
     def residuals(x: np.ndarray) -> np.ndarray:
         parameters_at_x = replace(start, **dict(zip(parameters, np.exp(x).tolist(), strict=True)))
         errors = [math.log(model(plan, r, parameters_at_x) / r.us) for plan, r in zip(plans, ran, strict=True)]
-        return np.concatenate([errors, pull * (x - start_logs)])
+        return np.concatenate([errors, penalty * (x - start_logs)])
 
     return replace(start, **dict(zip(parameters, np.exp(least_squares(residuals, start_logs)).tolist(), strict=True)))

@@ -190,8 +190,8 @@ class LayerPredictor:
 
 
 def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
-    """The way that is predicted fastest for layers of these sizes on this World's machine; plain without a profile, or
-    where the ranks have no memory in common. Collective the first time. mode: "graph" or "eager"."""
+    """Return the way that is predicted fastest for layers of these sizes on this World's machine; plain without a
+    profile, or where the ranks have no memory in common. Collective the first time. mode: "graph" or "eager"."""
     planner = None if world.symmetric_reason or tokens == 0 else planner_on(world)
     if planner is None:
         return _PLAIN

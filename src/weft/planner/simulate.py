@@ -34,12 +34,8 @@ from .profile import SEND_TO_NODE, Latency, Profile
 from .search import Decision, Planner, brief, gain
 
 CURVE_SIZES = tuple(1 << i for i in range(16, 33))
-MOVED = {
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_reduce": 2,
-    "all_to_all": 1,
-}  # bytes that cross a boundary, over those of the tensor
+# By collective: bytes that cross a boundary, over those of the tensor.
+MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 
 @dataclass(frozen=True)
@@ -223,10 +219,10 @@ def _latencies(measured: Predictor, topology: Topology, measured_on: Topology) -
 
 
 # -- ops and layers --------------------------------------------------------------------------------------------------
-Call = tuple[str, int, int, int]  # op, M, N, K on one rank
+SimulatedCall = tuple[str, int, int, int]  # op, M, N, K on one rank
 
 
-def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[Call]:
+def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[SimulatedCall]:
     """Return the ops of a workload, each on one of `gpus` ranks. "mlp" and "decoder" have size (tokens, hidden,
     intermediate), a decoder's ops being its four projections, without attention; an op has size (M, N, K) of the whole
     layer."""

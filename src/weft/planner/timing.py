@@ -83,9 +83,8 @@ class CudaTimer:
             graph.replay()
             spans = []
             for _ in range(replays):
-                torch.cuda._sleep(
-                    AHEAD
-                )  # without it, the launch on the host would count, which is longer than a short graph
+                # Without this sleep the host's launch would count, which takes longer than a short graph.
+                torch.cuda._sleep(AHEAD)
                 self._rendezvous()
                 spans.append(span(graph.replay))
             torch.cuda.synchronize()

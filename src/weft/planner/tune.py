@@ -102,7 +102,7 @@ def check(b: Bench) -> list[Measurement]:
 
 
 # -- running them ----------------------------------------------------------------------------------------------------
-Say = Callable[[int, int, str], None]  # called with the probes done, their total, and the name of the next one
+Progress = Callable[[int, int, str], None]  # called with the probes done, their total, and the name of the next one
 
 
 def measure(
@@ -111,7 +111,7 @@ def measure(
     seconds: float,
     probes: Sequence[Probe],
     save: Callable[[Profile], None],
-    report: Say,
+    report: Progress,
 ) -> Profile:
     """Return `profile` with what the probes measured in about `seconds`. Rank 0 saves it every few seconds. Collective.
     Raises Timeout if a rank is gone."""
@@ -173,7 +173,7 @@ def start_of(machine: Hardware, path: Path, again: bool = False) -> Profile:
     return profile
 
 
-def run(world: World, seconds: float, out: Path | None, report: Say, again: bool = False) -> tuple[str, int, int]:
+def run(world: World, seconds: float, out: Path | None, report: Progress, again: bool = False) -> tuple[str, int, int]:
     """Measure this machine into `out`, or the file in which weft looks for its profile. again: measure everything, and
     replace the file. On several equal nodes only the link between nodes is measured, into the profile of one of them.
     Collective.

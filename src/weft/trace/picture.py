@@ -54,13 +54,14 @@ def _colour(rank: int) -> str:
 
 
 def from_start(spans: Sequence[Span]) -> list[Span]:
-    """The same spans, shifted so that the first starts at 0."""
+    """Return the same spans, shifted so that the first starts at 0."""
     start = min(s.start for s in spans)
     return [replace(s, start=s.start - start, end=s.end - start) for s in spans]
 
 
 def stacked(spans: Sequence[Span]) -> list[Span]:
-    """The same spans with kernels that follow one another on a rank in the same lanes: `program:3` for every program 3.
+    """Return the same spans with kernels that follow one another on a rank in the same lanes: `program:3` for every
+    program 3.
 
     A kernel that runs at the same time as another one keeps its own lanes.
     """
@@ -91,7 +92,7 @@ def draw(panels: Mapping[str, Sequence[Span]], path: Path, *, unit: str, heading
 
 
 def render(panels: Mapping[str, Sequence[Span]], *, unit: str, heading: str = "") -> Figure:
-    """The figure that `draw` saves."""
+    """Return the figure that `draw` saves."""
     runs = {title: from_start(stacked(spans)) for title, spans in panels.items() if spans}
     shown = [s for spans in runs.values() for s in spans]
     rows, ends = [_rows(spans) for spans in runs.values()], [max(s.end for s in spans) for spans in runs.values()]
@@ -121,7 +122,7 @@ def render(panels: Mapping[str, Sequence[Span]], *, unit: str, heading: str = ""
 
 
 def _page(rows: Sequence[dict[Lane, float]], matrix: bool) -> tuple[Figure, GridSpec]:
-    """An empty page for these panels: the more lanes a rank has, the lower they are."""
+    """Return an empty page for these panels: the more lanes a rank has, the lower they are."""
     most = max((n for row in rows for n in Counter(rank for rank, _ in row).values()), default=1)
     lane = min(0.24, max(0.145, 1.4 / most))  # inches
     heights = [(max(row.values()) + 2.5) * lane + 0.4 for row in rows] or [1.0]
@@ -132,7 +133,7 @@ def _page(rows: Sequence[dict[Lane, float]], matrix: bool) -> tuple[Figure, Grid
 
 
 def _rows(spans: Sequence[Span]) -> dict[Lane, float]:
-    """The vertical position of each lane, counted in lanes from the top."""
+    """Return the vertical position of each lane, counted in lanes from the top."""
     place, y, before = {}, 0.0, None
     for lane in lanes(spans):
         if before is not None and lane[0] != before:
@@ -143,7 +144,8 @@ def _rows(spans: Sequence[Span]) -> dict[Lane, float]:
 
 
 def _family(track: str) -> tuple[str, str]:
-    """The name that a lane shares with others like it, and its number among them: "gemm (pull):3" is ("pull", "3")."""
+    """Return the name that a lane shares with others like it, and its number among them: "gemm (pull):3" is ("pull",
+    "3")."""
     family, _, rest = track.rpartition(":")
     if family == "stream":
         return f"{rest} stream", ""
@@ -153,7 +155,7 @@ def _family(track: str) -> tuple[str, str]:
 
 
 def _labels(row: dict[Lane, float]) -> list[tuple[float, str]]:
-    """One label for all lanes of a family on a rank, at their middle."""
+    """Return one label for all lanes of a family on a rank, at their middle."""
     labels = []
     for (_, family), group in groupby(row, key=lambda lane: (lane[0], _family(lane[1])[0])):
         members = list(group)
@@ -164,7 +166,7 @@ def _labels(row: dict[Lane, float]) -> list[tuple[float, str]]:
 
 
 def _margin(figure: Figure, rows: Sequence[dict[Lane, float]]) -> float:
-    """The width in points, left of the lanes, that their labels need."""
+    """Return the width in points, left of the lanes, that their labels need."""
     labels = {text for row in rows for _, text in _labels(row)}
     texts = (Text(0, 0, label, fontsize=LITTLE, figure=figure) for label in labels)
     return max((text.get_window_extent().width * 72 / DPI for text in texts), default=0.0) + 12
@@ -286,15 +288,15 @@ def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit:
 
 
 def _middle_outside_bars(wide: float, start: float, end: float, before: float, after: float) -> float | None:
-    """The middle of a name after bars from `start` to `end` in a lane that is free until `after`, else before them if
-    it is free from `before` on; None where there is no room."""
+    """Return the middle of a name after bars from `start` to `end` in a lane that is free until `after`, else before
+    them if it is free from `before` on; None where there is no room."""
     if wide <= after - end:
         return end + wide / 2
     return start - wide / 2 if wide <= start - before else None
 
 
 def _runs(bars: Iterable[Span]) -> list[list[Span]]:
-    """A lane's bars in groups of equal names that follow one another, with the waits before the first and after
+    """Return a lane's bars in groups of equal names that follow one another, with the waits before the first and after
     each."""
     runs: list[list[Span]] = []
     for s in bars:
@@ -307,7 +309,7 @@ def _runs(bars: Iterable[Span]) -> list[list[Span]]:
 
 
 def _on(colour: str) -> str:
-    """A text colour that can be read on this colour."""
+    """Return a text colour that can be read on this colour."""
     red, green, blue = to_rgb(colour)
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.4 else INK
 
@@ -333,7 +335,7 @@ def _legend(figure: Figure, spans: Sequence[Span]) -> None:
 
 
 def waited(spans: Sequence[Span]) -> dict[tuple[int, int], float]:
-    """The time that rank a's tracks spent in waits that rank b's notify ended, by (a, b)."""
+    """Return the time that rank a's tracks spent in waits that rank b's notify ended, by (a, b)."""
     total: dict[tuple[int, int], float] = {}
     for s in spans:
         if s.releaser:

@@ -61,8 +61,8 @@ def profiled(world: World, fn: Callable[[], object]) -> list[Span]:
 
 
 def recorded(world: World, fn: Callable[[], object]) -> list[TraceEvent]:
-    """Trace events of a barrier and of a call of `fn` after it. A call that is not recorded comes before: starting the
-    profiler takes one rank 0.1 s longer than another."""
+    """Return the trace events of a barrier and of a call of `fn` after it. An unrecorded call comes first, because the
+    start of the profiler takes up to 0.1 s longer on one rank than on another."""
     word = world.zeros((1,), torch.float32)
 
     def together() -> None:
@@ -83,8 +83,8 @@ def recorded(world: World, fn: Callable[[], object]) -> list[TraceEvent]:
 
 
 def spans_of(rank: int, events: Iterable[TraceEvent]) -> list[Span]:
-    """The spans after the barrier, which is the first NCCL kernel among one rank's events; none without it. Times are
-    in microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
+    """Return the spans after the barrier, which is the first NCCL kernel among one rank's events; none without it.
+    Times are in microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
     work = sorted((e for e in events if e.get("cat") in CATEGORIES), key=lambda e: e["ts"])
     ends = [e["ts"] + e["dur"] for e in work if _kernel(e).startswith("nccl")]
     call = [e for e in work if ends and e["ts"] >= ends[0]]
@@ -121,7 +121,8 @@ def _helps(event: TraceEvent, call: Sequence[TraceEvent]) -> bool:
 
 
 def apart(spans: Iterable[Span]) -> list[Span]:
-    """The same spans with lanes "compute", "compute 2", .. where spans of one lane overlap on several streams."""
+    """Return the same spans with lanes "compute", "compute 2", .. where spans of one lane overlap on several
+    streams."""
     ends: dict[str, list[float]] = {}
     out = []
     for s in sorted(spans, key=lambda s: s.start):

@@ -1,5 +1,5 @@
-"""One-program kernels that order streams: a wait for one word, for a group of tiles, for all ranks to be in one call,
-and a barrier of all ranks."""
+"""One-program kernels that order streams: a wait for one word, a wait for a group of tiles, a check that all ranks make
+the same call, and a barrier of all ranks."""
 
 import triton.language as tl
 
@@ -16,26 +16,28 @@ def wait_word(word, value, guard):
 
 
 @jit(do_not_specialize=("number",))
-def barrier(calls, turn, number):
-    """Barrier: tell every rank, then wait for every rank, which must have come here in the same call. The fence makes a
-    release of the words that are compared, as their wait is an acquire; stream order does the rest on both sides."""
+def barrier(calls, epoch, number):
+    """Barrier of all ranks: `same_call` stores a word to every rank and waits for the words of all ranks. It raises
+    Mismatch unless every rank is in call `number`. The fence turns the stores into releases, and the wait is an
+    acquire; stream order covers the work before and after this kernel. `epoch` int32 [1] counts the barriers."""
     release_fence("sys")
     same_call(calls, number)
-    tl.store(turn, tl.load(turn) + 1)
+    tl.store(epoch, tl.load(epoch) + 1)
 
 
 @jit(do_not_specialize=("number",))
 def compare(calls, number):
-    """The stream goes on once every rank is in this call."""
+    """The stream goes on once every rank has reached this launch, which must be in call `number` on every rank."""
     same_call(calls, number)
 
 
 @jit(do_not_specialize=("group", "arrivals", "last"))
 def wait_group(ch, group, arrivals, last):
-    """The stream goes on once every program of this GPU's signaled GEMM has counted `group` up in this call.
+    """The stream goes on once all `arrivals` programs of this GPU's signaled GEMM that have tiles of `group` have
+    notified it in this call.
 
-    The number of the call is read by these waits alone. They run in order on one stream, and the last one counts it:
-    the GEMM, which may long have ended by then, or not begun, neither reads nor counts it."""
+    Only these waits read the number of the call. They run in order on one stream, and the one with `last` != 0
+    increments it. The GEMM neither reads nor increments it, because it may have ended before, or not have begun."""
     channel_wait(ch, group, arrivals, group, rank_of(ch), "gpu")
     if last != 0:
         tl.store(ch.state + CALLS, calls_of(ch))

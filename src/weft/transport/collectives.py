@@ -1,5 +1,5 @@
-"""NCCL's collectives, for shards of unequal length too, and the transports by them, which have one arrival or one part
-(interfaces.py)."""
+"""NCCL's all-gather and reduce-scatter for shards of equal or unequal length, and the transports that call them, which
+have one arrival or one part (interfaces.py)."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from .order import group_steps
 
 
 def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream) -> torch.Tensor:
-    """all_gather(x) [M, K] by the library's collective; shards of unequal length travel padded to the longest."""
-    k, most = x.shape[1], max(shards)
+    """Return all_gather(x) [M, K] by the library's collective. shards: the rows of every rank; shards of unequal length
+    are padded to the longest."""
+    k, longest = x.shape[1], max(shards)
     if world.size == 1:
         return x
-    if min(shards) == most:
+    if min(shards) == longest:
         full = world.empty((sum(shards), k), x.dtype)
         world.all_gather(full, x, stream)
         return full
-    padded, full = world.empty((most, k), x.dtype), world.empty((world.size * most, k), x.dtype)
+    padded, full = world.empty((longest, k), x.dtype), world.empty((world.size * longest, k), x.dtype)
     world.copy(padded[: x.shape[0]], x, stream)
-    if x.shape[0] < most:
+    if x.shape[0] < longest:
         world.call(lambda: padded[x.shape[0] :].zero_(), [], [padded[x.shape[0] :]], stream)
     world.all_gather(full, padded, stream)
     compact = world.empty((sum(shards), k), x.dtype)
-    for to, part in zip(compact.split(list(shards)), full.split(most), strict=True):
-        if len(to):
-            world.copy(to, part[: len(to)], stream)
+    for rows, padded_rows in zip(compact.split(list(shards)), full.split(longest), strict=True):
+        if len(rows):
+            world.copy(rows, padded_rows[: len(rows)], stream)
     return compact
 
 
-def scattered_sum(
+def reduce_scatter(
     x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of x [M, N], by the library's collective; shards of unequal length travel
-    padded to the longest."""
-    n, most, rows = x.shape[1], max(shards), shards[world.rank]
-    if min(shards) < most:
-        padded = world.zeros((world.size * most, n), x.dtype)
-        for to, part in zip(padded.split(most), x.split(list(shards)), strict=True):
-            if len(part):
-                world.copy(to[: len(part)], part, stream)
+    """Return this rank's rows of the sum over ranks of x [M, N], by the library's collective, in `out` if there is one.
+    shards: the rows of every rank; shards of unequal length are padded to the longest."""
+    n, longest, count = x.shape[1], max(shards), shards[world.rank]
+    if min(shards) < longest:
+        padded = world.zeros((world.size * longest, n), x.dtype)
+        for padded_rows, rows in zip(padded.split(longest), x.split(list(shards)), strict=True):
+            if len(rows):
+                world.copy(padded_rows[: len(rows)], rows, stream)
         x = padded
-    total = world.empty((most, n), x.dtype) if out is None or most > rows else out
+    total = world.empty((longest, n), x.dtype) if out is None or longest > count else out
     world.reduce_scatter(total, x, stream)
     if total is out or out is None:
-        return total[:rows] if most > rows else total
-    if rows:
-        world.copy(out, total[:rows], stream)
+        return total[:count] if longest > count else total
+    if count:
+        world.copy(out, total[:count], stream)
     return out
 
 
@@ -61,8 +62,9 @@ def scattered_sum(
 def reduce_all_rows(
     world: World, plan: Plan, shards: Sequence[int], out: torch.Tensor, bias: torch.Tensor | None
 ) -> Iterator[Iterable[PartialRows]]:
-    """Sum all rows in `out` [M, N], into which this rank's parts are computed: all at once, or, if decomposed, group by
-    group of the shards, each all-reduced under the computation of the next. NCCL_MAX_CTAS leaves NCCL fewer CTAs."""
+    """Yield the parts of `out` [M, N] to compute in place; NCCL then sums each over the ranks, in place too. A
+    decomposed plan has one part for each of its groups of shards, and its all-reduce runs while the next part is
+    computed; any other plan has one part. The environment variable NCCL_MAX_CTAS limits the CTAs that NCCL takes."""
     stream = world.current_stream()
     if not isinstance(plan, Decomposed):
         yield [PartialRows(None, out, stream, lambda partial: world.all_reduce(partial, stream))]
@@ -115,20 +117,20 @@ def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
 
 @gather_at_once
 def gather_rows(x: torch.Tensor, world: World, plan: Plan, shards: Sequence[int], stream: Stream) -> torch.Tensor:
-    """Gather x with NCCL, to which 8-bit floats are bytes."""
+    """Gather x with NCCL, which has no 8-bit floats: they are sent as bytes."""
     return gather(x.view(torch.uint8) if x.itemsize == 1 else x, world, shards, stream).view(x.dtype)
 
 
-reduce_rows = reduce_at_once(lambda partial, world, plan, *to: scattered_sum(partial, world, *to))
+reduce_rows = reduce_at_once(lambda partial, world, plan, *arguments: reduce_scatter(partial, world, *arguments))
 
 
-def regathered(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:
-    """`gather` for a backward pass: also of what is not contiguous, and of no rows at all."""
+def gather_in_backward(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:
+    """Return `gather` of an x that need not be contiguous, or x if no rank has rows, as happens in a backward pass."""
     return gather(x.contiguous(), world, shards, world.current_stream()) if any(shards) else x
 
 
-def summed(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:
-    """`scattered_sum`, likewise."""
+def reduce_scatter_in_backward(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:
+    """Return `reduce_scatter` of an x that need not be contiguous, or x if no rank has rows or there is one rank."""
     if world.size == 1 or not any(shards):
         return x
-    return scattered_sum(x.contiguous(), world, shards, world.current_stream())
+    return reduce_scatter(x.contiguous(), world, shards, world.current_stream())

@@ -187,7 +187,7 @@ def pull_rows(world: World, held: Sequence[SymmetricTensor], ends: Sequence[int]
 
 
 # -- reduce ------------------------------------------------------------------------------------------------------------
-def staging_slots(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
+def staging_memory(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
     """Return symmetric memory [.., W, rows, N] for every rank's part of the rows that this rank owns. The other ranks
     copy their parts to their slots, and this rank sums them (`sum_parts`) once all have arrived."""
     slots = workspace(world, "staging", shape, dtype)
@@ -207,7 +207,7 @@ def reduce_rows(
     stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
     second = world.side_stream("gemm", urgent=False)
     lanes = itertools.cycle((stream, second))
-    staging = staging_slots(world, (splits, size, count, n), out.dtype)
+    staging = staging_memory(world, (splits, size, count, n), out.dtype)
     partial = world.empty((size * rows, n), out.dtype)
     by_rank = partial.split(count)  # `splits` parts of each rank
     begun = world.record(stream)
@@ -269,7 +269,7 @@ def sum_parts(
 ) -> None:
     """out [rows, N] = x + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
     launch = _sum(world, out.shape[0], out.shape[1], bias is not None)
-    launch(stream, own=x, staging=staging, out=out, bias=out if bias is None else bias)
+    launch(stream, x=x, staging=staging, out=out, bias=out if bias is None else bias)
 
 
 # -- exchange ----------------------------------------------------------------------------------------------------------

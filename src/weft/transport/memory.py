@@ -1,5 +1,5 @@
-"""How kernels see memory of every rank: TMA descriptors, the halves of an arena, and what serialises its use across
-streams."""
+"""Memory of every rank as kernels access it: TMA descriptors, the halves of an arena, and the locks that serialise its
+use across streams."""
 
 from __future__ import annotations
 
@@ -17,49 +17,53 @@ from ..world import Arena, World
 
 
 def rank_word(world: World) -> torch.Tensor:
-    """This rank, where a kernel can read it: as an argument it would be another kernel on every rank."""
+    """Return this rank's number, int32 [1]. A kernel loads it, because Triton would compile another kernel for some
+    values of an integer argument."""
     return world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
 
 
 def descriptor(t: torch.Tensor, rows: int, cols: int, block: tuple[int, int]) -> TensorDescriptor:
-    """TMA descriptor of a row-major [rows, cols] matrix at the start of `t`."""
+    """Return the TMA descriptor of a row-major [rows, cols] matrix at the start of `t`."""
     return TensorDescriptor(t, [rows, cols], [cols, 1], list(block))
 
 
 def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
-    """Where an arena's second half starts, in elements: at a whole row of `cols`, past the first half's bytes."""
+    """Return the element at which an arena's second half starts: the first whole row of `cols` elements behind the
+    first half's bytes."""
     elements = half_bytes // dtype.itemsize
     return (elements + cols - 1) // cols * cols
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Every rank's copy of a symmetric tensor through one TMA descriptor: [granule, row, cols].
+    """One TMA descriptor [granule, row, cols] for every rank's copy of a symmetric tensor.
 
-    The copies lie anywhere in this process's address space; the first coordinate steps by a granule, the largest power
-    of two (at most 2 MiB) that divides all their distances from the lowest one.
+    The copies are anywhere in this process's address space. A step of the first coordinate is a granule: the largest
+    power of two (at most 2 MiB) that divides the distances of all copies from the one with the lowest address.
+
+    base: the copy with the lowest address. index: by rank, the first coordinate of its copy.
     """
 
     base: torch.Tensor
     granule: int  # bytes
-    index: list[int]  # by rank
+    index: list[int]
 
     @classmethod
-    def over(cls, memory: SymmetricTensor) -> Flat | None:
-        """None where a distance is too long for a 32-bit coordinate."""
+    def from_memory(cls, memory: SymmetricTensor) -> Flat | None:
+        """Return the Flat of `memory`, or None if a distance is too long for a 32-bit coordinate."""
         addresses = [p.data_ptr() for p in memory.peers]
-        low = min(addresses)
-        together = 1 << 21
-        for a in addresses:
-            together |= a - low
-        granule = together & -together
-        index = [(a - low) // granule for a in addresses]
+        lowest = min(addresses)
+        bits = 1 << 21
+        for address in addresses:
+            bits |= address - lowest
+        granule = bits & -bits
+        index = [(address - lowest) // granule for address in addresses]
         if max(index) >= 1 << 31:
             return None
-        return cls(memory.peers[addresses.index(low)], granule, index)
+        return cls(memory.peers[addresses.index(lowest)], granule, index)
 
     def descriptor(self, dtype: torch.dtype, rows: int, cols: int) -> TensorDescriptor:
-        """Blocks of [1, rows, cols]."""
+        """Return the descriptor, whose blocks are [1, rows, cols]."""
         t = beyond(self.base.view(dtype))
         return TensorDescriptor(
             t, [2**31 - 1, 2**31 - 1, cols], [self.granule // dtype.itemsize, cols, 1], [1, rows, cols]
@@ -67,35 +71,36 @@ class Flat:
 
 
 def flat(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tensor]:
-    """The memory through one descriptor, and the int32 [world] granule of every rank."""
+    """Return the memory's Flat, or None, and the int32 [world] of its `index`."""
 
     def make() -> tuple[Flat | None, torch.Tensor]:
-        f = Flat.over(memory)
-        return f, world.tensor(f.index if f else [0] * world.size, torch.int32)
+        view = Flat.from_memory(memory)
+        return view, world.tensor(view.index if view else [0] * world.size, torch.int32)
 
     return world.cached(("flat", memory.local.data_ptr()), make)
 
 
 class Halves(NamedTuple):
-    """An arena as kernels see it: two halves of `half` elements in every rank's memory, which calls use in turn."""
+    """An arena as an argument of kernels: two halves of `half` elements in every rank's memory, between which calls
+    alternate."""
 
     addresses: torch.Tensor  # int64 [world], by rank
-    granules: torch.Tensor  # int32 [world], by rank: where a descriptor of all of them has it (`Flat`)
-    turn: torch.Tensor  # int32 [1]: calls so far
+    granules: torch.Tensor  # int32 [world], by rank: its first coordinate in the descriptor of all ranks (`Flat`)
+    epoch: torch.Tensor  # int32 [1], the number of calls so far; its parity selects the half
     half: int
 
     @classmethod
-    def of(cls, arena: Arena, granules: torch.Tensor, half: int) -> Halves:
+    def from_arena(cls, arena: Arena, granules: torch.Tensor, half: int) -> Halves:
         return cls(arena.memory.addresses, granules, arena.epoch, half)
 
 
 def workspace(world: World, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-    """A tensor in the World's buffer of that name (`World.buffer`). Collective when the buffer has to grow."""
+    """Return a tensor in the World's buffer of that name (`World.buffer`). Collective when the buffer has to grow."""
     return world.buffer(name, math.prod(shape) * dtype.itemsize).view(0, shape, dtype)
 
 
 class Lock:
-    """Serialises, across streams, what shares the memory of one name (`World.order`)."""
+    """Serialises, across streams, the calls that share the memory of one name (`World.order`)."""
 
     last_stream: Stream = None
     last_captured: Stream = None

@@ -1,5 +1,5 @@
-"""Groups of finished tiles: which tiles a group has, who counts it up, and what is called behind it (FlashOverlap,
-section 3)."""
+"""Groups of a GEMM's tiles, each of which is communicated once it is computed (FlashOverlap, section 3): which tiles a
+group has, which programs notify it, and what is called after it."""
 
 from __future__ import annotations
 
@@ -19,82 +19,90 @@ from ..world import World
 from .barrier import wait_group
 
 
-class Turn(NamedTuple):
-    """What a program knows of a group: its last tile of it, the group, the group's first tile, and how many of them an
-    owner has."""
+class ProgramGroup(NamedTuple):
+    """A group of which a program computes tiles. The program notifies the group after its last tile. Tiles are numbered
+    in the order in which they are computed."""
 
-    last: int
+    last_tile: int  # the program's last tile of the group
     group: int
-    first: int
-    each: int
+    first_tile: int  # of the group
+    tiles_per_owner: int  # in the group
+
+
+NO_GROUP = ProgramGroup(-1, 0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """bounds: group g is tiles bounds[g] to bounds[g + 1]. arrivals: by group, programs that count it up. turns: by
-    program, the groups of which it has tiles, in order. Tile t of a group is stored at slot first + (t - first) %
-    owners * each + (t - first) // owners: owner after owner."""
+    """bounds: group g has the tiles from bounds[g] to bounds[g + 1]. arrivals: by group, the number of programs that
+    notify it. program_groups: by program, the groups of which it computes tiles, in order.
+
+    A group is stored owner after owner: tile t of it at place first_tile + (t - first_tile) % owners * tiles_per_owner
+    + (t - first_tile) // owners."""
 
     bounds: tuple[int, ...]
     arrivals: tuple[int, ...]
-    turns: tuple[tuple[Turn, ...], ...]
+    program_groups: tuple[tuple[ProgramGroup, ...], ...]
 
 
 def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, unit: int = 1) -> Schedule:
-    """Tile t belongs to owner t % owners. A group is whole waves, but for the last tiles of one that do not divide by
-    `unit` and by `owners`: they are left to the next."""
-    ends, at, unit = [0], 0, math.lcm(owners, unit)
+    """Return the schedule of a GEMM of `tiles` tiles. groups: waves of each group, as in `Signaled.groups`. Tile t
+    belongs to owner t % owners. A group is whole waves, except that tiles at its end which do not fill a multiple of
+    `unit` and `owners` join the next group."""
+    ends, wave, unit = [0], 0, math.lcm(owners, unit)
     for waves in partition(groups, max(1, -(-tiles // programs))):
-        at += waves
-        end = min(tiles, at * programs)
+        wave += waves
+        end = min(tiles, wave * programs)
         end = end if end == tiles else end // unit * unit
         if end > ends[-1]:
             ends.append(end)
-    return scheduled(ends, programs, owners)
+    return schedule_of(ends, programs, owners)
 
 
-def scheduled(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule:
-    """The schedule of groups that end at these tiles. Program p computes tiles p, p + programs, .. A group may be
-    empty."""
+def schedule_of(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule:
+    """Return the schedule of groups that end at these tiles. Program p computes tiles p, p + programs, .. A group may
+    be empty."""
     groups = list(enumerate(pairwise(ends)))
-    turns = []
+    by_program = []
     for p in range(programs):
-        lasts = [(hi - 1 - (hi - 1 - p) % programs, g, lo, (hi - lo) // owners) for g, (lo, hi) in groups]
-        turns.append(tuple(Turn(*turn) for turn in lasts if turn[0] >= turn[2]))
-    return Schedule(tuple(ends), tuple(min(programs, hi - lo) for _, (lo, hi) in groups), tuple(turns))
+        entries = [ProgramGroup(hi - 1 - (hi - 1 - p) % programs, g, lo, (hi - lo) // owners) for g, (lo, hi) in groups]
+        by_program.append(tuple(entry for entry in entries if entry.last_tile >= entry.first_tile))
+    return Schedule(tuple(ends), tuple(min(programs, hi - lo) for _, (lo, hi) in groups), tuple(by_program))
 
 
 @dataclass(eq=False)
 class Signals:
-    """What one shape and plan keep on the device. One call at a time: `World.order`."""
+    """A schedule and the memory on the device that calls of its shape and plan share; `World.order` runs them one at a
+    time."""
 
-    schedule: Schedule
+    schedule: Schedule  # without program_groups
     ch: BlockChannel
-    turns: torch.Tensor  # as signaled_gemm takes them, and one of no tile behind a program's last
+    program_groups: torch.Tensor  # as signaled_gemm takes them, with an entry of no tile after each program's last
     offsets: torch.Tensor
     communicator: Communicator
-    waits: tuple[Launch, ...]  # one a group
+    waits: tuple[Launch, ...]  # by group
     last_stream: Stream = None
     last_captured: Stream = None
 
 
-def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Sequence[int]) -> Signals:
-    most = max(map(len, made.turns)) + 1
-    turns = [(*turns, *[Turn(-1, 0, 0, 0)] * (most - len(turns))) for turns in made.turns]
-    words = [word for row in zip(*turns, strict=True) for turn in row for word in turn]
-    ch, last = world.local_channel(name, made.arrivals), len(made.arrivals) - 1
+def prepare(world: World, name: str, groups: Schedule, plan: Signaled, offsets: Sequence[int]) -> Signals:
+    """Return the Signals of a schedule. `name` is that of its channel."""
+    count = max(map(len, groups.program_groups)) + 1
+    padded = [(*entries, *[NO_GROUP] * (count - len(entries))) for entries in groups.program_groups]
+    words = [word for row in zip(*padded, strict=True) for entry in row for word in entry]
+    ch, last = world.local_channel(name, groups.arrivals), len(groups.arrivals) - 1
 
     def wait(group: int, arrivals: int) -> Launch:
         numbers = dict(group=group, arrivals=arrivals, last=int(group == last))
         return Launch(world, wait_group, 1, dict(num_warps=1), ch=ch, **numbers)
 
     return Signals(
-        replace(made, turns=()),
+        replace(groups, program_groups=()),
         ch,
         world.tensor(words, torch.int32),
         world.tensor(offsets, torch.int32),
         None if plan.copies else world.communicator(plan.ctas),
-        tuple(wait(group, arrivals) for group, arrivals in enumerate(made.arrivals)),
+        tuple(wait(group, arrivals) for group, arrivals in enumerate(groups.arrivals)),
     )
 
 
@@ -105,8 +113,8 @@ def exchange_groups(
     move: Callable[[int, Stream], None],
     barrier: bool = False,
 ) -> None:
-    """`gemm(stream)` and, on the communicator's stream, `move(g, stream)` for each group once the GEMM has signaled it.
-    barrier: one before the first, under the GEMM."""
+    """Enqueue `gemm(stream)`, and on the communicator's stream, for each group g, `move(g, stream)` behind a wait for
+    the group. barrier: a barrier of all ranks comes before the first wait, and runs while the GEMM does."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     world.wait_event(comm, world.record(stream))
     if barrier:

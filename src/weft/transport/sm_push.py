@@ -54,8 +54,8 @@ def _push_rows(
 def block_launch(
     world: World, programs: int, key: tuple[Hashable, ...], blocks: Sequence[PushBlock], dtype: torch.dtype
 ) -> Launch:
-    """The launch that pushes blocks of x into their readers' memory; it takes both. `key` names the blocks, whose table
-    is kept. `programs` 0 stands for the number of SMs."""
+    """Return the launch that pushes blocks of x into their readers' memory; it takes both. `key` names the blocks,
+    whose table is kept. `programs` 0 stands for the number of SMs."""
     table = world.cached(("push", *key), lambda: world.tensor([word for b in blocks for word in b], torch.int64))
     max_rows, max_columns = max(block.rows for block in blocks), max(block.columns for block in blocks)
     cols = min(1 << (max_columns - 1).bit_length(), 1024)

@@ -1,8 +1,8 @@
-"""What crosses between nodes, and what the ranks of a node sum and gather around it (`World.levels`).
+"""Transfers between nodes, and the sums and gathers inside a node around them (`World.levels`).
 
-Rank r is in node r // L with place r % L, for L ranks a node, and is sent to by the ranks of its place alone. In a node
-copy engines move rows out of symmetric memory, so that no kernel holds the SMs that a transfer between nodes needs; a
-barrier of the node's ranks before says that the rows are there.
+With L ranks a node, rank r is in node r // L with local rank r % L. Between nodes only ranks with the same local rank
+exchange data. Inside a node copy engines move rows out of symmetric memory, so that no kernel takes the SMs that a
+transfer between nodes needs; a barrier of the node's ranks before these copies says that the rows are complete.
 """
 
 from __future__ import annotations
@@ -20,59 +20,60 @@ BETWEEN = "between nodes"  # the stream of the transfers
 
 
 def hops(world: World) -> Iterator[tuple[int, int]]:
-    """Yield the nodes (own + j, own - j), modulo their number, for j = 1, 2, ..: in each transfer every node sends to
-    one of them and receives from the other."""
+    """Yield for each transfer the node to send to, the j-th after this one, and the node to receive from, the j-th
+    before it, modulo the number of nodes, for j = 1, 2, .."""
     count = world.levels.across.size
     return (((world.node + j) % count, (world.node - j) % count) for j in range(1, count))
 
 
 def of_node(world: World, node: int, by_rank: Sequence[int]) -> tuple[int, ...]:
-    """The entries of a node's ranks."""
-    each = world.levels.node.size
-    return tuple(by_rank[node * each : (node + 1) * each])
+    """Return the entries of a node's ranks."""
+    size = world.levels.node.size
+    return tuple(by_rank[node * size : (node + 1) * size])
 
 
-def send(world: World, part: torch.Tensor, to: int, into: torch.Tensor, source: int, stream: Stream) -> None:
-    """Send `part` to this rank's place in node `to`, and receive `into` from that in node `source`."""
+def send(world: World, part: torch.Tensor, target: int, out: torch.Tensor, source: int, stream: Stream) -> None:
+    """Send `part` to the rank with this local rank in node `target`, and receive `out` from that in node `source`."""
     across = world.levels.across
-    outs = [into if node == source else into[:0] for node in range(across.size)]
-    parts = [part if node == to else part[:0] for node in range(across.size)]
+    outs = [out if node == source else out[:0] for node in range(across.size)]
+    parts = [part if node == target else part[:0] for node in range(across.size)]
     across.all_to_all(outs, parts, stream)
 
 
 @dataclass(frozen=True)
-class RowPiece:
-    """Rows first .. first + sum(shards) of a matrix: `shards` of each of a node's ranks. index: which piece."""
+class RowChunk:
+    """The rows of a matrix from `begin` to `begin + sum(shards)`, of which local rank r of each node owns shards[r].
+    index: the number of the chunk."""
 
     index: int
-    first: int
+    begin: int
     shards: tuple[int, ...]
 
-    def rows(self, place: int) -> slice:
-        lo = self.first + sum(self.shards[:place])
-        return slice(lo, lo + self.shards[place])
+    def rows(self, local_rank: int) -> slice:
+        lo = self.begin + sum(self.shards[:local_rank])
+        return slice(lo, lo + self.shards[local_rank])
 
 
-def sum_rows(world: World, source: SymmetricTensor, piece: RowPiece, into: torch.Tensor, stream: Stream) -> None:
-    """into = this rank's rows of the piece of `source` [M, H], summed over the ranks of the node in their order, in
+def sum_rows(world: World, source: SymmetricTensor, chunk: RowChunk, out: torch.Tensor, stream: Stream) -> None:
+    """out = this rank's rows of the chunk of `source` [M, H], summed over the ranks of the node in their order, in
     float32."""
     node = world.levels.node
-    rows, count = piece.rows(node.rank), len(into)
+    rows, count = chunk.rows(node.rank), len(out)
     if not count:
         return
     staging = pull_parts(node, source, rows, count, stream)
-    sum_parts(source.local[rows], staging, into, None, node, stream)
+    sum_parts(source.local[rows], staging, out, None, node, stream)
 
 
 def pull_rows(
-    world: World, held: SymmetricTensor, piece: RowPiece, into: torch.Tensor, first: int, stream: Stream
+    world: World, memory: SymmetricTensor, chunk: RowChunk, out: torch.Tensor, begin: int, stream: Stream
 ) -> None:
-    """Copy to `into`, which are rows `first` and on of the whole, those that the piece has of them. held: [pieces,
-    rows, columns], on each rank of the node its rows of every piece."""
-    node, last = world.levels.node, first + into.shape[0]
+    """Copy the chunk's rows to `out`, whose rows are those of the matrix from `begin` on; rows outside `out` are left
+    out. memory: [chunks, rows, columns], on each rank of the node the rows that it owns of every chunk."""
+    node, end = world.levels.node, begin + out.shape[0]
     for p in (node.rank, *node.other_ranks):
-        rows = piece.rows(p)
-        lo, hi = max(rows.start, first), min(rows.stop, last)
+        rows = chunk.rows(p)
+        lo, hi = max(rows.start, begin), min(rows.stop, end)
         if lo < hi:
-            part = held.peers[p][piece.index, lo - rows.start : hi - rows.start]
-            node.copy(into[lo - first : hi - first], part, stream)
+            part = memory.peers[p][chunk.index, lo - rows.start : hi - rows.start]
+            node.copy(out[lo - begin : hi - begin], part, stream)

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...errors import Unsupported
@@ -37,8 +38,6 @@ from ...world import World
 from .parameters import Parameters, local_of, shard_of
 from .shards import HeadsShard, Module
 from .woven import Woven
-
-Tensor = torch.Tensor
 
 
 class Kind(NamedTuple):

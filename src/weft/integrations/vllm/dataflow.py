@@ -73,7 +73,7 @@ class Symbol(fx.Proxy):
     ndim = property(dim)
 
 
-class Forward(nn.Module):
+class TracedForward(nn.Module):
     """A module's forward with the tracer's arguments: only tensors, by name."""
 
     constants: Mapping[str, None] = {"input_ids": None, "intermediate_tensors": None}
@@ -132,7 +132,7 @@ def traced(module: nn.Module, kinds: Kinds) -> Graph:
     """Return the graph of the module's forward, traced on symbols. Raises what that forward raises on them. Attributes
     that it sets on modules are restored."""
     tracer, saved = Tracer(kinds), [(child, dict(child.__dict__)) for child in module.modules()]
-    root = Forward(module, tracer)
+    root = TracedForward(module, tracer)
     try:
         return Graph(root, list(tracer.trace(root).nodes))
     finally:
@@ -176,17 +176,17 @@ def first_sentence(error: Exception) -> str:
 def sites(graph: Graph, kinds: Kinds, names: Mapping[int, str]) -> list[Site]:
     """Return the sites in a graph."""
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    found_sites = []
+    graph_sites = []
     for node in graph.nodes:
         reduction = module_of(graph, node)
         if reduction is None or not kinds.reduces(reduction):
             continue
-        summed = first_item(node) if kinds.gives_bias(reduction) else node
-        reader = only_reader(summed)
+        total = first_item(node) if kinds.gives_bias(reduction) else node
+        reader = only_reader(total)
         norm = module_of(graph, reader)
         if reader is None or norm is None or not kinds.is_norm(norm) or reader.kwargs:
             continue
-        if len(reader.args) > 2 or reader.args[0] is not summed or calls[node.target] + calls[reader.target] > 2:
+        if len(reader.args) > 2 or reader.args[0] is not total or calls[node.target] + calls[reader.target] > 2:
             continue
         if len(reader.args) == 2 and first_item(reader) is None:
             continue
@@ -195,8 +195,8 @@ def sites(graph: Graph, kinds: Kinds, names: Mapping[int, str]) -> list[Site]:
         column = module_of(graph, following)
         if following is not None and column is not None and kinds.is_column(column) and calls[following.target] == 1:
             site.column = column
-        found_sites.append(site)
-    return found_sites
+        graph_sites.append(site)
+    return graph_sites
 
 
 def residuals_stay(graph: Graph, norms: set[int]) -> bool:

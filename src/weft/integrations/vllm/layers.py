@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from ...ops.all_reduce.op import WIDEST
 from ...tensor_checks import DTYPES
@@ -19,15 +19,8 @@ from .interface import VllmObject
 from .row_all_reduce import ROW_ALL_REDUCE
 from .row_norm_column import row_norm_column
 
-Tensor = torch.Tensor
-LINEAR = (
-    "weight",
-    "bias",
-    "quant_method",
-    "return_bias",
-    "skip_bias_add",
-    "tp_size",
-)  # the attributes of a linear that are read below
+# The attributes of a linear that are read below.
+LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_size")
 
 
 # -- what vLLM's modules are -------------------------------------------------------------------------------------------

@@ -262,8 +262,8 @@ def put_in_place(
         served = layers.Served(reduction if has_gemm else None, site.column, rows_from, woven_from, world)
         gemma = type(site.norm) is classes.gemma_norm
         report.undo.append(layers.put(site.norm, layers.SummedGemmaNorm if gemma else layers.SummedNorm, weft=served))
-        summed = "experts" if not isinstance(reduction, classes.row) else "a row-parallel linear"
-        counts[f"the sum of {summed}{' with its GEMM' if has_gemm else ''}, residual and norm"] += 1
+        reduction_name = "experts" if not isinstance(reduction, classes.row) else "a row-parallel linear"
+        counts[f"the sum of {reduction_name}{' with its GEMM' if has_gemm else ''}, residual and norm"] += 1
         counts["the column-parallel GEMM after it"] += site.column is not None
     for row in candidates.rows:
         report.undo.append(layers.put(row, layers.Row, weft=world))

@@ -1,4 +1,5 @@
-"""A row-parallel linear's GEMM and sum over ranks, where no norm follows that could take the sum."""
+"""A row-parallel linear's GEMM and its sum over ranks as one operator, for linears whose sum no norm computes
+(row_norm_column.py)."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def run_engine(world: World, call: RowCall, plan: Engine, operands: Factors) -> 
 
     x, weight, bias = operands
     partial = world.linear(x.contiguous(), weight, None if world.rank else bias, world.current_stream())
-    summed: torch.Tensor = tensor_model_parallel_all_reduce(partial)
-    return summed
+    total: torch.Tensor = tensor_model_parallel_all_reduce(partial)
+    return total
 
 
 class RowAllReduce(Op[RowCall]):
@@ -75,7 +76,7 @@ class RowAllReduce(Op[RowCall]):
         """Return the call with its number of tokens rounded up to a power of two."""
         return replace(call, m=1 << (call.m - 1).bit_length())
 
-    def check_same_on_all_ranks(self, world: World, call: RowCall, plan: Plan, **more: Hashable) -> None:
+    def check_same_on_all_ranks(self, world: World, call: RowCall, plan: Plan, **further: Hashable) -> None:
         """Check nothing: the operators that this one calls check that all ranks make the same call."""
 
     def execute(

@@ -23,6 +23,7 @@ from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...nn.weave import Weave, halves
 from ...op import Call, Op, registered
@@ -34,8 +35,6 @@ from ...ops.norm import rms_norm
 from ...plans import Plan, Sequential
 from ...tensor_checks import check_operands, dims
 from ...world import World
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,8 @@ def run_sequential(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTe
 
 
 def run_engine(world: World, call: RowNormColumnCall, plan: Engine, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    partial = (
-        t.x.clone() if t.row is None else row_product(world, t, t.x)
-    )  # FlashInfer's kernel writes the residual into its input
+    # x is cloned, because FlashInfer's kernel writes the residual into its input.
+    partial = t.x.clone() if t.row is None else row_product(world, t, t.x)
     y, new_residual = engine_all_reduce_norm()(partial, t.residual, EngineNorm(world, t.norm, call.eps))
     return column_product(world, t, y), new_residual
 
@@ -300,7 +298,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
             return "two parts need a residual of which each rank holds its own rows of both"
         return None
 
-    def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **more: Hashable) -> None:
+    def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **further: Hashable) -> None:
         """Check nothing: the operators that this one calls check that all ranks make the same call."""
 
     def execute(

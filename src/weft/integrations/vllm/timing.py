@@ -25,11 +25,13 @@ def rows_from(flow: Flow, classes: Classes, world: World, min_tokens: int, max_t
     which the engine's own is one. Collective. It also makes the trials of these sizes, so that no request waits for
     them."""
     kinds = Counter(shapes(site, classes) for site in flow.sites)
-    one_each = {shapes(site, classes): site for site in flow.sites}
+    site_by_shapes = {shapes(site, classes): site for site in flow.sites}
     threshold, tokens = 0, 1 << (min_tokens - 1).bit_length()
     with torch.inference_mode():
         while tokens <= max_tokens:
-            sites = [(random_operands(one_each[kind], classes, world, tokens), count) for kind, count in kinds.items()]
+            sites = [
+                (random_operands(site_by_shapes[kind], classes, world, tokens), count) for kind, count in kinds.items()
+            ]
             choice = Choice(
                 ("residuals", tokens, *kinds.items()),
                 lambda mode: RESIDUALS_WHOLE,

@@ -270,7 +270,7 @@ def all_gather_gemm(
     K = K // ELEMENTS * ELEMENTS
     half = arena.half // ELEMENTS * ELEMENTS
     me = rank_of(ch)
-    base = (tl.load(arena.turn) & 1).to(tl.int64) * half
+    base = (tl.load(arena.epoch) & 1).to(tl.int64) * half
     row = tl.load(shards.offsets + me)
     rows_n = tl.load(shards.offsets + me + 1) - row
     own_half = address_of(arena.addresses, me, x.dtype.element_ty) + base
@@ -295,7 +295,7 @@ def all_gather_gemm(
         compute_tiles(
             x_desc, arena_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, own_tiles, row, M, N, K, how.product
         )
-    end_call(ch, arena.turn, PROGRAMS)
+    end_call(ch, arena.epoch, PROGRAMS)
 
 
 @jit(do_not_specialize=("own_tiles", "M"))

@@ -24,7 +24,7 @@ from ...plans import (
     TwoLevel,
 )
 from ...torch_library import Backward, CallOptions, column_sums, product
-from ...transport.collectives import regathered, summed
+from ...transport.collectives import gather_in_backward, reduce_scatter_in_backward
 from ...world import World
 from ..common import GatheredOptions, MatmulOp, ScaledRowOutOptions, check_rows, plain_rows, whole_words
 from ..recipes import ScaledFactors, check_product
@@ -118,7 +118,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
             dy = dy.contiguous()
             if ctx.needs[1]:
                 assert x is not None
-                dw = product(world, dy.t(), x if gathered else regathered(world, x, shards))
+                dw = product(world, dy.t(), x if gathered else gather_in_backward(world, x, shards))
             if ctx.needs[2]:
                 db = column_sums(world, dy)
             if ctx.needs[0]:
@@ -126,7 +126,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
                 options = shards, True, None, False
                 dx = REGISTRY["matmul_reduce_scatter"](world, "auto", ScaledFactors(dy, weight.t()), options)
         if dfull is not None and gathered and ctx.needs[0]:
-            part = summed(world, dfull, shards)
+            part = reduce_scatter_in_backward(world, dfull, shards)
             total = dx if dx is not None else world.zeros(tuple(part.shape), part.dtype)
             world.call(lambda: total.add_(part), [total, part], [total], world.current_stream())
             dx = total

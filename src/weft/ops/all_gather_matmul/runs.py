@@ -19,7 +19,7 @@ import torch
 
 from ...backends import library_gemm
 from ...compute.scaled_gemm import Scales
-from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
+from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
@@ -244,7 +244,7 @@ def _pulled_launch(
         # All tiles of a shard that is not whole tiles are read from the arena.
         x_desc=Matrix(call.shards[0], k, blocks) if even else arena_desc,
         own_tiles=call.shards[0] // bm if even else 0,
-        arena=Halves.of(arena, granules, half),
+        arena=Halves.from_arena(arena, granules, half),
         arena_desc=arena_desc,
         flat_desc=view.descriptor(dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
         ch=ch,
@@ -383,7 +383,7 @@ def _by_copy_engine(
         moving = dict(x_desc=x, gathered_desc=gathered[0], w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
         if call.recipe is not None:
             moving["all_scales"] = gathered_operands(operands, *gathered).x_scale
-        ahead((bias,), lambda: (GivenLaunch(launch, moving),))
+        ahead((bias,), lambda: (BoundLaunch(launch, moving),))
         launch(world.current_stream(), **moving)
     return GatheredRows(*gathered)
 

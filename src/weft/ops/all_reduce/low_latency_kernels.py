@@ -14,14 +14,14 @@ from ...lang.mapping import first_row
 from ...transport.low_latency_kernels import (
     clear,
     compare_calls,
-    end_turn,
-    numbers,
+    load_state,
     post_result,
     post_row,
+    rotate_thirds,
+    round_without_empty,
     row_low_latency,
-    solid,
     sum_low_latency,
-    turn_of,
+    to_fp32,
 )
 from .kernels import OWN, WHOLE, Affine, load_parameters, normalise, store_row, store_scales
 
@@ -36,8 +36,8 @@ def owner_of(t, M, W: tl.constexpr):
 
 @jit(do_not_specialize=("M", "third", "number"))
 def one_shot(
-    x, slots, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
-    PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
+    x, memory, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
+    PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """All-reduce x [M, H], this rank's part, with the norm, to out [M, H], in one shot. x and residual are int32 words.
     A third of the memory is [W + 1, M, H]: the parts of all ranks, and the owners' rows of the residual (RESIDUAL
@@ -52,22 +52,22 @@ def one_shot(
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
     ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 32
     VECTORS: tl.constexpr = WORDS // 4
-    staging, stagings, phases = slots
+    local, addresses, state = memory
     weights = Affine(weight, bias, scale)
     pid = tl.program_id(0)
     me = rank_of(ch)
-    phase, offset, clear_offset, filled = turn_of(phases, pid, third)
+    third_index, offset, previous, filled = load_state(state, pid, third)
     lo = first_row(me, M, W)
     hi = first_row(me + 1, M, W)
     for unit in range(pid, M * (W - 1), PROGRAMS):
         t = unit // (W - 1)
-        peer_third = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + offset
+        peer_third = address_of(addresses, (me + 1 + unit % (W - 1)) % W, tl.int32) + offset
         post_row(peer_third + (me * M + t).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
         if RESIDUAL == OWN:
             if (t >= lo) & (t < hi):
                 own_residual = residual + (t - lo).to(tl.int64) * ROW
                 post_row(peer_third + (W * M + t).to(tl.int64) * ROW, own_residual, ROW // 4, VECTORS)
-    clear(staging + clear_offset, filled, pid, VECTORS, PROGRAMS)
+    clear(local + previous, filled, pid, VECTORS, PROGRAMS)
     compare_calls(calls, number, pid, PROGRAMS)
 
     if P <= 8192:  # before the wait, if there are registers for it
@@ -76,7 +76,7 @@ def one_shot(
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
         acc = sum_low_latency(
-            staging + offset + row,
+            local + offset + row,
             M.to(tl.int64) * ROW,
             x + row,
             residual + row - lo.to(tl.int64) * ROW,
@@ -95,7 +95,7 @@ def one_shot(
             w, b, divisor = load_parameters(weights, norm)
         if RESIDUAL == WHOLE:
             c = tl.arange(0, WORDS)
-            acc += numbers(tl.load(residual + row + c, mask=c < ROW, other=0), DTYPE, P)
+            acc += to_fp32(tl.load(residual + row + c, mask=c < ROW, other=0), DTYPE, P)
         out_offset = t.to(tl.int64) * H
         if KEEP == WHOLE:
             store_row(new_residual + out_offset, acc.to(DTYPE), H, P)
@@ -107,13 +107,13 @@ def one_shot(
             y, scales = divide_by_scales(y, P // norm.GROUP, norm.GROUP)
             store_scales(scale, t, scales, norm)
         store_row(out + out_offset, y.to(norm.OUT), H, P)
-    end_turn(phases, pid, phase, SOURCES * M * (ROW // 4), PROGRAMS, TURNS)
+    rotate_thirds(state, pid, third_index, SOURCES * M * (ROW // 4), PROGRAMS, MAX_PROGRAMS)
 
 
 @jit(do_not_specialize=("M", "third", "number"))
 def two_shot_low_latency(
-    x, slots, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
-    PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
+    x, memory, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
+    PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """All-reduce as `one_shot` does, but in two shots, to an output of DTYPE. A third of the memory is [W, max_rows,
     H], the parts of all ranks of this rank's rows, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
@@ -126,11 +126,11 @@ def two_shot_low_latency(
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
     ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 32
     VECTORS: tl.constexpr = WORDS // 4
-    staging, stagings, phases = slots
+    local, addresses, state = memory
     weights = Affine(weight, bias, scale)
     pid = tl.program_id(0)
     me = rank_of(ch)
-    phase, offset, clear_offset, filled = turn_of(phases, pid, third)
+    third_index, offset, previous, filled = load_state(state, pid, third)
     max_rows = M // W + (M % W > 0).to(tl.int32)
     lo = first_row(me, M, W)
     hi = first_row(me + 1, M, W)
@@ -139,9 +139,9 @@ def two_shot_low_latency(
         i = unit // (W - 1)
         t = first_row(owner, M, W) + i
         if t < first_row(owner + 1, M, W):
-            peer_third = address_of(stagings, owner, tl.int32) + offset
+            peer_third = address_of(addresses, owner, tl.int32) + offset
             post_row(peer_third + (me * max_rows + i).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
-    clear(staging + clear_offset, filled, pid, VECTORS, PROGRAMS)
+    clear(local + previous, filled, pid, VECTORS, PROGRAMS)
     compare_calls(calls, number, pid, PROGRAMS)
 
     if P <= 8192:
@@ -153,30 +153,31 @@ def two_shot_low_latency(
         i = (t - lo).to(tl.int64) * ROW
         row = t.to(tl.int64) * ROW
         acc = sum_low_latency(
-            staging + offset + i, max_rows.to(tl.int64) * ROW, x + row, x, me, me, t, ROW, ch, DTYPE, W, W, WORDS, P
+            local + offset + i, max_rows.to(tl.int64) * ROW, x + row, x, me, me, t, ROW, ch, DTYPE, W, W, WORDS, P
         )
         if P > 8192:
             w, b, divisor = load_parameters(weights, norm)
         if RESIDUAL == OWN:
-            acc += numbers(tl.load(residual + i + c, mask=c < ROW, other=0), DTYPE, P)
+            acc += to_fp32(tl.load(residual + i + c, mask=c < ROW, other=0), DTYPE, P)
         if RESIDUAL == WHOLE:
-            acc += numbers(tl.load(residual + row + c, mask=c < ROW, other=0), DTYPE, P)
-        y = solid(normalise(acc, w, b, 1.0, norm), DTYPE)
-        total = solid(acc, DTYPE)
+            acc += to_fp32(tl.load(residual + row + c, mask=c < ROW, other=0), DTYPE, P)
+        y = round_without_empty(normalise(acc, w, b, 1.0, norm), DTYPE)
+        total = round_without_empty(acc, DTYPE)
         store_row(out + t.to(tl.int64) * H, y, H, P)
-        post_result(stagings, results + row, y, me, DTYPE, W, VECTORS, ROW, P)
+        post_result(addresses, results + row, y, me, DTYPE, W, VECTORS, ROW, P)
         if KEEP == WHOLE:
             store_row(new_residual + t.to(tl.int64) * H, total, H, P)
-            post_result(stagings, sums + row, total, me, DTYPE, W, VECTORS, ROW, P)
+            post_result(addresses, sums + row, total, me, DTYPE, W, VECTORS, ROW, P)
         if KEEP == OWN:
             store_row(new_residual + (t - lo).to(tl.int64) * H, total, H, P)
     for step in range(pid, M - (hi - lo), PROGRAMS):  # rows of the other owners, from the next rank on
         t = (hi + step) % M
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
-        words = row_low_latency(staging + results + row, owner, me, t, ROW, ch, WORDS)
+        words = row_low_latency(local + results + row, owner, me, t, ROW, ch, WORDS)
         tl.store(out.to(tl.pointer_type(tl.int32)) + row + c, words, mask=c < ROW)
         if KEEP == WHOLE:
-            words = row_low_latency(staging + sums + row, owner, me, t, ROW, ch, WORDS)
+            words = row_low_latency(local + sums + row, owner, me, t, ROW, ch, WORDS)
             tl.store(new_residual.to(tl.pointer_type(tl.int32)) + row + c, words, mask=c < ROW)
-    end_turn(phases, pid, phase, (W * max_rows + M * (1 + (KEEP == WHOLE))) * (ROW // 4), PROGRAMS, TURNS)
+    filled = (W * max_rows + M * (1 + (KEEP == WHOLE))) * (ROW // 4)
+    rotate_thirds(state, pid, third_index, filled, PROGRAMS, MAX_PROGRAMS)

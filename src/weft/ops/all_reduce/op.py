@@ -120,10 +120,10 @@ class Reduce(Op[SumCall]):
                 world, call, plan, out=shared_out and shared_out[1], x=shared_x and shared_x[1]
             )
         )
-        (shape, dtype), *more_outputs = self.outputs(world, call)
+        (shape, dtype), *extra_outputs = self.outputs(world, call)
         result = output(self.name, world, out, shape, dtype)
-        kept = world.empty(*more_outputs[0]) if call.keep else None
-        scales = world.empty(*more_outputs[-1]) if call.group else None
+        kept = world.empty(*extra_outputs[0]) if call.keep else None
+        scales = world.empty(*extra_outputs[-1]) if call.group else None
         if call.m == 0:
             return result, kept, scales
         residual, weight, bias, scale = (
@@ -184,14 +184,14 @@ class AllReduceRmsNorm(Reduce):
             return None
         number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # the number that `execute` gets
         prepared_for = posting(world, call, plan)
-        (shape, dtype), *more_outputs = self.outputs(world, call)
+        (shape, dtype), *extra_outputs = self.outputs(world, call)
         check, current, finish = world.check, world.current_stream, world.finish
 
         def run(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
             check()
             world.begin(number)
             stream, y = current(), world.empty(shape, dtype)
-            kept = world.empty(*more_outputs[0]) if more_outputs else None
+            kept = world.empty(*extra_outputs[0]) if extra_outputs else None
             residual, weight, bias, scale = (None if t is None else aligned(t) for t in others)
             post(world, prepared_for, Tensors(aligned(x), residual, weight, bias, scale, y, kept), stream)
             finish(stream)

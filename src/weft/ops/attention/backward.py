@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...plans import Plan, Segmented
 from ...tensor_checks import dense
@@ -23,8 +24,6 @@ from ...world import World
 from .key_ranges import KeyRanges
 from .libraries import AttentionLibrary, BackwardOperands, Packed
 from .segmented import AttentionConfig, GroupsByRank, KeyValues, fetch_key_values, sequence_offsets
-
-Tensor = torch.Tensor
 
 
 class ForwardResult(NamedTuple):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from ...backends.base import SymmetricTensor
 from ...kernel_launch import Launch, prepared
@@ -27,8 +28,6 @@ from ...transport.sm_push import PushBlock, block_launch
 from ...world import World
 from .key_ranges import KeyRanges, zigzag_chunks
 from .segmented import AttentionConfig, KeyValues, Partial, attend, merge_partials
-
-Tensor = torch.Tensor
 
 MEMORY = "attention heads"
 

@@ -2,9 +2,9 @@
 
 Rank r holds n_r rows of the sequence, and queries for the last m_r of them. In the layout "contiguous" the ranks' rows
 follow one another. In the layout "zigzag" the sequence is cut into 2 W chunks, and rank r holds chunks r and
-2 W - 1 - r, so that a causal mask leaves every rank the same work. There a rank's local rows are one causal block. Of a
-rank with a smaller number, all queries see the first chunk and none the second. Of a rank with a larger number, only
-the queries of the second chunk see keys, and they see all of them:
+2 W - 1 - r, so that a causal mask leaves every rank the same work. In this layout a rank's local rows are one causal
+block. All of its queries see the first chunk of a rank with a smaller number, and none see the second. The keys of a
+rank with a larger number are seen only by the queries of the second chunk, which see all of them:
 
     W = 2      keys 0 3 | 1 2          rank 0 holds chunks 0 and 3, rank 1 holds chunks 1 and 2
     rank 0  0:      \\ . | . .          \\ causal, # all, . none
@@ -50,7 +50,7 @@ class CausalBlock(NamedTuple):
 
 
 class KeyGroup(NamedTuple):
-    """Key ranges for one library call, which the queries from `first_query` on see whole."""
+    """Key ranges for one library call. The queries from `first_query` on see all keys of them, the others none."""
 
     first_query: int
     ranges: tuple[KeyRange, ...]
@@ -61,7 +61,7 @@ class KeyGroup(NamedTuple):
 
 
 class KeyRanges(NamedTuple):
-    """The local and remote keys that a rank's queries see. `packed`, where it is set, says how the queries see those
+    """The local and remote keys that a rank's queries see. If `packed` is set, it says which queries see which of these
     keys, in place of the causal flags."""
 
     local: tuple[CausalBlock, ...]

@@ -23,11 +23,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...errors import Unsupported
 from ...tensor_checks import dense
 
-Tensor = torch.Tensor
 MAX_HEAD_DIM = 256
 _aten = torch.ops.aten
 _TOLERANCE = 2e-2  # relative error: rounding to 16 bits gives 3e-3, a wrong convention more than 0.3
@@ -57,11 +57,11 @@ class BackwardOperands(NamedTuple):
 
 SequenceOffsets = tuple[Tensor, Tensor]  # Packed.cu_queries and cu_keys as int32 tensors on the device
 Result = tuple[Tensor, Tensor]  # out, lse
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
-Forward = Callable[[Tensor, Tensor, Tensor, bool, float], Result]
-Backward = Callable[[BackwardOperands, bool, float], Gradients]
+QkvGradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
+ForwardDense = Callable[[Tensor, Tensor, Tensor, bool, float], Result]
+BackwardDense = Callable[[BackwardOperands, bool, float], QkvGradients]
 ForwardPacked = Callable[[Tensor, Tensor, Tensor, Packed, SequenceOffsets, float], Result]
-BackwardPacked = Callable[[BackwardOperands, Packed, SequenceOffsets, float], Gradients]
+BackwardPacked = Callable[[BackwardOperands, Packed, SequenceOffsets, float], QkvGradients]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class AttentionLibrary:
     than `min_rows` queries or keys."""
 
     name: str
-    forward: Forward
-    backward: Backward
+    forward: ForwardDense
+    backward: BackwardDense
     packed: ForwardPacked | None = None
     packed_backward: BackwardPacked | None = None
     min_rows: int = 1
@@ -93,7 +93,7 @@ def _result(results: tuple[Tensor, ...], q: Tensor) -> Result:
     return _by_row(results[0]), results[1].reshape(q.shape[1], q.shape[0])
 
 
-def _gradients(attention: Callable[..., Gradients], operands: BackwardOperands) -> Gradients:
+def _gradients(attention: Callable[..., QkvGradients], operands: BackwardOperands) -> QkvGradients:
     """Call attention(dout, q, k, v, out, lse) with operands in torch's layout, lse [1, heads, m]."""
     q, k, v, out, lse, dout = operands
     dq, dk, dv = attention(*map(_by_head, (dout, q, k, v, out)), dense(lse)[None])
@@ -105,14 +105,14 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Resul
     return _result(_aten._scaled_dot_product_cudnn_attention(*args, scale=scale), q)
 
 
-def _cudnn_backward(operands: BackwardOperands, causal: bool, scale: float) -> Gradients:
+def _cudnn_backward(operands: BackwardOperands, causal: bool, scale: float) -> QkvGradients:
     q, k = operands.q, operands.k
     seed = torch.zeros(1, dtype=torch.int64, device=q.device)  # of the dropout, whose probability is 0
 
-    def attention(*tensors: Tensor) -> Gradients:
+    def attention(*tensors: Tensor) -> QkvGradients:
         *inputs, lse = tensors
         args = *inputs, lse[..., None], seed, seed, None, None, None, len(q), len(k), 0.0, causal
-        gradients: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(*args, scale=scale)
+        gradients: QkvGradients = _aten._scaled_dot_product_cudnn_attention_backward(*args, scale=scale)
         return gradients
 
     return _gradients(attention, operands)
@@ -123,13 +123,13 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Resul
     return _result(_aten._scaled_dot_product_flash_attention(*args, scale=scale), q)
 
 
-def _flash_backward(operands: BackwardOperands, causal: bool, scale: float) -> Gradients:
+def _flash_backward(operands: BackwardOperands, causal: bool, scale: float) -> QkvGradients:
     q, k = operands.q, operands.k
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
 
-    def attention(*tensors: Tensor) -> Gradients:
+    def attention(*tensors: Tensor) -> QkvGradients:
         args = *tensors, None, None, len(q), len(k), 0.0, causal, seed, seed
-        gradients: Gradients = _aten._scaled_dot_product_flash_attention_backward(*args, scale=scale)
+        gradients: QkvGradients = _aten._scaled_dot_product_flash_attention_backward(*args, scale=scale)
         return gradients
 
     return _gradients(attention, operands)
@@ -143,7 +143,7 @@ def _flash_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, offsets: Sequ
 
 def _flash_packed_backward(
     operands: BackwardOperands, packed: Packed, offsets: SequenceOffsets, scale: float
-) -> Gradients:
+) -> QkvGradients:
     q, k, v, out, lse, dout = operands
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     args = dout, q, k, v, out, dense(lse), *offsets, *_max_lengths(packed), 0.0, packed.causal, seed, seed
@@ -182,7 +182,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: 
     return out.to(q.dtype), lse
 
 
-def _plain_backward(operands: BackwardOperands, causal: bool, scale: float, window: int = 0) -> Gradients:
+def _plain_backward(operands: BackwardOperands, causal: bool, scale: float, window: int = 0) -> QkvGradients:
     q, k, v, out, lse, dout = operands
     heads, (n, kv_heads, d) = q.shape[1], k.shape
     dout = dout.float()
@@ -210,7 +210,7 @@ def _plain_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, offsets: Sequ
 
 def _plain_packed_backward(
     operands: BackwardOperands, packed: Packed, offsets: SequenceOffsets, scale: float
-) -> Gradients:
+) -> QkvGradients:
     q, k, v, out, lse, dout = operands
     gradients = []
     for i, j in _sequences(packed):

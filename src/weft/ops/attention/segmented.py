@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...backends.base import Event, Stream
 from ...backends.library_gemm import stepped
@@ -31,7 +32,6 @@ from .kernels import merge
 from .key_ranges import KeyGroup, KeyRanges, buffer_rows, split_groups
 from .libraries import AttentionLibrary, Packed, SequenceOffsets
 
-Tensor = torch.Tensor
 GroupsByRank = Sequence[Sequence[KeyGroup]]  # the remote keys of each rank if it has as many queries as keys
 
 KEYS = "attention keys"  # the buffer of remote keys and values, and its barrier

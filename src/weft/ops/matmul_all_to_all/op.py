@@ -30,7 +30,7 @@ from ...tensor_checks import check_device
 from ...torch_library import CallOptions
 from ...transport.copy_engine import COPIES, pull_from_all
 from ...transport.memory import lock, workspace
-from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
+from ...transport.signals import Signals, exchange_groups, prepare, schedule, schedule_of
 from ...world import Memo, World, disagreement
 from ..common import Factors, MatmulCall, MatmulOp, whole_words
 from ..matmul_reduce.signaled import Tiling, gemm_launch
@@ -219,7 +219,7 @@ def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> Grou
     row_map = np.empty(len(routing.destinations[me]), np.int64)
     row_map[np.argsort(cells(routing.destinations[me]), kind="stable")] = np.arange(len(row_map))
 
-    own_schedule = scheduled([min(-(-len(row_map) // bm) * tiles_n, b) for b in bounds], programs)
+    own_schedule = schedule_of([min(-(-len(row_map) // bm) * tiles_n, b) for b in bounds], programs)
     return GroupTables(
         prepare(world, f"{_OP} {routing.key} x{n} {plan}", own_schedule, plan, [0]),
         world.tensor(row_map.tolist(), torch.int32),

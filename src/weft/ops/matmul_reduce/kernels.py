@@ -252,7 +252,7 @@ def gemm_reduce(
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
     own_tiles = tiles_m * tiles_n
-    first_row = (tl.load(arena.turn) & 1) * (arena.half // COLS).to(tl.int32)
+    first_row = (tl.load(arena.epoch) & 1) * (arena.half // COLS).to(tl.int32)
     if COMPUTE:
         granule = tl.load(arena.granules + me)
         first_rows = ()
@@ -313,4 +313,4 @@ def gemm_reduce(
         if pid < how.FORWARD_PROGRAMS:
             forward_tiles(ch, grid, pid, how.FORWARD_PROGRAMS, tile.GROUP_M // W)
         sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how)
-    end_call(ch, arena.turn, how.FORWARD_PROGRAMS + how.PULL_PROGRAMS + GEMM_PROGRAMS)
+    end_call(ch, arena.epoch, how.FORWARD_PROGRAMS + how.PULL_PROGRAMS + GEMM_PROGRAMS)

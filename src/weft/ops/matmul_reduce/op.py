@@ -26,7 +26,7 @@ from ...plans import (
 )
 from ...tensor_checks import requires_grad
 from ...torch_library import Backward, CallOptions, column_sums, product
-from ...transport.collectives import regathered
+from ...transport.collectives import gather_in_backward
 from ...world import World
 from ..common import (
     MatmulOp,
@@ -139,7 +139,7 @@ class MatmulReduceScatter(MatmulReduce):
             options = shards, 0, needs[1] or needs[2], None, False
             dx, full, _ = REGISTRY["all_gather_matmul"](world, "auto", ScaledFactors(dy, weight.t()), options)
         elif needs[1] or needs[2]:
-            full = regathered(world, dy, shards)
+            full = gather_in_backward(world, dy, shards)
         dw = product(world, full.t(), x) if needs[1] and x is not None and full is not None else None
         return dx, dw, column_sums(world, full) if needs[2] and full is not None else None, None, None
 

@@ -20,7 +20,7 @@ import torch
 from ...backends.base import Stream
 from ...compute.scaled_gemm import Scales
 from ...errors import Unsupported
-from ...kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
+from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...op import Direct
@@ -142,7 +142,7 @@ def run_fused(world: World, call: ReduceCall, plan: FusedReduce, operands: Scale
     moving: dict[str, Moved] = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
     if x_scale is not None and weight_scale is not None:
         moving["scales"] = Scales(x_scale, weight_scale)
-    ahead((out, bias), lambda: (GivenLaunch(pull, moving), GivenLaunch(gemm, moving)))
+    ahead((out, bias), lambda: (BoundLaunch(pull, moving), BoundLaunch(gemm, moving)))
     world.wait_event(side, world.record(stream))
     pull(side, **moving)
     gemm(stream, **moving)
@@ -185,7 +185,7 @@ def _fused_launches(
     fixed: dict[str, object] = dict(
         x_desc=Matrix(call.m, call.k, (block_rows(tile, call.recipe), bk)),
         w_desc=weight_matrix(call, tile, trans_b),
-        arena=Halves.of(arena, granules, arena.half // call.dtype.itemsize),
+        arena=Halves.from_arena(arena, granules, arena.half // call.dtype.itemsize),
         arena_desc=view.descriptor(call.dtype, block_rows(tile, call.recipe), bn // 2),
         flat_desc=view.descriptor(call.dtype, block, bn // 2),
         ch=ch,

@@ -34,7 +34,7 @@ from ...lang.jit import constants
 from ...lang.mapping import balanced_rows
 from ...plans import Signaled
 from ...tensor_checks import DTYPES
-from ...transport.copy_engine import COPIES, staging_slots, sum_parts
+from ...transport.copy_engine import COPIES, staging_memory, sum_parts
 from ...transport.memory import lock, rank_word, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule
 from ...transport.sums import sum_partials
@@ -79,7 +79,7 @@ def gemm_launch(
         x_desc=Matrix(m, call.k, (bm, bk)),
         w_desc=weight_matrix(call, plan.tile),
         ch=signals.ch,
-        groups=signals.turns,
+        groups=signals.program_groups,
         offsets=signals.offsets,
         M=m,
         N=call.n,
@@ -226,7 +226,7 @@ def _scatter_by_copies(
     When all copies to all ranks have ended, and the GEMM too, the owner sums its rows in float32 in the order of the
     ranks. After the first barrier the staging memory may be written again."""
     (rows, n), m, me, size = out.shape, call.m, world.rank, world.size
-    staging = staging_slots(world, (size, rows, n), call.dtype)
+    staging = staging_memory(world, (size, rows, n), call.dtype)
     partial = world.empty((m, n), call.dtype)
     signals, gemm, ends = _gemm_in_rows(world, call, plan, operands, partial, rows // plan.tile.block_m)
 
@@ -253,7 +253,7 @@ def _partial_sum(world: World, n: int, dtype: torch.dtype, start: int, rows: int
         sum_partials,
         min(world.sm_count * 4, -(-own_rows * n // block)),
         dict(num_warps=8, local=True),
-        first=start,
+        begin=start,
         rows=rows,
         N=n,
         me=rank_word(world),

@@ -81,9 +81,8 @@ def _gathered(
         begun = local + barrier_us(p, chunking)
     i = np.arange(row_tiles)
     last = np.minimum((i + 1) * bm, m) - 1
-    pulled = (
-        last // rows * chunks + last % rows // chunk_rows - chunks
-    )  # index in pull order; negative: this rank's shard
+    # Indices in the order of the pulls; they are negative for this rank's shard.
+    pulled = last // rows * chunks + last % rows // chunk_rows - chunks
     arrived = np.where(pulled < 0, staged, begun + (pulled // together + 1) * together * took)
     j = np.where(i < own_tiles, i, i - own_tiles)
     group_m = plan.tile.group_m

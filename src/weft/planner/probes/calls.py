@@ -13,7 +13,7 @@ from ..parts import SHOTS
 from ..profile import Measurement, TimedCall
 from ..search import PIECES, SINGLE
 from . import moves
-from .common import Bench, Probe, Shape
+from .common import Bench, GemmShape, Probe
 from .moves import AFTER
 
 MOST_LOW_LATENCY_BYTES = 32 << 20  # of a low-latency collective
@@ -56,7 +56,7 @@ def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "gra
     return Probe(f"{op} {plan.kind} {m} x {n} x {k}{' eager' if mode == 'eager' else ''}", (row,), run)
 
 
-def shapes_of(b: Bench, op: str, part: int) -> tuple[Shape, ...]:
+def shapes_of(b: Bench, op: str, part: int) -> tuple[GemmShape, ...]:
     return (b.sizes.gather if collective(op) == "all_gather" else b.sizes.reduce)[part]
 
 

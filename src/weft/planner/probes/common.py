@@ -16,12 +16,9 @@ from ..profile import Latency, Measurement
 from ..timing import Timer
 
 BF = torch.bfloat16
-Shape = tuple[int, int, int]
-WAVES = (
-    Occupancy(GemmTile()),
-    Occupancy(NARROW, 2),
-    Occupancy(GemmTile(stages=4)),
-)  # all configurations that the ops' plans use
+GemmShape = tuple[int, int, int]
+# The tiles and programs on an SM of all GEMMs in the ops' plans.
+WAVES = (Occupancy(GemmTile()), Occupancy(NARROW, 2), Occupancy(GemmTile(stages=4)))
 
 
 @dataclass(frozen=True)
@@ -35,21 +32,21 @@ class Sizes:
     from which measured signaled plans differ in groups and CTAs.
     """
 
-    gemms: tuple[tuple[Shape, ...], tuple[Shape, ...]]
-    waves: tuple[Shape, ...]
+    gemms: tuple[tuple[GemmShape, ...], tuple[GemmShape, ...]]
+    waves: tuple[GemmShape, ...]
     nbytes: tuple[tuple[int, ...], tuple[int, ...]]
-    gather: tuple[tuple[Shape, ...], tuple[Shape, ...]]
-    reduce: tuple[tuple[Shape, ...], tuple[Shape, ...]]
+    gather: tuple[tuple[GemmShape, ...], tuple[GemmShape, ...]]
+    reduce: tuple[tuple[GemmShape, ...], tuple[GemmShape, ...]]
     ctas: tuple[int, ...]
     moved_bytes: int
-    concurrent_gemm: Shape
+    concurrent_gemm: GemmShape
     low_latency_bytes: tuple[int, ...]
-    low_latency_shapes: tuple[Shape, ...]
+    low_latency_shapes: tuple[GemmShape, ...]
     tiles: tuple[Occupancy, ...] = WAVES
     signaled: Signaled = Signaled()
 
 
-def _grid(ms: Sequence[int], ns: Sequence[int], ks: Sequence[int]) -> tuple[Shape, ...]:
+def _grid(ms: Sequence[int], ns: Sequence[int], ks: Sequence[int]) -> tuple[GemmShape, ...]:
     return tuple(itertools.product(ms, ns, ks))
 
 

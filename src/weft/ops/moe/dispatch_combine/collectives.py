@@ -9,13 +9,12 @@ Rows have the order that the kernels give them (op.py).
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ....world import World
 from ..expert_parallel.place_rows_kernels import ExpertOrder
 from ..tensor_parallel.call import Split
 from ..tensor_parallel.sequential import gathered, tables
-
-Tensor = torch.Tensor
 
 
 def gather_tokens(

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....backends.base import SymmetricTensor
 from ....errors import WeftError
-from ....kernel_launch import GivenLaunch, Launch, prepared
+from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....op import Call, Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, Plan, Sequential
 from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
@@ -343,8 +343,8 @@ def combine(
     check_handle(handle, world)
     check_sums(handle, y, shared)
     gradient = torch.is_grad_enabled() and requires_grad(y, shared, handle.weights)
-    before, versions_now = handle.versions, versions(handle.ids, handle.weights)
-    if gradient and before and versions_now and before != versions_now:
+    before, current_versions = handle.versions, versions(handle.ids, handle.weights)
+    if gradient and before and current_versions and before != current_versions:
         raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
     operands = CombineOperands(y, handle.weights, handle.ids, handle.handle_id, shared)
     result: torch.Tensor = COMBINE_OP(handle.world, handle.plan, operands, handle.options, out)
@@ -571,7 +571,7 @@ def load(world: World, state: KernelState) -> None:
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def place_launch(world: World, state: KernelState, rows: torch.Tensor) -> GivenLaunch:
+def place_launch(world: World, state: KernelState, rows: torch.Tensor) -> BoundLaunch:
     """Return the launch of `place_rows`."""
     routes_per_source = state.exchange.alignment > 1
     return place_rows_launch(
@@ -607,7 +607,7 @@ def mask_launch(world: World, state: ExchangeState) -> Launch:
     )
 
 
-def combine_launch(world: World, state: KernelState, y: torch.Tensor) -> GivenLaunch:
+def combine_launch(world: World, state: KernelState, y: torch.Tensor) -> BoundLaunch:
     """Return the launch of `combine_rows`."""
     return dispatched.combine_launch(
         world, state.dispatched, state.rows(y), state.zero_counters, state.zero_counters, state.space(y)
@@ -621,7 +621,7 @@ def final_sum_launch(
     shared: torch.Tensor | None,
     out: torch.Tensor,
     co_resident: bool = True,
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of the sum over ranks. It reads the ids that `share` copied, so that the caller may overwrite
     his own. It has fewer and smaller programs than in a layer, so that the waiting programs of two buffers leave room
     for the dispatch programs."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ....backends.base import SymmetricTensor
-from ....kernel_launch import GivenLaunch, Launch, Matrices, Matrix, Moved, prepared
+from ....kernel_launch import BoundLaunch, Launch, Matrices, Matrix, Moved, prepared
 from ....lang.jit import constants
 from ....plans import Dispatched
 from ....transport.memory import lock
@@ -30,8 +31,6 @@ from .dispatched import COMBINE_REGISTERS, DispatchedState, LayerWorkspace, scra
 from .kernels import GELU, RoutedRows
 from .place_rows import place_rows_launch
 from .place_rows_kernels import ExpertOrder
-
-Tensor = torch.Tensor
 
 
 class Gradients(NamedTuple):
@@ -101,7 +100,7 @@ def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMem
 
 def place_launch(
     world: World, state: DispatchedState, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, arrived: bool
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch that places inbox [W, max_tokens, H] in rows [rows, H], step by step as it arrives, or all of
     it if it has arrived. ids: int32 [W, max_tokens, k]."""
     order = ExpertOrder(ids, tables.route_rows, tables.sources, tables.offsets, tables.received)
@@ -110,7 +109,7 @@ def place_launch(
 
 def activation_gradient_launch(
     world: World, state: DispatchedState, tables: Tables, weights: Tensor, w: Weights, memory: BackwardMemory
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of `activation_gradient`. weights: float32 [W, max_tokens, k]."""
     gate = 0 if ACTIVATIONS[state.layer.activation] == GELU.value else world.scale.interleave
     form = GradientForm(ACTIVATIONS[state.layer.activation], gate, w.w13.shape[1], world.size, w.b2 is not None)
@@ -125,7 +124,7 @@ def activation_gradient_launch(
         weights=weights,
         dweights_inbox=memory.dweights_inbox.addresses,
     )
-    return GivenLaunch(activation_launch(world, state, form), moving)
+    return BoundLaunch(activation_launch(world, state, form), moving)
 
 
 class GradientForm(NamedTuple):
@@ -177,10 +176,10 @@ def activation_launch(world: World, state: DispatchedState, form: GradientForm) 
     )
 
 
-def wgrad(world: World, state: DispatchedState, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> GivenLaunch:
+def wgrad(world: World, state: DispatchedState, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> BoundLaunch:
     """Return the launch of out [El, M, N] = a^T b over each expert's rows; a [rows, M], b [rows, N]."""
     launch = _wgrad(world, state, a.shape[1], b.shape[1])
-    return GivenLaunch(launch, dict(a_desc=a, b_desc=b, out_desc=out, offsets=tables.offsets))
+    return BoundLaunch(launch, dict(a_desc=a, b_desc=b, out_desc=out, offsets=tables.offsets))
 
 
 @prepared
@@ -208,10 +207,10 @@ def _wgrad(world: World, state: DispatchedState, memory: int, n: int) -> Launch:
 
 def bias_gradient_launch(
     world: World, state: DispatchedState, tables: Tables, rows: Tensor, row_weights: Tensor | None, out: Tensor
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of out [El, N] = the sums of each expert's rows, multiplied by row_weights unless None."""
     launch = _row_sums(world, state, rows.shape[1], row_weights is not None)
-    return GivenLaunch(
+    return BoundLaunch(
         launch,
         dict(rows=rows, row_weights=rows if row_weights is None else row_weights, offsets=tables.offsets, out=out),
     )
@@ -226,9 +225,9 @@ def _row_sums(world: World, state: DispatchedState, n: int, weighted: bool) -> L
 
 def take_gradients_launch(
     world: World, state: DispatchedState, ids: Tensor, out: Tensor, memory: BackwardMemory
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of `take_gradients`. out: float32 [T, k]."""
-    return GivenLaunch(
+    return BoundLaunch(
         _take_gradients(world, state.layer.experts, ids.numel()),
         dict(dweights_inbox=memory.dweights_inbox.local, ids=ids, out=out),
     )
@@ -243,7 +242,7 @@ def _take_gradients(world: World, experts: int, count: int) -> Launch:
 
 def expert_gradient_launches(
     world: World, state: DispatchedState, tables: Tables, memory: BackwardMemory, gradients: Gradients
-) -> Iterator[GivenLaunch]:
+) -> Iterator[BoundLaunch]:
     """Yield the launches of the experts' gradients that are wanted."""
     if gradients.w13 is not None:
         yield wgrad(world, state, tables, memory.dpreactivation, memory.x, gradients.w13)
@@ -269,11 +268,11 @@ def load(
     """Load all kernels of a pass, as `dispatched.load` does for a call: each kernel that shares an SM with a GEMM comes
     right before it."""
 
-    def launches() -> Iterator[GivenLaunch]:
+    def launches() -> Iterator[BoundLaunch]:
         workspace, unused = memory.workspace, state.placeholder_ints
         tables = Tables(*[unused] * 8)
 
-        def gemm(a: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, kn_weight: bool) -> GivenLaunch:
+        def gemm(a: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, kn_weight: bool) -> BoundLaunch:
             return dispatched.grouped_gemm(world, state, tables, a, weight, bias, out, unused, kn_weight, True)
 
         all_ids, rows = memory.ones.view(torch.int32), RoutedRows(workspace.y, unused, memory.ones)
@@ -345,7 +344,7 @@ def backward(
         world, ids_all, state.local_experts, max_tokens_per_rank, plan.tile.block_m, layer.max_rows
     )
 
-    def gemm(a: Tensor, weight: Tensor, out: Tensor, counters: Tensor) -> GivenLaunch:
+    def gemm(a: Tensor, weight: Tensor, out: Tensor, counters: Tensor) -> BoundLaunch:
         return dispatched.grouped_gemm(world, state, tables, a, weight, None, out, counters, True, True)
 
     memory = recompute_preactivation(world, state, tables, ids_all, w, memory, kept)

@@ -19,7 +19,7 @@ import torch
 from triton import JITFunction
 
 from ....backends.base import SymmetricTensor
-from ....kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
+from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
 from ....lang.channel import BlockChannel
 from ....lang.jit import constants
 from ....plans import Dispatched, DispatchedGemms, FusedMoe, LowLatency, TileShape
@@ -268,9 +268,9 @@ def step_counters(world: World, targets: torch.Tensor) -> torch.Tensor:
 
 def dispatch_launch(
     world: World, state: DispatchedState, x: torch.Tensor, ids: torch.Tensor, workspace: LayerWorkspace
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of `dispatch_rows`."""
-    return GivenLaunch(
+    return BoundLaunch(
         _dispatch_launch(world, state), dict(x=x, ids=ids, inboxes=workspace.inbox.addresses, T=x.shape[0])
     )
 
@@ -297,7 +297,7 @@ def first_gemm(
     tables: Tables,
     workspace: LayerWorkspace,
     preactivation: torch.Tensor | None = None,
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of `grouped_gemm_in`. preactivation: where to save the input of the activation, or None."""
     moving: dict[str, Moved] = dict(
         inbox=workspace.inbox.local,
@@ -310,7 +310,7 @@ def first_gemm(
         tile_count=tables.tile_count,
         epoch=workspace.epoch,
     )
-    return GivenLaunch(
+    return BoundLaunch(
         _first_gemm(
             world, state, w.w13.shape[1], workspace.epoch is not None, workspace.half_size, preactivation is not None
         ),
@@ -365,7 +365,7 @@ def grouped_gemm(
     counters: torch.Tensor,
     kn_weight: bool = False,
     with_dispatch: bool = False,
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of out [rows, N] = a [rows, K] @ w + bias [El, N], whose tiles are counted by source step. w is
     [El, N, K], transposed in the product, or with kn_weight [El, K, N]. with_dispatch: dispatch programs run on the
     same SMs."""
@@ -378,7 +378,7 @@ def grouped_gemm(
         tile_count=tables.tile_count,
         counters=counters,
     )
-    return GivenLaunch(_grouped_gemm(world, state, a.shape[1], out.shape[1], kn_weight, with_dispatch), moving)
+    return BoundLaunch(_grouped_gemm(world, state, a.shape[1], out.shape[1], kn_weight, with_dispatch), moving)
 
 
 @prepared
@@ -413,12 +413,12 @@ def combine_launch(
     targets: torch.Tensor,
     counters: torch.Tensor,
     workspace: LayerWorkspace,
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of `combine_rows`. counters: those of GEMM 2."""
     moving: dict[str, Moved] = dict(
         routed=rows, targets=targets, counters=counters, outboxes=workspace.outbox.addresses, epoch=workspace.epoch
     )
-    return GivenLaunch(_combine_launch(world, state, workspace.half_size), moving)
+    return BoundLaunch(_combine_launch(world, state, workspace.half_size), moving)
 
 
 @prepared
@@ -448,7 +448,7 @@ def final_sum_launch(
     workspace: LayerWorkspace,
     counters: torch.Tensor | None = None,
     sum_options: FinalSumOptions = FinalSumOptions(),  # noqa: B008  # frozen
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of `sum_ranks`. counters: those of GEMM 2 if they must be cleared."""
     moving: dict[str, Moved] = dict(
         routed=rows,
@@ -461,7 +461,7 @@ def final_sum_launch(
         T=out.shape[0],
         number=world.number,
     )
-    return GivenLaunch(_final_sum_launch(world, state, workspace.half_size, sum_options), moving)
+    return BoundLaunch(_final_sum_launch(world, state, workspace.half_size, sum_options), moving)
 
 
 @prepared
@@ -536,7 +536,7 @@ def load(
     """Load all kernels of a call the first time, in pairs that share an SM. Raises Unsupported where the programs of a
     pair do not fit together."""
 
-    def steps() -> Iterable[GivenLaunch]:
+    def steps() -> Iterable[BoundLaunch]:
         placeholder = Tables(*[state.placeholder_ints] * 8)
         rows = RoutedRows(workspace.y, state.placeholder_ints, state.placeholder_floats)
         yield dispatch_launch(world, state, x, ids, workspace)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ....kernel_launch import Ahead, GivenLaunch, Launch, Matrix, prepared
+from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ....lang.channel import BlockChannel
 from ....plans import FusedMoe
 from ....transport.barrier import compare
@@ -191,11 +191,11 @@ def run_fused(
     workspace = make_workspace(world, layer, state.rows, "inbox of one launch")
     stamps = (NAME, "stamps", state.programs) in world.decided
     layer_operands = LayerOperands(x, ids, weights, shared, out, b13, b2)
-    layer_launch = GivenLaunch(
+    layer_launch = BoundLaunch(
         _layer(world, state, workspace, x.shape[0], w13.shape[1], stamps),
         dict(operands=layer_operands, w13_desc=w13, w2_desc=w2),
     )
-    compare_launch = GivenLaunch(_compare(world, state), dict(number=world.number))
+    compare_launch = BoundLaunch(_compare(world, state), dict(number=world.number))
     state.ahead((*layer_operands, w13, w2), lambda: (compare_launch, layer_launch))
     compare_launch.on(stream)
     layer_launch.on(stream)

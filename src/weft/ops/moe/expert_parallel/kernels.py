@@ -360,15 +360,15 @@ def weighted_sum(
     `combine_rows`.
     """
     acc = tl.zeros((ROWS, COLS), tl.float32)
-    routes_here = tl.zeros((ROWS,), tl.int32)
+    local_routes = tl.zeros((ROWS,), tl.int32)
     for i in tl.static_range(K):
         row = tl.load(route_rows + route + i, mask=valid, other=-1)
         weight = tl.load(weights + route + i, mask=row >= 0, other=0.0)
         mask = (row >= 0)[:, None] & (cols < H)
         part = tl.load(y + row.to(tl.int64)[:, None] * H + cols, mask=mask, other=0.0)
         acc += weight[:, None] * part.to(tl.float32)
-        routes_here += (row != -1).to(tl.int32)
-    return acc, routes_here
+        local_routes += (row != -1).to(tl.int32)
+    return acc, local_routes
 
 
 @jit
@@ -393,10 +393,10 @@ def send_sums(
     for block in range(program, tl.cdiv(max_tokens, ROWS) * PARTS, PROGRAMS):
         t = block // PARTS * ROWS + tl.arange(0, ROWS)
         cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
-        acc, routes_here = weighted_sum(
+        acc, local_routes = weighted_sum(
             y, route_rows, weights, (rank * max_tokens + t) * K, t < max_tokens, cols, H, K, ROWS, COLS
         )
-        tl.store(dst + t.to(tl.int64)[:, None] * H + cols, acc.to(DTYPE), mask=(routes_here > 0)[:, None] & (cols < H))
+        tl.store(dst + t.to(tl.int64)[:, None] * H + cols, acc.to(DTYPE), mask=(local_routes > 0)[:, None] & (cols < H))
 
 
 @jit(do_not_specialize=("max_tokens",))

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from ....backends.base import SymmetricTensor
-from ....kernel_launch import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
+from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
 from ....lang.channel import BlockChannel
 from ....plans import LowLatency
 from ....tensor_checks import overlap
@@ -179,12 +179,12 @@ def run_low_latency(
     if counts is not None:
         moving["memory"] = memory(world, state)._replace(received=counts)
 
-    def gemm(weight: torch.Tensor, bias: torch.Tensor | None, is_first_gemm: bool) -> GivenLaunch:
+    def gemm(weight: torch.Tensor, bias: torch.Tensor | None, is_first_gemm: bool) -> BoundLaunch:
         _, n, k = weight.shape
         gemm_launch = _gemm(world, state, n, k, is_first_gemm, counts is not None)
-        return GivenLaunch(gemm_launch, dict(moving, w_desc=weight, bias=bias))
+        return BoundLaunch(gemm_launch, dict(moving, w_desc=weight, bias=bias))
 
-    sum_launch = GivenLaunch(_sums(world, state), dict(ids=ids, shared=shared, out=out, T=tokens))
+    sum_launch = BoundLaunch(_sums(world, state), dict(ids=ids, shared=shared, out=out, T=tokens))
     launches = gemm(w13, b13, True), gemm(w2, b2, False), sum_launch
     state.ahead((*operands[:-1], out, counts), lambda: launches)
     for launch in launches:

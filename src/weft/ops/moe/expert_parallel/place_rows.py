@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....kernel_launch import GivenLaunch, Launch, prepared
+from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....world import World
 from ..routing.route_tables import power
 from .dispatched import DispatchedState
@@ -24,12 +24,12 @@ def place_rows_launch(
     clear_padding: bool = True,
     epoch: torch.Tensor | None = None,
     half_size: int = 0,
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch that places inbox [W, max_tokens, H] in rows [.., H], each row where `order` says, after
     `arrivals` arrivals from every rank. clear_padding: rows without a token become zero. epoch, half_size: as in
     `LayerWorkspace`, for calls that alternate between halves."""
     launch = _place_rows(world, state, arrivals, clear_padding, half_size)
-    return GivenLaunch(launch, dict(inbox=inbox, rows=rows, order=order, epoch=epoch))
+    return BoundLaunch(launch, dict(inbox=inbox, rows=rows, order=order, epoch=epoch))
 
 
 @prepared

@@ -1,23 +1,27 @@
-"""The kernels that `dispatch` and `combine` by themselves need besides those of a layer: arrived rows are put in the
+"""The kernels of `weft.moe.dispatch` and `weft.moe.combine` beyond those of a whole layer. They put arrived rows in the
 order of their experts, for the caller's own expert kernels.
 
     side stream  | dispatch_rows            |
     main stream  | share | tables | place_rows | the caller's experts .. | combine_rows | sum_ranks
 
-Where every expert has the same number of rows, `mask_rows` follows the tables and converts them. `place_rows` takes a
-rank's tokens as they arrive, own tokens first, and stores each in all of its rows here, so it reads the inbox once. y
-is complete by stream order, so `combine_rows` finds its counters at their targets: both are zero.
+`dispatch_rows` sends tokens to the inbox of the ranks that have their experts. `share` exchanges the routes, and the
+tables list the rows of each expert. `place_rows` takes the tokens of one source rank after another as they arrive, this
+rank's first, and stores each in all rows that it has here, so it reads the inbox once. In the layout in which every
+expert has the same number of rows, `mask_rows` follows the tables and converts them. The experts' result is complete by
+stream order when `combine_rows` starts, which therefore waits for nothing: its counters and their targets are zero. It
+stores weighted sums in the outboxes of the tokens' ranks, and `sum_ranks` sums these.
 
-Memory order. A call uses one of two buffers, from its dispatch to its combine. A buffer has its own copy of everything
-that ranks write on each other: routes, inbox, outbox, and their counters. So nothing has to be ordered between buffers,
-and a buffer's calls follow one another on a rank (`World.order`): call n + 2 of two microbatches begins, in the buffer
-of call n, after this rank's `sum_ranks` of call n. That kernel has waited for every rank's `combine_rows` of call n,
-each program of which notifies a rank after its last read of what that rank sent; `place_rows` and the tables came
-before it on the stream. So nobody reads the routes and the inbox that call n + 2 overwrites. And a rank's outbox is
-written by programs that run after `place_rows`, which has waited for rows (or for none of them) that this rank sends
-after its `sum_ranks` of call n, the last reader of the outbox. Handles are combined in the order of their dispatches,
-so a rank waits only for launches that come earlier in an order which all ranks share; and programs that wait here leave
-room on their SM for those that do not.
+Order of accesses. A call uses one of two buffers, from its dispatch to its combine. A buffer has its own copy of
+everything that ranks write on each other: routes, inbox, outbox, and their counters. So no order is needed between
+buffers, and the calls of one buffer follow one another on a rank (`World.order`): with two microbatches, call n + 2
+begins in the buffer of call n after this rank's `sum_ranks` of call n. That kernel has waited for every rank's
+`combine_rows` of call n, each program of which notifies a rank after its last read of that rank's routes and tokens;
+`place_rows` and the tables came before it on the stream. So no rank still reads the routes and the inbox that call
+n + 2 overwrites. A rank's outbox is written by programs that run after `place_rows`. That kernel waits for each
+source rank's dispatch of call n + 2, with or without rows, and a source rank dispatches after its `sum_ranks` of call
+n, the last reader of its outbox. Dispatches are combined in their own order, so a rank waits only for launches that
+come earlier in an order which all ranks share; and programs that wait here leave room on their SM for those that do
+not wait.
 """
 
 from typing import NamedTuple
@@ -33,7 +37,7 @@ from ..expert_parallel.kernels import half_offset
 
 
 class ExpertOrder(NamedTuple):
-    """Rows in the order of the EL experts (`route_tables.Tables`), all int32."""
+    """The tables of rows in the order of this rank's EL experts (`route_tables.Tables`), all int32."""
 
     ids: torch.Tensor  # [W, max_tokens, K], of every rank
     route_rows: torch.Tensor  # [W * max_tokens * K]: the row of each route; -1: none, -2: left out
@@ -43,7 +47,7 @@ class ExpertOrder(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """The tables that differ where every expert has the same number of rows."""
+    """The tables of the masked layout, in which every expert has MAX_M rows, of which the first `counts` are used."""
 
     route_rows: torch.Tensor
     sources: torch.Tensor  # [EL, MAX_M]
@@ -52,7 +56,7 @@ class Masked(NamedTuple):
 
 @jit
 def clear_padding(rows, order, expert, H: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr):
-    """Store zeros from an expert's last row to the next expert's first."""
+    """Store zeros in the rows between an expert's last row and the next expert's first."""
     end = tl.load(order.offsets + expert + 1)
     for lo in range(tl.load(order.offsets + expert) + tl.load(order.received + expert), end, ROWS):
         row = lo + tl.arange(0, ROWS)
@@ -65,7 +69,7 @@ def clear_padding(rows, order, expert, H: tl.constexpr, COLS: tl.constexpr, ROWS
 
 @jit
 def list_masked(order, masked, expert, MAX_M, BLOCK: tl.constexpr):
-    """Store how many rows an expert has, of its MAX_M, and their sources."""
+    """Store the number of rows that an expert has, at most MAX_M, and the sources of its MAX_M rows, -1 for none."""
     count = tl.minimum(tl.load(order.received + expert), MAX_M)
     tl.store(masked.counts + expert, count)
     first_row = tl.load(order.offsets + expert)
@@ -77,8 +81,8 @@ def list_masked(order, masked, expert, MAX_M, BLOCK: tl.constexpr):
 
 @jit(do_not_specialize=("MAX_M",))
 def mask_rows(order, masked, rank, guard, routes, MAX_M, EL: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Convert rows in expert order, of so many routes, to rows in a block of MAX_M for each expert. Rows beyond MAX_M
-    are left out. rank: the address of this rank's number."""
+    """Convert the tables of rows in expert order to those of the masked layout. Rows beyond MAX_M of an expert are
+    dropped and counted. rank: int32 [1], this rank. routes: the number of routes of all ranks."""
     for expert in range(tl.program_id(0), EL, PROGRAMS):
         list_masked(order, masked, expert, MAX_M, BLOCK)
     if tl.program_id(0) == 0:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ....backends import library_gemm
 from ....errors import WeftError
 from ....plans import Plan
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands, Weights
-
-Tensor = torch.Tensor
 
 
 def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor) -> tuple[Tensor | None]:

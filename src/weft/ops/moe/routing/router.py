@@ -16,7 +16,7 @@ from ....tensor_checks import check_device, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from .route_tables import power
-from .router_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, choose, gate_gradient
+from .router_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, choose, router_backward
 
 OP = "gate"
 SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
@@ -72,7 +72,7 @@ def gate(
     """
     options = k, scoring, renormalise, groups, top_groups, float(scale)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(logits)):
-        weights, ids = GATE(world, Sequential(), GateOperands(logits, bias, ids), options)
+        weights, ids = ROUTER(world, Sequential(), RouterOperands(logits, bias, ids), options)
         return ids, weights
     _check(logits, k, world, scoring, bias, groups, top_groups, ids)
     weights = world.empty((logits.shape[0], k), torch.float32)
@@ -132,8 +132,8 @@ def rows_per_block(columns: int) -> int:
 
 
 @dataclass(frozen=True)
-class GateCall(Call):
-    """The number of tokens and experts, and the options of `gate`."""
+class RouterCall(Call):
+    """The number of tokens and experts, and the options of the router."""
 
     m: int
     e: int
@@ -145,13 +145,13 @@ class GateCall(Call):
         return self.m
 
 
-class GateOperands(NamedTuple):
+class RouterOperands(NamedTuple):
     logits: torch.Tensor
     bias: torch.Tensor | None = None
     ids: torch.Tensor | None = None
 
 
-def run_gate(world: World, call: GateCall, plan: Plan, operands: GateOperands, out: torch.Tensor) -> torch.Tensor:
+def run_router(world: World, call: RouterCall, plan: Plan, operands: RouterOperands, out: torch.Tensor) -> torch.Tensor:
     logits, bias, ids = operands
     chosen_ids = _run(world, logits, bias, ids, out, call.options)
     if ids is None:
@@ -169,10 +169,10 @@ def _choose_backward(
     sizes = dict(rows=rows, scale=scale, K=k, E=experts, P=p, R=rows_per_block(p))
     programs = min(-(-rows // rows_per_block(p)), world.sm_count * 4)
     flags = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise)
-    return Launch(world, gate_gradient, programs, dict(num_warps=4, local=True), **sizes, **flags)
+    return Launch(world, router_backward, programs, dict(num_warps=4, local=True), **sizes, **flags)
 
 
-class Gate(Local[GateCall]):
+class RouterOp(Local[RouterCall]):
     """Operands: logits, bias, ids or None; options: k, scoring, renormalise, groups, top_groups, scale. Results:
     weights, ids."""
 
@@ -183,19 +183,19 @@ class Gate(Local[GateCall]):
         " SymInt top_groups, float scale"
     )
     results = 2
-    takes = GateOperands
-    runs = {Sequential: run_gate}
+    takes = RouterOperands
+    runs = {Sequential: run_router}
 
-    def check(self, world: World, operands: GateOperands, options: CallOptions) -> GateCall:
+    def check(self, world: World, operands: RouterOperands, options: CallOptions) -> RouterCall:
         (logits, bias, ids), (k, scoring, _, groups, top_groups, _) = operands, options
         _check(logits, k, world, scoring, bias, groups, top_groups, ids)
-        return GateCall(logits.shape[0], logits.shape[1], logits.dtype, options)
+        return RouterCall(logits.shape[0], logits.shape[1], logits.dtype, options)
 
-    def outputs(self, world: World, call: GateCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: RouterCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         shape = call.m, call.options[0]
         return [(shape, torch.float32), (shape, torch.int32)]
 
-    def returned(self, world: World, call: GateCall, result: torch.Tensor, other_results: Any) -> Any:
+    def returned(self, world: World, call: RouterCall, result: torch.Tensor, other_results: Any) -> Any:
         return result, world.empty(result.shape, torch.int32) if other_results is None else other_results
 
     def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
@@ -215,7 +215,7 @@ class Gate(Local[GateCall]):
         return [dlogits, None, None]
 
 
-GATE = registered(Gate())
+ROUTER = registered(RouterOp())
 
 
 def _check(
@@ -286,8 +286,8 @@ def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """The mean over this rank's tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022, "ST-MoE",
-    equation 5, without its coefficient).
+    """Return the mean over this rank's tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022,
+    "ST-MoE", equation 5, without its coefficient).
 
     Args:
         logits: [T, E], of any floating dtype; the gradient goes through them.

@@ -153,7 +153,7 @@ def choose(
 
 
 @jit(do_not_specialize=("rows",))
-def gate_gradient(
+def router_backward(
     logits,
     ids,
     dweights,

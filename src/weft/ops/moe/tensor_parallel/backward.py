@@ -7,8 +7,9 @@ Rows have the order of the forward pass: its routes are saved and say where each
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from ....kernel_launch import GivenLaunch, Launch, Moved, prepared
+from ....kernel_launch import BoundLaunch, Launch, Moved, prepared
 from ....plans import DispatchedColumns
 from ....transport.memory import lock
 from ....world import World
@@ -36,16 +37,13 @@ from .dispatched import (
     tables_of,
 )
 
-Tensor = torch.Tensor
-
-
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
 def weight_gradient_launch(
     world: World, state: DispatchedState, tables: Tables, weights: Tensor, hidden: Tensor, g: Tensor, dy: Tensor,
     b2: Tensor | None, row_weights: Tensor, dhidden: Tensor, dweights: Tensor,
-) -> GivenLaunch:  # fmt: skip
+) -> BoundLaunch:  # fmt: skip
     """Return the launch that makes three results from g = dy @ w2 [rows, I]: dhidden, g times the routing weights;
     dweights float32 [W, max_tokens, k], the gradients of the weights; and, in place of g, hidden times the weights.
     With a b2 it also writes row_weights float32 [rows], the weights by row."""
@@ -61,12 +59,12 @@ def weight_gradient_launch(
         weights=weights,
         dweights_inbox=dweights,
     )
-    return GivenLaunch(activation_launch(world, state, form), moving)
+    return BoundLaunch(activation_launch(world, state, form), moving)
 
 
 def activation_gradient_launch(
     world: World, state: DispatchedState, tables: Tables, preactivation: Tensor, dhidden: Tensor, dpreactivation: Tensor
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of `activation_backward`."""
     launch = _activation_backward(world, state, preactivation.shape[1], dhidden.shape[1])
     moving: dict[str, Moved] = dict(
@@ -77,7 +75,7 @@ def activation_gradient_launch(
         tiles=tables.tiles,
         tile_count=tables.tile_count,
     )
-    return GivenLaunch(launch, moving)
+    return BoundLaunch(launch, moving)
 
 
 @prepared
@@ -169,7 +167,7 @@ def expert_gradient_launches(
     tables: Tables,
     matrix: tuple[Tensor, Tensor, Tensor | None],
     bias: tuple[Tensor | None, Tensor | None],
-) -> tuple[list[GivenLaunch], list[GivenLaunch]]:
+) -> tuple[list[BoundLaunch], list[BoundLaunch]]:
     """Return the launches of a bias's gradient, the sums of a's rows times their weights if there are any, and of a
     matrix's gradient, a^T b. matrix: a, b and the gradient; bias: the rows' weights and the gradient. A gradient that
     is not wanted is None."""
@@ -237,7 +235,7 @@ def reduce_dx(
     dpreactivation: Tensor,
     w13: Tensor,
     x: Tensor,
-    concurrent: list[GivenLaunch],
+    concurrent: list[BoundLaunch],
 ) -> Tensor:
     """Return dx [T, H] for dpreactivation @ w13, summed as in `dispatched.run_scatter`. The launches `concurrent` run
     at the same time as the transfer."""

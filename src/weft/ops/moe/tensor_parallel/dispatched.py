@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ....kernel_launch import GivenLaunch, Launch, prepared
+from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....plans import DispatchedColumns
 from ....transport.memory import lock
 from ....world import Arena, World
@@ -113,9 +113,9 @@ def arena_workspace(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: t
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def push_shard_launch(world: World, state: DispatchedState, x: torch.Tensor, workspace: LayerWorkspace) -> GivenLaunch:
+def push_shard_launch(world: World, state: DispatchedState, x: torch.Tensor, workspace: LayerWorkspace) -> BoundLaunch:
     """Return the launch of `push_shard`."""
-    return GivenLaunch(
+    return BoundLaunch(
         _push_shard(world, state, workspace.half_size),
         dict(T=x.shape[0], x=x, inboxes=workspace.inbox.addresses, epoch=workspace.epoch),
     )
@@ -138,9 +138,9 @@ def _push_shard(world: World, state: DispatchedState, half_size: int) -> Launch:
 
 def keep_shards_launch(
     world: World, state: DispatchedState, route_rows: torch.Tensor, workspace: LayerWorkspace, kept: torch.Tensor
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of kept [W, max_tokens, H] = the inbox of the call that ended last."""
-    return GivenLaunch(
+    return BoundLaunch(
         _keep_shards(world, state, workspace.half_size),
         dict(inbox=workspace.inbox.local, kept_rows=kept, route_rows=route_rows, epoch=workspace.epoch),
     )
@@ -158,7 +158,7 @@ def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch
 
 def combine_launch(
     world: World, half_state: SecondHalfState, routed: RoutedRows, targets: torch.Tensor, workspace: LayerWorkspace
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of `combine_rows` in the second half."""
     return dispatched.combine_launch(world, half_state.dispatched, routed, targets, half_state.counters, workspace)
 
@@ -171,7 +171,7 @@ def final_sum_launch(
     shared: torch.Tensor | None,
     out: torch.Tensor,
     workspace: LayerWorkspace,
-) -> GivenLaunch:
+) -> BoundLaunch:
     """Return the launch of `sum_ranks` in the second half."""
     layer = half_state.dispatched.layer
     assert isinstance(layer, Split)
@@ -188,7 +188,7 @@ def final_sum_launch(
     )
 
 
-def load(world: World, state: DispatchedState, variant: Hashable, launches: tuple[GivenLaunch, ...]) -> None:
+def load(world: World, state: DispatchedState, variant: Hashable, launches: tuple[BoundLaunch, ...]) -> None:
     """Load all kernels before the first is launched, in pairs that share an SM. Raises Unsupported where the programs
     of a pair do not fit together."""
     if variant in state.loaded:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from ....backends import library_gemm
 from ....errors import WeftError
@@ -18,8 +19,6 @@ from ....plans import Plan
 from ....world import World
 from ..expert_parallel.sequential import ACTIVATED, activation_gradient
 from .call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, Split, route_parts
-
-Tensor = torch.Tensor
 
 
 def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor) -> tuple[Tensor]:

@@ -1,0 +1,230 @@
+"""GEMM + all-to-all whose routing only the device knows, and the way back of the gradient.
+
+    number_rows      numbers the rows of each destination in their order here; pushes to each rank how many it gets
+    gemm_to_ranks    persistent GEMM whose epilogue stores each row of a tile in the inbox of the rank that it goes to;
+                     a program that has run out of tiles notifies all ranks
+    receive_rows     waits for one source after another, and copies its rows to the output, with zeros behind them
+
+    stream   | number_rows | gemm_to_ranks: tiles, and their rows to all inboxes | receive_rows: wait, copy |
+
+    return_rows      in the backward pass: pushes the gradient of received rows to the ranks that they came from,
+                     notifies these, waits for all ranks, and puts the rows that came back in the order of the forward
+                     pass
+
+A GEMM program stores rows for other ranks as it does those for its own, so nothing is left to be sent when the GEMM
+ends, and the host needs to know no count: an inbox has room for all m rows of every source, at row source * m + number.
+
+Who waits for whom. Counter s of a rank has the notifies of source s, one of each program, whatever the routing is, so
+the number of arrivals in a call is always the same, and one rank alone notifies a counter. The notify is a release at
+scope sys of what the program stored in its inboxes, and of the counts that `number_rows` stored before it on the
+stream. GEMM programs wait for nobody. `return_rows` first sends all, then waits, and its programs are all resident, so
+every wait ends.
+
+Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call
+n + 2 has ended its call n + 1, in which it acquired from every rank: by stream order that rank's notify came after it
+had read the half in call n. The tables of a call are read by later launches of the same stream only.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...compute.gemm import column_halves, grouped_tile
+from ...lang.channel import calls_of, end_call, rank_of
+from ...lang.descriptors import tiles_of
+from ...lang.intrinsics import wait_until
+from ...lang.jit import jit
+from ...lang.primitives import channel_broadcast
+
+ELEMENT_BYTES = tl.constexpr(2)
+
+
+class Inbox(NamedTuple):
+    """An arena as these kernels use it: two halves in the memory of every rank, with W m rows of N elements of 16 bits,
+    and behind them int32 [W], the number of rows that came from each source."""
+
+    addresses: torch.Tensor  # int64 [W], of every rank's memory
+    epoch: torch.Tensor  # int32 [1], whose parity selects the half
+    half: int  # bytes from the first half to the second
+
+
+class BlockShape(NamedTuple):
+    """The block of a matrix that a program copies at once, and how many such blocks it has in flight."""
+
+    ROWS: tl.constexpr
+    COLS: tl.constexpr
+    STAGES: tl.constexpr
+
+
+@jit
+def half_address(inbox, rank):
+    """Return the address of this call's half in the memory of `rank`, or of a block of ranks."""
+    return tl.load(inbox.addresses + rank) + (tl.load(inbox.epoch) & 1).to(tl.int64) * inbox.half
+
+
+@jit
+def inbox_rows(inbox, rank, DTYPE: tl.constexpr):
+    """Return a pointer to the rows in this call's half of the memory of `rank`."""
+    return tl.multiple_of(half_address(inbox, rank).to(tl.pointer_type(DTYPE)), 16)
+
+
+@jit
+def inbox_counts(inbox, rank, m, N, W: tl.constexpr):
+    """Return pointers to the counts in this call's half of the memory of `rank`."""
+    return (half_address(inbox, rank) + W * m * N.to(tl.int64) * ELEMENT_BYTES).to(tl.pointer_type(tl.int32))
+
+
+@jit
+def rows_by_rank(destinations, i, m, WP: tl.constexpr, W: tl.constexpr):
+    """Return the destinations of the rows i, and int32 [.., WP]: 1 at the destination of each row, all 0 for a row that
+    goes nowhere."""
+    rank = tl.load(destinations + i, mask=i < m, other=-1)
+    r = tl.arange(0, WP)[None, :]
+    return rank, ((rank[:, None] == r) & (r < W)).to(tl.int32)
+
+
+@jit(do_not_specialize=("m",))
+def number_rows(destinations, target_rows, row_addresses, inbox, ch, m, N, BLOCK: tl.constexpr):
+    """target_rows int32 [m] = destination * m + the number of earlier rows with that destination; -1 for a row that
+    goes nowhere, as its destination, int32, is no rank. row_addresses int64 [m] = where the row lies in its
+    destination's inbox, or 0. The program of the last block stores in all inboxes how many rows this rank sends there.
+
+    Each program counts the rows before its blocks by itself, so that none waits for another: of 65,536 rows it reads at
+    most 256 KiB, from L2.
+    """
+    W: tl.constexpr = ch.world
+    WP: tl.constexpr = triton.next_power_of_2(W)
+    me = rank_of(ch)
+    r = tl.arange(0, WP)
+    for block in range(tl.program_id(0), tl.cdiv(m, BLOCK), tl.num_programs(0)):
+        earlier = tl.zeros((BLOCK, WP), tl.int32)
+        for lo in tl.range(0, block * BLOCK, BLOCK, loop_unroll_factor=4):
+            _, goes = rows_by_rank(destinations, lo + tl.arange(0, BLOCK), m, WP, W)
+            earlier += goes
+        before = tl.sum(earlier, 0)
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        rank, goes = rows_by_rank(destinations, i, m, WP, W)
+        number = tl.sum(goes * (tl.cumsum(goes, 0) - goes + before[None, :]), 1)
+        is_sent = tl.sum(goes, 1) > 0
+        tl.store(target_rows + i, tl.where(is_sent, rank * m + number, -1), mask=i < m)
+        address = half_address(inbox, tl.where(is_sent, rank, 0)) + (me * m + number).to(tl.int64) * N * ELEMENT_BYTES
+        tl.store(row_addresses + i, tl.where(is_sent, address, 0), mask=i < m)
+        if block == tl.cdiv(m, BLOCK) - 1:
+            counts = inbox_counts(inbox, tl.minimum(r, W - 1), m, N, W)
+            tl.store(counts + me, before + tl.sum(goes, 0), mask=r < W)
+
+
+@jit
+def store_rows(address, acc, bias, col, N, DTYPE: tl.constexpr, tile):
+    """Store a tile + bias, each row at its address; rows whose address is 0 nowhere."""
+    COLS: tl.constexpr = tile.BN // 2
+    if bias is not None:
+        c = col + tl.arange(0, tile.BN)
+        acc += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+    left, right = column_halves(acc, tile.BM, tile.BN)
+    row = tl.multiple_of(address.to(tl.pointer_type(DTYPE))[:, None], (16, 16))
+    is_sent = (address != 0)[:, None]
+    c = col + tl.arange(0, COLS)[None, :]
+    tl.store(row + c, left.to(DTYPE), mask=is_sent & (c < N))
+    tl.store(row + (c + COLS), right.to(DTYPE), mask=is_sent & (c + COLS < N))
+
+
+@jit(do_not_specialize=("m",))
+def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.constexpr, tile):
+    """Store the rows of x_desc [m, K] @ w_desc [N, K]^T + bias [N], or None, at row_addresses, and add one arrival of
+    this program to counter `me` of every rank. N is a multiple of 8.
+
+    Ranks begin at different rows, a W-th of all apart: where rows are sorted by destination, they do not all store to
+    one rank at the same time.
+    """
+    x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
+    BM: tl.constexpr = tile.BM
+    BN: tl.constexpr = tile.BN
+    BK: tl.constexpr = tile.BK
+    N = N // 8 * 8  # rows are whole 16-byte words; a compiler that does not know makes narrow stores
+    PROGRAMS = tl.num_programs(0)
+    me = rank_of(ch)
+    tiles_m = tl.cdiv(m, BM)
+    tiles_n = tl.cdiv(N, BN)
+    start = me * tiles_m // ch.world
+    k_steps = tl.cdiv(K, BK)
+    t = tl.program_id(0) - PROGRAMS
+    k_step, row, col = k_steps - 1, 0, 0
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, tl.cdiv(tiles_m * tiles_n - tl.program_id(0), PROGRAMS) * k_steps):
+        k_step = tl.where(k_step == k_steps - 1, 0, k_step + 1)
+        if k_step == 0:
+            t += PROGRAMS
+            tm, tn = grouped_tile(t, tiles_m, tiles_n, tile.GROUP_M)
+            row = (tm + start) % tiles_m * BM
+            col = tn * BN
+        acc = tl.dot(x_desc.load([row, k_step * BK]), w_desc.load([col, k_step * BK]).T, acc)
+        if k_step == k_steps - 1:
+            r = row + tl.arange(0, BM)
+            address = tl.load(row_addresses + r, mask=r < m, other=0)
+            store_rows(address, acc, bias, col, N, DTYPE, tile)
+            acc = tl.zeros((BM, BN), tl.float32)
+    channel_broadcast(ch, me, False)
+
+
+@jit
+def copy_rows(dst, src, count, end, N, program, PROGRAMS, shape):
+    """Copy the first `count` rows of src [.., N] to dst, with zeros behind them up to row `end`: the part of program
+    `program`."""
+    parts = tl.cdiv(N, shape.COLS)
+    for block in tl.range(program, tl.cdiv(end, shape.ROWS) * parts, PROGRAMS, num_stages=shape.STAGES):
+        r = (block // parts * shape.ROWS + tl.arange(0, shape.ROWS))[:, None]
+        c = block % parts * shape.COLS + tl.arange(0, shape.COLS)[None, :]
+        offsets = r.to(tl.int64) * N + c
+        mask = (r < end) & (c < N)
+        tl.store(dst + offsets, tl.load(src + offsets, mask=mask & (r < count), other=0.0), mask=mask)
+
+
+@jit(do_not_specialize=("m",))
+def receive_rows(out, counts, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
+    """out [W, m, N] = the rows that came from each rank, then zeros; counts int32 [W] = how many came. The rank's own
+    rows are copied while those of others may still be on their way. ARRIVALS: notifies of a source in a call.
+    """
+    W: tl.constexpr = ch.world
+    N = N // 8 * 8
+    me, program = rank_of(ch), tl.program_id(0)
+    rows, counts_here = inbox_rows(inbox, me, out.dtype.element_ty), inbox_counts(inbox, me, m, N, W)
+    for step in range(0, W):
+        source = (me - step + W) % W
+        wait_until(ch.counters + source, calls_of(ch) * ARRIVALS, ch.guard, source, source, "sys")
+        count = tl.load(counts_here + source)
+        if program == 0:
+            tl.store(counts + source, count)
+        offset = (source * m).to(tl.int64) * N
+        copy_rows(out + offset, rows + offset, count, m, N, program, tl.num_programs(0), shape)
+    end_call(ch, inbox.epoch, tl.num_programs(0))
+
+
+@jit(do_not_specialize=("m",))
+def return_rows(dout, counts, target_rows, returned, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
+    """returned [m, N] = the gradients of the rows that this rank sent, zero for those that went nowhere: row i is that
+    of row target_rows[i] of the inbox, where its destination has stored it. dout [W, m, N]: of the rows received,
+    counts int32 [W] from each rank; the rows behind these are not read.
+    """
+    W: tl.constexpr = ch.world
+    N = N // 8 * 8
+    me, program, PROGRAMS = rank_of(ch), tl.program_id(0), tl.num_programs(0)
+    sent_to = (me * m).to(tl.int64) * N
+    for step in range(0, W):
+        rank = (me + step) % W
+        count = tl.minimum(tl.load(counts + rank), m)
+        dst = inbox_rows(inbox, rank, dout.dtype.element_ty) + sent_to
+        copy_rows(dst, dout + (rank * m).to(tl.int64) * N, count, count, N, program, PROGRAMS, shape)
+    channel_broadcast(ch, me, False)
+    wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
+    rows = inbox_rows(inbox, me, dout.dtype.element_ty)
+    parts = tl.cdiv(N, shape.COLS)
+    for block in range(program, tl.cdiv(m, shape.ROWS) * parts, PROGRAMS):
+        r = block // parts * shape.ROWS + tl.arange(0, shape.ROWS)
+        c = block % parts * shape.COLS + tl.arange(0, shape.COLS)[None, :]
+        target = tl.load(target_rows + r, mask=r < m, other=-1)[:, None]
+        values = tl.load(rows + target.to(tl.int64) * N + c, mask=(target >= 0) & (c < N), other=0.0)
+        tl.store(returned + r.to(tl.int64)[:, None] * N + c, values, mask=(r < m)[:, None] & (c < N))
+    end_call(ch, inbox.epoch, PROGRAMS)

@@ -1,0 +1,143 @@
+"""x @ weight.T, whose rows each go to a rank that only the device knows: static shapes for CUDA graphs and
+torch.compile, and a gradient (FlashOverlap, section 4.2, without an exchange of the routing among hosts).
+
+    fused        three launches: the rows of a destination are numbered, a GEMM stores its rows on the ranks that they
+                 go to, and the rows that came are copied to the result (kernels.py)
+    sequential   the library's GEMM, rows sorted into one block for each rank, and the library's all-to-all of such
+                 blocks
+
+In the backward pass the gradients of received rows go back the same way, and the library's GEMMs do the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...op import Returned, registered
+from ...plans import FusedAllToAll, Plan, Sequential
+from ...tensor_checks import check_operands, dense
+from ...torch_library import Backward, CallOptions, column_sums, product
+from ...world import World
+from ..common import MatmulOp
+from ..recipes import validate
+from . import runs
+from .call import GEMM_ALL_TO_ALL_ROUTED, RoutedFactors, StaticCall
+
+MAX_RANKS = 32  # counters that a notify of all ranks adds to, and that a wait polls at once
+
+
+def matmul_all_to_all_routed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    destinations: torch.Tensor,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank destinations[i],
+    which no host reads (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
+
+    W is the number of ranks, at most 32 for "fused".
+
+    Args:
+        x: [m, K], this rank's rows. Every rank has the same m, of which any number may go nowhere. m may be 0.
+        weight: [N, K], this rank's own, laid out as in `nn.Linear`. N and K are the same on all ranks.
+        bias: [N], this rank's own, or None.
+        destinations: int32 [m] on this rank's device, the rank that each row goes to, in any order and of any balance;
+            a row goes nowhere if its destination is -1, or any other number that is no rank. A CUDA graph may be
+            replayed with other values.
+        world: the ranks. All of them must make the same call in the same order.
+        plan: "auto", "sequential", "fused" or such a Plan; the same on all ranks. "auto" is "fused" where that serves
+            the call, and else "sequential": the planner has no model of either.
+        out: [W, m, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
+
+    Returns:
+        out [W, m, N] and counts int32 [W]: the first counts[s] rows of out[s] are those that came from rank s, in their
+            order there; the rows behind them are zero.
+
+    x, weight and bias are all bfloat16 or all float16. "fused" needs N and K that are multiples of 8, and symmetric
+    memory; else the op runs sequentially, and says so once. Errors are those of `matmul_reduce_scatter`.
+
+    Backward: the gradients of received rows go back to the ranks that the rows came from; rows of a gradient behind the
+    first counts[s] are not read. dx is 0 for a row that went nowhere. The gradients of weight and bias are of this
+    rank's rows alone. It communicates whichever gradients are asked for, so all ranks must ask for some.
+
+    Memory beside the result: symmetric, shared by all ops of the World, 2 W m N elements (fused); during the call
+    (W + 1) m N elements (sequential). The sequential all-to-all sends all W m rows, also those without contents.
+    """
+    operands = RoutedFactors(x, weight, bias, destinations)
+    result: tuple[torch.Tensor, torch.Tensor] = MATMUL_ALL_TO_ALL_ROUTED(world, plan, operands, (), out)
+    return result
+
+
+class MatmulAllToAllRouted(MatmulOp[StaticCall]):
+    """The definition of `matmul_all_to_all_routed`. Option: whether a gradient is wanted. Results: out, counts. A run
+    keeps int32 [m], where each row went (`kernels.number_rows`)."""
+
+    name = GEMM_ALL_TO_ALL_ROUTED
+    signature = "Tensor x, Tensor weight, Tensor? bias, Tensor destinations, bool gradient"
+    results, keeps = 2, 1
+    takes = RoutedFactors
+    runs = {Sequential: runs.run_sequential, FusedAllToAll: runs.run_fused}
+    small = FusedAllToAll
+
+    def check(self, world: World, operands: RoutedFactors, options: CallOptions) -> StaticCall:
+        (x, weight, bias, destinations), (gradient,) = operands, options
+        validate(self.name, world, x, weight, bias)
+        m, (n, k) = x.shape[0], weight.shape
+        check_operands(self.name, world, dict(destinations=(destinations, (m,), torch.int32)))
+        return StaticCall((m,), n, k, x.dtype, False, gradient=gradient)
+
+    def outputs(self, world: World, call: StaticCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((world.size, call.rows, call.n), call.dtype), ((world.size,), torch.int32)]
+
+    def kept(self, world: World, call: StaticCall, plan: str | Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.rows,), torch.int32)]
+
+    def returned(self, world: World, call: StaticCall, result: torch.Tensor, extra: object) -> Returned:
+        """Return out, counts and, with a gradient, where each row went."""
+        tables = extra if isinstance(extra, tuple) else (world.zeros((n,), torch.int32) for n in (world.size, 0))
+        counts, target_rows = tables
+        return (result, counts, target_rows) if call.gradient else (result, counts)
+
+    def expected(self, world: World, call: StaticCall, mode: str) -> Plan:
+        return self.default(world, FusedAllToAll)
+
+    def fits(self, world: World, call: StaticCall, plan: Plan, asked: str | Plan) -> str | None:
+        if world.size > MAX_RANKS:
+            return f"its waits poll the counters of at most {MAX_RANKS} ranks"
+        return super().fits(world, call, plan, asked)
+
+    def saved(
+        self,
+        operands: RoutedFactors,
+        results: Sequence[torch.Tensor | None],
+        options: CallOptions,
+        needs: Sequence[bool],
+    ) -> Sequence[torch.Tensor | None]:
+        (x, weight, *_), (_, counts, target_rows) = operands, results
+        return x if needs[1] else None, weight if needs[0] else None, counts, target_rows
+
+    def backward(self, world: World, context: Backward) -> Sequence[torch.Tensor | None]:
+        """dx, dweight and dbias are those of a linear layer, from the gradients that came back."""
+        (x, weight, counts, target_rows), needs, call = context.saved, context.needs, context.call
+        dout = context.gradients[0]
+        assert dout is not None and counts is not None and target_rows is not None
+        dy = world.empty((call.rows, call.n), dout.dtype)
+        if call.rows:
+            world.begin(self.check_same_on_all_ranks(world, call, context.plan, backward=True))
+            give_back = runs.return_sequential if isinstance(context.plan, Sequential) else runs.return_fused
+            give_back(world, call, context.plan, dense(dout), counts, target_rows, dy)
+        dx = product(world, dy, weight) if needs[0] and weight is not None else None
+        dw = product(world, dy.t(), x) if needs[1] and x is not None else None
+        return dx, dw, column_sums(world, dy) if needs[2] else None, None
+
+    def multiply_adds(self, call: StaticCall) -> int:
+        return call.rows * call.n * call.k
+
+
+MATMUL_ALL_TO_ALL_ROUTED = registered(MatmulAllToAllRouted())

@@ -1,0 +1,192 @@
+"""How each plan runs GEMM + all-to-all by a routing on the device, and how the gradient's rows go back (op.py,
+kernels.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
+from ...lang.channel import BlockChannel
+from ...lang.jit import constants
+from ...plans import FusedAllToAll, Plan
+from ...tensor_checks import DTYPES
+from ...world import Arena, World
+from ..common import tile_of, weight_matrix
+from ..moe.routing.route_tables import power
+from .call import GEMM_ALL_TO_ALL_ROUTED, RoutedFactors, StaticCall
+from .kernels import BlockShape, Inbox, gemm_to_ranks, number_rows, receive_rows, return_rows
+
+NUMBER_WARPS, NUMBERED_ELEMENTS = 8, 4096  # of a program of `number_rows`, which holds rows by ranks in registers
+COPY_WARPS, COPY_STAGES = 16, 3  # a program that copies rows has 48 KiB in flight, enough for an SM by itself
+
+
+# -- the library's collectives -----------------------------------------------------------------------------------------
+
+
+def run_sequential(
+    world: World, call: StaticCall, plan: Plan, operands: RoutedFactors, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The library's GEMM; its rows in one block for each rank, with zeros behind them; and all-to-alls of these and of
+    the numbers of rows."""
+    stream, size, (m, n) = world.current_stream(), world.size, (call.rows, call.n)
+    x, weight, bias, destinations = operands
+    y = world.linear(x, weight, bias, stream)
+    target_rows, sent_counts = world.empty((m,), torch.int32), world.empty((size,), torch.int32)
+
+    def number() -> None:
+        goes = destinations[:, None] == torch.arange(size, device=y.device)
+        earlier = goes.cumsum(0) - goes.long()
+        row = destinations * m + (earlier * goes).sum(1)
+        target_rows.copy_(torch.where(goes.any(1), row, -1))
+        sent_counts.copy_(goes.sum(0))
+
+    world.call(number, [destinations], [target_rows, sent_counts], stream)
+    blocks = world.empty((size * m + 1, n), call.dtype)  # the last row takes those that go nowhere
+
+    def sort() -> None:
+        blocks.zero_()
+        blocks[torch.where(target_rows < 0, size * m, target_rows).long()] = y
+
+    world.call(sort, [y, target_rows], [blocks], stream)
+    counts = world.empty((size,), torch.int32)
+    world.all_to_all(list(out), list(blocks[:-1].view(out.shape)), stream)
+    world.all_to_all(list(counts.split(1)), list(sent_counts.split(1)), stream)
+    return counts, target_rows
+
+
+def return_sequential(
+    world: World, call: StaticCall, plan: Plan, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
+) -> None:
+    """returned [m, N] = the gradients of the rows that this rank sent, by an all-to-all of whole blocks."""
+    stream, blocks = world.current_stream(), world.empty(dout.shape, dout.dtype)
+    world.all_to_all(list(blocks), list(dout), stream)
+
+    def pick() -> None:
+        rows = blocks.view(-1, call.n)[target_rows.clamp(min=0).long()]
+        returned.copy_(torch.where((target_rows >= 0)[:, None], rows, 0))
+
+    world.call(pick, [blocks, target_rows], [returned], stream)
+
+
+# -- fused -------------------------------------------------------------------------------------------------------------
+
+
+def run_fused(
+    world: World, call: StaticCall, plan: FusedAllToAll, operands: RoutedFactors, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Three launches on one stream, loaded before the first of them runs: the last one waits for other ranks."""
+    stream, m = world.current_stream(), call.rows
+    x, weight, bias, destinations = operands
+    arena = _arena(world, call)
+    world.order(arena, stream)
+    numbering, gemm, receiving, ahead = _fused_launches(world, call, plan, arena)
+    target_rows, counts = world.empty((m,), torch.int32), world.empty((world.size,), torch.int32)
+    row_addresses = world.empty((m,), torch.int64)
+    tables = dict(target_rows=target_rows, row_addresses=row_addresses)
+    steps = (
+        BoundLaunch(numbering, dict(destinations=destinations, **tables)),
+        BoundLaunch(gemm, dict(x_desc=x, w_desc=weight, bias=bias, row_addresses=row_addresses)),
+        BoundLaunch(receiving, dict(out=out, counts=counts)),
+    )
+    ahead((bias, out), lambda: steps)
+    for step in steps:
+        step.on(stream)
+    return counts, target_rows
+
+
+def return_fused(
+    world: World, call: StaticCall, plan: Plan, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
+) -> None:
+    """returned [m, N] = the gradients of the rows that this rank sent, which the other ranks push."""
+    stream, arena = world.current_stream(), _arena(world, call)
+    world.order(arena, stream)
+    launch = _return_launch(world, call, arena)
+    launch(stream, dout=dout, counts=counts, target_rows=target_rows, returned=returned)
+
+
+def _arena(world: World, call: StaticCall) -> Arena:
+    """The arena, with room for the rows and counts of all sources in each half."""
+    return world.arena(world.size * (call.rows * call.n * call.dtype.itemsize + torch.int32.itemsize))
+
+
+def _inbox(arena: Arena) -> Inbox:
+    return Inbox(arena.memory.addresses, arena.epoch, arena.half)
+
+
+def _block_shape(world: World, n: int) -> BlockShape:
+    """The block that a program copies at once: two 16-byte words of each thread."""
+    elements = 2 * world.scale.block
+    cols = min(power(n), elements, 1024)
+    return constants(BlockShape, ROWS=elements // cols, COLS=cols, STAGES=COPY_STAGES)
+
+
+def _channel(world: World, direction: str, call: StaticCall, plan: Plan | None) -> BlockChannel:
+    """The channel of one shape, with a counter for each source, which every program of a rank notifies once."""
+    name = f"{GEMM_ALL_TO_ALL_ROUTED}, {direction} {call.rows}x{call.n}x{call.k} {call.dtype} {plan}"
+    return world.channel(name, world.size, None, arrivals=world.sm_count)
+
+
+@prepared
+def _fused_launches(
+    world: World, call: StaticCall, plan: FusedAllToAll, arena: Arena
+) -> tuple[Launch, Launch, Launch, Ahead]:
+    """What numbers rows, what computes and sends them, what receives them, and what loads all three."""
+    tile, programs = plan.tile, world.sm_count
+    block = min(world.scale.routes, NUMBERED_ELEMENTS // power(world.size))
+    inbox, ch = _inbox(arena), _channel(world, "rows", call, plan)
+    numbering = Launch(
+        world,
+        number_rows,
+        min(-(-call.rows // block), programs),
+        dict(num_warps=NUMBER_WARPS, local=True),
+        inbox=inbox,
+        ch=ch,
+        m=call.rows,
+        N=call.n,
+        BLOCK=block,
+    )
+    gemm = Launch(
+        world,
+        gemm_to_ranks,
+        programs,
+        dict(num_warps=tile.warps, num_stages=tile.stages, local=True),
+        x_desc=Matrix(call.rows, call.k, (tile.block_m, tile.block_k)),
+        w_desc=weight_matrix(call, tile),
+        ch=ch,
+        m=call.rows,
+        N=call.n,
+        K=call.k,
+        DTYPE=DTYPES[call.dtype],
+        tile=tile_of(tile, tile.group_m),
+    )
+    receiving = Launch(
+        world,
+        receive_rows,
+        programs,
+        dict(num_warps=COPY_WARPS),
+        inbox=inbox,
+        ch=ch,
+        m=call.rows,
+        N=call.n,
+        ARRIVALS=programs,
+        shape=_block_shape(world, call.n),
+    )
+    return numbering, gemm, receiving, Ahead()
+
+
+@prepared
+def _return_launch(world: World, call: StaticCall, arena: Arena) -> Launch:
+    """What sends the gradients of received rows, and receives those of the rows that were sent."""
+    return Launch(
+        world,
+        return_rows,
+        world.sm_count,
+        dict(num_warps=COPY_WARPS),
+        inbox=_inbox(arena),
+        ch=_channel(world, "gradient", call, None),
+        m=call.rows,
+        N=call.n,
+        ARRIVALS=world.sm_count,
+        shape=_block_shape(world, call.n),
+    )
