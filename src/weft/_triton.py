@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -103,7 +103,7 @@ def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], s
 
     edition = hashlib.sha256(Path(rewrite.__code__.co_filename).read_bytes()).hexdigest()
 
-    def parsed(text: str, context: object) -> Any:
+    def parsed(text: str, context: object) -> ir.module:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.ttir"
             path.write_text(text)
@@ -111,13 +111,13 @@ def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], s
         module.context = context
         return module
 
-    class RewrittenSource(ASTSource):  # type: ignore[misc]
+    class RewrittenSource(ASTSource):
         def hash(self) -> str:
             return f"{super().hash()}-{edition}"
 
         def make_ir(
-            self, target: object, options: object, codegen_fns: object, module_map: object, context: Any
-        ) -> Any:
+            self, target: object, options: object, codegen_fns: object, module_map: object, context: object
+        ) -> ir.module:
             module = super().make_ir(target, options, codegen_fns, module_map, context)
             if not concerns(text := str(module)):
                 return module
@@ -129,7 +129,15 @@ def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], s
             passes.ttir.add_loop_unroll(manager)
             manager.run(inlined, "rewritten_source")
             rewritten = rewrite(str(inlined))
-            return module if rewritten is None else parsed(rewritten, context)
+            if rewritten is None:
+                return module
+            try:
+                return parsed(rewritten, context)
+            except RuntimeError as error:
+                raise WeftError(
+                    f"{self.name}: its loads cannot be kept behind its waits, since Triton {triton.__version__} does not "
+                    "take the rewritten IR; @weft.jit(guard_loads=False) leaves the kernel to Triton"
+                ) from error
 
     return RewrittenSource
 

@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-NAME = r"%[\w.$-]+(?:#\d+)?"
+VALUE = r"%[\w.$-]+(?:#\d+)?"
 ZERO_HINT = 1 << 20  # what the zero is known to be a multiple of, so that an address keeps its own alignment
 ADDRESS_OPS = ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.bitcast")
 BULK_LOADS = ("tt.descriptor_load", "tt.descriptor_gather")
@@ -33,22 +33,22 @@ LOADS = ("tt.load", *BULK_LOADS)
 
 
 @dataclass(eq=False)
-class Op:
+class Operation:
     """An operation of the IR: its text up to its first region, its regions with what stands between them, its end."""
 
     text: str
-    regions: list[list[Op]] = field(default_factory=list)
+    regions: list[list[Operation]] = field(default_factory=list)
     separators: list[str] = field(default_factory=list)
     end: str = ""
 
     @property
     def name(self) -> str:
-        match = re.match(rf'\s*(?:{NAME}(?::\d+)?(?:, )?)*(?: = )?"?([\w.]+)', self.text)
+        match = re.match(rf'\s*(?:{VALUE}(?::\d+)?(?:, )?)*(?: = )?"?([\w.]+)', self.text)
         return match[1] if match else ""
 
     @property
     def result(self) -> str:
-        match = re.match(rf"\s*({NAME})(?::\d+)? = ", self.text)
+        match = re.match(rf"\s*({VALUE})(?::\d+)? = ", self.text)
         return match[1] if match else ""
 
     @property
@@ -56,7 +56,7 @@ class Op:
         match = re.search(r" loc\(.*\)$", self.end or self.text)
         return match[0] if match else ""
 
-    def inside(self) -> Iterator[Op]:
+    def inside(self) -> Iterator[Operation]:
         """This operation and all those inside it."""
         yield self
         for op in itertools.chain.from_iterable(self.regions):
@@ -70,10 +70,10 @@ class Op:
             yield self.separators[i] if i < len(self.separators) else self.end
 
 
-def parse(text: str) -> list[Op]:
+def parse(text: str) -> list[Operation]:
     """The operations of printed IR. Triton prints one on a line, and a region from a line's last brace on."""
-    top: list[Op] = []
-    stack: list[tuple[Op | None, list[Op]]] = [(None, top)]
+    top: list[Operation] = []
+    stack: list[tuple[Operation | None, list[Operation]]] = [(None, top)]
     for line in text.splitlines():
         bare = line.strip()
         owner, block = stack[-1]
@@ -86,7 +86,7 @@ def parse(text: str) -> list[Op]:
                 owner.end = line
                 stack.pop()
             continue
-        op = Op(line)
+        op = Operation(line)
         block.append(op)
         if bare.endswith("{"):
             op.regions.append([])
@@ -99,11 +99,11 @@ def may_wait(text: str) -> bool:
     return "scf.for" in text and ("ld.acquire" in text or "tt.atomic" in text)
 
 
-def is_loop(op: Op) -> bool:
+def is_loop(op: Operation) -> bool:
     return op.name in ("scf.for", "scf.while")
 
 
-def is_pipelined(loop: Op) -> bool:
+def is_pipelined(loop: Operation) -> bool:
     """Whether Triton may issue loads of later iterations ahead: those that feed a dot product, or any where the author
     names a number of stages, in a loop that is flattened or that has no loop inside but for those within an `if`."""
     if loop.name != "scf.for" or "tt.flatten" not in loop.end and any(map(is_loop, loop.regions[0])):
@@ -113,14 +113,14 @@ def is_pipelined(loop: Op) -> bool:
     return any(op.name.startswith("tt.dot") for op in loop.inside())
 
 
-def is_wait(op: Op) -> bool:
+def is_wait(op: Operation) -> bool:
     """Whether the operation acquires: weft's waits, and atomics on one word."""
     if op.name == "tt.elementwise_inline_asm":
         return "ld.acquire" in op.text
     return op.name.startswith("tt.atomic") and re.search(r"\bacq", op.text) is not None and "tensor<" not in op.text
 
 
-def is_signal(op: Op) -> bool:
+def is_signal(op: Operation) -> bool:
     """Whether others may wait for the operation: atomics, and assembly with effects that is no wait."""
     if op.name == "tt.elementwise_inline_asm":
         return "pure = true" not in op.text and "ld.acquire" not in op.text
@@ -137,7 +137,7 @@ def guard_loads(text: str) -> str | None:
     return "\n".join(line for op in top for line in op.lines()) + "\n" if changed else None
 
 
-def _visit(op: Op, rewriting: Rewriting) -> bool:
+def _visit(op: Operation, rewriting: Rewriting) -> bool:
     """Rewrite the pipelined loops inside `op`; whether there was any with a wait."""
     changed = False
     for region in op.regions:
@@ -155,7 +155,7 @@ def _visit(op: Op, rewriting: Rewriting) -> bool:
     return changed
 
 
-def _can_depend(inside: Iterable[Op]) -> bool:
+def _can_depend(inside: Iterable[Operation]) -> bool:
     """Whether loads can be made to depend on these waits: assembly, and no load through a block pointer."""
     for op in inside:
         if is_wait(op) and not (op.name == "tt.elementwise_inline_asm" and f"-> i32{op.location}" in op.text):
@@ -167,7 +167,7 @@ def _can_depend(inside: Iterable[Op]) -> bool:
     return True
 
 
-def in_order(loop: Op) -> None:
+def in_order(loop: Operation) -> None:
     """Make the loop one that is neither pipelined nor flattened."""
     attributes = re.search(r"\{(.*?)\}(?= loc|$)", loop.end[loop.end.index("}") + 1 :])
     names = attributes[1].split(", ") if attributes else []
@@ -187,18 +187,18 @@ class Rewriting:
     def _new(self) -> str:
         return f"%weft_{next(self._count)}"
 
-    def guarded(self, region: list[Op], loop: Op) -> list[Op]:
+    def guarded(self, region: list[Operation], loop: Operation) -> list[Operation]:
         """The operations of the loop's block, with the loop rewritten."""
         self._start = self._new()
         i = region.index(loop)
-        start = Op(f"{self._start} = arith.constant 0 : i32")
+        start = Operation(f"{self._start} = arith.constant 0 : i32")
         if _has_early_load(loop.regions[0]):
             self._loop(loop, self._start, False)
         else:
             loop.regions[0], _ = self._block(loop.regions[0], self._start, False)
         return [*region[:i], start, loop, *region[i + 1 :]]
 
-    def _zero(self, words: list[str], location: str) -> tuple[Op, str]:
+    def _zero(self, words: list[str], location: str) -> tuple[Operation, str]:
         """An opaque zero that depends on these words."""
         name = self._new()
         words = [word for word in words if word != self._start]
@@ -207,9 +207,9 @@ class Rewriting:
             f"packed_element = 1 : i32, pure = true, tt.divisibility = dense<{ZERO_HINT}> : tensor<1xi32>}} "
             f"{', '.join(words)} : {', '.join(['i32'] * len(words))} -> i32{location}"
         )
-        return Op(text), name
+        return Operation(text), name
 
-    def _loop(self, loop: Op, word: str, conditional: bool) -> tuple[list[Op], str]:
+    def _loop(self, loop: Operation, word: str, conditional: bool) -> tuple[list[Operation], str]:
         """Rewrite a loop with waits, which then takes and yields the word. What has to come after it, and the word.
         conditional: it is inside an `if` of a pipelined loop."""
         carried, result = self._new(), self._new()
@@ -224,7 +224,7 @@ class Rewriting:
         zero, word = self._zero([result], loop.location)
         return [zero], word
 
-    def _if(self, op: Op, word: str, conditional: bool) -> tuple[list[Op], str]:
+    def _if(self, op: Operation, word: str, conditional: bool) -> tuple[list[Operation], str]:
         """The same of an `if` with waits."""
         result = self._new()
         for i, region in enumerate(op.regions):
@@ -242,11 +242,11 @@ class Rewriting:
         zero, word = self._zero([result], op.location)
         return [zero], word
 
-    def _block(self, block: list[Op], word: str, conditional: bool) -> tuple[list[Op], str]:
+    def _block(self, block: list[Operation], word: str, conditional: bool) -> tuple[list[Operation], str]:
         """A block whose loads depend on `word`, later ones on its waits; and the word at its end. Where it is not
         conditional, and no loop's outer part, its waits need an `if` of their own."""
-        out: list[Op] = []
-        defined: dict[str, Op] = {}  # by the name of the result, since the last wait
+        out: list[Operation] = []
+        defined: dict[str, Operation] = {}  # by the name of the result, since the last wait
         predicated = not conditional and not any(map(is_loop, block))
         alone = _numbers_for_waits(block) if predicated else ()
         for op in block:
@@ -273,22 +273,27 @@ class Rewriting:
                     defined[op.result] = op
         return out, word
 
-    def _if_taken(self, op: Op) -> list[Op]:
+    def _if_taken(self, op: Operation) -> list[Operation]:
         """The operation in an `if` that is always taken, which only the assembler knows."""
         programs, least, taken, inner_result, otherwise = (self._new() for _ in range(5))
-        result, kind, at = op.result, op.text.removesuffix(op.location).rsplit(" ", 1)[1], op.location
+        result, kind, location = op.result, op.text.removesuffix(op.location).rsplit(" ", 1)[1], op.location
         kind = re.sub(r"^!tt\.ptr<(.*)>$", r"\1", kind) if op.name == "tt.load" else kind
         inner = replace(op, text=op.text.replace(f"{result} = ", f"{inner_result} = ", 1))
-        yields = [Op(f"scf.yield {name} : {kind}") for name in (inner_result, otherwise)]
+        yields = [Operation(f"scf.yield {name} : {kind}") for name in (inner_result, otherwise)]
         return [
-            Op(f"{programs} = tt.get_num_programs x : i32{at}"),
-            Op(f"{least} = arith.constant 0 : i32"),
-            Op(f"{otherwise} = arith.constant 0 : {kind}"),
-            Op(f"{taken} = arith.cmpi sgt, {programs}, {least} : i32{at}"),
-            Op(f"{result} = scf.if {taken} -> ({kind}) {{", [[inner, yields[0]], [yields[1]]], ["} else {"], f"}}{at}"),
+            Operation(f"{programs} = tt.get_num_programs x : i32{location}"),
+            Operation(f"{least} = arith.constant 0 : i32"),
+            Operation(f"{otherwise} = arith.constant 0 : {kind}"),
+            Operation(f"{taken} = arith.cmpi sgt, {programs}, {least} : i32{location}"),
+            Operation(
+                f"{result} = scf.if {taken} -> ({kind}) {{",
+                [[inner, yields[0]], [yields[1]]],
+                ["} else {"],
+                f"}}{location}",
+            ),
         ]
 
-    def _guard_pointer(self, load: Op, word: str, defined: dict[str, Op], out: list[Op]) -> None:
+    def _guard_pointer(self, load: Operation, word: str, defined: dict[str, Operation], out: list[Operation]) -> None:
         """Add the zero to the load's pointer: to the one scalar that a block of pointers is made of, if that is done
         after the wait."""
         user = load
@@ -303,22 +308,22 @@ class Rewriting:
         if kind.startswith("tensor<"):
             offset = self._new()
             offset_kind = re.sub(r"!tt\.ptr<.*>(?=>$)", "i32", kind)
-            guards.append(Op(f"{offset} = tt.splat {word} : i32 -> {offset_kind}{load.location}"))
-        guards.append(Op(f"{added} = tt.addptr {pointer}, {offset} : {kind}, {offset_kind}{load.location}"))
+            guards.append(Operation(f"{offset} = tt.splat {word} : i32 -> {offset_kind}{load.location}"))
+        guards.append(Operation(f"{added} = tt.addptr {pointer}, {offset} : {kind}, {offset_kind}{load.location}"))
         user.text = user.text.replace(f"{user.name} {pointer}", f"{user.name} {added}", 1)
         i = next((i for i, op in enumerate(out) if op is user), len(out))
         out[i:i] = guards
 
-    def _guard_index(self, load: Op, word: str, out: list[Op]) -> None:
+    def _guard_index(self, load: Operation, word: str, out: list[Operation]) -> None:
         """Add the zero to the last index of a load through a descriptor."""
         indices = re.search(r"\[(.*?)\]", load.text)
         assert indices is not None
         last, added = indices[1].split(", ")[-1], self._new()
-        out[-1:] = [Op(f"{added} = arith.addi {last}, {word} : i32{load.location}"), load]
+        out[-1:] = [Operation(f"{added} = arith.addi {last}, {word} : i32{load.location}"), load]
         load.text = f"{load.text[: indices.end() - 1 - len(last)]}{added}{load.text[indices.end() - 1 :]}"
 
 
-def _has_early_load(block: list[Op]) -> bool:
+def _has_early_load(block: list[Operation]) -> bool:
     """Whether a load comes before the block's first wait, other than for the wait's own arguments."""
     arguments = _numbers_for_waits(block)
     for op in block:
@@ -329,42 +334,42 @@ def _has_early_load(block: list[Op]) -> bool:
     return False
 
 
-def _numbers_for_waits(block: list[Op]) -> set[Op]:
+def _numbers_for_waits(block: list[Operation]) -> set[Operation]:
     """The loads of integers from which a wait's arguments are computed. To the pipeliner these would be loads that
     address the loads behind the wait, for which it halves the pipeline's depth, unless they are inside an `if`."""
     by_result = {op.result: op for op in block if op.result}
     queue = [op for op in block if any(map(is_wait, op.inside()))]
-    seen = set[Op]()
+    seen = set[Operation]()
     while queue:
         op = queue.pop()
         if op not in seen:
             seen.add(op)
-            queue += [by_result[name] for name in re.findall(NAME, " ".join(op.lines())) if name in by_result]
+            queue += [by_result[name] for name in re.findall(VALUE, " ".join(op.lines())) if name in by_result]
     return {op for op in seen if op.name == "tt.load" and re.fullmatch(r"!tt\.ptr<i\d+>", _type(op))}
 
 
-def _operand(op: Op) -> str:
+def _operand(op: Operation) -> str:
     """The first operand."""
-    match = re.search(rf"{re.escape(op.name)} ({NAME})", op.text)
+    match = re.search(rf"{re.escape(op.name)} ({VALUE})", op.text)
     return match[1] if match else ""
 
 
-def _type(op: Op) -> str:
+def _type(op: Operation) -> str:
     """The type of the first operand."""
     types = op.text.removesuffix(op.location).rsplit(" : ", 1)[1]
     return types.split(" -> ")[0].split(", ")[0].strip()
 
 
-def _add_result(op: Op, name: str) -> None:
+def _add_result(op: Operation, name: str) -> None:
     bare = op.text.lstrip()
     op.text = re.sub(r" = scf\.", f", {name} = scf.", bare, count=1) if bare.startswith("%") else f"{name} = {bare}"
 
 
-def _yield(block: list[Op], word: str) -> None:
+def _yield(block: list[Operation], word: str) -> None:
     """Yield the word too."""
     if block and block[-1].name == "scf.yield":
         last = block[-1]
         values, types = last.text.removesuffix(last.location).rsplit(" : ", 1)
         last.text = f"{values}, {word} : {types}, i32{last.location}"
     else:
-        block.append(Op(f"scf.yield {word} : i32"))
+        block.append(Operation(f"scf.yield {word} : i32"))
