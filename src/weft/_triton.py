@@ -135,7 +135,7 @@ def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], s
                 return parsed(rewritten, context)
             except RuntimeError as error:
                 raise WeftError(
-                    f"{self.name}: its loads cannot be kept behind its waits, since Triton {triton.__version__} does not "
+                    f"{self.name}: its loads cannot be kept behind its waits: Triton {triton.__version__} does not "
                     "take the rewritten IR; @weft.jit(guard_loads=False) leaves the kernel to Triton"
                 ) from error
 

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft
 import weft.lang as wl
 from weft import World
+from weft.compute.gemm import gemm_tile
 from weft.lang.jit import Kernel
 
 N, PARTS, STAGES = 32, 4, 3
@@ -244,5 +245,54 @@ def multiplying(form: str, guard: bool) -> Callable[[World], None]:
         launch()
         world.synchronize()
         assert torch.equal(out, (a.float() @ b.float().t()).bfloat16())
+
+    return main
+
+
+# -- loops in which a tile waits for the notify of the tile before -----------------------------------------------------
+
+
+@weft.jit
+def tiles_of_a_gemm(a_desc, b_desc, out_desc, ch, me, tiles, K, N: tl.constexpr):
+    for t in tl.range(0, tiles, flatten=True):
+        wl.peer_tile_wait(ch, t, me)
+        acc = gemm_tile(a_desc, b_desc, t * N, 0, K, N, N, N)
+        out_desc.store([t * N, 0], acc.to(tl.bfloat16))
+        wl.peer_tile_notify(ch, t + 1, me)
+
+
+@weft.jit
+def steps_of_a_gemm(a_desc, b_desc, out_desc, ch, me, tiles, K, N: tl.constexpr):
+    for t in range(tiles):
+        wl.peer_tile_wait(ch, t, me)
+        acc = tl.dot(a_desc.load([t * N, 0]), b_desc.load([0, 0]).T)
+        out_desc.store([t * N, 0], acc.to(tl.bfloat16))
+        wl.peer_tile_notify(ch, t + 1, me)
+
+
+CHAINS = {chain.fn.__name__: chain for chain in (tiles_of_a_gemm, steps_of_a_gemm)}
+
+
+def chain(a_desc, b_desc, out_desc, epoch, ch, tiles, K, tiles_in_turn: tl.constexpr, N: tl.constexpr):
+    me = wl.rank_of(ch)
+    wl.peer_tile_notify(ch, 0, me)
+    tiles_in_turn(a_desc, b_desc, out_desc, ch, me, tiles, K, N)
+    wl.end_call(ch, epoch, 1)
+
+
+def chained(form: str, guard: bool) -> Callable[[World], None]:
+    kernel = weft.jit(guard_loads=guard)(chain)
+
+    def main(world: World) -> None:
+        k = N if form == "steps_of_a_gemm" else 2 * N
+        a = torch.randint(-2, 3, (PARTS * N, k), generator=torch.Generator().manual_seed(0)).bfloat16().to(world.device)
+        out = world.empty((PARTS * N, N), torch.bfloat16)
+        descriptors = [TensorDescriptor.from_tensor(t, [N, N]) for t in (a, a[:N], out)]
+        args = dict(zip(("a_desc", "b_desc", "out_desc"), descriptors, strict=True))
+        args |= dict(epoch=world.zeros((1,), torch.int32), ch=world.channel("tiles", PARTS + 1, None), tiles=PARTS, K=k)
+        args |= dict(tiles_in_turn=CHAINS[form], N=N)
+        world.launch(kernel, 1, args, dict(num_stages=STAGES), world.current_stream())
+        world.synchronize()
+        assert torch.equal(out.cpu(), (a.float() @ a[:N].float().t()).bfloat16().cpu())
 
     return main

@@ -7,6 +7,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,19 +16,18 @@ import pytest
 import torch
 import triton.language as tl
 from triton import knobs
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
-import weft.lang as wl
 from tests.emulated.cases_guarded_loads import (
+    CHAINS,
     FORMS,
-    PARTS,
     PRODUCTS,
-    STAGES,
-    N,
+    chained,
+    exchange_and_sum,
     multiplying,
     product,
     product_launch,
+    summed,
     summing,
 )
 from tests.gates import some
@@ -35,7 +35,6 @@ from weft import World, check
 from weft._triton import ptxas
 from weft.check.offline import Compiled, compile_kernel
 from weft.check.ptx import blocks_of, forward
-from weft.compute.gemm import gemm_tile
 from weft.lang import guarded_loads
 
 EARLY = "acquire: may be loaded before the wait"
@@ -91,6 +90,27 @@ def test_loads_stay_behind_their_waits_and_are_pipelined(form: str, own_cache: N
     assert (alone.problems == []) == (form == "for_the_next_iteration")
     assert loads_ahead(guarded) == loads_ahead(alone) > 0
     assert guarded.compiled.warnings == ()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_that_come_late(form: str) -> None:
+    kernel = weft.jit(exchange_and_sum)
+    late = partial(summed, form=form, kernel=kernel, n=16, parts=4, delays=([0, 2, 0, 1], [1, 0, 3, 0]))
+    assert weft.spmd(late, 2, backend="emulated") == [0, 0]
+
+
+@weft.jit
+def without_a_wait(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexpr):
+    total = tl.zeros((N, N), tl.float32)
+    for part in range(parts):
+        total += tl.dot(mine_desc.load([part * N, 0]), w_desc.load([part * N, 0]))
+    return total
+
+
+def test_a_wait_that_is_left_out_is_a_race_with_a_guard_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMS, "without_a_wait", without_a_wait)
+    found = check.search(summing("without_a_wait", True), 2, range(4))
+    assert any("Race" in str(finding) for finding in found.findings), found.findings
 
 
 MUTATIONS = {
@@ -181,52 +201,6 @@ def test_products_of_what_is_awaited(form: str, own_cache: None) -> None:
 
 
 # -- loops in which a tile waits for the notify of the tile before -----------------------------------------------------
-
-
-@weft.jit
-def tiles_of_a_gemm(a_desc, b_desc, out_desc, ch, me, tiles, K, N: tl.constexpr):
-    for t in tl.range(0, tiles, flatten=True):
-        wl.peer_tile_wait(ch, t, me)
-        acc = gemm_tile(a_desc, b_desc, t * N, 0, K, N, N, N)
-        out_desc.store([t * N, 0], acc.to(tl.bfloat16))
-        wl.peer_tile_notify(ch, t + 1, me)
-
-
-@weft.jit
-def steps_of_a_gemm(a_desc, b_desc, out_desc, ch, me, tiles, K, N: tl.constexpr):
-    for t in range(tiles):
-        wl.peer_tile_wait(ch, t, me)
-        acc = tl.dot(a_desc.load([t * N, 0]), b_desc.load([0, 0]).T)
-        out_desc.store([t * N, 0], acc.to(tl.bfloat16))
-        wl.peer_tile_notify(ch, t + 1, me)
-
-
-CHAINS = {chain.fn.__name__: chain for chain in (tiles_of_a_gemm, steps_of_a_gemm)}
-
-
-def chain(a_desc, b_desc, out_desc, epoch, ch, tiles, K, tiles_in_turn: tl.constexpr, N: tl.constexpr):
-    me = wl.rank_of(ch)
-    wl.peer_tile_notify(ch, 0, me)
-    tiles_in_turn(a_desc, b_desc, out_desc, ch, me, tiles, K, N)
-    wl.end_call(ch, epoch, 1)
-
-
-def chained(form: str, guard: bool) -> Callable[[World], None]:
-    kernel = weft.jit(guard_loads=guard)(chain)
-
-    def main(world: World) -> None:
-        k = N if form == "steps_of_a_gemm" else 2 * N
-        a = torch.randint(-2, 3, (PARTS * N, k), generator=torch.Generator().manual_seed(0)).bfloat16().to(world.device)
-        out = world.empty((PARTS * N, N), torch.bfloat16)
-        descriptors = [TensorDescriptor.from_tensor(t, [N, N]) for t in (a, a[:N], out)]
-        args = dict(zip(("a_desc", "b_desc", "out_desc"), descriptors, strict=True))
-        args |= dict(epoch=world.zeros((1,), torch.int32), ch=world.channel("tiles", PARTS + 1, None), tiles=PARTS, K=k)
-        args |= dict(tiles_in_turn=CHAINS[form], N=N)
-        world.launch(kernel, 1, args, dict(num_stages=STAGES), world.current_stream())
-        world.synchronize()
-        assert torch.equal(out.cpu(), (a.float() @ a[:N].float().t()).bfloat16().cpu())
-
-    return main
 
 
 def waits_run_ahead(ptx: str) -> bool:
