@@ -148,6 +148,7 @@ def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
             undo()
         report.served, report.world = [], None
         report.left.append(f"all: {type(error).__name__}: {error}")
+        log.debug("weft serves nothing", exc_info=True)
     _models.append(report)
     if group.rank_in_group == 0:
         log.info("%s", report.line())
