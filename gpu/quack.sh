@@ -8,7 +8,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 parts=.quack
-at=${AT:-/dev/shm/weft-quack}
+at=${AT:-/dev/shm/weft-quack/site-packages} # quack takes a library for what does not change only under a folder of this name
 vllm=${AT_VLLM:-/dev/shm/weft-vllm}
 out=${OUT:-gpu/out}
 limit=${SECONDS_OF:-270}
@@ -27,13 +27,14 @@ pack() {
 carry() {
   for part in "$@"; do
     if [ "$part" = last ]; then
-      rm -rf "$at" && mkdir -p "$at.wheels"
+      rm -rf "$at" && mkdir -p "$at" "$at.wheels"
       cat "$at".part? | tar x -C "$at.wheels"
       for wheel in "$at.wheels"/*.whl; do python3 -m zipfile -e "$wheel" "$at"; done
       rm -r "$at.wheels" "$at".part?
       du -sm "$at"
       python3 -c 'import quack.gemm_interface; from importlib.metadata import version; print("quack", version("quack-kernels"))'
     else
+      mkdir -p "$(dirname "$at")"
       mv "$parts/$part/p" "$at.part$part"
     fi
   done

@@ -29,12 +29,14 @@ from weft.backends.library_gemm import Form
 from weft.ops.moe.expert_parallel.kernels import store_sums, weighted_sum
 from weft.ops.moe.routing.route_tables import build_tables, share
 
-# What quack 0.6.5 tunes on Hopper, without the tiles that were never near the best of dense GEMMs; and single CTAs and tiles of 64 rows,
-# which it does not try, for experts with few rows.
+# What quack 0.6.5 tunes on Hopper for a GEMM that gathers; and single CTAs and tiles of 64 rows, which it does not try, for experts with
+# few rows.
 FORMS = (
     *(Form(128, n, cluster, True) for n in (128, 160, 192) for cluster in (2, 1)),
     *(Form(128, 256, cluster, False) for cluster in (2, 1)),
-    *(Form(256, n, 2, False) for n in (128, 192)),
+    *(Form(256, n, 2, False) for n in (128, 160, 192)),
+    Form(192, 128, 2, True),
+    Form(128, 224, 2, False),
     *(Form(64, n, 1, True) for n in (128, 256)),
 )
 TimeOf = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
