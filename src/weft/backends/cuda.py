@@ -260,8 +260,9 @@ _EXCHANGE, _POST, _TOO_LONG = b"H", b"T", b"L"
 
 
 def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory that can be shared. torch's caching allocator and this allocation do not know of each other. Where
-    the cache has all memory of the GPU, though nobody uses it, it is given back and the allocation tried again."""
+    """Allocate memory that can be shared. torch's caching allocator and this allocation do not know of each other.
+    Where the cache has all memory of the GPU, though nobody uses it, it is given back and the allocation tried again.
+    """
     import torch.distributed._symmetric_memory as symm
 
     try:
