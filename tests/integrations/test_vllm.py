@@ -512,7 +512,9 @@ def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytes
     assert standin.run(main) == [256, 256]
     slow = 256
     assert standin.run(main) == [0, 0]
-    assert {each[0] for each in calls} == {16, 32, 64, 128, 256} and {each[2:] for each in calls} == {
+    assert {each[0] for each in calls} == {15, 16, 31, 32, 63, 64, 127, 128, 255, 256} and {
+        each[2:] for each in calls
+    } == {
         (True, True),
         (True, False),
     }

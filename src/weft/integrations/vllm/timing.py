@@ -24,27 +24,30 @@ PASS_SITES = 2  # calls in a timed pass of the most frequent kind of site, whate
 def rows_from(flow: Flow, classes: Classes, world: World, min_tokens: int, max_tokens: int) -> int:
     """Return the smallest power of two, at least `min_tokens`, from which on, up to `max_tokens`, a pass takes less
     time if each rank holds only its own rows of residuals; 0 if there is none. Each call uses its fastest plan, of
-    which the engine's own is one. Collective. It also makes the trials of these sizes, so that no request waits for
-    them."""
+    which the engine's own is one. Collective. It also makes the trials of these sizes, and of one token less, which the
+    ranks do not divide, so that no request waits for them."""
     kinds = Counter(shapes(site, classes) for site in flow.sites)
     calls = calls_of_pass(kinds)
     site_by_shapes = {shapes(site, classes): site for site in flow.sites}
+
+    def sites_of(tokens: int) -> list[tuple[LayerTensors, int]]:
+        return [(random_operands(site_by_shapes[kind], classes, world, tokens), count) for kind, count in calls.items()]
+
     threshold, tokens = 0, 1 << (min_tokens - 1).bit_length()
     with torch.inference_mode():
         while tokens <= max_tokens:
-            sites = [
-                (random_operands(site_by_shapes[kind], classes, world, tokens), count) for kind, count in calls.items()
-            ]
             choice = Choice(
                 ("residuals", tokens, *kinds.items()),
                 lambda mode: RESIDUALS_WHOLE,
                 lambda: (RESIDUALS_BY_ROWS,),
-                functools.partial(one_pass, world, sites),
+                functools.partial(one_pass, world, sites_of(tokens)),
                 title="residuals by rows",
                 sizes=(tokens,),
                 worth=1.0,
             )
-            threshold = (threshold or tokens) if world.choices.choose(choice, "eager") == RESIDUALS_BY_ROWS else 0
+            faster = world.choices.choose(choice, "eager")
+            one_pass(world, sites_of(max(tokens - 1, 1)), faster)
+            threshold = (threshold or tokens) if faster == RESIDUALS_BY_ROWS else 0
             tokens *= 2
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # the engine measures how much memory is free for its own cache
