@@ -102,7 +102,8 @@ def layers(folder: Path) -> list[list[str]]:
 
 def one_gpu(results: Path) -> str:
     """Experts on one GPU beside the best fused layer of others, from many tokens on and of few."""
-    found = moe_page.one_gpu(results)
+    path = results / "nvidia-h200-x1/moe_one_gpu.jsonl"
+    found = moe_page.one_gpu(moe_page.lines_of(path), "vllm")
     many, few = (
         [r for tokens, by in found.items() if (tokens > FEW) == more for r in by.values()] for more in (True, False)
     )
