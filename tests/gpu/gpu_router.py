@@ -63,7 +63,7 @@ def losses(world: weft.World) -> float:
         ):
             value, again, expected = kernel(logits), kernel(logits), by_torch(logits)
             (grad,), (expected_grad,) = (torch.autograd.grad(v, logits) for v in (value, expected))
-            worst = max(worst, float((value - expected).abs() / expected.abs().clamp_min(1e-6)))
+            worst = max(worst, float((value - expected).detach().abs() / expected.detach().abs().clamp_min(1e-6)))
             worst = max(worst, float((grad - expected_grad).norm() / expected_grad.norm().clamp_min(1e-6)))
             worst = worst if torch.equal(value, again) else float("inf")
     return worst
