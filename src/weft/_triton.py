@@ -54,7 +54,7 @@ def require() -> None:
 
 
 def interpreter() -> tuple[ModuleType, type]:
-    """Triton's interpreter, and the class of its functions that run at compile time."""
+    """Return Triton's interpreter, and the class of its functions that run at compile time."""
     require()
     from triton.runtime import interpreter
     from triton.runtime.jit import ConstexprFunction
@@ -72,7 +72,8 @@ def first_line(fn: triton.JITFunction) -> int:
 
 
 def options(weft_options: Mapping[str, int]) -> dict[str, int]:
-    """Triton's options for a launch's options. Fused multiply-adds were always on, and 3.10 is to turn them off."""
+    """Return Triton's options for a launch's options. Fused multiply-adds were always on, and 3.10 is to turn them
+    off."""
     weft_only = ("co_resident", "local", "per_sm", "few_registers")
     triton_options = {"enable_fp_fusion": True} | {
         name: value for name, value in weft_options.items() if name not in weft_only

@@ -151,7 +151,7 @@ class Launcher:
         self._checked.add(variant)
 
     def fits(self, a: CompiledKernel, b: CompiledKernel) -> bool:
-        """Whether one program of each compiled kernel can be resident on one SM at once."""
+        """Return whether one program of each compiled kernel can be resident on one SM at once."""
         props: Any = torch.cuda.get_device_properties(self.backend.device)
         registers = sum((k.n_regs + 7) // 8 * 8 * k.metadata.num_warps * 32 for k in (a, b))
         shared = sum(k.metadata.shared + 1024 for k in (a, b))

@@ -181,7 +181,7 @@ class Machine:
         return [results[rank] for rank in range(self.size)]
 
     def _loop(self) -> None:
-        """The hub, which gets control when a task ends or nothing can run."""
+        """Resume one task after another. This greenlet, the hub, gets control when a task ends or nothing can run."""
         while True:
             task, self.beginning = self.beginning, None
             if task is None:
@@ -351,7 +351,7 @@ class Machine:
                     self.hub.switch()
 
     def pause(self) -> None:
-        """A scheduling point."""
+        """Let another task run if the schedule says so: a scheduling point."""
         if len(self.ready) > 1 or self.closing:
             self._switch()
 
@@ -657,8 +657,8 @@ class Machine:
         )
 
     def _unflushed(self, task: Task, agent: int, clock: int) -> bool:
-        """Whether `task` acquired a release of the program that made the access, but one from before the access was
-        flushed."""
+        """Return whether `task` acquired a release of the program that made the access, but one from before the access
+        was flushed."""
         program = self.program_of_agent.get(agent)
         if program is None:
             return False

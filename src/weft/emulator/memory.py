@@ -68,7 +68,7 @@ class View:
         return self.lo + self.size + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def index(self, address: int) -> str | None:
-        """`name[index]` of the element at an address, or None where the view has none there."""
+        """Return `name[index]` for the element at an address, or None where the view has none there."""
         rest, out = address - self.lo, [0] * len(self.shape)
         for i in sorted(range(len(self.shape)), key=lambda i: -self.strides[i]):
             if self.strides[i]:
@@ -115,7 +115,7 @@ class Region:
         return np.ndarray((*shape, k), np.int32, self.states, offset // g * 4, [*steps, 4])
 
     def scattered(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        """Indices of the states of single elements at byte `offsets`."""
+        """Return the indices of the states of single elements at byte `offsets`."""
         need = math.gcd(self.granule, size, int(np.gcd.reduce(offsets.astype(np.int64))))
         if need != self.granule:
             self.refine(need)
@@ -124,7 +124,7 @@ class Region:
         return indices if k == 1 else (indices[:, None] + np.arange(k)).ravel()
 
     def label(self, address: int) -> str:
-        """`name[index]` of the element, by the smallest view that has it."""
+        """Return `name[index]` for the element at an address, named by the smallest view that contains it."""
         for view in sorted(self.views.values(), key=lambda v: (v.hi - v.lo, v.name == self.name)):
             if view.lo <= address < view.hi and (text := view.index(address)) is not None:
                 return f"{text} of rank {self.rank}" if self.rank >= 0 else text
@@ -329,7 +329,7 @@ class Finding(Exception):
 
 
 def extent(start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int, int]:
-    """(lowest byte, end, start) of a strided block."""
+    """Return (lowest byte, end, start) of a strided block."""
     lo = hi = start
     for n, s in zip(shape, strides, strict=True):
         if s >= 0:

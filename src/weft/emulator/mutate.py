@@ -135,8 +135,8 @@ def _expressions_of(statement: ast.stmt) -> list[ast.AST]:
 
 
 def _facts(fn: JITFunction, seen: set[str] | None = None) -> tuple[bool, bool]:
-    """Whether the function takes part in a protocol, and whether it moves data, by itself or in the functions that it
-    calls."""
+    """Return whether the function takes part in a protocol, and whether it moves data, by itself or in the functions
+    that it calls."""
     seen = seen if seen is not None else set()
     key = f"{fn.__module__}.{fn.fn.__qualname__}"
     if key in seen:

@@ -73,7 +73,7 @@ class Ran:
 
     @property
     def awaited(self) -> set[Place]:
-        """Loads that need a wait, on lines whose loads all came after one."""
+        """Return the loads that need a wait, on lines whose loads all came after one."""
         before = {place[0] for place in self.before}
         return {place for place in self.behind if place[0] not in before}
 

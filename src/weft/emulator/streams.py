@@ -557,8 +557,8 @@ def _described(argument: tuple[str, object]) -> str:
 
 
 def bound(fn: Callable[[], object]) -> Callable[[], object]:
-    """`fn` with the present values of its free variables: on a GPU it is called at once, here when the stream comes to
-    it."""
+    """Return `fn` with the present values of its free variables: on a GPU it is called at once, here when the stream
+    comes to it."""
     if (
         not isinstance(fn, FunctionType)
         or fn.__closure__ is None
@@ -578,7 +578,7 @@ _HOST_SIDE = (
 
 
 def call_site() -> tuple[str, int]:
-    """(file, line) of the op or user code that gave a World an operation."""
+    """Return (file, line) of the op or user code that gave a World an operation."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_HOST_SIDE):
         frame = frame.f_back

@@ -363,13 +363,13 @@ def _count(name: str, why: str | None = None) -> None:
 
 
 def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> bool:
-    """Whether torch would use the kernel that the environment variable NATIVE requests."""
+    """Return whether torch would use the kernel that the environment variable NATIVE requests."""
     return NATIVE in os.environ and _symm_mem()._should_use_fused_all_gather_matmul_native(x, weights, dim, group_name)
 
 
 def _has_world(group_name: str, x: Tensor) -> bool:
-    """Whether the group can have a World: a group of GPUs, one of CPU processes over gloo, or an emulated World of that
-    name."""
+    """Return whether the group can have a World: a group of GPUs, one of CPU processes over gloo, or an emulated World
+    of that name."""
     return x.is_cuda or group_name in World._all or serves(_group(group_name))
 
 

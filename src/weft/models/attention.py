@@ -63,7 +63,7 @@ def attend(
 
 
 def fastest(world: World, config: AttentionConfig) -> bool:
-    """Whether this machine has cuDNN's attention, which is expected to be faster than flash attention."""
+    """Return whether this machine has cuDNN's attention, which is expected to be faster than flash attention."""
     return world.device.type == "cuda" and config.able(world, "forward", CUDNN.min_rows)[0] is CUDNN
 
 
@@ -103,8 +103,8 @@ def _flash(q: torch.Tensor, region: Rows, keys: torch.Tensor, values: torch.Tens
 
 
 def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `_flash` runs on this GPU and agrees with scaled_dot_product_attention for a chunk of a request, a whole
-    request, and single tokens."""
+    """Return whether `_flash` runs on this GPU and agrees with scaled_dot_product_attention for a chunk of a request, a
+    whole request, and single tokens."""
     if world.device.type != "cuda":
         return False
 

@@ -55,7 +55,7 @@ class Cache:
 
 
 def is_long(tokens: int, end: int) -> bool:
-    """Whether attention of the last `tokens` of `end` tokens is a library call of its own."""
+    """Return whether attention of the last `tokens` of `end` tokens is a library call of its own."""
     return tokens >= LONG_PROMPT and tokens % LENGTH_STEP == 0 == end % LENGTH_STEP
 
 
@@ -108,7 +108,7 @@ class Batch:
 
     @property
     def singles(self) -> int:
-        """The number of requests with one token before the first request with more."""
+        """Return the number of requests with one token before the first request with more."""
         return sum(1 for _ in takewhile(lambda n: n == 1, self.lengths))
 
     @property

@@ -197,7 +197,7 @@ class Llama(nn.Module):
 
     @property
     def flash(self) -> bool:
-        """Whether attention is one kernel over all requests."""
+        """Return whether attention is one kernel over all requests."""
         world, dtype, d = self.world, self.dtype, self.config.head_dim
         works: bool = world.cached(("flash", dtype, d), lambda: flash_works(world, dtype, d))
         return works

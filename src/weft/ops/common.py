@@ -107,7 +107,7 @@ class MatmulCall(Call):
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """The dtype of x and the weight."""
+        """Return the dtype of x and the weight."""
         return self.dtype if self.recipe is None else E4M3
 
     @property

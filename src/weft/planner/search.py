@@ -76,7 +76,7 @@ class Decision:
 
     @property
     def us(self) -> float | None:
-        """Predicted time of the plan in us, or None."""
+        """Return the predicted time of the plan in us, or None."""
         return next((o.us for o in self.options if o.plan == self.plan), None)
 
     @property

@@ -232,7 +232,7 @@ def reason_to_skip(config: VllmObject) -> str | None:
 
 
 def passes_fuse(config: VllmObject) -> bool:
-    """Whether vLLM's own passes (up to 0.31) shard the tokens, and call torch's fused operators."""
+    """Return whether vLLM's own passes (up to 0.31) shard the tokens, and call torch's fused operators."""
     passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
     return bool(getattr(passes, "enable_sp", False) or getattr(passes, "fuse_gemm_comms", False))
 

@@ -117,8 +117,8 @@ def matmul_all_to_all(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank destinations[i]
-    (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
+    """Return the rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank
+    destinations[i] (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
 
     Args:
         x: [m_s, K], this rank's rows; as many as there are destinations, 0 and a different number on every rank
