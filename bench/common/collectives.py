@@ -23,11 +23,11 @@ class Collectives:
         self.world = world
 
     def gather(self, x: Tensor, rows: int) -> Tensor:
-        """All ranks' x, of so many rows together."""
+        """Return all ranks' x, which together have `rows` rows."""
         return self._of(gather, x, rows)
 
     def sum(self, x: Tensor) -> Tensor:
-        """This rank's rows of the sum over ranks."""
+        """Return this rank's rows of the sum over ranks."""
         return self._of(reduce_scatter, x, x.shape[0])
 
     def _of(self, collective: Callable[..., Tensor], x: Tensor, rows: int) -> Tensor:
@@ -47,7 +47,7 @@ class Elided(Collectives):
         self.at = 0
 
     def passes(self, fn: Callable[[], T]) -> Callable[[], T]:
-        """`fn` as one pass: the same collectives in the same order in every call."""
+        """Return `fn` as one pass: the same collectives in the same order in every call."""
 
         def run() -> T:
             self.at = 0

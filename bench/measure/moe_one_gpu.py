@@ -44,7 +44,7 @@ PLANS: list[Plan] = [
 
 
 def by_torch(layer: Layer) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The layer as one writes it with torch's grouped GEMM: nothing waits for the host."""
+    """Return the layer as one writes it with torch's grouped GEMM: nothing waits for the host."""
     model, router, skew = layer.of, layer.router, None if layer.even else layer.skew
     first, second = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
 
@@ -65,7 +65,7 @@ def by_torch(layer: Layer) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def by_vllm(layer: Layer) -> tuple[Callable[[torch.Tensor], torch.Tensor], str] | None:
-    """vLLM's gate and experts, and its version; None where it is not installed."""
+    """Return vLLM's router and experts, and its version; None where it is not installed."""
     try:
         import vllm
         from vllm.config import VllmConfig, set_current_vllm_config

@@ -43,7 +43,8 @@ def compiled(record: dict[str, Any]) -> str:
 
 
 def ran(record: dict[str, Any], older: bool = True) -> str:
-    """older: of code that was compiled for another GPU, else of code for the GPU itself."""
+    """Return the table of the checks that ran. older: those of code that was compiled for an older GPU, else those of code for
+    the GPU itself."""
     rows = []
     for place, checks in sorted(record.get("checks", {}).items()):
         if (", compiled for " in place) == older:
@@ -54,7 +55,7 @@ def ran(record: dict[str, Any], older: bool = True) -> str:
 
 
 def record() -> str:
-    """How each check ended last, which ones failed, and the random calls."""
+    """Return how each check ended when it last ran, which checks failed, and how many random calls ran."""
     stored = json.loads((TESTS / "gpu_record.json").read_text())
     failed = [
         f"{name} ({place})"
@@ -68,7 +69,7 @@ def record() -> str:
 
 
 def speed(record: dict[str, Any]) -> str:
-    """us by size; what signals cost is a group a wave beside one group, of the same loop."""
+    """Return the table of us by size; what signals cost is a group a wave beside one group, of the same loop."""
     rows = []
     for row in record["rows"]:
         usual = min(us for name, us in row.items() if name.startswith("pointers"))

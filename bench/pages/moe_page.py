@@ -30,7 +30,8 @@ IN_PARTS, IN_PARTS_END = (
 
 
 def table(lines: list[dict]) -> str:
-    """A row a size: us of the library and of weft, their ratio, and weft's share of the limit and of its parts alone."""
+    """Return the table with a row for each size: us of the library and of weft, their ratio, and weft's share of the limit and of
+    its parts alone."""
     heads = "layer, tokens a GPU | libraries | weft | ratio | limit | of the limit | parts alone | of these"
     rows = [f"| {heads} |", "| --- |" + " --- |" * heads.count("|")]
     newest = {(r["name"], r["method"]): r for r in lines}
@@ -52,7 +53,8 @@ def table(lines: list[dict]) -> str:
 
 
 def experts(lines: list[dict]) -> str:
-    """A row a number of experts, of one layer: us of weft and of the library by tokens, and the spread over all rows."""
+    """Return the table with a row for each number of experts, of one layer: us of weft and of the library by tokens, and the
+    spread over all rows."""
     newest = {(r["E"], r["M"], r["method"]): r["us"] for r in lines}
     tokens = sorted({m for _, m, _ in newest})
     rows = ["| experts | " + " | ".join(f"{m:,} tokens" for m in tokens) + " |", "| --- |" + " --- |" * len(tokens)]
@@ -70,7 +72,7 @@ def experts(lines: list[dict]) -> str:
 
 
 def scaling(results: Path) -> str:
-    """us at as many tokens a GPU, on 1 GPU and on several."""
+    """Return the table of us at as many tokens a GPU, on 1 GPU and on several."""
     found: dict[str, dict[int, float]] = {}
     for path in sorted(results.glob("*/moe.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
@@ -92,7 +94,8 @@ PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatch
 
 
 def plans(lines: list[dict]) -> str:
-    """A row a size of the runs that time all plans: us of each, of the fused one by its fastest numbers."""
+    """Return the table with a row for each size of the runs that time all plans: us of each plan, of the fused one with its
+    fastest settings."""
     newest = {(r["name"], r["method"]): r["us"] for r in lines}
     rows = ["| layer, tokens a GPU | libraries | dispatched | low latency | fused |", "| --- | --- | --- | --- | --- |"]
     for name in sorted(
@@ -108,7 +111,7 @@ def plans(lines: list[dict]) -> str:
 
 
 def one_gpu(results: Path) -> dict[int, dict[str, float]]:
-    """By number of tokens and model, how many times as fast as vLLM's fused experts the layer is on one GPU."""
+    """Return, by number of tokens and model, how many times as fast as vLLM's fused experts the layer is on one GPU."""
     us = {
         (r["name"], r["method"]): r["us"]
         for path in sorted(results.glob("*/moe_one_gpu.jsonl"))
@@ -141,7 +144,7 @@ def one_gpu_table(results: Path) -> str:
 
 
 def one_gpu_sizes(results: Path) -> str:
-    """us by size and method."""
+    """Return us by size and method."""
     parts = []
     for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
         us = {(r["name"], r["method"]): r["us"] for r in lines_of(path)}
@@ -160,7 +163,7 @@ def one_gpu_sizes(results: Path) -> str:
 
 
 def of_all_plans(results: Path) -> str:
-    """Runs that time all plans, of balanced routing."""
+    """Return the runs that time all plans, of balanced routing."""
     parts = []
     for path in sorted(results.glob("*/moe.jsonl")):
         lines = [r for r in lines_of(path) if r["zipf"] == 0 and UNGATED not in r["name"]]
@@ -188,7 +191,7 @@ def page(results: Path) -> str:
 
 
 def stamps(results: Path) -> str:
-    """Where the programs' time goes in the one launch of fused calls."""
+    """Return the table of where the programs' time goes in the one launch of fused calls."""
     kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
     rows = [
         "| GPUs | layer, tokens a GPU | plan | us | in tasks | " + " | ".join(kinds) + " |",
@@ -216,7 +219,7 @@ STEPS = {
 
 
 def timeline(results: Path) -> str:
-    """A row a layer: us of each step of the main stream, of the GEMMs alone, and of the whole."""
+    """Return the table with a row for each layer: us of each step of the main stream, of the GEMMs alone, and of the whole."""
     heads = ["layer, tokens a GPU"]
     for step in STEPS:
         heads += [step, "alone, by weft / torch"] if "GEMM" in step else [step]
@@ -238,7 +241,8 @@ def timeline(results: Path) -> str:
 
 
 def in_parts(lines: list[dict]) -> str:
-    """A row a size and op: us of the library and of weft, their ratio, and weft's share of the limit; means by op."""
+    """Return the table with a row for each size and op: us of the library and of weft, their ratio, and weft's share of the
+    limit; means by op."""
     rows = ["| layer (H, I, E, k) | op | libraries | weft | ratio | limit | of the limit |", "| --- |" + " --- |" * 6]
     newest = {(r["name"], r["op"], r["method"]): r for r in lines}
     found: dict[str, list[tuple[float, float]]] = {}
@@ -262,7 +266,7 @@ def in_parts(lines: list[dict]) -> str:
 
 
 def page_in_parts(results: Path, sizes: bool = True) -> str:
-    """sizes: a line for each, and not only the means."""
+    """Return the section on experts in two parts. sizes: with a line for each size, and not only the means."""
     parts = []
     for path in sorted(results.glob("*/moe_tensor.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -280,7 +284,8 @@ def page_in_parts(results: Path, sizes: bool = True) -> str:
 
 
 def memory_table() -> str:
-    """MiB of a rank, of FlashMoE's sizes on 8 GPUs, by tokens of a GPU and experts; computed, not measured."""
+    """Return the table of MiB of a rank, of FlashMoE's sizes on 8 GPUs, by tokens of a GPU and experts; computed, not
+    measured."""
     ranks = SimpleNamespace(size=8)
     rows = [
         "| tokens a GPU | experts | symmetric | tables | experts' rows, worst case | `max_rows` 25% above an even share |",
@@ -300,7 +305,8 @@ TRAINED = "library", "weft, keep nothing", "weft, keep rows", "weft, keep activa
 
 
 def training(results: Path, backward: bool = False) -> str:
-    """A row a layer and pass: us and TFLOP/s a GPU of each method. backward: also of the backward pass alone."""
+    """Return the table with a row for each layer and pass: us and TFLOP/s a GPU of each method. backward: also of the backward
+    pass alone."""
     parts = []
     for path in sorted(results.glob("*/moe_training.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -336,7 +342,7 @@ HEAD = """# Mixtures of experts
 
 
 def chapter(results: Path) -> str:
-    """Every size."""
+    """Return the tables of every size."""
     sections = {
         "Whole layers, forward": page(results),
         "One GPU, beside vLLM's fused experts and torch": one_gpu_sizes(results),

@@ -9,7 +9,8 @@ from bench.pages.tables import grid
 
 
 def tilelink(results: Path) -> str:
-    """The best plan of kind "fused" over the sequential one, over the shapes that `ways` has; and the two layers of other ops."""
+    """Return weft's figures beside TileLink's: the best plan of kind "fused" over the sequential one, over the shapes that `ways`
+    has; and the two layers of other ops."""
     found = ways.tuned(results)
     said = []
     for world in sorted({world for _, world in found}):
@@ -29,7 +30,8 @@ def tilelink(results: Path) -> str:
 
 
 def flashoverlap() -> str:
-    """Of the best plans by copies and by NCCL: share of the bound, and the largest speedup over cuBLAS + NCCL."""
+    """Return weft's figures beside FlashOverlap's, for the best plans by copies and by NCCL: share of the bound, and the largest
+    speedup over cuBLAS + NCCL."""
     goals: list[list[str]] = []
     machines = signaled_page.machines()
     for op in (signaled_page.AR, signaled_page.RS, signaled_page.A2A):
@@ -62,7 +64,8 @@ def tokenweave(results: Path) -> str:
 
 
 def flashmoe(results: Path) -> str:
-    """From the runs that time all plans: the fused one over the libraries and over "dispatched"."""
+    """Return weft's figures beside FlashMoE's, from the runs that time all plans: the fused plan over the libraries and over
+    "dispatched"."""
     cells = [line.split("|")[2:6] for line in moe_page.of_all_plans(results).splitlines() if line.count("|") == 6]
     us = [[float(cell) if cell.strip() else None for cell in row] for row in cells[2:]]
     over = [[row[other] / row[3] for row in us if row[other] and row[3]] for other in (0, 1)]  # type: ignore[operator]

@@ -44,7 +44,7 @@ class Point:
 
 # -- what is stored --------------------------------------------------------------------------------------------------
 def tuned(machine: str) -> dict[str, list[Point]]:
-    """By run: calls with what was predicted before they ran, of shapes that `weft tune` does not measure."""
+    """Return, by run, calls of shapes that `weft tune` does not measure, with the times that were predicted before they ran."""
     seen = {
         op: {s for part in (SIZES.gather if op == "all_gather_matmul" else SIZES.reduce) for s in part} for op in SHAPES
     }
@@ -84,7 +84,7 @@ def percent(x: float) -> str:
 
 
 def errors(runs: dict[str, list[Point]]) -> str:
-    """A line for each kind and op, a column group for each run."""
+    """Return the table of errors with a line for each kind and op, a column group for each run."""
     groups: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, points in runs.items():
         for p in points:
@@ -123,7 +123,7 @@ class Choice:
 
 
 def judged(points: Sequence[Point]) -> list[Choice]:
-    """By (source, op, world, shape), where several plans ran."""
+    """Return the calls by (source, op, world, shape), where several plans ran."""
     groups: dict[tuple, list[Point]] = defaultdict(list)
     for p in points:
         groups[p.source, p.op, p.world, p.shape].append(p)
@@ -139,7 +139,7 @@ def judged(points: Sequence[Point]) -> list[Choice]:
 
 
 def choices(points: Sequence[Point]) -> str:
-    """The plan predicted fastest, beside the fastest and the sequential one."""
+    """Return the table of choices: the plan predicted fastest, beside the fastest and the sequential one."""
     found = judged(points)
     if not found:
         return "No shape was run with several plans.\n"
@@ -164,7 +164,7 @@ def choices(points: Sequence[Point]) -> str:
 
 
 def ablations(runs: dict[str, list[Point]]) -> str:
-    """Times of signaled plans grouped otherwise than chosen, over those of the chosen one, by tag."""
+    """Return the times of signaled plans grouped otherwise than chosen, over those of the chosen one, by tag."""
     chosen = {
         (p.source, p.op, p.shape): p.us for ps in runs.values() for p in ps if CHOSEN in p.tags and p.kind == "signaled"
     }
@@ -183,7 +183,7 @@ def ablations(runs: dict[str, list[Point]]) -> str:
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """The distribution of the errors, a panel for each kind."""
+    """Draw the distribution of the errors, a panel for each kind."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -207,7 +207,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
 
 
 def summary(runs: dict[str, list[Point]]) -> str:
-    """Mean errors and choices of every run."""
+    """Return mean errors and choices of every run."""
     kinds = [kind for kind in KINDS if any(p.kind == kind for points in runs.values() for p in points)]
     lines = []
     for name, points in runs.items():
@@ -227,7 +227,7 @@ def runs_of(machines: Iterable[str]) -> dict[str, list[Point]]:
 
 
 def digest(runs: dict[str, list[Point]]) -> str:
-    """What the page has of the chapter."""
+    """Return the part of the chapter that the page shows."""
     text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n"
     text += "".join(f"![errors of predicted times](img/{plot_name(name)})\n\n" for name in runs)
     return text + f"By op, with every shape whose choice is below 99%: [tables](../{TABLES}).\n"

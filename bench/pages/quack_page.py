@@ -35,7 +35,7 @@ def chapter(results: Path) -> str:
 
 
 def digest(results: Path) -> str:
-    """Geometric means, from the last line of each table."""
+    """Return the sentence of geometric means, from the last line of each table."""
     alone, together = (page(results, FILES[make.__name__], make).splitlines() for make in (gemms, gathered))
     cells = [[cell.strip() for cell in lines[-1].split("|")[1:-1]] for lines in (alone, together)]
     shapes = [sum(line.startswith("| ") for line in lines) - 3 for lines in (alone, together)]
@@ -47,7 +47,7 @@ def digest(results: Path) -> str:
 
 
 def gemms(lines: Rows) -> str:
-    """cuBLAS, the best of quack's forms, the best of weft's own loops."""
+    """Return the table of GEMMs: cuBLAS, the best of quack's forms, the best of weft's own loops."""
     newest = {(r["M"], r["N"], r["K"]): r["us"] for r in lines}
     rows, ratios = [], []
     for (m, n, k), us in newest.items():
@@ -62,7 +62,7 @@ def gemms(lines: Rows) -> str:
 
 
 def gathered(lines: Rows) -> str:
-    """All methods of a shape were interleaved; of several forms the fastest counts."""
+    """Return the table of all-gather + GEMM. All methods of a shape were interleaved; of several forms the fastest counts."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if r["op"] == "all_gather_matmul"}
     rows, ratios = [], []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):

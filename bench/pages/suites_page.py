@@ -16,7 +16,7 @@ Key = tuple[str, str, int]  # suite, way, ranks: 1 where the process group is a 
 
 
 def suites(lines: Rows) -> str:
-    """A line for each suite and way; what did not pass; and why calls went on to torch."""
+    """Return the table with a line for each suite and way; what did not pass; and why calls went on to torch."""
     newest = {(r["suite"], r["test"], r["way"], r["world"]): r for r in lines}
     by_key: dict[Key, Rows] = {}
     for (suite, _, way, world), row in newest.items():
@@ -38,7 +38,7 @@ def suites(lines: Rows) -> str:
 
 
 def failures(rows: Iterable[dict]) -> list[str]:
-    """Which tests failed, those that fail without weft too apart from the others."""
+    """Return which tests failed, those that fail without weft too apart from the others."""
     failed: dict[str, set[str]] = {way: set() for way in TITLES}
     for row in rows:
         if row["outcome"] == "failed":
@@ -49,7 +49,7 @@ def failures(rows: Iterable[dict]) -> list[str]:
 
 
 def reasons(rows: Iterable[dict]) -> str:
-    """Of the calls that went on to torch, both ways with weft in place."""
+    """Return the reasons of the calls that went on to torch, in both ways with weft in place."""
     found: Counter[str] = Counter()
     for row in rows:
         for call, n in row.get("fell_through", {}).items():

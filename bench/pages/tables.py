@@ -25,7 +25,7 @@ def best(us: list[float]) -> str:
 
 
 def attention(lines: Rows) -> str:
-    """Calls; and prefills that are made of them."""
+    """Return the tables of calls, and of prefills that consist of such calls."""
     newest = {(r["name"], r["method"]): r for r in lines}
 
     def least(name: str, *methods: str) -> str:
@@ -54,7 +54,7 @@ def attention(lines: Rows) -> str:
 
 
 def transformers(lines: Rows) -> str:
-    """Passes; and, where it was measured, what continuous batching serves."""
+    """Return the tables of forward passes and, where it was measured, of the tokens that continuous batching serves."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if "us" in r}
     rows = []
     for name in dict.fromkeys(name for name, _, _ in newest):
@@ -81,7 +81,7 @@ def transformers(lines: Rows) -> str:
 
 
 def mixtures(lines: Rows) -> str:
-    """Transformers' expert parallelism and the same model woven."""
+    """Return the table of Transformers' expert parallelism and the same model woven."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines}
     rows = []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):
@@ -92,8 +92,8 @@ def mixtures(lines: Rows) -> str:
 
 
 def models(lines: Rows) -> str:
-    """Layers of whole models beside cuBLAS and NCCL, what no overlap could be faster than, and the way of weft that was the
-    fastest; of each the run that came last."""
+    """Return the table of layers of whole models beside cuBLAS and NCCL, what no overlap could be faster than, and the way of
+    weft that was the fastest; of each the run that came last."""
     rows = []
     for name, mode in dict.fromkeys((r["name"], r["mode"]) for r in lines):
         r, us = newest_run([r for r in lines if (r["name"], r["mode"]) == (name, mode)])
@@ -113,7 +113,7 @@ def models(lines: Rows) -> str:
 
 
 def newest_run(rows: Rows) -> tuple[dict, dict[str, float]]:
-    """A row of the run that came last, and its us by method."""
+    """Return a row of the run that came last, and its us by method."""
     last = rows[-1]
     return last, {r["method"]: r["us"] for r in rows if r.get("date") == last.get("date")}
 
