@@ -55,12 +55,8 @@ def form(block_m: int, block_n: int, warps: int, stages: int, per_sm: int = 1, f
 # sums over ranks have it, and one of half the columns, for few tiles.
 PROMOTES = [*PROMOTED, form(128, 128, 8, 4, 1, False), form(128, 64, 4, 4, 2, False)]
 FORMS = {"tensor": list(WIDE), "row": list(WIDE), "slow": PROMOTES, "block": PROMOTES}
-QUANTIZED = [
-    (4096, 8192, 7168),
-    (1024, 8192, 3584),
-    (16384, 7168, 4608),
-    (64, 8192, 7168),
-]  # M, hidden, inner of a rank
+# M, hidden and inner size of a rank
+QUANTIZED = [(4096, 8192, 7168), (1024, 8192, 3584), (16384, 7168, 4608), (64, 8192, 7168)]
 QUACK = [(128, 192, 2, True), (128, 160, 2, True), (128, 256, 2, False)]
 
 

@@ -30,6 +30,7 @@ from weft.plans import Dispatched, GemmTile, LowLatency, Plan, TileShape
 
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
 TOKENS = [64, 256, 512, 2048, 8192, 16384]
+# Plans for few rows an expert.
 PLANS: list[Plan] = [
     LowLatency(),
     LowLatency(TileShape(16, 128, 64, 4, 6)),
@@ -40,7 +41,7 @@ PLANS: list[Plan] = [
     Dispatched(GemmTile(64, 256, 64, 8, 4, 16)),
     Dispatched(GemmTile(64, 128, 64, 4, 5, 16)),
     Dispatched(GemmTile(64, 128, 128, 4, 4, 16)),
-]  # of few rows an expert
+]
 
 
 def by_torch(layer: Layer) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -15,9 +15,8 @@ from weft.architectures import SHARED_KIB, capability_of
 BEGIN = "<!-- made by bench/pages/pages.py from tests/architectures.json and tests/gpu_record.json -->"
 RECORD = "<!-- made by bench/pages/pages.py from tests/gpu_record.json -->"
 TESTS = Path(__file__).parents[2] / "tests"
-SPEED = (
-    Path(__file__).parents[1] / "results/nvidia-h100-x1/signaled_sm80.json"
-)  # as tests/gpu/gpu_older.py --speed writes it
+# tests/gpu/gpu_older.py --speed writes this file.
+SPEED = Path(__file__).parents[1] / "results/nvidia-h100-x1/signaled_sm80.json"
 GPUS = {"sm_80": "A100, A800", "sm_86": "A40, A6000, RTX 3090", "sm_89": "L40S, RTX 4090", "sm_100": "B200", "sm_103": "B300",
         "sm_120": "RTX 5090, RTX PRO 6000"}  # fmt: skip
 

@@ -56,9 +56,8 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
     """Return, by shape and mode, the plan that "auto" took in the benchmark and its speed relative to torch's cuBLAS + NCCL."""
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
-        ours = (
-            r for r in lines(path) if r["op"] == path.stem and set(KEY) <= r.keys()
-        )  # others are of other benchmarks
+        # Rows with other fields come from other benchmarks.
+        ours = (r for r in lines(path) if r["op"] == path.stem and set(KEY) <= r.keys())
         for r in ours:
             methods.setdefault(tuple(r[k] for k in KEY), {})[r["method"]] = r
     return {

@@ -48,7 +48,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _MISSING = object()
 PATIENCE = 1e-3  # seconds that a rank waits for others before a call that it makes for the first time
-LATE = 16  # first calls that a rank makes at most before all others have made the first of them
+LATE = 16  # a rank makes at most so many first calls before all others have made the first of these
 _COUNTERS = 1 << 20  # counters in one block of channel memory, 4 MiB per rank
 
 
@@ -182,10 +182,10 @@ class World:
         # compiled graphs for later processes under the World's name.
         self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}/{self.size}"
         self._channels: dict[Hashable, BlockChannel] = {}
-        self._arrivals: dict[Hashable, int | list[int] | None] = {}  # as the caller passed them
-        self._channel_memory: dict[int, SymmetricTensor] = {}  # by address of this rank's counters
-        self._ranges: list[tuple[int, int, str]] = []  # first address, bytes, name; sorted
-        self._shared: list[tuple[int, int, SymmetricTensor]] = []  # first address, number, memory; sorted
+        self._arrivals: dict[Hashable, int | list[int] | None] = {}  # of each channel, as the caller passed them
+        self._channel_memory: dict[int, SymmetricTensor] = {}  # keyed by the address of this rank's counters
+        self._ranges: list[tuple[int, int, str]] = []  # sorted (first address, bytes, name)
+        self._shared: list[tuple[int, int, SymmetricTensor]] = []  # sorted (first address, number, memory)
         self._block: SymmetricTensor | None = None
         self._used = 0
         self._arenas: list[Arena] = []  # the last one is in use; graphs refer to the words of those before it

@@ -58,7 +58,7 @@ def timeout_seconds() -> float:
         seconds = float(setting)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= 1e6:  # in nanoseconds it fits in a word, and four times it in a timedelta
+    if not 0 < seconds <= 1e6:  # the nanoseconds fit in a word, and four times the limit in a timedelta
         raise ValueError(f"WEFT_TIMEOUT={setting!r} must be a number of seconds, above 0 and at most a million")
     return seconds
 
@@ -153,7 +153,7 @@ class Backend(ABC):
     group: ProcessGroup | None = None  # torch.distributed's, where there is one
     capability: int = HOPPER  # the compute capability that kernels are compiled for, times ten
     peer_reason: str | None = None  # why peers' memory cannot be stored to; None where it can
-    symmetric_reason: str | None = None  # that, or why atomics do not work there; None where both do
+    symmetric_reason: str | None = None  # why peers' memory or its atomics do not work; None: both do
     reference: bool = False  # whether every op runs by its sequential plan, whatever plan is asked for
     shares_gpu: bool = False  # whether ranks take turns on one GPU, so that times mean nothing
     clock: Clock | None = None  # times calls; None where times mean nothing

@@ -544,7 +544,8 @@ class CudaBackend(GpuBackend):
         self._shm.post(_EXCHANGE + data if fits else _TOO_LONG)
         posts = self._shm.collect(None)
         assert posts is not None
-        if _TOO_LONG in posts and all(post[:1] != _POST for post in posts):  # all ranks exchange, and see this
+        # Every rank sees the same posts, so all ranks exchange by messages.
+        if _TOO_LONG in posts and all(post[:1] != _POST for post in posts):
             return self._exchange_messages(data)
         return [_unpickled(post) for post in posts]
 

@@ -28,7 +28,7 @@ from ..errors import Timeout
 
 FOLDER = Path("/dev/shm")
 LEAD = 32  # posts that a rank may be ahead of what it has collected
-BYTES = 4096  # of the longest post; longer data is sent by messages
+BYTES = 4096  # the longest post has so many; longer data is sent by messages
 _HEAD = struct.Struct("<qiI")  # number, from 1 on; length; checksum
 _SLOT = _HEAD.size + BYTES
 _PART = 2 * LEAD * _SLOT

@@ -41,7 +41,7 @@ class Instruction:
     text: str
     file: str
     line: int
-    number: int  # its line in the PTX
+    number: int  # the step's line in the PTX
     calls: tuple[tuple[str, int], ...] = ()  # file, without its folder, and line of each inlined call around it
 
     @property
@@ -105,7 +105,7 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
                 blocks[name] = BasicBlock()
             else:
                 ended = True
-        elif match := re.match(r"(\$L__BB\w+)[,;]", line):  # in a table of `brx.idx`
+        elif match := re.match(r"(\$L__BB\w+)[,;]", line):  # a line in a table of `brx.idx`
             blocks[name].after.append(match[1])
         elif line.startswith(("ret;", "brx.idx")):
             ended = True

@@ -41,7 +41,7 @@ Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.con
 
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
-hooks: Programs = None  # those of the Machine that runs; None without a run
+hooks: Programs = None  # the Programs of the Machine that runs; None without a run
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class Programs:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.bodies: dict[Function, Function] = {}  # by Python function, since a JITFunction hashes its source
+        self.bodies: dict[Function, Function] = {}  # keyed by the Python function: a JITFunction hashes its source
 
     @property
     def current(self) -> Task:

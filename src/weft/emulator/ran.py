@@ -58,7 +58,7 @@ class Variant:
     """A kernel and the arguments of a launch for which Triton compiles it."""
 
     kernel: JITFunction
-    args: Mapping[str, object]  # by name, with stand-ins for tensors
+    args: Mapping[str, object]  # keyed by name; stand-ins replace tensors
     options: Mapping[str, int]
 
 

@@ -45,10 +45,11 @@ class Streams:
         size = machine.size
         self.streams: dict[tuple[int, str], EmulatedStream] = {}
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
-        self.free = [[0.0] * machine.sm_count for _ in range(size)]  # by rank, since when each free SM is free
+        # For each rank, the time since which each free SM has been free.
+        self.free = [[0.0] * machine.sm_count for _ in range(size)]
         self.resident: list[list[Task]] = [[] for _ in range(size)]
         self.waiting_for_sm: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free SM
-        self.current: list[EmulatedStream | None] = [None] * size  # by rank; None: the main stream is current
+        self.current: list[EmulatedStream | None] = [None] * size  # of each rank; None: the main stream
         self.collectives: dict[WorldRanks, list[Collective]] = defaultdict(list)
         self.collective_counts: Counter[tuple[WorldRanks, int]] = Counter()
         # The collective that was enqueued last, by rank and communicator.

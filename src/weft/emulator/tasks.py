@@ -61,7 +61,7 @@ class Task:
     cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
     host: HostThread | None = None
-    position: int = -1  # in machine.ready
+    position: int = -1  # the task's index in machine.ready
     waits: Wait | Poll | Collective | str | None = None
     done: bool = False
     time: float = 0.0

@@ -250,7 +250,7 @@ def _all_gather_scaled(
     if why is None:
         world = _world(group_name)
         size = A.shape[gather_dim]
-        if A_scale.numel() > 1 and A_scale.shape[gather_dim] == world.size * size != size:  # of all ranks' rows
+        if A_scale.numel() > 1 and A_scale.shape[gather_dim] == world.size * size != size:  # all ranks' rows
             A_scale = A_scale.narrow(gather_dim, world.rank * size, size)
         if A_scale.numel() > 1 and A_scale.shape[:-1] != A.shape[:-1]:
             why = "scales that do not fit"

@@ -47,7 +47,7 @@ def attend(
         out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
         out.view(q.shape)[single:].copy_(_flash(q[single:], part.several, keys, values))
         return out
-    chunks = part.chunks  # those of this call: a layout that is filled again gets other ones
+    chunks = part.chunks  # kept for this call: a layout that is filled again gets other chunks
 
     def attend_to_requests() -> None:
         out.zero_()
@@ -64,7 +64,7 @@ def attend(
 
 def fastest(world: World, config: AttentionConfig) -> bool:
     """Return whether this machine has cuDNN's attention, which is expected to be faster than flash attention."""
-    return world.device.type == "cuda" and config.able(world, "forward", CUDNN.min_rows)[0] is CUDNN
+    return world.device.type == "cuda" and config.usable(world, "forward", CUDNN.min_rows)[0] is CUDNN
 
 
 def _long(

@@ -136,7 +136,8 @@ class Part:
 
     `positions` and `slots` int32 [rows] are those of every token (slot -1: padding). `single` are the requests of one
     token each, in the first rows, `several` the others. `chunks` has (first row, tokens, slot, tokens in the cache) of
-    each request. `long` says that the chunks are final and that all of several tokens are long (`LONG_PROMPT`).
+    each request. With `long` each request of `several` is a prompt that has an attention call of its own
+    (`LONG_PROMPT`); a layout that can be filled again never has such ones.
     """
 
     rows: int

@@ -524,7 +524,7 @@ class _PassMemory:
         if layout.plan.kind == "sequence":
             return
         self.qkv = world.empty((rows, attention.qkv.shape[0]), dtype)
-        fused = layout.plan.sms > 0  # in the epilogue of weft's GEMM
+        fused = layout.plan.sms > 0  # weft's GEMM applies the activation in its epilogue
         self.mlp_buffers = {
             (gate_up, inner): (
                 world.empty((0 if fused else rows, gate_up), dtype),

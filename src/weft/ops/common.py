@@ -221,7 +221,7 @@ class MatmulOp(Op[M]):
         why = None
         if isinstance(plan, OneShot) and self.scatters_rows:
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
-                return ""  # it would allocate memory of the longest shard for every rank
+                return ""  # the plan would allocate the longest shard for every rank
             if min(call.shards) == 0 < max(call.shards):
                 why = "a rank without rows would not wait for the other ranks"
         elif not call.even and self.copies_shards(plan):

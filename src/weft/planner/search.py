@@ -259,7 +259,7 @@ class Planner:
         self.decide = functools.lru_cache(maxsize=16384)(self._decide)
         self.sum = functools.lru_cache(maxsize=16384)(self._sum)
         self.nearest = functools.lru_cache(maxsize=16384)(self._nearest)
-        predictor.fit()  # no decision then waits for it
+        predictor.fit()  # so that no decision waits for the fit
 
     def _decide(
         self,

@@ -296,7 +296,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         for name, t in (("x", x), ("weight", weight)):
             check_device(self.name, world, name, t)
         validate(self.name, world, x, weight, bias)
-        if routing.world() is not world:  # its channels on the device count the calls of that World
+        if routing.world() is not world:  # a routing's channels count the calls of its own World
             raise ValueError(f"{self.name}: destinations were routed in another World; route them in this one")
         named = len(routing.destinations[world.rank])
         if named != x.shape[0]:

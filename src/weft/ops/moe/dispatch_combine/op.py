@@ -217,7 +217,7 @@ class Handle:
     ids: torch.Tensor
     weights: torch.Tensor
     handle_id: torch.Tensor = field(repr=False)
-    options: CallOptions = field(repr=False)  # those of `Combine`
+    options: CallOptions = field(repr=False)  # the options of the op `Combine`
     versions: tuple[int, ...] = field(default=(), repr=False)  # torch's version counters of ids and weights
 
     @property
