@@ -49,6 +49,7 @@ class Matrix:
     block: tuple[int, int]
 
     def argument(self, t: torch.Tensor) -> TensorDescriptor:
+        """Return the descriptor of a tensor with rows * cols elements."""
         return TensorDescriptor(t, [self.rows, self.cols], [self.cols, 1], list(self.block))
 
 

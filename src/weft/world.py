@@ -624,18 +624,22 @@ class World:
     # -- methods of the backend, documented in backends/base.py ------------------------------------------------------
     @property
     def sm_count(self) -> int:
+        """Return the number of SMs of this rank's GPU, or of an emulated rank."""
         return self.backend.sm_count
 
     @property
     def scale(self) -> Scale:
+        """Return the sizes of work that suit the backend: blocks, tiles and thresholds."""
         return self.backend.scale
 
     @property
     def reference(self) -> bool:
+        """Return whether every op runs by its sequential plan, whatever plan is asked for."""
         return self.backend.reference
 
     @property
     def group(self) -> ProcessGroup | None:
+        """Return the process group of torch.distributed, or None for emulated ranks."""
         return self.backend.group
 
     @property
@@ -666,6 +670,7 @@ class World:
 
     @property
     def symmetric_reason(self) -> str | None:
+        """Return why there is no symmetric memory with peer access and atomics; None where there is."""
         return self.backend.symmetric_reason
 
     empty = _delegated(Backend.empty)

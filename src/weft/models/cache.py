@@ -34,8 +34,9 @@ LONG_PROMPT, LENGTH_STEP = 2048, 512
 class Cache:
     """Keys and values of this rank's heads, each [layers, slots, max_len, kv_heads / W, head_dim], zeroed.
 
-    `slots` is the number of requests that the cache holds at once, `max_len` the most tokens of one. A new request can
-    take a used slot as it is. Raises ValueError if W does not divide the key and value heads.
+    `config` is a model's, as `weft.models.Llama` takes it. `slots` is the number of requests that the cache holds at
+    once, `max_len` the most tokens of one. A new request can take a used slot as it is. Raises ValueError if W does not
+    divide the key and value heads.
     """
 
     def __init__(
@@ -100,10 +101,12 @@ class Batch:
 
     @property
     def requests(self) -> int:
+        """Return the number of requests."""
         return len(self.lengths)
 
     @property
     def tokens(self) -> int:
+        """Return the number of new tokens of all requests."""
         return sum(self.lengths)
 
     @property
@@ -113,6 +116,7 @@ class Batch:
 
     @property
     def ends(self) -> tuple[int, ...]:
+        """Return the number of tokens of each request in the cache after this batch."""
         return tuple(n + start for n, start in zip(self.lengths, self.starts, strict=True))
 
     def split(self, tokens: int) -> tuple[Batch, Batch]:

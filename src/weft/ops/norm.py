@@ -133,7 +133,8 @@ def rms_norm(
 
 
 def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:
-    """Return x + residual [M, N] in ordinary order, for x as in `rms_norm`. Added in float32. Raises as `rms_norm`."""
+    """Return x + residual [M, N] in ordinary order, for x and remap as in `rms_norm`. The sum is computed in float32
+    and rounded once. Raises what `rms_norm` raises."""
     check_call("residual_add", world)
     check_device("residual_add", world, "residual", residual)
     rows, n = validate("residual_add", world, x, remap, {"residual": residual})

@@ -60,7 +60,7 @@ def matmul_all_to_all_routed(
             order there; the rows behind them are zero.
 
     x, weight and bias are all bfloat16 or all float16. "fused" needs N and K that are multiples of 8, and symmetric
-    memory; else the op runs sequentially, and says so once. Errors are those of `matmul_reduce_scatter`.
+    memory; else the op runs sequentially, and says so once. `all_gather_matmul` says what is raised.
 
     Backward: the gradients of received rows go back to the ranks that the rows came from; rows of a gradient behind the
     first counts[s] are not read. dx is 0 for a row that went nowhere. The gradients of weight and bias are of this

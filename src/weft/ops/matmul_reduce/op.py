@@ -267,8 +267,8 @@ def matmul_reduce_scatter(
             torch.float8_e4m3fn. Partial sums, the result and the bias have the dtype out_dtype. "signaled" takes 16-bit
             operands only. Such a call has no gradient.
 
-    Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
-    the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
+    Dtypes, devices and layouts are those of `all_gather_matmul`, which also says what is raised. Sums over ranks are
+    accumulated in float32, in the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
 
     Returns:
         [m_r, N], with m_r = rows[world.rank].
@@ -325,8 +325,10 @@ def matmul_all_reduce(
     """Return the sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence
     parallelism (TileLink, section 5).
 
-    Args, dtypes and errors are those of `matmul_reduce_scatter`, scales too: x [M, K], weight [N, K], bias [N] the same
-    on all ranks, out [M, N]. plan may also be "two_shot" or, for few rows, TwoShotLowLatency().
+    Args are those of `matmul_reduce_scatter` without `rows`: x [M, K], weight [N, K], bias [N] the same on all ranks,
+    out [M, N], reorder, and for 8-bit operands x_scale, weight_scale, out_dtype and use_fast_accum. plan may also be
+    "two_shot" or, for few rows, TwoShotLowLatency(). Dtypes and devices are those of `all_gather_matmul`, which also
+    says what is raised.
 
     Returns:
         [M, N], the same bits on every rank.
