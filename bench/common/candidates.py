@@ -50,20 +50,20 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
 def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:
     """Return the candidates that give the right result on every rank, by their JSON."""
     fn = getattr(weft, op)
-    want = fn(x, w, world=world, plan="sequential")
+    expected = fn(x, w, world=world, plan="sequential")
     todo: dict[str, Any] = {}
     moved = x.numel() * world.size if op == "all_gather_matmul" else x.shape[0] * w.shape[0]
     for plan in [Sequential(), *candidates(op, world.size, moved * x.element_size())]:
-        err, said = 0.0, ""
+        err, reason = 0.0, ""
         try:
             for _ in range(2):
-                err = max(err, error_of(fn(x, w, world=world, plan=plan), want))
+                err = max(err, error_of(fn(x, w, world=world, plan=plan), expected))
             world.synchronize()
         except weft.Unsupported as e:
-            err, said = float("inf"), str(e)
+            err, reason = float("inf"), str(e)
         bad = max(world.exchange(err))
         if bad < RIGHT:
             todo[plan.to_json()] = lambda plan=plan: fn(x, w, world=world, plan=plan)
         elif world.rank == 0:
-            print("left out:", op, plan, bad, said, flush=True)
+            print("left out:", op, plan, bad, reason, flush=True)
     return todo

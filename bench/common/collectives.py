@@ -69,9 +69,9 @@ class Gathered(torch.autograd.Function):
     """The all-gather of rows, as many of every rank; backward the reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Collectives) -> Tensor:
-        ctx.by = by
-        return by.gather(x, x.shape[0] * by.world.size)
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.by = collectives
+        return collectives.gather(x, x.shape[0] * collectives.world.size)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -82,9 +82,9 @@ class Scattered(torch.autograd.Function):
     """The reduce-scatter of rows; backward the all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Collectives) -> Tensor:
-        ctx.by = by
-        return by.sum(x)
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.by = collectives
+        return collectives.sum(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

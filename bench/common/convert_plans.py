@@ -79,23 +79,23 @@ def line(old: str) -> str:
         return old.replace("2", "3")
     body = old.rstrip("\n").rstrip(",")
     try:
-        given = json.loads(body)
+        stored = json.loads(body)
     except ValueError:
         return old
-    made = row(given)
-    if made == given:
+    new = row(stored)
+    if new == stored:
         return old
-    assert json.dumps(given) == body, "a row in another format"
-    return json.dumps(made) + old[len(body) :]
+    assert json.dumps(stored) == body, "a row in another format"
+    return json.dumps(new) + old[len(body) :]
 
 
 def main() -> None:
     for path in map(Path, sys.argv[1:]):
         lines = path.read_text().splitlines(keepends=True)
-        made = [line(each) for each in lines]
-        changed = sum(a != b for a, b in zip(lines, made, strict=True))
+        new = [line(old) for old in lines]
+        changed = sum(a != b for a, b in zip(lines, new, strict=True))
         if changed:
-            path.write_text("".join(made))
+            path.write_text("".join(new))
         print(f"{path}: {changed} of {len(lines)} lines")
 
 

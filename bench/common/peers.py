@@ -47,10 +47,10 @@ def cublas_nccl(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> Run:
 def cublas_nccl_mlp(x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, world: weft.World) -> Run:
     """Return a function that runs an MLP: all-gather, gate and up projections in one GEMM, weft's SiLU-mul kernel, down
     projection, reduce-scatter."""
-    first = cublas_nccl("all_gather_matmul", x, w_in, world.size)
+    gather_gemm = cublas_nccl("all_gather_matmul", x, w_in, world.size)
 
     def run() -> object:
-        return cublas_nccl("matmul_reduce_scatter", weft.silu_mul(first(), world=world), w_out, world.size)()
+        return cublas_nccl("matmul_reduce_scatter", weft.silu_mul(gather_gemm(), world=world), w_out, world.size)()
 
     return run
 
@@ -76,19 +76,19 @@ def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Ru
 
     runner = AllGatherRunner(x.shape[0], x.shape[1], x.dtype)
 
-    def of(form: library_gemm.Form) -> Run:
+    def run_of(form: library_gemm.Form) -> Run:
         def run() -> torch.Tensor:
             out = torch.empty(x.shape[0] * world, w.shape[0], device=x.device, dtype=x.dtype)
             runner.capture_lockstep = True
             tile = form.tile_m, form.tile_n, form.cluster_m, 1
-            with runner.gather(x) as (full, given):
-                gemm(full, w, out, None, None, *tile, pingpong=form.pingpong, ag_args=given)
+            with runner.gather(x) as (full, gather_args):
+                gemm(full, w, out, None, None, *tile, pingpong=form.pingpong, ag_args=gather_args)
             return out
 
         return run
 
     fit = [form for form in library_gemm.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
-    return {f"quack {form.tile_m}x{form.tile_n}": of(form) for form in fit}
+    return {f"quack {form.tile_m}x{form.tile_n}": run_of(form) for form in fit}
 
 
 def without_quack(run: Run) -> Run:

@@ -108,7 +108,7 @@ def layers(folder: Path) -> list[list[str]]:
             if not pairs:
                 continue
             rows += [row for pair in pairs.values() for row in pair]
-            ratios = {key: own["us"] / weft["us"] for key, (own, weft) in pairs.items()}
+            ratios = {key: baseline_row["us"] / weft_row["us"] for key, (baseline_row, weft_row) in pairs.items()}
             by_mode = [mean(ratio for (mode, _), ratio in ratios.items() if mode == column) for column in MODES]
             lowest, mode, name = min((ratio, mode, name) for (mode, name), ratio in ratios.items())
             cells = [f"**{ratio:.2f}x**" if ratio else "–" for ratio in by_mode]

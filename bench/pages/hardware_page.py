@@ -25,9 +25,9 @@ def compiled(record: dict[str, Any]) -> str:
     rows = []
     for triton, targets in sorted(record.items()):
         for target in (t for t in GPUS if t in targets):
-            of, kib = targets[target], SHARED_KIB[capability_of(target)]
-            broken = ", ".join(sorted(of["wrong"])) or "none"
-            rows.append([target, GPUS[target], triton, of["date"], str(of["launches"]), str(of["registers"]), f"{of['shared'] / 1024:.0f} of {kib}", broken])  # fmt: skip
+            facts, kib = targets[target], SHARED_KIB[capability_of(target)]
+            broken = ", ".join(sorted(facts["wrong"])) or "none"
+            rows.append([target, GPUS[target], triton, facts["date"], str(facts["launches"]), str(facts["registers"]), f"{facts['shared'] / 1024:.0f} of {kib}", broken])  # fmt: skip
     head = [
         "compiled for",
         "as in",
@@ -62,9 +62,9 @@ def record() -> str:
         for name, row in checks.items()
         if row["outcome"] == "failed" and ", compiled for " not in place
     ]
-    said = f"Failed when they last ran: {', '.join(failed)}. " if failed else ""
-    said += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
-    return f"{ran(stored, older=False)}\n\n{said}"
+    text = f"Failed when they last ran: {', '.join(failed)}. " if failed else ""
+    text += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
+    return f"{ran(stored, older=False)}\n\n{text}"
 
 
 def speed(record: dict[str, Any]) -> str:
@@ -84,11 +84,9 @@ def speed(record: dict[str, Any]) -> str:
         "signals cost, rows",
         "signals cost, tiles",
     ]
-    of = record["versions"]
-    said = (
-        f"Compiled for {record['compiled_for']}, on {record['machine']}, {record['date'][:10]}, Triton {of['triton']}:"
-    )
-    return f"{said}\n\n{grid(head, rows)}"
+    versions = record["versions"]
+    title = f"Compiled for {record['compiled_for']}, on {record['machine']}, {record['date'][:10]}, Triton {versions['triton']}:"
+    return f"{title}\n\n{grid(head, rows)}"
 
 
 def tables() -> str:

@@ -64,26 +64,29 @@ def experts(lines: list[dict]) -> str:
             auto, library = newest.get((e, m, "auto")), newest.get((e, m, "library"))
             cells.append("" if auto is None or library is None else f"{auto:.0f} ({library:.0f})")
         rows.append(f"| {e} | " + " | ".join(cells) + " |")
-    said = []
+    spreads = []
     for m in tokens:
-        found = [us for (_, of, method), us in newest.items() if of == m and method == "auto"]
-        said.append(f"{100 * (max(found) / min(found) - 1):.0f}% at {m:,} tokens")
-    return "\n".join([*rows, "", f"From the fastest number of experts to the slowest: {', '.join(said)}."])
+        times = [us for (_, count, method), us in newest.items() if count == m and method == "auto"]
+        spreads.append(f"{100 * (max(times) / min(times) - 1):.0f}% at {m:,} tokens")
+    return "\n".join([*rows, "", f"From the fastest number of experts to the slowest: {', '.join(spreads)}."])
 
 
 def scaling(results: Path) -> str:
     """Return the table of us at as many tokens a GPU, on 1 GPU and on several."""
-    found: dict[str, dict[int, float]] = {}
+    us: dict[str, dict[int, float]] = {}
     for path in sorted(results.glob("*/moe.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
             if r["method"] == "auto" and r["zipf"] == 0:
-                found.setdefault(r["name"], {})[r["world"]] = r["us"]
-    worlds = sorted({w for by in found.values() if 1 in by for w in by})
+                us.setdefault(r["name"], {})[r["world"]] = r["us"]
+    worlds = sorted({w for by_world in us.values() if 1 in by_world for w in by_world})
     rows = ["| layer, tokens a GPU | " + " | ".join(f"{w} GPU{'s' * (w > 1)}" for w in worlds) + " |"]
     rows.append("| --- |" + " --- |" * len(worlds))
-    for name, by in found.items():
-        if 1 in by and len(by) > 1:
-            cells = [f"{by[w]:.0f}" + f" ({by[w] / by[1]:.2f}x)" * (w > 1) if w in by else "" for w in worlds]
+    for name, by_world in us.items():
+        if 1 in by_world and len(by_world) > 1:
+            cells = [
+                f"{by_world[w]:.0f}" + f" ({by_world[w] / by_world[1]:.2f}x)" * (w > 1) if w in by_world else ""
+                for w in worlds
+            ]
             model, _, tokens = name.rpartition("-")
             rows.append(f"| {model}, {int(tokens):,} | " + " | ".join(cells) + " |")
     return "\n".join(rows) if len(rows) > 2 else ""
@@ -323,8 +326,8 @@ def training(results: Path, backward: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def between(text: str, begin: str, end: str, made: str) -> str:
-    return f"{text.split(begin)[0]}{begin}\n{made}\n{end}{text.split(end)[1]}"
+def between(text: str, begin: str, end: str, block: str) -> str:
+    return f"{text.split(begin)[0]}{begin}\n{block}\n{end}{text.split(end)[1]}"
 
 
 def filled(text: str, results: Path) -> str:

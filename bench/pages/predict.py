@@ -48,9 +48,9 @@ def tuned(machine: str) -> dict[str, list[Point]]:
     seen = {
         op: {s for part in (SIZES.gather if op == "all_gather_matmul" else SIZES.reduce) for s in part} for op in SHAPES
     }
-    found: dict[str, list[Point]] = {}
+    points: dict[str, list[Point]] = {}
     for path in sorted((stored.RESULTS / machine / "predictions").glob("*.jsonl"), key=lambda path: path.stem):
-        found[path.stem] = [
+        points[path.stem] = [
             Point(
                 path.stem, r["op"], (r["M"], r["N"], r["K"]), r["world"], json.dumps(r["plan"], sort_keys=True), r["us"], r["predicted"],
                 tuple(r["tags"]),
@@ -58,7 +58,7 @@ def tuned(machine: str) -> dict[str, list[Point]]:
             for r in map(json.loads, path.read_text().splitlines())
             if (r["M"], r["N"], r["K"]) not in seen[r["op"]]
         ]  # fmt: skip
-    return found
+    return points
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -127,40 +127,40 @@ def judged(points: Sequence[Point]) -> list[Choice]:
     groups: dict[tuple, list[Point]] = defaultdict(list)
     for p in points:
         groups[p.source, p.op, p.world, p.shape].append(p)
-    found = []
+    choices = []
     for case, ps in sorted(groups.items()):
         sequential = [p for p in ps if p.kind == "sequential"]
         if len({p.plan for p in ps}) < 3 or not sequential:
             continue
         best, chosen = min(ps, key=lambda p: p.us), min(ps, key=lambda p: p.predicted)
         auto = chosen if sequential[0].predicted > GAIN * chosen.predicted else sequential[0]
-        found.append(Choice(case, (best.plan, chosen.plan), len(ps), best.us, chosen.us, auto.us, sequential[0].us))
-    return found
+        choices.append(Choice(case, (best.plan, chosen.plan), len(ps), best.us, chosen.us, auto.us, sequential[0].us))
+    return choices
 
 
 def choices(points: Sequence[Point]) -> str:
     """Return the table of choices: the plan predicted fastest, beside the fastest and the sequential one."""
-    found = judged(points)
-    if not found:
+    judgements = judged(points)
+    if not judgements:
         return "No shape was run with several plans.\n"
-    of_best = [c.best / c.chosen for c in found]
-    slower = sum(c.sequential / c.chosen < 0.98 for c in found)
-    said = f"Over {len(of_best)} shapes and runs the choice is {percent(fmean(of_best))} of the best on average and "
-    said += f"{percent(min(of_best))} at the least; on {slower} of them it is slower than sequential by more than 2%. "
-    slower = sum(c.sequential / c.auto < 0.98 for c in found)
-    said += f"With auto's rule that a gain below {percent(GAIN - 1)} is none, it is {percent(fmean(c.best / c.auto for c in found))} of the "
-    said += f"best on average, and slower than sequential by more than 2% on {slower}. "
+    of_best = [c.best / c.chosen for c in judgements]
+    slower = sum(c.sequential / c.chosen < 0.98 for c in judgements)
+    text = f"Over {len(of_best)} shapes and runs the choice is {percent(fmean(of_best))} of the best on average and "
+    text += f"{percent(min(of_best))} at the least; on {slower} of them it is slower than sequential by more than 2%. "
+    slower = sum(c.sequential / c.auto < 0.98 for c in judgements)
+    text += f"With auto's rule that a gain below {percent(GAIN - 1)} is none, it is {percent(fmean(c.best / c.auto for c in judgements))} of the "
+    text += f"best on average, and slower than sequential by more than 2% on {slower}. "
     lines = []
-    for c in found:
+    for c in judgements:
         if c.best / c.chosen < 0.99:
             _, op, _, shape = c.case
             cells = [f"{x:.0f}" for x in (c.sequential, c.best, c.chosen)]
             plans = [brief(Plan.from_json(plan)) for plan in c.plans]
             size = "×".join(map(str, shape))
             lines.append([op, size, str(c.count), *cells, percent(c.best / c.chosen), *plans])
-    said += f"Where it is below 99% ({len(lines)}):\n\n"
+    text += f"Where it is below 99% ({len(lines)}):\n\n"
     head = ["op", "M×N×K", "plans", "sequential us", "best us", "chosen us", "of the best"]
-    return said + table([*head, "best plan", "chosen plan"], lines, 1)
+    return text + table([*head, "best plan", "chosen plan"], lines, 1)
 
 
 def ablations(runs: dict[str, list[Point]]) -> str:
@@ -213,13 +213,13 @@ def summary(runs: dict[str, list[Point]]) -> str:
     for name, points in runs.items():
         cells = []
         for kind in kinds:
-            of = [abs(p.error) for p in points if p.kind == kind or (kind == "signaled" and p.kind == COPIES)]
-            cells.append(percent(fmean(of)) if of else "–")
+            errors = [abs(p.error) for p in points if p.kind == kind or (kind == "signaled" and p.kind == COPIES)]
+            cells.append(percent(fmean(errors)) if errors else "–")
         best = [c.best / c.chosen for c in judged(points)]
         lines.append([name, str(points[0].world), str(len(points)), *cells, percent(fmean(best)), percent(min(best))])
     head = ["run", "GPUs", "calls", *kinds, "choice of the best", "least"]
-    said = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
-    return f"{table(head, lines, 1)}\n{said}"
+    notes = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
+    return f"{table(head, lines, 1)}\n{notes}"
 
 
 def runs_of(machines: Iterable[str]) -> dict[str, list[Point]]:

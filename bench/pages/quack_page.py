@@ -52,9 +52,9 @@ def gemms(lines: Rows) -> str:
     rows, ratios = [], []
     for (m, n, k), us in newest.items():
         form, quack = least((name.removeprefix("quack "), t) for name, t in us.items() if name.startswith("quack"))
-        _, own = least((name, t) for name, t in us.items() if name.split()[0] in OWN)
-        ratios.append((us["cuBLAS"] / quack, us["cuBLAS"] / own, min(us["cuBLAS"], quack) / own))
-        rows.append([f"{m} x {n} x {k}", f"{us['cuBLAS']:.0f}", f"{quack:.0f} ({form})", f"{own:.0f}"])
+        _, weft = least((name, t) for name, t in us.items() if name.split()[0] in OWN)
+        ratios.append((us["cuBLAS"] / quack, us["cuBLAS"] / weft, min(us["cuBLAS"], quack) / weft))
+        rows.append([f"{m} x {n} x {k}", f"{us['cuBLAS']:.0f}", f"{quack:.0f} ({form})", f"{weft:.0f}"])
         rows[-1] += [f"{ratio:.2f}x" for ratio in ratios[-1]]
     rows.append(["geometric mean", "", "", "", *(f"{mean(column) or 0:.2f}x" for column in zip(*ratios, strict=True))])
     head = ["M x N x K", "cuBLAS", "quack, best form", "weft's own, best tile", "quack over cuBLAS", "own over cuBLAS"]

@@ -68,9 +68,9 @@ LINKS = ("links", "GPUs", "tokens", "sequential us", "best us", "speedup", "tran
 
 def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
     """Return, for layers by name, (tokens, hidden, intermediate), the four projections and their transfers alone."""
-    found = simulate(nvlink(gpus), "decoder", sizes.values(), profile=PROFILE)
+    simulated = simulate(nvlink(gpus), "decoder", sizes.values(), profile=PROFILE)
     rows = []
-    for name, r in zip(sizes, found.rows, strict=True):
+    for name, r in zip(sizes, simulated.rows, strict=True):
         limit, us = r.speedup / r.bound_share, [f"{us:.0f}" for us in (r.sequential, r.gemm, r.comm, r.us)]
         rows.append([name, f"{r.size[0]:,}", *us, f"{r.speedup:.2f}x", f"{limit:.2f}x"])
     head = "model", "tokens", "sequential us", "GEMMs", "transfers", "best plans", "ratio", "limit"
@@ -224,17 +224,17 @@ def of_profile() -> str:
 def digest() -> str:
     """Return the part of the chapter that the page shows: many nodes, and how far stored calls are from their predictions."""
     errors, gains = errors_of_stored_calls()
-    said = []
+    figures = []
     for world in sorted({key[0] for key in errors}):
         of_times, of_gains = (
             [abs(e) for key, es in found.items() if key[0] == world for e in es] for found in (errors, gains)
         )
-        said.append(
+        figures.append(
             f"{percent(fmean(of_times))} of a time and {percent(fmean(of_gains))} of a speedup on {world} GPUs ({len(of_times)} calls)"
         )
     many_nodes = MANY_NODES + decoders(["Llama-70B"])
     text = f"{INTRODUCTION}{USE}\n{of_profile()}\n{many_nodes}\n### Against measurements\n\n"
-    text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(said)}. "
+    text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(figures)}. "
     return text + f"Other links in one node, and errors by op: [tables](../{TABLES}).\n"
 
 
