@@ -1,35 +1,46 @@
-"""The MoE layer on one GPU beside what a user would pick there: vLLM's fused experts, torch's grouped GEMM, compiled or not.
+"""The MoE layer on one GPU beside what a user would pick there: vLLM's fused experts, quack's and torch's grouped GEMMs, compiled or not.
 
-torchrun --nproc-per-node 1 -m bench.measure.moe_one_gpu --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--compile] [--sweep] [--seconds S]
+torchrun --nproc-per-node 1 -m bench.measure.moe_one_gpu --out DIR [--models ...] [--tokens ...] [--zipf 0 1] [--compile TOKENS ...]
+    [--methods ...] [--skip N] [--sweep] [--seconds S]
 
-Appends rows to DIR/moe_one_gpu.jsonl. `us` is a layer with its gate (router GEMM, softmax, top-k, weights that sum to one), in a CUDA graph
-in which the tokens change from call to call, the median of interleaved rounds. Methods: "weft", plan="auto"; "vllm", `fused_topk` and
-`fused_experts` with vLLM's own table of tiles for the GPU where it has one (its version stands in the row); "torch", sort, gather,
-`torch._grouped_mm` and sums, with all sizes on the device; "torch compiled", the same by torch.compile. A method that is not installed has
-no row. With --sweep also each of PLANS. error: of weft's result against torch's, relative, of the norm.
+Appends rows to DIR/moe_one_gpu.jsonl, size by size in the order of --zipf, --tokens and --models, and the reason to
+DIR/moe_one_gpu_failed.jsonl where a method fails at a size; started again with the same DIR it goes on behind them. `us` is a layer with
+its gate (router GEMM, softmax, top-k, weights that sum to one), in a CUDA graph in which the tokens change from call to call, the median
+of interleaved rounds. Methods: "weft", plan="auto"; "vllm", `fused_topk` and `fused_experts` with vLLM's own table of tiles for the GPU
+where it has one (its version stands in the row); "quack", its gathering, gated grouped GEMM and its plain one, each in the fastest of
+its forms for the size (bench/common/quack_moe.py); "torch", sort, gather, `torch._grouped_mm` and sums, with all sizes on the device;
+"torch compiled", the same by torch.compile, at some numbers of tokens. A method that is not installed has no row. With --sweep also each
+of PLANS. error: of the method's result against torch's, relative, of the norm.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import weft
-from bench.common.timing import error_of, time_interleaved
+from bench.common.quack_moe import QuackExperts, usable
+from bench.common.timing import capture, error_of, time_interleaved
 from bench.measure.moe import MODELS, ROUTINGS, Layer, Model
 from bench.measure.run import commit
+from weft import moe
+from weft.backends import library_gemm
+from weft.backends.library_gemm import Form
 from weft.plans import Dispatched, GemmTile, LowLatency, Plan, TileShape
 
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
-TOKENS = [64, 256, 512, 2048, 8192, 16384]
+TOKENS = [8192, 512, 2048, 64, 16384]  # the most important first
+Method = Callable[[torch.Tensor], torch.Tensor]
 # Plans for few rows an expert.
 PLANS: list[Plan] = [
     LowLatency(),
@@ -44,7 +55,7 @@ PLANS: list[Plan] = [
 ]
 
 
-def by_torch(layer: Layer) -> Callable[[torch.Tensor], torch.Tensor]:
+def by_torch(layer: Layer) -> Method:
     """Return the layer as one writes it with torch's grouped GEMM: nothing waits for the host."""
     model, router, skew = layer.of, layer.router, None if layer.even else layer.skew
     first, second = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
@@ -65,60 +76,178 @@ def by_torch(layer: Layer) -> Callable[[torch.Tensor], torch.Tensor]:
     return run
 
 
-def by_vllm(layer: Layer) -> tuple[Callable[[torch.Tensor], torch.Tensor], str] | None:
-    """Return vLLM's router and experts, and its version; None where it is not installed."""
-    try:
-        import vllm
-        from vllm.config import VllmConfig, set_current_vllm_config
-        from vllm.model_executor.layers.fused_moe import fused_experts, fused_topk
-    except ImportError:
-        return None
+def by_vllm(layer: Layer) -> Method:
+    """Return vLLM's router and experts."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import fused_experts, fused_topk
 
     def run(x: torch.Tensor) -> torch.Tensor:
         with set_current_vllm_config(VllmConfig()):
             weights, ids, _ = fused_topk(x, layer.logits(x), layer.of.k, renormalize=True)
             return fused_experts(x, layer.w13, layer.w2, weights, ids)
 
-    return run, vllm.__version__
+    return run
 
 
-def measure(world: weft.World, name: str, tokens: int, a: argparse.Namespace) -> list[dict]:
-    layer = Layer(world, KNOWN[name], tokens, a.zipf)
-    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"torch": by_torch(layer)}
-    if a.compile:
-        torch._dynamo.reset()
-        ways["torch compiled"] = torch.compile(by_torch(layer), dynamic=False)
-    versions = dict(torch=torch.__version__)
-    if known := by_vllm(layer):
-        ways["vllm"], versions["vllm"] = known
-    expected = ways["torch"](layer.xs[0])
-    errors = {way: error_of(fn(layer.xs[0]), expected) for way, fn in ways.items()}
-    layer.turn = 0
-    errors["weft"] = error_of(layer.run("auto"), expected)
-    steps = {way: 0 for way in ways}
+def by_quack(layer: Layer, forms: Sequence[Form]) -> Method:
+    """quack's GEMMs in the forms that are the fastest for these tokens."""
+    experts = QuackExperts(layer.world, layer.w13, layer.w2, layer.of.k)
+    x = layer.xs[0]
+    experts.tune(x, layer.logits(x), forms, lambda fns: time_interleaved(fns, mode="graph", calls=3, rounds=3))
+    print(f"  quack's forms: {experts.first} and {experts.second}", flush=True)
+    return lambda x: experts(x, layer.logits(x))
 
-    def next_of(way: str) -> Callable[[], object]:
-        def run() -> object:
-            steps[way] += 1
-            return ways[way](layer.xs[steps[way] % ROUTINGS])
 
-        return run
+def by_weft(layer: Layer, plan: str | Plan) -> Method:
+    """`Layer.run` for given tokens."""
 
-    fns: dict[str, Callable[[], object]] = {way: next_of(way) for way in ways}
-    for plan in PLANS if a.sweep else ():
-        layer.turn, way = 0, f"weft {plan}"
-        try:
-            errors[way] = error_of(layer.run(plan), expected)
-            fns[way] = partial(layer.run, plan)
-        except weft.WeftError as error:
-            print(f"{name}-{tokens} {plan}: {error}")
-    times = time_interleaved(fns | {"weft": lambda: layer.run("auto")}, mode="graph", calls=2 * ROUTINGS, rounds=7)
-    model = layer.of
-    shape = dict(op="moe on one GPU", name=f"{name}-{tokens}", M=tokens, N=model.inner, K=model.hidden, E=model.experts)
-    fixed = dict(
-        top_k=model.k, zipf=a.zipf, mode="graph", gpu=torch.cuda.get_device_name(), versions=versions, commit=commit()
-    )
-    return [dict(shape, method=way, us=round(us, 1), error=round(errors[way], 5), **fixed) for way, us in times.items()]
+    def run(x: torch.Tensor) -> torch.Tensor:
+        ids, weights = moe.gate(layer.logits(x), layer.of.k, world=layer.world)
+        return moe.moe(
+            x, ids, weights, layer.packed, layer.w2, activation=layer.of.activation, world=layer.world, plan=plan
+        )
+
+    return run
+
+
+COMPILED = "torch compiled"
+
+
+class Size(NamedTuple):
+    model: str
+    tokens: int
+    zipf: float
+    compiled: bool = False  # also by torch.compile
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.tokens}"
+
+
+class Bench:
+    """What all sizes have in common: the methods that are there, with their versions, and where rows and failures go."""
+
+    def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
+        self.world, self.a, self.start = world, a, time.time()
+        self.rows, self.failed = a.out / "moe_one_gpu.jsonl", a.out / "moe_one_gpu_failed.jsonl"
+        self.methods, self.versions = ["weft", "torch"], dict(torch=torch.__version__)
+        lost = {r["method"] for r in stored(self.failed) if r["fatal"]}
+        if "vllm" in a.methods and (version := vllm_version()):
+            self.methods.append("vllm")
+            self.versions["vllm"] = version
+        self.forms: list[Form] = []
+        lacks = library_gemm.lacks()
+        if "quack" in a.methods and "quack" not in lost and lacks is None:
+            self.forms = usable(a.compile_seconds)
+            self.versions["quack"] = str(library_gemm.installed())
+        print(f"{self.seconds:.0f}s quack: {lacks or f'{len(self.forms)} forms'}", flush=True)
+        if self.forms:
+            self.methods.append("quack")
+        self.methods = [m for m in self.methods if m in a.methods and m not in lost]
+
+    @property
+    def seconds(self) -> float:
+        return time.time() - self.start
+
+    def method(self, name: str, layer: Layer) -> Method:
+        if name == COMPILED:
+            torch._dynamo.reset()
+            return torch.compile(by_torch(layer), dynamic=False)
+        if name == "vllm":
+            return by_vllm(layer)
+        return by_quack(layer, self.forms) if name == "quack" else by_torch(layer)
+
+    def fail(self, size: Size, method: str, error: Exception) -> None:
+        """Write the reason. Raises the error where no further call to the GPU can succeed."""
+        reason = f"{type(error).__name__}: {error}"[:500]
+        fatal = not isinstance(error, torch.OutOfMemoryError) and is_lost()
+        append(self.failed, [dict(name=size.name, zipf=size.zipf, method=method, reason=reason, fatal=fatal)])
+        print(f"{self.seconds:.0f}s {size.name} {method}: {reason}", flush=True)
+        if fatal:
+            raise error
+
+    def prepared(self, size: Size, layer: Layer) -> tuple[dict[str, Method], dict[str, float]]:
+        """The methods that run at this size, also in a CUDA graph, and their errors."""
+        expected, runs, errors = by_torch(layer)(layer.xs[0]), dict[str, Method](), dict[str, float]()
+        ways: dict[str, Callable[[], Method]] = {"weft": lambda: by_weft(layer, "auto")}
+        ways |= {m: partial(self.method, m, layer) for m in self.methods if m != "weft"}
+        if size.compiled:
+            ways[COMPILED] = partial(self.method, COMPILED, layer)
+        ways |= {f"weft {plan}": partial(by_weft, layer, plan) for plan in (PLANS if self.a.sweep else ())}
+        for name, make in ways.items():
+            try:
+                fn = make()
+                errors[name] = error_of(fn(layer.xs[0]), expected)
+                capture(partial(fn, layer.xs[0]), 1)
+                runs[name] = fn
+            except Exception as error:  # a library may raise anything
+                self.fail(size, name, error)
+                torch.cuda.empty_cache()
+        return runs, errors
+
+    def measure(self, size: Size) -> list[dict]:
+        model = KNOWN[size.model]
+        layer = Layer(self.world, model, size.tokens, size.zipf)
+        runs, errors = self.prepared(size, layer)
+        steps = dict.fromkeys(runs, 0)
+
+        def turn(name: str) -> object:
+            steps[name] += 1
+            return runs[name](layer.xs[steps[name] % ROUTINGS])
+
+        calls = 2 * ROUTINGS if size.tokens <= 2048 else ROUTINGS
+        times = time_interleaved({name: partial(turn, name) for name in runs}, mode="graph", calls=calls, rounds=7)
+        shape = dict(op="moe on one GPU", name=size.name, M=size.tokens, N=model.inner, K=model.hidden, E=model.experts)
+        fixed = dict(top_k=model.k, zipf=size.zipf, mode="graph", gpu=torch.cuda.get_device_name())
+        fixed |= dict(versions=self.versions, commit=commit())
+        return [dict(shape, method=m, us=round(us, 1), error=round(errors[m], 5), **fixed) for m, us in times.items()]
+
+    def run(self, sizes: Sequence[Size]) -> None:
+        measured = {(r["name"], r["zipf"], r["method"]) for path in (self.rows, self.failed) for r in stored(path)}
+        for i, size in enumerate(sizes):
+            if self.seconds > self.a.seconds:
+                print(f"{self.seconds:.0f}s the time is over: --skip {self.a.skip + i} goes on", flush=True)
+                break
+            if measured & {(size.name, size.zipf, m) for m in (COMPILED if size.compiled else "torch", "all")}:
+                continue
+            try:
+                rows = self.measure(size)
+            except Exception as error:  # of all methods at once, as no memory for all graphs
+                self.fail(size, "all", error)
+                continue
+            finally:
+                gc.collect()
+                torch.cuda.empty_cache()
+            append(self.rows, rows)
+            times = " | ".join(f"{r['method']} {r['us']:.0f} ({r['error']:.4f})" for r in rows)
+            print(f"{self.seconds:.0f}s {size.name} zipf {size.zipf}: {times}", flush=True)
+
+
+def vllm_version() -> str | None:
+    try:
+        import vllm
+    except Exception as error:  # a library may raise anything if its dependencies do not suit it
+        print(f"vllm: {type(error).__name__}: {error}"[:300], flush=True)
+        return None
+    return str(vllm.__version__)
+
+
+def is_lost() -> bool:
+    """Whether the GPU refuses all further calls, as after an access out of bounds."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
+def stored(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append(path: Path, rows: list[dict]) -> None:
+    with open(path, "a") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def main() -> None:
@@ -126,25 +255,30 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--models", nargs="*", default=list(KNOWN))
     p.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
-    p.add_argument("--zipf", type=float, default=0.0)
-    p.add_argument("--compile", action="store_true", help="also by torch.compile, some 20 s a size")
+    p.add_argument(
+        "--zipf", nargs="*", type=float, default=[0.0], help="exponents of the law of the routing; 0: uniform"
+    )
+    p.add_argument("--methods", nargs="*", default=["weft", "vllm", "quack", "torch"])
+    p.add_argument(
+        "--compile", nargs="*", type=int, default=[], help="tokens at which torch.compile is timed too, at the end"
+    )
+    p.add_argument("--compile-seconds", type=float, default=75, help="for quack's forms, all at once")
     p.add_argument("--sweep", action="store_true", help="also plans for few rows of an expert")
+    p.add_argument("--skip", type=int, default=0, help="so many sizes, which an earlier call has measured")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    start, world = time.time(), weft.init()
+    bench = Bench(weft.init(), a)
     with torch.no_grad():
-        for name in a.models:
-            for tokens in a.tokens:
-                if time.time() - start > a.seconds:
-                    break
-                rows = measure(world, name, tokens, a)
-                torch.cuda.empty_cache()
-                with open(a.out / "moe_one_gpu.jsonl", "a") as f:
-                    f.writelines(json.dumps(row) + "\n" for row in rows)
-                times = " | ".join(f"{r['method']} {r['us']:.0f} ({r['error']:.4f})" for r in rows)
-                print(f"{time.time() - start:.0f}s {rows[0]['name']}: {times}", flush=True)
+        bench.run(ordered(a.models, a.tokens, a.zipf, a.compile)[a.skip :])
     dist.destroy_process_group()
+
+
+def ordered(models: Sequence[str], tokens: Sequence[int], zipf: Sequence[float], compiled: Sequence[int]) -> list[Size]:
+    """The routings one after the other, of each all models at one number of tokens before the next; at the end what is compiled, which
+    takes some 20 s a size."""
+    plain = [Size(model, t, z) for z in zipf for t in tokens for model in models]
+    return [*plain, *(Size(model, t, zipf[0], True) for t in compiled for model in models)]
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def layers(folder: Path) -> list[list[str]]:
 
 def one_gpu(results: Path) -> str:
     """Return the sentence on experts on one GPU beside vLLM's fused experts, for calls above and up to `FEW` tokens."""
-    ratios = moe_page.one_gpu(results)
+    path = results / "nvidia-h200-x1/moe_one_gpu.jsonl"
+    ratios = moe_page.one_gpu(moe_page.lines_of(path), "vllm")
     large, small = [n for n in ratios if n > FEW], [n for n in ratios if n <= FEW]
 
     def spread(sizes: list[int]) -> str:

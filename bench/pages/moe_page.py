@@ -113,18 +113,17 @@ def plans(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
-def one_gpu(results: Path) -> dict[int, dict[str, float]]:
-    """Return, by number of tokens and model, how many times as fast as vLLM's fused experts the layer is on one GPU."""
-    us = {
-        (r["name"], r["method"]): r["us"]
-        for path in sorted(results.glob("*/moe_one_gpu.jsonl"))
-        for r in lines_of(path)
-    }
+ONE_GPU = ("torch", "torch compiled", "vllm", "quack", "weft")  # methods, in the order of the columns
+
+
+def one_gpu(lines: list[dict], method: str) -> dict[int, dict[str, float]]:
+    """Return, by number of tokens and model, how many times as fast as the method weft is on one GPU, of uniform routing."""
+    us = {(r["name"], r["method"]): r["us"] for r in lines if r["zipf"] == 0}
     ratios: dict[int, dict[str, float]] = {}
     for name in sorted({name for name, _ in us}, key=lambda name: int(name.rpartition("-")[2])):
         model, _, tokens = name.rpartition("-")
-        if (name, "weft") in us and (name, "vllm") in us:
-            ratios.setdefault(int(tokens), {})[model] = us[name, "vllm"] / us[name, "weft"]
+        if (name, "weft") in us and (name, method) in us:
+            ratios.setdefault(int(tokens), {})[model] = us[name, method] / us[name, "weft"]
     return ratios
 
 
@@ -138,31 +137,59 @@ def geometric(ratios: Iterable[float]) -> float:
 
 
 def one_gpu_table(results: Path) -> str:
-    rows = ["| tokens | layers | mean | least | most |", "| --- | --- | --- | --- | --- |"]
-    for tokens, ratios in one_gpu(results).items():
-        (least, low), (most, high) = (choose((r, m) for m, r in ratios.items()) for choose in (min, max))
-        mean = geometric(ratios.values())
-        rows.append(f"| {tokens:,} | {len(ratios)} | **{mean:.2f}x** | {least:.2f}x ({low}) | {most:.2f}x ({high}) |")
+    """A table a GPU: the ratios over vLLM's time, and where they were measured over quack's."""
+    parts = []
+    for path in sorted(results.glob("*/moe_one_gpu.jsonl"), reverse=True):
+        lines = lines_of(path)
+        over = {title: one_gpu(lines, method) for title, method in (("vLLM", "vllm"), ("quack", "quack"))}
+        named = {title: ratios for title, ratios in over.items() if ratios}
+        if named:
+            parts.append((path.parent.name.rpartition("-x")[0], ratio_rows(named)))
+    return "\n\n".join(f"{gpu}:\n\n{made}" for gpu, made in parts) if len(parts) > 1 else parts[0][1]
+
+
+def ratio_rows(over: dict[str, dict[int, dict[str, float]]]) -> str:
+    """A row a number of tokens, with the mean, least and most of the ratios over each library, by its name."""
+    heads = ["tokens", "layers", "mean", "least", "most"]
+    heads += [f"{head} over {title}" for title in [*over][1:] for head in ("mean", "least", "most")]
+    rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+    for tokens in sorted({tokens for ratios in over.values() for tokens in ratios}):
+        known = [ratios.get(tokens, {}) for ratios in over.values()]
+        cells = [f"{tokens:,}", f"{max(map(len, known))}"]
+        for ratios in known:
+            if not ratios:
+                cells += [""] * 3
+                continue
+            (least, low), (most, high) = (choose((r, m) for m, r in ratios.items()) for choose in (min, max))
+            cells += [f"**{geometric(ratios.values()):.2f}x**", f"{least:.2f}x ({low})", f"{most:.2f}x ({high})"]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def one_gpu_sizes(results: Path) -> str:
-    """Return us by size and method."""
+    """Return the us by size and method, a table a GPU and routing."""
     parts = []
     for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
-        us = {(r["name"], r["method"]): r["us"] for r in lines_of(path)}
-        methods = [m for m in ("torch", "torch compiled", "vllm", "weft") if any(method == m for _, method in us)]
-        rows = [f"| layer, tokens | {' | '.join(methods)} | vllm / weft |", "| --- |" + " --- |" * (len(methods) + 1)]
-        for name in sorted({n for n, _ in us}, key=lambda n: (n.rpartition("-")[0], int(n.rpartition("-")[2]))):
-            cells = [f"{us[name, m]:.0f}" if (name, m) in us else "" for m in methods]
-            both = us.get((name, "vllm")), us.get((name, "weft"))
-            rows.append(
-                f"| {name} | {' | '.join(cells)} | {both[0] / both[1]:.2f}x |"
-                if all(both)
-                else f"| {name} | {' | '.join(cells)} |  |"
-            )
-        parts.append(f"{path.parent.name}, us:\n\n" + "\n".join(rows))
+        lines = lines_of(path)
+        for zipf in sorted({r["zipf"] for r in lines}):
+            routing = "" if zipf == 0 else f", routing by Zipf's law ({zipf})"
+            made = one_gpu_rows([r for r in lines if r["zipf"] == zipf])
+            parts.append(f"{path.parent.name}{routing}, us:\n\n{made}")
     return "\n\n".join(parts)
+
+
+def one_gpu_rows(lines: list[dict]) -> str:
+    us = {(r["name"], r["method"]): r["us"] for r in lines}
+    methods = [m for m in ONE_GPU if any(method == m for _, method in us)]
+    over = [m for m in ("vllm", "quack") if m in methods]
+    heads = ["layer, tokens", *methods, *(f"{m} / weft" for m in over)]
+    rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+    for name in sorted({n for n, _ in us}, key=lambda n: (n.rpartition("-")[0], int(n.rpartition("-")[2]))):
+        cells = [f"{us[name, m]:.0f}" if (name, m) in us else "" for m in methods]
+        pairs = [(us.get((name, m)), us.get((name, "weft"))) for m in over]
+        cells += [f"{theirs / own:.2f}x" if theirs and own else "" for theirs, own in pairs]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def of_all_plans(results: Path) -> str:
@@ -348,7 +375,7 @@ def chapter(results: Path) -> str:
     """Return the tables of every size."""
     sections = {
         "Whole layers, forward": page(results),
-        "One GPU, beside vLLM's fused experts and torch": one_gpu_sizes(results),
+        "One GPU, beside vLLM's fused experts, quack's grouped GEMMs and torch": one_gpu_sizes(results),
         "Columns of every expert over the ranks": page_in_parts(results),
         "Training": training(results, backward=True),
         "Where the time goes, step by step, us": timeline(results),

@@ -1,8 +1,10 @@
-"""The table of docs/vllm.md: answers of vLLM on a GPU with the plugin beside those without it, from
-bench/results/<machine>/vllm.jsonl (tests/gpu/gpu_vllm.py).
+"""The tables of docs/vllm.md: answers of vLLM on a GPU with the plugin and without it, from bench/results/<machine>/vllm.jsonl
+(tests/gpu/gpu_vllm.py), and seconds for requests, from vllm_serving.jsonl (bench/measure/vllm_serving.py).
 """
 
 from __future__ import annotations
+
+import statistics
 
 from bench.pages.tables import Rows, grid
 
@@ -25,3 +27,23 @@ def answers(lines: Rows) -> str:
     return (
         f"vLLM {versions}. Tokens as without the plugin, up to the first other one of an answer:\n\n{grid(head, table)}"
     )
+
+
+def serving(lines: Rows) -> str:
+    """Return a line for each model and mix of requests: every repeat's seconds with the plugin, and the medians' ratio."""
+    seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in lines:
+        by_method = seconds.setdefault((row["model"], row["mix"]), {})
+        by_method.setdefault(row["method"], []).extend(row["seconds"])
+    newest = {(row["model"], row["mix"]): row for row in lines}
+    table = []
+    for (model, mix), methods in seconds.items():
+        if {"stock", "weft"} <= methods.keys():
+            row, stock = newest[model, mix], statistics.median(methods["stock"])
+            size = f"{mix}: {row['requests']} of {row['tokens_in'] // row['requests']} + {row['tokens_out'] // row['requests']}"
+            repeats = ", ".join(f"{t:.2f}" for t in methods["weft"])
+            table.append([size, f"{stock:.2f}", repeats, f"{stock / statistics.median(methods['weft']):.2f}x"])
+    row = lines[-1]
+    head = ["requests of tokens in + out, mean", "stock, s", "weft, s", "stock / weft"]
+    model = f"{row['model']}'s layers ({row['layers']} of them, random weights)"
+    return f"vLLM {row['vllm']}, {row['ranks']} ranks, {model}:\n\n{grid(head, table)}"

@@ -7,9 +7,13 @@ versions. This module alone has the differences, and it refuses a version that n
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,6 +88,59 @@ def options(weft_options: Mapping[str, int]) -> dict[str, int]:
         if weft_options.get("few_registers") and version() >= (3, 9)
         else triton_options
     )
+
+
+@functools.cache
+def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], str | None]) -> type:
+    """Return the class of a kernel's source, to Triton's compiler, with IR that `rewrite` has changed before Triton's
+    own passes: it takes the printed IR, in which calls are inlined and loops unrolled, and returns another or None.
+    concerns: whether the IR that the source has become is to be printed so at all.
+
+    Triton's cache tells the kernels of different rewritings apart by the file that defines `rewrite`.
+    """
+    require()
+    from triton._C.libtriton import ir, passes
+    from triton.compiler import ASTSource
+
+    edition = hashlib.sha256(Path(rewrite.__code__.co_filename).read_bytes()).hexdigest()
+
+    def parsed(text: str, context: object) -> ir.module:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.ttir"
+            path.write_text(text)
+            module = ir.parse_mlir_module(str(path), context)
+        module.context = context
+        return module
+
+    class RewrittenSource(ASTSource):
+        def hash(self) -> str:
+            return f"{super().hash()}-{edition}"
+
+        def make_ir(
+            self, target: object, options: object, codegen_fns: object, module_map: object, context: object
+        ) -> ir.module:
+            module = super().make_ir(target, options, codegen_fns, module_map, context)
+            if not concerns(text := str(module)):
+                return module
+            inlined = parsed(text, context)  # a copy: a kernel that is not rewritten stays as it is
+            manager = ir.pass_manager(context)
+            passes.common.add_inliner(manager)
+            passes.common.add_canonicalizer(manager)
+            passes.common.add_symbol_dce(manager)
+            passes.ttir.add_loop_unroll(manager)
+            manager.run(inlined, "rewritten_source")
+            rewritten = rewrite(str(inlined))
+            if rewritten is None:
+                return module
+            try:
+                return parsed(rewritten, context)
+            except RuntimeError as error:
+                raise WeftError(
+                    f"{self.name}: its loads cannot be kept behind its waits: Triton {triton.__version__} does not "
+                    "take the rewritten IR; @weft.jit(guard_loads=False) leaves the kernel to Triton"
+                ) from error
+
+    return RewrittenSource
 
 
 @contextmanager

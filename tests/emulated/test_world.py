@@ -1377,3 +1377,30 @@ def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -
     alone.all_to_all([out[2]], [x], None)
     alone.all_reduce(out, None)
     assert (out == x).all()
+
+
+def test_symmetric_memory_takes_what_the_allocator_only_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's cache may hold all of a GPU though nobody uses it; another error is not tried again."""
+    from torch.distributed import _symmetric_memory as symm
+
+    from weft.backends import cuda
+
+    steps: list[str] = []
+
+    def empty(nbytes: int, **_: object) -> torch.Tensor:
+        steps.append("empty")
+        if "cache" not in steps:
+            raise RuntimeError(f"CUDA driver error: {why}")
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(symm, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: steps.append("wait"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: steps.append("cache"))
+    why = "out of memory"
+    assert len(cuda._symmetric_memory(256, torch.device("cpu"))) == 256
+    assert steps == ["empty", "wait", "cache", "empty"]
+    steps.clear()
+    why = "invalid argument"
+    with pytest.raises(RuntimeError, match=why):
+        cuda._symmetric_memory(256, torch.device("cpu"))
+    assert steps == ["empty"]

@@ -111,7 +111,6 @@ def test_a_refusal_is_a_sentence() -> None:
 # -- rules of the code -------------------------------------------------------------------------------------------------
 
 
-@weft.jit
 def sum_parts(w, boxes, mine, out, log, turn, ch, parts, N: tl.constexpr, LATE: tl.constexpr):
     """out [N, N] = sum over parts of mine [parts, N, N] @ w [parts, N, N]; `mine` comes from the rank before."""
     me = wl.rank_of(ch)
@@ -132,14 +131,16 @@ def sum_parts(w, boxes, mine, out, log, turn, ch, parts, N: tl.constexpr, LATE: 
     wl.end_call(ch, turn, 1)
 
 
-def sums(late: bool) -> Callable[[World], None]:
+def sums(late: bool, guard: bool) -> Callable[[World], None]:
+    kernel = weft.jit(guard_loads=guard)(sum_parts)
+
     def main(world: World) -> None:
         n, parts = 32, 4
         box = world.symmetric((parts, n, n), torch.bfloat16, "box")
         args = dict(w=torch.ones(parts, n, n, dtype=torch.bfloat16), boxes=box.addresses, mine=box.local)
         args |= dict(out=world.empty((n, n), torch.float32), log=world.empty((parts,), torch.int32), parts=parts, N=n)
         args |= dict(turn=world.zeros((1,), torch.int32), ch=world.channel("parts", parts, None), LATE=late)
-        world.launch(sum_parts, 1, args, dict(num_stages=3), world.current_stream())
+        world.launch(kernel, 1, args, dict(num_stages=3), world.current_stream())
 
     return main
 
@@ -148,15 +149,17 @@ def test_a_wait_inside_a_pipelined_loop_is_found(monkeypatch: pytest.MonkeyPatch
     """The emulator, which runs the source, calls it clean. Compiled anew: Triton's cache goes by content, and what another checkout put
     there names that one's file."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    (one,) = gated(sums(late=True))
+    (one,) = gated(sums(late=True, guard=False))
     (said,) = one.problems
     assert re.match(
         r"acquire: may be loaded before the wait: test_check.py:\d+ \(total \+= tl.dot\(tl.load\(mine", said
     ), said
+    (one,) = gated(sums(late=True, guard=True))
+    assert one.problems == []
 
 
 def test_waits_of_a_loop_that_might_make_no_turn_are_waits() -> None:
-    (one,) = gated(sums(late=False))
+    (one,) = gated(sums(late=False, guard=False))
     assert one.problems == []
     assert "cp.async" in one.compiled.ptx, "a pipelined loop"
 

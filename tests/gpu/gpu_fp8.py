@@ -45,7 +45,9 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
         for plan in WIDE if fast else PROMOTED:
             mine = distance(weft.matmul(x, w, plan=plan, **given).double(), want)  # type: ignore[arg-type]
             out = torch.empty(m, n, device=world.device, dtype=torch.bfloat16)
-            library_gemm.torch_scaled(ScaledOperands(x, w, None, xs, ws, scaling, fast), out)
+            theirs_by = "row" if m < 128 else scaling  # by tensor cuBLAS splits K of few rows, and so rounds less
+            scales = (xs.expand(m).contiguous(), ws.expand(n).contiguous()) if theirs_by != scaling else (xs, ws)
+            library_gemm.torch_scaled(ScaledOperands(x, w, None, *scales, theirs_by, fast), out)
             theirs = distance(out.double(), want)
             if world.rank == 0:
                 print(

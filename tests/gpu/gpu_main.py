@@ -39,6 +39,7 @@ from tests.gpu import gpu_attention, gpu_moe
 from tests.gpu.gpu_async_tp import checks as async_tp_checks
 from tests.gpu.gpu_attention import checks as attention_checks
 from tests.gpu.gpu_fp8 import checks as fp8_checks
+from tests.gpu.gpu_guarded import checks as guarded_checks
 from tests.gpu.gpu_hf import checks as hf_checks
 from tests.gpu.gpu_hf_moe import checks as hf_moe_checks
 from tests.gpu.gpu_launches import checks as launch_checks
@@ -414,6 +415,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from reduce_checks(world)
     yield from fp8_checks(world)
     yield from launch_checks(world)
+    yield from guarded_checks(world)
     yield from signaled_checks(world)
     yield from routed_checks(world)
     yield from moe_checks(world)

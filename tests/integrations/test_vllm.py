@@ -474,6 +474,13 @@ def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_timed_pass_does_not_grow_with_the_layers() -> None:
+    """All sites of 80 layers took all the memory of a GPU: their results, which other streams still used, waited for them."""
+    kinds = Counter({(4096, 14336): 80, (14336, 5120): 79, (14336, 0): 1})
+    assert timing.calls_of_pass(kinds) == {(4096, 14336): 2, (14336, 5120): 2}
+    assert timing.calls_of_pass(Counter({(64, 128): 2, (64, 0): 1})) == {(64, 128): 2, (64, 0): 1}
+
+
 def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are faster up to the most tokens; each kind of site as often as there are such."""
 
@@ -505,7 +512,9 @@ def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytes
     assert standin.run(main) == [256, 256]
     slow = 256
     assert standin.run(main) == [0, 0]
-    assert {each[0] for each in calls} == {16, 32, 64, 128, 256} and {each[2:] for each in calls} == {
+    assert {each[0] for each in calls} == {15, 16, 31, 32, 63, 64, 127, 128, 255, 256} and {
+        each[2:] for each in calls
+    } == {
         (True, True),
         (True, False),
     }

@@ -120,6 +120,13 @@ def test_serving_measures_few_sizes() -> None:
     assert all(m <= library_gemm.stepped(m) <= 1.13 * m for m in range(8, 4097))
 
 
+def test_an_engine_makes_one_trial_an_octave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_gemm, "_one_trial_an_octave", False)
+    library_gemm.make_one_trial_an_octave()
+    assert {library_gemm.stepped(m) for m in range(1, 4097)} == {1 << i for i in range(13)}
+    assert all(m <= library_gemm.stepped(m) < 2 * m for m in range(1, 4097))
+
+
 STARTS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)  # three groups, one of them empty, and four rows behind them
 
 

@@ -259,6 +259,24 @@ class GpuBackend(Backend):
 _EXCHANGE, _POST, _TOO_LONG = b"H", b"T", b"L"
 
 
+def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate memory that can be shared. torch's caching allocator and this allocation do not know of each other.
+    Where the cache has all memory of the GPU, though nobody uses it, it is given back and the allocation tried again.
+    """
+    import torch.distributed._symmetric_memory as symm
+
+    try:
+        return symm.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as e:
+        if "out of memory" not in str(e):
+            raise
+        torch.cuda.synchronize(
+            device
+        )  # memory that another stream has used returns to the cache when that use has ended
+        torch.cuda.empty_cache()
+        return symm.empty(nbytes, dtype=torch.uint8, device=device)
+
+
 def _unpickled(post: bytes) -> Any:
     return "something longer" if post == _TOO_LONG else pickle.loads(post[1:])
 
@@ -613,7 +631,7 @@ class CudaBackend(GpuBackend):
         if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks, and the others would hang
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
         with torch.inference_mode(False):  # the memory outlives this call
-            local = symm.empty(nbytes, dtype=torch.uint8, device=self.device)
+            local = _symmetric_memory(nbytes, self.device)
             memory_handle = symm.rendezvous(local, self.group)
             local.zero_()
         torch.cuda.synchronize(self.device)

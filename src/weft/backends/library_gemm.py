@@ -121,8 +121,21 @@ def quack_form(form: Form) -> GemmFunction:
     return run
 
 
+_one_trial_an_octave = False
+
+
+def make_one_trial_an_octave() -> None:
+    """Let all calls of this process with M up to the same power of two share a trial. Engines need it, whose batches
+    have any number of tokens: with eight trials an octave, requests of the first minutes would wait for some of
+    them."""
+    global _one_trial_an_octave
+    _one_trial_an_octave = True
+
+
 def stepped(m: int) -> int:
-    """Return M rounded up to one of eight steps an octave."""
+    """Return M rounded up to one of eight steps an octave, or to a power of two after `make_one_trial_an_octave`."""
+    if _one_trial_an_octave:
+        return 1 << max(m - 1, 0).bit_length()
     step = 1 << max(m.bit_length() - 4, 0)
     return -(-m // step) * step
 

@@ -16,11 +16,21 @@ import triton.language as tl
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .._triton import rewritten_source
 from ..backends.base import SymmetricTensor
+from .guarded_loads import guard_loads, may_wait
 
 
 class Kernel(JITFunction):
     """A kernel or device function of weft. Kernels are launched by `World.launch` only, which checks them first."""
+
+    guard_loads = True  # of a kernel, for all that it calls
+
+    def create_binder(self) -> tuple[object, ...]:
+        binder: tuple[object, ...] = super().create_binder()
+        if self.guard_loads:
+            self.ASTSource = rewritten_source(may_wait, guard_loads)
+        return binder
 
 
 OPTIONS = "num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers"  # `Backend.launch`
@@ -107,19 +117,27 @@ class Intrinsic(JITFunction):
 @overload
 def jit(fn: Callable[..., object]) -> Kernel: ...
 @overload
-def jit(*, do_not_specialize: tuple[str, ...] = ()) -> Callable[[Callable[..., object]], Kernel]: ...
 def jit(
-    fn: Callable[..., object] | None = None, *, do_not_specialize: tuple[str, ...] = ()
+    *, do_not_specialize: tuple[str, ...] = (), guard_loads: bool = True
+) -> Callable[[Callable[..., object]], Kernel]: ...
+def jit(
+    fn: Callable[..., object] | None = None, *, do_not_specialize: tuple[str, ...] = (), guard_loads: bool = True
 ) -> Kernel | Callable[[Callable[..., object]], Kernel]:
     """Decorate a kernel or a device function (Triton syntax).
 
     do_not_specialize: integer arguments that differ between ranks, or from call to call. Triton compiles another kernel
     for an integer that is 1 or divisible by 16; ranks that run different kernels can hang, and a call may wait for the
     compiler. Integers inside a NamedTuple cannot be listed and must be equal on every rank.
+
+    guard_loads: keep the loads of the kernel behind its waits in loops that Triton pipelines or flattens, and its waits
+    and signals in the order of the source (lang/guarded_loads.py). Without it, `weft check` says which loads come too
+    early, and nothing says which waits do. It is taken from the kernel, for all device functions that it calls.
     """
 
     def wrap(f: Callable[..., object]) -> Kernel:
-        return Kernel(f, do_not_specialize=list(do_not_specialize))
+        kernel = Kernel(f, do_not_specialize=list(do_not_specialize))
+        kernel.guard_loads = guard_loads
+        return kernel
 
     return wrap if fn is None else wrap(fn)
 

@@ -19,6 +19,7 @@ from importlib import metadata
 import torch.distributed as dist
 from torch import nn
 
+from ...backends.library_gemm import make_one_trial_an_octave
 from ...launch import init
 from ...nn.weave import two_parts_from
 from ...op import Known
@@ -148,6 +149,7 @@ def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
             undo()
         report.served, report.world = [], None
         report.left.append(f"all: {type(error).__name__}: {error}")
+        log.debug("weft serves nothing", exc_info=True)
     _models.append(report)
     if group.rank_in_group == 0:
         log.info("%s", report.line())
@@ -292,6 +294,7 @@ def thresholds(flow: Flow, config: VllmObject, classes: Classes, world: World) -
     weight: VllmObject = flow.sites[0].norm.weight
     min_tokens = world.scale.replicated_bytes // (weight.numel() * weight.element_size()) + 1
     if world.backend.clock is not None:
+        make_one_trial_an_octave()
         min_tokens = timing.rows_from(flow, classes, world, min_tokens, config.scheduler_config.max_num_batched_tokens)
     text_config = getattr(config.model_config, "hf_text_config", None)
     sizes = [getattr(text_config, name, 0) for name in ("hidden_size", "intermediate_size")]

@@ -18,36 +18,52 @@ from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
 # The option rows_from of `row_norm_column`: 0 never holds residuals by rows, 1 always does.
 RESIDUALS_WHOLE, RESIDUALS_BY_ROWS = 0, 1
 
+PASS_SITES = 2  # calls in a timed pass of the most frequent kind of site, whatever the number of layers
+
 
 def rows_from(flow: Flow, classes: Classes, world: World, min_tokens: int, max_tokens: int) -> int:
     """Return the smallest power of two, at least `min_tokens`, from which on, up to `max_tokens`, a pass takes less
     time if each rank holds only its own rows of residuals; 0 if there is none. Each call uses its fastest plan, of
-    which the engine's own is one. Collective. It also makes the trials of these sizes, so that no request waits for
-    them."""
+    which the engine's own is one. Collective. It also makes the trials of these sizes, and of one token less, which the
+    ranks do not divide, so that no request waits for them."""
     kinds = Counter(shapes(site, classes) for site in flow.sites)
+    calls = calls_of_pass(kinds)
     site_by_shapes = {shapes(site, classes): site for site in flow.sites}
+
+    def sites_of(tokens: int) -> list[tuple[LayerTensors, int]]:
+        return [(random_operands(site_by_shapes[kind], classes, world, tokens), count) for kind, count in calls.items()]
+
     threshold, tokens = 0, 1 << (min_tokens - 1).bit_length()
     with torch.inference_mode():
         while tokens <= max_tokens:
-            sites = [
-                (random_operands(site_by_shapes[kind], classes, world, tokens), count) for kind, count in kinds.items()
-            ]
             choice = Choice(
                 ("residuals", tokens, *kinds.items()),
                 lambda mode: RESIDUALS_WHOLE,
                 lambda: (RESIDUALS_BY_ROWS,),
-                functools.partial(one_pass, world, sites),
+                functools.partial(one_pass, world, sites_of(tokens)),
                 title="residuals by rows",
                 sizes=(tokens,),
                 worth=1.0,
             )
-            threshold = (threshold or tokens) if world.choices.choose(choice, "eager") == RESIDUALS_BY_ROWS else 0
+            faster = world.choices.choose(choice, "eager")
+            one_pass(world, sites_of(max(tokens - 1, 1)), faster)
+            threshold = (threshold or tokens) if faster == RESIDUALS_BY_ROWS else 0
             tokens *= 2
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # the engine measures how much memory is free for its own cache
     return threshold
 
 
+def calls_of_pass(kinds: Counter[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Return how often a timed pass calls each kind of site: in the model's proportions, PASS_SITES times the most
+    frequent one. All sites of a model of 80 layers would take a minute a size, and their results, which streams behind
+    the host still use, all of the memory."""
+    most = max(kinds.values(), default=1)
+    return {kind: calls for kind, count in kinds.items() if (calls := round(count * PASS_SITES / most))}
+
+
 def one_pass(world: World, sites: Sequence[tuple[LayerTensors, int]], rows_from: int) -> None:
-    """Call the operator with the tensors of each kind of site, as often as the model has such sites."""
+    """Call the operator so often with the tensors of each kind of site."""
     for tensors, count in sites:
         for _ in range(count):
             ROW_NORM_COLUMN(world, "auto", tensors, (1e-6, rows_from, 0))

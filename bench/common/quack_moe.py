@@ -1,0 +1,220 @@
+"""An MoE layer by quack's grouped GEMMs, in the design of SonicMoE (Guo et al. 2025, arXiv:2512.14080): GEMM 1 gathers the tokens' rows
+by an index and has the SwiGLU in its epilogue, GEMM 2 writes its rows in the order of the experts, and one kernel sums every token's rows.
+
+Router and tables are weft's (`moe.gate`, `share`, `build_tables`, with tiles of one row, so that no row is padded): four launches, cheaper
+than a sort, and nothing waits for the host. The sum is weft's too, as weft sums its own rows. What is quack's are the two GEMMs.
+
+`python -m bench.common.quack_moe TILE_M TILE_N CLUSTER_M PINGPONG` compiles both GEMMs in one form into quack's cache and checks them; it
+exits with 0 if they are right.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+
+import weft
+from bench.common.timing import RIGHT, error_of
+from weft import moe
+from weft.backends.library_gemm import Form
+from weft.ops.moe.expert_parallel.kernels import store_sums, weighted_sum
+from weft.ops.moe.routing.route_tables import build_tables, share
+
+# What quack 0.6.5 tunes on Hopper for a GEMM that gathers; and single CTAs and tiles of 64 rows, which it does not try, for experts with
+# few rows.
+FORMS = (
+    *(Form(128, n, cluster, True) for n in (128, 160, 192) for cluster in (2, 1)),
+    *(Form(128, 256, cluster, False) for cluster in (2, 1)),
+    *(Form(256, n, 2, False) for n in (128, 160, 192)),
+    Form(192, 128, 2, True),
+    Form(128, 224, 2, False),
+    *(Form(64, n, 1, True) for n in (128, 256)),
+)
+TimeOf = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
+BUFFER = "quack"  # tables of their own, without a list of tiles
+
+
+class Routed(NamedTuple):
+    """Routes in the order of their experts, int32 but for weights: starts [E + 1] of every expert's rows, tokens [T k] of the rows,
+    route_rows [T k], the row of every route, and its weight, float32 [1, T, k]."""
+
+    starts: torch.Tensor
+    tokens: torch.Tensor
+    route_rows: torch.Tensor
+    weights: torch.Tensor
+
+
+@weft.jit
+def sum_routes(y, route_rows, weights, out, T, H: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
+    """out [T, H] = the weighted sum of every token's K rows of y [T K, H], in float32. One program a token and COLS columns."""
+    PARTS: tl.constexpr = (H + COLS - 1) // COLS
+    t = tl.program_id(0) // PARTS + tl.arange(0, 1)
+    cols = tl.program_id(0) % PARTS * COLS + tl.arange(0, COLS)[None, :]
+    acc, _ = weighted_sum(y, route_rows, weights, t * K, t < T, cols, H, K, 1, COLS)
+    store_sums(acc, None, out, t, T, cols, H)
+
+
+@weft.prepared
+def _sum_routes(world: weft.World, tokens: int, h: int, k: int) -> weft.Launch:
+    cols = 1024 if h >= 1024 else 128
+    programs = tokens * -(-h // cols)
+    return weft.Launch(world, sum_routes, programs, dict(num_warps=4, local=True), T=tokens, H=h, K=k, COLS=cols)
+
+
+def interleaved(w13: torch.Tensor) -> torch.Tensor:
+    """[E, 2 I, H] of gate rows, then up rows, with the rows in pairs, as quack's gated epilogue takes them."""
+    return torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)
+
+
+@functools.cache
+def _config(form: Form) -> Any:
+    from quack.gemm_config import GemmConfig
+
+    tile_m, tile_n, cluster_m, pingpong = form  # one object a form: quack keys what it has prepared by its identity
+    return GemmConfig(
+        tile_m=tile_m, tile_n=tile_n, pingpong=pingpong, cluster_m=cluster_m, cluster_n=1, is_dynamic_persistent=False
+    )
+
+
+def gated_gemm(
+    form: Form, x: torch.Tensor, w13: torch.Tensor, starts: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """[rows, I]: SwiGLU of x [T, H] at `tokens` @ w13 [E, 2 I, H] transposed, of interleaved rows."""
+    from quack.gemm_interface import gemm_gated
+
+    _, hidden = gemm_gated(
+        x,
+        w13.transpose(1, 2),
+        activation="swiglu",
+        store_preact=False,
+        cu_seqlens_m=starts,
+        A_idx=tokens,
+        tuned=False,
+        config=_config(form),
+    )
+    return hidden
+
+
+def second_gemm(form: Form, hidden: torch.Tensor, w2: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """[rows, H]: hidden [rows, I] @ w2 [E, H, I] transposed."""
+    from quack.gemm import gemm
+
+    y = hidden.new_empty(hidden.shape[0], w2.shape[1])
+    tile_m, tile_n, cluster_m, pingpong = form
+    gemm(hidden, w2, y, None, None, tile_m, tile_n, cluster_m, 1, pingpong=pingpong, cu_seqlens_m=starts)
+    return y
+
+
+class QuackExperts:
+    """A layer's experts, in the forms `first` and `second`. w13 [E, 2 I, H], w2 [E, H, I]: as `moe.moe` takes them unpacked."""
+
+    def __init__(self, world: weft.World, w13: torch.Tensor, w2: torch.Tensor, k: int) -> None:
+        self.world, self.w13, self.w2, self.k = world, interleaved(w13), w2, k
+        self.first = self.second = FORMS[0]
+
+    def routed(self, logits: torch.Tensor) -> Routed:
+        tokens, experts = logits.shape
+        ids, weights = moe.gate(logits, self.k, world=self.world)
+        ids_all, weights_all = share(self.world, ids, weights, tokens, buffer_index=0)
+        tables = build_tables(self.world, ids_all, experts, tokens, 1, name=BUFFER, buffer_index=0)
+        return Routed(tables.offsets, tables.sources[: tokens * self.k], tables.route_rows, weights_all)
+
+    def experts(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """[T k, H], the rows in the order of the experts."""
+        hidden = gated_gemm(self.first, x, self.w13, routed.starts, routed.tokens)
+        return second_gemm(self.second, hidden, self.w2, routed.starts)
+
+    def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        world, routed, (tokens, h) = self.world, self.routed(logits), x.shape
+        stream, out = world.current_stream(), torch.empty_like(x)
+        if x.is_cuda:
+            y = self.experts(x, routed)
+        else:  # emulated streams run later
+            y = world.empty((tokens * self.k, h), x.dtype)
+            world.call(lambda: y.copy_(self.experts(x, routed)), [x, *routed], [y], stream)
+        arguments = dict(y=y, route_rows=routed.route_rows, weights=routed.weights, out=out)
+        _sum_routes(world, tokens, h, self.k)(stream, **arguments)
+        return out
+
+    def tune(self, x: torch.Tensor, logits: torch.Tensor, forms: Sequence[Form], time_of: TimeOf) -> None:
+        """Take the fastest of these forms for each GEMM, of this routing. Raises RuntimeError where none runs."""
+        routed = self.routed(logits)
+        self.first = fastest({f: lambda f=f: gated_gemm(f, x, self.w13, *routed[:2]) for f in forms}, time_of)
+        hidden = gated_gemm(self.first, x, self.w13, *routed[:2])
+        self.second = fastest({f: lambda f=f: second_gemm(f, hidden, self.w2, routed[0]) for f in forms}, time_of)
+
+
+def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> Form:
+    """The form of the least time, of those that run."""
+    runs: dict[str, Callable[[], object]] = {}
+    forms, reason = {str(form): form for form in fns}, ""
+    for form, fn in fns.items():
+        try:
+            fn()
+            runs[str(form)] = fn
+        except Exception as error:  # not every form takes every shape
+            reason = f"{type(error).__name__}: {error}"
+    if not runs:
+        raise RuntimeError(f"no form of quack's GEMM runs; the last one: {reason}")
+    us = time_of(runs)
+    return forms[min(us, key=lambda name: us[name])]
+
+
+def usable(seconds: float, forms: Sequence[Form] = FORMS) -> list[Form]:
+    """The forms that a process of its own finds right within `seconds`, all at once, one a core. What they compile is in quack's cache."""
+    waiting, running, good = list(forms), dict[Form, subprocess.Popen[bytes]](), []
+    deadline = time.time() + seconds
+    while (waiting or running) and time.time() < deadline:
+        while waiting and len(running) < max(1, (os.cpu_count() or 2) - 1):
+            form = waiting.pop(0)
+            command = [sys.executable, "-m", __spec__.name, *(str(int(n)) for n in form)]
+            running[form] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        for form, process in list(running.items()):
+            if process.poll() is not None:
+                del running[form]
+                good += [form] * (process.returncode == 0)
+        time.sleep(0.1)
+    for process in running.values():
+        process.kill()
+        process.wait()
+    return [form for form in forms if form in good]
+
+
+def check(form: Form) -> None:
+    """Both GEMMs in this form, of ragged groups, one of them empty, against float32."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w13, w2 = (
+        torch.randn(*shape, device="cuda", generator=generator).bfloat16() * 0.1
+        for shape in ((200, 512), (4, 768, 512), (4, 512, 384))
+    )
+    counts = [130, 0, 301, 7]
+    starts = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+    tokens = torch.randint(200, (sum(counts),), device="cuda", generator=generator).int()
+    hidden = gated_gemm(form, x, interleaved(w13), starts, tokens)
+    y = second_gemm(form, hidden, w2, starts)
+    for rows, w, v, mine, theirs in zip(
+        x[tokens].split(counts), w13, w2, hidden.split(counts), y.split(counts), strict=True
+    ):
+        gate, up = (rows.float() @ w.float().t()).chunk(2, -1)
+        if len(rows):
+            assert error_of(mine, F.silu(gate) * up) < RIGHT and error_of(theirs, mine.float() @ v.float().t()) < RIGHT
+
+
+if __name__ == "__main__":
+    started, (m, n, cluster, pingpong) = time.time(), map(int, sys.argv[1:])
+    try:
+        check(Form(m, n, cluster, bool(pingpong)))
+        said = "right"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"[:300]
+    print(f"quack {m}x{n}, cluster {cluster}, pingpong {pingpong}: {said}, {time.time() - started:.0f} s", flush=True)
+    sys.exit(said != "right")

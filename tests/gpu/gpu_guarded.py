@@ -1,0 +1,66 @@
+"""GPU checks of kernels that wait inside a pipelined loop: tests/gpu/gpu_main.py runs them among its own.
+
+Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "guarded loads"
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+import weft
+from tests.emulated.cases_guarded_loads import (
+    CHAINS,
+    FORMS,
+    PRODUCTS,
+    chained,
+    exchange_and_sum,
+    product,
+    product_launch,
+    summed,
+)
+
+SIZE, PARTS = 64, 8  # of a block, and blocks
+CALLS = 40
+LONGEST = 40  # atomics that a part is late by, each about a microsecond
+TILE, STEPS = (128, 128, 64), 4
+
+
+def wrong_sums(world: weft.World, form: str, guard: bool, calls: int = CALLS) -> float:
+    """How many calls gave a wrong sum while parts came late, each by another time. Whether a call is wrong without the guard is
+    chance, so that is no check: bench/measure/guarded.py counts it."""
+    rng = random.Random(world.rank)
+    delays = [[rng.randrange(LONGEST) for _ in range(PARTS)] for _ in range(calls)]
+    return float(summed(world, form, weft.jit(guard_loads=guard)(exchange_and_sum), SIZE, PARTS, delays))
+
+
+def product_error(world: weft.World, form: str) -> float:
+    """How many elements of a guarded GEMM of whole numbers are wrong in several calls."""
+    generator = torch.Generator().manual_seed(world.rank)
+    a, b = (torch.randint(-2, 3, (512, 1024), generator=generator).bfloat16().to(world.device) for _ in range(2))
+    expected, wrong = (a.double() @ b.double().t()).bfloat16(), 0
+    kernel = weft.jit(guard_loads=True)(product)
+    launch, out = product_launch(world, form, kernel, a, b, STEPS, TILE, 8, 8)
+    for _ in range(5):
+        out.zero_()
+        launch()
+        wrong += int((out != expected).sum())
+    return float(wrong)
+
+
+def chain_ends(world: weft.World, form: str) -> float:
+    """A loop whose tiles wait for one another: flattened as Triton would, its waits expire."""
+    chained(form, True)(world)
+    return 0.0
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    for form in FORMS:
+        yield f"guarded loads, {form}, late parts", 0.0, partial(wrong_sums, world, form, True)
+    for form in PRODUCTS:
+        yield f"guarded loads, product {form}", 0.0, partial(product_error, world, form)
+    for form in CHAINS:
+        yield f"guarded loads, {form}", 0.0, partial(chain_ends, world, form)
