@@ -75,9 +75,8 @@ def main(world, sizes=SMALL, rows=8):
         hidden = prefill(model, rank_ids, positions, rotary, zigzag_attention(world, plan))
         world.synchronize()
         if world.rank == 0 and world.backend.name == "cuda":
-            print(
-                f"{plan}: {(time.perf_counter() - start) * 1e3:.1f} ms"
-            )  # the first call of a plan includes trials and preparation
+            # The first call of a plan includes trials and preparation.
+            print(f"{plan}: {(time.perf_counter() - start) * 1e3:.1f} ms")
     if world.rank == 0:  # in the zigzag layout rank 0 has the last chunk
         alone = model.world
         expected = model(ids, Batch.prefill([length]), Cache(sizes, world=alone, slots=1, max_len=length), "plain")[0]

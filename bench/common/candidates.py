@@ -28,8 +28,8 @@ from weft.plans import (
 
 
 def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
-    """Decomposed plans by groups, fused ones by who pulls, signaled ones whose groups copy engines move, and low-latency rows where
-    `nbytes` that are gathered or summed are few."""
+    """Return the plans to time: decomposed plans by groups, fused ones by who pulls, signaled ones whose groups copy engines
+    move, and low-latency rows where `nbytes` that are gathered or summed are few."""
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
@@ -48,22 +48,22 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
 
 
 def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:
-    """The candidates that give the right result on every rank, by their JSON."""
+    """Return the candidates that give the right result on every rank, by their JSON."""
     fn = getattr(weft, op)
-    want = fn(x, w, world=world, plan="sequential")
+    expected = fn(x, w, world=world, plan="sequential")
     todo: dict[str, Any] = {}
     moved = x.numel() * world.size if op == "all_gather_matmul" else x.shape[0] * w.shape[0]
     for plan in [Sequential(), *candidates(op, world.size, moved * x.element_size())]:
-        err, said = 0.0, ""
+        err, reason = 0.0, ""
         try:
             for _ in range(2):
-                err = max(err, error_of(fn(x, w, world=world, plan=plan), want))
+                err = max(err, error_of(fn(x, w, world=world, plan=plan), expected))
             world.synchronize()
         except weft.Unsupported as e:
-            err, said = float("inf"), str(e)
+            err, reason = float("inf"), str(e)
         bad = max(world.exchange(err))
         if bad < RIGHT:
             todo[plan.to_json()] = lambda plan=plan: fn(x, w, world=world, plan=plan)
         elif world.rank == 0:
-            print("left out:", op, plan, bad, said, flush=True)
+            print("left out:", op, plan, bad, reason, flush=True)
     return todo

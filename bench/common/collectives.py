@@ -23,11 +23,11 @@ class Collectives:
         self.world = world
 
     def gather(self, x: Tensor, rows: int) -> Tensor:
-        """All ranks' x, of so many rows together."""
+        """Return all ranks' x, which together have `rows` rows."""
         return self._of(gather, x, rows)
 
     def sum(self, x: Tensor) -> Tensor:
-        """This rank's rows of the sum over ranks."""
+        """Return this rank's rows of the sum over ranks."""
         return self._of(reduce_scatter, x, x.shape[0])
 
     def _of(self, collective: Callable[..., Tensor], x: Tensor, rows: int) -> Tensor:
@@ -47,7 +47,7 @@ class Elided(Collectives):
         self.at = 0
 
     def passes(self, fn: Callable[[], T]) -> Callable[[], T]:
-        """`fn` as one pass: the same collectives in the same order in every call."""
+        """Return `fn` as one pass: the same collectives in the same order in every call."""
 
         def run() -> T:
             self.at = 0
@@ -69,9 +69,9 @@ class Gathered(torch.autograd.Function):
     """The all-gather of rows, as many of every rank; backward the reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Collectives) -> Tensor:
-        ctx.by = by
-        return by.gather(x, x.shape[0] * by.world.size)
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.by = collectives
+        return collectives.gather(x, x.shape[0] * collectives.world.size)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -82,9 +82,9 @@ class Scattered(torch.autograd.Function):
     """The reduce-scatter of rows; backward the all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Collectives) -> Tensor:
-        ctx.by = by
-        return by.sum(x)
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.by = collectives
+        return collectives.sum(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

@@ -25,7 +25,7 @@ COLUMNS = ("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter")
 
 
 def class_of(op: str, old: dict[str, Any]) -> str | None:
-    """The name of the class whose kernel ran an old plan; None for a plan whose class is as it was."""
+    """Return the name of the class whose kernel ran an old plan; None for a plan whose class is as it was."""
     if old["kind"] == "two_shot" and "class" not in old:
         return "TwoShotLowLatency" if old.get("post") else "TwoShotPull" if old["pull"] else "TwoShotPush"
     if old["kind"] == "dispatched" and "class" not in old and "tile" in old:
@@ -34,7 +34,7 @@ def class_of(op: str, old: dict[str, Any]) -> str | None:
 
 
 def converted(op: str, old: dict[str, Any]) -> dict[str, Any] | None:
-    """The new form of an old plan; None for what has none, or is of the new form already."""
+    """Return the new form of an old plan; None for what has none, or is of the new form already."""
     name = class_of(op, old)
     if name is None:
         return None
@@ -45,7 +45,7 @@ def converted(op: str, old: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def text(op: str, plan: str) -> str:
-    """The JSON of a plan, in the new form where it has one."""
+    """Return the JSON of a plan, in the new form where it has one."""
     try:
         old = json.loads(plan)
     except ValueError:
@@ -55,7 +55,7 @@ def text(op: str, plan: str) -> str:
 
 
 def row(old: Any) -> Any:
-    """A row with its plans in the new form."""
+    """Return a row with its plans in the new form."""
     if isinstance(old, list):  # of a profile
         return [old[0], text(old[0], old[1]), *old[2:]] if len(old) == 7 and isinstance(old[1], str) else old
     if not isinstance(old, dict) or not isinstance(old.get("op"), str):
@@ -74,28 +74,28 @@ def row(old: Any) -> Any:
 
 
 def line(old: str) -> str:
-    """A line of a file; one that is no row, or has nothing to change, as it is."""
+    """Return a line of a file in the new form; a line that is no row, or has no plan to convert, is returned as it is."""
     if old.startswith('"format": 2,'):  # of a profile
         return old.replace("2", "3")
     body = old.rstrip("\n").rstrip(",")
     try:
-        given = json.loads(body)
+        stored = json.loads(body)
     except ValueError:
         return old
-    made = row(given)
-    if made == given:
+    new = row(stored)
+    if new == stored:
         return old
-    assert json.dumps(given) == body, "a row in another format"
-    return json.dumps(made) + old[len(body) :]
+    assert json.dumps(stored) == body, "a row in another format"
+    return json.dumps(new) + old[len(body) :]
 
 
 def main() -> None:
     for path in map(Path, sys.argv[1:]):
         lines = path.read_text().splitlines(keepends=True)
-        made = [line(each) for each in lines]
-        changed = sum(a != b for a, b in zip(lines, made, strict=True))
+        new = [line(old) for old in lines]
+        changed = sum(a != b for a, b in zip(lines, new, strict=True))
         if changed:
-            path.write_text("".join(made))
+            path.write_text("".join(new))
         print(f"{path}: {changed} of {len(lines)} lines")
 
 

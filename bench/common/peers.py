@@ -17,7 +17,8 @@ Run = Callable[[], object]
 
 
 def cublas_nccl(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> Run:
-    """The library GEMM and the library collective, one after the other, outputs allocated by the caching allocator."""
+    """Return a function that runs the library GEMM and the library collective, one after the other, outputs allocated by the
+    caching allocator."""
     if op == "all_gather_matmul":
 
         def run() -> torch.Tensor:
@@ -44,17 +45,18 @@ def cublas_nccl(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> Run:
 
 
 def cublas_nccl_mlp(x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, world: weft.World) -> Run:
-    """All-gather, gate and up projections in one GEMM, weft's SiLU-mul kernel, down projection, reduce-scatter."""
-    first = cublas_nccl("all_gather_matmul", x, w_in, world.size)
+    """Return a function that runs an MLP: all-gather, gate and up projections in one GEMM, weft's SiLU-mul kernel, down
+    projection, reduce-scatter."""
+    gather_gemm = cublas_nccl("all_gather_matmul", x, w_in, world.size)
 
     def run() -> object:
-        return cublas_nccl("matmul_reduce_scatter", weft.silu_mul(first(), world=world), w_out, world.size)()
+        return cublas_nccl("matmul_reduce_scatter", weft.silu_mul(gather_gemm(), world=world), w_out, world.size)()
 
     return run
 
 
 def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
-    """torch.distributed's asynchronous tensor parallelism (symmetric memory)."""
+    """Return a call of torch.distributed's asynchronous tensor parallelism (symmetric memory); None for an op that it lacks."""
     group = dist.group.WORLD.group_name
     symm.enable_symm_mem_for_group(group)
     if op == "all_gather_matmul":
@@ -65,7 +67,8 @@ def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
 
 
 def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
-    """quack's all-gather + GEMM, in each of the forms that weft tries of its GEMM; for CUDA graphs. None where it cannot run."""
+    """Return quack's all-gather + GEMM by name, in each form of its GEMM that weft tries; for CUDA graphs. Empty where quack
+    cannot run."""
     if op != "all_gather_matmul" or library_gemm.lacks() is not None:
         return {}
     from quack.distributed import AllGatherRunner
@@ -73,23 +76,23 @@ def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Ru
 
     runner = AllGatherRunner(x.shape[0], x.shape[1], x.dtype)
 
-    def of(form: library_gemm.Form) -> Run:
+    def run_of(form: library_gemm.Form) -> Run:
         def run() -> torch.Tensor:
             out = torch.empty(x.shape[0] * world, w.shape[0], device=x.device, dtype=x.dtype)
             runner.capture_lockstep = True
             tile = form.tile_m, form.tile_n, form.cluster_m, 1
-            with runner.gather(x) as (full, given):
-                gemm(full, w, out, None, None, *tile, pingpong=form.pingpong, ag_args=given)
+            with runner.gather(x) as (full, gather_args):
+                gemm(full, w, out, None, None, *tile, pingpong=form.pingpong, ag_args=gather_args)
             return out
 
         return run
 
     fit = [form for form in library_gemm.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
-    return {f"quack {form.tile_m}x{form.tile_n}": of(form) for form in fit}
+    return {f"quack {form.tile_m}x{form.tile_n}": run_of(form) for form in fit}
 
 
 def without_quack(run: Run) -> Run:
-    """The same, where quack is not installed."""
+    """Return `run` as it runs where quack is not installed."""
 
     def alone() -> object:
         lacks, library_gemm.lacks = library_gemm.lacks, lambda: "left out"
@@ -103,7 +106,7 @@ def without_quack(run: Run) -> Run:
 
 
 def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) -> Run:
-    """The library collective alone, on this op's sizes."""
+    """Return a call of the library's collective alone, on this op's sizes."""
     cols = k if op == "all_gather_matmul" else n
     full = torch.randn(m, cols, device="cuda", dtype=dtype)
     part = torch.randn(m // world, cols, device="cuda", dtype=dtype)
@@ -115,7 +118,7 @@ def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) 
 
 
 def link_rate(world: weft.World) -> float:
-    """GB/s that a copy engine pulls from the next rank while every rank does the same, 64 MiB, CUDA graph."""
+    """Return the GB/s that a copy engine pulls from the next rank while every rank does the same, 64 MiB, CUDA graph."""
     from bench.common.timing import time_interleaved
 
     memory = world.symmetric((64 << 20,), torch.uint8, "link probe")

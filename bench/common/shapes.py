@@ -15,11 +15,11 @@ class MLP:
     intermediate: int
 
     def column(self, world: int) -> tuple[int, int, int]:
-        """(M, N, K) of all-gather + GEMM on one rank: gate and up projections together."""
+        """Return (M, N, K) of all-gather + GEMM on one rank: gate and up projections together."""
         return self.tokens, 2 * self.intermediate // world, self.hidden
 
     def row(self, world: int) -> tuple[int, int, int]:
-        """(M, N, K) of GEMM + reduce-scatter on one rank: down projection."""
+        """Return (M, N, K) of GEMM + reduce-scatter on one rank: down projection."""
         return self.tokens, self.hidden, self.intermediate // world
 
 

@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from weft.planner.timing import AHEAD, length, span
 
-RIGHT = 1.5e-2  # the most that a right result is off: bf16 rounding of an 8-rank NCCL sum is about 5e-3
+RIGHT = 1.5e-2  # the largest relative error of a right result: bf16 rounding of an 8-rank NCCL sum is about 5e-3
 
 
-def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Of the norm, relative. Infinite where it is no number, which `max` would pass over."""
-    error = ((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30)).item()
+def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the error over the norm of the expected result. A NaN becomes infinity, since `max` would pass over a
+    NaN."""
+    error = ((actual.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30)).item()
     return error if error == error else float("inf")
 
 
@@ -32,7 +33,7 @@ def _rendezvous() -> None:
 
 
 def capture(fn: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of `calls` calls of `fn`, warmed up."""
+    """Return a graph of `calls` calls of `fn`, warmed up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -49,8 +50,8 @@ def capture(fn: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
 
 
 def _between(work: Callable[[], None], ahead: bool) -> float:
-    """us of `work`. ahead: the GPU sleeps until the host has launched all of it, and then waits for the other ranks, so that what is
-    short does not wait for a host."""
+    """Return the us that `work` takes on the GPU. ahead: the GPU sleeps until the host has launched all of the work, and then
+    waits for the other ranks, so that no time of a host is measured."""
     if ahead:
         torch.cuda._sleep(AHEAD)
         dist.all_reduce(torch.empty(1, device="cuda"))
@@ -62,9 +63,9 @@ def _between(work: Callable[[], None], ahead: bool) -> float:
 def time_interleaved(
     fns: dict[str, Callable[[], object]], *, mode: str, calls: int = 10, rounds: int = 7
 ) -> dict[str, float]:
-    """us a call of every function. One round times each function once (`calls` calls), so that a GPU that gets hot
-    slows all of them, each round in an order of its own, so that none always comes behind one that lets the GPU cool; the
-    median over rounds counts, then the slowest rank."""
+    """Return the us that a call of each function takes. One round times each function once (`calls` calls), so that a GPU that
+    gets hot slows all of them, each round in an order of its own, so that none always comes behind one that lets the GPU cool;
+    the median over rounds counts, then the slowest rank."""
     if mode == "graph":
         graphs = {name: capture(fn, calls) for name, fn in fns.items()}
         work: dict[str, Callable[[], None]] = {name: g.replay for name, g in graphs.items()}

@@ -108,7 +108,7 @@ class Attention:
         )
 
     def taken(self) -> Plan:
-        """What "auto" came to, after a call."""
+        """Return the plan that "auto" took, after a call."""
         op, operands = REGISTRY["gathered_attention"], (self.q, self.k, self.v, None)
         call = op.check(self.world, operands, (self.of.causal, None, 0, None, None, self.layout))
         return op.choose(self.world, call, "auto", True)
@@ -132,7 +132,7 @@ class Attention:
             self.library.forward(self.q[group.first_query :], *keys, False, D**-0.5)
 
     def limit(self, link: float) -> float:
-        """us. link: GB/s."""
+        """Return the us that a call takes at least. link: GB/s."""
         of, pairs, received = self.of, 0.0, 0
         for block in self.key_ranges.local:
             pairs += of.rows * (block.hi - block.lo) * (0.5 if block.causal else 1)
@@ -143,7 +143,7 @@ class Attention:
         return max(self.world.exchange(max(flops / RATE / 1e6, nbytes / link / 1e3)))
 
     def trained(self, plan: str | Plan) -> Run:
-        """Forward and backward."""
+        """Return a function that runs forward and backward."""
         leaves, dout = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)], torch.ones_like(self.q)
 
         def run() -> None:
@@ -156,7 +156,8 @@ class Attention:
 
 @contextmanager
 def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) -> Iterator[Attend]:
-    """torch's own, by cuDNN, of `rows` rows of every rank, with the sequence split as torch likes: zigzag with a mask."""
+    """Yield torch's own context parallelism, by cuDNN, of `rows` rows of every rank, with the sequence split as torch likes:
+    zigzag with a mask."""
     import torch.distributed.tensor.experimental._attention as cp  # torch's private module, which may be elsewhere
 
     cp.set_rotate_method(rotate)
@@ -176,7 +177,7 @@ def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) ->
 
 
 def timed(fns: dict[str, Run], world: weft.World, calls: int) -> dict[tuple[str, str], float]:
-    """us by name and mode, of CUDA graphs where all can be captured."""
+    """Return us by name and mode, of CUDA graphs where all can be captured."""
     for fn in fns.values():
         fn()  # what "auto" tries is not captured
     mode = "graph" if all(world.exchange(all(map(capturable, fns.values())))) else "eager"
@@ -186,8 +187,8 @@ def timed(fns: dict[str, Run], world: weft.World, calls: int) -> dict[tuple[str,
 def peers_of(
     world: weft.World, rows: int, causal: bool, calls: int, use: Callable[[Attend], Run]
 ) -> dict[tuple[str, str], float]:
-    """us by method and mode of use(torch's attention); not interleaved with the others, since torch changes what it calls while it
-    is on."""
+    """Return us by method and mode of use(torch's attention); not interleaved with the others, since torch changes what it calls
+    while it is on."""
     found = {}
     for rotate in ("allgather", "alltoall"):
         method = f"torch context_parallel, {rotate}"
@@ -213,7 +214,7 @@ def peer_attention(case: Attention, backward: bool) -> Callable[[Attend], Run]:
 
 
 def once(fn: Run) -> float:
-    """us of one call, the second."""
+    """Return the us of one call, after one that is not timed."""
     took = 0.0
     for _ in range(2):
         torch.cuda.synchronize()
@@ -270,7 +271,7 @@ def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) ->
 
 
 def decoded(world: weft.World, length: int, a: argparse.Namespace) -> list[dict]:
-    """Rows of a whole prefill."""
+    """Return the rows of a whole prefill."""
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples/context_parallel.py"))
     sizes = example["LLAMA_8B"] | dict(num_hidden_layers=LAYERS)
     model, rows = example["whole_model"](sizes, world), length // world.size

@@ -95,7 +95,7 @@ def _mean_between(a: float, b: float) -> float:
 
 
 def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: int = 4096) -> list[int]:
-    """Random lengths of that mean, median and 90th percentile: uniform in the logarithm between the shortest, the median,
+    """Return random lengths of that mean, median and 90th percentile: uniform in the logarithm between the shortest, the median,
     the 90th percentile and the longest. Shortest and longest make the mean come out."""
     mean, median, high = stats
     middle = 0.4 * _mean_between(median, high)
@@ -120,7 +120,7 @@ def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: i
 
 
 def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> list[Batch]:
-    """The steps of an engine that has all requests at once: tokens of all that decode, then chunks of prompts, up to CHUNK
+    """Return the steps of an engine that has all requests at once: tokens of all that decode, then chunks of prompts, up to CHUNK
     rows; `sizes`: to which rows for single tokens are rounded up, so that a step with padding is no longer than CHUNK."""
     rng = random.Random(len(mix))
     prompts, outputs = (lengths(stats, requests, rng) for stats in MIXES[mix])
@@ -157,7 +157,7 @@ def local(
 
 @contextlib.contextmanager
 def leaving(sms: int) -> Iterator[None]:
-    """cuBLAS is asked to leave so many SMs."""
+    """Ask cuBLAS to leave `sms` SMs free."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch._C._set_sm_carveout_experimental(sms)
@@ -220,7 +220,7 @@ class Bench:
         return cache
 
     def methods(self, tokens: int) -> dict[str, tuple[LayerPlan, int]]:
-        """By name: the plan, and the SMs that cuBLAS is asked to leave."""
+        """Return, by name of the method, its plan and the SMs that cuBLAS is asked to leave."""
         model = self.model
         out = {"sequential": (LayerPlan("plain"), 0)}
         for norm in self.a.norms:
@@ -253,7 +253,7 @@ class Bench:
         return run
 
     def working(self, todo: dict[str, Run]) -> dict[str, Run]:
-        """Those that run on every rank."""
+        """Return the methods that run on every rank."""
         out = {}
         for name, run in todo.items():
             try:
@@ -318,7 +318,7 @@ class Bench:
             )  # fmt: skip
 
     def launched(self, name: str, batch: Batch, cache: Cache) -> None:
-        """Forward passes that the host launches: kernels, and not a graph."""
+        """Time forward passes whose kernels the host launches one by one, without a graph."""
         tokens, c = batch.tokens, self.model.config
         ids = torch.randint(c.vocab_size, (tokens,), device=self.world.device)
         plans = {q: plan for q, (plan, leave) in self.methods(tokens).items() if not leave}
@@ -353,7 +353,7 @@ class Bench:
 
     # -- the profile of the layer's GEMMs
     def measure_profile(self, rows: int, step: int = 128) -> None:
-        """us of a layer's GEMMs by cuBLAS and of the fused norm, at every `step` tokens: the slowest rank's."""
+        """Return the us of a layer's GEMMs by cuBLAS and of the fused norm, at every `step` tokens: the slowest rank's."""
         world, model = self.world, self.model
         layer: Any = model.model.layers[0]
         weights = [layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down]
@@ -391,7 +391,7 @@ class Bench:
 
     # -- request mixes
     def mix(self, name: str) -> None:
-        """Some steps from the middle of a schedule, one after another, tables and graphs made before."""
+        """Time some steps from the middle of a schedule, one after another, tables and graphs made before."""
         world, model, a = self.world, self.model, self.a
         slots = min(1024, 128 * world.size)
         sizes = (*(s for s in (1, 2, 4, 8, 16, 32, 64) if s < CHUNK), *range(128, CHUNK + 1, 128))
@@ -491,7 +491,7 @@ def _runs(best: dict[int, LayerPlan]) -> weave.Choices:
 
 
 def _between(at: list[int], us: list[float], m: int) -> float:
-    """Linear between the measured points."""
+    """Return the value at a point by linear interpolation between the measured points."""
     i = next(i for i, a in enumerate(at) if a >= m)
     if at[i] == m:
         return us[i]
@@ -500,7 +500,7 @@ def _between(at: list[int], us: list[float], m: int) -> float:
 
 
 def prompts(tokens: int) -> Batch:
-    """Four sequences, more where they would be longer than 4,096."""
+    """Return the batch of four prompts of equal length, or of more where they would be longer than 4,096."""
     count = max(4, tokens // 4096)
     return Batch.prefill([tokens // count] * count)
 

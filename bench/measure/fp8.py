@@ -55,12 +55,8 @@ def form(block_m: int, block_n: int, warps: int, stages: int, per_sm: int = 1, f
 # sums over ranks have it, and one of half the columns, for few tiles.
 PROMOTES = [*PROMOTED, form(128, 128, 8, 4, 1, False), form(128, 64, 4, 4, 2, False)]
 FORMS = {"tensor": list(WIDE), "row": list(WIDE), "slow": PROMOTES, "block": PROMOTES}
-QUANTIZED = [
-    (4096, 8192, 7168),
-    (1024, 8192, 3584),
-    (16384, 7168, 4608),
-    (64, 8192, 7168),
-]  # M, hidden, inner of a rank
+# M, hidden and inner size of a rank
+QUANTIZED = [(4096, 8192, 7168), (1024, 8192, 3584), (16384, 7168, 4608), (64, 8192, 7168)]
 QUACK = [(128, 192, 2, True), (128, 160, 2, True), (128, 256, 2, False)]
 
 
@@ -72,7 +68,7 @@ def said(plan: Persistent) -> str:
 def launched(
     recipe: Recipe, plan: Persistent, o: ScaledOperands, out: torch.Tensor, sms: int, by_columns: bool = False
 ) -> Callable[[], object]:
-    """A launch of weft's own kernel without a World, for the compiling processes too."""
+    """Return a launch of weft's own kernel without a World, for the compiling processes too."""
     (m, k), n, tile = o.x.shape, len(o.weight), plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     rows = block_rows(tile, recipe)
@@ -87,7 +83,7 @@ def launched(
 
 
 def operands(m: int, n: int, k: int, scaling: str, fast: bool) -> ScaledOperands:
-    """Random ones, whose scales are as large as a dynamic quantization's."""
+    """Return random operands, whose scales are as large as a dynamic quantization's."""
 
     def scale(*shape: int) -> torch.Tensor:
         return (torch.rand(*shape, device="cuda") + 0.5) * 0.01
@@ -118,7 +114,7 @@ def jobs(recipes: list[str]) -> list[tuple[str, Persistent, bool]]:
 
 
 def sizes() -> Iterator[tuple[str, int, int, int]]:
-    """(name, M, N, K): the layers of 4 and 8 ranks at usual numbers of tokens first."""
+    """Return (name, M, N, K): the layers of 4 and 8 ranks at usual numbers of tokens first."""
     models = {  # hidden, intermediate, columns of QKV, columns of what the output projection takes
         "Llama-70B": (8192, 28672, 10240, 8192), "Qwen2.5-32B": (5120, 27648, 7168, 5120),
         "DeepSeek-V3": (7168, 18432, 24576, 16384),
@@ -166,7 +162,7 @@ _failed: set[str] = set()
 
 
 def error_of(fn: Callable[[], object], out: torch.Tensor, rows: torch.Tensor, want: torch.Tensor) -> float | None:
-    """Against float64; None for what fails."""
+    """Return a method's error against float64, or None if it fails."""
     try:
         out.zero_()
         fn()
@@ -180,7 +176,7 @@ def error_of(fn: Callable[[], object], out: torch.Tensor, rows: torch.Tensor, wa
 def methods(
     name: str, m: int, n: int, k: int, world: weft.World, out: torch.Tensor, bad: set[tuple[str, Persistent, bool]]
 ) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
-    """Those of a recipe that give the right result, and their errors."""
+    """Return the methods of a recipe that give the right result, and their errors."""
     recipe = RECIPES[name]
     o = operands(m, n, k, recipe.scaling, recipe.fast_accum)
     columns = o._replace(x_scale=o.x_scale.t().contiguous().t()) if name == "block" else o
@@ -229,7 +225,7 @@ def measure(size: tuple[str, int, int, int], recipes: list[str], world: weft.Wor
 
 
 def summary(row: dict[str, Any], recipes: list[str]) -> str:
-    """For each recipe the best of weft's tiles, "auto", and the best of the others, in TFLOP/s."""
+    """Return, for each recipe the best of weft's tiles, "auto", and the best of the others, in TFLOP/s."""
     flops, parts = 2e-6 * row["M"] * row["N"] * row["K"], []
     for recipe in recipes:
         us = {way.partition(": ")[2]: t for way, t in row["us"].items() if way.startswith(f"{recipe}: ")}
@@ -242,7 +238,8 @@ def summary(row: dict[str, Any], recipes: list[str]) -> str:
 
 
 def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> dict[str, Any]:
-    """us of SiLU-mul and of add + norm as they are, and ending in 8-bit rows; and of the quantization alone, of both."""
+    """Return the us of SiLU-mul and of add + norm as they are, and ending in 8-bit rows; and of the quantization alone, of
+    both."""
     x, residual = (torch.randn(m, h, device="cuda", dtype=BF) for _ in range(2))
     both, weight, one = torch.randn(m, 2 * inner, device="cuda", dtype=BF), torch.ones(h, device="cuda", dtype=BF), torch.ones(1, device="cuda")  # fmt: skip
     fns: dict[str, Callable[[], object]] = {

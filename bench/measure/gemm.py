@@ -82,7 +82,8 @@ class Form:
 
 @weft.jit(do_not_specialize=("M",))
 def told(a_desc, b_desc, out_desc, counts, M, N, K, tile):
-    """The loop of ops/matmul_reduce/kernels.py, in ordinary order: it counts every tile, FLUSHED steps into the next."""
+    """Compute by the loop of ops/matmul_reduce/kernels.py, in ordinary order: it notifies every tile, FLUSHED steps into the
+    next."""
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
     BK: tl.constexpr = tile.BK
@@ -157,7 +158,7 @@ def library(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> dict[str, Call
 
 
 def right(fns: dict[str, Callable[[], object]], y: torch.Tensor, want: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Those that give the right result."""
+    """Return the forms that give the right result."""
     good = {}
     for name, fn in fns.items():
         try:

@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def own_parallelism(ranks: int) -> DistributedConfig:
-    """Expert parallelism as this version of Transformers has it."""
+    """Return expert parallelism as this version of Transformers has it."""
     if hasattr(DistributedConfig, "ep_size"):
         return DistributedConfig(tp_size=ranks, ep_size=ranks)
     return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)

@@ -44,7 +44,8 @@ AHEAD = 40  # calls between two synchronisations: a queue that is full makes the
 
 
 def took(fns: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """us on the host of a call of each, which take turns of AHEAD calls: hosts are slower for a while."""
+    """Return the us on the host of a call of each function. The functions alternate after AHEAD calls, because hosts are slower
+    for a while."""
     us: dict[str, list[float]] = {name: [] for name in fns}
     for _ in range(calls // AHEAD + 1):
         for name, fn in fns.items():
@@ -62,7 +63,7 @@ def operands(world: weft.World, op: str, m: int, n: int, k: int) -> tuple[torch.
 
 
 def known(world: weft.World, calls: int) -> list[dict]:
-    """Small GEMMs, so that the host is what takes time."""
+    """Time known calls: of small GEMMs, so that the host's time is what counts, and of the ops without one."""
     rows = []
     with torch.no_grad():
         for op, fns in others(world).items():
@@ -88,7 +89,7 @@ def known(world: weft.World, calls: int) -> list[dict]:
 
 
 def others(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
-    """By op and plan, calls of what is no GEMM and a collective: MoE, attention, all-reduce + norm."""
+    """Return, by op and plan, calls of the ops that are not a GEMM with a collective: MoE, attention, all-reduce + norm."""
     device, experts = world.device, 8 * world.size
 
     def new(*shape: int) -> torch.Tensor:
@@ -115,7 +116,7 @@ def others(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
 
 
 def in_turn(a: argparse.Namespace) -> None:
-    """Known calls of several versions of weft, each in processes of its own, in turns: medians over the rounds."""
+    """Time known calls of several versions of weft, each in processes of its own, in turns: medians over the rounds."""
     trees, seen = dict(tree.split("=", 1) for tree in a.trees), {}
     for turn in range(a.rounds):
         for name, source in trees.items():
@@ -138,7 +139,7 @@ def in_turn(a: argparse.Namespace) -> None:
 
 
 def new_sizes(world: weft.World, sizes: int) -> list[dict]:
-    """Random sizes that `weft.prepare` did not call, each called once."""
+    """Time one call each of random sizes that `weft.prepare` did not call."""
     rows, size = [], world.size
     never = sorted(set(range(8 * size, MOST_ROWS, size)) - set(prepared(MOST_ROWS, size, size)))
     for op, kinds in OPS.items():

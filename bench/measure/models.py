@@ -95,8 +95,8 @@ class Picked(torch.autograd.Function):
 def experts_here(
     world: weft.World, group: int, full: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
 ) -> Tensor:
-    """This rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2: as
-    `weft.moe.moe` takes them, of the group-th so many experts, all their columns or some."""
+    """Return this rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2:
+    as `weft.moe.moe` takes them, of the group-th so many experts, all their columns or some."""
     (local, hidden, inner), k = w2.shape, ids.shape[1]
     own = ids.flatten() - group * local
     own, order = own.masked_fill((own < 0) | (own >= local), local).sort(stable=True)
@@ -114,7 +114,7 @@ def experts_here(
 
 
 def experts_by_libraries(mlp: MixtureMLP, x: Tensor, rows: int, k: int, by: Collectives) -> Tensor:
-    """As `mlp(x)`: all ranks' tokens here, this rank's experts, and the sums of its own tokens back."""
+    """Do what `mlp(x)` does: gather all ranks' tokens, apply this rank's experts, and return the sums of its own tokens."""
     world, experts = mlp.world, mlp.experts
     full = by.gather(x, rows)
     ids, weights = gate(full @ mlp.gate.weight.t(), k, world=world, renormalise=mlp.mixture.renormalise)
@@ -127,7 +127,7 @@ def experts_by_libraries(mlp: MixtureMLP, x: Tensor, rows: int, k: int, by: Coll
 
 
 def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, by: Collectives) -> Tensor:
-    """As `model.hidden` of a model with experts, whose rows are at their owners between the layers."""
+    """Do what `model.hidden` does for a model with experts, whose rows are at their owners between the layers."""
     world, c, part, rows = model.world, model.config, layout.parts[0], layout.tokens
     norm = functools.partial(weft.rms_norm, world=world)
     norms, shards = model._norms(), balanced_rows(rows, world.size)
@@ -149,12 +149,12 @@ def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, by: Collecti
 def alone(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: weft.World, **_: object
 ) -> tuple[Tensor, Tensor]:
-    """What "libraries" take in place of `all_reduce_rms_norm`, called as that, less the all-reduce."""
+    """Do what `all_reduce_rms_norm` does, but for the all-reduce: the method "without communication"."""
     return weft.rms_norm(partial, weight, eps, world=world, residual=residual)
 
 
 def ways(sms: int) -> dict[str, LayerPlan]:
-    """Of a dense model, by method, on a GPU of so many SMs."""
+    """Return a dense model's layer plans by method, on a GPU of `sms` SMs."""
     return {
         "libraries": LayerPlan("plain"),
         "fused": LayerPlan("fused"),
@@ -173,7 +173,7 @@ class Bench:
         )
 
     def plans(self, model: Llama, tokens: int) -> dict[str, LayerPlan]:
-        """By method; "auto" stands for the method that it takes, or comes last with a plan of its own."""
+        """Return the plans by method; "auto" stands for the method that it takes, or comes last with a plan of its own."""
         auto = model.plan("auto", tokens)
         if model.config.mixture is not None:
             return {"sequence": auto}

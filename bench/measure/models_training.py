@@ -44,11 +44,8 @@ from weft.ops.activation import silu_mul_blocks
 Tensor = torch.Tensor
 TOP_K = 2  # experts of a token
 SHARING = {4: 2}  # ranks that share the columns of the same experts, by ranks
-LIBRARIES = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.MATH,
-]  # of attention, the first that can
+# Attention is computed by the first of these that can.
+LIBRARIES = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 class Sizes(NamedTuple):

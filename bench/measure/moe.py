@@ -139,7 +139,7 @@ class Library:
         return p / p.sum(-1, keepdim=True), e
 
     def counts(self, x: torch.Tensor) -> tuple:
-        """Weights, order of routes, rows to and from ranks, order by expert and its ends. Waits for the host."""
+        """Return weights, order of routes, rows to and from ranks, order by expert and its ends. Waits for the host."""
         of, size = self.layer.of, self.size
         local = of.experts // size
         p, e = self.gate(x)
@@ -179,7 +179,7 @@ class Library:
 
 
 def limits(layer: Layer, link: float) -> tuple[float, float]:
-    """us, of the rank that has most to do: of its FLOPs, and of the bytes of weights or rows. link: GB/s."""
+    """Return the us that the rank with most work needs for its FLOPs, and for the bytes of weights or rows. link: GB/s."""
     of, world, size = layer.of, layer.world, layer.world.size
     local, flops, touched, sent = of.experts // size, 0.0, 0.0, 0.0
     matrix = (2 + layer.gated) * of.hidden * of.inner  # elements of an expert
@@ -246,7 +246,7 @@ def measure(
 
 
 def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
-    """Of the programs' time in the one launch of fused calls, the share of each thing, waits not counted; of this rank."""
+    """Return the share of each task in the programs' time in the one launch of fused calls, without waits, on this rank."""
     layer, plan = Layer(world, KNOWN[name], tokens, 0.0), PLANS[way]
     assert isinstance(plan, FusedMoe)
     times = fused.stamped(world, world.sm_count * plan.per_sm)

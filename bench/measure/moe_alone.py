@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def library_gemms(library: Library) -> dict[str, Callable[[], object]]:
-    """torch's, over rows in the order of the experts."""
+    """Return torch's grouped GEMMs, over rows in the order of the experts."""
     layer, (_, _, _, gets, _, _, ends) = library.layer, library.fixed
     rows = layer.xs[0].new_empty(sum(gets), layer.of.hidden).normal_()
     hidden = rows.new_empty(sum(gets), layer.of.inner).normal_()
@@ -34,7 +34,7 @@ def library_gemms(library: Library) -> dict[str, Callable[[], object]]:
 
 
 def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
-    """weft's, with the activation, as "dispatched" has them."""
+    """Return weft's grouped GEMMs, with the activation, as "dispatched" has them."""
     world, (x, ids, weights) = layer.world, layer.routed()
     operands = MoeOperands(x, ids, weights, packed("moe", "w13", layer.packed, 5, layer.of.activation), layer.w2)
     w, call = (
@@ -62,14 +62,14 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
 
 
 def gemms_of(layer: Layer, library: Library) -> dict[str, Callable[[], object]]:
-    """Both of each half, by "first torch", .., "second weft"."""
+    """Return both libraries' GEMMs of each half, by "first torch", .., "second weft"."""
     every = {"torch": library_gemms(library), "weft": own_gemms(layer)}
     return {f"{half} {whose}": fn for whose, fns in every.items() for half, fn in fns.items()}
 
 
 def tables(layer: Layer) -> Callable[[], object]:
-    """The gate, the routes shared with all ranks, and the tables made of them: in memory of their own, in turns, as no
-    rows come back that would tell of their end."""
+    """Return a function that runs the router, shares the routes with all ranks and makes the tables. Memory alternates between
+    calls, since no rows come back that would show when a peer has read it."""
     world, of, capacity = layer.world, layer.of, layer.tokens
     sizes = route_tables.TableSizes(of.experts // world.size, capacity, Dispatched.tile.block_m)
     shared = route_tables.routes_of(world, capacity, of.k, alternating=True)

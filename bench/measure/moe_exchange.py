@@ -34,7 +34,7 @@ Phases = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
 
 
 def weft_phases(layer: Layer, **options: Any) -> Phases:
-    """Of routings that change from call to call; y is what came."""
+    """Return weft's dispatch and combine, for routings that change from call to call. Combine takes the arrived rows as y."""
     routed = [moe.gate(layer.logits(x), layer.of.k, world=layer.world) for x in layer.xs]
 
     def dispatch() -> Any:
@@ -62,7 +62,7 @@ def library_phases(layer: Layer) -> Phases:
 
 
 def times(phases: Phases) -> tuple[float, float]:
-    """us of both on the slowest rank."""
+    """Return the us of both on the slowest rank."""
     dispatch, combine = phases
     found: tuple[list[float], list[float]] = ([], [])
     combine(dispatch())
@@ -87,7 +87,7 @@ def times(phases: Phases) -> tuple[float, float]:
 
 
 def limit(layer: Layer, link: float) -> float:
-    """us, of the rank from which most rows leave. link: GB/s."""
+    """Return the us of the links of the rank from which most rows leave. link: GB/s."""
     world, of = layer.world, layer.of
     local, sent = of.experts // world.size, 0
     for x in layer.xs:

@@ -41,6 +41,7 @@ from weft.plans import Dispatched, GemmTile, LowLatency, Plan, TileShape
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
 TOKENS = [8192, 512, 2048, 64, 16384]  # the most important first
 Method = Callable[[torch.Tensor], torch.Tensor]
+# Plans for few rows an expert.
 PLANS: list[Plan] = [
     LowLatency(),
     LowLatency(TileShape(16, 128, 64, 4, 6)),
@@ -51,11 +52,11 @@ PLANS: list[Plan] = [
     Dispatched(GemmTile(64, 256, 64, 8, 4, 16)),
     Dispatched(GemmTile(64, 128, 64, 4, 5, 16)),
     Dispatched(GemmTile(64, 128, 128, 4, 4, 16)),
-]  # of few rows an expert
+]
 
 
 def by_torch(layer: Layer) -> Method:
-    """The layer as one writes it with torch's grouped GEMM: nothing waits for the host."""
+    """Return the layer as one writes it with torch's grouped GEMM: nothing waits for the host."""
     model, router, skew = layer.of, layer.router, None if layer.even else layer.skew
     first, second = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
 
@@ -76,7 +77,7 @@ def by_torch(layer: Layer) -> Method:
 
 
 def by_vllm(layer: Layer) -> Method:
-    """vLLM's gate and experts."""
+    """Return vLLM's router and experts."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import fused_experts, fused_topk
 

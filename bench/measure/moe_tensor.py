@@ -143,7 +143,8 @@ class Library:
 
 
 def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
-    """weft's GEMMs alone, of the routing of the last call, which gave `given`: nothing to wait for, nobody beside them."""
+    """Return weft's GEMMs alone, for the routing of the last call, which returned `given`: they wait for nothing and run
+    alone."""
     world, (hidden, routes, ids) = layer.world, given
     w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.of.activation)
     operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
@@ -165,7 +166,8 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
 
 
 def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    """What stands before the first GEMM of a call: the routes shared with all ranks, and the tables made of them."""
+    """Return a function that does what comes before the first GEMM of a call: the routes shared with all ranks, and the tables
+    made of them."""
     world, (_, routes, ids) = layer.world, given
     weights, routes = layer.routes[0][1], routes.clone()
     w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.of.activation)

@@ -34,7 +34,7 @@ CALLS, REPLAYS = 4, 5
 
 
 def traced(layer: moe.Layer) -> dict[str, list[float]]:
-    """us of each call's kernels by name; "gate": all others, those of the gate."""
+    """Return the us of each call's kernels by name; "gate": all others, those of the gate."""
     graph = capture(lambda: layer.run(Dispatched()), CALLS)
     for _ in range(REPLAYS):
         graph.replay()

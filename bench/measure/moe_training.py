@@ -56,7 +56,7 @@ class Timed:
     dy: torch.Tensor
 
     def weft(self, keep: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The result, and the leaves: x, weights, first and second matrices."""
+        """Return the result, and the leaves: x, weights, first and second matrices."""
         raise NotImplementedError
 
     def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -70,7 +70,7 @@ class Timed:
         return run
 
     def back(self, forward: Callable[[], tuple]) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """The forward pass is made in the first call, on the stream of that."""
+        """Return a function that runs the backward pass. Its first call runs the forward pass, on the stream of that call."""
         made: list[tuple] = []
 
         def run() -> tuple[torch.Tensor, ...]:
@@ -177,7 +177,7 @@ def measure(world: weft.World, name: str, tokens: int, parallel: str, a: argpars
 
 
 def profile(world: weft.World, it: Timed, a: argparse.Namespace) -> None:
-    """Kernels' times of one backward pass, of this rank, printed."""
+    """Print kernels' times of one backward pass of this rank."""
     run = it.back(lambda: it.weft(a.keep[0]))
     for _ in range(3):
         run()

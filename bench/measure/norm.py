@@ -41,7 +41,7 @@ Method = tuple[Callable[[], Any], Callable[[], torch.Tensor]]  # a call, and its
 
 
 def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
-    """By size: one shot where its memory is small; two shots by way, programs and rows of a block."""
+    """Return the plans to time for a size: one shot where its memory is small, and two shots in several forms."""
     found: list[Plan] = []
     if tokens * hidden * 2 <= 4 << 20:
         found += [OneShot(warps=w) for w in (8, 16)]

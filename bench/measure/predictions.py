@@ -52,7 +52,7 @@ CHOSEN, MISTAKEN = "chosen", "wave size mistaken"  # tags; others are "groups of
 
 
 def partitions(waves: int, draw: random.Random) -> list[tuple[int, ...]]:
-    """All ways to divide `waves` into groups, or FEW drawn ones."""
+    """Return all ways to divide `waves` into groups, or FEW drawn ones."""
 
     def of(cuts: Iterable[int]) -> tuple[int, ...]:
         at = [0, *(c + 1 for c in cuts), waves]
@@ -66,7 +66,7 @@ def partitions(waves: int, draw: random.Random) -> list[tuple[int, ...]]:
 
 
 def plans_to_run(profile: Profile, planner: Planner, op: str, m: int, n: int, k: int) -> dict[Plan, list[str]]:
-    """Plans with their tags, what is chosen first."""
+    """Return plans with their tags, the chosen plan before the others."""
     p, draw = planner.predictor, random.Random(f"{op} {m} {n} {k}")
     todo: dict[Plan, list[str]] = defaultdict(list)
     options = planner.decide(op, m, n, k).options

@@ -43,7 +43,7 @@ NEEDED = ("sequential", "gemm", "comm")  # of every row
 
 
 def commit() -> str:
-    """The commit that is measured: WEFT_COMMIT, where a copy without its history runs, or git's."""
+    """Return the commit that is measured: WEFT_COMMIT, where a copy without its history runs, or git's."""
     if "WEFT_COMMIT" in os.environ:
         return os.environ["WEFT_COMMIT"]
     try:
@@ -127,7 +127,7 @@ class Bench:
         self.measure(op, shape, (m, n, k), fns, received, lambda mode: self.taken(op, m, n, k, mode))
 
     def taken(self, op: str, m: int, n: int, k: int, mode: str) -> Plan:
-        """What "auto" came to, after a call."""
+        """Return the plan that "auto" took, after a call."""
         trial = self.world.choices.last(op, (m, n, k))
         return trial and trial.faster[mode] or chosen(op, self.world, m, n, k, mode)
 
@@ -164,7 +164,7 @@ class Bench:
         self.measure("parallel_mlp", shape, (m, n, k), fns, received, None)
 
     def own(self, op: Op) -> None:
-        """An op of somebody's own: every kind of plan that serves it, beside sequential, on its examples."""
+        """Time an op of somebody's own: every kind of plan that serves it, beside sequential, on its examples."""
         for name, (operands, options) in op.examples(self.world).items():
             call = op.check(self.world, operands, options)
             plans = {kind: op.choose(self.world, call, kind, False) for kind in op.kinds}

@@ -56,7 +56,7 @@ def plain_gemm(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """The same main loop and epilogue, to ordinary rows and without signals."""
+    """Compute with the signaled GEMM's main loop and epilogue, but store ordinary rows and signal nothing."""
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
@@ -64,7 +64,7 @@ def plain_gemm(
 
 
 def plain(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, left: int) -> None:
-    """left: SMs that it leaves."""
+    """Launch `plain_gemm`. left: the SMs that it leaves free."""
     (m, k), n = x.shape, w.shape[0]
 
     _plain(world, m, n, k, left)(world.current_stream(), x_desc=x, w_desc=w, out_desc=out)
@@ -84,7 +84,8 @@ def _plain(world: weft.World, m: int, n: int, k: int, left: int) -> Launch:
 def reordered(
     world: weft.World, op: str, x: torch.Tensor, w: torch.Tensor, plan: Signaled, out: torch.Tensor | None = None
 ) -> Callable[[], object]:
-    """The signaled GEMM of an op alone, to tiles, or (all-reduce) in order to `out`. Its signals are its own: they run ahead."""
+    """Return the signaled GEMM of an op alone, to tiles, or (all-reduce) in order to `out`. Its signals are its own: they run
+    ahead."""
     (m, k), n = x.shape, w.shape[0]
     call = ReduceCall((m // world.size,) * world.size, n, k, x.dtype, False, m, op == AR, out is not None)
     tiling = signaled.tiling_of(world, call, plan, out is not None and op == AR and n % 8 == 0)
@@ -128,7 +129,7 @@ class Bench:
         }
 
     def right(self, name: str, fn: Callable[[], torch.Tensor], want: torch.Tensor) -> bool:
-        """Two calls, compared on every rank."""
+        """Return whether two calls are right on every rank."""
         worst, said = 0.0, ""
         try:
             for _ in range(2):
@@ -143,7 +144,7 @@ class Bench:
 
     # -- parts
     def wait(self) -> None:
-        """us from the end of what a stream waits for to the end of its own next kernel."""
+        """Time the us from the end of what a stream waits for to the end of its own next kernel."""
         world, side = self.world, torch.cuda.Stream(priority=-1)
         word, value, one = (torch.tensor([v], device="cuda", dtype=torch.int32) for v in (0, 1, 1))
         driver = ctypes.CDLL("libcuda.so.1")
@@ -208,7 +209,7 @@ class Bench:
             self.say(f"nccl, at most {ctas or 'any number of'} CTAs: took {took}")
 
     def collective(self, op: str, nbytes: int, on: Any) -> Callable[[], object]:
-        """nbytes: of this rank's whole input."""
+        """Return a call of the library's collective on a communicator `on`. nbytes: the bytes of this rank's whole input."""
         world, size = self.world, self.world.size
         x = torch.zeros(nbytes // 2 // size * size, device="cuda", dtype=BF)
         if op == "all_reduce":
@@ -220,7 +221,7 @@ class Bench:
         return lambda: world.all_to_all(outs, parts, world.current_stream(), on)
 
     def grid(self, fn: Callable[[], object]) -> int | None:
-        """CTAs of the NCCL kernel that `fn` launches."""
+        """Return the number of CTAs of the NCCL kernel that `fn` launches."""
         fn()
         self.world.synchronize()
         path = self.a.out / f"trace{self.world.rank}.json"
@@ -307,7 +308,7 @@ class Bench:
         return 10 if m * n * k < 1 << 37 else 3
 
     def plans(self, m: int, n: int, owners: int) -> dict[str, Signaled]:
-        """A handful: groups of a plan with 8 CTAs, other numbers of CTAs of the default, and what copy engines move."""
+        """Return a few plans: groups of a plan with 8 CTAs, other numbers of CTAs of the default, and what copy engines move."""
         plan = replace(Signaled(), ctas=8)
         out = {f"default, {ctas} CTAs": replace(plan, ctas=ctas) for ctas in CTAS}
         tiles = owners * -(-m // owners // plan.tile.block_m) * -(-n // plan.tile.block_n)

@@ -1,5 +1,5 @@
-"""What docs/api.md lists of each module, so that the page says something where no site is made of it: public names, and of
-weft's own the first sentence of the docstring."""
+"""The lists in docs/api.md, which make the page useful without the site: each module's public names, and for the names of `weft`
+itself the first sentence of the docstring."""
 
 from __future__ import annotations
 
@@ -16,28 +16,33 @@ def filled(text: str) -> str:
 
 def names(name: str) -> str:
     module = importlib.import_module(name)
-    own = [each for each, item in inspect.getmembers(module) if not each.startswith("_") and _of(name, item)]
-    own = [each for each in getattr(module, "__all__", own) if not inspect.ismodule(getattr(module, each))]
+    public = [key for key, item in inspect.getmembers(module) if not key.startswith("_") and _defined_in(name, item)]
+    public = [key for key in getattr(module, "__all__", public) if not inspect.ismodule(getattr(module, key))]
     if name != "weft":
-        return ", ".join(f"`{each}`" for each in own)
+        return ", ".join(f"`{key}`" for key in public)
     return "\n".join(
         [
             "| name | what it is |",
             "| --- | --- |",
-            *(f"| `{each}` | {sentence(getattr(module, each))} |" for each in own),
+            *(f"| `{key}` | {sentence(getattr(module, key))} |" for key in public),
         ]
     )
 
 
 def sentence(item: object) -> str:
-    """The first of its docstring, without its source and what follows a semicolon, which the docstring has."""
-    first = " ".join((inspect.getdoc(item) or "").partition("\n\n")[0].split())
-    sentences = re.split(r"(?<=\.)\s(?=[A-Z])", first)
+    """Return the first sentence of the docstring, without "Return", the paper's section, and what follows a semicolon."""
+    paragraph = " ".join((inspect.getdoc(item) or "").partition("\n\n")[0].split())
+    sentences = re.split(r"(?<=\.)\s(?=[A-Z`])", paragraph)
     short = len(sentences[0].split()) < 3 and len(sentences) > 1  # "Collective."
-    said = re.sub(r" \([A-Z][^()]*, section [^()]*\)", "", " ".join(sentences[: 1 + short])).partition(";")[0]
-    return said.rstrip(".").replace("|", "\\|")
+    text = re.sub(r" \([A-Z][^()]*, section [^()]*\)", "", " ".join(sentences[: 1 + short])).partition(";")[0]
+    text = text.removeprefix("Return ")
+    return (
+        (text[:1].upper() + text[1:] if re.match(r"the |this |each |how ", text) else text)
+        .rstrip(".")
+        .replace("|", "\\|")
+    )
 
 
-def _of(module: str, item: object) -> bool:
-    """Whether it is defined there: of a module without `__all__`."""
+def _defined_in(module: str, item: object) -> bool:
+    """Return whether the module defines the object, for modules without `__all__`."""
     return getattr(item, "__module__", "") == module

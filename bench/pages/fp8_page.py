@@ -20,7 +20,8 @@ AUTO = "weft auto"
 
 
 def gemms(lines: Rows) -> str:
-    """For each recipe, weft's own kernel in the best of its tiles and "auto" beside the best of the libraries."""
+    """Return the table with, for each recipe, weft's own kernel in the best of its tiles and "auto" beside the best of the
+    libraries."""
     newest = {(r["name"], r["M"], r["N"], r["K"]): r for r in lines if r["name"] != "quantizing"}
     rows = [recipe_row(recipe, list(newest.values())) for recipe in RECIPES]
     head = ["recipe", "sizes", "own over best library, mean", "lowest (M x N x K)", "auto over best library, mean"]
@@ -28,7 +29,8 @@ def gemms(lines: Rows) -> str:
 
 
 def recipe_row(recipe: str, lines: Rows) -> list[str]:
-    """Rows that have none of today's tiles are of an earlier kernel, and the table says so."""
+    """Return a recipe's row of the table. Stored rows that have none of today's tiles are of an earlier kernel, and the table
+    says so."""
     name, plans = RECIPES[recipe]
     tiles = {said(plan) for plan in plans}
     own, auto, rates, earlier = [], [], [], False

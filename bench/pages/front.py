@@ -9,23 +9,36 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from bench.pages import moe_page
-from bench.pages.report import FEW, MODES, cases, load, mean
+from bench.pages.report import FEW, MODES, cases, load, mean, measured
 
 Row = dict
 
 
 @dataclass(frozen=True)
 class Layers:
-    """A line's title; the baseline, named in a line above it; its method and weft's; and which rows count."""
+    """One line of the table of means: the file of its rows, its title, the baseline's name, the rows' methods for the baseline and
+    for weft, and a condition on the rows that count."""
 
     file: str
     title: str
     baseline: str
     methods: tuple[str, str]
     counts: Callable[[Row], bool] = lambda row: True
+
+
+def _experts_of(model: str) -> Layers:
+    """Return the line of one Transformers model with experts. Each has a line, since no two of them ran at the same sizes."""
+    return Layers(
+        "hf_moe.jsonl",
+        f"Transformers' {model}, `weft.hf.weave`",
+        "its own expert parallelism",
+        ("transformers", "weft"),
+        lambda row: row["name"].startswith(f"{model}-"),
+    )
 
 
 LAYERS = [
@@ -50,12 +63,7 @@ LAYERS = [
         ("nccl+cudnn", "weft"),
         lambda row: row["op"] == "gathered_attention",
     ),
-    Layers(
-        "hf_moe.jsonl",
-        "Transformers' mixtures of experts, `weft.hf.weave`",
-        "its own expert parallelism",
-        ("transformers", "weft"),
-    ),
+    *map(_experts_of, ("Qwen3-30B", "Mixtral-8x7B", "GPT-OSS-120B")),
     Layers(
         "moe_training.jsonl",
         "experts over the ranks, forward and backward",
@@ -69,63 +77,77 @@ LAYERS = [
         "cuBLAS, torch's grouped GEMM, NCCL",
         ("libraries", "auto"),
     ),
-    Layers("hf.jsonl", "Transformers model, `weft.hf.weave`", "its own tensor parallelism", ("transformers", "weft")),
+    Layers(
+        "hf.jsonl", "Transformers' Llama-70B, `weft.hf.weave`", "its own tensor parallelism", ("transformers", "weft")
+    ),
 ]
 
 
-def ratios(folder: Path, of: Layers) -> dict[str, dict[str, float]]:
-    """By mode and name, how many times as fast weft is."""
-    path = folder / of.file
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    us = {
-        (r.get("mode", "graph"), r["name"], r["M"], r["method"]): r["us"] for r in lines if "us" in r and of.counts(r)
+def newest(folder: Path, layers: Layers) -> dict[tuple[str, str], tuple[Row, Row]]:
+    """Return the newest rows of the baseline and of weft, by (mode, name)."""
+    path = folder / layers.file
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    by_method: dict[tuple[str, str, str], Row] = {
+        (row.get("mode", "graph"), row["name"], row["method"]): row
+        for row in rows
+        if "us" in row and layers.counts(row)
     }
-    found: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
-    for (mode, name, m, method), own in us.items():
-        weft = us.get((mode, name, m, of.methods[1]))
-        if method == of.methods[0] and weft:
-            found[mode][name] = own / weft
-    return found
+    baseline, weft = layers.methods
+    keys = [(mode, name) for mode, name, method in by_method if method == baseline]
+    return {key: (by_method[*key, baseline], by_method[*key, weft]) for key in keys if (*key, weft) in by_method}
 
 
 def layers(folder: Path) -> list[list[str]]:
-    lines = []
-    for of in LAYERS:
-        by_mode = ratios(folder, of)
-        lows = [(ratio, f"{name}, {MODES[mode]}") for mode, found in by_mode.items() for name, ratio in found.items()]
-        if lows:
-            means = [mean(found.values()) for found in by_mode.values()]
-            cells = [f"**{m:.2f}x**" if m else "–" for m in means]
-            lines += [[f"*{of.baseline}*", *[""] * 4], [of.title, *cells, "–", f"{min(lows)[0]:.2f}x ({min(lows)[1]})"]]
+    """Return the lines of a machine's table of means that are not the benchmark's own ops, each baseline in a line above, which ends
+    with the date and commits of the rows."""
+    lines: list[list[str]] = []
+    for baseline, group in groupby(LAYERS, lambda layers: layers.baseline):
+        rows, means = [], []
+        for line in group:
+            pairs = newest(folder, line)
+            if not pairs:
+                continue
+            rows += [row for pair in pairs.values() for row in pair]
+            ratios = {key: baseline_row["us"] / weft_row["us"] for key, (baseline_row, weft_row) in pairs.items()}
+            by_mode = [mean(ratio for (mode, _), ratio in ratios.items() if mode == column) for column in MODES]
+            lowest, mode, name = min((ratio, mode, name) for (mode, name), ratio in ratios.items())
+            cells = [f"**{ratio:.2f}x**" if ratio else "–" for ratio in by_mode]
+            means.append([line.title, *cells, "–", f"{lowest:.2f}x ({name}, {MODES[mode]})"])
+        if means:
+            lines += [[f"*{baseline}*", "", "", "", measured(rows)], *means]
     return lines
 
 
 def one_gpu(results: Path) -> str:
-    """Experts on one GPU beside the best fused layer of others, from many tokens on and of few."""
+    """Return the sentence on experts on one GPU beside vLLM's fused experts, for calls above and up to `FEW` tokens."""
     path = results / "nvidia-h200-x1/moe_one_gpu.jsonl"
-    found = moe_page.one_gpu(moe_page.lines_of(path), "vllm")
-    many, few = (
-        [r for tokens, by in found.items() if (tokens > FEW) == more for r in by.values()] for more in (True, False)
-    )
-    sizes = {more: sorted(tokens for tokens in found if (tokens > FEW) == more) for more in (True, False)}
+    ratios = moe_page.one_gpu(moe_page.lines_of(path), "vllm")
+    large, small = [n for n in ratios if n > FEW], [n for n in ratios if n <= FEW]
+
+    def spread(sizes: list[int]) -> str:
+        values = [ratio for tokens in sizes for ratio in ratios[tokens].values()]
+        return f"**{min(values):.2f}x to {max(values):.2f}x**"
+
     return (
-        f"On one H200 experts beside vLLM's `fused_experts`: **{min(many):.2f}x to {max(many):.2f}x** from {sizes[True][0]:,} tokens on,"
-        f" **{min(few):.2f}x to {max(few):.2f}x** at {' and '.join(map(str, sizes[False]))} ([by size](docs/moe.md#what-it-reaches))."
+        f"On one H200 experts beside vLLM's `fused_experts`: {spread(large)} from {min(large):,} tokens on,"
+        f" {spread(small)} at {' and '.join(map(str, sorted(small)))} ([by size](docs/moe.md#what-it-reaches))."
     )
 
 
 def line(results: Path) -> str:
-    """What the one line does: the Transformers model with most tokens, on the machine with most GPUs that ran it. Of both sides the
-    faster of eager and CUDA graph counts: Transformers' graph of a long prompt is slower than its eager pass. And what of it is
-    overlap: weft's own decoder of this size, whose other kernels are the same with it and without."""
+    """Return the sentence on the Transformers model at its largest number of tokens, on the machine with most GPUs that ran it.
+
+    The faster of eager and CUDA graph counts on both sides: Transformers' graph of a long prompt is slower than its eager pass. The
+    share of overlap is that of weft's own decoder of this size, whose other kernels are the same with overlap and without."""
     path = max(results.glob("*/hf.jsonl"), key=lambda path: int(path.parent.name.rpartition("x")[2]))
-    rows = [r for r in map(json.loads, path.read_text().splitlines()) if "prefill" in r["name"]]
-    tokens = max(r["M"] for r in rows)
-    newest = {(r["mode"], r["method"]): r["us"] for r in rows if r["M"] == tokens}
-    own, woven = (min(us for (_, m), us in newest.items() if (m == "transformers") == own) for own in (True, False))
+    rows = [row for row in map(json.loads, path.read_text().splitlines()) if "prefill" in row["name"]]
+    tokens = max(row["M"] for row in rows)
+    us = {(row["mode"], row["method"]): row["us"] for row in rows if row["M"] == tokens}
+    transformers = min(t for (_, method), t in us.items() if method == "transformers")
+    woven = min(t for (_, method), t in us.items() if method != "transformers")
     (decoder,) = (c for c in cases(load(path.parent), "decoder", 2, "graph") if c.name == f"70B-prefill-{tokens}")
     return (
-        f"On {path.parent.name} {tokens:,} tokens go through layers of Llama-70B's size **{own / woven:.2f}x** as fast as with the model's own"
-        f" tensor parallelism, each in its faster mode. Of this **{decoder.ratio('auto'):.2f}x** is overlap, as in weft's"
+        f"On {path.parent.name} {tokens:,} tokens go through layers of Llama-70B's size **{transformers / woven:.2f}x** as fast as with the"
+        f" model's own tensor parallelism, each in its faster mode. Of this **{decoder.ratio('auto'):.2f}x** is overlap, as in weft's"
         " own decoder; the rest is fusion: fewer and better kernels."
     )

@@ -15,9 +15,8 @@ from weft.architectures import SHARED_KIB, capability_of
 BEGIN = "<!-- made by bench/pages/pages.py from tests/architectures.json and tests/gpu_record.json -->"
 RECORD = "<!-- made by bench/pages/pages.py from tests/gpu_record.json -->"
 TESTS = Path(__file__).parents[2] / "tests"
-SPEED = (
-    Path(__file__).parents[1] / "results/nvidia-h100-x1/signaled_sm80.json"
-)  # as tests/gpu/gpu_older.py --speed writes it
+# tests/gpu/gpu_older.py --speed writes this file.
+SPEED = Path(__file__).parents[1] / "results/nvidia-h100-x1/signaled_sm80.json"
 GPUS = {"sm_80": "A100, A800", "sm_86": "A40, A6000, RTX 3090", "sm_89": "L40S, RTX 4090", "sm_100": "B200", "sm_103": "B300",
         "sm_120": "RTX 5090, RTX PRO 6000"}  # fmt: skip
 
@@ -26,9 +25,9 @@ def compiled(record: dict[str, Any]) -> str:
     rows = []
     for triton, targets in sorted(record.items()):
         for target in (t for t in GPUS if t in targets):
-            of, kib = targets[target], SHARED_KIB[capability_of(target)]
-            broken = ", ".join(sorted(of["wrong"])) or "none"
-            rows.append([target, GPUS[target], triton, of["date"], str(of["launches"]), str(of["registers"]), f"{of['shared'] / 1024:.0f} of {kib}", broken])  # fmt: skip
+            facts, kib = targets[target], SHARED_KIB[capability_of(target)]
+            broken = ", ".join(sorted(facts["wrong"])) or "none"
+            rows.append([target, GPUS[target], triton, facts["date"], str(facts["launches"]), str(facts["registers"]), f"{facts['shared'] / 1024:.0f} of {kib}", broken])  # fmt: skip
     head = [
         "compiled for",
         "as in",
@@ -43,7 +42,8 @@ def compiled(record: dict[str, Any]) -> str:
 
 
 def ran(record: dict[str, Any], older: bool = True) -> str:
-    """older: of code that was compiled for another GPU, else of code for the GPU itself."""
+    """Return the table of the checks that ran. older: those of code that was compiled for an older GPU, else those of code for
+    the GPU itself."""
     rows = []
     for place, checks in sorted(record.get("checks", {}).items()):
         if (", compiled for " in place) == older:
@@ -54,7 +54,7 @@ def ran(record: dict[str, Any], older: bool = True) -> str:
 
 
 def record() -> str:
-    """How each check ended last, which ones failed, and the random calls."""
+    """Return how each check ended when it last ran, which checks failed, and how many random calls ran."""
     stored = json.loads((TESTS / "gpu_record.json").read_text())
     failed = [
         f"{name} ({place})"
@@ -62,13 +62,13 @@ def record() -> str:
         for name, row in checks.items()
         if row["outcome"] == "failed" and ", compiled for " not in place
     ]
-    said = f"Failed when they last ran: {', '.join(failed)}. " if failed else ""
-    said += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
-    return f"{ran(stored, older=False)}\n\n{said}"
+    text = f"Failed when they last ran: {', '.join(failed)}. " if failed else ""
+    text += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
+    return f"{ran(stored, older=False)}\n\n{text}"
 
 
 def speed(record: dict[str, Any]) -> str:
-    """us by size; what signals cost is a group a wave beside one group, of the same loop."""
+    """Return the table of us by size; what signals cost is a group a wave beside one group, of the same loop."""
     rows = []
     for row in record["rows"]:
         usual = min(us for name, us in row.items() if name.startswith("pointers"))
@@ -84,11 +84,9 @@ def speed(record: dict[str, Any]) -> str:
         "signals cost, rows",
         "signals cost, tiles",
     ]
-    of = record["versions"]
-    said = (
-        f"Compiled for {record['compiled_for']}, on {record['machine']}, {record['date'][:10]}, Triton {of['triton']}:"
-    )
-    return f"{said}\n\n{grid(head, rows)}"
+    versions = record["versions"]
+    title = f"Compiled for {record['compiled_for']}, on {record['machine']}, {record['date'][:10]}, Triton {versions['triton']}:"
+    return f"{title}\n\n{grid(head, rows)}"
 
 
 def tables() -> str:

@@ -36,7 +36,7 @@ class Times:
     scatter: float
 
     def rest(self, whole: float) -> float:
-        """What of a layer is neither GEMM nor, where it is not hidden, a collective."""
+        """Return the us of a layer that are neither in a GEMM nor in a collective that is not hidden."""
         moved = self.gather + self.scatter if whole == self.sequential else 0.0
         return whole - self.first - self.second - moved
 
@@ -54,7 +54,7 @@ def times(rows: list[report.Row]) -> Times:
 
 
 def bars(axes: Axes, lane: float, parts: list[tuple[str, float, float, str]]) -> None:
-    """Each from where it starts, so long, in a colour, with its name."""
+    """Return the bars of the picture: start, length, colour and name of each."""
     for name, start, us, colour in parts:
         axes.barh(lane, us, left=start, height=0.8, color=colour, edgecolor="white", linewidth=1.2)
         axes.text(

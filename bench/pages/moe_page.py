@@ -30,7 +30,8 @@ IN_PARTS, IN_PARTS_END = (
 
 
 def table(lines: list[dict]) -> str:
-    """A row a size: us of the library and of weft, their ratio, and weft's share of the limit and of its parts alone."""
+    """Return the table with a row for each size: us of the library and of weft, their ratio, and weft's share of the limit and of
+    its parts alone."""
     heads = "layer, tokens a GPU | libraries | weft | ratio | limit | of the limit | parts alone | of these"
     rows = [f"| {heads} |", "| --- |" + " --- |" * heads.count("|")]
     newest = {(r["name"], r["method"]): r for r in lines}
@@ -52,7 +53,8 @@ def table(lines: list[dict]) -> str:
 
 
 def experts(lines: list[dict]) -> str:
-    """A row a number of experts, of one layer: us of weft and of the library by tokens, and the spread over all rows."""
+    """Return the table with a row for each number of experts, of one layer: us of weft and of the library by tokens, and the
+    spread over all rows."""
     newest = {(r["E"], r["M"], r["method"]): r["us"] for r in lines}
     tokens = sorted({m for _, m, _ in newest})
     rows = ["| experts | " + " | ".join(f"{m:,} tokens" for m in tokens) + " |", "| --- |" + " --- |" * len(tokens)]
@@ -62,26 +64,29 @@ def experts(lines: list[dict]) -> str:
             auto, library = newest.get((e, m, "auto")), newest.get((e, m, "library"))
             cells.append("" if auto is None or library is None else f"{auto:.0f} ({library:.0f})")
         rows.append(f"| {e} | " + " | ".join(cells) + " |")
-    said = []
+    spreads = []
     for m in tokens:
-        found = [us for (_, of, method), us in newest.items() if of == m and method == "auto"]
-        said.append(f"{100 * (max(found) / min(found) - 1):.0f}% at {m:,} tokens")
-    return "\n".join([*rows, "", f"From the fastest number of experts to the slowest: {', '.join(said)}."])
+        times = [us for (_, count, method), us in newest.items() if count == m and method == "auto"]
+        spreads.append(f"{100 * (max(times) / min(times) - 1):.0f}% at {m:,} tokens")
+    return "\n".join([*rows, "", f"From the fastest number of experts to the slowest: {', '.join(spreads)}."])
 
 
 def scaling(results: Path) -> str:
-    """us at as many tokens a GPU, on 1 GPU and on several."""
-    found: dict[str, dict[int, float]] = {}
+    """Return the table of us at as many tokens a GPU, on 1 GPU and on several."""
+    us: dict[str, dict[int, float]] = {}
     for path in sorted(results.glob("*/moe.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
             if r["method"] == "auto" and r["zipf"] == 0:
-                found.setdefault(r["name"], {})[r["world"]] = r["us"]
-    worlds = sorted({w for by in found.values() if 1 in by for w in by})
+                us.setdefault(r["name"], {})[r["world"]] = r["us"]
+    worlds = sorted({w for by_world in us.values() if 1 in by_world for w in by_world})
     rows = ["| layer, tokens a GPU | " + " | ".join(f"{w} GPU{'s' * (w > 1)}" for w in worlds) + " |"]
     rows.append("| --- |" + " --- |" * len(worlds))
-    for name, by in found.items():
-        if 1 in by and len(by) > 1:
-            cells = [f"{by[w]:.0f}" + f" ({by[w] / by[1]:.2f}x)" * (w > 1) if w in by else "" for w in worlds]
+    for name, by_world in us.items():
+        if 1 in by_world and len(by_world) > 1:
+            cells = [
+                f"{by_world[w]:.0f}" + f" ({by_world[w] / by_world[1]:.2f}x)" * (w > 1) if w in by_world else ""
+                for w in worlds
+            ]
             model, _, tokens = name.rpartition("-")
             rows.append(f"| {model}, {int(tokens):,} | " + " | ".join(cells) + " |")
     return "\n".join(rows) if len(rows) > 2 else ""
@@ -92,7 +97,8 @@ PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatch
 
 
 def plans(lines: list[dict]) -> str:
-    """A row a size of the runs that time all plans: us of each, of the fused one by its fastest numbers."""
+    """Return the table with a row for each size of the runs that time all plans: us of each plan, of the fused one with its
+    fastest settings."""
     newest = {(r["name"], r["method"]): r["us"] for r in lines}
     rows = ["| layer, tokens a GPU | libraries | dispatched | low latency | fused |", "| --- | --- | --- | --- | --- |"]
     for name in sorted(
@@ -111,7 +117,7 @@ ONE_GPU = ("torch", "torch compiled", "vllm", "quack", "weft")  # methods, in th
 
 
 def one_gpu(lines: list[dict], method: str) -> dict[int, dict[str, float]]:
-    """By number of tokens and model, how many times as fast as the method weft is on one GPU, of uniform routing."""
+    """Return, by number of tokens and model, how many times as fast as the method weft is on one GPU, of uniform routing."""
     us = {(r["name"], r["method"]): r["us"] for r in lines if r["zipf"] == 0}
     ratios: dict[int, dict[str, float]] = {}
     for name in sorted({name for name, _ in us}, key=lambda name: int(name.rpartition("-")[2])):
@@ -161,7 +167,7 @@ def ratio_rows(over: dict[str, dict[int, dict[str, float]]]) -> str:
 
 
 def one_gpu_sizes(results: Path) -> str:
-    """us by size and method, a table a GPU and routing."""
+    """Return the us by size and method, a table a GPU and routing."""
     parts = []
     for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
         lines = lines_of(path)
@@ -187,7 +193,7 @@ def one_gpu_rows(lines: list[dict]) -> str:
 
 
 def of_all_plans(results: Path) -> str:
-    """Runs that time all plans, of balanced routing."""
+    """Return the runs that time all plans, of balanced routing."""
     parts = []
     for path in sorted(results.glob("*/moe.jsonl")):
         lines = [r for r in lines_of(path) if r["zipf"] == 0 and UNGATED not in r["name"]]
@@ -215,7 +221,7 @@ def page(results: Path) -> str:
 
 
 def stamps(results: Path) -> str:
-    """Where the programs' time goes in the one launch of fused calls."""
+    """Return the table of where the programs' time goes in the one launch of fused calls."""
     kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
     rows = [
         "| GPUs | layer, tokens a GPU | plan | us | in tasks | " + " | ".join(kinds) + " |",
@@ -243,7 +249,7 @@ STEPS = {
 
 
 def timeline(results: Path) -> str:
-    """A row a layer: us of each step of the main stream, of the GEMMs alone, and of the whole."""
+    """Return the table with a row for each layer: us of each step of the main stream, of the GEMMs alone, and of the whole."""
     heads = ["layer, tokens a GPU"]
     for step in STEPS:
         heads += [step, "alone, by weft / torch"] if "GEMM" in step else [step]
@@ -265,7 +271,8 @@ def timeline(results: Path) -> str:
 
 
 def in_parts(lines: list[dict]) -> str:
-    """A row a size and op: us of the library and of weft, their ratio, and weft's share of the limit; means by op."""
+    """Return the table with a row for each size and op: us of the library and of weft, their ratio, and weft's share of the
+    limit; means by op."""
     rows = ["| layer (H, I, E, k) | op | libraries | weft | ratio | limit | of the limit |", "| --- |" + " --- |" * 6]
     newest = {(r["name"], r["op"], r["method"]): r for r in lines}
     found: dict[str, list[tuple[float, float]]] = {}
@@ -289,7 +296,7 @@ def in_parts(lines: list[dict]) -> str:
 
 
 def page_in_parts(results: Path, sizes: bool = True) -> str:
-    """sizes: a line for each, and not only the means."""
+    """Return the section on experts in two parts. sizes: with a line for each size, and not only the means."""
     parts = []
     for path in sorted(results.glob("*/moe_tensor.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -307,7 +314,8 @@ def page_in_parts(results: Path, sizes: bool = True) -> str:
 
 
 def memory_table() -> str:
-    """MiB of a rank, of FlashMoE's sizes on 8 GPUs, by tokens of a GPU and experts; computed, not measured."""
+    """Return the table of MiB of a rank, of FlashMoE's sizes on 8 GPUs, by tokens of a GPU and experts; computed, not
+    measured."""
     ranks = SimpleNamespace(size=8)
     rows = [
         "| tokens a GPU | experts | symmetric | tables | experts' rows, worst case | `max_rows` 25% above an even share |",
@@ -327,7 +335,8 @@ TRAINED = "library", "weft, keep nothing", "weft, keep rows", "weft, keep activa
 
 
 def training(results: Path, backward: bool = False) -> str:
-    """A row a layer and pass: us and TFLOP/s a GPU of each method. backward: also of the backward pass alone."""
+    """Return the table with a row for each layer and pass: us and TFLOP/s a GPU of each method. backward: also of the backward
+    pass alone."""
     parts = []
     for path in sorted(results.glob("*/moe_training.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -344,8 +353,8 @@ def training(results: Path, backward: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def between(text: str, begin: str, end: str, made: str) -> str:
-    return f"{text.split(begin)[0]}{begin}\n{made}\n{end}{text.split(end)[1]}"
+def between(text: str, begin: str, end: str, block: str) -> str:
+    return f"{text.split(begin)[0]}{begin}\n{block}\n{end}{text.split(end)[1]}"
 
 
 def filled(text: str, results: Path) -> str:
@@ -363,7 +372,7 @@ HEAD = """# Mixtures of experts
 
 
 def chapter(results: Path) -> str:
-    """Every size."""
+    """Return the tables of every size."""
     sections = {
         "Whole layers, forward": page(results),
         "One GPU, beside vLLM's fused experts, quack's grouped GEMMs and torch": one_gpu_sizes(results),

@@ -22,13 +22,13 @@ MARK = re.compile(r"<!--([a-z][a-z0-9-]*)-->.*?<!--/-->", re.S)
 
 
 def fill(text: str) -> str:
-    """The page with today's figures."""
+    """Return the page with today's figures."""
     return MARK.sub(lambda m: f"<!--{m[1]}-->{FIGURES[m[1]]()}<!--/-->", text)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def log(machine: int | str, name: str) -> list[str]:
-    """machine: how many H200s, or its name."""
+    """Return the lines of a log. machine: how many H200s, or its name."""
     folder = f"nvidia-h200-x{machine}" if isinstance(machine, int) else machine
     return (RESULTS / folder / "experiments" / name).read_text().splitlines()
 
@@ -38,7 +38,7 @@ def rows(machine: int | str, name: str) -> list[dict]:
 
 
 def parts(start: str, shape: str = "MLP-1") -> dict[str, float]:
-    """Of 8 GPUs, `START SHAPE [graph] [12s] label us | label us ..`: the times by label."""
+    """Return the times by label from a line `START SHAPE [graph] [12s] label us | label us ..` of 8 GPUs."""
     for line in log(8, "roles-and-copies.log"):
         if m := re.fullmatch(rf"{start} {shape}(?: graph)? \[\d+s\] (.*)", line):
             return {q: float(us) for q, us in (part.rsplit(" ", 1) for part in m[1].split(" | "))}
@@ -46,13 +46,13 @@ def parts(start: str, shape: str = "MLP-1") -> dict[str, float]:
 
 
 def variants(name: str, shape: str = "MLP-1", op: str = "matmul_reduce_scatter") -> dict[str, float]:
-    """Of 4 GPUs, the times of one op's variants by label."""
+    """Return, for 4 GPUs, the times of one op's variants by label."""
     (row,) = (r for r in rows(4, name) if (r["op"], r["name"], r["mode"]) == (op, shape, "graph"))
     return row["times"]
 
 
 def dicts(machine: int, name: str, pattern: str) -> dict[tuple[str, ...], dict[str, float]]:
-    """Of every line that matches: the times behind the pattern, by its groups."""
+    """Return, for every line that matches, the times that follow the pattern, by its groups."""
     matches = ((re.match(pattern, line), line) for line in log(machine, name))
     return {m.groups(): ast.literal_eval(line[m.end() :]) for m, line in matches if m}
 
@@ -69,7 +69,7 @@ def us(value: float) -> str:
 
 
 def percent(ratios: Iterable[float]) -> str:
-    """How much more or less some times are than others, from their ratios, in the geometric mean."""
+    """Return by how many per cent some times are above or below others: the geometric mean of their ratios."""
     ratio = math.exp(fmean(map(math.log, ratios)))
     return f"{abs(100 * (ratio - 1)):.0f}% {'more' if ratio > 1 else 'less'}"
 
@@ -85,33 +85,34 @@ def x(value: float) -> str:
 
 # -- experiments -------------------------------------------------------------------------------------------------------
 def timeline(traced: str) -> list[tuple[int, int]]:
-    """us of main loop and epilogue of the tiles that ended in one tenth of a traced call after the other."""
+    """Return the us of main loop and epilogue of the tiles that ended in one tenth of a traced call after the other."""
     lines = log(8, "timelines-tiles.log")
     tiles = lines[next(i for i, line in enumerate(lines) if line.startswith(f"{traced}: ")) + 1]
     return [(int(a), int(b)) for a, b in re.findall(r":(\d+)\+(\d+) x", tiles)]
 
 
 def chain(barrier: str) -> str:
-    """The slowest rank of a ring of pulls on idle GPUs."""
+    """Return the us of the slowest rank of a ring of pulls on idle GPUs."""
     (line,) = (line for line in log(8, "timelines.log") if line.startswith(f"CE idle ring pull sync {barrier}: "))
     return us(max(map(float, line.split("[")[1].rstrip("]").split(","))))
 
 
 def sequential(machine: str, op: str, name: str, method: str) -> str:
-    """us of an eager call that the benchmark timed."""
+    """Return the us of an eager call that the benchmark timed."""
     (case,) = (c for c in report.cases(report.load(RESULTS / machine), op, int(machine[-1]), "eager") if c.name == name)
     return us(case.rows[method]["us"])
 
 
 def host_shared(method: str, tree: str = "new") -> str:
-    """Host time of GEMM + all-reduce with two ranks that share an H100, of the tree before launches were objects and after."""
+    """Return the host time of GEMM + all-reduce with two ranks that share an H100, of the tree before launches were objects and
+    after."""
     stored = rows("nvidia-h100-x1", "host-shared.jsonl")
     (row,) = (r for r in stored if (r["op"], r["method"]) == ("matmul_all_reduce", method))
     return us(round(row["us"][tree]))
 
 
 def eager_copies() -> str:
-    """us of MLP-1's all-gather eager on 8 GPUs: by a copy engine."""
+    """Return the us of MLP-1's eager all-gather + GEMM on 8 GPUs, pulled by a copy engine."""
     path = RESULTS / "nvidia-h200-x8/tuning/x8-4.jsonl"
     stored = [json.loads(line) for line in path.read_text().splitlines()]
     (row,) = (r for r in stored if (r["op"], r["name"], r["mode"]) == ("all_gather_matmul", "MLP-1", "eager"))
@@ -120,7 +121,7 @@ def eager_copies() -> str:
 
 
 def same_stream(mode: str) -> str:
-    """Flags behind the copies over flags beside them, two programs an SM."""
+    """Return how much longer flags on the copies' stream make a call than flags on another stream, two programs an SM."""
     times = dicts(4, "signals-and-groups.log", r"\d+s (\w+) (\d+) (\d+) (\d+) ")
     return percent(t["two same"] / t["two"] for (m, *_), t in times.items() if m == mode)
 
@@ -134,20 +135,21 @@ def views_kept() -> str:
 
 
 def summed(way: str) -> str:
-    """An all-reduce by groups over that whose copies push and pull, each with its better grouping."""
+    """Return how much longer an all-reduce by groups takes than the one whose copies push and pull, each with its better
+    grouping."""
     best = [{q: min(r["us"][f"{q} 528 "], r["us"][f"{q} 528 w"]) for q in ("copy", "store", "pull")} for r in rows(2, "reduced-groups.jsonl")]  # fmt: skip
     return percent(us[way] / us["copy"] for us in best)
 
 
 def signaled(op: str, machine: int, copies: bool) -> str:
-    """Mean speedup of the best signaled plans over cuBLAS + NCCL."""
+    """Return the mean speedup of the best signaled plans over cuBLAS + NCCL."""
     cases = signaled_page.op_cases(signaled_page.machines()[f"nvidia-h200-x{machine}"])[op]
     best = ((methods["sequential"]["us"], signaled_page.fastest(methods, copies)) for methods in cases.values())
     return x(report.mean(base / row["us"] for base, row in best if row) or 0)
 
 
 def signals(variant: str) -> str:
-    """us that a GEMM with signals takes beyond the same loop without, the smallest shape."""
+    """Return the us that a GEMM with signals takes beyond the same loop without, the smallest shape."""
     row = next(r for r in rows(1, "gemm-signals.jsonl") if r["run"] == "start")
     return us(row["us"][f"{variant} o1"] - row["us"]["plain"])
 
@@ -157,19 +159,19 @@ def told(op: str) -> str:
 
 
 def fences() -> str:
-    """By how much lighter fences shortened fused sums."""
+    """Return by how much lighter fences shortened fused sums."""
     sums = [r["us"] for r in rows(2, "fences.jsonl") if r["what"].startswith("matmul")]
     return span((100 * (1 - t["after fused"] / t["before fused"]) for t in sums), lambda v: f"{v:.1f}%")
 
 
 def posted(tokens: Sequence[int]) -> str:
-    """Speedup of posted rows over counted ones with the lighter fences, two shots."""
+    """Return the speedup of low-latency rows over counted ones with the lighter fences, two shots."""
     times = {int(r["what"].split()[1]): r["us"] for r in rows(2, "posted-rows.jsonl")}
     return span((times[n]["fences two"] / times[n]["posted post 16"] for n in tokens), x)
 
 
 def collectives(kib: Sequence[int]) -> str:
-    """The library's collectives over those by posted rows, 2 GPUs, from the profile."""
+    """Return the times of the library's collectives over those of low-latency rows, 2 GPUs, from the profile."""
     profile = shipped("nvidia-h200-x2")
     assert profile is not None
     known = {(t.operation, t.nbytes): t.us for t in profile.latencies if not t.ctas}
@@ -193,7 +195,7 @@ def serialized() -> str:
 
 
 def broken_wave(programs: int) -> str:
-    """weft's GEMM of 8192 x 2752 x 4096 by so many programs, two a SM."""
+    """Return the time of weft's GEMM of 8192 x 2752 x 4096 by so many programs, two a SM."""
     (line,) = (line for line in log(1, "gemm-tiles.log") if line.startswith("8192 2752 4096 "))
     return us(float(re.search(rf"128x128x64 w4 s3 p{programs} g8 f1 ([\d.]+)", line)[1]))  # type: ignore[index]
 
@@ -203,13 +205,13 @@ def few_tiles(way: str) -> str:
 
 
 def moe(method: str) -> str:
-    """An MoE layer whose small programs divided the SMs' memory: by what ran, or with the programs that they left alone."""
+    """Return the time of an MoE layer whose small programs divided the SMs' memory, by the method of the experiment."""
     times = {r["method"]: r["us"] for r in rows(2, "moe-memory-divided.jsonl") if r["name"] == "Qwen3-30B-8192"}
     return us(times[method])
 
 
 def one_launch(**settings: object) -> str:
-    """An MoE layer by the plan of these settings, or, without any, by the one that "auto" takes."""
+    """Return the time of an MoE layer by the plan of these settings, or, without any, by the one that "auto" takes."""
     for r in rows(2, "moe-one-launch.jsonl"):
         plan = json.loads(r["method"]) if r["method"].startswith("{") else {}
         named = {key: plan.get(key) for key in ("kind", "pullers", "block_n", "group_m") if key in plan}
@@ -225,7 +227,7 @@ def moe_now() -> str:
 
 
 def moe_tiles(tokens: int) -> str:
-    """Tiles of 64 rows in groups of 16 over tiles of 128."""
+    """Return how much longer layers take with tiles of 64 rows in groups of 16 than with tiles of 128."""
     times: dict[str, dict[str, float]] = defaultdict(dict)
     for r in rows(2, "moe-tiles.jsonl"):
         plan = json.loads(r["method"]) if r["method"].startswith("{") else {}
@@ -235,7 +237,7 @@ def moe_tiles(tokens: int) -> str:
 
 
 def in_parts(method: str, op: str = "moe_tp", than: str = "auto") -> str:
-    """Of layers whose experts' columns are split, on 2 GPUs."""
+    """Return how much longer than by `than` layers take whose experts' columns are split, on 2 GPUs."""
     times: dict[str, dict[str, float]] = defaultdict(dict)
     for r in rows(2, "moe-in-parts.jsonl"):
         if r["op"] == op:
@@ -244,7 +246,7 @@ def in_parts(method: str, op: str = "moe_tp", than: str = "auto") -> str:
 
 
 def layers(name: str, method: str, than: str, tokens: int = 8192) -> str:
-    """Of whole MoE layers on 2 GPUs, in one experiment."""
+    """Return how much longer whole MoE layers take by `method` than by `than`, on 2 GPUs, in one experiment."""
     times: dict[str, dict[str, float]] = defaultdict(dict)
     for r in rows(2, name):
         if r["name"].endswith(f"-{tokens}"):
@@ -253,7 +255,8 @@ def layers(name: str, method: str, than: str, tokens: int = 8192) -> str:
 
 
 def grouped(half: str, run: str, method: str, than: str, *names: str) -> str:
-    """A grouped GEMM of an MoE layer alone, "first" or "second", one way over another of the same run."""
+    """Return how much longer the "first" or "second" grouped GEMM of an MoE layer takes alone by `method` than by `than`, in one
+    run."""
     times: dict[str, dict[str, float]] = defaultdict(dict)
     for r in rows(1, "grouped-gemms.jsonl"):
         if (r["half"], r["run"]) == (half, run) and (not names or r["name"] in names):
@@ -262,7 +265,8 @@ def grouped(half: str, run: str, method: str, than: str, *names: str) -> str:
 
 
 def stages(name: str, **changed: int) -> str:
-    """A layer of 8,192 tokens on 2 GPUs by four stages, or by a plan changed from these, over that by three."""
+    """Return how much longer a layer of 8,192 tokens takes on 2 GPUs by four stages, or by a plan changed from these, than by
+    three."""
     times = {}
     for r in rows(2, "moe-stages.jsonl"):
         if r["name"] == f"{name}-8192" and r["method"].startswith("{"):
@@ -271,7 +275,7 @@ def stages(name: str, **changed: int) -> str:
 
 
 def last_sums() -> str:
-    """By how much the forms of the last sums with several programs an SM differ, at most, in one layer."""
+    """Return by how much the forms of the last sums with several programs an SM differ, at most, in one layer."""
     times: dict[str, list[float]] = defaultdict(list)
     for r in rows(2, "moe-last-sums.jsonl"):
         if not r["method"].endswith(", 1 an SM"):
@@ -290,7 +294,7 @@ def decoder(tokens: int, way: str) -> str:
 
 
 def mix(method: str, key: str) -> str:
-    """The newest run of the Azure mix on 4 GPUs: clock, or times as fast as sequential layers."""
+    """Return the clock in the newest run of the Azure mix on 4 GPUs, or how many times as fast as sequential layers it was."""
     path = RESULTS / "nvidia-h200-x4/decoder.jsonl"
     stored = [json.loads(line) for line in path.read_text().splitlines()]
     methods = {r["method"]: r for r in stored if r["name"] == "70B-Azure"}
@@ -300,7 +304,7 @@ def mix(method: str, key: str) -> str:
 
 
 def saving(method: str, tag: str = "as it is") -> str:
-    """ShareGPT's mix on 2 GPUs: times as fast as sequential layers of the same run."""
+    """Return the gain on ShareGPT's mix on 2 GPUs: times as fast as sequential layers of the same run."""
     methods = {
         r["method"]: r for r in rows(2, "mixes-that-save-power.jsonl") if (r["name"], r["tag"]) == ("70B-ShareGPT", tag)
     }
@@ -316,14 +320,14 @@ def drawn(method: str) -> str:
 
 
 def serves(method: str, mode: str = "eager", newest: bool = True) -> str:
-    """Continuous batching on 2 GPUs: the newest run, or the oldest."""
+    """Return the tokens a second of continuous batching on 2 GPUs, in the newest run or the oldest."""
     stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / "hf.jsonl").read_text().splitlines()]
     rates = [r["tokens_s"] for r in stored if "tokens_s" in r and (r["method"], r["mode"]) == (method, mode)]
     return f"{rates[-1 if newest else 0]:,.0f} tokens a second"
 
 
 def asleep(name: str) -> str:
-    """Fused decode with longer sleeps over that with short ones."""
+    """Return the time of fused decode with longer sleeps over that with short ones."""
     us = {
         r["tag"]: r["us"] for r in rows(2, "mixes-that-save-power.jsonl") if (r["name"], r["method"]) == (name, "fused")
     }
@@ -331,7 +335,7 @@ def asleep(name: str) -> str:
 
 
 def host_time(file: str, what: str) -> str:
-    """Of a sequential all-gather + GEMM on 2 GPUs."""
+    """Return the host time of a sequential all-gather + GEMM on 2 GPUs."""
     stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
     (time,) = (
         r["us"] for r in stored if (r["what"], r["op"], r["method"]) == (what, "all_gather_matmul", "sequential")
@@ -390,20 +394,20 @@ BACKWARD = (("all_gather_matmul", 14336, 8192), ("all_gather_matmul", 4096, 8192
 
 
 def trained(method: str) -> list[float]:
-    """us of the four calls of a backward pass of Llama-70B's layer, 16,384 tokens on two GPUs."""
+    """Return the us of the four calls of a backward pass of Llama-70B's layer, 16,384 tokens on two GPUs."""
     times = {(r["op"], r["N"], r["K"], r["method"]): r["us"] for r in rows(2, "training-calls.jsonl")}
     return [times[*call, method] for call in BACKWARD]
 
 
 def trained_layer() -> float:
-    """ms of a layer's step."""
+    """Return the ms of a layer's step."""
     lines = (RESULTS / "nvidia-h200-x2/models.jsonl").read_text().splitlines()
     steps = [r for r in map(json.loads, lines) if (r["name"], r["method"]) == ("Llama-70B training", "auto")]
     return steps[-1]["us"] / steps[-1]["layers"] / 1000
 
 
 def spread(ours: Sequence[float], others: Sequence[float]) -> str:
-    """The least and the largest ratio."""
+    """Return the least and the largest ratio."""
     ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
     return f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x"
 
@@ -412,21 +416,22 @@ OWN_WAVES = 16  # of 8,192 queries and 32 heads in tiles of 128 queries, one an 
 
 
 def own_attention(*, causal: bool) -> str:
-    """cuDNN's time over that of the best form of a kernel of our own."""
+    """Return cuDNN's time over that of the best form of a kernel of our own."""
     times = [r["us"] for r in rows("nvidia-h100-x1", "attention-own.jsonl") if r["name"].endswith("causal") == causal]
     shares = sorted({f"{100 * us['cudnn'] / min(t for q, t in us.items() if q != 'cudnn'):.0f}%" for us in times})
     return shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
 
 
 def gathered(method: str) -> float:
-    """us, of 32 heads and 16,384 rows without a mask, of two GPUs."""
+    """Return the us of attention, for 32 heads and 16,384 rows without a mask, of two GPUs."""
     lines = (RESULTS / "nvidia-h200-x2/attention.jsonl").read_text().splitlines()
     times = {r["method"]: r["us"] for r in map(json.loads, lines) if r["name"] == "32x32-16384-none"}
     return times[method]
 
 
 def own_needs(method: str) -> str:
-    """Of the library's speed, for a kernel that hides all communication to be as fast as `method`."""
+    """Return the share of the library's speed that is enough for a kernel that hides all communication to be as fast as
+    `method`."""
     return f"{100 * gathered('compute alone') / gathered(method):.0f}%"
 
 
@@ -435,7 +440,8 @@ USUAL, HALF = "128x256 w8 s3 x1", "64x256 w4 s5 x1"
 
 
 def forms(form: str, over: str, low: float, high: float, loop: str = "flat") -> list[float]:
-    """Times over those of another form, or of cuBLAS, of all shapes of `low` to `high` waves of 128 x 256 tiles on 132 SMs."""
+    """Return times over those of another form, or of cuBLAS, of all shapes of `low` to `high` waves of 128 x 256 tiles on 132
+    SMs."""
     label = lambda q: q if q in ("cuBLAS", "shared") else f"{loop} {q}"  # noqa: E731
     ratios = []
     for r in rows(1, "tile-forms.jsonl"):
@@ -446,7 +452,7 @@ def forms(form: str, over: str, low: float, high: float, loop: str = "flat") -> 
 
 
 def apart() -> str:
-    """By how much the ratio of two forms differs, at most, between two runs of one shape of many waves."""
+    """Return by how much the ratio of two forms differs, at most, between two runs of one shape of many waves."""
     ratios: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for r in rows(1, "tile-forms.jsonl"):
         ratios[r["M"], r["N"], r["K"]].append(r["us"][f"flat {HALF}"] / r["us"][f"flat {USUAL}"])
@@ -454,7 +460,7 @@ def apart() -> str:
 
 
 def in_ops(low: float, high: float) -> str:
-    """Time of whole ops in half tiles over the usual ones, every op and way to move, at so many waves."""
+    """Return the time of whole ops in half tiles over the usual ones, every op and way to move, at so many waves."""
     ratios = []
     for r in rows(2, "tile-plans.jsonl"):
         if low <= -(-r["M"] // 128) * -(-r["N"] // 256) / 132 <= high:
@@ -463,7 +469,8 @@ def in_ops(low: float, high: float) -> str:
 
 
 def promoted_loop(form: str, recipe: str = "block") -> str:
-    """DeepGEMM's time, or torch's with promoted sums by row ("slow"), over that of a loop of 8-bit operands, of all sizes."""
+    """Return DeepGEMM's time, or torch's with promoted sums by row ("slow"), over that of a loop of 8-bit operands, of all
+    sizes."""
     library = {"block": "deep_gemm", "slow": "torch"}[recipe]
     us = [r["us"] for r in rows(1, "fp8-block-forms.jsonl")]
     return span((t[f"{recipe}: {library}"] / t[f"{recipe}: weft {form}"] for t in us), x)

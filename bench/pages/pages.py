@@ -38,7 +38,7 @@ MEASUREMENTS = f"""# Measurements
 <!-- made by bench/pages/pages.py from bench/results; do not edit -->
 
 {report.INTRODUCTION}
-`make measure` measures again, `make pages` writes this page. How well all this is predicted is on the
+How well all this is predicted is on the
 [planner's](planner.md#how-well-it-predicts).
 """
 

@@ -9,46 +9,51 @@ from bench.pages.tables import grid
 
 
 def tilelink(results: Path) -> str:
-    """The best plan of kind "fused" over the sequential one, over the shapes that `ways` has; and the two layers of other ops."""
-    found = ways.tuned(results)
-    said = []
-    for world in sorted({world for _, world in found}):
+    """Return weft's figures beside TileLink's: the best plan of kind "fused" over the sequential one, over the shapes that `ways`
+    has; and the two layers of other ops."""
+    tuned = ways.tuned(results)
+    figures = []
+    for world in sorted({world for _, world in tuned}):
         means = []
         for op in ways.TUNED:
-            best = (max(by.get(name, 0) for name in ways.WAYS[1:3]) for by in found.get((op, world), {}).values())
+            best = (
+                max(speedups.get(name, 0) for name in ways.WAYS[1:3])
+                for speedups in tuned.get((op, world), {}).values()
+            )
             means.append(f"{report.mean(best) or 0:.2f}x")
-        said.append(f"{', '.join(means)} on {world} GPUs")
+        figures.append(f"{', '.join(means)} on {world} GPUs")
     layers = {line[0]: line[1].strip("*") for line in front.layers(results / "nvidia-h200-x2")}
     columns, attention = (
         layers[title] for title in ("experts' columns over the ranks, forward", "attention over all ranks' keys")
     )
     return (
-        f"all-gather + GEMM, GEMM + reduce-scatter, GEMM + all-reduce, fused over sequential: {'; '.join(said)}."
+        f"all-gather + GEMM, GEMM + reduce-scatter, GEMM + all-reduce, fused over sequential: {'; '.join(figures)}."
         f" On 2 GPUs experts' columns {columns}, attention {attention}"
     )
 
 
 def flashoverlap() -> str:
-    """Of the best plans by copies and by NCCL: share of the bound, and the largest speedup over cuBLAS + NCCL."""
+    """Return weft's figures beside FlashOverlap's, for the best plans by copies and by NCCL: share of the bound, and the largest
+    speedup over cuBLAS + NCCL."""
     goals: list[list[str]] = []
     machines = signaled_page.machines()
     for op in (signaled_page.AR, signaled_page.RS, signaled_page.A2A):
-        found = {machine: signaled_page.cases(rows, "ops", op) for machine, rows in machines.items()}
+        cases = {machine: signaled_page.cases(rows, "ops", op) for machine, rows in machines.items()}
         worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
-        goals += signaled_page.op_table(op, {m: c for m, c in found.items() if c}, worlds, signaled_page.sms())[1]
-    said = []
-    for by in ("NCCL", "copies"):
-        lines = [line for line in goals if line[2] == by]
+        goals += signaled_page.op_table(op, {m: c for m, c in cases.items() if c}, worlds, signaled_page.sms())[1]
+    figures = []
+    for mover in ("NCCL", "copies"):
+        lines = [line for line in goals if line[2] == mover]
         shares = sorted(int(line[3].rstrip("%")) for line in lines)
         most = max((line[9], line[1]) for line in lines)
-        said.append(
-            f"by {by} {shares[0]} to {shares[-1]}% of the bound in the mean of an op, up to {most[0]} ({most[1]} GPUs)"
+        figures.append(
+            f"by {mover} {shares[0]} to {shares[-1]}% of the bound in the mean of an op, up to {most[0]} ({most[1]} GPUs)"
         )
-    return "; ".join(said)
+    return "; ".join(figures)
 
 
 def tokenweave(results: Path) -> str:
-    said = []
+    figures = []
     for machine, rows in report.load_all(results).items():
         if machine in report.new({machine: rows}):
             world = max(row["world"] for row in rows)
@@ -57,15 +62,16 @@ def tokenweave(results: Path) -> str:
                 for line in report.summary(rows, world)
                 if ": " in line[0]
             }
-            said.append(f"{', '.join(f'{kind} {mean}' for kind, mean in means.items())} on {world} GPUs")
-    return f'Llama-70B\'s layers by `"auto"` over cuBLAS + NCCL: {"; ".join(said)}'
+            figures.append(f"{', '.join(f'{kind} {mean}' for kind, mean in means.items())} on {world} GPUs")
+    return f'Llama-70B\'s layers by `"auto"` over cuBLAS + NCCL: {"; ".join(figures)}'
 
 
 def flashmoe(results: Path) -> str:
-    """From the runs that time all plans: the fused one over the libraries and over "dispatched"."""
+    """Return weft's figures beside FlashMoE's, from the runs that time all plans: the fused plan over the libraries and over
+    "dispatched"."""
     cells = [line.split("|")[2:6] for line in moe_page.of_all_plans(results).splitlines() if line.count("|") == 6]
     us = [[float(cell) if cell.strip() else None for cell in row] for row in cells[2:]]
-    over = [[row[other] / row[3] for row in us if row[other] and row[3]] for other in (0, 1)]  # type: ignore[operator]
+    over = [[row[index] / row[3] for row in us if row[index] and row[3]] for index in (0, 1)]  # type: ignore[operator]
     means = [f"{moe_page.geometric(ratios):.2f}x" for ratios in over]
     return f"plan `fused` over NCCL and torch's grouped GEMM {means[0]}, over `dispatched` {means[1]} (2 GPUs, {len(over[0])} sizes)"
 

@@ -44,13 +44,13 @@ class Point:
 
 # -- what is stored --------------------------------------------------------------------------------------------------
 def tuned(machine: str) -> dict[str, list[Point]]:
-    """By run: calls with what was predicted before they ran, of shapes that `weft tune` does not measure."""
+    """Return, by run, calls of shapes that `weft tune` does not measure, with the times that were predicted before they ran."""
     seen = {
         op: {s for part in (SIZES.gather if op == "all_gather_matmul" else SIZES.reduce) for s in part} for op in SHAPES
     }
-    found: dict[str, list[Point]] = {}
+    points: dict[str, list[Point]] = {}
     for path in sorted((stored.RESULTS / machine / "predictions").glob("*.jsonl"), key=lambda path: path.stem):
-        found[path.stem] = [
+        points[path.stem] = [
             Point(
                 path.stem, r["op"], (r["M"], r["N"], r["K"]), r["world"], json.dumps(r["plan"], sort_keys=True), r["us"], r["predicted"],
                 tuple(r["tags"]),
@@ -58,7 +58,7 @@ def tuned(machine: str) -> dict[str, list[Point]]:
             for r in map(json.loads, path.read_text().splitlines())
             if (r["M"], r["N"], r["K"]) not in seen[r["op"]]
         ]  # fmt: skip
-    return found
+    return points
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def percent(x: float) -> str:
 
 
 def errors(runs: dict[str, list[Point]]) -> str:
-    """A line for each kind and op, a column group for each run."""
+    """Return the table of errors with a line for each kind and op, a column group for each run."""
     groups: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, points in runs.items():
         for p in points:
@@ -123,48 +123,48 @@ class Choice:
 
 
 def judged(points: Sequence[Point]) -> list[Choice]:
-    """By (source, op, world, shape), where several plans ran."""
+    """Return the calls by (source, op, world, shape), where several plans ran."""
     groups: dict[tuple, list[Point]] = defaultdict(list)
     for p in points:
         groups[p.source, p.op, p.world, p.shape].append(p)
-    found = []
+    choices = []
     for case, ps in sorted(groups.items()):
         sequential = [p for p in ps if p.kind == "sequential"]
         if len({p.plan for p in ps}) < 3 or not sequential:
             continue
         best, chosen = min(ps, key=lambda p: p.us), min(ps, key=lambda p: p.predicted)
         auto = chosen if sequential[0].predicted > GAIN * chosen.predicted else sequential[0]
-        found.append(Choice(case, (best.plan, chosen.plan), len(ps), best.us, chosen.us, auto.us, sequential[0].us))
-    return found
+        choices.append(Choice(case, (best.plan, chosen.plan), len(ps), best.us, chosen.us, auto.us, sequential[0].us))
+    return choices
 
 
 def choices(points: Sequence[Point]) -> str:
-    """The plan predicted fastest, beside the fastest and the sequential one."""
-    found = judged(points)
-    if not found:
+    """Return the table of choices: the plan predicted fastest, beside the fastest and the sequential one."""
+    judgements = judged(points)
+    if not judgements:
         return "No shape was run with several plans.\n"
-    of_best = [c.best / c.chosen for c in found]
-    slower = sum(c.sequential / c.chosen < 0.98 for c in found)
-    said = f"Over {len(of_best)} shapes and runs the choice is {percent(fmean(of_best))} of the best on average and "
-    said += f"{percent(min(of_best))} at the least; on {slower} of them it is slower than sequential by more than 2%. "
-    slower = sum(c.sequential / c.auto < 0.98 for c in found)
-    said += f"With auto's rule that a gain below {percent(GAIN - 1)} is none, it is {percent(fmean(c.best / c.auto for c in found))} of the "
-    said += f"best on average, and slower than sequential by more than 2% on {slower}. "
+    of_best = [c.best / c.chosen for c in judgements]
+    slower = sum(c.sequential / c.chosen < 0.98 for c in judgements)
+    text = f"Over {len(of_best)} shapes and runs the choice is {percent(fmean(of_best))} of the best on average and "
+    text += f"{percent(min(of_best))} at the least; on {slower} of them it is slower than sequential by more than 2%. "
+    slower = sum(c.sequential / c.auto < 0.98 for c in judgements)
+    text += f"With auto's rule that a gain below {percent(GAIN - 1)} is none, it is {percent(fmean(c.best / c.auto for c in judgements))} of the "
+    text += f"best on average, and slower than sequential by more than 2% on {slower}. "
     lines = []
-    for c in found:
+    for c in judgements:
         if c.best / c.chosen < 0.99:
             _, op, _, shape = c.case
             cells = [f"{x:.0f}" for x in (c.sequential, c.best, c.chosen)]
             plans = [brief(Plan.from_json(plan)) for plan in c.plans]
             size = "×".join(map(str, shape))
             lines.append([op, size, str(c.count), *cells, percent(c.best / c.chosen), *plans])
-    said += f"Where it is below 99% ({len(lines)}):\n\n"
+    text += f"Where it is below 99% ({len(lines)}):\n\n"
     head = ["op", "M×N×K", "plans", "sequential us", "best us", "chosen us", "of the best"]
-    return said + table([*head, "best plan", "chosen plan"], lines, 1)
+    return text + table([*head, "best plan", "chosen plan"], lines, 1)
 
 
 def ablations(runs: dict[str, list[Point]]) -> str:
-    """Times of signaled plans grouped otherwise than chosen, over those of the chosen one, by tag."""
+    """Return the times of signaled plans grouped otherwise than chosen, over those of the chosen one, by tag."""
     chosen = {
         (p.source, p.op, p.shape): p.us for ps in runs.values() for p in ps if CHOSEN in p.tags and p.kind == "signaled"
     }
@@ -183,7 +183,7 @@ def ablations(runs: dict[str, list[Point]]) -> str:
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """The distribution of the errors, a panel for each kind."""
+    """Draw the distribution of the errors, a panel for each kind."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -207,19 +207,19 @@ def plot(points: Sequence[Point], path: Path) -> None:
 
 
 def summary(runs: dict[str, list[Point]]) -> str:
-    """Mean errors and choices of every run."""
+    """Return mean errors and choices of every run."""
     kinds = [kind for kind in KINDS if any(p.kind == kind for points in runs.values() for p in points)]
     lines = []
     for name, points in runs.items():
         cells = []
         for kind in kinds:
-            of = [abs(p.error) for p in points if p.kind == kind or (kind == "signaled" and p.kind == COPIES)]
-            cells.append(percent(fmean(of)) if of else "–")
+            errors = [abs(p.error) for p in points if p.kind == kind or (kind == "signaled" and p.kind == COPIES)]
+            cells.append(percent(fmean(errors)) if errors else "–")
         best = [c.best / c.chosen for c in judged(points)]
         lines.append([name, str(points[0].world), str(len(points)), *cells, percent(fmean(best)), percent(min(best))])
     head = ["run", "GPUs", "calls", *kinds, "choice of the best", "least"]
-    said = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
-    return f"{table(head, lines, 1)}\n{said}"
+    notes = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
+    return f"{table(head, lines, 1)}\n{notes}"
 
 
 def runs_of(machines: Iterable[str]) -> dict[str, list[Point]]:
@@ -227,7 +227,7 @@ def runs_of(machines: Iterable[str]) -> dict[str, list[Point]]:
 
 
 def digest(runs: dict[str, list[Point]]) -> str:
-    """What the page has of the chapter."""
+    """Return the part of the chapter that the page shows."""
     text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n"
     text += "".join(f"![errors of predicted times](img/{plot_name(name)})\n\n" for name in runs)
     return text + f"By op, with every shape whose choice is below 99%: [tables](../{TABLES}).\n"

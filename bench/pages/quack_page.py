@@ -35,7 +35,7 @@ def chapter(results: Path) -> str:
 
 
 def digest(results: Path) -> str:
-    """Geometric means, from the last line of each table."""
+    """Return the sentence of geometric means, from the last line of each table."""
     alone, together = (page(results, FILES[make.__name__], make).splitlines() for make in (gemms, gathered))
     cells = [[cell.strip() for cell in lines[-1].split("|")[1:-1]] for lines in (alone, together)]
     shapes = [sum(line.startswith("| ") for line in lines) - 3 for lines in (alone, together)]
@@ -47,14 +47,14 @@ def digest(results: Path) -> str:
 
 
 def gemms(lines: Rows) -> str:
-    """cuBLAS, the best of quack's forms, the best of weft's own loops."""
+    """Return the table of GEMMs: cuBLAS, the best of quack's forms, the best of weft's own loops."""
     newest = {(r["M"], r["N"], r["K"]): r["us"] for r in lines}
     rows, ratios = [], []
     for (m, n, k), us in newest.items():
         form, quack = least((name.removeprefix("quack "), t) for name, t in us.items() if name.startswith("quack"))
-        _, own = least((name, t) for name, t in us.items() if name.split()[0] in OWN)
-        ratios.append((us["cuBLAS"] / quack, us["cuBLAS"] / own, min(us["cuBLAS"], quack) / own))
-        rows.append([f"{m} x {n} x {k}", f"{us['cuBLAS']:.0f}", f"{quack:.0f} ({form})", f"{own:.0f}"])
+        _, weft = least((name, t) for name, t in us.items() if name.split()[0] in OWN)
+        ratios.append((us["cuBLAS"] / quack, us["cuBLAS"] / weft, min(us["cuBLAS"], quack) / weft))
+        rows.append([f"{m} x {n} x {k}", f"{us['cuBLAS']:.0f}", f"{quack:.0f} ({form})", f"{weft:.0f}"])
         rows[-1] += [f"{ratio:.2f}x" for ratio in ratios[-1]]
     rows.append(["geometric mean", "", "", "", *(f"{mean(column) or 0:.2f}x" for column in zip(*ratios, strict=True))])
     head = ["M x N x K", "cuBLAS", "quack, best form", "weft's own, best tile", "quack over cuBLAS", "own over cuBLAS"]
@@ -62,7 +62,7 @@ def gemms(lines: Rows) -> str:
 
 
 def gathered(lines: Rows) -> str:
-    """All methods of a shape were interleaved; of several forms the fastest counts."""
+    """Return the table of all-gather + GEMM. All methods of a shape were interleaved; of several forms the fastest counts."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if r["op"] == "all_gather_matmul"}
     rows, ratios = [], []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):

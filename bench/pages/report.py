@@ -21,10 +21,8 @@ from rich.table import Table
 
 from weft.errors import WeftError
 
-LIBRARIES = (
-    "torch",
-    "quack",
-)  # a peer's method begins with its library's name; the others are weft's, by plan or by what they leave out
+# A peer's method begins with its library's name; the others are weft's, named by plan or by what they leave out.
+LIBRARIES = ("torch", "quack")
 MODES = {"graph": "CUDA graph", "eager": "eager"}
 OPS = {
     "all_gather_matmul": "all-gather + GEMM",
@@ -38,16 +36,16 @@ OPS = {
 }
 PLOTTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "parallel_mlp", "decoder")
 FEW = 512  # tokens: calls of at most so many have a mean of their own
-SHOWN = (
-    *(OPS[op] + size for op in list(OPS)[:3] for size in ("", f", ≤{FEW} tokens")),
+README_OPS = tuple(OPS)[:3]
+SHOWN = (  # titles of the README's lines, here and in front.py
+    *(OPS[op] + size for op in README_OPS for size in ("", f", ≤{FEW} tokens")),
     "experts over the ranks, forward",
     "attention over all ranks' keys",
-    "Transformers model, `weft.hf.weave`",
-    "Transformers' mixtures of experts, `weft.hf.weave`",
-)  # of the README's table, titles here and in front.py
-SINCE = (
-    "2026-11-21"  # what only older versions were measured with stands in docs/measurements.md, and not in the README
+    "Transformers' Llama-70B, `weft.hf.weave`",
+    "Transformers' Qwen3-30B, `weft.hf.weave`",
 )
+SINCE = "2026-11-21"  # machines that were measured only before stand in docs/measurements.md and not in the README
+HASH = 8  # letters of a commit on a page
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NEEDED = ("op", "name", "world", "mode", "method", "us", "commit", "date")
 
@@ -65,12 +63,12 @@ class Case:
         return self.rows[method]["us"] if method in self.rows else None
 
     def ratio(self, method: str) -> float | None:
-        """How many times as fast as sequential."""
+        """Return how many times as fast as sequential the method is."""
         us, base = self.us(method), self.us("sequential")
         return base / us if us and base else None
 
     def field(self, key: str) -> Any:
-        """A field that is the same for every method, from the first row that has it; auto's before the others'."""
+        """Return a field that is the same for every method, from the first row that has it; auto's before the others'."""
         rows = [self.rows[m] for m in ("auto", "sequential") if m in self.rows] + list(self.rows.values())
         return next((row[key] for row in rows if row.get(key) is not None), None)
 
@@ -80,7 +78,7 @@ class Case:
         return limit / us if us and limit else None
 
     def best(self, methods: Iterable[str]) -> str | None:
-        """The fastest of `methods` that was measured here."""
+        """Return the fastest of `methods` that was measured here."""
         return min((m for m in methods if m in self.rows), key=lambda m: self.rows[m]["us"], default=None)
 
     @property
@@ -89,9 +87,9 @@ class Case:
 
 
 def load(folder: Path) -> list[Row]:
-    """The rows of one machine's results: of every (op, name, world, mode) those of the newest run alone, whose methods were
-    interleaved."""
-    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    """Return the rows of one machine's results: of every (op, name, world, mode) those of the newest run alone, whose methods
+    were interleaved."""
+    runs: dict[tuple[Any, ...], dict[str, Row]] = {}
     for path in sorted(p for p in folder.glob("*.jsonl") if p.stem in OPS):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if not line.strip():
@@ -103,25 +101,25 @@ def load(folder: Path) -> list[Row]:
             missing = [key for key in NEEDED if key not in row]
             if missing:
                 raise WeftError(f"{path}:{number}: lacks {', '.join(missing)}")
-            run = found.setdefault(tuple(row[k] for k in ("op", "name", "world", "mode")), {})
+            run = runs.setdefault(tuple(row[k] for k in ("op", "name", "world", "mode")), {})
             newest = max((r["date"] for r in run.values()), default=row["date"])
             if row["date"] > newest:
                 run.clear()
             if row["date"] >= newest:
                 run[row["method"]] = row
-    return [row for run in found.values() for row in run.values()]
+    return [row for run in runs.values() for row in run.values()]
 
 
 def cases(rows: Sequence[Row], op: str, world: int, mode: str) -> list[Case]:
-    found: dict[str, dict[str, Row]] = {}
+    by_name: dict[str, dict[str, Row]] = {}
     for row in rows:
         if (row["op"], row["world"], row["mode"]) == (op, world, mode):
-            found.setdefault(row["name"], {})[row["method"]] = row
-    return [Case(name, found[name]) for name in sorted(found, key=_natural)]
+            by_name.setdefault(row["name"], {})[row["method"]] = row
+    return [Case(name, by_name[name]) for name in sorted(by_name, key=_natural)]
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """MLP shapes first, then the others; numbers by value."""
+    """Return a key that sorts MLP shapes before the others, and numbers by value."""
     parts = [(int(p), "") if p.isdigit() else (-1, p) for p in re.findall(r"\d+|\D+", text)]
     return [(0 if text.startswith("MLP") else 1, ""), *parts]
 
@@ -132,23 +130,25 @@ def _distinct(rows: Sequence[Row], key: str, order: Sequence[Any] = ()) -> list[
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Geometric mean of what is there; None of nothing."""
+    """Return the geometric mean of the values that are not None; None if there is no such value."""
     known = [v for v in values if v]
     return math.exp(sum(map(math.log, known)) / len(known)) if known else None
 
 
 def plan_kind(plan: str | None) -> str:
-    """`plan` as in the results: the text of a JSON object."""
+    """Return the kind of a plan. `plan` is the JSON text of the results."""
     return str(json.loads(plan)["kind"]) if plan else "–"
 
 
 def layer_label(plan: str | None) -> str:
-    """Of a decoder's layers: the kind, where a woven batch is split, and what its norms run on."""
+    """Return the label of a decoder layer's plan: its kind, where a woven batch is split, and what its norms run on."""
     if not plan:
         return "–"
     fields = json.loads(plan)
-    said = [f"{name} {fields[name]}" for name in ("split", "sms", "norm") if fields.get(name) not in (0, "auto", None)]
-    return " ".join([fields["kind"], *said])
+    settings = [
+        f"{name} {fields[name]}" for name in ("split", "sms", "norm") if fields.get(name) not in (0, "auto", None)
+    ]
+    return " ".join([fields["kind"], *settings])
 
 
 def _x(value: float | None) -> str:
@@ -168,31 +168,32 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]], text_columns: in
     return ["| " + " | ".join(cells) + " |" for cells in (head, align, *lines)]
 
 
-def _by_size(found: Iterable[Case]) -> dict[str, list[Case]]:
-    """Cases of many tokens, and of few apart, by what a title says of them. A mean over both would hide the latter."""
+def _by_size(shapes: Iterable[Case]) -> dict[str, list[Case]]:
+    """Return the cases of many tokens and those of few, by the end of their title. A mean over both would hide the latter."""
     sizes: dict[str, list[Case]] = {"": [], f", ≤{FEW} tokens": []}
-    for case in found:
+    for case in shapes:
         sizes["" if (case.field("M") or FEW + 1) > FEW else f", ≤{FEW} tokens"].append(case)
-    return {title: cases for title, cases in sizes.items() if cases}
+    return {title: group for title, group in sizes.items() if group}
 
 
-def _families(op: str, found: list[Case]) -> list[tuple[str, list[Case]]]:
-    """What one line sums up, by its title: an op's calls of many tokens and of few; of a decoder, prefill, decode and mixes of
-    requests apart."""
+def _families(op: str, shapes: list[Case]) -> list[tuple[str, list[Case]]]:
+    """Return the cases that one line of the table of means sums up, by its title: an op's calls of many tokens and of few; of a
+    decoder, prefill, decode and mixes of requests apart."""
     title = OPS.get(op, op)
     if op != "decoder":
-        return [(title + size, cases) for size, cases in _by_size(found).items()]
+        return [(title + size, group) for size, group in _by_size(shapes).items()]
     families: dict[str, list[Case]] = {}
-    for case in found:
+    for case in shapes:
         kind = next((k for k in ("prefill", "decode") if f"-{k}-" in case.name), "mixes of requests")
         families.setdefault(f"{title}: {kind}", []).append(case)
     return list(families.items())
 
 
-def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
-    """Shapes in CUDA graphs (or in the only mode there is), and behind each the same launched one by one."""
-    shapes = {name: found.get(name, Case(name, {})) for name in sorted(found.keys() | other.keys(), key=_natural)}
-    known = {name: case if case.rows else other[name] for name, case in shapes.items()}
+def _case_table(graphs: dict[str, Case], eager: dict[str, Case]) -> list[str]:
+    """Return the table of shapes in CUDA graphs (or in the only mode that was measured), and in further columns the same calls
+    launched one by one."""
+    shapes = {name: graphs.get(name, Case(name, {})) for name in sorted(graphs.keys() | eager.keys(), key=_natural)}
+    known = {name: case if case.rows else eager[name] for name, case in shapes.items()}
     peers = sorted({peer for case in known.values() for peer in case.peers})
     layers = any(case.field("op") == "decoder" for case in known.values())
     sized = not layers and any((case.field("K") or 0) > 1 for case in known.values())
@@ -209,7 +210,7 @@ def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
         *peers,
         "plan",
     ]
-    head += ["eager: NCCL", "weft", "speedup", *peers] if other else []
+    head += ["eager: NCCL", "weft", "speedup", *peers] if eager else []
     lines = []
     for name, case in shapes.items():
         size = "×".join(str(known[name].field(k)) for k in ("M", "N", "K"))
@@ -217,9 +218,9 @@ def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
         line = [name, *([size] if sized else []), *(_us(case.field(k)) for k in ("gemm_us", "comm_us", "limit_us"))]
         line += [*_gain(case), _percent(case.of_limit), *(_x(case.ratio(p)) for p in peers)]
         line.append(layer_label(plan) if layers else plan_kind(plan))
-        if other:
-            eager = other.get(name, Case(name, {}))
-            line += [*_gain(eager), *(_x(eager.ratio(p)) for p in peers)]
+        if eager:
+            launched = eager.get(name, Case(name, {}))
+            line += [*_gain(launched), *(_x(launched.ratio(p)) for p in peers)]
         lines.append(line)
     return _table(head, lines, text_columns=2 if sized else 1)
 
@@ -230,19 +231,19 @@ def _gain(case: Case) -> list[str]:
 
 
 def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
-    """Lines of the README's table: of an op, the means in a CUDA graph and eager, the best peer's (in the first of these that it was
-    measured in), and the lowest of all shapes and both modes."""
+    """Return the lines of the README's table: of an op, the means in a CUDA graph and eager, the best peer's (in the first of
+    these that it was measured in), and the lowest of all shapes and both modes."""
     lines = []
     for op in _distinct(rows, "op", tuple(OPS)):
         by_mode = {mode: dict(_families(op, cases(rows, op, world, mode))) for mode in MODES}
-        for title in dict.fromkeys(title for found in by_mode.values() for title in found):
+        for title in dict.fromkeys(title for families in by_mode.values() for title in families):
             means, peers, lows = [], [], []
             for mode, families in by_mode.items():
-                found = families.get(title, [])
-                means.append(mean(c.ratio("auto") for c in found))
-                ratios = {p: mean(c.ratio(p) for c in found) for c in found for p in c.peers}
+                shapes = families.get(title, [])
+                means.append(mean(c.ratio("auto") for c in shapes))
+                ratios = {p: mean(c.ratio(p) for c in shapes) for c in shapes for p in c.peers}
                 peers += sorted(((r, p) for p, r in ratios.items() if r), reverse=True)[:1]
-                lows += [(ratio, f"{c.name}, {MODES[mode]}") for c in found if (ratio := c.ratio("auto"))]
+                lows += [(ratio, f"{c.name}, {MODES[mode]}") for c in shapes if (ratio := c.ratio("auto"))]
             if lows:
                 low, peer = min(lows), peers[0] if peers else None
                 best = f"{_x(peer[0])} {peer[1]}" if peer else "–"
@@ -251,16 +252,16 @@ def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
 
 
 def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
-    """Bars of the ratio to sequential: auto and the best peer, with the limit as a dash; a panel for each mode."""
+    """Draw bars of the ratio to sequential: auto and the best peer, with the limit as a dash; a panel for each mode."""
     modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
     figure = Figure(figsize=(11, 2.9 * len(modes)), layout="constrained")
     FigureCanvasSVG(figure)
     for axes, mode in zip(figure.subplots(len(modes), 1, squeeze=False)[:, 0], modes, strict=True):
-        found = cases(rows, op, world, mode)
-        x = range(len(found))
-        peer = [c.ratio(c.best(c.peers) or "") or 0 for c in found]
-        auto = [c.ratio("auto") or 0 for c in found]
-        limit = [(c.us("sequential") or 0) / (c.field("limit_us") or math.inf) for c in found]
+        shapes = cases(rows, op, world, mode)
+        x = range(len(shapes))
+        peer = [c.ratio(c.best(c.peers) or "") or 0 for c in shapes]
+        auto = [c.ratio("auto") or 0 for c in shapes]
+        limit = [(c.us("sequential") or 0) / (c.field("limit_us") or math.inf) for c in shapes]
         if any(peer):
             axes.bar([i - 0.2 for i in x], peer, 0.38, color="#b9c0ca", label="best peer")
         bars = axes.bar([i + 0.2 * any(peer) for i in x], auto, 0.38, color="#3b6fb6", label="weft, auto")
@@ -269,7 +270,7 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
             limit, [i - 0.42 for i in x], [i + 0.42 for i in x], color="#c8385a", lw=1.4, label="max(GEMM, link)"
         )
         axes.axhline(1, color="#444444", lw=0.8, ls=":", label="cuBLAS + NCCL")
-        axes.set_xticks(list(x), [c.name for c in found], fontsize=8)
+        axes.set_xticks(list(x), [c.name for c in shapes], fontsize=8)
         axes.set_ylim(0, 1.25 * max([*peer, *auto, *limit, 1]))
         axes.set_ylabel("times as fast", fontsize=9)
         axes.set_title(f"{OPS.get(op, op)}, {world} GPUs, {MODES.get(mode, mode)}", loc="left", fontsize=10)
@@ -280,16 +281,17 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-INTRODUCTION = """With this page you can see how fast each op is at each size, and beside what. Times are microseconds: the median over iterations
+INTRODUCTION = """With this page you can see how fast each op is at each size. Times are microseconds: the median over iterations
 of the slowest rank, on random inputs, all methods of a shape interleaved in one run. *NCCL* is cuBLAS + NCCL, one after the other;
 *weft* is `plan="auto"`, and *plan* the kind that it took. *GEMM* and *comm.* are the two alone; *limit* is the longer of the GEMM
 alone and the bytes over the measured link rate. A library's column is its speedup over cuBLAS + NCCL. First CUDA graphs, then the
-same calls launched one by one (*eager*). N and K are the sizes on one rank, M is the gathered one. Means are geometric.
+same calls launched one by one (*eager*). N and K are the sizes on one rank, M is the gathered one. Means are
+geometric; the line of another baseline ends with its rows' commits.
 """
 
 
 def load_all(results: Path) -> dict[str, list[Row]]:
-    """Rows by machine, that with the most GPUs first."""
+    """Return rows by machine, the machine with the most GPUs before the others."""
     machines = {p.name: load(p) for p in sorted(results.glob("*")) if p.is_dir()}
     machines = {name: rows for name, rows in machines.items() if rows}
     if not machines:
@@ -302,36 +304,49 @@ def when(rows: Sequence[Row]) -> str:
     return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
 
 
+def commits(rows: Sequence[Row]) -> str:
+    """Return the short hashes of the rows' commits; rows without one are left out."""
+    return ", ".join(
+        f"`{commit}`" for commit in dict.fromkeys(row["commit"][:HASH] for row in rows if row.get("commit"))
+    )
+
+
+def measured(rows: Sequence[Row]) -> str:
+    """Return the dates and commits of rows, as far as the rows have them."""
+    dated = [row for row in rows if row.get("date")]
+    return " ".join(part for part in (when(dated) if dated else "", commits(rows)) if part)
+
+
 def _old(rows: Sequence[Row]) -> bool:
     return when(rows)[-10:] < SINCE
 
 
 def digest(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
-    """What one machine reached: means and, of a version that is not an earlier one, plots. layers: further lines of the means."""
-    commits = ", ".join(f"`{c[:10]}`" for c in _distinct(rows, "commit"))
+    """Return a machine's chapter: its means and, unless an earlier version was measured, plots. layers: further lines of the
+    means."""
     where = "rows are in `bench/results/" + machine + "`"
     if not _old(rows):
         where = f"[every size](../{table_name(machine)})"
-    said = f"Measured {when(rows)} at {commits}; {'an earlier version, whose ' * _old(rows)}{where}."
+    source = f"Measured {when(rows)} at {commits(rows)}; {'an earlier version, whose ' * _old(rows)}{where}."
     head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes"]
-    text = [f"## {machine}", said, "\n".join(_table(head, means(rows, layers)))]
+    text = [f"## {machine}", source, "\n".join(_table(head, means(rows, layers)))]
     for op in () if _old(rows) else (op for op in _distinct(rows, "op", tuple(OPS)) if op in PLOTTED):
         text.append(f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})")
     return "\n\n".join(text) + "\n"
 
 
 def new(machines: dict[str, list[Row]]) -> list[str]:
-    """The machines that were measured with a version that is not an earlier one."""
+    """Return the machines that were measured with a version that is not an earlier one."""
     return [machine for machine, rows in machines.items() if not _old(rows)]
 
 
 def table_name(machine: str) -> str:
-    """Where the tables of a machine's sizes are, from the repository's root."""
+    """Return where the tables of a machine's sizes are, from the repository's root."""
     return f"bench/results/{machine}/tables.md"
 
 
 def chapter(machine: str, rows: Sequence[Row]) -> str:
-    """Tables of one machine, op by op; of an earlier version none."""
+    """Return the tables of one machine, op by op; of an earlier version none."""
     text = [
         f"# Every size on {machine}\n\nMeasured {when(rows)}; [what the columns are](../../../docs/measurements.md).\n"
     ]
@@ -339,8 +354,8 @@ def chapter(machine: str, rows: Sequence[Row]) -> str:
         for world in sorted({row["world"] for row in rows if row["op"] == op}, reverse=True):
             text.append(f"## {OPS.get(op, op)}, {world} GPUs\n")
             modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
-            first, *others = ({c.name: c for c in cases(rows, op, world, mode)} for mode in modes)
-            text += [*_case_table(first, others[0] if others else {}), ""]
+            graphs, *eager = ({c.name: c for c in cases(rows, op, world, mode)} for mode in modes)
+            text += [*_case_table(graphs, eager[0] if eager else {}), ""]
     return "\n".join(text)
 
 
@@ -358,7 +373,8 @@ def plots(machines: dict[str, list[Row]], folder: Path) -> list[Path]:
 
 
 def ending(folder: Path) -> tuple[Table, list[Path]]:
-    """What a benchmark ends with: a table of the rows in a folder, and the paths of the plots that are drawn there."""
+    """Return what a benchmark prints at its end: a table of the rows in a folder, and the paths of the plots that are drawn
+    there."""
     rows = load(folder)
     table = Table("op", "size", "mode", "sequential, us", '"auto", us', "times as fast")
     for op, world, mode in dict.fromkeys((row["op"], row["world"], row["mode"]) for row in rows):
@@ -370,35 +386,41 @@ def ending(folder: Path) -> tuple[Table, list[Path]]:
 
 
 def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[str]]:
-    """Lines of one machine's table of means, a line with the baseline in italics before those that it is the baseline of.
-    layers: further lines."""
+    """Return the lines of one machine's table of means, a line with the baseline in italics before those that it is the baseline
+    of. layers: further lines."""
     return [["*cuBLAS, then NCCL*", "", "", "", ""], *summary(rows, max(row["world"] for row in rows)), *layers]
 
 
 def block(machines: dict[str, list[Row]], layers: Callable[[str], list[list[str]]] = lambda machine: []) -> list[str]:
-    """What the README has between its marks: of `SHOWN` the means on every machine that was measured since `SINCE`, the last one
-    first. layers: further lines of a machine's table."""
+    """Return the README's lines between its marks: the means of `SHOWN` on every machine that was measured since `SINCE`, the
+    last one first. layers: further lines of a machine's table."""
     since = {name: rows for name, rows in machines.items() if not _old(rows)}
     names = sorted(since, key=lambda name: when(since[name])[-10:], reverse=True)
     by_title = {name: {line[0]: line[1:] for line in means(since[name], layers(name))} for name in names}
     lines, baseline, last = [], "", ""
-    for title in dict.fromkeys(title for found in by_title.values() for title in found):
-        cells = [found.get(title, ["–"] * 4) for found in by_title.values()]
+    for title in dict.fromkeys(title for lines_of in by_title.values() for title in lines_of):
+        cells = [lines_of.get(title, ["–"] * 4) for lines_of in by_title.values()]
         if title.startswith("*"):
             baseline = title.strip("*")
         elif title in SHOWN:
             lowest = min(low for *_, low in cells if low != "–")
-            said = "same" if lines and baseline == last else baseline
+            against = "same" if lines and baseline == last else baseline
             last = baseline
-            lines.append([title, said, *(ratio for graph, eager, *_ in cells for ratio in (graph, eager)), lowest])
+            lines.append([title, against, *(ratio for graph, eager, *_ in cells for ratio in (graph, eager)), lowest])
     gpus = [max(row["world"] for row in since[name]) for name in names]
     head = ["weft", "times as fast as", *(f"{n} GPUs: {mode}" for n in gpus for mode in MODES), "lowest of all sizes"]
-    measured = ", ".join(f"{name} {when(since[name])}" for name in names)
-    return [f"Measured on {measured}:", "", *_table(head, lines, text_columns=2), ""]
+    by_ops = {name: [row for row in since[name] if row["op"] in README_OPS] or since[name] for name in names}
+    sources = ", ".join(f"{name} {measured(rows)}" for name, rows in by_ops.items())
+    return [
+        f"GEMM + collective measured on {sources}; [other rows' commits](docs/measurements.md):",
+        "",
+        *_table(head, lines, text_columns=2),
+        "",
+    ]
 
 
 def between_marks(text: str, lines: Sequence[str]) -> str:
-    """The README with this block."""
+    """Return the README with this block."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise WeftError(f"README.md must hold {BEGIN} and {END} once each")
     before, rest = text.split(BEGIN)

@@ -59,7 +59,7 @@ def load(folder: Path) -> list[Row]:
 
 
 def cases(rows: Sequence[Row], part: str, op: str | None = None, mode: str = "graph") -> Cases:
-    """By shape the rows by method, all of the last run that has the shape."""
+    """Return, by shape, the rows by method, all of the last run that has the shape."""
     found: Cases = {}
     for row in rows:
         if (row["part"], row.get("op"), row.get("mode")) == (part, op, mode):
@@ -87,7 +87,7 @@ TABLES = "bench/results/signaled.md"
 
 
 def blocks(*parts: str | list[str]) -> str:
-    """Paragraphs, images and tables (lists of lines)."""
+    """Return paragraphs, images and tables (lists of lines)."""
     return "\n\n".join(map(block, filter(None, parts))) + "\n"
 
 
@@ -205,7 +205,7 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
 
 
 def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> str:
-    """Mean overhead by K, where more than two shapes share it."""
+    """Return the mean overhead by K, where more than two shapes share it."""
     ks = sorted({size[2] for size in us})
     same = {k: [by[n] / by[base] for size, by in us.items() if size[2] == k for n in names] for k in ks}
     said = [f"{more(fmean(r))} at K = {k}" for k, r in same.items() if len(r) > 2 * len(names)]
@@ -229,7 +229,8 @@ def norm(rows: Sequence[Row]) -> str:
 
 # -- ops
 def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled: bool) -> tuple[int, ...]:
-    """The tiles where groups end, as `ops/matmul_reduce/signaled.py` cuts them; those of an all-to-all are those of M rows on each rank."""
+    """Return the tiles where groups end, as `ops/matmul_reduce/signaled.py` cuts them; those of an all-to-all are those of M rows
+    on each rank."""
     owners = world if op == RS and not plan.copies else 1
     tiles_n, programs = -(-n // plan.tile.block_n), sms - plan.ctas
     tiles = owners * -(-(m // owners) // plan.tile.block_m) * tiles_n
@@ -239,14 +240,14 @@ def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled:
 
 
 def bound(gemm_us: float, comm_us: float, at: Sequence[int], own_last: bool = False) -> float:
-    """The longer of the GEMM and then the last group's collective, and the first group's GEMM and then all collectives. own_last:
-    the last group stays where it is, so that the GEMM may end it."""
+    """Return the longer of the GEMM and then the last group's collective, and the first group's GEMM and then all collectives.
+    own_last: the last group stays where it is, so that the GEMM may end it."""
     first, last = at[1] / at[-1], 0 if own_last else (at[-1] - at[-2]) / at[-1]
     return max(gemm_us + last * comm_us, first * gemm_us + comm_us)
 
 
 def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
-    """A row's fraction of the bound of its plan's groups, and of the bound of one wave a group."""
+    """Return a row's fraction of the bound of its plan's groups, and of the bound of one wave a group."""
     plan = Plan.from_json(json.dumps(row["plan"]))
     assert isinstance(plan, Signaled)
     at = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
@@ -258,12 +259,12 @@ def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
 
 
 def in_rows(by: dict[str, Row]) -> list[Row]:
-    """The signaled plans whose result is in ordinary order."""
+    """Return the signaled plans whose result is in ordinary order."""
     return [r for r in by.values() if r["method"] != "sequential" and not r["method"].endswith(TILES)]
 
 
 def fastest(by: dict[str, Row], copies: bool) -> Row | None:
-    """Of the plans that copy engines, or NCCL, move."""
+    """Return the fastest of the plans whose groups copy engines, or NCCL, move."""
     return min((r for r in in_rows(by) if bool(r["plan"].get("copies")) == copies), key=lambda r: r["us"], default=None)
 
 
@@ -280,7 +281,7 @@ class Family:
     lost: list[str] = field(default_factory=list)
 
     def add(self, op: str, size: Size, by: dict[str, Row], sms: int) -> list[str]:
-        """The cells of a shape."""
+        """Add the cells of a shape."""
         best, base = fastest(by, self.copies) if by else None, by.get("sequential")
         if best is None or base is None:
             return ["–"] * 2
@@ -296,7 +297,7 @@ class Family:
         return [f"**{_x(mean(self.speedups))}**", _percent(fmean(self.fractions))] if self.speedups else ["", ""]
 
     def judgement(self, op: str, world: int) -> list[str]:
-        """How the plans stand to the goal."""
+        """Return a sentence on how the plans stand to the goal."""
         reach = "reached" if fmean(self.fractions) >= BOUND_GOAL else "missed"
         return [
             OPS[op], str(world), self.title, _percent(fmean(self.fractions)), _percent(min(self.fractions)),
@@ -306,7 +307,7 @@ class Family:
 
 
 def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: int) -> tuple[str, list[list[str]]]:
-    """The section of one op, a column group for each machine; and how its plans stand to the goal."""
+    """Return the section of one op, a column group for each machine; and how its plans stand to the goal."""
     families = {machine: [Family("NCCL", False), Family("copies", True)] for machine in machines}
     lines = []
     for size in dict.fromkeys(size for found in machines.values() for size in found):
@@ -328,7 +329,7 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
 
 
 def by_ctas(found: Found) -> list[str]:
-    """Mean speedup of the default groups by CTAs."""
+    """Return the mean speedup of the default groups by CTAs."""
     names = sorted(
         {n for c in found.values() for by in c.values() for n in by if n.startswith("default") and n.endswith("CTAs")},
         key=lambda n: int(n.split()[1]),
@@ -357,7 +358,7 @@ def left_in_tiles(found: Found) -> list[str]:
 
 
 def ablations(found: Found) -> list[str]:
-    """Mean time with fixed groups over that with the default ones; last, over the best fixed ones of each shape."""
+    """Return the mean time with fixed groups over that with the default ones; last, over the best fixed ones of each shape."""
     lines, usual = [], f"default, {EQUAL} CTAs"
     for (op, world), c in found.items():
         tried = [by for by in c.values() if usual in by and any(n in by for n in FIXED)]
@@ -368,7 +369,7 @@ def ablations(found: Found) -> list[str]:
 
 
 def plot(found: dict[str, Cases], world: int, path: Path) -> None:
-    """Speedup of the best signaled plan over K, a line for each M N and a panel for each op."""
+    """Draw the speedup of the best signaled plan over K, a line for each M N and a panel for each op."""
     figure = Figure(figsize=(11, 3.1), layout="constrained")
     FigureCanvasSVG(figure)
     panels = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
@@ -437,7 +438,7 @@ def against_the_goal(goals: list[list[str]]) -> list[str | list[str]]:
 
 
 def judged_and_varied(goals: list[list[str]], found: Found) -> str:
-    """What follows the ops' tables."""
+    """Return what follows the ops' tables."""
     text = section("Against the goal", *against_the_goal(goals), level=4)
     text += section(
         "By CTAs",
@@ -471,7 +472,7 @@ def of_last_run(rows: Sequence[Row]) -> list[Row]:
 
 
 def digest(machines: dict[str, list[Row]], sms: int) -> str:
-    """What the page of measurements has of the chapter."""
+    """Return the part of the chapter that the page of measurements shows."""
     goals: list[list[str]] = []
     for op in (AR, RS, A2A):
         found = {machine: cases(rows, "ops", op) for machine, rows in machines.items()}
@@ -500,12 +501,12 @@ def op_cases(rows: Sequence[Row]) -> dict[str, Cases]:
 
 
 def machines() -> dict[str, list[Row]]:
-    """Rows by machine, of all that have some."""
+    """Return rows by machine, for all machines that have some."""
     return {path.parent.name: load(path) for path in sorted(RESULTS.glob("*/signaled"))}
 
 
 def sms() -> int:
-    """Of the GPU that ran these."""
+    """Return the number of SMs of the GPU that ran these rows."""
     profile = shipped(next(iter(machines())))
     assert profile is not None
     return profile.machine.sms

@@ -67,10 +67,10 @@ LINKS = ("links", "GPUs", "tokens", "sequential us", "best us", "speedup", "tran
 
 
 def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
-    """Of layers by name, (tokens, hidden, intermediate): the four projections and their transfers alone."""
-    found = simulate(nvlink(gpus), "decoder", sizes.values(), profile=PROFILE)
+    """Return, for layers by name, (tokens, hidden, intermediate), the four projections and their transfers alone."""
+    simulated = simulate(nvlink(gpus), "decoder", sizes.values(), profile=PROFILE)
     rows = []
-    for name, r in zip(sizes, found.rows, strict=True):
+    for name, r in zip(sizes, simulated.rows, strict=True):
         limit, us = r.speedup / r.bound_share, [f"{us:.0f}" for us in (r.sequential, r.gemm, r.comm, r.us)]
         rows.append([name, f"{r.size[0]:,}", *us, f"{r.speedup:.2f}x", f"{limit:.2f}x"])
     head = "model", "tokens", "sequential us", "GEMMs", "transfers", "best plans", "ratio", "limit"
@@ -78,7 +78,8 @@ def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
 
 
 def dense_models() -> dict[str, tuple[int, int, int]]:
-    """Tokens, hidden and intermediate size of the models that bench/measure/models.py times, but for those with experts."""
+    """Return tokens, hidden and intermediate size of the models that bench/measure/models.py times, but for those with
+    experts."""
     return {
         name: (sum(lengths), config["hidden_size"], config["intermediate_size"])
         for name, (config, lengths) in known.MODELS.items()
@@ -117,7 +118,8 @@ Errors = dict[tuple[int, str, str], list[float]]  # by number of GPUs, op and ki
 
 @cache
 def errors_of_stored_calls() -> tuple[Errors, Errors]:
-    """Of times and of speedups over sequential, of stored calls on 2, 4 and 8 GPUs against the same links with as many."""
+    """Return the errors of times, and of speedups over sequential, for stored calls on 2, 4 and 8 GPUs against the same links
+    with as many."""
     here, on = measured()
     found: dict[tuple[str, int, str, tuple[int, ...]], dict[Plan, tuple[float, float]]] = defaultdict(dict)
     for folder in sorted(stored.RESULTS.glob("nvidia-h200-x*")):
@@ -165,7 +167,7 @@ def validation() -> str:
 
 @cache
 def layers() -> dict[str, list[Simulation]]:
-    """What the plot and the second table show, by name."""
+    """Return the layers that the plot and the second table show, by name."""
     here, on = measured()
     size = (32768, *LAYER["a layer twice as wide"])
     whats = {"MLP, 50 GB/s a GPU": "mlp", "GEMM + all-reduce, 50 GB/s a GPU": "matmul_all_reduce"}
@@ -176,7 +178,7 @@ def layers() -> dict[str, list[Simulation]]:
 
 
 def decoders(names: Iterable[str] = tuple(DECODERS)) -> str:
-    """Models over 2 to 128 nodes, from links as their maker states them."""
+    """Return the predictions of models over 2 to 128 nodes, from links as their maker states them."""
     here, on = measured()
     rows = []
     for name in names:
@@ -220,19 +222,19 @@ def of_profile() -> str:
 
 
 def digest() -> str:
-    """What the page has of the chapter: many nodes, and how far stored calls are from their predictions."""
+    """Return the part of the chapter that the page shows: many nodes, and how far stored calls are from their predictions."""
     errors, gains = errors_of_stored_calls()
-    said = []
+    figures = []
     for world in sorted({key[0] for key in errors}):
         of_times, of_gains = (
             [abs(e) for key, es in found.items() if key[0] == world for e in es] for found in (errors, gains)
         )
-        said.append(
+        figures.append(
             f"{percent(fmean(of_times))} of a time and {percent(fmean(of_gains))} of a speedup on {world} GPUs ({len(of_times)} calls)"
         )
     many_nodes = MANY_NODES + decoders(["Llama-70B"])
     text = f"{INTRODUCTION}{USE}\n{of_profile()}\n{many_nodes}\n### Against measurements\n\n"
-    text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(said)}. "
+    text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(figures)}. "
     return text + f"Other links in one node, and errors by op: [tables](../{TABLES}).\n"
 
 

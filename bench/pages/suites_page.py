@@ -16,42 +16,42 @@ Key = tuple[str, str, int]  # suite, way, ranks: 1 where the process group is a 
 
 
 def suites(lines: Rows) -> str:
-    """A line for each suite and way; what did not pass; and why calls went on to torch."""
+    """Return the table with a line for each suite and way; what did not pass; and why calls went on to torch."""
     newest = {(r["suite"], r["test"], r["way"], r["world"]): r for r in lines}
     by_key: dict[Key, Rows] = {}
     for (suite, _, way, world), row in newest.items():
         by_key.setdefault((suite, way, world), []).append(row)
     rows = []
-    for (suite, way, world), found in sorted(
+    for (suite, way, world), results in sorted(
         by_key.items(), key=lambda item: (item[0][0], [*TITLES].index(item[0][1]))
     ):
-        outcomes = Counter(row["outcome"] for row in found)
-        calls = [sum(sum(row.get(kind, {}).values()) for row in found) for kind in ("served", "fell_through")]
+        outcomes = Counter(row["outcome"] for row in results)
+        calls = [sum(sum(row.get(kind, {}).values()) for row in results) for kind in ("served", "fell_through")]
         counted = [""] * 2 if way == "torch" else map(str, calls)
         group = "fake" if world == 1 else f"{world} GPUs"
         rows.append([f"`{suite}`", group, TITLES[way], *(str(outcomes[o]) for o in ("passed", "failed", "skipped"))])
         rows[-1] += counted
     head = ["suite", "process group", "", "passed", "failed", "skipped", "calls served", "calls by torch"]
     versions = ", ".join(dict.fromkeys(row["torch"] for row in newest.values()))
-    said = [grid(head, rows), *failures(newest.values()), reasons(newest.values())]
-    return f"torch {versions}:\n\n" + "\n\n".join(filter(None, said))
+    parts = [grid(head, rows), *failures(newest.values()), reasons(newest.values())]
+    return f"torch {versions}:\n\n" + "\n\n".join(filter(None, parts))
 
 
 def failures(rows: Iterable[dict]) -> list[str]:
-    """Which tests failed, those that fail without weft too apart from the others."""
+    """Return which tests failed, those that fail without weft too apart from the others."""
     failed: dict[str, set[str]] = {way: set() for way in TITLES}
     for row in rows:
         if row["outcome"] == "failed":
             failed[row["way"]].add(row["test"])
     ours = (failed["weft"] | failed["bfloat16"]) - failed["torch"]
-    said = (("torch alone fails in", failed["torch"]), ("With weft in place alone fail", ours))
-    return [f"{what}: {', '.join(f'`{name}`' for name in sorted(names))}." for what, names in said if names]
+    groups = (("torch alone fails in", failed["torch"]), ("With weft in place alone fail", ours))
+    return [f"{title}: {', '.join(f'`{name}`' for name in sorted(names))}." for title, names in groups if names]
 
 
 def reasons(rows: Iterable[dict]) -> str:
-    """Of the calls that went on to torch, both ways with weft in place."""
-    found: Counter[str] = Counter()
+    """Return the reasons of the calls that went on to torch, in both ways with weft in place."""
+    counts: Counter[str] = Counter()
     for row in rows:
         for call, n in row.get("fell_through", {}).items():
-            found[call.split(": ", 1)[1]] += n
-    return f"Calls by torch: {', '.join(f'{n} ({why})' for why, n in found.most_common())}." if found else ""
+            counts[call.split(": ", 1)[1]] += n
+    return f"Calls by torch: {', '.join(f'{n} ({why})' for why, n in counts.most_common())}." if counts else ""

@@ -53,12 +53,11 @@ def tuned(folders: list[Path]) -> dict[tuple, dict]:
 
 
 def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
-    """Per shape and mode: the plan that "auto" took in the benchmark and its speed relative to torch's cuBLAS + NCCL."""
+    """Return, by shape and mode, the plan that "auto" took in the benchmark and its speed relative to torch's cuBLAS + NCCL."""
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
-        ours = (
-            r for r in lines(path) if r["op"] == path.stem and set(KEY) <= r.keys()
-        )  # others are of other benchmarks
+        # Rows with other fields come from other benchmarks.
+        ours = (r for r in lines(path) if r["op"] == path.stem and set(KEY) <= r.keys())
         for r in ours:
             methods.setdefault(tuple(r[k] for k in KEY), {})[r["method"]] = r
     return {
@@ -69,7 +68,7 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
 
 
 def made(gpu: str) -> tuple[str, str]:
-    """The table's text, and a sentence on it."""
+    """Return the table's text, and a sentence on it."""
     folders = sorted((ROOT / "bench/results").glob(f"{gpu}-x*"))
     best, known = tuned(folders), confirmed(folders)
     sure = {k: known[k][1] for k in best.keys() & known.keys() if json.loads(known[k][0]) == best[k]["plan"]}

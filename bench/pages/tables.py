@@ -25,7 +25,7 @@ def best(us: list[float]) -> str:
 
 
 def attention(lines: Rows) -> str:
-    """Calls; and prefills that are made of them."""
+    """Return the tables of calls, and of prefills that consist of such calls."""
     newest = {(r["name"], r["method"]): r for r in lines}
 
     def least(name: str, *methods: str) -> str:
@@ -48,64 +48,66 @@ def attention(lines: Rows) -> str:
             calls.append([*us, plan, hidden, f"{alone['us']:.0f}", *(others if method == "weft" else [""] * 3)])
     head = ["shape: heads x kv heads, S, mask", "gather, then attention", "weft", "ratio", "its plan", "hidden"]
     head += ["attention alone", "torch's context_parallel", "forward and backward: weft", "torch's"]
-    made = "us:\n\n" + grid(head, calls)
+    text = "us:\n\n" + grid(head, calls)
     head = ["sizes, layers, tokens", "gather, then attention", "weft", "ratio", "torch's context_parallel"]
-    return made + "\n\nprefill of one prompt, us:\n\n" + grid(head, prefills) if prefills else made
+    return text + "\n\nprefill of one prompt, us:\n\n" + grid(head, prefills) if prefills else text
 
 
 def transformers(lines: Rows) -> str:
-    """Passes; and, where it was measured, what continuous batching serves."""
+    """Return the tables of forward passes and, where it was measured, of the tokens that continuous batching serves."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if "us" in r}
     rows = []
     for name in dict.fromkeys(name for name, _, _ in newest):
         row = [name]
         for mode in ("eager", "graph"):
-            own, *ways = (newest.get((name, mode, method)) for method in ("transformers", "weft", "woven"))
+            transformers_us, *ways = (newest.get((name, mode, method)) for method in ("transformers", "weft", "woven"))
             least = min(us for us in ways if us)
-            row += ["" if us is None else f"{us:.0f}" for us in (own, *ways)] + [f"{own / least:.2f}x"]
+            row += ["" if us is None else f"{us:.0f}" for us in (transformers_us, *ways)] + [
+                f"{transformers_us / least:.2f}x"
+            ]
         rows.append(row)
     head = [f"{mode}{way}" for mode in ("eager: ", "graph: ") for way in ("own", "woven", "in two parts", "ratio")]
-    made = "us:\n\n" + grid(["sizes, part, tokens", *head], rows)
+    text = "us:\n\n" + grid(["sizes, part, tokens", *head], rows)
     served = {(r["name"], r["mode"], r["method"]): r for r in lines if "tokens_s" in r}
     if not served:
-        return made
+        return text
     rows = []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in served):
-        found = [served.get((name, mode, method)) for method in ("transformers", "transformers paged", "weft")]
-        rates = ["" if r is None else f"{r['tokens_s']:.0f}" for r in found]
-        *own, woven = (r and r["tokens_s"] for r in found)
-        ratio = f"{woven / max(filter(None, own)):.2f}x" if woven and any(own) else ""
-        rows.append([f"{name}, {next(r['layers'] for r in found if r)} layers", mode, *rates, ratio])
+        rows_by_method = [served.get((name, mode, method)) for method in ("transformers", "transformers paged", "weft")]
+        rates = ["" if r is None else f"{r['tokens_s']:.0f}" for r in rows_by_method]
+        *transformers_rates, woven = (r and r["tokens_s"] for r in rows_by_method)
+        ratio = f"{woven / max(filter(None, transformers_rates)):.2f}x" if woven and any(transformers_rates) else ""
+        rows.append([f"{name}, {next(r['layers'] for r in rows_by_method if r)} layers", mode, *rates, ratio])
     head = ["requests", "mode", "own", "own, paged", "woven, paged", "ratio"]
-    return made + "\n\noutput tokens a second:\n\n" + grid(head, rows)
+    return text + "\n\noutput tokens a second:\n\n" + grid(head, rows)
 
 
 def mixtures(lines: Rows) -> str:
-    """Transformers' expert parallelism and the same model woven."""
+    """Return the table of Transformers' expert parallelism and the same model woven."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines}
     rows = []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):
-        own, woven = newest.get((name, mode, "transformers")), newest.get((name, mode, "weft"))
-        if own and woven:
-            rows.append([name, mode, f"{own:.0f}", f"{woven:.0f}", f"{own / woven:.2f}x"])
+        transformers_us, woven = newest.get((name, mode, "transformers")), newest.get((name, mode, "weft"))
+        if transformers_us and woven:
+            rows.append([name, mode, f"{transformers_us:.0f}", f"{woven:.0f}", f"{transformers_us / woven:.2f}x"])
     return "us:\n\n" + grid(["sizes, part, tokens", "mode", "own", "woven", "ratio"], rows)
 
 
 def models(lines: Rows) -> str:
-    """Layers of whole models beside cuBLAS and NCCL, what no overlap could be faster than, and the way of weft that was the
-    fastest; of each the run that came last."""
+    """Return the table of layers of whole models beside cuBLAS and NCCL, what no overlap could be faster than, and the way of
+    weft that was the fastest; of each the run that came last."""
     rows = []
     for name, mode in dict.fromkeys((r["name"], r["mode"]) for r in lines):
         r, us = newest_run([r for r in lines if (r["name"], r["mode"]) == (name, mode)])
         base, auto, taken = us["libraries"], us["auto"], r.get("taken", "auto")
         sizes = f"{r['N']}x{r['K']}" + (f", {r['top_k']} of {r['E']}" if "E" in r else "")
         best = min((m for m in us if m not in ("libraries", "auto", ALONE)), key=us.__getitem__, default="auto")
-        other = f"{best}, {base / us[best]:.2f}x" if us[best] < auto else ""
+        faster = f"{best}, {base / us[best]:.2f}x" if us[best] < auto else ""
         limit = ["", "", ""]
         if alone := us.get(ALONE):
             share = f"{100 * (base - auto) / (base - alone):.0f}%" if alone < base else ""
             limit = [f"{alone:.0f}", f"{base / alone:.2f}x", share]
-        ways = [f"{auto:.0f}", f"**{base / auto:.2f}x**", *limit, "" if taken == "auto" else taken, other]
+        ways = [f"{auto:.0f}", f"**{base / auto:.2f}x**", *limit, "" if taken == "auto" else taken, faster]
         rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), mode, f"{base:.0f}", *ways])
     head = ["model", "hidden x inner, experts", "tokens", "layers", "mode", "libraries", '`"auto"`', "ratio"]
     head += [ALONE, "limit", "hidden", "it takes", "faster in this run"]
@@ -113,7 +115,7 @@ def models(lines: Rows) -> str:
 
 
 def newest_run(rows: Rows) -> tuple[dict, dict[str, float]]:
-    """A row of the run that came last, and its us by method."""
+    """Return a row of the run that came last, and its us by method."""
     last = rows[-1]
     return last, {r["method"]: r["us"] for r in rows if r.get("date") == last.get("date")}
 

@@ -14,7 +14,7 @@ FORMS = {
 
 
 def answers(lines: Rows) -> str:
-    """A line for each model, number of ranks and form; of the lines of one the newest counts."""
+    """Return the table with a line for each model, number of ranks and form; of the lines of one the newest counts."""
     newest = {(r["model"], r["ranks"], r["form"], r["mode"]): r for r in lines}
     table = []
     for model, ranks, form in dict.fromkeys(key[:3] for key in newest):

@@ -16,8 +16,7 @@ WAYS = ("decomposed", "fused, programs pull", "fused, a copy engine pulls", "sig
 WAYS_TEXT = """## Ways of overlapping
 
 From tuning runs, in CUDA graphs: the speedup over weft's own sequential plan of the best plan of each way, geometric means over
-MLP-1 to MLP-6, and in brackets on how many of the six it was the fastest. [What was tried](design-notes.md) says why; for other
-shapes `weft.explain` says what "auto" takes.
+MLP-1 to MLP-6, and in brackets on how many of the six it was the fastest. [What was tried](design-notes.md) says why.
 """
 HOST_TEXT = """## Host time of a call
 
@@ -27,7 +26,7 @@ that an op replaces, and the op by each kind of plan.
 FIRST_TEXT = """The first call of a number of rows that nobody called before, behind `weft.prepare`, N and K 1,024: median, nine in ten, and the
 slowest, us. It has memory to allocate and is compared with what the other ranks call; the library's own first calls differ by as much.
 """
-EAGER_TEXT = """Eager calls back to back, `"auto"` against the library, hidden sizes from 3,584 to 12,288, 128 rows to 12,288: geometric mean and least
+EAGER_TEXT = """Eager calls back to back, `"auto"` against the library, hidden sizes 3,584 to 12,288, 128 to 12,288 rows: geometric mean and least
 ratio, and how many are below 0.98. Where `"auto"` is sequential, what differs is weft's own host time and the run.
 """
 MOE_TEXT = """## Mixture of experts
@@ -48,7 +47,8 @@ def way(plan: dict) -> str:
 
 
 def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
-    """By op and number of GPUs, of every shape that the mean is over: speedup by way, of the newest run that has the shape."""
+    """Return, by op and number of GPUs, and for every shape of the mean, the speedup of each way in the newest run that has the
+    shape."""
     found: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
     for row in (r for path in sorted(results.glob("*/tuning/*.jsonl")) for r in lines_of(path)):
         if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MLPS:
@@ -107,7 +107,7 @@ def moe(results: Path) -> str:
 
 
 def _moe_lines(rows: list[dict]) -> Iterator[list[str]]:
-    """A line for each number of tokens; of every layer the newest rows of balanced routing."""
+    """Return a line for each number of tokens; of every layer the newest rows of balanced routing."""
     us: dict[tuple[int, int], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for r in rows:
         if r["zipf"] == 0:

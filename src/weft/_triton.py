@@ -58,7 +58,7 @@ def require() -> None:
 
 
 def interpreter() -> tuple[ModuleType, type]:
-    """Triton's interpreter, and the class of its functions that run at compile time."""
+    """Return Triton's interpreter, and the class of its functions that run at compile time."""
     require()
     from triton.runtime import interpreter
     from triton.runtime.jit import ConstexprFunction
@@ -76,7 +76,8 @@ def first_line(fn: triton.JITFunction) -> int:
 
 
 def options(weft_options: Mapping[str, int]) -> dict[str, int]:
-    """Triton's options for a launch's options. Fused multiply-adds were always on, and 3.10 is to turn them off."""
+    """Return Triton's options for a launch's options. Fused multiply-adds were always on, and 3.10 is to turn them
+    off."""
     weft_only = ("co_resident", "local", "per_sm", "few_registers")
     triton_options = {"enable_fp_fusion": True} | {
         name: value for name, value in weft_options.items() if name not in weft_only
@@ -91,8 +92,8 @@ def options(weft_options: Mapping[str, int]) -> dict[str, int]:
 
 @functools.cache
 def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], str | None]) -> type:
-    """The class of a kernel's source, to Triton's compiler, with IR that `rewrite` has changed before Triton's own
-    passes: it takes the printed IR, in which calls are inlined and loops unrolled, and returns another or None.
+    """Return the class of a kernel's source, to Triton's compiler, with IR that `rewrite` has changed before Triton's
+    own passes: it takes the printed IR, in which calls are inlined and loops unrolled, and returns another or None.
     concerns: whether the IR that the source has become is to be printed so at all.
 
     Triton's cache tells the kernels of different rewritings apart by the file that defines `rewrite`.

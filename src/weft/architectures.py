@@ -22,7 +22,8 @@ def device_capability(device: torch.device | None = None) -> int:
 
 
 def capability_of(target: str) -> int:
-    """90 for "sm_90a", "90" or "9.0". Raises WeftError for a target that LLVM may not know, which ends the process."""
+    """Return the capability as a number: 90 for "sm_90a", "90" or "9.0". Raises WeftError for a target that LLVM may
+    not know, which ends the process."""
     match = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
     capability = int(match[1] + match[2]) if match else 0
     if capability not in SHARED_KIB:
@@ -31,7 +32,7 @@ def capability_of(target: str) -> int:
 
 
 def dotted(capability: int) -> str:
-    """NVIDIA's notation of a capability: "8.9" for 89."""
+    """Return NVIDIA's notation of a capability: "8.9" for 89."""
     return f"{capability // 10}.{capability % 10}"
 
 
@@ -43,6 +44,6 @@ def lacks(capability: int, least: int, feature: str) -> str | None:
 
 
 def shared_kib(capability: int) -> int:
-    """KiB of shared memory that a program may have; for a capability that is not in SHARED_KIB, the least of those
-    known."""
+    """Return the KiB of shared memory that a program may have; for a capability that is not in SHARED_KIB, the least of
+    those known."""
     return SHARED_KIB.get(capability, min(SHARED_KIB.values()))

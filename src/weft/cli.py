@@ -38,8 +38,8 @@ Seeds = Annotated[int, typer.Option(min=1, help="Schedules to try at each world 
 
 
 def progress() -> Progress:
-    """A progress bar with a description, counts and the elapsed time; it disappears when done, and is not written to a
-    log."""
+    """Yield a progress bar with a description, counts and the elapsed time; it disappears when done, and is not written
+    to a log."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
@@ -90,7 +90,7 @@ def _weft(
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Do not measure bandwidth.")] = False,
 ) -> None:
-    """What this machine offers, and which backend weft will use and why."""
+    """Print what this machine offers, and which backend weft will use and why."""
     from .doctor import examine
 
     findings = examine(measure=not quick)
@@ -107,7 +107,7 @@ def doctor(
 def demo(
     out: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("weft-demo.png"),
 ) -> None:
-    """A tensor-parallel MLP: on all GPUs against cuBLAS + NCCL, or without GPUs in the emulator."""
+    """Run a tensor-parallel MLP: on all GPUs against cuBLAS + NCCL, or without GPUs in the emulator."""
     from .demo import run
 
     check_folder(out)
@@ -193,8 +193,8 @@ def trace(
         Path | None, typer.Option(help="Where the timeline goes; .json and .png are added. Default: nowhere.")
     ] = None,
 ) -> None:
-    """How long the programs of each rank compute and wait in one emulated run, up to the error if it fails; with --out
-    the timeline: JSON for ui.perfetto.dev, and a picture."""
+    """Show how long the programs of each rank compute and wait in one emulated run, up to the error if it fails; with
+    --out the timeline: JSON for ui.perfetto.dev, and a picture."""
     from .demo import UNIT, layer
 
     if out is not None:

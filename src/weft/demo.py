@@ -78,7 +78,7 @@ class DemoLayer:
         return mlp
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's partial sum of the result for all tokens x [M, H], in torch, at the precision of `x`."""
+        """Return this rank's partial sum of the result for all tokens x [M, H], in torch, at the precision of `x`."""
         w_gate, w_up, w_down = (w.to(x.dtype).T for w in self.weights.values())
         return (torch.nn.functional.silu(x @ w_gate) * (x @ w_up)) @ w_down
 
@@ -205,8 +205,8 @@ def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ..
 
 
 def staged(spans: Sequence[Span]) -> list[Span]:
-    """Spans of the layer with the names of its stages: which GEMM a span is, and which collective a copy is a part
-    of."""
+    """Return the spans of the layer with the names of its stages: which GEMM a span is, and which collective a copy is
+    a part of."""
     half = max((s.end for s in spans if s.detail in HIDDEN), default=0.0)
 
     def named(s: Span) -> Span:

@@ -178,7 +178,7 @@ def _symmetric(gpus: int) -> list[tuple[str, str]]:
 
 
 def _multicast(device: int) -> bool:
-    """Whether the driver says that the GPU has multicast. It only queries the attribute."""
+    """Return whether the driver says that the GPU has multicast. It only queries the attribute."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

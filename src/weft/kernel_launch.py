@@ -41,14 +41,15 @@ MOST_PREPARED = 8192  # prepared objects of a World; a launch takes a few hundre
 
 @dataclass(frozen=True)
 class Matrix:
-    """The view of a call's tensor as a row-major [rows, cols] matrix: a TMA descriptor with blocks of block[0] x
-    block[1] elements."""
+    """The view of a call's tensor as a row-major [rows, cols] matrix. The kernel gets a TMA descriptor with blocks of
+    block[0] x block[1] elements."""
 
     rows: int
     cols: int
     block: tuple[int, int]
 
     def argument(self, t: torch.Tensor) -> TensorDescriptor:
+        """Return the descriptor of a tensor with rows * cols elements."""
         return TensorDescriptor(t, [self.rows, self.cols], [self.cols, 1], list(self.block))
 
 
@@ -75,8 +76,9 @@ class Words:
 
 
 class Launch:
-    """`grid` programs of a `weft.jit` kernel with these options (`Backend.launch`), and with arguments `fixed` for as
-    long as the World lives. Calling it launches the kernel with the others, `moving`, by name."""
+    """A launch of a `weft.jit` kernel that is made once and called often. It has `grid` programs, options
+    (`Backend.launch`), and arguments that are `fixed` for as long as the World lives. Calling it launches the kernel
+    with the other arguments, `moving`, by name."""
 
     def __init__(
         self, machine: World | Backend, kernel: JITFunction, grid: int, options: Options, **fixed: object
@@ -136,7 +138,7 @@ class Ahead:
         self._loaded: set[Hashable] = set()
 
     def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[BoundLaunch]]) -> None:
-        """tensors: the caller's; steps: returns all launches of the call."""
+        """Return what `steps` returns, all launches of the call. tensors: the caller's."""
         aligned = tuple([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:
             for launch, moving in steps():
@@ -145,9 +147,9 @@ class Ahead:
 
 
 def prepared(make: Callable[Concatenate[World, Args], Prepared]) -> Callable[Concatenate[World, Args], Prepared]:
-    """Decorate a function that makes an object for calls of one kind, such as a Launch: it is made at the first call
-    with these arguments, which are hashable, and cached by the World until memory that calls share has to grow. Raises
-    TypeError for a tensor among them."""
+    """Decorate a function that makes an object for calls of one kind, such as a Launch. The function runs at the first
+    call with its arguments, which are hashable; the World caches the object until memory that calls share has to grow.
+    Raises TypeError for a tensor among the arguments."""
 
     @functools.wraps(make)
     def kept(world: World, /, *args: Args.args, **kwargs: Args.kwargs) -> Prepared:

@@ -47,7 +47,7 @@ def init_gloo() -> World:
 
 
 def runs_nothing(fn: Callable[..., object]) -> bool:
-    """Whether a call of fn only makes a coroutine or a generator."""
+    """Return whether a call of fn only makes a coroutine or a generator."""
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     return any(kind(fn) for kind in kinds)
 

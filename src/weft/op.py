@@ -76,7 +76,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Rows of all ranks, M. If it is 0 nothing is launched."""
+        """Return the rows of all ranks, M. If it is 0 nothing is launched."""
         raise NotImplementedError
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
@@ -325,17 +325,17 @@ class Op(ABC, Generic[C]):
 
     @property
     def title(self) -> str:
-        """The name of the public function."""
+        """Return the name of the public function."""
         return self.public or self.name
 
     @cached_property
     def operands(self) -> int:
-        """The number of tensors that it takes."""
+        """Return the number of tensors that it takes."""
         return sum(argument.startswith("Tensor") for argument in self.signature.split(", "))
 
     @cached_property
     def outcomes(self) -> int:
-        """The number of tensors that its operator returns."""
+        """Return the number of tensors that its operator returns."""
         return self.results + self.keeps
 
     def _check_present(self, operands: Operands) -> None:
@@ -599,7 +599,7 @@ class Op(ABC, Generic[C]):
 
     @property
     def kinds(self) -> list[str]:
-        """The names of the kinds of plans that serve it."""
+        """Return the names of the kinds of plans that serve it."""
         return list(dict.fromkeys(plan.kind for plan in self.runs))
 
     def dense_operands(self, plan: Plan, operands: Operands) -> Operands:

@@ -12,8 +12,8 @@ POWERS_OF_TWO = (
     *("pull_rows", "copy_rows", "send_rows", "sum_rows"),
 )
 
-KINDS: dict[str, type[Plan]] = {}  # by kind: its class, or the base of its classes
-CLASSES: dict[str, type[Plan]] = {}  # by class name
+KINDS: dict[str, type[Plan]] = {}  # of each kind, its class or the base of its classes
+CLASSES: dict[str, type[Plan]] = {}  # of each class name, the class
 
 
 def _check_fields(title: str, instance: TileShape | Plan, may_be_0: Sequence[str] = ()) -> None:
@@ -74,7 +74,7 @@ class GemmTile(TileShape):
         return _call_of(self)
 
 
-NARROW = GemmTile(block_n=128, warps=4)  # for two programs on an SM
+NARROW = GemmTile(block_n=128, warps=4)  # two programs of this tile fit on an SM
 
 
 @dataclass(frozen=True)

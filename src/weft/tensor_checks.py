@@ -48,12 +48,13 @@ def contiguous(*tensors: torch.Tensor | None) -> bool:
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """`t` contiguous, at an address that bulk copies can take, and with memory of its own where it has no elements."""
+    """Return `t` contiguous, at an address that bulk copies can take, and with memory of its own where it has no
+    elements."""
     return aligned(t.contiguous())
 
 
 def bulk(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """`dense` of each, in little host time for those that need no copy."""
+    """Return `dense` of each, in little host time for those that need no copy."""
     out: list[torch.Tensor | None] = []
     for t in tensors:
         whole = t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0 and t.numel() > 0)
@@ -67,12 +68,12 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
 
 
 def bulky(t: torch.Tensor) -> bool:
-    """Whether `dense` would return the tensor itself."""
+    """Return whether `dense` would return the tensor itself."""
     return t.is_contiguous() and t.numel() > 0 and t.data_ptr() % 16 == 0
 
 
 def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
-    """Whether `out` has bytes in common with one of the others, or may have."""
+    """Return whether `out` has bytes in common with one of the others, or may have."""
 
     def end(t: torch.Tensor) -> int:
         last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
@@ -84,7 +85,7 @@ def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
 
 
 def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """`out`, checked, or a new tensor."""
+    """Return `out`, checked, or a new tensor."""
     if out is None:
         return world.empty(shape, dtype)
     check_device(op, world, "out", out)
@@ -94,5 +95,5 @@ def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ..
 
 
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether one of these tensors requires a gradient. Other objects are refused later."""
+    """Return whether one of these tensors requires a gradient. Other objects are refused later."""
     return any([isinstance(t, torch.Tensor) and t.requires_grad for t in tensors])

@@ -61,7 +61,7 @@ class Backward:
     shapes: Sequence[tuple[int, ...]]
     needs: Sequence[bool]
     options: CallOptions
-    call: Any  # of the op's class of calls
+    call: Any  # an instance of the op's class of calls
     plan: Plan
 
 

@@ -48,7 +48,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _MISSING = object()
 PATIENCE = 1e-3  # seconds that a rank waits for others before a call that it makes for the first time
-LATE = 16  # first calls that a rank makes at most before all others have made the first of them
+LATE = 16  # a rank makes at most so many first calls before all others have made the first of these
 _COUNTERS = 1 << 20  # counters in one block of channel memory, 4 MiB per rank
 
 
@@ -182,10 +182,10 @@ class World:
         # compiled graphs for later processes under the World's name.
         self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}/{self.size}"
         self._channels: dict[Hashable, BlockChannel] = {}
-        self._arrivals: dict[Hashable, int | list[int] | None] = {}  # as the caller passed them
-        self._channel_memory: dict[int, SymmetricTensor] = {}  # by address of this rank's counters
-        self._ranges: list[tuple[int, int, str]] = []  # first address, bytes, name; sorted
-        self._shared: list[tuple[int, int, SymmetricTensor]] = []  # first address, number, memory; sorted
+        self._arrivals: dict[Hashable, int | list[int] | None] = {}  # of each channel, as the caller passed them
+        self._channel_memory: dict[int, SymmetricTensor] = {}  # keyed by the address of this rank's counters
+        self._ranges: list[tuple[int, int, str]] = []  # sorted (first address, bytes, name)
+        self._shared: list[tuple[int, int, SymmetricTensor]] = []  # sorted (first address, number, memory)
         self._block: SymmetricTensor | None = None
         self._used = 0
         self._arenas: list[Arena] = []  # the last one is in use; graphs refer to the words of those before it
@@ -248,8 +248,8 @@ class World:
 
     @property
     def alone(self) -> World:
-        """The World of this rank alone, which is kept. Its ops wait for no other rank, so that they may run at the same
-        time as an op of this World on another stream. Not collective."""
+        """Return the World of this rank alone, which is kept. Its ops wait for no other rank, so that they may run at
+        the same time as an op of this World on another stream. Not collective."""
         world: World = self if self.size == 1 else self.cached("alone", lambda: World(self.backend.alone()))
         return world
 
@@ -366,7 +366,8 @@ class World:
         self.result_or_overflow(None, self.backend.left_out())
 
     def wait_for_streams(self) -> None:
-        """`synchronize` inside a call, in which a rank that has dropped rows takes part like the others."""
+        """Do what `synchronize` does, inside a call, in which a rank that has dropped rows takes part like the
+        others."""
         if self._uncompared:
             self._collect(None)  # before it waits for kernels of a call that other ranks may not make
         self.backend.synchronize()
@@ -440,7 +441,7 @@ class World:
         return tensor
 
     def shared(self, t: torch.Tensor) -> tuple[SymmetricTensor, tuple[int, int]] | None:
-        """`t` as a symmetric tensor, if it is contiguous and inside memory that `symmetric` allocated, with its
+        """Return `t` as a symmetric tensor, if it is contiguous and inside memory that `symmetric` allocated, with its
         location (the number of the allocation, the byte offset), which has to be the same on all ranks; else None."""
         i = bisect.bisect_right(self._shared, t.data_ptr(), key=lambda entry: entry[0]) - 1
         if i < 0 or not t.is_contiguous():
@@ -471,7 +472,8 @@ class World:
         return f"address {address:#x}"
 
     def words(self, *tables: Sequence[int]) -> list[torch.Tensor]:
-        """int32 tensors of these values, made by one copy to the device; each begins at a multiple of 16 bytes."""
+        """Return int32 tensors of these values, made by one copy to the device; each begins at a multiple of 16
+        bytes."""
         padded = [[*table, *[0] * (-len(table) % 4)] for table in tables]
         words = self.tensor(list(itertools.chain(*padded)), torch.int32).split([len(table) for table in padded])
         return [part[: len(table)] for part, table in zip(words, tables, strict=True)]
@@ -607,7 +609,7 @@ class World:
 
     # -- stream operations built here --------------------------------------------------------------------------------
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
-        """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank. Returns the
+        """Make a stream wait for all ranks. Those of one name must come in the same order on every rank. Returns the
         number of barriers of this name so far, int32 [1] on the device, which the next one increments."""
         barrier, count = self.cached(("barrier", name), lambda: self._barrier(name))
         barrier(stream or self.current_stream(), number=self.number)
@@ -622,48 +624,53 @@ class World:
     # -- methods of the backend, documented in backends/base.py ------------------------------------------------------
     @property
     def sm_count(self) -> int:
+        """Return the number of SMs of this rank's GPU, or of an emulated rank."""
         return self.backend.sm_count
 
     @property
     def scale(self) -> Scale:
+        """Return the sizes of work that suit the backend: blocks, tiles and thresholds."""
         return self.backend.scale
 
     @property
     def reference(self) -> bool:
+        """Return whether every op runs by its sequential plan, whatever plan is asked for."""
         return self.backend.reference
 
     @property
     def group(self) -> ProcessGroup | None:
+        """Return the process group of torch.distributed, or None for emulated ranks."""
         return self.backend.group
 
     @property
     def capability(self) -> int:
-        """The compute capability of the GPU that kernels are compiled for, times ten: 89 for NVIDIA's 8.9."""
+        """Return the compute capability of the GPU that kernels are compiled for, times ten: 89 for NVIDIA's 8.9."""
         return self.backend.capability
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The number of each rank's node, by rank; nodes are counted in the order of their first ranks."""
+        """Return the number of each rank's node, by rank; nodes are counted in the order of their first ranks."""
         return self.backend.nodes
 
     @property
     def node(self) -> int:
-        """The number of this rank's node; `world.split(world.node)` makes the World of the ranks there."""
+        """Return the number of this rank's node; `world.split(world.node)` makes the World of the ranks there."""
         return self.nodes[self.rank]
 
     @property
     def levels_reason(self) -> str | None:
-        """Why there are no `levels`: the World has one node, or only NCCL can serve its nodes; None where there are
-        levels."""
+        """Return why there are no `levels`: the World has one node, or only NCCL can serve its nodes; None where there
+        are levels."""
         return self.backend.levels_reason
 
     @property
     def peer_reason(self) -> str | None:
-        """Why peers' memory cannot be stored to, which is all that low-latency rows need; None where it can."""
+        """Return why peers' memory cannot be stored to, which is all that low-latency rows need; None where it can."""
         return self.backend.peer_reason
 
     @property
     def symmetric_reason(self) -> str | None:
+        """Return why there is no symmetric memory with peer access and atomics; None where there is."""
         return self.backend.symmetric_reason
 
     empty = _delegated(Backend.empty)

@@ -167,7 +167,7 @@ def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
     """plan="auto" as on a Hopper GPU that has neither table nor profile: one trial of all candidates, and right results."""
     with (
         mock.patch("weft.planner.auto.exact", return_value=None),
-        mock.patch("weft.planner.auto._known", return_value=None),
+        mock.patch("weft.planner.auto._planner_or_unusable", return_value=None),
         mock.patch.object(world.choices, "clock", cuda_clock),
     ):
         case = all_gather_case if op == GATHER else partial(reduce_case, everywhere=op == ALL)

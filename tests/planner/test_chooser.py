@@ -225,7 +225,7 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
     generation, known = [9], [False]
     monkeypatch.setattr("weft.planner.auto._generation", lambda device: generation[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
-    monkeypatch.setattr("weft.planner.auto._known", lambda world: None)
+    monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: None)
     monkeypatch.setattr(weft.World, "capturing", lambda world: False)
     monkeypatch.setattr(AllGatherMatmul, "tries", ())
     monkeypatch.setattr(type(REGISTRY[op]), "direct", lambda *call: None)

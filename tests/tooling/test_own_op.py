@@ -188,7 +188,9 @@ def test_its_plan_travels_as_any_other(own: dict[str, Any]) -> None:
 def test_auto_takes_what_was_fastest(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The slowest rank counts, and a gain below WORTH does not, over sequential or over a plan that the op names before."""
     op, plans = own["GATHER_NORM"], (own["Pushed"](), own["Pushed"](rows=1))
-    monkeypatch.setattr("weft.planner.auto._known", lambda world: pytest.fail("a planner, which has no model of it"))
+    monkeypatch.setattr(
+        "weft.planner.auto._planner_or_unusable", lambda world: pytest.fail("a planner, which has no model of it")
+    )
     monkeypatch.setattr(EmulatedBackend, "clock", True)
     found = weft.spmd(lambda world: _four(world, op, plans, monkeypatch), 2, backend="emulated", sm_count=32)
     assert found[0] == found[1] == [plans[1], Sequential(), Sequential(), plans[0]]

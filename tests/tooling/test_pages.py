@@ -64,8 +64,8 @@ OPS = {"all-gather + GEMM": "all_gather_matmul", "GEMM + reduce-scatter": "matmu
 LAYERS = {  # file, baseline, method, and which rows count
     "experts over the ranks, forward": ("moe", "library", "auto", lambda r: r["zipf"] == 0),
     "attention over all ranks' keys": ("attention", "nccl+cudnn", "weft", lambda r: r["op"] == "gathered_attention"),
-    "Transformers' mixtures of experts, `weft.hf.weave`": ("hf_moe", "transformers", "weft", lambda r: True),
-    "Transformers model, `weft.hf.weave`": ("hf", "transformers", "weft", lambda r: "us" in r),
+    "Transformers' Qwen3-30B, `weft.hf.weave`": ("hf_moe", "transformers", "weft", lambda r: "Qwen3-30B" in r["name"]),
+    "Transformers' Llama-70B, `weft.hf.weave`": ("hf", "transformers", "weft", lambda r: "us" in r),
 }
 MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # as the README's columns are
 
@@ -110,6 +110,31 @@ def test_the_readmes_means_are_those_of_the_stored_rows() -> None:
         least = min((r, name, plan) for found in every for name, (r, plan) in found.items())
         assert lowest.startswith(f"{least[0]:.2f}x ({least[1]}, "), title
         assert all('"sequential"' in plan for found in every for r, plan in found.values() if r < 0.995), title
+
+
+def test_each_table_of_means_names_the_commits_of_its_rows() -> None:
+    """A table's commits and dates are those of stored rows, and no mean stands without a commit."""
+    chapters = re.split(r"^## (nvidia-\S+)$", (ROOT / "docs/measurements.md").read_text(), flags=re.M)[1:]
+    for machine, chapter in zip(chapters[::2], chapters[1::2], strict=True):
+        chapter = chapter.partition("\n## ")[0]
+        ops, *layers = re.split(r"^\| \*", chapter.partition("cuBLAS, then NCCL*")[2], flags=re.M)
+        sources = [chapter.partition("\n|")[0], *(group.partition("\n")[0] for group in layers)]
+        assert "**" in ops and all("**" in group for group in layers), machine
+        rows = [
+            r for path in (ROOT / "bench/results" / machine).glob("*.jsonl") for r in stored_rows(machine, path.stem)
+        ]
+        stored = {r["commit"][: report.HASH] for r in rows if "commit" in r}
+        dates = {r["date"][:10] for r in rows if "date" in r}
+        for source in sources:
+            assert (hashes := set(re.findall(r"`([0-9a-f]{8})`", source))), source
+            assert hashes <= stored and set(re.findall(r"\d{4}-\d\d-\d\d", source)) <= dates, source
+    readme = (ROOT / "README.md").read_text()
+    for machine in MACHINES:
+        rows = [r for op in OPS.values() for r in stored_rows(machine, op)]
+        (source,) = re.findall(
+            rf"{machine} ([^,;]*(?:, `\w+`)*)[,;]", readme.partition("measured on")[2].partition(":\n")[0]
+        )
+        assert set(re.findall(r"`(\w+)`", source)) == {r["commit"][: report.HASH] for r in rows}, machine
 
 
 def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:

@@ -114,7 +114,7 @@ def test_the_readme_has_new_versions_alone_the_newest_first(repo: Path) -> None:
         ]
         (repo / "results" / machine / "all_gather_matmul.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     page, readme = write(repo)
-    assert "## 8" in page and "Measured on 2 2026-11-23, 4 2026-11-22:" in readme
+    assert "## 8" in page and "measured on 2 2026-11-23 `aaaaaaaa`, 4 2026-11-22 `aaaaaaaa`;" in readme
     assert line_of(readme, "all-gather + GEMM")[2:] == ["**1.00x**", "–", "**2.00x**", "–", "1.00x (MLP-1, CUDA graph)"]
 
 

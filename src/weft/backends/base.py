@@ -58,7 +58,7 @@ def timeout_seconds() -> float:
         seconds = float(setting)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= 1e6:  # in nanoseconds it fits in a word, and four times it in a timedelta
+    if not 0 < seconds <= 1e6:  # the nanoseconds fit in a word, and four times the limit in a timedelta
         raise ValueError(f"WEFT_TIMEOUT={setting!r} must be a number of seconds, above 0 and at most a million")
     return seconds
 
@@ -153,7 +153,7 @@ class Backend(ABC):
     group: ProcessGroup | None = None  # torch.distributed's, where there is one
     capability: int = HOPPER  # the compute capability that kernels are compiled for, times ten
     peer_reason: str | None = None  # why peers' memory cannot be stored to; None where it can
-    symmetric_reason: str | None = None  # that, or why atomics do not work there; None where both do
+    symmetric_reason: str | None = None  # why peers' memory or its atomics do not work; None: both do
     reference: bool = False  # whether every op runs by its sequential plan, whatever plan is asked for
     shares_gpu: bool = False  # whether ranks take turns on one GPU, so that times mean nothing
     clock: Clock | None = None  # times calls; None where times mean nothing
@@ -162,13 +162,13 @@ class Backend(ABC):
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        """The number of each rank's node, by rank; nodes are numbered in the order of their first ranks. A backend
-        whose ranks are on several hosts sets it."""
+        """Return the number of each rank's node, by rank; nodes are numbered in the order of their first ranks. A
+        backend whose ranks are on several hosts sets it."""
         return (0,) * self.size
 
     @property
     def levels_reason(self) -> str | None:
-        """Why there are no `levels`; None where there are. The same on all ranks."""
+        """Return why there are no `levels`; None where there are. The same on all ranks."""
         return why_no_levels(self.nodes)
 
     # -- host --------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Backend(ABC):
 
     @abstractmethod
     def guard(self) -> torch.Tensor:
-        """int64 [16] device block read by every bounded wait; its layout is in `lang/intrinsics.py`."""
+        """Return the device block, int64 [16], that every bounded wait reads. Its layout is in `lang/intrinsics.py`."""
 
     # -- names and counts, for what is reported ------------------------------------------------------------------------
     def name_counters(self, describe: Callable[[int], str]) -> None:
@@ -307,14 +307,15 @@ class Backend(ABC):
 
     @abstractmethod
     def capturing(self) -> bool:
-        """Whether the current stream is being captured in a CUDA graph."""
+        """Return whether the current stream is being captured in a CUDA graph."""
 
     def captures(self, stream: Stream) -> bool:
-        """Whether `stream` is being captured in a CUDA graph."""
+        """Return whether `stream` is being captured in a CUDA graph."""
         return False
 
     def on_side_stream(self) -> bool:
-        """Whether the current stream is not the device's default, as in captures and in the warm-up before one."""
+        """Return whether the current stream is not the device's default, as in captures and in the warm-up before
+        one."""
         return False
 
     @abstractmethod
@@ -390,7 +391,7 @@ class Backend(ABC):
         stream: Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x @ weight.T + bias by a library's GEMM (`multiply`; cuBLAS with a bias), in `out` or a new tensor."""
+        """Return x @ weight.T + bias by a library's GEMM (`multiply`; cuBLAS with a bias), in `out` or a new tensor."""
         y = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if bias is None:
             self.call(lambda: multiply(x, weight, y), [x, weight], [y], stream)
@@ -406,15 +407,15 @@ class Backend(ABC):
 
     @abstractmethod
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
-        """out [world * n, ...] from x [n, ...]; same n on every rank."""
+        """Fill out [world * n, ...] with the x [n, ...] of all ranks, in rank order. n is the same on every rank."""
 
     @abstractmethod
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
-        """out [n, ...] = sum over ranks of x [world * n, ...], this rank's part."""
+        """Fill out [n, ...] with this rank's part of the sum over ranks of x [world * n, ...]."""
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
-        """x = sum over ranks of x, in place."""
+        """Replace x by its sum over ranks."""
 
     @abstractmethod
     def all_to_all(

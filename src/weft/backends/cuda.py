@@ -368,8 +368,8 @@ def _why_no_atomics(devices: Sequence[RankDevice]) -> str | None:
 
 
 def _peer_atomics(index: int, peer_index: int) -> bool:
-    """Whether the link has atomic operations, as NVLink has. PCIe splits one into a read and a write, between which
-    another GPU's update is lost. Where the driver does not answer, the link is taken to have them."""
+    """Return whether the link has atomic operations, as NVLink has. PCIe splits one into a read and a write, between
+    which another GPU's update is lost. Where the driver does not answer, the link is taken to have them."""
     value = ctypes.c_int(1)
     try:
         ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, index, peer_index)
@@ -386,7 +386,7 @@ def _peer_access(index: int, peer_index: int) -> bool:
 
 
 def _limited(ctas: int) -> object:
-    """NCCL's options for a communicator of at most `ctas` CTAs."""
+    """Return NCCL's options for a communicator of at most `ctas` CTAs."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = ctas
     options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC; a GEMM leaves free ones anywhere
@@ -562,7 +562,8 @@ class CudaBackend(GpuBackend):
         self._shm.post(_EXCHANGE + data if fits else _TOO_LONG)
         posts = self._shm.collect(None)
         assert posts is not None
-        if _TOO_LONG in posts and all(post[:1] != _POST for post in posts):  # all ranks exchange, and see this
+        # Every rank sees the same posts, so all ranks exchange by messages.
+        if _TOO_LONG in posts and all(post[:1] != _POST for post in posts):
             return self._exchange_messages(data)
         return [_unpickled(post) for post in posts]
 

@@ -92,8 +92,9 @@ class EmulatedBackend(Backend):
     compares = True
 
     def __init__(self, machine: Machine, machine_rank: int, ranks: tuple[int, ...], path: tuple[int, ...] = ()) -> None:
-        """The backend of the machine's rank `machine_rank`, in a World of the machine's ranks `ranks`. path: the number
-        of each split that led to this World; it is the same on all these ranks, and different for any other World."""
+        """Make the backend of the machine's rank `machine_rank`, in a World of the machine's ranks `ranks`. path: the
+        number of each split that led to this World; it is the same on all these ranks, and different for any other
+        World."""
         self._machine, self.machine_rank, self.ranks, self.path = machine, machine_rank, ranks, path
         self._splits = self._calls = 0
         self.rank, self.size = ranks.index(machine_rank), len(ranks)
@@ -106,7 +107,8 @@ class EmulatedBackend(Backend):
 
     @property
     def machine(self) -> Machine:
-        """The machine of this run. Every operation asks for it, so that none is done after the end of the run."""
+        """Return the machine of this run. Every operation asks for it, so that none is done after the end of the
+        run."""
         if self._machine.ended:
             raise WeftError(
                 f"rank {self.machine_rank}'s World belongs to an emulated run that has ended; use it in the function "
@@ -316,7 +318,7 @@ class EmulatedBackend(Backend):
             self.machine.streams.collective("barrier", stream, among=self.ranks)
 
     def _dropped(self, method: str) -> bool:
-        """Whether the mutation under test removes this call; a recorded run notes its call site."""
+        """Return whether the mutation under test removes this call; a recorded run notes its call site."""
         machine = self.machine
         if machine.mutation is None and not machine.record:
             return False

@@ -60,8 +60,8 @@ _emulating = threading.Lock()  # the emulator changes Triton's language while it
 
 
 def serves(group: dist.ProcessGroup | None) -> bool:
-    """Whether the ranks of the group, by default all ranks, are processes on CPU tensors: its only backend is gloo, or
-    it has gloo for CPU tensors and this machine has no GPU."""
+    """Return whether the ranks of the group, by default all ranks, are processes on CPU tensors: its only backend is
+    gloo, or it has gloo for CPU tensors and this machine has no GPU."""
     if group is None and not dist.is_initialized():
         return False
     backends = dist.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl

@@ -126,7 +126,7 @@ class Launcher:
         # Triton compiles for addresses that are multiples of 16, and for others.
         aligned = (v.data_ptr() % 16 == 0 for v in leaves if isinstance(v, torch.Tensor))
         variant = (kernel, grid, *options.values(), *map(_kind, leaves), *aligned)
-        co_resident, self._co_resident_with = self._co_resident_with, None  # it is checked with the next load only
+        co_resident, self._co_resident_with = self._co_resident_with, None  # only the next load is checked with it
         if variant in self._checked and co_resident is None:
             return
         try:
@@ -151,7 +151,7 @@ class Launcher:
         self._checked.add(variant)
 
     def fits(self, a: CompiledKernel, b: CompiledKernel) -> bool:
-        """Whether one program of each compiled kernel can be resident on one SM at once."""
+        """Return whether one program of each compiled kernel can be resident on one SM at once."""
         props: Any = torch.cuda.get_device_properties(self.backend.device)
         registers = sum((k.n_regs + 7) // 8 * 8 * k.metadata.num_warps * 32 for k in (a, b))
         shared = sum(k.metadata.shared + 1024 for k in (a, b))

@@ -184,7 +184,7 @@ def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: 
         return bool(error < CLOSE)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # this version, or this shape, does not have the form
+    except Exception:  # this version of the library lacks the form, or it does not take this shape
         return False
 
 

@@ -41,7 +41,7 @@ class RankDevice:
 
 
 def may_share() -> bool:
-    """Whether WEFT_SHARE_GPU=1 is set. Raises ValueError for a value that is neither 0 nor 1."""
+    """Return whether WEFT_SHARE_GPU=1 is set. Raises ValueError for a value that is neither 0 nor 1."""
     value = os.environ.get(VARIABLE, "0")
     if value not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}={value!r} must be 1, which lets ranks share a GPU, or 0")

@@ -28,7 +28,7 @@ from ..errors import Timeout
 
 FOLDER = Path("/dev/shm")
 LEAD = 32  # posts that a rank may be ahead of what it has collected
-BYTES = 4096  # of the longest post; longer data is sent by messages
+BYTES = 4096  # the longest post has so many; longer data is sent by messages
 _HEAD = struct.Struct("<qiI")  # number, from 1 on; length; checksum
 _SLOT = _HEAD.size + BYTES
 _PART = 2 * LEAD * _SLOT
@@ -138,7 +138,7 @@ class SharedMemoryExchange:
             time.sleep(2e-4)
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether no process holds the rank's lock."""
+        """Return whether no process holds the rank's lock."""
         held = fcntl.fcntl(self.file, fcntl.F_OFD_GETLK, _lock(rank))
         return rank != self.rank and struct.unpack_from("h", held)[0] == fcntl.F_UNLCK
 
@@ -164,7 +164,7 @@ def _lock(rank: int) -> bytes:
 
 
 def _within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Whether the condition becomes true within `seconds`."""
+    """Return whether the condition becomes true within `seconds`."""
     end = time.perf_counter() + seconds
     while not condition():
         if time.perf_counter() > end:

@@ -65,7 +65,7 @@ def _rank(main: Main) -> Callable[[Backend], object]:
     def rank(backend: Backend) -> object:
         try:
             return main(World(backend))
-        except SystemExit as e:  # it would end the command with exit status 0
+        except SystemExit as e:  # raised on, it would end the command with status 0
             raise WeftError(f"rank {backend.rank} ended by sys.exit({e.code!r})") from e
 
     return rank

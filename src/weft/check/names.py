@@ -44,7 +44,7 @@ def _traits(variant: Variant) -> Iterator[tuple[str, str]]:
 
 
 def _traits_of_value(path: str, value: object, constant: bool, specialised: bool) -> Iterator[tuple[str, str]]:
-    """(path, what Triton compiles for) of an argument and its fields."""
+    """Yield (path, what Triton compiles for) of an argument and its fields."""
     if isinstance(value, tl.constexpr):
         yield from _traits_of_value(path, value.value, True, specialised)
     elif isinstance(value, TensorDescriptor):

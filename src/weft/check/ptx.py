@@ -41,7 +41,7 @@ class Instruction:
     text: str
     file: str
     line: int
-    number: int  # its line in the PTX
+    number: int  # the step's line in the PTX
     calls: tuple[tuple[str, int], ...] = ()  # file, without its folder, and line of each inlined call around it
 
     @property
@@ -59,13 +59,14 @@ class BasicBlock:
 
 
 def source_file(path: str) -> str:
-    """This package's file for one that Triton compiled, maybe in another checkout (its cache is keyed by content)."""
+    """Return this package's file for one that Triton compiled, maybe in another checkout (its cache is keyed by
+    content)."""
     own_path = PACKAGE / path.rpartition("/weft/")[2]
     return str(own_path) if own_path.is_file() else path
 
 
 def blocks_of(ptx: str) -> dict[str, BasicBlock]:
-    """Basic blocks by label, in program order; the first is the entry."""
+    """Return the basic blocks by label, in program order; the first is the entry."""
     named = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
     files = {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
@@ -104,7 +105,7 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
                 blocks[name] = BasicBlock()
             else:
                 ended = True
-        elif match := re.match(r"(\$L__BB\w+)[,;]", line):  # in a table of `brx.idx`
+        elif match := re.match(r"(\$L__BB\w+)[,;]", line):  # a line in a table of `brx.idx`
             blocks[name].after.append(match[1])
         elif line.startswith(("ret;", "brx.idx")):
             ended = True
@@ -124,8 +125,8 @@ TOKEN = re.compile(
 
 
 def is_stream_local(step: Instruction) -> bool:
-    """Whether the step stores a word of `BlockChannel.state` or counts an epoch up, as `end_call` does: only later work
-    of the stream reads these."""
+    """Return whether the step stores a word of `BlockChannel.state` or counts an epoch up, as `end_call` does: only
+    later work of the stream reads these."""
     return "ch.state" in step.source or re.search(r"tl\.store\((\w+), tl\.load\(\1\) \+ 1\)", step.source) is not None
 
 
@@ -142,12 +143,12 @@ def no_instruction(step: Instruction) -> bool:
 
 
 def from_weft_lang(step: Instruction) -> bool:
-    """Whether the step comes from weft.lang. The atomics that a kernel's author writes may be data."""
+    """Return whether the step comes from weft.lang. The atomics that a kernel's author writes may be data."""
     return step.file.startswith(f"{PACKAGE / 'lang'}/")
 
 
 def within(step: Instruction, functions: Sequence[JITFunction]) -> bool:
-    """Whether the step comes from one of these `weft.jit` functions."""
+    """Return whether the step comes from one of these `weft.jit` functions."""
     for fn in functions:
         code = fn.fn.__code__
         last = max(line for _, _, line in code.co_lines() if line is not None)
@@ -275,7 +276,7 @@ def values_of(ptx: str) -> dict[str, list[str]]:
 
 
 def counts(ptx: str, signal: Which) -> list[tuple[Instruction, str]]:
-    """Signals that one thread or a few make, with their predicate."""
+    """Return the signals that one thread or a few make, with their predicate."""
     matches = (
         (step, re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1])) for step in steps_of(ptx)
     )
@@ -283,7 +284,7 @@ def counts(ptx: str, signal: Which) -> list[tuple[Instruction, str]]:
 
 
 def signals_not_by_thread_zero(ptx: str, signal: Which = any_instruction) -> list[str]:
-    """Signals whose predicate does not come from the thread's number."""
+    """Return the signals whose predicate does not come from the thread's number."""
     defined, bad = values_of(ptx), []
     for step, predicate in counts(ptx, signal):
         seen, queue = set(), [predicate]
@@ -298,8 +299,8 @@ def signals_not_by_thread_zero(ptx: str, signal: Which = any_instruction) -> lis
 
 
 def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> list[str]:
-    """Relaxed signals to other GPUs that threads of other warps than the first make too: only the first warp makes the
-    fence before them."""
+    """Return relaxed signals to other GPUs that threads of other warps than the first make too: only the first warp
+    makes the fence before them."""
     defined = values_of(ptx)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
     do: dict[str, Callable[..., int]] = {"mov": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
@@ -347,9 +348,9 @@ def forward(blocks: dict[str, BasicBlock]) -> list[str]:
 
 
 def loads_before_waits(ptx: str, waits: Which) -> list[str]:
-    """Loads to which no path leads through a wait, edges back to a loop's head left out: the compiler has moved them
-    before it. A path past the wait that the source has too, such as around a loop of no iterations, is no fault of the
-    load."""
+    """Return the loads to which no path leads through a wait, edges back to a loop's head left out: the compiler has
+    moved them before it. A path past the wait that the source has too, such as around a loop of no iterations, is no
+    fault of the load."""
     blocks = blocks_of(ptx)
     order = {name: i for i, name in enumerate(forward(blocks))}
     before, broken = {"entry": NOTHING}, list[str]()
@@ -375,7 +376,7 @@ def _statements(file: str) -> list[tuple[int, int]]:
 
 
 def _may_be_same_calls(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple[str, int]]) -> bool:
-    """Whether these may be the same calls. The compiler may record another line of a call's statement."""
+    """Return whether these may be the same calls. The compiler may record another line of a call's statement."""
     if not calls or len(calls) != len(awaited):
         return True
     for (name, line), (file, awaited_line) in zip(calls, awaited, strict=True):

@@ -70,8 +70,8 @@ def kill_rate(
     seeds: Iterable[int],
     **options: Any,
 ) -> list[tuple[Mutation, str | None]]:
-    """Each mutation with the error that caught it on the first seed that did (an exception of `fn` itself counts), or
-    None."""
+    """Return each mutation with the error that caught it on the first seed that did (an exception of `fn` itself
+    counts), or None."""
     seeds = list(seeds)
     out: list[tuple[Mutation, str | None]] = []
     for mutation in mutations:

@@ -81,8 +81,8 @@ def rows_below(scales, ROWS: tl.constexpr):
 
 @jit
 def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
-    """float32 [ROWS]: what rows of a tile from its row `row` on are multiplied by at k; for scales that do not depend
-    on K, 1. Offsets are of 32 bits, which take half the registers of addresses."""
+    """Return the factors float32 [ROWS] by which rows of a tile from its row `row` on are multiplied by at k; for
+    scales that do not depend on K, 1. Offsets are of 32 bits, which take half the registers of addresses."""
     if SCALED == BY_BLOCK:
         r = row + tl.arange(0, ROWS)
         offset = r * scales.stride + k // BLOCK * scales.block_stride
@@ -103,7 +103,7 @@ def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
 
 @jit
 def add_product(acc, a, b, scale, SCALED: tl.constexpr):
-    """acc + (a @ b) * scale [rows of a], added by the ordinary cores."""
+    """Return acc + (a @ b) * scale [rows of a], added by the ordinary cores."""
     if SCALED == BY_BLOCK:
         acc += tl.dot(a, b) * scale[:, None]
     else:
@@ -113,9 +113,9 @@ def add_product(acc, a, b, scale, SCALED: tl.constexpr):
 
 @jit
 def add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale, tile):
-    """One step of K of both halves of a promoted tile. The first is added before the second product starts: the product
-    needs its registers. The rows of the second are loaded behind that, so that they are waited for there: with one wait
-    for all three blocks kernels spill registers (compiled for sm_90a; so they need 230 to 255)."""
+    """Compute one step of K of both halves of a promoted tile. The first is added before the second product starts: the
+    product needs its registers. The rows of the second are loaded behind that, so that they are waited for there: with
+    one wait for all three blocks kernels spill registers (compiled for sm_90a; so they need 230 to 255)."""
     HALF: tl.constexpr = tile.BM // 2
     tl.static_assert(tile.SCALED != BY_BLOCK or (tile.BK == BLOCK and tile.BN <= BLOCK), "a block has one scale of w")
     b = b_desc.load([col, k]).T
@@ -126,7 +126,8 @@ def add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale
 
 @jit
 def scale_half(half, bias, scales, col, N, SCALED: tl.constexpr):
-    """Half of a tile's columns, those from `col` on, times the scales that do not depend on K, + bias (or None)."""
+    """Return half of a tile's columns, those from `col` on, times the scales that do not depend on K, + bias (or
+    None)."""
     r = tl.arange(0, half.shape[0])
     c = col + tl.arange(0, half.shape[1])
     if SCALED == BY_ROW:
@@ -141,9 +142,9 @@ def scale_half(half, bias, scales, col, N, SCALED: tl.constexpr):
 
 @jit
 def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, SCALED: tl.constexpr, GATED: tl.constexpr):
-    """Epilogue of a tile, acc [rows, columns]; out_desc, bias and GATED as in `store_tile`. A half is stored before the
-    other one's scales are loaded: those of a whole tile's columns take as many registers as its accumulators (compiled
-    for sm_90a: 254 registers against 196)."""
+    """Store a tile, acc [rows, columns], scaled; out_desc, bias and GATED as in `store_tile`. A half is stored before
+    the other one's scales are loaded: those of a whole tile's columns take as many registers as its accumulators
+    (compiled for sm_90a: 254 registers against 196)."""
     BM: tl.constexpr = acc.shape[0]
     HALF: tl.constexpr = acc.shape[1] // 2
     left, right = column_halves(acc, BM, acc.shape[1])
@@ -163,7 +164,8 @@ def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, SCALED: tl.const
 
 @jit
 def scaled_gemm_tile(a_desc, b_desc, row, col, K, tile):
-    """float32 [BM, BN] at (row, col), for `store_scaled_tile`: rows of a, rows of b (columns of the product)."""
+    """Return the tile float32 [BM, BN] at (row, col), for `store_scaled_tile`: rows of a, rows of b (columns of the
+    product)."""
     acc = tl.zeros((tile.BM, tile.BN), tl.float32)
     for k in range(0, K, tile.BK):
         acc = tl.dot(a_desc.load([row, k]), b_desc.load([col, k]).T, acc)
@@ -193,7 +195,8 @@ def promoted_halves(a_desc, b_desc, row, col, scales, K, tile):
 
 @jit
 def store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED: tl.constexpr):
-    """Epilogue of `promoted_halves`, by `store_scaled_tile` for each half, whose out_desc has blocks of BM / 2 rows."""
+    """Store what `promoted_halves` returned, each half by `store_scaled_tile`, whose out_desc has blocks of BM / 2
+    rows."""
     HALF: tl.constexpr = tile.BM // 2
     store_scaled_tile(out_desc, upper, bias, scales, row, col, N, tile.SCALED, GATED)
     scales = rows_below(scales, HALF)

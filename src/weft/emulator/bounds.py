@@ -32,7 +32,7 @@ class Extent:
 
     @property
     def axes(self) -> list[int]:
-        """The axes along which the address changes, the longest stride first."""
+        """Return the axes along which the address changes, the longest stride first."""
         moving = [i for i, n in enumerate(self.shape) if n != 1] or range(len(self.shape))[-1:]
         return sorted((i for i in moving if self.strides[i]), key=lambda i: -self.strides[i])
 
@@ -59,7 +59,8 @@ class Extent:
 
 
 def _gaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
-    """Whether there are bytes between the elements. False where axes interlock, for which there is no simple test."""
+    """Return whether there are bytes between the elements. False where axes interlock, for which there is no simple
+    test."""
     span, gaps = size, False
     for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if s and n > 1):
         if stride < span:

@@ -70,8 +70,8 @@ def _describe(machine: Machine, tasks: list[Task]) -> list[str]:
 
 
 def _raisers(machine: Machine, address: int, pad: str) -> list[str]:
-    """Lines that name the tasks that raised a word so far, and those still running that raised it or another word of
-    its tensor."""
+    """Return lines that name the tasks that raised a word so far, and those still running that raised it or another
+    word of its tensor."""
     region = machine.memory.find(address, address + 1)
     raisers = [u.task for u in machine.words.get(address, ())][-6:]
     so_far = ", ".join(dict.fromkeys(f"{t.name}{' (ended)' if t.done else ''}" for t in raisers))

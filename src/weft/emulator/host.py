@@ -72,7 +72,7 @@ class HostThread:
             raise self._failed
 
     def outside(self) -> bool:
-        """Whether the caller is not on the machine's thread, and so has to `ask`."""
+        """Return whether the caller is not on the machine's thread, and so has to `ask`."""
         return threading.get_ident() != self._machine
 
     @contextmanager

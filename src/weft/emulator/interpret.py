@@ -41,7 +41,7 @@ Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.con
 
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
-hooks: Programs = None  # those of the Machine that runs; None without a run
+hooks: Programs = None  # the Programs of the Machine that runs; None without a run
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ def _reached(key: tuple[str, int]) -> None:
 
 
 def where() -> tuple[tuple[str, int, str], ...]:
-    """(file, line, function) of the running program's frames in the user's source, innermost first."""
+    """Return (file, line, function) of the running program's frames in the user's source, innermost first."""
     frame = sys._getframe(1)
     frames: list[tuple[str, int, str]] = []
     while frame is not None:
@@ -758,7 +758,7 @@ _np_dtypes: dict[tl.dtype, np.dtype] = {}
 
 
 def _np_dtype(kind: tl.dtype) -> np.dtype:
-    """Triton's function, with its results cached."""
+    """Return what Triton's function of this name returns, from a cache."""
     if type(kind) is tl.block_type:
         kind = kind.element_ty
     if type(kind) is tl.pointer_type:
@@ -790,7 +790,7 @@ _block_types: dict[tuple[Hashable, tuple[int, ...]], dict[str, object]] = {}
 
 
 def _block_type_init(self: tl.block_type, element_ty: tl.dtype, shape: Sequence[Scalar]) -> None:
-    """Triton's `__init__`, with its results cached by element type and shape."""
+    """Do what Triton's `__init__` does, with its results cached by element type and shape."""
     element: Hashable = id(element_ty)
     if type(element_ty) is tl.pointer_type:
         element = (id(element_ty.element_ty), element_ty.address_space, element_ty.const)
@@ -825,7 +825,8 @@ class _Recorder:
 
 @functools.cache
 def _changes() -> list[Change]:
-    """(object, attribute, interpreted value), computed once while the language is unpatched."""
+    """Return (object, attribute, interpreted value) of all that is patched, computed once while the language is
+    unpatched."""
     scope = _Recorder()
     for space in (tl, tl.core, tl.core.tensor, tl.math, tl.core.tensor_descriptor_base):
         for name, member in inspect.getmembers(space):

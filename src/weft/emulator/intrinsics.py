@@ -108,7 +108,7 @@ def globaltimer() -> tl.tensor:
 
 
 def keep_before(x: tl.tensor) -> tl.tensor:
-    """Nothing is moved here."""
+    """Return x unchanged: the emulator moves no operation."""
     return x
 
 

@@ -104,11 +104,11 @@ class Machine:
         # clocks
         self.clocks: list[int] = []
         self.agents: dict[Hashable, int] = {}
-        self.ranks: list[int] = []  # by agent
-        self.owners: list[list[tuple[int, Owner]]] = []  # by agent, (first tick, owner of the accesses from it on)
+        self.ranks: list[int] = []  # of each agent, the rank
+        self.owners: list[list[tuple[int, Owner]]] = []  # of each agent, (a tick, the owner of accesses from it on)
         self.width = 64
         self.sites: list[SourceSite] = [()]
-        self.site_ids: dict[tuple[int, ...], int] = {}  # by `interpret.trail`
+        self.site_ids: dict[tuple[int, ...], int] = {}  # the site of each `interpret.trail`
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
         self.calls: dict[Hashable, dict[int, object]] = {}  # calls by rank, until all ranks have made them
@@ -118,12 +118,12 @@ class Machine:
         self.polling: list[Task] = []
         self.not_resident: dict[KernelRun, str] = {}  # the error message for launches that signal but are not resident
         self.hosts: list[Task] = []
-        self.program_of_agent: dict[int, int] = {}  # of an agent of a program, the program's own agent
+        self.program_of_agent: dict[int, int] = {}  # of each agent of a program, the program's own agent
         # Filled by `EmulatedBackend.register_channel`.
         self.channels: dict[
             tuple[int, str, int], tuple[str, int, torch.Tensor, torch.Tensor | int, list[int] | int | None]
         ] = {}
-        self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # by rank, functions that name a counter
+        self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # of each rank, functions that name a counter
         self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # makes a World's error, by its guard
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
@@ -181,7 +181,7 @@ class Machine:
         return [results[rank] for rank in range(self.size)]
 
     def _loop(self) -> None:
-        """The hub, which gets control when a task ends or nothing can run."""
+        """Resume one task after another. This greenlet, the hub, gets control when a task ends or nothing can run."""
         while True:
             task, self.beginning = self.beginning, None
             if task is None:
@@ -351,7 +351,7 @@ class Machine:
                     self.hub.switch()
 
     def pause(self) -> None:
-        """A scheduling point."""
+        """Let another task run if the schedule says so: a scheduling point."""
         if len(self.ready) > 1 or self.closing:
             self._switch()
 
@@ -657,8 +657,8 @@ class Machine:
         )
 
     def _unflushed(self, task: Task, agent: int, clock: int) -> bool:
-        """Whether `task` acquired a release of the program that made the access, but one from before the access was
-        flushed."""
+        """Return whether `task` acquired a release of the program that made the access, but one from before the access
+        was flushed."""
         program = self.program_of_agent.get(agent)
         if program is None:
             return False

@@ -35,7 +35,7 @@ WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
 
 def verb(kind: int) -> str:
-    """Return the kind of an access in words."""
+    """Return the kind of an access in words, for a report."""
     return VERB[kind & 7] + (' at scope "gpu"' if kind & GPU_SCOPE else "")
 
 
@@ -68,7 +68,7 @@ class View:
         return self.lo + self.size + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def index(self, address: int) -> str | None:
-        """`name[index]` of the element at an address, or None where the view has none there."""
+        """Return `name[index]` for the element at an address, or None where the view has none there."""
         rest, out = address - self.lo, [0] * len(self.shape)
         for i in sorted(range(len(self.shape)), key=lambda i: -self.strides[i]):
             if self.strides[i]:
@@ -115,7 +115,7 @@ class Region:
         return np.ndarray((*shape, k), np.int32, self.states, offset // g * 4, [*steps, 4])
 
     def scattered(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        """Indices of the states of single elements at byte `offsets`."""
+        """Return the indices of the states of single elements at byte `offsets`."""
         need = math.gcd(self.granule, size, int(np.gcd.reduce(offsets.astype(np.int64))))
         if need != self.granule:
             self.refine(need)
@@ -124,7 +124,7 @@ class Region:
         return indices if k == 1 else (indices[:, None] + np.arange(k)).ravel()
 
     def label(self, address: int) -> str:
-        """`name[index]` of the element, by the smallest view that has it."""
+        """Return `name[index]` for the element at an address, named by the smallest view that contains it."""
         for view in sorted(self.views.values(), key=lambda v: (v.hi - v.lo, v.name == self.name)):
             if view.lo <= address < view.hi and (text := view.index(address)) is not None:
                 return f"{text} of rank {self.rank}" if self.rank >= 0 else text
@@ -139,16 +139,16 @@ class Memory:
         self.machine = machine
         self.races = races
         self.states = [AccessState(), AccessState()]  # UNWRITTEN, INITIAL
-        self.known: dict[AccessState, int] = {}
+        self.numbers: dict[AccessState, int] = {}  # the index of each state in `states`
         self.regions: list[Region] = []
         self.bases: list[int] = []
-        self.last: Region | None = None
+        self.last_region: Region | None = None
 
     # -- regions -----------------------------------------------------------------------------------------------------
     def forget(self) -> None:
         """Drop the states after a run. They take as much memory as its tensors, and would stay until Python's cyclic
         collector frees the run."""
-        self.regions, self.bases, self.last = [], [], None
+        self.regions, self.bases, self.last_region = [], [], None
 
     def add(
         self, base: int, nbytes: int, storage: torch.UntypedStorage, name: str, rank: int, size: int, initial: bool
@@ -158,9 +158,9 @@ class Memory:
         i = bisect.bisect_left(self.bases, base)
         if i and self.regions[i - 1].end > base:
             i -= 1
-        while i < len(self.regions) and self.regions[i].base < end:  # it was freed, and its addresses are used again
+        while i < len(self.regions) and self.regions[i].base < end:  # a region that was freed; its addresses are reused
             del self.regions[i], self.bases[i]
-        self.last = None
+        self.last_region = None
         view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(base))
         states = np.full(-(-nbytes // size), INITIAL if initial else UNWRITTEN, np.int32)
         region = Region(base, end, size, name, rank, StorageWeakRef(storage), states, view, not initial)
@@ -170,14 +170,14 @@ class Memory:
 
     def find(self, lo: int, hi: int) -> Region | None:
         """Return the region that contains bytes `lo` to `hi`, or None."""
-        region = self.last
+        region = self.last_region
         if region is not None and region.base <= lo and hi <= region.end:
             return region
         i = bisect.bisect_right(self.bases, lo) - 1
         if i < 0 or hi > self.regions[i].end:
             return None
-        self.last = self.regions[i]
-        return self.last
+        self.last_region = self.regions[i]
+        return self.last_region
 
     def neighbour_hint(self, address: int) -> str:
         """Return what ends or begins within `MARGIN` of an address in no region."""
@@ -222,7 +222,9 @@ class Memory:
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def touch(self, task: Task, region: Region, block: np.ndarray, kind: int) -> None:
-        """Record an access by `task` to the states in `block` (a view into `region.states`)."""
+        """Record an access by `task` to the states in `block`, a view into `region.states`. Raises Finding where it is
+        a race or reads what nothing has written. All elements in one state get the same next state, which is
+        cached."""
         if not self.races:
             return
         first_state = block.item(0)
@@ -248,6 +250,7 @@ class Memory:
             block[...] = np.array(states_after, np.int32)[np.searchsorted(np.array(states, np.int32), block)]
 
     def touch_scattered(self, task: Task, region: Region, index: np.ndarray, kind: int) -> None:
+        """Record an access to the states at these indices, as `touch` does."""
         if not self.races:
             return
         block = region.states[index]
@@ -259,9 +262,10 @@ class Memory:
         region.states[index] = block
 
     def _intern(self, state: AccessState) -> int:
-        i = self.known.get(state)
+        """Return the number that stands for a state in `Region.states`."""
+        i = self.numbers.get(state)
         if i is None:
-            i = self.known[state] = len(self.states)
+            i = self.numbers[state] = len(self.states)
             self.states.append(state)
         return i
 
@@ -298,9 +302,8 @@ class Memory:
         keep, ranks = [], self.machine.ranks
         for a in state.atoms:
             covered = a[0] == agent or clock[a[0]] >= a[1]
-            if (
-                a[0] == agent and a[1] == tick and a[2] | stamp == a[2]
-            ):  # the earlier atomic at this tick covers this one
+            # An earlier atomic of this tick covers this one.
+            if a[0] == agent and a[1] == tick and a[2] | stamp == a[2]:
                 return number
             if not covered and (a[2] | stamp) & GPU_SCOPE and ranks[a[0]] != task.rank:
                 if ATOMIC_WRITE in (kind, a[2] & 7):
@@ -329,7 +332,7 @@ class Finding(Exception):
 
 
 def extent(start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int, int]:
-    """(lowest byte, end, start) of a strided block."""
+    """Return (lowest byte, end, start) of a strided block."""
     lo = hi = start
     for n, s in zip(shape, strides, strict=True):
         if s >= 0:

@@ -42,9 +42,9 @@ class Mutation:
     kind: str  # "remove", "double", "set", "lower", or "drop" (host code)
     function: str = ""  # qualified name of the kernel or device function
     position: tuple[int, int] = (0, 0)
-    argument: str | int = ""  # for "set" and "lower", the argument's keyword or index
+    argument: str | int = ""  # "set" and "lower" change the argument of this keyword or index
     value: Value = None
-    method: str = ""  # for "drop", the backend's method
+    method: str = ""  # "drop" removes calls of this method of the backend
 
     def __str__(self) -> str:
         path = os.path.relpath(self.file)
@@ -135,8 +135,8 @@ def _expressions_of(statement: ast.stmt) -> list[ast.AST]:
 
 
 def _facts(fn: JITFunction, seen: set[str] | None = None) -> tuple[bool, bool]:
-    """Whether the function takes part in a protocol, and whether it moves data, by itself or in the functions that it
-    calls."""
+    """Return whether the function takes part in a protocol, and whether it moves data, by itself or in the functions
+    that it calls."""
     seen = seen if seen is not None else set()
     key = f"{fn.__module__}.{fn.fn.__qualname__}"
     if key in seen:

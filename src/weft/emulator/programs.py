@@ -52,7 +52,7 @@ class Programs:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.bodies: dict[Function, Function] = {}  # by Python function, since a JITFunction hashes its source
+        self.bodies: dict[Function, Function] = {}  # keyed by the Python function: a JITFunction hashes its source
 
     @property
     def current(self) -> Task:
@@ -219,7 +219,7 @@ class Programs:
         return region, inside, (pointers - np.uint64(number + region.base)).astype(np.int64)
 
     def _by_region(self, ptrs: np.ndarray, size: int, kind: int) -> list[tuple[Region, np.ndarray, np.ndarray]]:
-        """Single elements grouped by tensor: (region, which elements, byte offsets)."""
+        """Return single elements grouped by tensor: (region, which elements, byte offsets)."""
         out = []
         left = np.arange(ptrs.size)
         while left.size:
@@ -379,7 +379,7 @@ class Programs:
             task.reads.clear()
 
     def halves(self, count: int) -> tuple[slice, slice]:
-        """Two slices of `count` elements, cut at a random place."""
+        """Return two slices of `count` elements, cut at a random place."""
         cut = self.machine.rng.randrange(count + 1)
         return slice(cut), slice(cut, None)
 
@@ -494,7 +494,7 @@ def _steps(n: int, step: int) -> np.ndarray:
 
 
 def sub_block(ptrs: np.ndarray, mask: Mask) -> Literal[True] | Box | None:
-    """True where the mask is all set, slices where it is a leading box, None otherwise."""
+    """Return True where the mask is all set, slices where it is a leading box, None otherwise."""
     mask = np.asarray(mask)
     if mask.all():
         return True

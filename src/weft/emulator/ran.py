@@ -58,7 +58,7 @@ class Variant:
     """A kernel and the arguments of a launch for which Triton compiles it."""
 
     kernel: JITFunction
-    args: Mapping[str, object]  # by name, with stand-ins for tensors
+    args: Mapping[str, object]  # keyed by name; stand-ins replace tensors
     options: Mapping[str, int]
 
 
@@ -73,7 +73,7 @@ class Ran:
 
     @property
     def awaited(self) -> set[Place]:
-        """Loads that need a wait, on lines whose loads all came after one."""
+        """Return the loads that need a wait, on lines whose loads all came after one."""
         before = {place[0] for place in self.before}
         return {place for place in self.behind if place[0] not in before}
 

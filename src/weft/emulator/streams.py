@@ -45,10 +45,11 @@ class Streams:
         size = machine.size
         self.streams: dict[tuple[int, str], EmulatedStream] = {}
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
-        self.free = [[0.0] * machine.sm_count for _ in range(size)]  # by rank, since when each free SM is free
+        # For each rank, the time since which each free SM has been free.
+        self.free = [[0.0] * machine.sm_count for _ in range(size)]
         self.resident: list[list[Task]] = [[] for _ in range(size)]
         self.waiting_for_sm: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free SM
-        self.current: list[EmulatedStream | None] = [None] * size  # by rank; None: the main stream is current
+        self.current: list[EmulatedStream | None] = [None] * size  # of each rank; None: the main stream
         self.collectives: dict[WorldRanks, list[Collective]] = defaultdict(list)
         self.collective_counts: Counter[tuple[WorldRanks, int]] = Counter()
         # The collective that was enqueued last, by rank and communicator.
@@ -557,8 +558,8 @@ def _described(argument: tuple[str, object]) -> str:
 
 
 def bound(fn: Callable[[], object]) -> Callable[[], object]:
-    """`fn` with the present values of its free variables: on a GPU it is called at once, here when the stream comes to
-    it."""
+    """Return `fn` with the present values of its free variables: on a GPU it is called at once, here when the stream
+    comes to it."""
     if (
         not isinstance(fn, FunctionType)
         or fn.__closure__ is None
@@ -578,7 +579,7 @@ _HOST_SIDE = (
 
 
 def call_site() -> tuple[str, int]:
-    """(file, line) of the op or user code that gave a World an operation."""
+    """Return (file, line) of the op or user code that gave a World an operation."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_HOST_SIDE):
         frame = frame.f_back

@@ -61,7 +61,7 @@ class Task:
     cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
     host: HostThread | None = None
-    position: int = -1  # in machine.ready
+    position: int = -1  # the task's index in machine.ready
     waits: Wait | Poll | Collective | str | None = None
     done: bool = False
     time: float = 0.0
@@ -79,18 +79,19 @@ class Task:
 
     @property
     def report_name(self) -> str:
-        """The task's name in a report, with the number of the launch where its kernel was launched several times."""
+        """Return the task's name in a report, with the number of the launch where its kernel was launched several
+        times."""
         return f"{self.name}, launch {self.run.number}" if self.run and self.run.number > 1 else self.name
 
     @property
     def wait(self) -> Wait:
-        """The Wait of a task in `Machine.waiting`."""
+        """Return the Wait of a task in `Machine.waiting`."""
         assert isinstance(self.waits, Wait)
         return self.waits
 
     @property
     def poll(self) -> Poll:
-        """The Poll of a task in `Machine.polling`."""
+        """Return the Poll of a task in `Machine.polling`."""
         assert isinstance(self.waits, Poll)
         return self.waits
 
@@ -253,7 +254,7 @@ class Report:
 
 
 def reached(value: int, target: int) -> bool:
-    """Whether value >= target, modulo 2^32."""
+    """Return whether value >= target, modulo 2^32."""
     return (value - target) & 0xFFFFFFFF < 0x80000000
 
 

@@ -250,7 +250,7 @@ def _all_gather_scaled(
     if why is None:
         world = _world(group_name)
         size = A.shape[gather_dim]
-        if A_scale.numel() > 1 and A_scale.shape[gather_dim] == world.size * size != size:  # of all ranks' rows
+        if A_scale.numel() > 1 and A_scale.shape[gather_dim] == world.size * size != size:  # all ranks' rows
             A_scale = A_scale.narrow(gather_dim, world.rank * size, size)
         if A_scale.numel() > 1 and A_scale.shape[:-1] != A.shape[:-1]:
             why = "scales that do not fit"
@@ -363,13 +363,13 @@ def _count(name: str, why: str | None = None) -> None:
 
 
 def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> bool:
-    """Whether torch would use the kernel that the environment variable NATIVE requests."""
+    """Return whether torch would use the kernel that the environment variable NATIVE requests."""
     return NATIVE in os.environ and _symm_mem()._should_use_fused_all_gather_matmul_native(x, weights, dim, group_name)
 
 
 def _has_world(group_name: str, x: Tensor) -> bool:
-    """Whether the group can have a World: a group of GPUs, one of CPU processes over gloo, or an emulated World of that
-    name."""
+    """Return whether the group can have a World: a group of GPUs, one of CPU processes over gloo, or an emulated World
+    of that name."""
     return x.is_cuda or group_name in World._all or serves(_group(group_name))
 
 

@@ -219,8 +219,8 @@ class Gathered:
     served: set[int] = field(default_factory=set)
 
     def serves(self, x: Tensor, key: tuple[object, ...], module: nn.Module) -> bool:
-        """Whether these are the rows that the module would gather from x. A module that asks again is in another pass,
-        and gathers again."""
+        """Return whether these are the rows that the module would gather from x. A module that asks again is in another
+        pass, and gathers again."""
         same = self.x() is x and (self.version, self.key) == (x._version, key)
         return same and id(module) not in self.served
 

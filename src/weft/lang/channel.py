@@ -34,7 +34,7 @@ class BlockChannel(NamedTuple):
 
 @jit
 def rank_of(ch):
-    """This rank."""
+    """Return this rank's number."""
     return tl.load(ch.state + RANK)
 
 
@@ -46,19 +46,20 @@ def calls_of(ch):
 
 @jit
 def counters_of(ch, rank):
-    """Pointer to a rank's counters."""
+    """Return the pointer to a rank's counters."""
     return tl.load(ch.peers + rank).to(tl.pointer_type(tl.int32))
 
 
 @jit
 def address_of(addresses, rank, DTYPE: tl.constexpr):
-    """Pointer to a rank's copy of a symmetric tensor (`SymmetricTensor.addresses`), which is 16-byte aligned."""
+    """Return the pointer to a rank's copy of a symmetric tensor (`SymmetricTensor.addresses`), which is 16-byte
+    aligned."""
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(DTYPE)), 16)
 
 
 @jit
 def select(values, index, N: tl.constexpr):
-    """values[index] of N values without a load: a load in a pipelined loop would halve the pipeline's depth."""
+    """Return values[index] of N values without a load: a load in a pipelined loop would halve the pipeline's depth."""
     value = values[0]
     for i in tl.static_range(1, N):
         value = tl.where(index == i, values[i], value)

@@ -32,9 +32,9 @@ def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def beyond(x: torch.Tensor) -> torch.Tensor:
-    """`x` as an argument of a kernel that accesses memory outside of it, at a known distance. The emulator checks an
-    access against the tensor that its pointer was derived from; a pointer derived from this one may go to any tensor
-    there is."""
+    """Return `x` as an argument of a kernel that accesses memory outside of it, at a known distance. The emulator
+    checks an access against the tensor that its pointer was derived from; a pointer derived from this one may go to any
+    tensor there is."""
     out = x.view_as(x)
     out.reaches_beyond = True  # type: ignore[attr-defined]
     return out

@@ -30,9 +30,9 @@ CALL = -2  # the tile in the record of a wait in `same_call`
 
 @constexpr_function
 def bulk_copies():
-    """Whether the target GPU has bulk (TMA) copies, which use a proxy of their own: Hopper and later. For an older GPU
-    Triton makes ordinary accesses of those through a descriptor, which need neither the wait for bulk stores nor a
-    proxy fence: the next block barrier covers them."""
+    """Return whether the target GPU has bulk (TMA) copies, which use a proxy of their own: Hopper and later. For an
+    older GPU Triton makes ordinary accesses of those through a descriptor, which need neither the wait for bulk stores
+    nor a proxy fence: the next block barrier covers them."""
     return cuda_capability_geq(9)
 
 
@@ -248,7 +248,7 @@ def post(ptr, w0, w1, w2, w3, ok):
 
 @intrinsic
 def peek(ptr, ok):
-    """int32 words that another rank may be posting: each has its old or its new value. 0 where not `ok`."""
+    """Return int32 words that another rank may be posting: each has its old or its new value. 0 where not `ok`."""
     return tl.load(ptr, mask=ok, other=0, volatile=True)
 
 
@@ -269,9 +269,9 @@ def store_pairs(ptr, x):
 
 @intrinsic
 def load_pairs(ptr, seen):
-    """float32 words that `store_pairs` stored, loaded after the wait that returned `seen`. Without that operand the
-    compiler might move an opaque load without effects before the wait; one with effects would be made twice, for two
-    layouts."""
+    """Return the float32 words that `store_pairs` stored, loaded after the wait that returned `seen`. Without that
+    operand the compiler might move an opaque load without effects before the wait; one with effects would be made
+    twice, for two layouts."""
     words = tl.inline_asm_elementwise(
         "ld.global.v2.b32 {$0, $1}, [$2];",
         "=r,=r,l,l,r,r",
@@ -285,9 +285,9 @@ def load_pairs(ptr, seen):
 
 @intrinsic
 def look_again(tries, began, guard, ptr, tile, peer):
-    """Whether to poll on: 1, or 0 once a wait for posted words at `ptr` that began at time `began` (`globaltimer`) has
-    taken longer than the guard's bound; the same for all threads. tries: the number of polls so far; the clock is read
-    at every 64th. tile, peer: as in `wait_until`."""
+    """Return whether to poll on: 1, or 0 once a wait for posted words at `ptr` that began at time `began`
+    (`globaltimer`) has taken longer than the guard's bound; the same for all threads. tries: the number of polls so
+    far; the clock is read at every 64th. tile, peer: as in `wait_until`."""
     asm: tl.constexpr = """{
         .reg .pred p, q; .reg .b32 v, tid; .reg .b64 t, bound, flag, rec, wide;
         mov.b32 $0, 1; and.b32 v, $1, 63; setp.ne.s32 p, v, 63; @p bra OUT;
@@ -332,8 +332,9 @@ def window_fence():
 
 @intrinsic
 def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32 [P]: the sums over all ranks of H elements of DTYPE (bfloat16 or float16) from the multicast address `row`
-    on, padded with zeros. The switch adds in fp32, in an unspecified order. H is a multiple of 8, `row` of 16 bytes."""
+    """Return fp32 [P], the sums over all ranks of H elements of DTYPE (bfloat16 or float16) from the multicast address
+    `row` on, padded with zeros. The switch adds in fp32, in an unspecified order. H is a multiple of 8, `row` of 16
+    bytes."""
     KIND: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
     asm: tl.constexpr = (
         """{
@@ -383,6 +384,7 @@ def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
 
 @intrinsic
 def keep_before(x):
-    """x (float32), computed before all assembly that follows: tensor-core products and their waits among it. LLVM would
-    else move arithmetic behind a product that is under way, where it needs registers that the product writes."""
+    """Return x (float32), computed before all assembly that follows: tensor-core products and their waits among it.
+    LLVM would else move arithmetic behind a product that is under way, where it needs registers that the product
+    writes."""
     return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)

@@ -23,7 +23,7 @@ def channel_notify(ch, channel, rank, BULK: tl.constexpr = True, SCOPE: tl.const
 
 @jit
 def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
-    """Release: add one arrival to `channel` of every rank at once."""
+    """Release: add one arrival to `channel` of every rank at once. BULK: as in `channel_notify`."""
     flush_stores(BULK)
     release_fence("sys")
     r = tl.arange(0, triton.next_power_of_2(ch.world))
@@ -66,7 +66,8 @@ def consumer_tile_wait(ch, tile, SCOPE: tl.constexpr = tl.constexpr("sys")):
 
 @jit
 def peer_tile_notify(ch, tile, rank, BULK: tl.constexpr = True):
-    """Notify `rank` that this rank's `tile` is done, between tiles of one operator on different ranks (rings)."""
+    """Notify `rank` that this rank's `tile` is done, between tiles of one operator on different ranks (rings). BULK: as
+    in `channel_notify`."""
     channel_notify(ch, tile, rank, BULK)
 
 
@@ -78,11 +79,13 @@ def peer_tile_wait(ch, tile, rank):
 
 @jit
 def tile_pull_data(addresses, rank, offsets, mask, DTYPE: tl.constexpr):
-    """Load elements at `offsets` of `rank`'s copy of a symmetric tensor (`addresses`: SymmetricTensor.addresses)."""
+    """Load elements at `offsets` of `rank`'s copy of a symmetric tensor of DTYPE (`addresses`:
+    SymmetricTensor.addresses). Where `mask` is False the result is 0. Nothing is ordered: wait before."""
     return tl.load(tl.load(addresses + rank).to(tl.pointer_type(DTYPE)) + offsets, mask=mask, other=0.0)
 
 
 @jit
 def tile_push_data(addresses, rank, offsets, data, mask):
-    """Store `data` at `offsets` of `rank`'s copy of a symmetric tensor."""
+    """Store `data` at `offsets` of `rank`'s copy of a symmetric tensor (`addresses`: SymmetricTensor.addresses), where
+    `mask` is True or None. Nothing is ordered: notify after."""
     tl.store(tl.load(addresses + rank).to(tl.pointer_type(data.dtype)) + offsets, data, mask=mask)

@@ -47,7 +47,7 @@ def attend(
         out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
         out.view(q.shape)[single:].copy_(_flash(q[single:], part.several, keys, values))
         return out
-    chunks = part.chunks  # those of this call: a layout that is filled again gets other ones
+    chunks = part.chunks  # kept for this call: a layout that is filled again gets other chunks
 
     def attend_to_requests() -> None:
         out.zero_()
@@ -63,8 +63,8 @@ def attend(
 
 
 def fastest(world: World, config: AttentionConfig) -> bool:
-    """Whether this machine has cuDNN's attention, which is expected to be faster than flash attention."""
-    return world.device.type == "cuda" and config.able(world, "forward", CUDNN.min_rows)[0] is CUDNN
+    """Return whether this machine has cuDNN's attention, which is expected to be faster than flash attention."""
+    return world.device.type == "cuda" and config.usable(world, "forward", CUDNN.min_rows)[0] is CUDNN
 
 
 def _long(
@@ -103,8 +103,8 @@ def _flash(q: torch.Tensor, region: Rows, keys: torch.Tensor, values: torch.Tens
 
 
 def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `_flash` runs on this GPU and agrees with scaled_dot_product_attention for a chunk of a request, a whole
-    request, and single tokens."""
+    """Return whether `_flash` runs on this GPU and agrees with scaled_dot_product_attention for a chunk of a request, a
+    whole request, and single tokens."""
     if world.device.type != "cuda":
         return False
 

@@ -34,8 +34,9 @@ LONG_PROMPT, LENGTH_STEP = 2048, 512
 class Cache:
     """Keys and values of this rank's heads, each [layers, slots, max_len, kv_heads / W, head_dim], zeroed.
 
-    `slots` is the number of requests that the cache holds at once, `max_len` the most tokens of one. A new request can
-    take a used slot as it is. Raises ValueError if W does not divide the key and value heads.
+    `config` is a model's, as `weft.models.Llama` takes it. `slots` is the number of requests that the cache holds at
+    once, `max_len` the most tokens of one. A new request can take a used slot as it is. Raises ValueError if W does not
+    divide the key and value heads.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Cache:
 
 
 def is_long(tokens: int, end: int) -> bool:
-    """Whether attention of the last `tokens` of `end` tokens is a library call of its own."""
+    """Return whether attention of the last `tokens` of `end` tokens is a library call of its own."""
     return tokens >= LONG_PROMPT and tokens % LENGTH_STEP == 0 == end % LENGTH_STEP
 
 
@@ -100,19 +101,22 @@ class Batch:
 
     @property
     def requests(self) -> int:
+        """Return the number of requests."""
         return len(self.lengths)
 
     @property
     def tokens(self) -> int:
+        """Return the number of new tokens of all requests."""
         return sum(self.lengths)
 
     @property
     def singles(self) -> int:
-        """The number of requests with one token before the first request with more."""
+        """Return the number of requests with one token before the first request with more."""
         return sum(1 for _ in takewhile(lambda n: n == 1, self.lengths))
 
     @property
     def ends(self) -> tuple[int, ...]:
+        """Return the number of tokens of each request in the cache after this batch."""
         return tuple(n + start for n, start in zip(self.lengths, self.starts, strict=True))
 
     def split(self, tokens: int) -> tuple[Batch, Batch]:
@@ -136,7 +140,8 @@ class Part:
 
     `positions` and `slots` int32 [rows] are those of every token (slot -1: padding). `single` are the requests of one
     token each, in the first rows, `several` the others. `chunks` has (first row, tokens, slot, tokens in the cache) of
-    each request. `long` says that the chunks are final and that all of several tokens are long (`LONG_PROMPT`).
+    each request. With `long` each request of `several` is a prompt that has an attention call of its own
+    (`LONG_PROMPT`); a layout that can be filled again never has such ones.
     """
 
     rows: int

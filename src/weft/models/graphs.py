@@ -79,7 +79,7 @@ class Graphs:
             singles = self._size(batch.singles)
         if singles + batch.tokens - batch.singles > tokens:
             below = max((size for size in self.sizes if size < singles), default=0)
-            several += singles - 1 - below  # at most so many do not fit into `below`
+            several += singles - 1 - below  # at most so many requests of one token do not fit into `below`
             singles = below
         return tokens, singles, several if tokens > singles else 0
 

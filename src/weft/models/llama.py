@@ -197,7 +197,7 @@ class Llama(nn.Module):
 
     @property
     def flash(self) -> bool:
-        """Whether attention is one kernel over all requests."""
+        """Return whether attention is one kernel over all requests."""
         world, dtype, d = self.world, self.dtype, self.config.head_dim
         works: bool = world.cached(("flash", dtype, d), lambda: flash_works(world, dtype, d))
         return works
@@ -524,7 +524,7 @@ class _PassMemory:
         if layout.plan.kind == "sequence":
             return
         self.qkv = world.empty((rows, attention.qkv.shape[0]), dtype)
-        fused = layout.plan.sms > 0  # in the epilogue of weft's GEMM
+        fused = layout.plan.sms > 0  # weft's GEMM applies the activation in its epilogue
         self.mlp_buffers = {
             (gate_up, inner): (
                 world.empty((0 if fused else rows, gate_up), dtype),

@@ -82,10 +82,10 @@ class ReplicatedStates:
         full_residual: bool = False,
         allreduce_norm: Callable[..., tuple[Tensor, Tensor]] = all_reduce_rms_norm,
     ) -> None:
-        """hidden and normed [.., H] are the embedding and its norm for the first sublayer. `parts` is the number of
-        tokens of each of two parts, or empty. `plan` is that of `allreduce_norm`, which is called as
-        `all_reduce_rms_norm`; another function needs a single part, and need not write `out`. With `full_residual`
-        every rank has the whole residual, whatever the number of tokens."""
+        """Begin with replicated states: hidden and normed [.., H] are the embedding and its norm for the first
+        sublayer. `parts` is the number of tokens of each of two parts, or empty. `plan` is that of `allreduce_norm`,
+        which is called as `all_reduce_rms_norm`; another function needs a single part, and need not write `out`. With
+        `full_residual` every rank has the whole residual, whatever the number of tokens."""
         rows = hidden.flatten(0, -2)
         m, h = rows.shape
         parts = parts or (m,)
@@ -225,8 +225,8 @@ def own_rows(rows: Tensor, world: World) -> Tensor:
 
 
 def shards_residual(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Whether each rank holds only its own rows of a residual of `rows` tokens. It holds all of them in small messages,
-    of which every rank sums all rows itself."""
+    """Return whether each rank holds only its own rows of a residual of `rows` tokens. It holds all of them in small
+    messages, of which every rank sums all rows itself."""
     return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.replicated_bytes
 
 

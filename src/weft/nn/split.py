@@ -49,7 +49,7 @@ class Share:
 
     @property
     def expert_range(self) -> slice:
-        """The experts of this rank, among those of all ranks."""
+        """Return the experts of this rank, among those of all ranks."""
         return slice(self.group * self.experts, (self.group + 1) * self.experts)
 
     def w13_columns(self, t: torch.Tensor, layout: str) -> torch.Tensor:

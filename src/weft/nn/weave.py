@@ -75,6 +75,7 @@ class LayerPlan:
 
     @property
     def norm_plan(self) -> str | Plan:
+        """Return the plan of `all_reduce_rms_norm` that `norm` names: a kind, or a Plan for its JSON."""
         norm = self.norm
         return Plan.from_json(norm) if isinstance(norm, str) and norm.startswith("{") else norm
 
@@ -223,6 +224,7 @@ class Table:
     eager: Choices = ()
 
     def to_json(self) -> dict[str, object]:
+        """Return the table as it is stored in `planner/tables/decoder`."""
         return {
             "choices": [[tokens, asdict(plan)] for tokens, plan in self.choices],
             "eager": [[tokens, asdict(plan)] for tokens, plan in self.eager],
@@ -231,6 +233,7 @@ class Table:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Table:
+        """Return the table that `to_json` stored."""
         p = data["profile"]
         profile = p and LayerTimes(p["step"], tuple(p["attention"]), tuple(p["mlp"]), tuple(p["norm"]))
         graph, eager = (
@@ -265,7 +268,8 @@ def name_of(world: World, hidden: int, intermediate: int) -> str:
 
 
 def learn_layers(name: str, table: Table) -> None:
-    """Use a table measured in this process in place of the shipped one. Every rank must use the same table."""
+    """Use a table measured in this process in place of the shipped one. `name` is that of `name_of`. Every rank must
+    use the same table."""
     _learned[name] = table
 
 

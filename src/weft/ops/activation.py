@@ -101,8 +101,8 @@ def silu_mul(
 def silu_mul(
     x: torch.Tensor, *, world: World, quantize: str | None = None, scale: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) * up [M, I] for x [M, 2 I], the gate columns followed by the up columns: the activation of a Llama
-    MLP.
+    """Return silu(gate) * up [M, I] for x [M, 2 I], the gate columns followed by the up columns: the activation of a
+    Llama MLP.
 
     Computed in float32, in one launch; differentiable, also in one launch. x is bfloat16 or float16 on `world.device`.
     Raises ValueError or TypeError for anything else. No rank waits for another.

@@ -107,7 +107,7 @@ class MatmulCall(Call):
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """The dtype of x and the weight."""
+        """Return the dtype of x and the weight."""
         return self.dtype if self.recipe is None else E4M3
 
     @property
@@ -221,7 +221,7 @@ class MatmulOp(Op[M]):
         why = None
         if isinstance(plan, OneShot) and self.scatters_rows:
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
-                return ""  # it would allocate memory of the longest shard for every rank
+                return ""  # the plan would allocate the longest shard for every rank
             if min(call.shards) == 0 < max(call.shards):
                 why = "a rank without rows would not wait for the other ranks"
         elif not call.even and self.copies_shards(plan):

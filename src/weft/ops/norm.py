@@ -36,7 +36,7 @@ class Remap:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the tensor that holds the tiles."""
+        """Return the shape of the tensor that holds the tiles."""
         tiles = self.tiles_m * -(-self.columns // self.block_n)
         return tiles * 2 * self.block_m, self.block_n // 2
 
@@ -91,7 +91,7 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     remap: Remap | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """h / sqrt(mean(h^2) + eps) * weight over the columns of h = x, or h = x + residual.
+    """Return h / sqrt(mean(h^2) + eps) * weight over the columns of h = x, or h = x + residual.
 
     Args:
         x: [M, N]; with `remap`, the tiles that `matmul_all_reduce` or `matmul_reduce_scatter` returned with it for
@@ -133,7 +133,8 @@ def rms_norm(
 
 
 def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:
-    """x + residual [M, N] in ordinary order, for x as in `rms_norm`. Added in float32. Raises as `rms_norm`."""
+    """Return x + residual [M, N] in ordinary order, for x and remap as in `rms_norm`. The sum is computed in float32
+    and rounded once. Raises what `rms_norm` raises."""
     check_call("residual_add", world)
     check_device("residual_add", world, "residual", residual)
     rows, n = validate("residual_add", world, x, remap, {"residual": residual})

@@ -128,8 +128,8 @@ def matmul(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias on this GPU, of 8-bit operands and their scales, or of 16-bit operands. No rank waits for
-    another.
+    """Return x @ weight.T + bias on this GPU, of 8-bit operands and their scales, or of 16-bit operands. No rank waits
+    for another.
 
     Args:
         x: [M, K], either e4m3 (torch.float8_e4m3fn) with scales, and K a multiple of 16; or bfloat16 or float16 without

@@ -178,7 +178,7 @@ def quantize(
     by_columns: bool = False,
     world: World,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in e4m3 and its scales, as `weft.matmul` and the ops with a GEMM take them: value = element x scale.
+    """Return x in e4m3 and its scales, as `weft.matmul` and the ops with a GEMM take them: value = element x scale.
 
     Args:
         x: [M, K], bfloat16 or float16.

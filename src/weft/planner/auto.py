@@ -42,8 +42,8 @@ __all__ = ["auto", "explain", "unmeasured"]
 log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # M, N, K of the self-check's GEMM
 DRIFT = 0.10  # a GPU whose check GEMM differs from its profile by more than this causes a warning
-UNUSABLE = "unusable"
-GENERATION = 9  # the first number of Hopper's compute capability
+UNUSABLE = "unusable"  # stands for the planner of a World whose profile cannot be used
+GENERATION = 9  # the major number of Hopper's compute capability
 
 
 def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
@@ -78,7 +78,7 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
         return ()
     if not op.scaling(call):
         stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCH_MODES)
-        if all(stored) or _known(world) is not None:
+        if all(stored) or _planner_or_unusable(world) is not None:
             return ()
     return [*op.variants, *(op.default(world, kind) for kind in (Decomposed, OneShot) if kind in op.runs)]
 
@@ -94,26 +94,29 @@ def _limited(plan: Plan) -> bool:
 
 
 def _stored(gpu: str, op: str, size: int, m: int, n: int, k: int, mode: str, limits: bool) -> Plan | None:
+    """Return the table's plan for exactly this shape, or None. limits: whether communicators can be limited to CTAs."""
     plan = exact(gpu, op, size, m, n, k, mode)
     return None if plan is not None and _limited(plan) and not limits else plan
 
 
-def _known(world: World) -> Planner | str | None:
-    return world.cached("planner", lambda: _planner(world))
+def _planner_or_unusable(world: World) -> Planner | str | None:
+    """Return what `_make_planner` returned for this World at the first call."""
+    return world.cached("planner", lambda: _make_planner(world))
 
 
 def planner_on(world: World) -> Planner | None:
     """Return the Planner of this World's machine, or None without a usable profile. Collective at the first call."""
-    planner = _known(world)
+    planner = _planner_or_unusable(world)
     return planner if isinstance(planner, Planner) else None
 
 
-def _planner(world: World) -> Planner | str | None:
+def _make_planner(world: World) -> Planner | str | None:
     """Return the Planner of this World's machine; None without a profile, UNUSABLE if the file cannot be used.
     Collective."""
     if world.backend.name != "cuda" or world.size == 1:
         return None
-    # A rank whose shape is in the table, or empty, does not come here: its next check raises Mismatch.
+    # A rank whose shape is in the table, or has no rows, does not call this: the next check of its call raises
+    # Mismatch.
     world.check_same_on_all_ranks('the first call with plan="auto"')
     profile, problem = None, None
     shares, machine = world.backend.shares_gpu, this_machine(world.device, world.size)
@@ -256,7 +259,7 @@ def explain(
     trial = world.choices.last(op, (m, n, k)) if isinstance(world, World) else None
     if op not in collectives():
         if trial is None or not isinstance(world, World):
-            raise ValueError(f"the planner knows {sorted(collectives())}, not {op!r}, of which no such call was timed")
+            raise ValueError(f"the planner predicts {sorted(collectives())}, not {op!r}, and no such call was timed")
         timed = _timed(trial, mode)
         return Decision(op, m, n, k, world.size, mode, trial.chosen(mode), trial.timings(mode), timed)
     size = world.size if isinstance(world, World) else world
@@ -264,7 +267,7 @@ def explain(
     used_profile = profile_for(profile, size, shares)
     if size is not None and size != used_profile.machine.world:
         raise ProfileError(
-            f"the profile of {used_profile.machine.name} is not of {size} GPUs; weft.simulate scales one"
+            f"the profile of {used_profile.machine.name} is not of {size} GPUs; weft.simulate scales a profile"
         )
     limits = world.backend.limits_ctas if isinstance(world, World) else True
     planner, gpus = planner_of(used_profile), used_profile.machine.world

@@ -15,7 +15,7 @@ class Smooth:
     beyond the outermost points."""
 
     def __init__(self, points: Sequence[Sequence[float]], values: Sequence[float], slope: float = 0.05) -> None:
-        """slope: penalty for a slope; large for few or noisy points."""
+        """Fit a smooth curve. slope: the penalty for a slope, which is large for few or noisy points."""
         self.points, self.values = np.asarray(points, float), np.asarray(values, float)
         self.ridge = np.diag([0.0] + [slope] * self.points.shape[1])
         self.lowest, self.highest = self.points.min(0), self.points.max(0)
@@ -79,7 +79,8 @@ def near_mean(points: dict[tuple[int, int, int], list[float]]) -> Callable[[int,
 
 
 def least_squares(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, rounds: int = 25) -> np.ndarray:
-    """Levenberg-Marquardt, robust to outliers; its differences are wide enough for a function with steps (waves)."""
+    """Minimise by Levenberg-Marquardt, robust to outliers; its differences are wide enough for a function with steps
+    (waves)."""
     damping, step_size = 1e-2, 0.03
 
     def cost(v: np.ndarray) -> float:

@@ -73,8 +73,8 @@ class Fits(PartTimes):
 
     @property
     def chunking(self) -> Chunking:
-        """The parameters fitted to the profile's decomposed calls of all ops; the defaults if there are fewer than
-        three."""
+        """Return the parameters fitted to the profile's decomposed calls of all ops; the defaults if there are fewer
+        than three."""
         if self._chunking is None:
             self._chunking = Chunking()
             ran = [r for op in collectives() for r in self.graphs(op, "decomposed")]

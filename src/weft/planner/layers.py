@@ -69,7 +69,7 @@ class DecoderSizes:
 
     @property
     def whole_words(self) -> bool:
-        """Whether weft's own GEMM takes these sizes, whose rows must be whole 16-byte words."""
+        """Return whether weft's own GEMM takes these sizes, whose rows must be whole 16-byte words."""
         return all(n % 8 == 0 == k % 8 for n, k in (self.qkv, self.out, self.gate_up, self.down))
 
 
@@ -108,8 +108,8 @@ class LayerPredictor:
     # -- parts
     @functools.cached_property
     def _host(self) -> float:
-        """The host's time, now, for one library GEMM with a collective. The profile's shortest eager call is an upper
-        bound."""
+        """Return the host's time, now, for one library GEMM with a collective. The profile's shortest eager call is an
+        upper bound."""
         library = Sequential().to_json()
         calls = [r.us for r in self.p.profile.calls if (r.plan, r.mode) == (library, "eager")]
         return self.p.pace * min(calls, default=0.0)

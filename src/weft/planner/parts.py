@@ -117,7 +117,7 @@ class PartTimes:
         points: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
         for x in profile.latencies:
             points[x.operation, x.ctas].append((x.nbytes, x.us))
-        self.curves = {key: Curve(p) for key, p in points.items()}  # by operation and ctas
+        self.curves = {key: Curve(p) for key, p in points.items()}  # keyed by operation and CTAs
         self.contention = {(b.operation, b.ctas): b for b in profile.slowdowns}
         self._closest_cache: dict[Occupancy, tuple] = {}
         self._tile_times: dict[tuple[Occupancy, int, int, int], float] = {}

@@ -113,7 +113,7 @@ class Predictor(Fits):
             eager = [(r, self._launches(Plan.from_json(r.plan))) for r in calls if r.mode == "eager"]
             host = min((r.us / launches for r, launches in eager), default=0.0)
             gpu_bound = [r for r, launches in eager if identity(r) in graph and r.us > GPU_BOUND * host * launches]
-            differences = [r.us - graph[identity(r)] for r in gpu_bound]  # of what hides the host's time
+            differences = [r.us - graph[identity(r)] for r in gpu_bound]  # calls whose GPU time hides the host's
             self._eagers[group] = max(min(differences, default=0.0), 0.0), host
         return self._eagers[group]
 

@@ -23,8 +23,8 @@ def sizes(rows: int, multiple: int, world: int) -> list[int]:
 
 
 def prepare(call: Callable[[int], object], rows: int, *, multiple: int | None = None, world: World) -> None:
-    """Call `call` once for every size that has a plan of its own, so that later calls compile no kernel and search for
-    no plan. Collective; outside CUDA graphs; waits for the GPU. Rank 0 shows its progress on stderr.
+    """Call `call` once for every size that has a plan of its own. Later calls then compile no kernel and search for no
+    plan. Collective; outside CUDA graphs; waits for the GPU. Rank 0 shows its progress on stderr.
 
         weft.prepare(lambda m: weft.matmul_all_reduce(x[:m], w, world=world), 8192, world=world)
 

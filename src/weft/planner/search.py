@@ -76,7 +76,7 @@ class Decision:
 
     @property
     def us(self) -> float | None:
-        """Predicted time of the plan in us, or None."""
+        """Return the predicted time of the plan in us, or None."""
         return next((o.us for o in self.options if o.plan == self.plan), None)
 
     @property
@@ -259,7 +259,7 @@ class Planner:
         self.decide = functools.lru_cache(maxsize=16384)(self._decide)
         self.sum = functools.lru_cache(maxsize=16384)(self._sum)
         self.nearest = functools.lru_cache(maxsize=16384)(self._nearest)
-        predictor.fit()  # no decision then waits for it
+        predictor.fit()  # so that no decision waits for the fit
 
     def _decide(
         self,

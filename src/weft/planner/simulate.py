@@ -255,7 +255,7 @@ class Simulated:
 
     @property
     def bound_share(self) -> float:
-        """The longer of GEMMs and transfers alone, over the time."""
+        """Return the longer of GEMMs and transfers alone, over the time."""
         return max(self.gemm, self.comm) / self.us
 
 

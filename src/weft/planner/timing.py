@@ -101,7 +101,8 @@ class CudaTimer:
             return self._slowest(statistics.median(map(length, spans)) / BATCH)
 
     def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
-        """The measured one runs a third as long as the other, in the middle of its time."""
+        """Time one function while another runs. The measured one runs a third as long as the other, in the middle of
+        its time."""
         with torch.cuda.stream(self.stream):
             side = self.world.side_stream("tune")
 

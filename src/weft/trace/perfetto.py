@@ -13,7 +13,7 @@ from typing import Any
 from .span import Span
 from .tracks import lanes
 
-TraceEvent = dict[str, Any]  # as the JSON has it
+TraceEvent = dict[str, Any]  # an event as it stands in the JSON
 
 
 def events(spans: Sequence[Span]) -> list[TraceEvent]:

@@ -18,5 +18,5 @@ class Span:
     kind: str  # "compute", "local" (element-wise), "copy", "gather", "reduce", "wait", "call"
     start: float
     end: float
-    detail: str = ""  # of a wait, its tile and channel; on a GPU, the kernel's full name
-    releaser: tuple[int, str] | None = None  # of a wait, the (rank, track) of the notify that ended it
+    detail: str = ""  # the tile and channel of a wait; on a GPU, the kernel's full name
+    releaser: tuple[int, str] | None = None  # the (rank, track) of the notify that ended a wait

@@ -11,13 +11,13 @@ from ..lang.primitives import channel_wait
 
 @jit
 def wait_word(word, value, guard):
-    """The stream goes on once int32 `*word >= *value` (acquire)."""
+    """Make the stream wait until int32 `*word >= *value` (acquire)."""
     wait_until(word, tl.load(value), guard, -1, -1, "sys")
 
 
 @jit(do_not_specialize=("number",))
 def barrier(calls, epoch, number):
-    """Barrier of all ranks: `same_call` stores a word to every rank and waits for the words of all ranks. It raises
+    """Wait for all ranks: `same_call` stores a word to every rank and waits for the words of all ranks. It raises
     Mismatch unless every rank is in call `number`. The fence turns the stores into releases, and the wait is an
     acquire; stream order covers the work before and after this kernel. `epoch` int32 [1] counts the barriers."""
     release_fence("sys")
@@ -27,13 +27,13 @@ def barrier(calls, epoch, number):
 
 @jit(do_not_specialize=("number",))
 def compare(calls, number):
-    """The stream goes on once every rank has reached this launch, which must be in call `number` on every rank."""
+    """Make the stream wait until every rank has reached this launch, which must be in call `number` on every rank."""
     same_call(calls, number)
 
 
 @jit(do_not_specialize=("group", "arrivals", "last"))
 def wait_group(ch, group, arrivals, last):
-    """The stream goes on once all `arrivals` programs of this GPU's signaled GEMM that have tiles of `group` have
+    """Make the stream wait until all `arrivals` programs of this GPU's signaled GEMM that have tiles of `group` have
     notified it in this call.
 
     Only these waits read the number of the call. They run in order on one stream, and the one with `last` != 0

@@ -43,29 +43,32 @@ COPIES = "copy buffers"  # the lock on the buffers of these transports
 class PulledShards:
     """Symmetric copies of tensors [m_r, ..] of one shape on all ranks, which a copy engine pulls from their owners.
 
-    `full` are fresh tensors for the rows of all ranks, with this rank's rows in place where `keep` says so. The shards
-    are staged on the caller's stream before the computation, since a copy within a GPU takes SMs. `copies` goes on once
-    every rank has staged its shard."""
+    `full` are fresh tensors for the rows of all ranks; with `keep` this rank's rows are copied there too. The shards
+    are staged on the caller's stream before the computation, since a copy within a GPU takes SMs. The stream `copies`
+    waits until every rank has staged its shard."""
 
     def __init__(self, world: World, tensors: TensorList, keep: bool) -> None:
         self.world, stream, self.copies = world, world.current_stream(), world.side_stream("copy")
-        held = [workspace(world, f"shard {i}" if i else "shard", t.shape, t.dtype) for i, t in enumerate(tensors)]
+        staged = [workspace(world, f"shard {i}" if i else "shard", t.shape, t.dtype) for i, t in enumerate(tensors)]
         self.full = [world.empty((world.size * len(t), *t.shape[1:]), t.dtype) for t in tensors]
-        landings = [full.split(len(t)) for full, t in zip(self.full, tensors, strict=True)]
+        destinations = [full.split(len(t)) for full, t in zip(self.full, tensors, strict=True)]
         world.order(lock(world, COPIES), stream)
-        for shard, t in zip(held, tensors, strict=True):
+        for shard, t in zip(staged, tensors, strict=True):
             world.copy(shard.local, t, stream)
         world.wait_event(self.copies, world.record(stream))
         world.barrier(self.copies)
         if keep:
-            for landing, t in zip(landings, tensors, strict=True):
-                world.copy(landing[world.rank], t, stream)
-        # The first tensor is pulled last.
-        self._pulls = [(landing, shard.peers) for landing, shard in zip(landings, held, strict=True)][::-1]
+            for destination, t in zip(destinations, tensors, strict=True):
+                world.copy(destination[world.rank], t, stream)
+        # (destinations, sources) by rank for each tensor, in the order of the copies: the first tensor is pulled last.
+        self._copies = [(destination, shard.peers) for destination, shard in zip(destinations, staged, strict=True)][
+            ::-1
+        ]
 
     def pull(self, rank: int) -> None:
-        for landings, shards in self._pulls:
-            self.world.copy(landings[rank], shards[rank], self.copies)
+        """Enqueue the copies of a rank's shard of each tensor."""
+        for destinations, sources in self._copies:
+            self.world.copy(destinations[rank], sources[rank], self.copies)
 
 
 @contextmanager
@@ -73,31 +76,31 @@ def gather_rows(
     world: World, plan: Decomposed, shards: Sequence[int], tensors: TensorList, keep: bool = True
 ) -> Iterator[GatheredTensors]:
     """Yield an arrival for each of the plan's groups of ranks, whose shards all have one length. Where the first group
-    is this rank alone, its arrival is `tensors` themselves."""
+    is this rank own_rows_first, its arrival is `tensors` themselves."""
     groups, rows = chunks(plan, world.rank, world.size), shards[0]
-    stream, second = world.current_stream(), world.side_stream("gemm", urgent=False)
-    alone = len(groups[0][1]) == 1
-    pulled, landed = PulledShards(world, tensors, keep or not alone), []
+    stream, second_stream = world.current_stream(), world.side_stream("gemm", urgent=False)
+    own_rows_first = len(groups[0][1]) == 1
+    pulled, arrival_events = PulledShards(world, tensors, keep or not own_rows_first), []
     copies = pulled.copies
     with world.on(copies):  # entering the stream once costs less host time than entering it for every copy
         for _, ranks in groups:
             for p in ranks:
                 if p != world.rank:
                     pulled.pull(p)
-            landed.append(world.record(copies))
+            arrival_events.append(world.record(copies))
         world.barrier(copies)
 
     def arrivals() -> Iterator[ArrivedRows]:
         for i, (start, ranks) in enumerate(groups):
-            lane, run = second if i % 2 else stream, slice(start * rows, (start + len(ranks)) * rows)
-            if alone and i == 0:
-                yield ArrivedRows(run, tensors, lane)
+            lane, span = second_stream if i % 2 else stream, slice(start * rows, (start + len(ranks)) * rows)
+            if own_rows_first and i == 0:
+                yield ArrivedRows(span, tensors, lane)
             else:
-                world.wait_event(lane, landed[i])
-                yield ArrivedRows(run, [full[run] for full in pulled.full], lane)
+                world.wait_event(lane, arrival_events[i])
+                yield ArrivedRows(span, [full[span] for full in pulled.full], lane)
 
     yield GatheredTensors(pulled.full, arrivals())
-    world.wait_event(stream, world.record(second))
+    world.wait_event(stream, world.record(second_stream))
     world.wait_event(stream, world.record(copies))
 
 
@@ -177,12 +180,13 @@ def _flags(world: World) -> tuple[torch.Tensor, torch.Tensor, SymmetricTensor]:
         return world.zeros((world.size,), torch.int32), initial, ones
 
 
-def pull_rows(world: World, held: Sequence[SymmetricTensor], ends: Sequence[int], stream: Stream) -> None:
-    """Copy the other ranks' rows ends[r] to ends[r + 1] of each tensor [ends[-1], ..] to the same rows here."""
+def pull_rows(world: World, tensors: Sequence[SymmetricTensor], ends: Sequence[int], stream: Stream) -> None:
+    """Copy rows ends[r] to ends[r + 1] of each tensor [ends[-1], ..] from every other rank r to the same rows of this
+    rank's tensor."""
     for p in world.other_ranks:
         rows = slice(*ends[p : p + 2])
         if rows.stop > rows.start:
-            for memory in held:
+            for memory in tensors:
                 world.copy(memory.local[rows], memory.peers[p][rows], stream)
 
 
@@ -199,48 +203,50 @@ def staging_memory(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> 
 def reduce_rows(
     world: World, plan: Decomposed, shards: Sequence[int], out: torch.Tensor, bias: torch.Tensor | None
 ) -> Iterator[Iterable[PartialRows]]:
-    """Yield the parts of the farthest owners first, and this rank's last. All shards have one length."""
-    (rows, n), me, size = out.shape, world.rank, world.size
-    groups = chunks(plan, me, size)[::-1]
+    """Yield the rows to compute, those of the farthest owners first and this rank's last, and sum them at their owners.
+    All shards have one length."""
+    (rows, n), rank, size = out.shape, world.rank, world.size
+    groups = chunks(plan, rank, size)[::-1]
     splits = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
     count = rows // splits
     stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
-    second = world.side_stream("gemm", urgent=False)
-    lanes = itertools.cycle((stream, second))
+    second_stream = world.side_stream("gemm", urgent=False)
+    lanes = itertools.cycle((stream, second_stream))
     staging = staging_memory(world, (splits, size, count, n), out.dtype)
     partial = world.empty((size * rows, n), out.dtype)
     by_rank = partial.split(count)  # `splits` parts of each rank
-    begun = world.record(stream)
-    world.wait_event(second, begun)
-    world.wait_event(copies, begun)
+    begin_event = world.record(stream)
+    world.wait_event(second_stream, begin_event)
+    world.wait_event(copies, begin_event)
     world.barrier(copies)
 
     def send(split: int, ranks: Sequence[int], lane: Stream, computed: torch.Tensor) -> None:
         world.wait_event(copies, world.record(lane))
         for p in ranks:
-            if p != me:
-                world.copy(staging.peers[p][split, me], by_rank[p * splits + split], copies)
+            if p != rank:
+                world.copy(staging.peers[p][split, rank], by_rank[p * splits + split], copies)
 
     def parts() -> Iterator[PartialRows]:
         for split in range(splits):
             for start, ranks in groups:
                 lane, begin = next(lanes), start * rows + split * count
-                run = slice(begin, begin + count * len(ranks))
-                yield PartialRows(run, partial[run], lane, functools.partial(send, split, ranks, lane))
+                span = slice(begin, begin + count * len(ranks))
+                yield PartialRows(span, partial[span], lane, functools.partial(send, split, ranks, lane))
             world.barrier(copies)
-            world.wait_event(sums, world.record(copies))  # the last that `copies` waited for are this rank's own rows
+            # `copies` has also waited for the GEMM of this rank's own rows, which is the last one.
+            world.wait_event(sums, world.record(copies))
             result = out[split * count :][:count]
-            sum_parts(by_rank[me * splits + split], staging.local[split], result, bias, world, sums)
+            sum_parts(by_rank[rank * splits + split], staging.local[split], result, bias, world, sums)
 
     yield parts()
-    for side in (second, sums):
+    for side in (second_stream, sums):
         world.wait_event(stream, world.record(side))
 
 
-def pull_parts(world: World, source: SymmetricTensor, rows: slice, most: int, stream: Stream) -> torch.Tensor:
-    """Return [W, most, N] with the other ranks' `rows` of `source` [M, N], of which there are at most `most`."""
+def pull_parts(world: World, source: SymmetricTensor, rows: slice, max_rows: int, stream: Stream) -> torch.Tensor:
+    """Return [W, max_rows, N] with the other ranks' `rows` of `source` [M, N], of which there are most `max_rows`."""
     count, columns, dtype = rows.stop - rows.start, source.local.shape[1], source.local.dtype
-    staging = world.empty((world.size, most, columns), dtype)
+    staging = world.empty((world.size, max_rows, columns), dtype)
     for p in world.other_ranks if count else ():
         world.copy(staging[p][:count], source.peers[p][rows], stream)
     return staging
@@ -293,6 +299,7 @@ class Exchanged(NamedTuple):
 
 
 def push(world: World, memory: SymmetricTensor, send: Send, stream: Stream) -> None:
+    """Copy the send's rows into its reader's memory."""
     for plane, t in zip(memory.peers[send.reader], send.tensors, strict=True):
         world.copy(plane[send.row : send.row + len(t)], t, stream)
 
@@ -301,7 +308,9 @@ def exchange_rows(
     world: World, name: str, memory: SymmetricTensor, sends: Iterable[Send], push_to_peer: Push = push
 ) -> Exchanged:
     """Push rows into the `memory` of the ranks that read them, one send to each of them and a notification behind it,
-    and at the end what this rank sends to itself. The barrier says that all ranks have finished reading what the
+    and at the end what this rank sends to itself.
+
+    The barrier says that all ranks have finished reading what the
     previous call pushed, so that the memory may be written again. Nothing is staged, and a reader, which waits on the
     caller's stream between two kernels, needs no SM beside them. `name` is that of the memory, its barrier and its
     channel. `push_to_peer` moves what goes to other ranks."""

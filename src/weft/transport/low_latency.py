@@ -19,7 +19,7 @@ from ..world import World
 from .collectives import gather_at_once, reduce_at_once
 from .low_latency_kernels import EMPTY, PostingMemory, gather_low_latency, scatter_low_latency
 
-MAX_PROGRAMS = 1024  # of a launch
+MAX_PROGRAMS = 1024  # the most programs of a launch
 VECTOR = 16  # bytes
 _NAME = "low-latency rows"
 
@@ -106,7 +106,7 @@ def _posting(
     row_vectors = x.shape[1] * x.element_size() // VECTOR
     starts = list(itertools.accumulate((n * row_vectors for n in shards), initial=0))
     longest, block = max(shards) * row_vectors, 1024
-    parts = 1 if kernel is scatter_low_latency else world.size - 1  # that a rank receives and stores
+    parts = 1 if kernel is scatter_low_latency else world.size - 1  # the parts that a rank receives and stores
     while block > 128 and -(-longest // block) * parts < world.sm_count:
         block //= 2
     warps = min(plan.warps, block // 32)  # one program is on an SM, so its warps share all registers

@@ -57,7 +57,7 @@ def post_row(dst, src, count, VECTORS: tl.constexpr):
 
 @jit
 def to_fp32(words, DTYPE: tl.constexpr, P: tl.constexpr):
-    """fp32 [P]: the elements of DTYPE in int32 words."""
+    """Return fp32 [P], the elements of DTYPE in int32 words."""
     if DTYPE == tl.float32:
         elements = words.to(tl.float32, bitcast=True)
     elif DTYPE == tl.bfloat16:
@@ -72,8 +72,8 @@ def to_fp32(words, DTYPE: tl.constexpr, P: tl.constexpr):
 
 @jit
 def round_without_empty(y, DTYPE: tl.constexpr):
-    """y rounded to DTYPE, with positive zeros in place of elements that are then zero or smaller than TINY, so that no
-    word of it is EMPTY."""
+    """Return y rounded to DTYPE, with positive zeros in place of elements that are then zero or smaller than TINY, so
+    that no word of it is EMPTY."""
     rounded = y.to(DTYPE).to(tl.float32)
     return tl.where(tl.abs(rounded) < TINY, 0.0, rounded).to(DTYPE)
 
@@ -163,8 +163,8 @@ def sum_low_latency(
     WORDS: tl.constexpr,
     P: tl.constexpr,
 ):
-    """fp32 [P]: the sum of row t over the ranks, in their order, once all have posted it. The row has `row` words, at
-    most WORDS. The other ranks' rows are at `parts`, `stride` words apart; this rank's is at `x`.
+    """Return fp32 [P], the sum of row t over the ranks, in their order, once all have posted it. The row has `row`
+    words, at most WORDS. The other ranks' rows are at `parts`, `stride` words apart; this rank's is at `x`.
 
     SOURCES W + 1: the residual is added too. On its owner it is at `residual`; the other ranks have it behind `parts`,
     where the owner posted it. W 0: int32 [WORDS], the row at `parts` alone, which its owner, another rank, posted."""
@@ -206,7 +206,7 @@ def sum_low_latency(
 
 @jit
 def row_low_latency(src, owner, me, t, row, ch, WORDS: tl.constexpr):
-    """int32 [WORDS]: the row of `row` words at `src`, once its owner, another rank, has posted it."""
+    """Return int32 [WORDS], the row of `row` words at `src`, once its owner, another rank, has posted it."""
     return sum_low_latency(src, 0, src, src, owner, me, t, row, ch, tl.int32, 0, 1, WORDS, WORDS)
 
 

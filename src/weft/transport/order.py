@@ -8,8 +8,9 @@ from ..plans import Decomposed
 
 
 def group_steps(plan: Decomposed, size: int) -> list[range]:
-    """Steps of every group: step s moves the shard of rank ^ s, so that a step is a perfect matching of ranks and a
-    group of 2^i steps is one contiguous run of ranks. Other world sizes: each shard by itself, in ring order."""
+    """Return the steps of every group: step s moves the shard of rank ^ s, so that a step is a perfect matching of
+    ranks and a group of 2^i steps is one contiguous run of ranks. Other world sizes: each shard by itself, in ring
+    order."""
     if size & (size - 1):
         return [range(s, s + 1) for s in range(size)]
     groups, steps, start = plan.groups or (1,) * size, [], 0

@@ -25,8 +25,8 @@ class ProgramGroup(NamedTuple):
 
     last_tile: int  # the program's last tile of the group
     group: int
-    first_tile: int  # of the group
-    tiles_per_owner: int  # in the group
+    first_tile: int  # the first tile of the group
+    tiles_per_owner: int  # the tiles that each owner has in the group
 
 
 NO_GROUP = ProgramGroup(-1, 0, 0, 0)
@@ -80,7 +80,7 @@ class Signals:
     program_groups: torch.Tensor  # as signaled_gemm takes them, with an entry of no tile after each program's last
     offsets: torch.Tensor
     communicator: Communicator
-    waits: tuple[Launch, ...]  # by group
+    waits: tuple[Launch, ...]  # the waiting kernel of each group
     last_stream: Stream = None
     last_captured: Stream = None
 

@@ -102,7 +102,7 @@ def first_states(woven: Woven, hidden: torch.Tensor, normed: torch.Tensor) -> Hi
 
 
 def records_router_logits() -> bool:
-    """Whether Transformers records router logits in this forward pass."""
+    """Return whether Transformers records router logits in this forward pass."""
     from transformers.utils.output_capturing import _active_collector
 
     collector = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()

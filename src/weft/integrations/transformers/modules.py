@@ -61,9 +61,8 @@ class Layers:
     def check(self) -> None:
         """Raise Unsupported, naming the module, if a module or its forward was replaced, or if it has a hook that is
         not called."""
-        if not all(
-            map(operator.is_, map(dict.get, self._dicts, self._names), self._values)
-        ):  # loops in C, since this runs at every pass
+        # The comparisons loop in C, since this runs at every pass.
+        if not all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values)):
             path = next(path for path, entries, name, value in self._entries if entries.get(name) is not value)
             raise Unsupported(
                 f"{path} was replaced after the model was woven, which has no effect on a woven model: call "

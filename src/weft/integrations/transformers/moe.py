@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Whether the module's matrices are [in, out]."""
+        """Return whether the module's matrices are [in, out]."""
         return self.layout == "interleaved"
 
 

@@ -72,8 +72,8 @@ class ColumnShards:
         if len(self.weights) == 1:
             return gathered()
         y, full_x = gathered(return_gathered=True)
-        rest = [F.linear(full_x, w, b) for w, b in zip(self.weights[1:], self.biases[1:], strict=True)]
-        return torch.cat([y, *rest], -1)
+        others = [F.linear(full_x, w, b) for w, b in zip(self.weights[1:], self.biases[1:], strict=True)]
+        return torch.cat([y, *others], -1)
 
 
 class RowShard:
@@ -151,8 +151,8 @@ class MlpShard:
 
 def window_of(attention: Module) -> int | None:
     """Return the window of sliding-window attention, from the module, or from the configuration."""
-    has_window: Module = attention if hasattr(attention, "sliding_window") else attention.config
-    window: int | None = getattr(has_window, "sliding_window", None)
+    holder: Module = attention if hasattr(attention, "sliding_window") else attention.config
+    window: int | None = getattr(holder, "sliding_window", None)
     return window
 
 
@@ -170,8 +170,8 @@ class HeadsShard:
 
 
 class AttentionShard(HeadsShard):
-    """Attention without the output projection, whose rows may run in two token parts. Constants are looked up here,
-    because a configuration's attributes are slow."""
+    """Attention without the output projection, whose rows may run in two token parts. The constructor looks up all
+    constants, because attributes of a configuration are slow to read."""
 
     def __init__(self, attention: Module, world: World) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -180,23 +180,23 @@ class AttentionShard(HeadsShard):
         self.config, self.attend = attention.config, attention  # `weave` sets the forward below on this module
         self.dim = d = attention.head_dim
         self.heads = self.qkv.widths[0] // d, self.qkv.widths[1] // d
-        self.counts = [width // d for width in self.qkv.widths]
-        self.normed = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        self.norms: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.parameters = Parameters(self.normed, self._bind)
-        self.eps = self.normed[0].variance_epsilon if self.normed else 0.0
+        self.head_counts = [width // d for width in self.qkv.widths]
+        self.norm_modules = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+        self.norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.parameters = Parameters(self.norm_modules, self._bind)
+        self.eps = self.norm_modules[0].variance_epsilon if self.norm_modules else 0.0
         self.scaling, self.layer_idx = attention.scaling, attention.layer_idx
         self.takes_cache = "cache" in inspect.signature(type(attention).forward).parameters
         self.interfaces, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
         self.eager = modeling.eager_attention_forward
-        self.fast = fastest(
+        self.has_cudnn = fastest(
             world, AttentionConfig((), *self.heads, d, attention.q_proj.weight.dtype, attention.scaling)
         )
 
     def _bind(self) -> None:
-        if self.normed:
-            q, k = (local_of(norm.weight).detach() for norm in self.normed)
-            self.norms = q, k
+        if self.norm_modules:
+            q, k = (local_of(norm.weight).detach() for norm in self.norm_modules)
+            self.norm_weights = q, k
 
     def forward(
         self,
@@ -214,14 +214,17 @@ class AttentionShard(HeadsShard):
         `past_key_values`, and `cache` was that of continuous batching, which the attention function updates."""
         qkv, (cos, sin) = project(self.qkv, hidden_states), position_embeddings
         shape = qkv.shape[:-1]
-        qkv = rotary(qkv.flatten(0, -2), cos, sin, *self.heads, self.norms, self.eps, world=self.world)
-        q, k, v = qkv.view(*shape, -1, self.dim).transpose(1, 2).split(self.counts, 1)
+        qkv = rotary(qkv.flatten(0, -2), cos, sin, *self.heads, self.norm_weights, self.eps, world=self.world)
+        q, k, v = qkv.view(*shape, -1, self.dim).transpose(1, 2).split(self.head_counts, 1)
         if self.takes_cache and (cache := kwargs.pop("cache", past_key_values)) is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         elif past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         name = self.config._attn_implementation
-        if name == "sdpa" and (faster := self._faster(q, k, v, attention_mask, kwargs.get("is_causal"))) is not None:
+        if (
+            name == "sdpa"
+            and (faster := self._faster_attention(q, k, v, attention_mask, kwargs.get("is_causal"))) is not None
+        ):
             return faster.reshape(*shape, -1), None
         attend = self.interfaces.get_interface(name, self.eager)
         heads, weights = attend(
@@ -237,7 +240,7 @@ class AttentionShard(HeadsShard):
         )
         return heads.reshape(*shape, -1), weights
 
-    def _faster(
+    def _faster_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool | None
     ) -> torch.Tensor | None:
         """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None."""
@@ -246,7 +249,7 @@ class AttentionShard(HeadsShard):
             # The query heads of one key head are rows of one call, so that keys and values are not repeated.
             rows = q.reshape(b, kv, heads // kv, d)
             return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
-        if self.fast and mask is None and causal is not False and self.window is None and m == k.shape[2]:
+        if self.has_cudnn and mask is None and causal is not False and self.window is None and m == k.shape[2]:
             if is_long(m, m):
                 args = q, k, v, None, False, 0.0, True, False
                 return torch.ops.aten._scaled_dot_product_cudnn_attention(*args, scale=scale)[0].transpose(1, 2)

@@ -22,10 +22,10 @@ class Kinds(Protocol):
     """The kinds of an engine's modules."""
 
     def reduces(self, module: nn.Module) -> bool:
-        """Whether the module ends in an all-reduce that it can leave out."""
+        """Return whether the module ends in an all-reduce that it can leave out."""
 
     def gives_bias(self, module: nn.Module) -> bool:
-        """Whether the module returns (output, bias)."""
+        """Return whether the module returns (output, bias)."""
 
     def is_norm(self, module: nn.Module) -> bool: ...
 
@@ -111,7 +111,7 @@ class Tracer(fx.Tracer):
 
 
 def contains(module: nn.Module, kinds: Kinds) -> bool:
-    """Whether the module, which is not a reduction itself, contains one."""
+    """Return whether the module, which is not a reduction itself, contains one."""
     return not kinds.reduces(module) and any(kinds.reduces(child) for child in module.modules())
 
 
@@ -200,7 +200,7 @@ def sites(graph: Graph, kinds: Kinds, names: Mapping[int, str]) -> list[Site]:
 
 
 def residuals_stay(graph: Graph, norms: set[int]) -> bool:
-    """Whether only sites' norms read the residuals that sites' norms return, and as their residual."""
+    """Return whether only sites' norms read the residuals that sites' norms return, and as their residual."""
     for node in graph.nodes:
         if id(module_of(graph, node)) not in norms or len(node.args) < 2:
             continue

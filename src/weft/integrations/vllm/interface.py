@@ -55,7 +55,7 @@ class Interface:
 
     @property
     def unusable(self) -> str | None:
-        """The reason why nothing can be served, or None."""
+        """Return the reason why nothing can be served, or None."""
         return next((self.missing[name] for name in REQUIRED if name in self.missing), None)
 
 

@@ -59,11 +59,11 @@ class Classes:
         return self.plain(module) and not module.skip_bias_add
 
     def is_gemm(self, reduction: VllmObject) -> bool:
-        """Whether a reduction is a row-parallel linear that computes only the GEMM of its input."""
+        """Return whether a reduction is a row-parallel linear that computes only the GEMM of its input."""
         return isinstance(reduction, self.row) and self.plain(reduction) and bool(reduction.input_is_parallel)
 
     def plain(self, linear: VllmObject) -> bool:
-        """Whether a linear is unquantised, with a contiguous 16-bit weight [N, K]."""
+        """Return whether a linear is unquantised, with a contiguous 16-bit weight [N, K]."""
         if not all(hasattr(linear, name) for name in LINEAR) or type(linear.quant_method) is not self.unquantized:
             return False
         weight = linear.weight
@@ -71,7 +71,7 @@ class Classes:
 
 
 def sums_experts(runner: VllmObject) -> bool:
-    """Whether a runner of experts ends in an all-reduce that its configuration can leave out."""
+    """Return whether a runner of experts ends in an all-reduce that its configuration can leave out."""
     config: VllmObject = getattr(runner, "moe_config", None)
     if getattr(config, "skip_final_all_reduce", True) or getattr(config, "is_sequence_parallel", True):
         return False

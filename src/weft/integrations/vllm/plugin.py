@@ -234,7 +234,7 @@ def reason_to_skip(config: VllmObject) -> str | None:
 
 
 def passes_fuse(config: VllmObject) -> bool:
-    """Whether vLLM's own passes (up to 0.31) shard the tokens, and call torch's fused operators."""
+    """Return whether vLLM's own passes (up to 0.31) shard the tokens, and call torch's fused operators."""
     passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
     return bool(getattr(passes, "enable_sp", False) or getattr(passes, "fuse_gemm_comms", False))
 
@@ -273,11 +273,11 @@ def put_in_place(
     serve_fused_norms(world, report, counts)
     report.served += [f"{line} ({count} times)" for line, count in counts.items() if count]
     if flow.sites:
-        report.served.append(forms(flow, rows_from, woven_from, world))
+        report.served.append(residual_line(flow, rows_from, woven_from, world))
     report.left += flow.left
 
 
-def forms(flow: Flow, rows_from: int, woven_from: int, world: World) -> str:
+def residual_line(flow: Flow, rows_from: int, woven_from: int, world: World) -> str:
     """Return, for the report, how the ranks hold residuals, depending on the number of tokens."""
     if not rows_from:
         why = "faster so" if flow.by_rows else "they are read between layers"

@@ -108,7 +108,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return ((results[1] if gathered else x) if needs[1] else None, weight if needs[0] else None)
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
-        """dx is a GEMM + reduce-scatter of dy. dweight uses the saved gathered activation, or gathers it again."""
+        """Return dx, dweight and dbias. dx is a GEMM + reduce-scatter of dy. dweight uses the saved gathered
+        activation, or gathers it again."""
         (x, weight), (dy, dfull, _), (rows, _, gathered, *_) = ctx.saved, ctx.gradients, ctx.options
         like = dy if dy is not None else dfull
         assert like is not None
@@ -249,7 +250,7 @@ def all_gather_matmul(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """all_gather(x_shard) @ weight.T + bias: the column-parallel half of a layer (TileLink, section 5).
+    """Return all_gather(x_shard) @ weight.T + bias: the column-parallel half of a layer (TileLink, section 5).
 
     Every rank holds some rows of the activation and some columns of the layer, and gets all rows of its columns.
 
@@ -307,7 +308,8 @@ def all_gather_swiglu(
     plan: str | Plan,
     rows: Sequence[int] | None,
 ) -> torch.Tensor:
-    """silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch if the plan is fused.
+    """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch if the plan is
+    fused.
 
     In weight [S, K] blocks of `world.scale.interleave` rows of gate and of up alternate; the last two are padded with
     zeros. There is no gradient: use all_gather_matmul and silu_mul.

@@ -49,7 +49,7 @@ class HeadSplit:
 
     @property
     def rank_config(self) -> AttentionConfig:
-        """The attention that one rank computes: some heads over the whole sequence."""
+        """Return the attention that one rank computes: some heads over the whole sequence."""
         config, size = self.config, len(self.config.shards)
         heads, kv_heads = config.heads // size, config.kv_heads // size
         return replace(config, shards=(sum(config.shards),), heads=heads, kv_heads=kv_heads)

@@ -196,7 +196,7 @@ def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> torch.Tensor:
-    """Return on every rank the sequence [S, ..] in its own order, from each rank's zigzag rows x [n_r, ..].
+    """Return the sequence [S, ..] in its own order, on every rank, from each rank's zigzag rows x [n_r, ..].
 
     This is a collective without a gradient. `length` is S; None says that all ranks have as many rows as this one.
     Raises ValueError where x does not have the rows that `length` leaves this rank.

@@ -57,7 +57,7 @@ class BackwardOperands(NamedTuple):
 
 SequenceOffsets = tuple[Tensor, Tensor]  # Packed.cu_queries and cu_keys as int32 tensors on the device
 Result = tuple[Tensor, Tensor]  # out, lse
-QkvGradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
+QkvGradients = tuple[Tensor, Tensor, Tensor]  # the gradients of q, k and v
 ForwardDense = Callable[[Tensor, Tensor, Tensor, bool, float], Result]
 BackwardDense = Callable[[BackwardOperands, bool, float], QkvGradients]
 ForwardPacked = Callable[[Tensor, Tensor, Tensor, Packed, SequenceOffsets, float], Result]
@@ -107,7 +107,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Resul
 
 def _cudnn_backward(operands: BackwardOperands, causal: bool, scale: float) -> QkvGradients:
     q, k = operands.q, operands.k
-    seed = torch.zeros(1, dtype=torch.int64, device=q.device)  # of the dropout, whose probability is 0
+    seed = torch.zeros(1, dtype=torch.int64, device=q.device)  # the dropout's seed; its probability is 0
 
     def attention(*tensors: Tensor) -> QkvGradients:
         *inputs, lse = tensors

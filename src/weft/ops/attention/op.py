@@ -329,8 +329,8 @@ def gathered_attention(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q K^T) V over the keys K and values V of all ranks: attention of a sequence that is split over the
-    ranks (TileLink, section 5).
+    """Return softmax(scale q K^T) V over the keys K and values V of all ranks: attention of a sequence that is split
+    over the ranks (TileLink, section 5).
 
     Every rank holds some rows of the sequence and gets the output of its own queries.
 

@@ -39,8 +39,8 @@ KEYS = "attention keys"  # the buffer of remote keys and values, and its barrier
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """What all library calls of an operator call share. `shards` is the number of keys of each rank, `dim` the head
-    dimension."""
+    """The sizes that all library calls of one operator call share. `shards` are the numbers of keys of the ranks, `dim`
+    is the head dimension, `scale` multiplies q K^T."""
 
     shards: tuple[int, ...]
     heads: int
@@ -57,12 +57,12 @@ class AttentionConfig:
         key = use, sizes, self.dtype, self.heads, self.kv_heads, self.dim
         return world.decided.get(key) or self._choose(world, key, use, sizes, run)
 
-    def able(self, world: World, use: str, rows: int) -> Sequence[AttentionLibrary]:
-        """Return the libraries whose results are right for a call of at least `rows` queries and keys, the one that is
+    def usable(self, world: World, use: str, rows: int) -> Sequence[AttentionLibrary]:
+        """Return the libraries that compute correctly for a call of at least `rows` queries and keys, the one that is
         expected to be the fastest first."""
         kind = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
-        right = world.cached(("attention libraries", *kind), lambda: libraries.right(*kind))
-        return [library for library in right if library.min_rows <= rows] or right[-1:]
+        correct = world.cached(("attention libraries", *kind), lambda: libraries.right(*kind))
+        return [library for library in correct if library.min_rows <= rows] or correct[-1:]
 
     def _choose(
         self,
@@ -73,12 +73,12 @@ class AttentionConfig:
         run: Callable[[AttentionLibrary], object],
     ) -> AttentionLibrary:
         queries, keys, causal = sizes
-        able = self.able(world, use, min(queries, keys))
-        library, decided = able[0], True
-        if len(able) > 1 and world.backend.clock is not None:
+        usable = self.usable(world, use, min(queries, keys))
+        library, decided = usable[0], True
+        if len(usable) > 1 and world.backend.clock is not None:
             kind = world.device, self.dtype, self.heads, self.kv_heads, self.dim
             choice_key = use, stepped(queries), stepped(keys), causal, *kind
-            library = Chooser.alone.choose(Choice(choice_key, lambda mode: able[0], lambda: able, run))
+            library = Chooser.alone.choose(Choice(choice_key, lambda mode: usable[0], lambda: usable, run))
             decided = choice_key in Chooser.alone.trials  # a capture cannot time, so a later call decides
         if decided:
             world.decided[key] = library
@@ -262,8 +262,8 @@ def sequence_offsets(world: World, packed: Packed) -> SequenceOffsets:
 
 
 def merge_partials(world: World, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Merge partial results into `out` and `lse`. All partial results that do not begin at query 0 begin at the same
-    one."""
+    """Merge partial results into `out` and `lse`. Each begins at query 0, or at one other query that is the same for
+    all of those."""
     m, heads, d = out.shape
     if not m:
         return

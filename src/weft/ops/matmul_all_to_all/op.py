@@ -48,7 +48,8 @@ class Routing:
     it.
 
     `counts[s][d]`: the number of rows that rank s sends to rank d. A rank receives rows in the order of their source
-    ranks, and those of a rank in the order that they have there.
+    ranks, and those of a rank in the order that they have there. `key` names the destinations of all ranks, and so is
+    the same on every rank; `prepared` are the tables.
     """
 
     counts: tuple[tuple[int, ...], ...]
@@ -117,8 +118,8 @@ def matmul_all_to_all(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank destinations[i]
-    (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
+    """Return the rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank
+    destinations[i] (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
 
     Args:
         x: [m_s, K], this rank's rows; as many as there are destinations, 0 and a different number on every rank
@@ -135,7 +136,8 @@ def matmul_all_to_all(
     Returns: [r, N]: first the rows from rank 0 in the order that they have there, then those from rank 1, and so on.
         The numbers of rows from each rank are `[counts[world.rank] for counts in routing.counts]`.
 
-    Dtypes, devices and errors are those of `matmul_reduce_scatter`. There is no gradient. Signaled plans need an N that
+    Dtypes and devices are those of `all_gather_matmul`, which also says what is raised; a wrong destination of one rank
+    raises ValueError or TypeError on all. There is no gradient. Signaled plans need an N that
     is a multiple of 8; otherwise the op runs sequentially, and logs that once. Memory during the call: [m_s, N]
     (signaled), or two times [m_s, N] (sequential). If copy engines move the groups, the op takes [m, N] of symmetric
     memory instead of [m_s, N], for the largest m_s of a rank.
@@ -296,7 +298,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         for name, t in (("x", x), ("weight", weight)):
             check_device(self.name, world, name, t)
         validate(self.name, world, x, weight, bias)
-        if routing.world() is not world:  # its channels on the device count the calls of that World
+        if routing.world() is not world:  # a routing's channels count the calls of its own World
             raise ValueError(f"{self.name}: destinations were routed in another World; route them in this one")
         named = len(routing.destinations[world.rank])
         if named != x.shape[0]:

@@ -38,8 +38,8 @@ def matmul_all_to_all_routed(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank destinations[i],
-    which no host reads (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
+    """Return the rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank
+    destinations[i], which no host reads (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
 
     W is the number of ranks, at most 32 for "fused".
 
@@ -60,7 +60,7 @@ def matmul_all_to_all_routed(
             order there; the rows behind them are zero.
 
     x, weight and bias are all bfloat16 or all float16. "fused" needs N and K that are multiples of 8, and symmetric
-    memory; else the op runs sequentially, and says so once. Errors are those of `matmul_reduce_scatter`.
+    memory; else the op runs sequentially, and says so once. `all_gather_matmul` says what is raised.
 
     Backward: the gradients of received rows go back to the ranks that the rows came from; rows of a gradient behind the
     first counts[s] are not read. dx is 0 for a row that went nowhere. The gradients of weight and bias are of this
@@ -123,7 +123,7 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
         return x if needs[1] else None, weight if needs[0] else None, counts, target_rows
 
     def backward(self, world: World, context: Backward) -> Sequence[torch.Tensor | None]:
-        """dx, dweight and dbias are those of a linear layer, from the gradients that came back."""
+        """Return dx, dweight and dbias, which are those of a linear layer, from the gradients that came back."""
         (x, weight, counts, target_rows), needs, call = context.saved, context.needs, context.call
         dout = context.gradients[0]
         assert dout is not None and counts is not None and target_rows is not None

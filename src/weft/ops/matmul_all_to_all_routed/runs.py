@@ -27,8 +27,8 @@ COPY_WARPS, COPY_STAGES = 16, 3  # a program that copies rows has 48 KiB in flig
 def run_sequential(
     world: World, call: StaticCall, plan: Plan, operands: RoutedFactors, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The library's GEMM; its rows in one block for each rank, with zeros behind them; and all-to-alls of these and of
-    the numbers of rows."""
+    """Run the library's GEMM, put its rows into one block for each rank, with zeros behind them, and exchange by
+    all-to-alls of these and of the numbers of rows."""
     stream, size, (m, n) = world.current_stream(), world.size, (call.rows, call.n)
     x, weight, bias, destinations = operands
     y = world.linear(x, weight, bias, stream)
@@ -75,7 +75,7 @@ def return_sequential(
 def run_fused(
     world: World, call: StaticCall, plan: FusedAllToAll, operands: RoutedFactors, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Three launches on one stream, loaded before the first of them runs: the last one waits for other ranks."""
+    """Make three launches on one stream, loaded before the first of them runs: the last one waits for other ranks."""
     stream, m = world.current_stream(), call.rows
     x, weight, bias, destinations = operands
     arena = _arena(world, call)
@@ -106,7 +106,7 @@ def return_fused(
 
 
 def _arena(world: World, call: StaticCall) -> Arena:
-    """The arena, with room for the rows and counts of all sources in each half."""
+    """Return the arena, with room for the rows and counts of all sources in each half."""
     return world.arena(world.size * (call.rows * call.n * call.dtype.itemsize + torch.int32.itemsize))
 
 
@@ -115,14 +115,14 @@ def _inbox(arena: Arena) -> Inbox:
 
 
 def _block_shape(world: World, n: int) -> BlockShape:
-    """The block that a program copies at once: two 16-byte words of each thread."""
+    """Return the block that a program copies at once: two 16-byte words of each thread."""
     elements = 2 * world.scale.block
     cols = min(power(n), elements, 1024)
     return constants(BlockShape, ROWS=elements // cols, COLS=cols, STAGES=COPY_STAGES)
 
 
 def _channel(world: World, direction: str, call: StaticCall, plan: Plan | None) -> BlockChannel:
-    """The channel of one shape, with a counter for each source, which every program of a rank notifies once."""
+    """Return the channel of one shape, with a counter for each source, which every program of a rank notifies once."""
     name = f"{GEMM_ALL_TO_ALL_ROUTED}, {direction} {call.rows}x{call.n}x{call.k} {call.dtype} {plan}"
     return world.channel(name, world.size, None, arrivals=world.sm_count)
 
@@ -131,7 +131,7 @@ def _channel(world: World, direction: str, call: StaticCall, plan: Plan | None) 
 def _fused_launches(
     world: World, call: StaticCall, plan: FusedAllToAll, arena: Arena
 ) -> tuple[Launch, Launch, Launch, Ahead]:
-    """What numbers rows, what computes and sends them, what receives them, and what loads all three."""
+    """Return the launches that number the rows, compute and send them, and receive them; and what loads all three."""
     tile, programs = plan.tile, world.sm_count
     block = min(world.scale.routes, NUMBERED_ELEMENTS // power(world.size))
     inbox, ch = _inbox(arena), _channel(world, "rows", call, plan)
@@ -177,7 +177,7 @@ def _fused_launches(
 
 @prepared
 def _return_launch(world: World, call: StaticCall, arena: Arena) -> Launch:
-    """What sends the gradients of received rows, and receives those of the rows that were sent."""
+    """Return the launch that sends the gradients of received rows, and receives those of the rows that were sent."""
     return Launch(
         world,
         return_rows,

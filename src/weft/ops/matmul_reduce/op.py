@@ -129,7 +129,8 @@ class MatmulReduceScatter(MatmulReduce):
     small = FusedReduceScatter
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
-        """dx is an all-gather + GEMM of dy. dweight uses the dy that this has gathered."""
+        """Return dx, dweight and dbias. dx is an all-gather + GEMM of dy. dweight uses the dy that this has
+        gathered."""
         (x, weight), (dy,), (rows, *_), needs = ctx.saved, ctx.gradients, ctx.options, ctx.needs
         assert dy is not None
         shards = split_rows(world, ctx.shapes[0][0]) if rows is None else rows
@@ -190,7 +191,7 @@ class MatmulAllReduce(MatmulReduce):
         return TwoLevel(2) if kind is TwoLevel else super().default(world, kind)
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
-        """The gradients need no communication, since every rank has all of dy."""
+        """Return dx, dweight and dbias. They need no communication, since every rank has all of dy."""
         (x, weight), (dy,), needs = ctx.saved, ctx.gradients, ctx.needs
         assert dy is not None
         dy = dy.contiguous()
@@ -243,8 +244,8 @@ def matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
-    """This rank's rows of the sum over ranks of x @ weight.T, + bias: the row-parallel half of a layer (TileLink,
-    section 5).
+    """Return this rank's rows of the sum over ranks of x @ weight.T, + bias: the row-parallel half of a layer
+    (TileLink, section 5).
 
     Every rank holds all rows of some columns of the activation, and gets some rows of the whole output.
 
@@ -266,8 +267,8 @@ def matmul_reduce_scatter(
             torch.float8_e4m3fn. Partial sums, the result and the bias have the dtype out_dtype. "signaled" takes 16-bit
             operands only. Such a call has no gradient.
 
-    Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
-    the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
+    Dtypes, devices and layouts are those of `all_gather_matmul`, which also says what is raised. Sums over ranks are
+    accumulated in float32, in the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
 
     Returns:
         [m_r, N], with m_r = rows[world.rank].
@@ -321,11 +322,13 @@ def matmul_all_reduce(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
-    """The sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence parallelism
-    (TileLink, section 5).
+    """Return the sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence
+    parallelism (TileLink, section 5).
 
-    Args, dtypes and errors are those of `matmul_reduce_scatter`, scales too: x [M, K], weight [N, K], bias [N] the same
-    on all ranks, out [M, N]. plan may also be "two_shot" or, for few rows, TwoShotLowLatency().
+    Args are those of `matmul_reduce_scatter` without `rows`: x [M, K], weight [N, K], bias [N] the same on all ranks,
+    out [M, N], reorder, and for 8-bit operands x_scale, weight_scale, out_dtype and use_fast_accum. plan may also be
+    "two_shot" or, for few rows, TwoShotLowLatency(). Dtypes and devices are those of `all_gather_matmul`, which also
+    says what is raised.
 
     Returns:
         [M, N], the same bits on every rank.

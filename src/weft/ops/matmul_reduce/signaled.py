@@ -46,7 +46,13 @@ from .call import ReduceCall
 
 
 class Tiling(NamedTuple):
-    """The tiles of the signaled GEMM, as its kernel takes them. The GEMM's output is [rows, cols]."""
+    """The tiles of the signaled GEMM, as its kernel takes them.
+
+    The GEMM's output is [rows, cols]. `tiles` is the number of tiles, `tiles_m` that of tile rows of one owner, and
+    `owners` the number of ranks whose tiles alternate in memory (1 where every rank gets all rows). `in_order`: the
+    output has ordinary rows, else tiles in the order of their computation. `shard`: where copy engines scatter, the
+    tile rows of a rank, since the GEMM then begins with the next rank's; else 0.
+    """
 
     rows: int
     cols: int
@@ -116,6 +122,7 @@ def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tens
 
 
 def run_signaled(world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor) -> None:
+    """Compute the sum in ordinary order, in `out`."""
     if plan.copies:
         _by_copies(world, call, plan, operands, out)
         return
@@ -155,6 +162,7 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
     shards, n, size = call.shards, call.n, world.size
 
     def make() -> Signals:
+        # A group is a multiple of so many tiles: whole rows of tiles where the output is in order.
         unit = tiling.group_m * -(-n // plan.tile.block_n) if tiling.in_order else 1
         groups = schedule(tiling.tiles, world.sm_count - plan.ctas, plan.groups, tiling.owners, unit)
         first_rows = [0] if call.everywhere else [sum(shards[:r]) for r in range(size)]
@@ -196,6 +204,7 @@ def _by_collectives(
 
 
 def _by_copies(world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor) -> None:
+    """Compute the sum in `out`, with groups that copy engines move."""
     (_reduce_by_copies if call.everywhere else _scatter_by_copies)(world, call, plan, operands, out)
 
 

@@ -44,7 +44,7 @@ def _gather_chunks(p: PartTimes, plan: Decomposed, m: int, n: int, k: int, fit: 
     groups = plan.groups or (1,) * p.world
     staging = Work("gemm", "enter", local)
     works, arrived = [staging, Work("comm", "barrier", barrier, staging)], staging
-    if groups[0] > 1:  # this rank's rows are copied into place while the barrier runs
+    if groups[0] > 1:  # then this rank's rows are copied into place during the barrier
         works.append(Work("gemm", "own rows", local))
     for i, g in enumerate(groups):
         if g > (i == 0):

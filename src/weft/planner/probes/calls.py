@@ -16,7 +16,7 @@ from . import moves
 from .common import Bench, GemmShape, Probe
 from .moves import AFTER
 
-MOST_LOW_LATENCY_BYTES = 32 << 20  # of a low-latency collective
+MOST_LOW_LATENCY_BYTES = 32 << 20  # the largest low-latency collective that is timed
 
 
 def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:

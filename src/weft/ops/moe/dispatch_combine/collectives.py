@@ -38,7 +38,7 @@ def gather_tokens(
 
 
 def pick_rows(world: World, tokens: Tensor, sources: Tensor, rows: Tensor) -> None:
-    """rows [.., H], in expert order = the tokens of `sources`; zero where there is none."""
+    """Fill rows [.., H], in expert order, with the tokens of `sources`; zero where there is none."""
     flat, source = rows.view(-1, rows.shape[-1]), sources.flatten()
 
     def copy() -> None:

@@ -217,7 +217,7 @@ class Handle:
     ids: torch.Tensor
     weights: torch.Tensor
     handle_id: torch.Tensor = field(repr=False)
-    options: CallOptions = field(repr=False)  # those of `Combine`
+    options: CallOptions = field(repr=False)  # the options of the op `Combine`
     versions: tuple[int, ...] = field(default=(), repr=False)  # torch's version counters of ids and weights
 
     @property
@@ -318,8 +318,8 @@ def combine(
     shared: torch.Tensor | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
-    """out[t] = the sum over the token's routes of weight * its row of y, + shared[t]. It sums as `weft.moe.moe` does,
-    so that the same y gives the same bits.
+    """Return out[t] = the sum over the token's routes of weight * its row of y, + shared[t]. It sums as `weft.moe.moe`
+    does, so that the same y gives the same bits.
 
     Sums are accumulated in float32 and in a fixed order: a rank's sum of a token's experts there, by top-k slot, is
     rounded to the dtype; the token's rank adds these in the order of the ranks.
@@ -681,7 +681,7 @@ def launch_dispatch_kernels(
 def run_dispatch(
     world: World, call: ExchangeCall, plan: Plan, operands: DispatchOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """out = the rows, on the current stream. Returns offsets, counts, sources and the handle's id."""
+    """Fill `out` with the rows, on the current stream. Returns offsets, counts, sources and the handle's id."""
     state, number = exchange_state(world, call.exchange, plan, free_buffer(world, call.buffer_index)), next(_numbers)
     launch_dispatch(world, state, operands.x, operands.ids, operands.weights, out)
     handle_id = torch.tensor([number, state.buffer_index])

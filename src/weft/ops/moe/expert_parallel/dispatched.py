@@ -70,18 +70,18 @@ class DispatchedState:
 
     @property
     def push_block(self) -> int:
-        """The number of elements that a program of the side stream holds at once."""
+        """Return the number of elements that a program of the side stream holds at once."""
         return 32 * self.plan.side_warps * ELEMENTS_PER_THREAD
 
     @property
     def send_block(self) -> int:
-        """The number of rows that a program of `dispatch_rows` sends at once."""
+        """Return the number of rows that a program of `dispatch_rows` sends at once."""
         assert isinstance(self.plan, Dispatched)
         return min(self.plan.send_rows, max(1, self.push_block // power(self.layer.hidden)))
 
     @property
     def sent_elements(self) -> int:
-        """The number of elements of a block that is sent."""
+        """Return the number of elements of a block that is sent."""
         return self.send_block * power(self.layer.hidden) if isinstance(self.plan, Dispatched) else self.push_block
 
     def gemm(self, side_registers: int, columns: int, with_dispatch: bool) -> dict[str, int]:

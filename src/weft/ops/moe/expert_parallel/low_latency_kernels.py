@@ -142,7 +142,7 @@ def low_latency_gemm(
     EVEN_K: tl.constexpr,
     ELP: tl.constexpr,
 ):
-    """One of the two grouped GEMMs. w_desc [experts N, K], bias [experts, N] or None.
+    """Compute one of the two grouped GEMMs. w_desc [experts N, K], bias [experts, N] or None.
 
     FIRST_GEMM: from rows of tokens, through the activation, to hidden [.., INNER]; otherwise from hidden to y [.., N].
     A task is BN columns of an expert that has rows; tasks are distributed over the programs in turn.

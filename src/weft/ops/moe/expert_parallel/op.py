@@ -65,8 +65,8 @@ def moe(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t] (the layer of FlashMoE, section 3;
-    not its kernel).
+    """Return out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t] (the layer of FlashMoE,
+    section 3; not its kernel).
 
     There are W ranks and E experts, El = E / W of them on each: rank d has experts d El to (d + 1) El - 1. For expert
     parallelism within groups of ranks, each of which has all experts, `world` is one group: of 4 ranks

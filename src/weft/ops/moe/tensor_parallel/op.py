@@ -52,8 +52,8 @@ def all_gather_grouped_matmul(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first half: the rows of all ranks' tokens, one for each of a token's experts, times this rank's columns of
-    the experts' first matrices, and the activation (TileLink, section 7.2).
+    """Return the activation of all ranks' tokens times this rank's columns of the experts: the first half of a layer of
+    experts whose columns are split over ranks (TileLink, section 7.2). A token has a row for each of its experts.
 
     There are W ranks and E experts, El = E tp_size / W on each rank, which has I of the columns of each of its experts.
 
@@ -105,8 +105,9 @@ def grouped_matmul_reduce_scatter(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The second half: out[t] = the sum over the token's routes, and over the ranks that share the expert's columns, of
-    weight * (the route's row of hidden @ w2), + shared[t] (TileLink, section 7.2).
+    """Return each token's weighted sum of hidden @ w2, + shared: the second half of a layer of experts whose columns
+    are split over ranks (TileLink, section 7.2). In full, out[t] = the sum over the token's routes, and over the ranks
+    that share the expert's columns, of weight * (the route's row of hidden @ w2), + shared[t].
 
     Args:
         hidden, routes: the results of `all_gather_grouped_matmul` with the same rows and tp_size. They are not changed.
