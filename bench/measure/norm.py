@@ -17,7 +17,6 @@ import datetime
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ Method = tuple[Callable[[], Any], Callable[[], torch.Tensor]]  # a call, and its
 
 
 def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
-    """Return the plans to time for a size: one shot where its memory is small, and two shots in several forms."""
+    """Return the plans to time for a size: one shot where its memory is small, and two shots by way and programs."""
     found: list[Plan] = []
     if tokens * hidden * 2 <= 4 << 20:
         found += [OneShot(warps=w) for w in (8, 16)]
@@ -51,26 +50,12 @@ def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
         found += [
             TwoShotPush(spread=True),
             TwoShotPush(),
-            TwoShotPull(stages=9),
-            TwoShotPush(warps=8, spread=True, bulk=True),
+            TwoShotPull(),
         ]
         return found
-    rows = 2 if tokens <= 1024 else 4
-    push, pull = TwoShotPush(rows=rows), TwoShotPull(rows=rows)
-    push_bulk = replace(push, bulk=True, warps=8)
-    pull_bulk = replace(pull, bulk=True, warps=8)
-    found += [
-        Decomposed(),
-        push,
-        replace(push, rows=1),
-        replace(push, spread=True),
-        push_bulk,
-        replace(push_bulk, rows=1),
-        pull,
-        pull_bulk,
-    ]
-    for programs in (64, 32, 16):
-        found += [replace(p, programs=programs, rows=2 * rows) for p in (push, push_bulk, pull, pull_bulk)]
+    found += [Decomposed(), TwoShotPush(spread=True)]
+    for programs in (0, 64, 32, 16):
+        found += [TwoShotPush(programs), TwoShotPull(programs)]
     return found
 
 
@@ -194,7 +179,7 @@ class Bench:
         for plan in plans(m, h, world.size):
             pull = isinstance(plan, Decomposed | TwoShotPull)
             todo[plan.to_json()] = (place if pull else x, there, plan)
-            if plan in (TwoShotPush(rows=4), TwoShotPull(rows=4)):
+            if plan in (TwoShotPush(), TwoShotPull()) and m > 256:
                 todo["private " + plan.to_json()] = (x, None, plan)
         todo["weft sequential"] = (x, None, Sequential())
         for name, (part, to, plan) in todo.items():

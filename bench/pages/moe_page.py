@@ -149,19 +149,20 @@ def one_gpu_table(results: Path) -> str:
 
 
 def ratio_rows(over: dict[str, dict[int, dict[str, float]]]) -> str:
-    """A row a number of tokens, with the mean, least and most of the ratios over each library, by its name."""
-    heads = ["tokens", "layers", "mean", "least", "most"]
-    heads += [f"{head} over {title}" for title in [*over][1:] for head in ("mean", "least", "most")]
+    """A row a number of tokens, with the mean, least and, over the first library, most of the ratios, by libraries' names."""
+    heads = ["tokens", "mean", "least", "most"]
+    heads += [f"{head} over {title}" for title in [*over][1:] for head in ("mean", "least")]
     rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
     for tokens in sorted({tokens for ratios in over.values() for tokens in ratios}):
         known = [ratios.get(tokens, {}) for ratios in over.values()]
-        cells = [f"{tokens:,}", f"{max(map(len, known))}"]
-        for ratios in known:
+        cells = [f"{tokens:,}"]
+        for i, ratios in enumerate(known):
             if not ratios:
-                cells += [""] * 3
+                cells += [""] * (2 if i else 3)
                 continue
             (least, low), (most, high) = (choose((r, m) for m, r in ratios.items()) for choose in (min, max))
-            cells += [f"**{geometric(ratios.values()):.2f}x**", f"{least:.2f}x ({low})", f"{most:.2f}x ({high})"]
+            cells += [f"**{geometric(ratios.values()):.2f}x**", f"{least:.2f}x ({low})"]
+            cells += [] if i else [f"{most:.2f}x ({high})"]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -134,6 +134,25 @@ def views_kept() -> str:
     return percent(t["new"]["AG dec"] / t["old"]["AG dec"] for t in times.values())
 
 
+def few_programs(*methods: str) -> str:
+    """Cells of a table: of one method or, where it has two, of the faster."""
+    stored = [r for r in rows("nvidia-h100-x2", "norm-programs.jsonl") if r.get("M") == 4096]
+    return " | ".join(
+        f"{min(r['us'] for r in stored if r['method'] in methods and r['programs'] == programs):,.0f}"
+        for programs in (8, 16, 32, 132)
+    )
+
+
+def nccl_alone() -> str:
+    """It stands in the log alone: the rows are weft's."""
+    (time,) = (
+        m[1]
+        for line in log("nvidia-h100-x2", "norm-programs.log")
+        if (m := re.search(r"4096 .* NCCL alone (\d+) us", line))
+    )
+    return f"{time} us"
+
+
 def summed(way: str) -> str:
     """Return how much longer an all-reduce by groups takes than the one whose copies push and pull, each with its better
     grouping."""
@@ -613,6 +632,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "parts-own-whole": partial(in_parts, "own sums from the rows", "moe_tp", "own sums through the outbox"),
     "parts-narrow": partial(in_parts, '{"block_n": 128, "stages": 4}'),
     "parts-few": partial(in_parts, '{"senders": 32, "summers": 32}'),
+    "few-norm-nccl": nccl_alone,
+    "few-norm-pull-old": partial(few_programs, "pull", "pull rows=0"),
+    "few-norm-pull": partial(few_programs, "pull ahead"),
+    "few-norm-push-old": partial(few_programs, "push", "push rows=0"),
+    "few-norm-push": partial(few_programs, "push ahead"),
     "norms-programs": partial(decoder, 8192, "equal split"),
     "norms-copies": partial(decoder, 8192, "equal split, norm decomposed"),
     "norms-none": partial(decoder, 8192, "no communication"),

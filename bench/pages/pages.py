@@ -101,9 +101,8 @@ PAGES: dict[str, Callable[[], str]] = {
         "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),
     "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
-    "docs/vllm.md": lambda: marked(
-        "docs/vllm.md", ("vllm.jsonl", vllm_page.answers), ("vllm_serving.jsonl", vllm_page.serving)
-    ),
+    "docs/vllm.md": lambda: marked("docs/vllm.md", ("vllm_serving.jsonl", vllm_page.serving)),
+    vllm_page.TABLES: lambda: vllm_page.chapter(RESULTS),
     "docs/models.md": lambda: marked("docs/models.md", ("models.jsonl", tables.models)),
     "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
     "docs/hardware.md": lambda: filled("docs/hardware.md", hardware_page.tables(), hardware_page.BEGIN),

@@ -4,17 +4,28 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from pathlib import Path
 
 from bench.pages.tables import Rows, grid
 
+TABLES = "bench/results/vllm.md"
 FORMS = {
     "auto": "the plugin's choice", "whole": "norm fused with the sum", "rows": "residuals by rows", "woven": "two parts",
 }  # fmt: skip
 
 
-def answers(lines: Rows) -> str:
-    """Return the table with a line for each model, number of ranks and form; of the lines of one the newest counts."""
+def chapter(results: Path) -> str:
+    """Return the page of answers, TABLES."""
+    return f"# vLLM's answers with the plugin\n\n{answers(results)}\n"
+
+
+def answers(results: Path) -> str:
+    """Return the table with a line for each model, number of ranks and form, of all machines whose ranks share one GPU; of
+    the lines of one the newest counts."""
+    paths = sorted(results.glob("*-x1/vllm.jsonl"), reverse=True)  # H200, which was first, and H100
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     newest = {(r["model"], r["ranks"], r["form"], r["mode"]): r for r in lines}
     table = []
     for model, ranks, form in dict.fromkeys(key[:3] for key in newest):
@@ -24,9 +35,8 @@ def answers(lines: Rows) -> str:
         table.append([model, str(ranks), FORMS[form], *counts, f"{furthest:.4f}"])
     head = ["tiny model of random weights", "ranks", "form", "eager", "in CUDA graphs", "furthest log-probability"]
     versions = ", ".join(dict.fromkeys(row["vllm"] for row in newest.values()))
-    return (
-        f"vLLM {versions}. Tokens as without the plugin, up to the first other one of an answer:\n\n{grid(head, table)}"
-    )
+    said = "ranks share a GPU; tokens as without the plugin, up to the first other one of an answer"
+    return f"vLLM {versions}, {said}:\n\n{grid(head, table)}"
 
 
 def serving(lines: Rows) -> str:

@@ -38,7 +38,7 @@ SMALL_ALL_REDUCE = FusedAllReduce(
 )
 SMALL_ALL_TO_ALL = FusedAllToAll(tile=SMALL_TILE)
 SMALL_MOE = FusedMoe(tile=SMALL_TILE, per_sm=1, copy_programs=2, copy_rows=8, copy_stages=2)
-SMALL_REDUCE = TwoShotPush(warps=4, rows=2, stages=2)
+SMALL_REDUCE = TwoShotPush(warps=4, stages=2)
 SMALL_SIGNALED = Signaled(ctas=1, tile=SMALL_TILE)
 SMALL_DISPATCHED = Dispatched(tile=SMALL_TILE, dispatch_programs=2, send_rows=2, combine_programs=2, sum_rows=2)
 SMALL_DISPATCHED_COLUMNS = DispatchedColumns(tile=SMALL_TILE, dispatch_programs=2, combine_programs=2, sum_rows=2)

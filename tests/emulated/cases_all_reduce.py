@@ -122,7 +122,7 @@ def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, wi
     if rng.random() < 0.5:
         h = -(-h // 64) * 64  # in whole lines of bulk copies
     if isinstance(plan, TwoShotCounted):
-        plan = replace(plan, rows=rng.choice([1, 2, 4]))
+        plan = replace(plan, stages=rng.choice([2, 9]))
     seed = rng.randrange(1000)
     if rng.random() < 0.25:
         return sum_case(world, (m, h), plan, dtype=dtype, seed=seed, views=rng.random() < 0.3) / bound(dtype)
@@ -145,10 +145,10 @@ PLANS: dict[str, Plan] = {
     "decomposed": Decomposed(),
     "multicast": Multicast(programs=3, warps=4),
     "one shot": OneShot(programs=3, warps=4),
-    "two shots": TwoShotPush(warps=4, rows=2, stages=3),
+    "two shots": TwoShotPush(programs=3, warps=4, stages=4),
     "two shots, posted": TwoShotLowLatency(programs=3, warps=4),
-    "two shots, spread": TwoShotPush(warps=4, spread=True, stages=2),
-    "two shots, pulled": TwoShotPull(warps=4, rows=3, stages=4),
-    "two shots, bulk": TwoShotPush(warps=4, rows=2, bulk=True, stages=3),
-    "two shots, pulled, bulk": TwoShotPull(warps=4, rows=3, bulk=True, stages=4),
+    "two shots, spread": TwoShotPush(programs=3, warps=4, spread=True),
+    "two shots, pulled": TwoShotPull(programs=3, warps=4),
+    "two shots, a source at a time": TwoShotPush(programs=3, warps=4, stages=2),  # as wide rows of many ranks
+    "two shots, pulled a source at a time": TwoShotPull(programs=3, warps=4, stages=2),
 }

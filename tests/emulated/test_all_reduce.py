@@ -213,7 +213,7 @@ def test_residuals_at_odd_addresses_of_ranks_without_rows(name: str) -> None:
     assert max(emulate(main, 3)) < BF16
 
 
-@pytest.mark.parametrize("plan", [TwoShotPush(warps=4, rows=2, stages=2), Multicast()], ids=["two shots", "multicast"])
+@pytest.mark.parametrize("plan", [TwoShotPush(warps=4, stages=2), Multicast()], ids=["two shots", "multicast"])
 def test_peers_are_told_of_whole_words_alone(plan: Plan) -> None:
     """They store 16 bytes at a time."""
 
@@ -574,7 +574,7 @@ def test_without_a_multicast_address_or_for_wide_elements_it_is_sequential(caplo
 
 
 def test_plans_survive_json() -> None:
-    for plan in (*PLANS.values(), OneShot(programs=4), TwoShotPull(rows=8, stages=3)):
+    for plan in (*PLANS.values(), OneShot(programs=4), TwoShotPull(programs=8, stages=3)):
         assert Plan.from_json(plan.to_json()) == plan
 
 

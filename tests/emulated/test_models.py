@@ -23,7 +23,7 @@ from weft.plans import OneShot, TwoShotPull
 BF16 = 2.5e-2  # of a single row of logits, after two layers
 OWN = LayerPlan("woven", sms=5)  # on weft's own GEMM, which leaves one of six SMs
 PLANS = {"plain": "plain", "fused": "fused", "woven": "woven", "woven, own GEMM": OWN, "sequence": "sequence"}
-PULLED = TwoShotPull(programs=2, warps=4, rows=2).to_json()  # peers read the partial outputs in place
+PULLED = TwoShotPull(programs=2, warps=4).to_json()  # peers read the partial outputs in place
 NORMS = {
     "fused, pulled": LayerPlan("fused", norm=PULLED), "woven, pulled": LayerPlan("woven", norm=PULLED),
     "woven, one shot": LayerPlan("woven", norm=OneShot(programs=2, warps=4).to_json()),

@@ -360,7 +360,7 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
         x, w, said = draw(world.rank, 8, 16), draw(9, 16, 16), []
         for op, operands, plans in (
             ("all_gather_matmul", (x, w), (SMALL_GATHER, changed(SMALL_GATHER, pull_programs=1, block_k=16))),
-            ("all_reduce", (x,), (TwoShotPull(), TwoShotPull(rows=2, stages=3))),
+            ("all_reduce", (x,), (TwoShotPull(), TwoShotPull(stages=3))),
             ("matmul_reduce_scatter", (x, w), (OneShot(), Decomposed(pieces=2))),
         ):
             run = functools.partial(getattr(weft, op), *operands, world=world)
@@ -374,7 +374,7 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
             f"rank {r}: all_gather_matmul plan=FusedGather(tile=GemmTile(block_k={block_k}), pull_programs={programs})"
             for r, block_k, programs in ((0, 32, 2), (1, 16, 1))
         )
-        assert reduce.endswith("rank 0: all_reduce plan=TwoShotPull(rows=1, stages=9); rank 1: all_reduce plan=TwoShotPull(rows=2, stages=3)")  # fmt: skip
+        assert reduce.endswith("rank 0: all_reduce plan=TwoShotPull(stages=9); rank 1: all_reduce plan=TwoShotPull(stages=3)")  # fmt: skip
         assert "plan=OneShot(); rank 1:" in scatter and scatter.endswith("plan=Decomposed(pieces=2)")
 
 
@@ -465,7 +465,7 @@ plans = st.one_of(
     st.builds(FusedReduceScatter, pull_programs=st.integers(0, 32), batch=st.integers(1, 8)),
     st.builds(FusedAllReduce, tile=tiles, lag=st.integers(0, 8)),
     st.builds(FusedMoe, tile=tiles, copy_rows=st.sampled_from([1, 8])),
-    st.builds(TwoShotPush, spread=st.booleans(), bulk=st.booleans(), rows=st.sampled_from([1, 4])),
+    st.builds(TwoShotPush, spread=st.booleans(), stages=st.sampled_from([2, 9])),
     st.builds(TwoShotPull, programs=st.integers(0, 9)),
     st.builds(TwoShotLowLatency, warps=st.sampled_from([4, 16])),
     st.builds(Dispatched, tile=tiles),

@@ -103,8 +103,7 @@ for name, plan in {
     "one shot": OneShot(),
     "two shots": TwoShotPush(),
     "posted": TwoShotLowLatency(),
-    "pulled": TwoShotPull(rows=4),
-    "bulk": TwoShotPush(warps=8, bulk=True),
+    "pulled": TwoShotPull(),
     "decomposed": Decomposed(),
     "multicast": Multicast(),
 }.items():

@@ -272,7 +272,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
             signaled: Any = REGISTRY[op].default(world, Signaled)
             forms += [replace(signaled, groups=(1, 1)), replace(signaled, copies=True)]
         elif kind == "two_shot":
-            forms += [TwoShotLowLatency(), TwoShotPush(warps=8, rows=4, bulk=True), TwoShotPull(rows=2)]
+            forms += [TwoShotLowLatency(), TwoShotPush(warps=8, spread=True), TwoShotPull(programs=16)]
         elif kind == "segmented":
             forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.scale.presets else 16)]
         if kind != "multicast":

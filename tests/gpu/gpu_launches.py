@@ -204,7 +204,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             yield f"launches at new addresses, {name}", BF16, partial(norm_moving, world, plan, 40, torch.bfloat16)
     yield "launches at new addresses, fp32 weight", BF16, partial(norm_moving, world, OneShot(), 8, torch.float32)
     yield "launches at new addresses, all-gather", BF16, partial(gathered, world, OneShot())
-    for plan in (*POSTED, TwoShotPush(rows=2)):
+    for plan in (*POSTED, TwoShotPush()):
         yield f"launches of graphs in one pool, {plan}", BF16, partial(pools, world, plan)
     for name, call in memory_cases(world):
         yield f"launches keep no memory, {name}", 1.0, partial(flat, world, call)

@@ -116,9 +116,9 @@ def counted(world: weft.World) -> Iterator[Check]:
     for op in (SCATTER, ALL):
         yield from of_plan(world, op, "signaled by copies", replace(SMALL, ctas=4, copies=True))
     for name, plan in {
-        "two shots": TwoShotPush(rows=2),
+        "two shots": TwoShotPush(),
         "two shots, spread": TwoShotPush(warps=8, spread=True),
-        "two shots, pulled": TwoShotPull(rows=4),
+        "two shots, pulled": TwoShotPull(),
         "decomposed": Decomposed(),
     }.items():
         yield f"all-reduce {name}", bound(torch.bfloat16), partial(sum_case, world, (250, 1024), plan)

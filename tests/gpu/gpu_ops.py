@@ -116,7 +116,7 @@ def many_calls(world: weft.World) -> float:
 
 def norms(world: weft.World) -> float:
     """Random shapes and plans, late ranks: as torch has it, and the same bits again."""
-    plans = [OneShot(programs=8), TwoShotLowLatency(programs=8), TwoShotPush(programs=8, rows=2), Decomposed()]
+    plans = [OneShot(programs=8), TwoShotLowLatency(programs=8), TwoShotPush(programs=8), Decomposed()]
     rng, worst, calls = random.Random(3), 0.0, []
     for i in range(40):
         plan, m, h = rng.choice(plans), rng.randrange(1, 70), rng.choice([520, 2048])

@@ -17,13 +17,14 @@ from weft.plans import Decomposed, OneShot, Plan, TwoShotLowLatency, TwoShotPull
 PLANS: dict[str, Plan] = {
     "decomposed": Decomposed(),
     "one shot": OneShot(),
-    "two shots": TwoShotPush(rows=2),
+    "two shots": TwoShotPush(),
     "two shots, posted": TwoShotLowLatency(),
     "two shots, spread": TwoShotPush(warps=8, spread=True),
-    "two shots, bulk": TwoShotPush(warps=8, rows=4, bulk=True),
-    "two shots, pulled": TwoShotPull(rows=4),
-    "two shots, pulled, bulk": TwoShotPull(warps=8, rows=4, bulk=True),
-    "two shots, 2 programs": TwoShotPush(programs=2, rows=2),
+    "two shots, pulled": TwoShotPull(),
+    "two shots, pulled, 16 programs": TwoShotPull(programs=16),
+    "two shots, 2 programs": TwoShotPush(programs=2),
+    "two shots, a source at a time": TwoShotPush(stages=2),
+    "two shots, pulled a source at a time": TwoShotPull(programs=16, stages=2),
 }
 Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
@@ -131,7 +132,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"{title}, one row", BF16, partial(norm_case, world, 1, 2048, plan, calls=3)
         yield f"{title}, delays", 0.0, partial(delays, world, plan, most)
         yield f"{title}, replay", 0.0, partial(replay, world, plan, 30)
-    few, two, posted = PLANS["one shot"], TwoShotPush(rows=4), PLANS["two shots, posted"]
+    few, two, posted = PLANS["one shot"], PLANS["two shots"], PLANS["two shots, posted"]
     for name, plan, rows in (("", two, 333), (", posted", posted, 133), (", one shot", few, 33)):
         layer = dict(norm="layer", bias=True, full=True)
         yield f"all-reduce + norm, full layer bias{name}", BF16, partial(norm_case, world, rows, 5120, plan, **layer)

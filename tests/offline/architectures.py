@@ -95,7 +95,7 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
         yield f"to ranks signaled {n}", Case(to_ranks(plan, n, k, True, dtype), 8)
     for name, plan in {
         "one shot": OneShot(), "two shots, posted": TwoShotLowLatency(), "sequential": Sequential(),
-        "two shots": TwoShotPush(), "two shots, pulled": TwoShotPull(rows=4), "decomposed": Decomposed(),
+        "two shots": TwoShotPush(), "two shots, pulled": TwoShotPull(), "decomposed": Decomposed(),
     }.items():  # fmt: skip
         yield f"all-reduce + norm {name}", Case(norm(plan), 8)
         yield f"all-reduce + norm {name}, float32", Case(norm(plan, 40, 16384, dtype=torch.float32), 8)

@@ -49,6 +49,7 @@ from weft.ops import activation
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks, pull_scales
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce.kernels import (
+    ABSENT,
     load_row,
     multicast_shot,
     push_rows,
@@ -76,6 +77,7 @@ from weft.plans import (
     Plan,
     Sequential,
     Signaled,
+    TwoShotCounted,
     TwoShotLowLatency,
     TwoShotPull,
     TwoShotPush,
@@ -243,15 +245,13 @@ for name, plan in {
     "two shots": TwoShotPush(),
     "two shots, posted": TwoShotLowLatency(),
     "two shots, spread": TwoShotPush(warps=8, spread=True),
-    "two shots, pulled": TwoShotPull(rows=4),
-    "two shots, pulled by few": TwoShotPull(programs=16, rows=8),
-    "two shots, bulk": TwoShotPush(warps=8, bulk=True),
-    "two shots, pulled, bulk": TwoShotPull(programs=16, warps=8, rows=8, bulk=True),
+    "two shots, pulled": TwoShotPull(),
+    "two shots, pulled by few": TwoShotPull(programs=16),
     "sequential": Sequential(),
     "decomposed": Decomposed(),
     "multicast": Multicast(),
 }.items():
-    for ranks in (2, 4, 8) if name in ("one shot", "two shots", "two shots, posted") else (8,):
+    for ranks in (2, 4, 8) if name in ("one shot", "two shots", "two shots, posted", "two shots, pulled") else (8,):
         CASES[f"all-reduce + norm x{ranks}, {name}"] = norm(plan), ranks
     if plan != Sequential():
         CASES[f"all-reduce x8, {name}"] = norm(plan, sum_only=True), 8
@@ -262,6 +262,9 @@ for name, plan in {
         CASES[f"all-reduce + norm x8, {name}, by block"] = norm(plan, 40, 7168, quantize="block"), 8
     CASES[f"all-reduce + norm x8, {name}, 16384 float32"] = norm(plan, 40, 16384, dtype=torch.float32), 8
     CASES[f"all-reduce + norm x8, {name}, 1024"] = norm(plan, 1, 1024), 8
+    if isinstance(plan, TwoShotCounted):
+        CASES[f"all-reduce + norm x2, {name}, full, by row"] = norm(plan, 40, 8192, full=True, quantize="row"), 2
+        CASES[f"all-reduce + norm x2, {name}, 5120 fp8"] = norm(plan, 40, 5120, dtype=HALF, fp8=True, norm="layer"), 2
 for i, (op, ranks, plan) in enumerate(shipped()):
     fn = norm(plan, sum_only=op == "all_reduce") if op.startswith("all_reduce") else call(op, plan)
     CASES[f"table {i}: {op} x{ranks}"] = fn, ranks
@@ -613,13 +616,16 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
 
 
 def rows_are_under_way(launch: Launch, k: Compiled) -> None:
-    """STAGES rows in each pipeline, in whole 16-byte words; results leave in such words too."""
+    """As many stages as planned in each pipeline, a stage of a sum with the rows of all sources if AHEAD, in whole 16-byte words;
+    results leave in such words too."""
     norm, shots, threads = launch.args["norm"], launch.args["shots"], launch.options["num_warps"] * 32
     size = norm.DTYPE.value.primitive_bitwidth // 8
     copies = [s for s in steps_of(k.ptx) if "cp.async.cg.shared" in s.text]
     each = norm.P.value * size // (threads * 16)
-    for fn, pipelines in ((push_rows, 0 if shots.PULL.value else 1), (load_row, 1)):
-        assert sum(within(s, [fn]) for s in copies) == pipelines * each * shots.STAGES.value, fn.fn.__name__
+    sources = launch.args["ch"].world.value + (norm.RESIDUAL.value != ABSENT.value) if shots.AHEAD.value else 1
+    pushed, summed = 0 if shots.PULL.value else shots.STAGES.value, sources * shots.SUM_STAGES.value
+    for fn, rows in ((push_rows, pushed), (load_row, summed)):
+        assert sum(within(s, [fn]) for s in copies) == rows * each, fn.fn.__name__
     narrow = [s for s in steps_of(k.ptx) if "st.global" in s.text and not re.search(r"v[24]\.b(32|64)", s.text)]
     assert all(within(s, [end_call, store_scales, store_scales_everywhere]) for s in narrow), [str(s) for s in narrow][
         :2

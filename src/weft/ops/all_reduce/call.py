@@ -21,7 +21,6 @@ NORM, PLAIN_SUM = "all_reduce_rms_norm", "all_reduce"
 SUMMED_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 OUTPUTS = {**SUMMED_DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
-LINE = 128  # bytes of a line; bulk copies take rows of whole lines, at most 256
 
 Symmetric = SymmetricTensor | None
 
@@ -78,11 +77,6 @@ class SumCall(Call):
             GROUP=self.padded if self.group == self.h else self.group,
         )
         return sizes._replace(eps=self.eps)
-
-    def lines(self, dtype: torch.dtype) -> bool:
-        """Return whether bulk copies can take a row of this dtype, which must be whole lines, and not too many."""
-        nbytes = self.h * dtype.itemsize
-        return nbytes % LINE == 0 and self.padded * dtype.itemsize <= 256 * LINE
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
         """Return the launch options: `warps`, adjusted so that a thread has from 16 to 256 bytes of a row, and all

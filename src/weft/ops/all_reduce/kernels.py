@@ -2,16 +2,17 @@
 
 Each row has an owner: rank r owns M / W consecutive rows. The all-reduce has two shots:
 
-    push      Every rank stores its partial rows in the staging memory of their owner, block by block, and counts each
-              block. With PULL the rows stay in symmetric memory, and the rank notifies once that they are complete.
+    push      Every rank stores its partial rows in the staging memory of their owner, and counts each block: the rows
+              that one program sums. With PULL the rows stay in symmetric memory, and the rank notifies once that they
+              are complete.
     sum       The owner reads its rows from its staging memory (PULL: from all ranks), sums them in float32 in the order
               of the ranks, adds the residual and normalises in registers.
     publish   The owner stores the row in every rank's output, or in symmetric memory from which the host has it copied
               to the output.
 
                      t -->
-    program of r     | own rows of blocks 0, P, .. -> owners | wait | sum own block 0 -> all | wait | sum .. | wait |
-                                                               ^ counted by the other W - 1 ranks
+    program p of r   | its rows of every block p -> owners | wait | sum own block p -> all | wait for the owners |
+                                                             ^ counted by the other W - 1 ranks
 
 With multicast the switch does both: it sums what it reads from all ranks, and stores on all of them.
 
@@ -70,20 +71,20 @@ class Affine(NamedTuple):
 
 
 class Shots(NamedTuple):
-    """How PROGRAMS programs go over rows. R: rows of a block; D: owners of a unit (`push_rows`); STAGES: rows in
-    flight. PULL: owners read the other ranks' rows; BULK: rows are stored by TMA."""
+    """How programs go over rows. D: owners of a unit (`push_rows`); STAGES, SUM_STAGES: stages of the loops that push
+    and sum. PULL: owners read the other ranks' rows; AHEAD: a stage of a sum has the row of every source
+    (`sum_rows_ahead`), otherwise of one source (`sum_rows`)."""
 
-    PROGRAMS: tl.constexpr
-    R: tl.constexpr
     D: tl.constexpr
     STAGES: tl.constexpr
     PULL: tl.constexpr
-    BULK: tl.constexpr
+    AHEAD: tl.constexpr
+    SUM_STAGES: tl.constexpr
 
 
 class RankAddresses(NamedTuple):
     """The addresses of the memory of every rank, int64 [world]: of its part, staging memory, output, sum + residual,
-    and scales. With BULK, `stagings` and `landings` are the granules of a descriptor instead."""
+    and scales."""
 
     parts: torch.Tensor
     stagings: torch.Tensor
@@ -117,13 +118,6 @@ def store_row(row, part, H: tl.constexpr, P: tl.constexpr):
 def pointer(address, DTYPE: tl.constexpr):
     """Return a pointer to elements of DTYPE, which is known to be a multiple of 16 bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
-
-
-@jit
-def store_bulk(desc, granule, t, part, P: tl.constexpr):
-    """Store row t of the rank at `granule`, through a descriptor of [granule, row, line, 128 bytes], whose rows end at
-    H."""
-    desc.store([granule, t, 0, 0], tl.reshape(part, (1, 1, P // desc.block_shape[3], desc.block_shape[3])))
 
 
 @jit
@@ -183,17 +177,16 @@ def store_scales_everywhere(addresses, t, row_scales, me, norm, W: tl.constexpr)
 
 
 @jit
-def push_rows(x, stage_desc, stagings, counters, me, pid, M, max_rows, norm, shots, W: tl.constexpr):
+def push_rows(x, stagings, counters, me, pid, M, max_rows, R, norm, shots, W: tl.constexpr):
     """Push this rank's rows to their owners, each of which has staging memory for max_rows rows of every rank.
-    stagings, counters: the addresses of the owners' staging memory (BULK: granules) and counters, from the next rank
-    on. A unit is a block of R rows of each of D owners, whose stores one release makes visible."""
+    stagings, counters: the addresses of the owners' staging memory and counters, from the next rank on. A unit is a
+    block of R rows of each of D owners, whose stores one release makes visible."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
-    R: tl.constexpr = shots.R
     D: tl.constexpr = shots.D
-    PROGRAMS: tl.constexpr = shots.PROGRAMS
+    PROGRAMS = tl.num_programs(0)
     GROUPS: tl.constexpr = (W - 1) // D
-    units = tl.cdiv(M // W + (M % W > 0).to(tl.int32), R) * GROUPS
+    units = tl.cdiv(max_rows, R) * GROUPS
     own_units = tl.maximum(units - pid + PROGRAMS - 1, 0) // PROGRAMS
     cols = tl.arange(0, P)
     for q in tl.range(0, own_units * (R * D), num_stages=shots.STAGES):
@@ -203,16 +196,12 @@ def push_rows(x, stage_desc, stagings, counters, me, pid, M, max_rows, norm, sho
         owner = (me + 1 + step) % W
         lo = first_row(owner, M, W)
         i = block * R + q // D % R
-        row_ok = i < first_row(owner + 1, M, W) - lo
-        ok = row_ok & (cols < H)
+        ok = (i < first_row(owner + 1, M, W) - lo) & (cols < H)
         part = tl.load(x + (lo + i).to(tl.int64) * H + cols, mask=ok, other=0.0)
         staging = select(stagings, step, W - 1)
-        if shots.BULK:  # a row past the last one is outside of the descriptor's tensor, which drops it
-            store_bulk(stage_desc, staging, tl.where(row_ok, me * max_rows + i, 1 << 24), part, P)
-        else:
-            tl.store(pointer(staging, norm.DTYPE) + (me * max_rows + i).to(tl.int64) * H + cols, part, mask=ok)
+        tl.store(pointer(staging, norm.DTYPE) + (me * max_rows + i).to(tl.int64) * H + cols, part, mask=ok)
         if q % (R * D) == R * D - 1:
-            flush_stores(shots.BULK)
+            flush_stores(False)
             release_fence("sys")
             for k in tl.static_range(D):
                 counter = pointer(select(counters, unit % GROUPS * D + k, W - 1), tl.int32)
@@ -220,64 +209,82 @@ def push_rows(x, stage_desc, stagings, counters, me, pid, M, max_rows, norm, sho
 
 
 @jit
-def sum_rows(
-    sources, out_desc, outs, sums, me, weights, start, count, lo, new_residual, norm,
-    SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr, BULK: tl.constexpr,
-):  # fmt: skip
-    """Sum own rows start .. start + count over `sources`, which are the addresses of own row 0, normalise them, and
-    store them from row lo + start on in the TO outputs `outs` (addresses; BULK: granules), of which this rank's is the
-    first. The sum is stored in `new_residual` (KEEP OWN), or in all of `sums` (WHOLE)."""
+def store_sum(acc, w, b, divisor, outs, sums, me, weights, i, lo, new_residual, norm, TO: tl.constexpr):
+    """Normalise own row i, whose sum is `acc`, and store it in row lo + i of the TO outputs `outs` (addresses), this
+    rank's first. The sum is stored in `new_residual` (KEEP OWN), or in all of `sums` (WHOLE)."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
-    DTYPE: tl.constexpr = norm.DTYPE
-    OUT: tl.constexpr = norm.OUT
-    KEEP: tl.constexpr = norm.KEEP
+    if norm.KEEP == OWN:
+        store_row(new_residual + i * H, acc.to(norm.DTYPE), H, P)
+    y = normalise(acc, w, b, divisor, norm)
+    if norm.GROUP:
+        y, scales = divide_by_scales(y, P // norm.GROUP, norm.GROUP)
+        if TO > 1:
+            store_scales_everywhere(weights.scale, lo + i, scales, me, norm, TO)
+        else:
+            store_scales(weights.scale, lo + i, scales, norm)
+    y = y.to(norm.OUT)
+    for k in tl.static_range(TO):
+        store_row(pointer(outs[k], norm.OUT) + (lo + i) * H, y, H, P)
+        if norm.KEEP == WHOLE:
+            landing = address_of(sums, (me + k) % TO, norm.DTYPE)
+            store_row(landing + (lo + i) * H, acc.to(norm.DTYPE), H, P)
+
+
+@jit
+def sum_rows(
+    sources, outs, sums, me, weights, start, count, lo, new_residual, norm,
+    SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum own rows start .. start + count over `sources`, which are the addresses of own row 0, and give each to
+    `store_sum`. A stage has one source's row, so that wide rows of many sources are in flight too."""
+    H: tl.constexpr = norm.H
+    P: tl.constexpr = norm.P
     acc = tl.zeros((P,), tl.float32)
     for q in tl.range(0, count * SOURCES, num_stages=STAGES):
         source = q % SOURCES
         i = (start + q // SOURCES).to(tl.int64)
-        part = load_row(pointer(select(sources, source, SOURCES), DTYPE) + i * H, H, P)
+        part = load_row(pointer(select(sources, source, SOURCES), norm.DTYPE) + i * H, H, P)
         acc = tl.where(source == 0, 0.0, acc) + part.to(tl.float32)
         if source == SOURCES - 1:
             w, b, divisor = load_parameters(weights, norm)
-            if KEEP == OWN:
-                store_row(new_residual + i * H, acc.to(DTYPE), H, P)
-            y = normalise(acc, w, b, divisor, norm)
-            if norm.GROUP:
-                y, scales = divide_by_scales(y, P // norm.GROUP, norm.GROUP)
-                if TO > 1:
-                    store_scales_everywhere(weights.scale, lo + i, scales, me, norm, TO)
-                else:
-                    store_scales(weights.scale, lo + i, scales, norm)
-            y = y.to(OUT)
-            for k in tl.static_range(TO):
-                if BULK:
-                    store_bulk(out_desc, outs[k], lo + start + q // SOURCES, y, P)
-                else:
-                    store_row(pointer(outs[k], OUT) + (lo + i) * H, y, H, P)
-                if KEEP == WHOLE:
-                    landing = address_of(sums, (me + k) % TO, DTYPE)
-                    store_row(landing + (lo + i) * H, acc.to(DTYPE), H, P)
+            store_sum(acc, w, b, divisor, outs, sums, me, weights, i, lo, new_residual, norm, TO)
+
+
+@jit
+def sum_rows_ahead(
+    sources, outs, sums, me, weights, start, count, lo, new_residual, norm,
+    SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Do what `sum_rows` does, with one wait and barrier a row: a stage has the row of every source, whose loads are
+    issued before the first is used. The parameters are loaded once."""
+    H: tl.constexpr = norm.H
+    P: tl.constexpr = norm.P
+    w, b, divisor = load_parameters(weights, norm)
+    for q in tl.range(0, count, num_stages=STAGES):
+        i = (start + q).to(tl.int64)
+        acc = load_row(pointer(sources[0], norm.DTYPE) + i * H, H, P).to(tl.float32)
+        for k in tl.static_range(1, SOURCES):
+            acc += load_row(pointer(sources[k], norm.DTYPE) + i * H, H, P).to(tl.float32)
+        store_sum(acc, w, b, divisor, outs, sums, me, weights, i, lo, new_residual, norm, TO)
 
 
 @jit(do_not_specialize=("M",))
-def two_shot(
-    x, staging, stage_desc, out_desc, addresses, residual, new_residual, weight, bias, scale, epoch, ch, M, norm, shots
-):
+def two_shot(x, staging, addresses, residual, new_residual, weight, bias, scale, epoch, ch, M, norm, shots):
     """All-reduce x [M, H], this rank's part, with the norm, to the output [M, H] and, KEEP WHOLE, the sum + residual
     [M, H] of every rank, whose memory `addresses` has. staging [W, max_rows, H]: the rows that the ranks push to this
-    one, unused with PULL. residual, new_residual: [own rows, H] (OWN), or residual [M, H] (WHOLE). Counters: the
-    arrivals of each own block (PULL: one counter, which each rank notifies when its part is complete), then for each
-    owner the programs that have stored all its rows."""
+    one, unused with PULL. residual, new_residual: [own rows, H] (OWN), or residual [M, H] (WHOLE). Each program sums
+    one block of R rows. Counters: the arrivals of each own block (PULL: one counter, which each rank notifies when its
+    part is complete), then for each owner the programs that have stored all its rows."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
-    R: tl.constexpr = shots.R
-    PROGRAMS: tl.constexpr = shots.PROGRAMS
+    PROGRAMS = tl.num_programs(0)
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
     calls = calls_of(ch)
     max_rows = M // W + (M % W > 0).to(tl.int32)
+    R = tl.cdiv(max_rows, PROGRAMS)
     lo = first_row(me, M, W)
     rows = first_row(me + 1, M, W) - lo
     if shots.PULL:
@@ -290,8 +297,8 @@ def two_shot(
         for k in tl.static_range(1, W):
             stagings = stagings + (tl.load(addresses.stagings + (me + k) % W),)
             counters = counters + (tl.load(ch.peers + (me + k) % W),)
-        push_rows(x, stage_desc, stagings, counters, me, pid, M, max_rows, norm, shots, W)
-        done = tl.cdiv(max_rows, R)
+        push_rows(x, stagings, counters, me, pid, M, max_rows, R, norm, shots, W)
+        done = PROGRAMS
 
     sources = ()
     outs = ()
@@ -310,21 +317,22 @@ def two_shot(
     SOURCES: tl.constexpr = W + (norm.RESIDUAL != ABSENT)
 
     weights = Affine(weight, bias, addresses.scales if norm.GROUP else scale)
-    blocks = tl.cdiv(rows, R)
-    for block in range(pid, blocks, PROGRAMS):
+    start = pid * R
+    count = tl.minimum(R, rows - start)
+    if count > 0:
         if shots.PULL:
-            wait_until(ch.counters, calls * W, ch.guard, block, -1, "sys")
+            wait_until(ch.counters, calls * W, ch.guard, pid, -1, "sys")
         else:
-            wait_until(ch.counters + block, calls * (W - 1), ch.guard, block, -1, "sys")
-        sum_rows(
-            sources, out_desc, outs, addresses.sums, me, weights, block * R, tl.minimum(R, rows - block * R), lo,
-            new_residual, norm, SOURCES, W, shots.STAGES, shots.BULK,
+            wait_until(ch.counters + pid, calls * (W - 1), ch.guard, pid, -1, "sys")
+        sum_block: tl.constexpr = sum_rows_ahead if shots.AHEAD else sum_rows
+        sum_block(
+            sources, outs, addresses.sums, me, weights, start, count, lo, new_residual, norm, SOURCES, W,
+            shots.SUM_STAGES,
         )  # fmt: skip
-    if pid < blocks:
-        channel_broadcast(ch, done + me, shots.BULK)
+        channel_broadcast(ch, done + me, False)
     for owner in range(pid, W, PROGRAMS):
         owner_blocks = tl.cdiv(first_row(owner + 1, M, W) - first_row(owner, M, W), R)
-        wait_until(ch.counters + done + owner, calls * tl.minimum(owner_blocks, PROGRAMS), ch.guard, -1, owner, "sys")
+        wait_until(ch.counters + done + owner, calls * owner_blocks, ch.guard, -1, owner, "sys")
     end_call(ch, epoch, PROGRAMS)
 
 
@@ -398,8 +406,8 @@ def sum_norm(
     SOURCES: tl.constexpr = W + (norm.RESIDUAL != ABSENT)
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
         sum_rows(
-            sources, x, (out.to(tl.int64),), x, rank, Affine(weight, bias, scale), block * R,
-            tl.minimum(R, rows - block * R), lo, new_residual, norm, SOURCES, 1, STAGES, False,
+            sources, (out.to(tl.int64),), x, rank, Affine(weight, bias, scale), block * R,
+            tl.minimum(R, rows - block * R), lo, new_residual, norm, SOURCES, 1, STAGES,
         )  # fmt: skip
 
 

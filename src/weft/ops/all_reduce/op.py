@@ -20,7 +20,6 @@ from ...plans import (
     Plan,
     Sequential,
     TwoLevel,
-    TwoShotCounted,
     TwoShotLowLatency,
     TwoShotPull,
     TwoShotPush,
@@ -96,8 +95,8 @@ class Reduce(Op[SumCall]):
         if is_low_latency(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):
             return world.peer_reason
         reason = world.symmetric_reason
-        if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShotCounted) and plan.bulk)):
-            reason = lacks(world.capability, HOPPER, "bulk copies and multicast")
+        if reason is None and isinstance(plan, Multicast):
+            reason = lacks(world.capability, HOPPER, "multicast addresses")
         return why_no_multicast(world, call) if reason is None and isinstance(plan, Multicast) else reason
 
     def execute(
@@ -165,8 +164,8 @@ class AllReduceRmsNorm(Reduce):
     tries = (
         OneShot(warps=16),
         TwoShotLowLatency(),
-        TwoShotPush(rows=4, spread=True),
-        TwoShotPush(warps=8, bulk=True, spread=True),
+        TwoShotPush(spread=True),
+        TwoShotPull(programs=16),
     )
     signature = (
         "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? scale, float eps, str norm,"

@@ -13,12 +13,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...architectures import shared_kib
 from ...backends.base import Stream, SymmetricTensor
 from ...kernel_launch import Launch, Words, prepared
-from ...lang.host import beyond
 from ...lang.jit import constants
 from ...plans import (
     Decomposed,
@@ -31,10 +29,10 @@ from ...plans import (
 )
 from ...transport import low_latency
 from ...transport.copy_engine import COPIES, pull_parts, pull_rows
-from ...transport.memory import Flat, flat, lock, rank_word, workspace
+from ...transport.memory import lock, rank_word, workspace
 from ...world import World
 from ..common import split_rows
-from .call import LINE, PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
+from .call import PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
 from .kernels import ABSENT, OWN, WHOLE, RankAddresses, Shots, add_norm, sum_norm, two_shot
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
@@ -127,43 +125,25 @@ def all_reduce_low_latency(
 
 
 # -- rows with counters ------------------------------------------------------------------------------------------------
-def row_descriptor(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
-    """Return a descriptor of every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of
-    one row. Elements of a block after H are not stored, nor are rows from 2^24 on."""
-    assert memory is not None
-    line, size = LINE // dtype.itemsize, dtype.itemsize
-    shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
-    return TensorDescriptor(beyond(memory.base.view(dtype)), shape, strides, [1, 1, call.padded // line, line])
-
-
-def _moved_by_bulk(
-    call: SumCall, world: World, plan: TwoShotCounted, staging: SymmetricTensor | None, out: SymmetricTensor
-) -> tuple[dict[str, object], dict[str, torch.Tensor]] | None:
-    """Return the descriptors, and the granules of each rank, with which bulk copies store rows; None if they cannot."""
-    (near, near_granules), (far, far_granules) = flat(world, staging or out), flat(world, out)
-    if not (plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and near and far):
-        return None
-    stage_desc = row_descriptor(call, near, call.dtype if staging else call.out_dtype)
-    descriptors = dict(stage_desc=stage_desc, out_desc=row_descriptor(call, far, call.out_dtype))
-    return descriptors, dict(stagings=near_granules, landings=far_granules)
-
-
 def _room(world: World) -> int:
     """Return the bytes of shared memory for the rows in flight."""
     return (shared_kib(world.capability) - REST_KIB) << 10
 
 
-def _shots(plan: TwoShotCounted, programs: int, world: World, row: int, bulk: bool) -> Shots:
-    """Return the plan as the kernel takes it. row: bytes of a row."""
-    in_flight = (_room(world) - (2 * row if bulk else 0)) // row + 1
+def _shots(world: World, call: SumCall, plan: TwoShotCounted) -> Shots:
+    """Return the plan as the kernel takes it. n stages keep the rows of n - 1 in shared memory. A stage of a sum is
+    the row of all sources if there is room for two such stages, because fewer leave the link idle while a row is
+    summed; 8 ranks' rows of 16 KiB, or two ranks' of 64 KiB, leave room for one."""
+    row, room = call.padded * call.dtype.itemsize, _room(world)
+    sources = world.size + (call.residual != ABSENT.value)
+    stages, ahead = (max(1, min(plan.stages, room // nbytes + 1)) for nbytes in (row, row * sources))
     return constants(
         Shots,
-        PROGRAMS=programs,
-        R=plan.rows,
         D=1 if isinstance(plan, TwoShotPush) and plan.spread else world.size - 1,
-        STAGES=max(1, min(plan.stages, in_flight)),
+        STAGES=stages,
         PULL=plan.pull,
-        BULK=bulk,
+        AHEAD=ahead > 2,
+        SUM_STAGES=ahead if ahead > 2 else stages,
     )
 
 
@@ -207,7 +187,7 @@ def run_two_shot(world: World, call: SumCall, plan: TwoShotCounted, t: Tensors, 
         rows = world.size * -(-call.m // world.size)
         staging = workspace(world, f"{SHARED}, staging", (rows, call.h), call.dtype)
     launch = _two_shot_launch(world, call, plan, staging, shared)
-    instead = {name: t.x for name in ("staging", "stage_desc", "out_desc") if name in launch.moving}
+    instead = {} if staging else dict(staging=t.x)
     launch(stream, **t.arguments(), x=t.x, **instead)
     take_rows(world, t, shared, stream)
 
@@ -220,18 +200,12 @@ def _two_shot_launch(
     staging: Symmetric,
     shared: SharedRows,
 ) -> Launch:
-    """Return the launch. It has no argument for staging memory if there is none, nor descriptors if rows are not stored
-    by bulk copies: the caller passes x for these, which the kernel does not read."""
+    """Return the launch. It has no argument for staging memory if there is none: the caller passes x instead, which the
+    kernel does not read there."""
     source, out, sums, scales = shared
-    size, programs = call.dtype.itemsize, plan.programs or world.sm_count
-    bulk = _moved_by_bulk(call, world, plan, staging, out) if plan.bulk else None
-    descriptors, granules = bulk or ({}, dict(stagings=(staging or out).addresses, landings=out.addresses))
-    fixed: dict[str, object] = dict(descriptors)
-    if staging is not None:
-        fixed["staging"] = staging.local.view(call.dtype)
-    most = -(-call.m // world.size)
-    blocks = -(-most // plan.rows)
-    counters = (1 if plan.pull else blocks) + world.size
+    programs = plan.programs or world.sm_count
+    counters = (1 if plan.pull else programs) + world.size
+    fixed = dict(staging=staging.local.view(call.dtype)) if staging else {}
     return Launch(
         world,
         two_shot,
@@ -240,15 +214,16 @@ def _two_shot_launch(
         **fixed,
         addresses=RankAddresses(
             parts=(source or out).addresses,
+            stagings=(staging or out).addresses,
+            landings=out.addresses,
             sums=(sums or out).addresses,
             scales=(scales or out).addresses,
-            **granules,
         ),
         epoch=world.cached("two-shot all-reduce, epoch", lambda: world.zeros((1,), torch.int32)),
         ch=world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", counters, None)),
         M=call.m,
         norm=call.computed,
-        shots=_shots(plan, programs, world, call.padded * size, bulk is not None),
+        shots=_shots(world, call, plan),
     )
 
 
