@@ -270,7 +270,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: 
 
 
 def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the first call has: routes go evenly to the experts, and find room where the caller says how much there is."""
+    """Whatever the first call has. Its routes are random, or even where random ones might not find room."""
     ran: list[Plan] = []
     replayed(monkeypatch, {LowLatency: 50.0}, ran)
 
@@ -287,7 +287,8 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
             call = MOE.check(world, operands, (*options, False))
             timed, given = MOE.balanced(world, call, operands)
             counts = torch.bincount(given.ids.flatten(), minlength=experts)
-            assert timed.own_tokens == len(given.x) and counts.max() - counts.min() <= 1 and given.shared is None
+            assert timed.own_tokens == len(given.x) and given.shared is None
+            assert (counts.max() - counts.min() > 1) == (most == 64)
             assert all(len({*row}) == k for row in given.ids.tolist())
             found.append((timed.own_tokens, MOE.choose(world, call, "auto", True).kind))
             world.choices.trial(MOE.choice(world, call, operands))

@@ -268,16 +268,23 @@ class Moe(Op[MoeCall]):
         )
 
     def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:
-        """Return a call with as many tokens as a rank may have, whose routes are spread evenly over the experts. The
-        first call itself may have few tokens, or a warm-up's tokens that all go to the same experts."""
+        """Return a call with as many tokens as a rank may have, whose experts are drawn at random. The first call
+        itself may have few tokens, or a warm-up's tokens that all go to the same experts."""
         layer, device = call.layer, operands.x.device
         k, max_rows = layer.k, layer.max_rows
         tokens_that_fit = (
             layer.max_tokens_per_rank if max_rows is None else max(max_rows - layer.experts // world.size, 0) // k
         )
         tokens = min(layer.max_tokens_per_rank, tokens_that_fit)
-        route = torch.arange(tokens * k, device=device, dtype=torch.int32).view(tokens, k)
-        ids = (route + world.rank * tokens * k) % layer.experts
+        local_experts = -(-layer.experts // world.size)
+        if max_rows is None or world.size * tokens * min(k, local_experts) + local_experts <= max_rows:
+            # Even routes would fill the tiles of every expert alike: with 16 rows each, one tile of 16 rows would do
+            # for all experts, where real routing needs two for half of them, and reads their weights twice.
+            generator = torch.Generator(device).manual_seed(world.rank)
+            ids = torch.rand(tokens, layer.experts, device=device, generator=generator).topk(k).indices.int()
+        else:  # random routes might not find room
+            route = torch.arange(tokens * k, device=device, dtype=torch.int32).view(tokens, k)
+            ids = (route + world.rank * tokens * k) % layer.experts
         x, weights = operands.x.new_ones(tokens, layer.hidden), operands.weights.new_full((tokens, k), 1 / k)
         balanced_operands = operands._replace(x=x, ids=ids, weights=weights, shared=None, received=None)
         return replace(call, own_tokens=tokens, tokens=None), balanced_operands
