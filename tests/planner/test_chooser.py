@@ -38,6 +38,7 @@ from weft.plans import (
     Plan,
     Sequential,
     TwoShotLowLatency,
+    TwoShotPull,
     TwoShotPush,
 )
 
@@ -335,7 +336,8 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
             weft.explain(NORM, 65, 4096, 1, world=world)
         return found
 
-    few, many = {Sequential, OneShot, TwoShotLowLatency, TwoShotPush}, {Sequential, TwoShotPush}
+    many = {Sequential, TwoShotPush, TwoShotPull}
+    few = {*many, OneShot, TwoShotLowLatency}
     assert weft.spmd(main, 2, backend="emulated", sm_count=132)[0] == [(few, "two_shot"), (many, "sequential")]
 
 
