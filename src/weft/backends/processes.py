@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +38,18 @@ def _rank_main(
     queue.put((rank, packed(fn(world, *args, **kwargs), world)))
     world.exchange("done")
     torch.distributed.destroy_process_group()
+    leave(queue)
+
+
+def leave(queue: Queue[tuple[int, bytes]]) -> None:
+    """End this process once its result is sent, without Python's finalization: a thread of gloo that still holds a
+    tensor would then wait for the interpreter's lock, and abort the process (pytorch/pytorch#179291)."""
+    queue.close()
+    queue.join_thread()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def packed(result: object, world: World) -> bytes:
