@@ -203,7 +203,7 @@ def _two_shot_launch(
     """Return the launch. It has no argument for staging memory if there is none: the caller passes x instead, which the
     kernel does not read there."""
     source, out, sums, scales = shared
-    programs = plan.programs or world.sm_count
+    programs = min(plan.programs or world.sm_count, world.sm_count)
     counters = (1 if plan.pull else programs) + world.size
     fixed = dict(staging=staging.local.view(call.dtype)) if staging else {}
     return Launch(
