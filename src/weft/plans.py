@@ -307,7 +307,7 @@ class OneShot(Plan):
     on every rank that needs them. It runs before or after the library's GEMM, or, as all-reduce with or without a norm,
     alone, in which case every rank sums all rows.
 
-    programs: of the launch, at most 1,024; 0, or more than the GPU has SMs: as many as those. warps: of a program, at most.
+    programs: of the launch, at most 1,024; 0: as many as the GPU has SMs. warps: of a program, at most.
     """
 
     kind: ClassVar[str] = "one_shot"
@@ -337,7 +337,8 @@ class TwoShot(Plan):
 
 @dataclass(frozen=True)
 class TwoShotCounted(TwoShot):
-    """Base of the two-shot plans whose rows are counted, a block for each program (ops/all_reduce/kernels.py).
+    """Base of the two-shot plans whose rows are counted, a block for each program (ops/all_reduce/kernels.py). A launch
+    has no more programs than the GPU has SMs.
 
     stages: n stages have the rows of n - 1 in flight, as far as shared memory goes.
     """
