@@ -270,9 +270,8 @@ def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     except RuntimeError as e:
         if "out of memory" not in str(e):
             raise
-        torch.cuda.synchronize(
-            device
-        )  # memory that another stream has used returns to the cache when that use has ended
+        # Memory that another stream has used returns to the cache when that use has ended.
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         return symm.empty(nbytes, dtype=torch.uint8, device=device)
 
