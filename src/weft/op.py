@@ -401,7 +401,7 @@ class Op(ABC, Generic[C]):
         number = self.check_same_on_all_ranks(world, call, plan)
         if not isinstance(plan, Sequential):
             world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
-        if asked == "auto" and not world.capturing():
+        if asked == "auto" and not world.capturing() and world.may_capture(call.rows):
             final = self._ready_for_capture(world, call, plan, operands, out, decisions)
         usual = call.rows > 0 and world.size > 1 and contiguous(*operands)
         known = Known(call, plan, self.direct(world, call, plan) if usual else None, number)
@@ -470,8 +470,10 @@ class Op(ABC, Generic[C]):
         decisions: Memo,
     ) -> tuple[Plan, bool]:
         """Return the plan for a capture, and whether that is final: `plan`, or the plan of eager calls after a single
-        call."""
+        call, or where no capture was expected (`World.may_capture`)."""
         eager = self.choose(world, call, "auto", False)
+        if not world.may_capture(call.rows):
+            return eager, True
         if eager == plan or decisions.get(self._rehearsal(world, call, operands, out)) is not ONCE:
             return plan, True
         world.log_once(

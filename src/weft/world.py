@@ -205,6 +205,7 @@ class World:
         self.ran: Any = None  # the call and plan that an op ran last (`op.Known`)
         self.forward_passes: Memo = {}  # calls of compiled graphs (`torch_library.ForwardKey`), for backward passes
         self.choices = Chooser(backend.clock, backend.capturing, self)  # the candidates that were timed
+        self.max_captured_rows: int | None = None  # calls of more rows are in no CUDA graph; None: any may be
         World._all[self.name] = self
         backend.name_counters(self._describe)
         backend.name_calls(self._disagreement)
@@ -252,6 +253,10 @@ class World:
         the same time as an op of this World on another stream. Not collective."""
         world: World = self if self.size == 1 else self.cached("alone", lambda: World(self.backend.alone()))
         return world
+
+    def may_capture(self, rows: int) -> bool:
+        """Return whether a CUDA graph may capture calls of so many rows."""
+        return self.max_captured_rows is None or rows <= self.max_captured_rows
 
     # -- agreement ---------------------------------------------------------------------------------------------------
     def check_same_on_all_ranks(self, title: str, /, **fields: Hashable) -> int:

@@ -176,7 +176,14 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
         report.left.append("all: ranks have different models")
         return
     report.world = world_of(group)
+    limit_captures(report.world, config)
+    timed = report.world.backend.clock is not None
+    if timed:
+        make_one_trial_an_octave()
     rows_from, woven_from = thresholds(candidates.flow, config, classes, report.world)
+    if timed:
+        max_tokens = config.scheduler_config.max_num_batched_tokens
+        timing.prepare_sizes(candidates.flow, classes, report.world, max_tokens, rows_from, woven_from)
     put_in_place(candidates, rows_from, woven_from, classes, report)
     name_compiled_code(config, report.world, candidates, rows_from, woven_from)
 
@@ -248,6 +255,14 @@ def world_of(group: VllmObject) -> World:
     return world
 
 
+def limit_captures(world: World, config: VllmObject) -> None:
+    """Let no call of more tokens than vLLM captures be prepared for a capture. A prompt's number of tokens is often
+    new, and preparing it runs a second plan at the second layer."""
+    sizes = getattr(getattr(config, "compilation_config", None), "cudagraph_capture_sizes", None)
+    if sizes is not None:
+        world.max_captured_rows = max([world.max_captured_rows or 0, *sizes])
+
+
 def put_in_place(
     candidates: Candidates, rows_from: int, woven_from: int, classes: Classes, report: ServedModel
 ) -> None:
@@ -294,7 +309,6 @@ def thresholds(flow: Flow, config: VllmObject, classes: Classes, world: World) -
     weight: VllmObject = flow.sites[0].norm.weight
     min_tokens = world.scale.replicated_bytes // (weight.numel() * weight.element_size()) + 1
     if world.backend.clock is not None:
-        make_one_trial_an_octave()
         min_tokens = timing.rows_from(flow, classes, world, min_tokens, config.scheduler_config.max_num_batched_tokens)
     text_config = getattr(config.model_config, "hf_text_config", None)
     sizes = [getattr(text_config, name, 0) for name in ("hidden_size", "intermediate_size")]

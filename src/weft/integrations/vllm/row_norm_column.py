@@ -285,8 +285,8 @@ class RowNormColumn(Op[RowNormColumnCall]):
         return (plan,) if self.fits(world, call, plan, "auto") is None else ()
 
     def trial_key(self, call: RowNormColumnCall) -> Hashable:
-        """Return the call with its number of tokens rounded up to a power of two."""
-        return replace(call, m=1 << (call.m - 1).bit_length())
+        """Return the call with its number of tokens rounded up to a power of two, for any epsilon."""
+        return replace(call, m=1 << (call.m - 1).bit_length(), eps=0.0)
 
     def fits(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
         gemms = call.k and call.n

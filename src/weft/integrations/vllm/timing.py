@@ -1,4 +1,5 @@
-"""Time, with the loaded model's weights, from how many tokens on each rank should hold only its own residual rows."""
+"""Time, with the loaded model's weights, from how many tokens on each rank should hold only its own residual rows; and
+make the first calls of the sizes that requests have, before there are requests."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from collections.abc import Sequence
 import torch
 
 from ...chooser import Choice
+from ...planner.auto import planner_on
+from ...planner.search import near
 from ...world import World
 from .dataflow import Flow, Site
 from .interface import VllmObject
-from .layers import Classes
+from .layers import Classes, SummedGemmaNorm
 from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
 
 # The option rows_from of `row_norm_column`: 0 never holds residuals by rows, 1 always does.
@@ -54,6 +57,33 @@ def rows_from(flow: Flow, classes: Classes, world: World, min_tokens: int, max_t
     return threshold
 
 
+def prepare_sizes(flow: Flow, classes: Classes, world: World, max_tokens: int, rows_from: int, woven_from: int) -> None:
+    """Call the operator for each kind of site with the numbers of tokens of `first_sizes`. Collective. Later calls of
+    other numbers then search for no plan and compile no kernel, which takes up to seconds. vLLM itself calls the sizes
+    that it captures."""
+    sites = {(shapes(site, classes), site.residual): site for site in flow.sites}
+    with torch.inference_mode():
+        for tokens in first_sizes(world, world.max_captured_rows or 0, max_tokens):
+            for site in sites.values():
+                tensors, layer = random_operands(site, classes, world, tokens), site.norm
+                ROW_NORM_COLUMN(world, "auto", tensors, (layer.variance_epsilon, rows_from, woven_from))
+            world.wait_for_streams()  # so that the results of one size at a time take memory
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def first_sizes(world: World, above: int, max_tokens: int) -> list[int]:
+    """Return the numbers of tokens to call first, in descending order: the largest of those that share a plan, and
+    below it one whose shards are uneven, one with even shards that are no multiple of 16 rows, and one that is a
+    multiple of 16 itself. Triton compiles a kernel for each such case."""
+    planned = near if planner_on(world) is not None else lambda tokens, size: 1 << (tokens - 1).bit_length()
+    largest: dict[int, int] = {}
+    for tokens in range(max_tokens, above, -1):
+        largest.setdefault(planned(tokens, world.size), tokens)
+    nexts = {tokens - less for tokens in largest.values() for less in (0, 1, world.size, 16)}
+    return sorted((tokens for tokens in nexts if tokens > above), reverse=True)
+
+
 def calls_of_pass(kinds: Counter[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """Return how often a timed pass calls each kind of site: in the model's proportions, PASS_SITES times the most
     frequent one. All sites of a model of 80 layers would take a minute a size, and their results, which streams behind
@@ -78,22 +108,28 @@ def shapes(site: Site, classes: Classes) -> tuple[int, int]:
 
 def operands(site: Site, classes: Classes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the weights of the norm and of the two GEMMs, None for one that the site does not compute."""
-    norm: VllmObject = site.norm
     reduction: VllmObject = site.reduction
     column: VllmObject = site.column
     return (
-        norm.weight,
+        norm_scale(site.norm, classes),
         reduction.weight if classes.is_gemm(reduction) else None,
         None if column is None else column.weight,
     )
 
 
+def norm_scale(norm: VllmObject, classes: Classes) -> torch.Tensor:
+    """Return what the norm multiplies with, as the layer that replaces it computes it."""
+    scale: torch.Tensor = SummedGemmaNorm.scale(norm) if type(norm) is classes.gemma_norm else norm.weight
+    return scale
+
+
 def random_operands(site: Site, classes: Classes, world: World, tokens: int) -> LayerTensors:
     """Return the site's weights with random rows of `tokens` tokens."""
     norm, row, column = operands(site, classes)
+    layer: VllmObject = site.norm
 
     def rows(columns: int) -> torch.Tensor:
-        return torch.randn(tokens, columns, dtype=norm.dtype, device=world.device)
+        return torch.randn(tokens, columns, dtype=layer.weight.dtype, device=world.device)
 
     x, residual = rows(norm.numel() if row is None else row.shape[1]), rows(norm.numel())
     return LayerTensors(x, residual if site.residual else None, norm, row, None, column, None)

@@ -1,0 +1,74 @@
+"""Which calls are prepared for a capture: all, or, for an engine that names the largest captured size, those up to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.integrations.vllm.plugin import limit_captures
+from weft.ops.all_reduce.op import AllReduceRmsNorm, SumCall
+from weft.plans import OneShot, Plan, TwoShotPush
+
+EAGER, GRAPH = OneShot(), TwoShotPush()
+ROWS = 4
+
+
+def plans_run(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int | None) -> list[tuple[list[Plan], list[Plan]]]:
+    """Return, for each of two ranks, the plans of two eager calls of ROWS rows and of one in a capture, and the plans
+    that were run only to prepare the capture."""
+    plans: Mapping[str, Plan] = {"eager": EAGER, "graph": GRAPH}
+    monkeypatch.setattr(AllReduceRmsNorm, "auto", lambda self, world, call, mode: plans[mode])
+    rehearsed: list[list[Plan]] = [[], []]
+    rehearse = AllReduceRmsNorm.rehearse
+
+    def recorded(op: AllReduceRmsNorm, world: weft.World, call: SumCall, plan: Plan, *operands: Any) -> None:
+        rehearsed[world.rank].append(plan)
+        rehearse(op, world, call, plan, *operands)
+
+    monkeypatch.setattr(AllReduceRmsNorm, "rehearse", recorded)
+
+    def main(world: weft.World) -> list[Plan]:
+        world.max_captured_rows = max_captured_rows
+        x, weight, ran = torch.ones(ROWS, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16), []
+        for capturing in (False, False, True):
+            world.backend.capturing = lambda: capturing  # type: ignore[method-assign]  # noqa: B023
+            assert torch.equal(weft.all_reduce_rms_norm(x, None, weight, world=world)[0], x)
+            ran.append(world.ran.plan)
+        return ran
+
+    return list(zip(weft.spmd(main, 2, backend="emulated"), rehearsed, strict=True))
+
+
+@pytest.mark.parametrize("max_captured_rows", [None, ROWS, ROWS + 1])
+def test_the_second_call_also_runs_the_plan_of_a_capture(
+    monkeypatch: pytest.MonkeyPatch, max_captured_rows: int | None
+) -> None:
+    assert plans_run(monkeypatch, max_captured_rows) == [([EAGER, EAGER, GRAPH], [GRAPH])] * 2
+
+
+@pytest.mark.parametrize("max_captured_rows", [0, ROWS - 1])
+def test_a_size_beyond_all_captures_runs_one_plan(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int) -> None:
+    """A capture that comes all the same takes the plan of eager calls, whose memory is there."""
+    assert plans_run(monkeypatch, max_captured_rows) == [([EAGER, EAGER, EAGER], [])] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "earlier", "expected"),
+    [([1, 2, 512], None, 512), ([], None, 0), ([1, 8], 512, 512), (None, None, None), (None, 512, 512)],
+)
+def test_vllm_names_the_sizes_that_it_captures(
+    sizes: list[int] | None, earlier: int | None, expected: int | None
+) -> None:
+    """Without a graph there is none; a second engine of a process may capture more; an unknown configuration all."""
+
+    def main(world: weft.World) -> int | None:
+        world.max_captured_rows = earlier
+        limit_captures(world, SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes)))
+        return world.max_captured_rows
+
+    assert weft.spmd(main, 1, backend="emulated") == [expected]
