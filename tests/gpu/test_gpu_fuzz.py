@@ -44,7 +44,7 @@ def of_every_kind(world: weft.World) -> list[str]:
     fuzz, wrong = gpu_fuzz.Fuzz(world, 5, gpu_fuzz.SMALL), []
     for index, kind in enumerate(fuzz.kinds):
         fuzz.run(fuzz.draw(index, kind))
-        wrong += [fuzz.said(r) for r, _, error in fuzz.verify() if not error <= 1]
+        wrong += [fuzz.described(r) for r, _, error in fuzz.verify() if not error <= 1]
     return wrong
 
 
@@ -61,7 +61,7 @@ def test_every_kind_on_emulated_ranks(part: int) -> None:
         fuzz, wrong = gpu_fuzz.Fuzz(world, 7, gpu_fuzz.SMALL), []
         for index, kind in list(enumerate(fuzz.kinds))[part::6]:
             fuzz.run(fuzz.draw(index, kind))
-            wrong += [fuzz.said(r) for r, _, error in fuzz.verify() if not error <= 1]
+            wrong += [fuzz.described(r) for r, _, error in fuzz.verify() if not error <= 1]
         return wrong
 
     assert weft.spmd(main, 2, backend="emulated") == [[]] * 2
