@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 
-def some(cases: Iterable[Any], first: int = 1) -> list[Any]:
+def some(cases: Iterable[Any], quick_cases: int = 1) -> list[Any]:
     """For `parametrize`: all cases, of which those behind the first few are left to `make gates`. A tuple is of several names."""
 
     def left(case: Any) -> Any:
         return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.gate)
 
-    return [case if i < first else left(case) for i, case in enumerate(cases)]
+    return [case if i < quick_cases else left(case) for i, case in enumerate(cases)]
 
 
 PLANS, EXCHANGE, INTERFACE = (
@@ -101,12 +101,12 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(head)}\[{rest[:-1]}\]")
 
 
-PATTERNS = [(_pattern(name), by) for name, by in COVERED.items()]
+PATTERNS = [(_pattern(name), covering) for name, covering in COVERED.items()]
 
 
 def covered_by(case: str) -> str | None:
     """The case that covers a case of that name, so that `make test` needs it alone."""
-    for pattern, by in PATTERNS:
+    for pattern, covering in PATTERNS:
         if match := pattern.fullmatch(case):
-            return match.expand(by)
+            return match.expand(covering)
     return None

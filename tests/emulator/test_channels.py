@@ -14,12 +14,12 @@ from weft.emulator.bounds import ADDRESS
 
 
 @weft.jit
-def tell_next(ch, turn):
+def notify_next(ch, epoch):
     """Every rank raises channel 0 of the next rank, and waits for its own."""
     me = wl.rank_of(ch)
     wl.channel_notify(ch, 0, (me + 1) % ch.world, False)
     wl.channel_wait(ch, 0, 1, 0, (me + 1) % ch.world)
-    wl.end_call(ch, turn, 1)
+    wl.end_call(ch, epoch, 1)
 
 
 def test_a_full_block_of_channel_memory_is_followed_by_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,15 +38,15 @@ def test_a_full_block_of_channel_memory_is_followed_by_a_new_one(monkeypatch: py
             assert all(end <= start for (_, end), (start, _) in pairwise(extents))
         for i, (ch, n) in enumerate(zip(channels, sizes, strict=True)):
             if n > 1:
-                for at in (0, n - 1):
-                    world.counter(ch, at, 1 - world.rank).fill_(10 * i + 1)
+                for channel in (0, n - 1):
+                    world.counter(ch, channel, 1 - world.rank).fill_(10 * i + 1)
         world.exchange("written")
         for i, (ch, n) in enumerate(zip(channels, sizes, strict=True)):
             assert [ch.counters[0], ch.counters[-1], ch.counters.sum()] == (
                 [10 * i + 1] * 2 + [20 * i + 2] if n > 1 else [0] * 3
             )
-        args = dict(ch=channels[2], turn=world.zeros((1,), torch.int32))
-        world.launch(tell_next, 1, args, dict(num_warps=1), world.current_stream())
+        args = dict(ch=channels[2], epoch=world.zeros((1,), torch.int32))
+        world.launch(notify_next, 1, args, dict(num_warps=1), world.current_stream())
         world.synchronize()
         assert [int(ch.counters[0]) for ch in channels[1:4]] == [11, 1, 31]
         with pytest.raises(weft.WeftError, match="too many: 129 channels; at most 128"):

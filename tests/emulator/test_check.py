@@ -26,17 +26,17 @@ from weft.errors import WeftError
 
 def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From wherever it is checked, by a relative path too."""
-    there, elsewhere = tmp_path / "kernels", tmp_path / "elsewhere"
-    there.mkdir(), elsewhere.mkdir()
+    kernels_dir, elsewhere = tmp_path / "kernels", tmp_path / "elsewhere"
+    kernels_dir.mkdir(), elsewhere.mkdir()
     monkeypatch.setattr(sys, "path", list(sys.path))
     for i, (target, cwd) in enumerate(
-        [(there / "a.py", elsewhere), (Path("../kernels/b.py"), elsewhere), (Path("c.py"), there)]
+        [(kernels_dir / "a.py", elsewhere), (Path("../kernels/b.py"), elsewhere), (Path("c.py"), kernels_dir)]
     ):
-        (there / f"neighbour_{i}.py").write_text(f"number = {i}\n")
-        (there / target.name).write_text(
+        (kernels_dir / f"neighbour_{i}.py").write_text(f"number = {i}\n")
+        (kernels_dir / target.name).write_text(
             f"import neighbour_{i}\n\n\ndef main(world):\n    return neighbour_{i}.number\n"
         )
-        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(there))])
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(kernels_dir))])
         monkeypatch.chdir(cwd)
         assert check.load(str(target))(None) == i
 
@@ -45,29 +45,29 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def gated(main: Callable[[World], Any], ranks: int = 2) -> list[check.CheckedKernel]:
-    found = check.search(main, ranks, range(2))
-    assert not found.findings, found.findings
-    made, refused = check.compile_and_check(found.ran, 90)
+    exploration = check.search(main, ranks, range(2))
+    assert not exploration.findings, exploration.findings
+    checked, refused = check.compile_and_check(exploration.ran, 90)
     assert refused == []
-    return made
+    return checked
 
 
 @weft.jit(do_not_specialize=("free",))
-def fill(out, at, n, free, N: tl.constexpr):
-    tl.store(out + at[0] + tl.arange(0, N), n + free)
+def fill(out, offset, n, free, N: tl.constexpr):
+    tl.store(out + offset[0] + tl.arange(0, N), n + free)
 
 
 def test_each_variant_is_compiled_once_and_told_from_the_others() -> None:
     def main(world: World) -> None:
-        for i, (n, width, first) in enumerate([(48, 16, 0), (64, 16, 0), (50, 16, 0), (48, 32, 0), (48, 16, 1)]):
-            out = world.zeros((64,), torch.float32)[first:]
-            args = dict(out=out, at=(world.rank, None), n=n, free=i, N=width)
+        for i, (n, width, start) in enumerate([(48, 16, 0), (64, 16, 0), (50, 16, 0), (48, 32, 0), (48, 16, 1)]):
+            out = world.zeros((64,), torch.float32)[start:]
+            args = dict(out=out, offset=(world.rank, None), n=n, free=i, N=width)
             world.launch(fill, 1, args, dict(num_warps=1), world.current_stream())
             world.launch(fill, 1, args, dict(num_warps=1, per_sm=2), world.current_stream())
 
-    made = gated(main)
-    assert len({one.compiled.hash for one in made}) == len(made) == 8, "per rank, two of the five being one"
-    names = [one.name for one in made]
+    checked = gated(main)
+    assert len({one.compiled.hash for one in checked}) == len(checked) == 8, "per rank, two of the five being one"
+    names = [one.name for one in checked]
     assert len(set(names)) == 8 and all(name.startswith("fill (") for name in names)
     assert sum("n no multiple of 16" in name for name in names) == 2 and sum("N = 32" in name for name in names) == 2
     assert sum("not at a multiple of 16 bytes" in name for name in names) == 2
@@ -78,7 +78,7 @@ def test_triton_compiles_for_the_gpu_again_afterwards() -> None:
     driver = object()
     before, config._active = config._active, driver
     try:
-        gated(lambda world: world.launch(fill, 1, dict(out=world.zeros((64,), torch.float32), at=(0,), n=1, free=1, N=16), {}, world.current_stream()), 1)  # fmt: skip
+        gated(lambda world: world.launch(fill, 1, dict(out=world.zeros((64,), torch.float32), offset=(0,), n=1, free=1, N=16), {}, world.current_stream()), 1)  # fmt: skip
         assert config._active is driver and 0 not in fill.device_caches
     finally:
         config._active = before
@@ -100,22 +100,23 @@ def test_targets_that_weft_cannot_compile_for(text: str) -> None:
 
 def test_a_refusal_is_a_sentence() -> None:
     """Of ptxas' whole report and of the compiler's failure, which name no line, the kernel's own."""
-    here = rf"{__file__}:{fill.fn.__code__.co_firstlineno + 1}: "
+    first_line = rf"{__file__}:{fill.fn.__code__.co_firstlineno + 1}: "
     log = "Internal error\n`ptxas` stderr:\nptxas x.ptx, line 9; error   : Feature 'a' requires b\nptxas fatal   : Aborted"
-    assert refusal(PTXASError(log), fill, []) == f"{here}ptxas: Feature 'a' requires b"
+    assert refusal(PTXASError(log), fill, []) == f"{first_line}ptxas: Feature 'a' requires b"
     assert (
-        refusal(RuntimeError("PassManager::run\n failed"), fill, []) == f"{here}RuntimeError: PassManager::run failed"
+        refusal(RuntimeError("PassManager::run\n failed"), fill, [])
+        == f"{first_line}RuntimeError: PassManager::run failed"
     )
 
 
 # -- rules of the code -------------------------------------------------------------------------------------------------
 
 
-def sum_parts(w, boxes, mine, out, log, turn, ch, parts, N: tl.constexpr, LATE: tl.constexpr):
-    """out [N, N] = sum over parts of mine [parts, N, N] @ w [parts, N, N]; `mine` comes from the rank before."""
+def sum_parts(w, boxes, received, out, log, epoch, ch, parts, N: tl.constexpr, LATE: tl.constexpr):
+    """out [N, N] = sum over parts of received [parts, N, N] @ w [parts, N, N]; `received` comes from the rank before."""
     me = wl.rank_of(ch)
-    at = tl.arange(0, N)
-    block = at[:, None] * N + at[None, :]
+    offsets = tl.arange(0, N)
+    block = offsets[:, None] * N + offsets[None, :]
     total = tl.zeros((N, N), tl.float32)
     for part in range(parts):
         wl.tile_push_data(boxes, (me + 1) % ch.world, part * N * N + block, tl.load(w + part * N * N + block), None)
@@ -126,9 +127,9 @@ def sum_parts(w, boxes, mine, out, log, turn, ch, parts, N: tl.constexpr, LATE: 
     for part in range(parts):
         if LATE:
             wl.peer_tile_wait(ch, part, -1)
-        total += tl.dot(tl.load(mine + part * N * N + block), tl.load(w + part * N * N + block))
+        total += tl.dot(tl.load(received + part * N * N + block), tl.load(w + part * N * N + block))
     tl.store(out + block, total)
-    wl.end_call(ch, turn, 1)
+    wl.end_call(ch, epoch, 1)
 
 
 def sums(late: bool, guard: bool) -> Callable[[World], None]:
@@ -137,9 +138,9 @@ def sums(late: bool, guard: bool) -> Callable[[World], None]:
     def main(world: World) -> None:
         n, parts = 32, 4
         box = world.symmetric((parts, n, n), torch.bfloat16, "box")
-        args = dict(w=torch.ones(parts, n, n, dtype=torch.bfloat16), boxes=box.addresses, mine=box.local)
+        args = dict(w=torch.ones(parts, n, n, dtype=torch.bfloat16), boxes=box.addresses, received=box.local)
         args |= dict(out=world.empty((n, n), torch.float32), log=world.empty((parts,), torch.int32), parts=parts, N=n)
-        args |= dict(turn=world.zeros((1,), torch.int32), ch=world.channel("parts", parts, None), LATE=late)
+        args |= dict(epoch=world.zeros((1,), torch.int32), ch=world.channel("parts", parts, None), LATE=late)
         world.launch(kernel, 1, args, dict(num_stages=3), world.current_stream())
 
     return main
@@ -150,10 +151,10 @@ def test_a_wait_inside_a_pipelined_loop_is_found(monkeypatch: pytest.MonkeyPatch
     there names that one's file."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     (one,) = gated(sums(late=True, guard=False))
-    (said,) = one.problems
+    (problem,) = one.problems
     assert re.match(
-        r"acquire: may be loaded before the wait: test_check.py:\d+ \(total \+= tl.dot\(tl.load\(mine", said
-    ), said
+        r"acquire: may be loaded before the wait: test_check.py:\d+ \(total \+= tl.dot\(tl.load\(received", problem
+    ), problem
     (one,) = gated(sums(late=True, guard=True))
     assert one.problems == []
 
@@ -165,57 +166,57 @@ def test_waits_of_a_loop_that_might_make_no_turn_are_waits() -> None:
 
 
 @weft.jit
-def tile(desc, turn, ch, BULK: tl.constexpr):
+def tile(desc, epoch, ch, BULK: tl.constexpr):
     desc.store([0, 0], tl.zeros((16, 16), tl.float32))
     wl.channel_notify(ch, 0, wl.rank_of(ch), BULK)
-    wl.end_call(ch, turn, 1)
+    wl.end_call(ch, epoch, 1)
 
 
 @pytest.mark.parametrize("bulk", [True, False])
 def test_a_notify_that_leaves_out_bulk_stores_is_found(bulk: bool) -> None:
     def main(world: World) -> None:
         desc = TensorDescriptor.from_tensor(world.empty((16, 16), torch.float32), [16, 16])
-        args = dict(desc=desc, turn=world.zeros((1,), torch.int32), ch=world.channel("tile", 1, None), BULK=bulk)
+        args = dict(desc=desc, epoch=world.zeros((1,), torch.int32), ch=world.channel("tile", 1, None), BULK=bulk)
         world.launch(tile, 1, args, {}, world.current_stream())
 
     (one,) = gated(main)
-    assert [said.partition(" at ")[0] for said in one.problems] == ["release: a bulk store may still be in flight"] * (
-        not bulk
-    )
+    assert [problem.partition(" at ")[0] for problem in one.problems] == [
+        "release: a bulk store may still be in flight"
+    ] * (not bulk)
     assert broken_kernel_rules(one.compiled.ptx, "ttg.warp_specialize", ()) == one.problems
     waits = one.compiled.ptx + "\n// ld.acquire"
-    assert any("warp_specialize" in said for said in broken_kernel_rules(waits, "ttg.warp_specialize", ()))
+    assert any("warp_specialize" in problem for problem in broken_kernel_rules(waits, "ttg.warp_specialize", ()))
 
 
 @triton.jit
-def histogram(x, counts, other, N: tl.constexpr):
+def histogram(x, counts, scratch, N: tl.constexpr):
     """Atomics that are data, which every thread makes, and a table of jumps."""
     p = tl.program_id(0)
-    at = tl.arange(0, N)
-    tl.store(other + p * N + at, at)
-    tl.atomic_add(counts + tl.load(x + at), 1)
+    offsets = tl.arange(0, N)
+    tl.store(scratch + p * N + offsets, offsets)
+    tl.atomic_add(counts + tl.load(x + offsets), 1)
     if p == 0:
-        tl.store(other + at, 1)
+        tl.store(scratch + offsets, 1)
     elif p == 1:
         tl.atomic_add(counts + 1, 5)
     elif p == 2:
-        tl.store(other + 2 * N + at, tl.load(x + at) * 3)
+        tl.store(scratch + 2 * N + offsets, tl.load(x + offsets) * 3)
     elif p == 3:
-        tl.store(other + 3 * N + at, tl.load(x + at) * tl.load(x + at))
+        tl.store(scratch + 3 * N + offsets, tl.load(x + offsets) * tl.load(x + offsets))
     elif p == 4:
         tl.atomic_add(counts + 2, 7)
-    tl.store(other + p * N + at, tl.load(other + p * N + at) + 1)
+    tl.store(scratch + p * N + offsets, tl.load(scratch + p * N + offsets) + 1)
 
 
 def test_a_kernel_without_signals_breaks_no_rule() -> None:
     def main(world: World) -> None:
         args = dict(x=torch.arange(128, dtype=torch.int32), counts=world.zeros((128,), torch.int32))
-        args |= dict(other=world.zeros((5 * 128,), torch.int32), N=128)
+        args |= dict(scratch=world.zeros((5 * 128,), torch.int32), N=128)
         world.launch(histogram, 5, args, {}, world.current_stream())
 
     (one,) = gated(main)
     assert one.problems == [] and "brx.idx" in one.compiled.ptx
-    assert any(said.startswith("release: ") for said in broken_rules(one.compiled.ptx)), "if its atomics were signals"
+    assert any(rule.startswith("release: ") for rule in broken_rules(one.compiled.ptx)), "if its atomics were signals"
 
 
 def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
@@ -236,9 +237,9 @@ def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
 
 
 def test_one_line_that_is_called_before_a_wait_and_behind_it_is_two_loads() -> None:
-    """With no own turn only the load that needs the wait is seen to run; the other, compiled too, needs none."""
+    """With no epoch of its own only the load that needs the wait is seen to run; the other, compiled too, needs none."""
     place = (__file__, 10)
-    said = lambda calls: [(step.line, step.calls) for step in steps_of(calls)]  # noqa: E731
+    lines_and_calls = lambda calls: [(step.line, step.calls) for step in steps_of(calls)]  # noqa: E731
     ptx = """.visible .entry k(
 )
 .reqntid 32
@@ -254,7 +255,7 @@ def test_one_line_that_is_called_before_a_wait_and_behind_it_is_two_loads() -> N
 	ret;
 }
 """.replace("FILE", Path(__file__).name).replace("TESTS", str(Path(__file__).parent))
-    assert said(ptx)[0] == (10, ((Path(__file__).name, 20),))
+    assert lines_and_calls(ptx)[0] == (10, ((Path(__file__).name, 20),))
     assert broken_kernel_rules(ptx, "", [(place, (__file__, 24))]) == []
     for behind in (20, None):  # the first one too, or it is not known how it came there
         (wrong,) = broken_kernel_rules(ptx, "", [(place, *([(__file__, behind)] if behind else []))])

@@ -41,8 +41,8 @@ def inside(value: Any, name: object = "") -> Iterator[tuple[object, torch.Tensor
             yield from inside(part, key)
     elif hasattr(value, "_fields") or is_dataclass(value):
         names = value._fields if hasattr(value, "_fields") else [field.name for field in fields(value)]
-        for each in names:
-            yield from inside(getattr(value, each), each)
+        for field_name in names:
+            yield from inside(getattr(value, field_name), field_name)
     elif isinstance(value, list | tuple):
         for part in value:
             yield from inside(part, name)
@@ -60,13 +60,13 @@ def age(world: World, calls: int) -> None:
     for name, rank, counters, state, _ in backend.machine.channels.values():
         if rank != world.rank or not isinstance(state, torch.Tensor):
             continue
-        made = int(state[CALLS.value])
-        now = made * calls // BEFORE
-        state[CALLS.value] = wrapped(now)
+        calls_made = int(state[CALLS.value])
+        aged_calls = calls_made * calls // BEFORE
+        state[CALLS.value] = wrapped(aged_calls)
         if name.startswith("calls of "):  # words: a count above a number, of this launch and of the one before
             number = (1 << NUMBER_BITS) - 1
             for i, word in enumerate(counters.tolist()):
-                count = now - made + (word >> NUMBER_BITS)
+                count = aged_calls - calls_made + (word >> NUMBER_BITS)
                 counters[i] = wrapped((count << NUMBER_BITS) + (word & number))
         else:
             counters.copy_(torch.tensor([wrapped(c * calls // BEFORE) for c in counters.tolist()]))
@@ -75,8 +75,10 @@ def age(world: World, calls: int) -> None:
     for name, word in inside([world._cache, world._arenas]):
         if name in COUNTING and word.dtype == torch.int32 and word.data_ptr() not in seen:
             seen.add(word.data_ptr())
-            first = [c % BEFORE for c in word.tolist()]  # where the first call has the number 1
-            aged = [wrapped(one + (c - one) * calls // BEFORE) for c, one in zip(word.tolist(), first, strict=True)]
+            first_counts = [c % BEFORE for c in word.tolist()]  # where the first call has the number 1
+            aged = [
+                wrapped(one + (c - one) * calls // BEFORE) for c, one in zip(word.tolist(), first_counts, strict=True)
+            ]
             word.copy_(torch.tensor(aged, dtype=torch.int32))
     world.exchange("aged")
 
@@ -87,14 +89,14 @@ def test_counters_pass_their_ends(op: str, plan: str, calls: int) -> None:
     call = grouped if op == "grouped" else OPS[op][0]
 
     def main(world: World) -> None:
-        def made() -> list[torch.Tensor]:
+        def results() -> list[torch.Tensor]:
             result = call(world, 128 * 4 if plan == "awaiting" else 4, plan)
             world.synchronize()
             return [t.clone() for t in (result if isinstance(result, tuple) else (result,))]
 
-        first = [made() for _ in range(BEFORE)][0]
+        first_results = [results() for _ in range(BEFORE)][0]
         age(world, calls)
         for _ in range(4):
-            assert all(torch.equal(a, b) for a, b in zip(first, made(), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(first_results, results(), strict=True))
 
     weft.spmd(main, 2, backend="emulated", sm_count=4)

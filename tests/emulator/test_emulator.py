@@ -36,7 +36,7 @@ ROWS, COLS = 16, 32
 
 
 class Flags(NamedTuple):
-    own: Any
+    local: Any
     peers: Any
     guard: Any
 
@@ -59,11 +59,11 @@ def notify(flags, rank, index, SEM: tl.constexpr, SCOPE: tl.constexpr, SETTLE: t
 def push(job, x, gathered, ROWS: tl.constexpr, COLS: tl.constexpr, BUG: tl.constexpr):
     """Program p copies this rank's shard to rank p."""
     to = tl.program_id(0)
-    at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     dst = tl.load(gathered + to).to(tl.pointer_type(tl.bfloat16)) + job.rank * ROWS * COLS
     if BUG == "early":
         notify(job.flags, to, job.rank, "release", "sys", True, False)
-    tl.store(dst + at, tl.load(x + at))
+    tl.store(dst + offsets, tl.load(x + offsets))
     if BUG == "relaxed":
         notify(job.flags, to, job.rank, "relaxed", "sys", True, False)
     elif BUG == "gpu scope":
@@ -83,13 +83,13 @@ def push(job, x, gathered, ROWS: tl.constexpr, COLS: tl.constexpr, BUG: tl.const
 def take(job, full, out, ROWS: tl.constexpr, COLS: tl.constexpr, BUG: tl.constexpr, SCOPE: tl.constexpr):
     """Program r sums the rows that rank r pushed."""
     source = tl.program_id(0)
-    at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    offsets = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     if BUG == "spin":
-        while tl.atomic_add(job.flags.own + source, 0, sem="acquire", scope="sys") < 1:
+        while tl.atomic_add(job.flags.local + source, 0, sem="acquire", scope="sys") < 1:
             pass
     elif BUG != "no wait":
-        wait_until(job.flags.own + source, 1, job.flags.guard, source, source, SCOPE)
-    part = tl.load(full + source * ROWS * COLS + at).to(tl.float32)
+        wait_until(job.flags.local + source, 1, job.flags.guard, source, source, SCOPE)
+    part = tl.load(full + source * ROWS * COLS + offsets).to(tl.float32)
     tl.store(out + source * ROWS + tl.arange(0, ROWS), tl.sum(part, axis=1))
 
 
@@ -257,26 +257,26 @@ def test_a_race_names_the_launch() -> None:
 @jit
 def many_threads(box, flag, out, guard, N: tl.constexpr, POST: tl.constexpr, SETTLE: tl.constexpr):
     """Program 0 adds or posts a block and counts, program 1 reads the block."""
-    at = tl.arange(0, N)
+    offsets = tl.arange(0, N)
     if tl.program_id(0) == 0:
         if POST:
-            post(box + 4 * at, at, at, at, at, at < N)
+            post(box + 4 * offsets, offsets, offsets, offsets, offsets, offsets < N)
         else:
-            tl.atomic_add(box + 4 * at, at, sem="relaxed", scope="gpu")
+            tl.atomic_add(box + 4 * offsets, offsets, sem="relaxed", scope="gpu")
         if SETTLE:
             flush_stores(False)
         tl.atomic_add(flag, 1, sem="release", scope="gpu")
     else:
         wait_until(flag, 1, guard, -1, -1, "gpu")
-        tl.store(out + at, tl.load(box + 4 * at))
+        tl.store(out + offsets, tl.load(box + 4 * offsets))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("posted", [False, True])
-def test_a_release_by_one_thread_covers_no_other_threads_atomics(posted: bool, seed: int) -> None:
-    def fn(b: EmulatedBackend, settled: bool) -> list[int]:
+@pytest.mark.parametrize("by_post", [False, True])
+def test_a_release_by_one_thread_covers_no_other_threads_atomics(by_post: bool, seed: int) -> None:
+    def fn(b: EmulatedBackend, flushed: bool) -> list[int]:
         box, flag, out = b.zeros((256,), torch.int32), b.zeros((1,), torch.int32), b.empty((64,), torch.int32)
-        args = dict(box=box, flag=flag, out=out, guard=b.guard(), N=64, POST=posted, SETTLE=settled)
+        args = dict(box=box, flag=flag, out=out, guard=b.guard(), N=64, POST=by_post, SETTLE=flushed)
         b.launch(many_threads, 2, args, {}, b.current_stream())
         b.finish(b.current_stream())
         return out.tolist()
@@ -345,8 +345,8 @@ def bulk(desc, out, plain, flag, guard, BLOCK: tl.constexpr, BUG: tl.constexpr):
     if tl.program_id(0) == 0:
         value = tl.full((BLOCK, BLOCK), 3.0, tl.float32)
         if BUG == "plain" or BUG == "no fence":
-            at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            tl.store(plain + at, value)
+            offsets = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            tl.store(plain + offsets, value)
             tl.debug_barrier()
         else:
             desc.store([0, 0], value)
@@ -389,13 +389,13 @@ def test_bulk_access_without_its_fence_is_a_race(bug: str, says: str, seed: int)
 
 @jit
 def own_bulk(desc, plain, BLOCK: tl.constexpr, FENCE: tl.constexpr):
-    at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(plain + at, tl.full((BLOCK, BLOCK), 1.0, tl.float32))
+    offsets = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(plain + offsets, tl.full((BLOCK, BLOCK), 1.0, tl.float32))
     if FENCE:
         bulk_fence()
     desc.store([0, 0], desc.load([0, 0]) + 1.0)
     flush_stores()
-    tl.store(plain + at, tl.load(plain + at) + 1.0)
+    tl.store(plain + offsets, tl.load(plain + offsets) + 1.0)
 
 
 @pytest.mark.parametrize("fence", [True, False])
@@ -506,14 +506,14 @@ def test_collectives(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_collective_may_not_have_ended_on_the_others(seed: int) -> None:
-    def fn(b: EmulatedBackend, mine: bool, meet: bool) -> None:
-        """Behind an all-gather every rank clears a part of what it (`mine`) or its neighbour gathered."""
+    def fn(b: EmulatedBackend, own_part: bool, with_barrier: bool) -> None:
+        """Behind an all-gather every rank clears a part of what it (`own_part`) or its neighbour gathered."""
         full = b.symmetric(4 * 8 * b.size, "full").view(0, (8 * b.size,), torch.float32)
         main = b.current_stream()
         b.all_gather(full.local, torch.ones(8), main)
-        if meet:
+        if with_barrier:
             b.stream_barrier(main)
-        b.copy(full.peers[b.rank if mine else (b.rank + 1) % b.size], torch.zeros(8 * b.size), main)
+        b.copy(full.peers[b.rank if own_part else (b.rank + 1) % b.size], torch.zeros(8 * b.size), main)
         b.finish(main)
 
     spmd(lambda b: fn(b, True, False), 3, seed=seed)
@@ -557,11 +557,11 @@ def test_collectives_in_different_order_mismatch(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_meet_orders_ranks(seed: int) -> None:
-    def fn(b: EmulatedBackend, meet: bool) -> float:
+    def fn(b: EmulatedBackend, with_barrier: bool) -> float:
         box = b.symmetric(4 * 8, "box").view(0, (8,), torch.float32)
         main, out = b.current_stream(), b.empty((8,), torch.float32)
         b.call(lambda: box.local.fill_(b.rank), [], [box.local], main)
-        if meet:
+        if with_barrier:
             b.stream_barrier(main)
         b.copy(out, box.peers[1 - b.rank], main)
         b.finish(main)
@@ -694,14 +694,14 @@ def test_collectives_of_one_communicator_go_one_after_another(seed: int) -> None
     def fn(b: EmulatedBackend, on: Any, early: bool) -> None:
         """The first waits for a flag that comes behind (or before) the second."""
         flag, one = b.zeros((1,), torch.int32), b.tensor([1], torch.int32)
-        first, second = b.side_stream("first"), b.side_stream("second")
-        b.wait(flag, one, first)
-        b.all_reduce(b.zeros((4,), torch.float32), first)
+        first_stream, second_stream = b.side_stream("first"), b.side_stream("second")
+        b.wait(flag, one, first_stream)
+        b.all_reduce(b.zeros((4,), torch.float32), first_stream)
         if early:
-            b.signal(flag, one, second)
-        b.all_reduce(b.zeros((4,), torch.float32), second, on)
-        b.signal(flag, one, second)
-        b.finish(first)
+            b.signal(flag, one, second_stream)
+        b.all_reduce(b.zeros((4,), torch.float32), second_stream, on)
+        b.signal(flag, one, second_stream)
+        b.finish(first_stream)
 
     spmd(lambda b: fn(b, b.communicator(2), False), 2, seed=seed)
     spmd(lambda b: fn(b, None, True), 2, seed=seed)
@@ -718,14 +718,14 @@ def spin(counter, guard):
 
 
 @jit
-def shift(x, y, by, N: tl.constexpr):
-    tl.store(y + tl.arange(0, N), tl.load(x + by + tl.arange(0, N)))
+def shift(x, y, distance, N: tl.constexpr):
+    tl.store(y + tl.arange(0, N), tl.load(x + distance + tl.arange(0, N)))
 
 
-def shifted(make: Any, by: int) -> Any:
+def shifted(make: Any, distance: int) -> Any:
     def fn(b: EmulatedBackend) -> list[float]:
         x, y = make(b), b.empty((64,), torch.float32)
-        b.launch(shift, 1, dict(x=x, y=y, by=by, N=64), {}, b.current_stream())
+        b.launch(shift, 1, dict(x=x, y=y, distance=distance, N=64), {}, b.current_stream())
         b.finish(b.current_stream())
         return y.tolist()
 
@@ -748,35 +748,35 @@ def test_unwritten_memory() -> None:
         spmd(shifted(half, 0), 1)
 
 
-@pytest.mark.parametrize("by, first", [(1, 64), (-1, -1), (60, 64), (100_000_000, 100_000_000)])
-def test_out_of_bounds(by: int, first: int) -> None:
+@pytest.mark.parametrize("distance, first_index", [(1, 64), (-1, -1), (60, 64), (100_000_000, 100_000_000)])
+def test_out_of_bounds(distance: int, first_index: int) -> None:
     for make in (lambda b: b.zeros((64,), torch.float32), lambda b: torch.zeros(64)):
-        with pytest.raises(MemoryFault, match=rf"read of x\[{first}\] of rank 0, which has the shape \[64\]"):
-            spmd(shifted(make, by), 1)
+        with pytest.raises(MemoryFault, match=rf"read of x\[{first_index}\] of rank 0, which has the shape \[64\]"):
+            spmd(shifted(make, distance), 1)
         with pytest.raises(MemoryFault, match="outside every tensor"):
-            spmd(shifted(lambda b, make=make: beyond(make(b)), by), 1)
+            spmd(shifted(lambda b, make=make: beyond(make(b)), distance), 1)
 
 
-@pytest.mark.parametrize("by", [64, 128, 192, 1000, 100_000])
-def test_past_the_end_of_a_symmetric_tensor_is_no_other_ranks(by: int) -> None:
+@pytest.mark.parametrize("distance", [64, 128, 192, 1000, 100_000])
+def test_past_the_end_of_a_symmetric_tensor_is_no_other_ranks(distance: int) -> None:
     def fn(b: EmulatedBackend) -> None:
         box = b.symmetric(4 * 64, "box").view(0, (64,), torch.float32)
         if b.rank == 0:
-            args = dict(x=box.local, y=b.empty((64,), torch.float32), by=by, N=64)
+            args = dict(x=box.local, y=b.empty((64,), torch.float32), distance=distance, N=64)
             b.launch(shift, 1, args, {}, b.current_stream())
         b.synchronize()
 
-    with pytest.raises(MemoryFault, match=rf"read of \w+\[{by}\] of rank 0, which has the shape \[64\]"):
+    with pytest.raises(MemoryFault, match=rf"read of \w+\[{distance}\] of rank 0, which has the shape \[64\]"):
         spmd(fn, 2)
 
 
 @jit
 def halves(x, out, N: tl.constexpr, PAST: tl.constexpr, STORE: tl.constexpr):
-    at = tl.arange(0, N)
+    offsets = tl.arange(0, N)
     if STORE:
-        tl.store(x + PAST + at, at.to(tl.float32))
+        tl.store(x + PAST + offsets, offsets.to(tl.float32))
     else:
-        tl.store(out + at, tl.load(x + PAST + at))
+        tl.store(out + offsets, tl.load(x + PAST + offsets))
 
 
 def rows(b: EmulatedBackend) -> torch.Tensor:
@@ -785,7 +785,7 @@ def rows(b: EmulatedBackend) -> torch.Tensor:
 
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize(
-    "make, view, past, first",
+    "make, view, past, first_element",
     [
         (rows, lambda t: t[1], 16, "[16]"),
         (rows, lambda t: t[1], -16, "[-16]"),
@@ -795,15 +795,15 @@ def rows(b: EmulatedBackend) -> torch.Tensor:
         (rows, lambda t: t[:, ::2], 0, "[0, 0] + 4 bytes"),
     ],
 )
-def test_a_view_ends_before_its_memory_does(make: Any, view: Any, past: int, first: str, store: bool) -> None:
-    def fn(b: EmulatedBackend, given: Any, past: int) -> None:
-        x = given(make(b))
+def test_a_view_ends_before_its_memory_does(make: Any, view: Any, past: int, first_element: str, store: bool) -> None:
+    def fn(b: EmulatedBackend, as_passed: Any, past: int) -> None:
+        x = as_passed(make(b))
         args = dict(x=x, out=b.empty((16,), torch.float32), N=16, PAST=past, STORE=store)
         b.launch(halves, 1, args, {}, b.current_stream())
         b.finish(b.current_stream())
 
-    what = rf"{'write' if store else 'read'} of \w+{re.escape(first)} of rank \d, which has the shape"
-    with pytest.raises(MemoryFault, match=what):
+    message = rf"{'write' if store else 'read'} of \w+{re.escape(first_element)} of rank \d, which has the shape"
+    with pytest.raises(MemoryFault, match=message):
         spmd(lambda b: fn(b, view, past), 1)
     spmd(lambda b: fn(b, lambda t: t, 0), 1)
     spmd(lambda b: fn(b, lambda t: beyond(view(t)), 0), 1)
@@ -820,8 +820,8 @@ def through_descriptors(desc, x, out, rows, COLS: tl.constexpr, HOST: tl.constex
     if HOST:
         tl.store(out + r * COLS + c, desc.load([0, 0]))
     else:
-        made = tl.make_tensor_descriptor(x, [rows, COLS], [COLS, 1], [8, COLS])
-        tl.store(out + r * COLS + c, made.load([0, 0]))
+        device_desc = tl.make_tensor_descriptor(x, [rows, COLS], [COLS, 1], [8, COLS])
+        tl.store(out + r * COLS + c, device_desc.load([0, 0]))
 
 
 @pytest.mark.parametrize("host", [False, True])
@@ -846,28 +846,28 @@ class Pair(NamedTuple):
 @jit
 def from_either(pair, table, out, bad, N: tl.constexpr, HOW: tl.constexpr):
     """Takes the even elements of `low` and the odd ones of `high`; with `bad`, one too many of `low`."""
-    at = tl.arange(0, N)
-    even = at % 2 == 0
+    offsets = tl.arange(0, N)
+    even = offsets % 2 == 0
     if HOW == "where":
-        place = tl.where(even, pair.low, pair.high) + at
+        place = tl.where(even, pair.low, pair.high) + offsets
     elif HOW == "table":
-        place = tl.load(table + at % 2).to(tl.pointer_type(tl.float32)) + at
+        place = tl.load(table + offsets % 2).to(tl.pointer_type(tl.float32)) + offsets
     elif HOW == "integer":
-        place = tl.where(even, pair.low.to(tl.int64), pair.high.to(tl.int64)) + 4 * at
+        place = tl.where(even, pair.low.to(tl.int64), pair.high.to(tl.int64)) + 4 * offsets
         place = place.to(tl.pointer_type(tl.float32))
     else:
         low, high = pair.low, pair.high
         for _ in range(3):
             low, high = high, low
-        place = tl.where(even, tl.reshape(tl.broadcast_to(high, (N,)), (N,)), low) + at
-    tl.store(out + at, tl.load(place + tl.where(even, bad, 0)))
+        place = tl.where(even, tl.reshape(tl.broadcast_to(high, (N,)), (N,)), low) + offsets
+    tl.store(out + offsets, tl.load(place + tl.where(even, bad, 0)))
 
 
 @pytest.mark.parametrize("how", ["where", "table", "integer", "loop"])
 def test_an_address_is_held_to_the_tensor_that_it_came_from(how: str) -> None:
     def fn(b: EmulatedBackend, bad: int) -> list[float]:
-        both = torch.arange(32.0).view(2, 16)
-        pair, out = Pair(both[0, :15], both[1]), b.empty((16,), torch.float32)
+        memory = torch.arange(32.0).view(2, 16)
+        pair, out = Pair(memory[0, :15], memory[1]), b.empty((16,), torch.float32)
         args = dict(pair=pair, table=b.table(pair, "low"), out=out, bad=bad, N=16, HOW=how)
         b.launch(from_either, 1, args, {}, b.current_stream())
         b.finish(b.current_stream())
@@ -879,10 +879,10 @@ def test_an_address_is_held_to_the_tensor_that_it_came_from(how: str) -> None:
 
 
 @jit
-def peer_rows(addresses, out, at, W: tl.constexpr, N: tl.constexpr, STORE: tl.constexpr):
+def peer_rows(addresses, out, start, W: tl.constexpr, N: tl.constexpr, STORE: tl.constexpr):
     """Of all ranks' copies at once."""
     r, c = tl.arange(0, W), tl.arange(0, N)[None, :]
-    rows = tl.load(addresses + r).to(tl.pointer_type(tl.float32))[:, None] + at + c
+    rows = tl.load(addresses + r).to(tl.pointer_type(tl.float32))[:, None] + start + c
     if STORE:
         tl.store(rows, tl.zeros((W, N), tl.float32))
     else:
@@ -891,31 +891,33 @@ def peer_rows(addresses, out, at, W: tl.constexpr, N: tl.constexpr, STORE: tl.co
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_peers_copy_ends_where_the_view_of_it_does(store: bool) -> None:
-    def fn(b: EmulatedBackend, at: int) -> None:
+    def fn(b: EmulatedBackend, start: int) -> None:
         box = b.symmetric(256, "box").view(64, (24,), torch.float32)
         if b.rank == 0:
-            args = dict(addresses=box.addresses, out=b.empty((2, 16), torch.float32), at=at, W=2, N=16, STORE=store)
+            args = dict(
+                addresses=box.addresses, out=b.empty((2, 16), torch.float32), start=start, W=2, N=16, STORE=store
+            )
             b.launch(peer_rows, 1, args, {}, b.current_stream())
         b.synchronize()
 
     spmd(lambda b: fn(b, 8), 2)
-    for at, first in ((9, 24), (-16, -16)):
-        with pytest.raises(MemoryFault, match=rf"of box\[{first}\] of rank 0, which has the shape \[24\]"):
-            spmd(lambda b, at=at: fn(b, at), 2)
+    for start, first_index in ((9, 24), (-16, -16)):
+        with pytest.raises(MemoryFault, match=rf"of box\[{first_index}\] of rank 0, which has the shape \[24\]"):
+            spmd(lambda b, start=start: fn(b, start), 2)
 
 
 @jit
-def count_at(words, guard, at, WAIT: tl.constexpr):
+def count_at(words, guard, index, WAIT: tl.constexpr):
     if WAIT:
-        wait_until(words + at, 0, guard, -1, -1, "gpu")
+        wait_until(words + index, 0, guard, -1, -1, "gpu")
     else:
-        tl.atomic_add(words + at, 1, sem="relaxed", scope="gpu")
+        tl.atomic_add(words + index, 1, sem="relaxed", scope="gpu")
 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_counter_outside_the_tensor(wait: bool) -> None:
-    def fn(b: EmulatedBackend, at: int) -> None:
-        args = dict(words=b.zeros((8,), torch.int32)[:4], guard=b.guard(), at=at, WAIT=wait)
+    def fn(b: EmulatedBackend, index: int) -> None:
+        args = dict(words=b.zeros((8,), torch.int32)[:4], guard=b.guard(), index=index, WAIT=wait)
         b.launch(count_at, 1, args, {}, b.current_stream())
         b.finish(b.current_stream())
 
@@ -947,25 +949,25 @@ def test_masked_and_scattered_accesses_stay_inside(odd: bool) -> None:
         b.finish(b.current_stream())
         return y
 
-    want = 2 * x
+    expected = 2 * x
     if odd:
-        want = want * ((torch.arange(n)[:, None] + torch.arange(n)) % 2 == 1)
-    assert torch.equal(spmd(fn, 1)[0][0], want)
+        expected = expected * ((torch.arange(n)[:, None] + torch.arange(n)) % 2 == 1)
+    assert torch.equal(spmd(fn, 1)[0][0], expected)
 
 
 @jit
 def sum_of_some(x, out, n, N: tl.constexpr, ODD: tl.constexpr, OTHER: tl.constexpr):
-    at = tl.arange(0, N)
-    ok = at % 2 < n if ODD else at < n
-    tl.store(out, tl.sum(tl.load(x + at, mask=ok, other=OTHER)))
+    offsets = tl.arange(0, N)
+    ok = offsets % 2 < n if ODD else offsets < n
+    tl.store(out, tl.sum(tl.load(x + offsets, mask=ok, other=OTHER)))
 
 
 @pytest.mark.parametrize("odd", [False, True])
 def test_a_masked_load_without_other_is_undefined_there(odd: bool) -> None:
-    def fn(b: EmulatedBackend, other: float | None) -> float:
+    def fn(b: EmulatedBackend, filler: float | None) -> float:
         out = b.empty((1,), torch.float32)
         b.launch(
-            sum_of_some, 1, dict(x=torch.ones(16), out=out, n=1, N=16, ODD=odd, OTHER=other), {}, b.current_stream()
+            sum_of_some, 1, dict(x=torch.ones(16), out=out, n=1, N=16, ODD=odd, OTHER=filler), {}, b.current_stream()
         )
         b.finish(b.current_stream())
         return out.item()
@@ -974,19 +976,19 @@ def test_a_masked_load_without_other_is_undefined_there(odd: bool) -> None:
     assert np.isnan(spmd(lambda b: fn(b, None), 1)[0][0])
 
 
-@pytest.mark.parametrize(("other", "loaded"), [(0.0, 0.0), (2.0, 2.0), (None, np.nan)])
-def test_one_element_that_is_masked_is_other(other: float | None, loaded: float) -> None:
+@pytest.mark.parametrize(("filler", "loaded"), [(0.0, 0.0), (2.0, 2.0), (None, np.nan)])
+def test_one_element_that_is_masked_is_other(filler: float | None, loaded: float) -> None:
     """A scalar, and a block of one: to Triton's interpreter such a 0 was no `other`."""
 
     @jit
     def one(x, out, n, OTHER: tl.constexpr):
-        at = tl.arange(0, 1)
-        tl.store(out + at, tl.load(x + at, mask=at < n, other=OTHER))
+        offsets = tl.arange(0, 1)
+        tl.store(out + offsets, tl.load(x + offsets, mask=offsets < n, other=OTHER))
         tl.store(out + 1, tl.load(x, mask=n > 0, other=OTHER))
 
     def fn(b: EmulatedBackend) -> list[float]:
         out = b.empty((2,), torch.float32)
-        b.launch(one, 1, dict(x=torch.ones(1), out=out, n=0, OTHER=other), {}, b.current_stream())
+        b.launch(one, 1, dict(x=torch.ones(1), out=out, n=0, OTHER=filler), {}, b.current_stream())
         b.finish(b.current_stream())
         return out.tolist()
 
@@ -1012,13 +1014,13 @@ def test_edge_of_a_descriptor() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_memory_used_again_has_no_past(seed: int) -> None:
     """A tensor made where another died must not be blamed for the dead one's accesses."""
-    places = [np.zeros(1024, np.float32) for _ in range(2)]
+    buffers = [np.zeros(1024, np.float32) for _ in range(2)]
 
     def fn(b: EmulatedBackend, again: bool) -> None:
-        y = torch.from_numpy(places[1])
+        y = torch.from_numpy(buffers[1])
         for i in range(6):
-            x = torch.from_numpy(places[0]).fill_(i)
-            y = torch.from_numpy(places[1]) if again else y
+            x = torch.from_numpy(buffers[0]).fill_(i)
+            y = torch.from_numpy(buffers[1]) if again else y
             stream = b.side_stream(f"s{i % 3}")  # unordered with one another
             b.copy(y, x, stream)
             b.finish(stream)
@@ -1034,8 +1036,8 @@ def test_memory_used_again_has_no_past(seed: int) -> None:
 
 @jit
 def arithmetic(x, y, out, N: tl.constexpr, OP: tl.constexpr):
-    at = tl.arange(0, N)
-    a, b = tl.load(x + at), tl.load(y + at)
+    offsets = tl.arange(0, N)
+    a, b = tl.load(x + offsets), tl.load(y + offsets)
     if OP == "add":
         r = a + b
     elif OP == "sub":
@@ -1072,7 +1074,7 @@ def arithmetic(x, y, out, N: tl.constexpr, OP: tl.constexpr):
         r = tl.min(a) + b * 0
     elif OP == "full":
         r = tl.full((N,), 1.3, a.dtype) + tl.zeros_like(b)
-    tl.store(out + at, r)
+    tl.store(out + offsets, r)
 
 
 _TORCH = {
@@ -1109,15 +1111,15 @@ def test_arithmetic(op: str, dtype: torch.dtype) -> None:
         b.finish(b.current_stream())
         return out
 
-    got, want = spmd(fn, 1)[0][0], _TORCH[op](x, y)
+    actual, expected = spmd(fn, 1)[0][0], _TORCH[op](x, y)
     exact = op not in ("exp", "sum") and not (dtype == torch.float32 and op == "scale")
-    assert torch.equal(got, want) if exact else torch.allclose(got.float(), want.float(), rtol=2**-7)
+    assert torch.equal(actual, expected) if exact else torch.allclose(actual.float(), expected.float(), rtol=2**-7)
 
 
 @jit
 def dots(x, y, out, N: tl.constexpr):
-    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    a, b = tl.load(x + at), tl.load(y + at)
+    offsets = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    a, b = tl.load(x + offsets), tl.load(y + offsets)
     acc = tl.dot(a, b.T, tl.full((N, N), 1.0, tl.float32))
     acc = tl.dot(a, tl.trans(b), acc)
     lo, hi = tl.split(tl.permute(tl.reshape(acc, (N, 2, N // 2)), (0, 2, 1)))
@@ -1136,8 +1138,8 @@ def test_dot_accumulates_in_fp32(dtype: torch.dtype) -> None:
         b.finish(b.current_stream())
         return out
 
-    want = 2 * (x.double() @ y.double().T) + 1
-    assert ((spmd(fn, 1)[0][0] - want).norm() / want.norm()).item() < 1e-6
+    expected = 2 * (x.double() @ y.double().T) + 1
+    assert ((spmd(fn, 1)[0][0] - expected).norm() / expected.norm()).item() < 1e-6
 
 
 def test_bf16_rounds_to_nearest_even_as_torch_does() -> None:
@@ -1145,9 +1147,9 @@ def test_bf16_rounds_to_nearest_even_as_torch_does() -> None:
 
     bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint64).astype(np.uint32)
     x = bits.view(np.float32)
-    want = torch.from_numpy(x.copy()).bfloat16()
-    got = torch.from_numpy(to_bf16(x).view(np.int16)).view(torch.bfloat16)
-    assert torch.equal(torch.nan_to_num(got, 7.0), torch.nan_to_num(want, 7.0))
+    expected = torch.from_numpy(x.copy()).bfloat16()
+    actual = torch.from_numpy(to_bf16(x).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(torch.nan_to_num(actual, 7.0), torch.nan_to_num(expected, 7.0))
 
 
 @jit
@@ -1206,15 +1208,15 @@ def test_device_print_and_assert(capsys: pytest.CaptureFixture[str]) -> None:
 @jit
 def hand_over(x, out, guard, HOW: tl.constexpr, BETWEEN: tl.constexpr):
     """Stores to x [16, 16] and loads it again."""
-    r, c, at = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 256)
+    r, c, offsets = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 256)
     if HOW == "scalar" or HOW == "scalar to all":
         tl.store(x, 1)
     elif HOW == "pairs":
         tl.store(x.to(tl.pointer_type(tl.int64)) + tl.arange(0, 128), tl.full((128,), (1 << 32) + 1, tl.int64))
     elif HOW == "scattered":
-        tl.store(x + at * 7 % 256, at)
+        tl.store(x + offsets * 7 % 256, offsets)
     elif HOW == "some":
-        tl.store(x + at, at, mask=at % 2 == 0)
+        tl.store(x + offsets, offsets, mask=offsets % 2 == 0)
     else:
         tl.store(x + r * 16 + c, r + c)
     if BETWEEN == "barrier":
@@ -1234,11 +1236,11 @@ def hand_over(x, out, guard, HOW: tl.constexpr, BETWEEN: tl.constexpr):
     elif HOW == "same":
         tl.store(out + r * 16 + c, tl.load(x + r * 16 + c, mask=c < 9, other=0))
     elif HOW == "scattered":
-        tl.store(out + at, tl.load(x + at * 9 % 256))
+        tl.store(out + offsets, tl.load(x + offsets * 9 % 256))
     elif HOW == "some":
-        tl.store(out + at, tl.load(x + (at + 1) % 256, mask=at % 4 == 1, other=0))
+        tl.store(out + offsets, tl.load(x + (offsets + 1) % 256, mask=offsets % 4 == 1, other=0))
     else:
-        tl.store(out + at, tl.load(x + at))
+        tl.store(out + offsets, tl.load(x + offsets))
 
 
 MOVES = ["scalar", "scalar to all", "transposed", "flat", "row", "pairs", "scattered", "some"]
@@ -1270,10 +1272,10 @@ def test_a_load_of_what_the_same_thread_or_one_before_a_barrier_stored_is_none(h
 @jit
 def in_place(x, T: tl.constexpr, N: tl.constexpr):
     """Every block's elements stay with their threads."""
-    at = tl.arange(0, N)
+    offsets = tl.arange(0, N)
     for _ in range(2):
         for i in range(T):
-            tl.store(x + i * N + at, tl.load(x + i * N + at) + 1.0)
+            tl.store(x + i * N + offsets, tl.load(x + i * N + offsets) + 1.0)
 
 
 def test_a_program_that_works_in_place_is_no_race() -> None:
@@ -1291,9 +1293,15 @@ def test_a_program_that_works_in_place_is_no_race() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_seed_is_a_schedule(seed: int) -> None:
-    first, second = (spmd(gather(), 2, seed=seed, preempt=0.5)[1] for _ in range(2))
-    assert (first.schedule, first.switches, first.accesses) == (second.schedule, second.switches, second.accesses)
-    assert [(s.track, s.start, s.end) for s in first.timeline] == [(s.track, s.start, s.end) for s in second.timeline]
+    first_run, second_run = (spmd(gather(), 2, seed=seed, preempt=0.5)[1] for _ in range(2))
+    assert (first_run.schedule, first_run.switches, first_run.accesses) == (
+        second_run.schedule,
+        second_run.switches,
+        second_run.accesses,
+    )
+    assert [(s.track, s.start, s.end) for s in first_run.timeline] == [
+        (s.track, s.start, s.end) for s in second_run.timeline
+    ]
 
 
 def test_seeds_differ() -> None:
@@ -1348,27 +1356,27 @@ def test_the_same_process_compiles_afterwards() -> None:
 def line_of(text: str) -> int:
     """The line of this file that has the text in a comment."""
     lines = Path(__file__).read_text().splitlines()
-    (found,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}")]
-    return found
+    (line_number,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}")]
+    return line_number
 
 
 @jit
-def several_stores(log, mine, addresses, out, turn, ch, N: tl.constexpr, LATE: tl.constexpr):
+def several_stores(log, own_box, addresses, out, epoch, ch, N: tl.constexpr, LATE: tl.constexpr):
     """Rank 0 writes to rank 1 behind its notify (LATE), or rank 1 reads before it waits."""
-    at, me = tl.arange(0, N), wl.rank_of(ch)
+    offsets, me = tl.arange(0, N), wl.rank_of(ch)
     if me == 0:
         if LATE:
             wl.channel_notify(ch, 0, 1, False)
-        tl.store(log + at, at)
-        wl.tile_push_data(addresses, 1, at, at, at < N)  # the write
+        tl.store(log + offsets, offsets)
+        wl.tile_push_data(addresses, 1, offsets, offsets, offsets < N)  # the write
         if not LATE:
             wl.channel_notify(ch, 0, 1, False)
     else:
         if LATE:
             wl.channel_wait(ch, 0, 1, 0, 0)
-        tl.store(out + at, tl.load(log + at))
-        tl.store(out + at, tl.load(mine + at))  # the read
-    wl.end_call(ch, turn, tl.num_programs(0))
+        tl.store(out + offsets, tl.load(log + offsets))
+        tl.store(out + offsets, tl.load(own_box + offsets))  # the read
+    wl.end_call(ch, epoch, tl.num_programs(0))
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -1376,16 +1384,16 @@ def test_a_race_names_the_statements_that_made_it(late: bool) -> None:
     """Other statements of the two programs did the same to other memory just before."""
 
     def main(world: weft.World) -> None:
-        ch, turn = world.channel("c", 1, None), world.zeros((1,), torch.int32)
+        ch, epoch = world.channel("c", 1, None), world.zeros((1,), torch.int32)
         box, log, out = (world.symmetric((16,), torch.int32, name) for name in ("box", "log", "out"))
-        args = dict(log=log.local, mine=box.local, addresses=box.addresses, out=out.local, turn=turn, ch=ch)
+        args = dict(log=log.local, own_box=box.local, addresses=box.addresses, out=out.local, epoch=epoch, ch=ch)
         world.launch(several_stores, 1, dict(N=16, LATE=late, **args), {}, world.current_stream())
         world.synchronize()
 
     write, read = line_of("the write"), line_of("the read")
     orders = set()
     for seed in range(12):
-        with pytest.raises(Race, match=r"race on (mine|box)") as caught:
+        with pytest.raises(Race, match=r"race on (own_box|box)") as caught:
             weft.spmd(main, 2, backend="emulated", seed=seed)
         lines = re.findall(r"test_emulator\.py:(\d+) \(several_stores\)", str(caught.value))
         orders.add(tuple(map(int, lines)))
@@ -1393,28 +1401,30 @@ def test_a_race_names_the_statements_that_made_it(late: bool) -> None:
 
 
 @jit
-def exchanged(x, boxes, mine, out, turn, ch, half, N: tl.constexpr, HALVES: tl.constexpr, COUNTED: tl.constexpr):
+def exchanged(x, boxes, own_boxes, out, epoch, ch, half, N: tl.constexpr, HALVES: tl.constexpr, COUNTED: tl.constexpr):
     """Program p sends x [N] to rank p and takes what rank p sent."""
-    me, p, at = wl.rank_of(ch), tl.program_id(0), tl.arange(0, N)
-    base = tl.load(turn) % HALVES * half
-    wl.tile_push_data(boxes, p, base + me * N + at, tl.load(x + at), at < N)
+    me, p, offsets = wl.rank_of(ch), tl.program_id(0), tl.arange(0, N)
+    base = tl.load(epoch) % HALVES * half
+    wl.tile_push_data(boxes, p, base + me * N + offsets, tl.load(x + offsets), offsets < N)
     wl.peer_tile_notify(ch, me, p, False)
     wl.peer_tile_wait(ch, p, p)
-    tl.store(out + p * N + at, tl.load(mine + base + p * N + at))
+    tl.store(out + p * N + offsets, tl.load(own_boxes + base + p * N + offsets))
     if COUNTED:
-        wl.end_call(ch, turn, tl.num_programs(0) + (COUNTED == "too few"))
+        wl.end_call(ch, epoch, tl.num_programs(0) + (COUNTED == "too few"))
 
 
 def three_calls(bug: str) -> Any:
     def main(world: weft.World) -> None:
         w, n = world.size, 16
         memory, ch = world.symmetric((2, w, n), torch.float32, "box"), world.channel("c", w, None)
-        turn = world.zeros((1,), torch.int32)
+        epoch = world.zeros((1,), torch.int32)
         for _ in range(3):
             x, out = torch.ones(n), world.empty((w, n), torch.float32)
-            if bug == "turn":
-                turn = world.zeros((1,), torch.int32)
-            args = dict(x=x, boxes=memory.addresses, mine=memory.local, out=out, turn=turn, ch=ch, half=w * n, N=n)
+            if bug == "epoch":
+                epoch = world.zeros((1,), torch.int32)
+            args = dict(
+                x=x, boxes=memory.addresses, own_boxes=memory.local, out=out, epoch=epoch, ch=ch, half=w * n, N=n
+            )
             args.update(
                 HALVES=1 if bug == "halves" else 2, COUNTED={"no end_call": "", "too few": "too few"}.get(bug, "all")
             )
@@ -1427,10 +1437,10 @@ def three_calls(bug: str) -> Any:
 EARLY = r"a write after a read of an earlier call: rank (\d) reads in launch (\d) \(call (\d)\), rank (\d) writes in launch (\d) \(call (\d)\) of exchanged"
 
 
-@pytest.mark.parametrize("bug", ["halves", "turn"])
+@pytest.mark.parametrize("bug", ["halves", "epoch"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_memory_used_again_while_a_peer_reads_it_is_told_as_that(bug: str, seed: int) -> None:
-    """One half for two, or a turn that begins anew. Whichever of the two accesses came first."""
+    """One half for two, or an epoch word that begins anew. Whichever of the two accesses came first."""
     weft.spmd(three_calls(""), 2, backend="emulated", seed=seed)
     with pytest.raises(Race, match=EARLY) as caught:
         weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
@@ -1456,11 +1466,11 @@ def test_a_copy_into_memory_that_a_peers_kernel_still_reads(seed: int) -> None:
 
     def main(world: weft.World, calls: int, wait: bool) -> None:
         box, out = world.symmetric((16,), torch.float32, "box"), world.empty((16,), torch.float32)
-        ch, turn, main = world.channel("c", 1, None, 1), world.zeros((1,), torch.int32), world.current_stream()
+        ch, epoch, main = world.channel("c", 1, None, 1), world.zeros((1,), torch.int32), world.current_stream()
         for n in range(1, calls + 1):
             wl.rank_copy_data(world, box.peers[1 - world.rank], torch.ones(16), main)
             wl.rank_notify(world, ch, 0, 1 - world.rank, world.tensor([n], torch.int32), main)
-            args = dict(x=box.local, out=out, turn=turn, ch=ch, N=16, WAIT=wait)
+            args = dict(x=box.local, out=out, epoch=epoch, ch=ch, N=16, WAIT=wait)
             world.launch(taken, 1, args, {}, main)
         world.synchronize()
 
@@ -1474,11 +1484,11 @@ def test_a_copy_into_memory_that_a_peers_kernel_still_reads(seed: int) -> None:
 
 
 @jit
-def taken(x, out, turn, ch, N: tl.constexpr, WAIT: tl.constexpr):
+def taken(x, out, epoch, ch, N: tl.constexpr, WAIT: tl.constexpr):
     if WAIT:
         wl.channel_wait(ch, 0, 1, -1, -1)
     tl.store(out + tl.arange(0, N), tl.load(x + tl.arange(0, N)))
-    wl.end_call(ch, turn, 1)
+    wl.end_call(ch, epoch, 1)
 
 
 def test_a_world_is_of_no_use_after_its_run() -> None:
@@ -1505,15 +1515,15 @@ def test_a_world_is_of_no_use_after_its_run() -> None:
 
 
 @jit
-def own_row(x, out, turn, ch, N: tl.constexpr, DOES: tl.constexpr):
+def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
     """Of as many programs as there are rows, one notifies (or all wait for it)."""
-    p, at = tl.program_id(0), tl.arange(0, N)
-    tl.store(out + p * N + at, tl.load(x + at))
+    p, offsets = tl.program_id(0), tl.arange(0, N)
+    tl.store(out + p * N + offsets, tl.load(x + offsets))
     if DOES != "nothing" and p == 0:
         wl.channel_notify(ch, 0, wl.rank_of(ch), False)
     if DOES == "waits":
         wl.channel_wait(ch, 0, 1, -1, -1)
-    wl.end_call(ch, turn, tl.num_programs(0))
+    wl.end_call(ch, epoch, tl.num_programs(0))
 
 
 @pytest.mark.parametrize("does", ["nothing", "notifies", "waits"])
@@ -1521,8 +1531,8 @@ def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> 
     """The first program notifies, so that every schedule ends: whether it would on a GPU is up to who starts first there."""
 
     def main(world: weft.World, programs: int) -> None:
-        out, turn = world.empty((programs, 16), torch.float32), world.zeros((1,), torch.int32)
-        args = dict(x=torch.ones(16), out=out, turn=turn, ch=world.channel("c", 1, None), N=16, DOES=does)
+        out, epoch = world.empty((programs, 16), torch.float32), world.zeros((1,), torch.int32)
+        args = dict(x=torch.ones(16), out=out, epoch=epoch, ch=world.channel("c", 1, None), N=16, DOES=does)
         world.launch(own_row, programs, args, {}, world.current_stream())
         world.synchronize()
 
@@ -1574,14 +1584,14 @@ def test_operators_from_a_thread_of_a_rank(seed: int) -> None:
 
 
 def test_a_thread_that_outlives_its_ranks_function_is_told_so() -> None:
-    returned, said = threading.Event(), []
+    returned, messages = threading.Event(), []
 
     def late(world: weft.World) -> None:
         returned.wait()
         try:
             _gathered(world, _drawn(world))
         except weft.WeftError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     threads = []
 
@@ -1596,13 +1606,13 @@ def test_a_thread_that_outlives_its_ranks_function_is_told_so() -> None:
         threads[0].join()
 
     weft.spmd(main, 2, backend="emulated", seed=0)
-    assert len(said) == 1 and "rank 0's function has returned, and thread 'server' of it goes on" in said[0]
+    assert len(messages) == 1 and "rank 0's function has returned, and thread 'server' of it goes on" in messages[0]
 
 
 def test_a_thread_waits_in_vain_for_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is that of the rank; the thread hears of it, and whoever waits for the thread keeps nobody."""
     monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
-    said: list[str] = []
+    messages: list[str] = []
 
     def main(world: weft.World) -> None:
         if world.rank == 1:
@@ -1613,14 +1623,14 @@ def test_a_thread_waits_in_vain_for_a_rank_that_fails(monkeypatch: pytest.Monkey
             try:
                 _gathered(world, _drawn(world))
             except weft.WeftError as error:
-                said.append(str(error))
+                messages.append(str(error))
 
         threading.Thread(target=fail).start()
         done.get()  # of the thread, which has failed
 
     with pytest.raises(ValueError, match="rank 1 gives up"):
         weft.spmd(main, 2, backend="emulated")
-    assert said == ["the emulated run of rank 0 has ended with an error of another task"]
+    assert messages == ["the emulated run of rank 0 has ended with an error of another task"]
 
 
 def test_a_traceback_shows_the_ranks_function_and_the_kernel_and_not_how_ranks_are_run() -> None:

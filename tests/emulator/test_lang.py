@@ -18,19 +18,19 @@ from weft.backends.base import Backend
 
 
 @weft.jit
-def ring(ch, turn, extra):
+def ring(ch, epoch, extra):
     """Every rank notifies its neighbour once, and `extra` times more; then waits."""
     me = wl.rank_of(ch)
     for _ in range(1 + extra):
         wl.channel_notify(ch, 0, (me + 1) % ch.world, False)
     wl.channel_wait(ch, 0, 1, 0, (me + 1) % ch.world)
-    wl.end_call(ch, turn, 1)
+    wl.end_call(ch, epoch, 1)
 
 
 @weft.jit(do_not_specialize=("rank",))
-def own_number(ch, turn, out, rank):
+def own_number(ch, epoch, out, rank):
     tl.store(out, rank)
-    wl.end_call(ch, turn, 1)
+    wl.end_call(ch, epoch, 1)
 
 
 @weft.jit
@@ -41,9 +41,9 @@ def running_sum(x, out, N: tl.constexpr):
 
 def call_ring(world: weft.World, extra: int, arrivals: int | None, calls: int = 3) -> None:
     ch = world.channel("ring", 1, None, arrivals)
-    turn = world.zeros((1,), torch.int32)
+    epoch = world.zeros((1,), torch.int32)
     for _ in range(calls):
-        world.launch(ring, 1, dict(ch=ch, turn=turn, extra=extra), dict(num_warps=1), world.current_stream())
+        world.launch(ring, 1, dict(ch=ch, epoch=epoch, extra=extra), dict(num_warps=1), world.current_stream())
     world.synchronize()
 
 
@@ -62,9 +62,9 @@ def test_a_lost_signal_is_reported_where_nobody_waits() -> None:
 def test_a_deadlock_names_the_channel() -> None:
     def main(world: weft.World) -> None:
         world.channel("something else", 3, None)
-        ch, turn = world.channel("ring", 1, None), world.zeros((1,), torch.int32)
+        ch, epoch = world.channel("ring", 1, None), world.zeros((1,), torch.int32)
         if world.rank == 0:
-            args = dict(ch=ch, turn=turn, extra=0)
+            args = dict(ch=ch, epoch=epoch, extra=0)
             weft.Launch(world, ring, 1, dict(num_warps=1), **args)(world.current_stream())
         world.synchronize()
 
@@ -73,18 +73,18 @@ def test_a_deadlock_names_the_channel() -> None:
 
 
 @weft.jit
-def past_the_end(ch, turn, WAIT: tl.constexpr):
+def past_the_end(ch, epoch, WAIT: tl.constexpr):
     if WAIT:
         wl.channel_wait(ch, 3, 1, -1, -1)
     else:
         wl.channel_notify(ch, 3, (wl.rank_of(ch) + 1) % ch.world, False)
-    wl.end_call(ch, turn, 1)
+    wl.end_call(ch, epoch, 1)
 
 
 @pytest.mark.parametrize("wait, says", [(False, "notify"), (True, "wait")])
 def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None:
     def main(world: weft.World) -> None:
-        args = dict(ch=world.channel("three", 3, None), turn=world.zeros((1,), torch.int32), WAIT=wait)
+        args = dict(ch=world.channel("three", 3, None), epoch=world.zeros((1,), torch.int32), WAIT=wait)
         world.launch(past_the_end, 1, args, dict(num_warps=1), world.current_stream())
         world.synchronize()
 
@@ -95,19 +95,19 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
 
 
 @weft.jit
-def ask(ch, turn, END: tl.constexpr):
+def ask(ch, epoch, END: tl.constexpr):
     """Rank 0 answers the other; the last program of the two does not end the call, or none does."""
     me, p = wl.rank_of(ch), tl.program_id(0)
     if p == 0:
         wl.peer_tile_notify(ch, 0, 1 - me, False)
         wl.peer_tile_wait(ch, 0, 1 - me)
     if p < END:
-        wl.end_call(ch, turn, 2)
+        wl.end_call(ch, epoch, 2)
 
 
 def ask_once(world: weft.World, end: int, arrivals: int | None) -> None:
-    ch, turn = world.channel("answer", 1, None, arrivals), world.zeros((1,), torch.int32)
-    world.launch(ask, 2, dict(ch=ch, turn=turn, END=end), dict(num_warps=1), world.current_stream())
+    ch, epoch = world.channel("answer", 1, None, arrivals), world.zeros((1,), torch.int32)
+    world.launch(ask, 2, dict(ch=ch, epoch=epoch, END=end), dict(num_warps=1), world.current_stream())
     world.synchronize()
 
 
@@ -129,19 +129,24 @@ def test_integers_that_differ_between_ranks_raise_before_the_launch() -> None:
             call_ring(world, world.rank, None)
         return str(caught.value)
 
-    for said in weft.spmd(main, 2, backend="emulated"):
-        assert "launch of ring" in said and "extra=0" in said and "extra=1" in said and "wl.rank_of(ch)" in said
+    for message in weft.spmd(main, 2, backend="emulated"):
+        assert (
+            "launch of ring" in message
+            and "extra=0" in message
+            and "extra=1" in message
+            and "wl.rank_of(ch)" in message
+        )
 
 
 @weft.jit
-def has_a_grid(ch, turn, grid):
-    wl.end_call(ch, turn, 1)
+def has_a_grid(ch, epoch, grid):
+    wl.end_call(ch, epoch, 1)
 
 
 def test_grids_that_differ_between_ranks_raise_before_the_launch() -> None:
     def main(world: weft.World) -> None:
         stream = world.current_stream()
-        args = dict(ch=world.channel("ring", 1, None), turn=world.zeros((1,), torch.int32))
+        args = dict(ch=world.channel("ring", 1, None), epoch=world.zeros((1,), torch.int32))
         with pytest.raises(weft.Mismatch, match="launch of ring by 1 programs; rank 1: launch of ring by 2 programs"):
             world.launch(ring, 1 + world.rank, dict(args, extra=0), {}, stream)
         with pytest.raises(weft.Mismatch, match="launch of has_a_grid by 1 programs"):
@@ -232,39 +237,39 @@ def test_what_is_launched_in_another_way_is_refused() -> None:
 
 
 @weft.jit
-def reads_turn(ch, turn, out):
-    tl.store(out, tl.load(turn))
-    wl.end_call(ch, turn, 1)
+def reads_epoch(ch, epoch, out):
+    tl.store(out, tl.load(epoch))
+    wl.end_call(ch, epoch, 1)
 
 
-def test_a_call_needs_no_turn() -> None:
+def test_a_call_needs_no_epoch() -> None:
     def main(world: weft.World) -> int:
         ch, stream = world.channel("ring", 1, None, 1), world.current_stream()
         for _ in range(3):
-            world.launch(ring, 1, dict(ch=ch, turn=None, extra=0), dict(num_warps=1), stream)
+            world.launch(ring, 1, dict(ch=ch, epoch=None, extra=0), dict(num_warps=1), stream)
         world.synchronize()
         return int(ch.state[wl.channel.CALLS.value])
 
     assert weft.spmd(main, 2, backend="emulated") == [3, 3]
 
 
-def test_a_kernel_without_turn_compiles() -> None:
+def test_a_kernel_without_epoch_compiles() -> None:
     from weft.check.offline import compile_kernel
 
     (ch,) = weft.spmd(lambda world: world.channel("ring", 1, None), 1, backend="emulated")
-    assert "acq_rel" in compile_kernel(ring, dict(ch=ch, turn=None, extra=0), dict(num_warps=1)).ptx
+    assert "acq_rel" in compile_kernel(ring, dict(ch=ch, epoch=None, extra=0), dict(num_warps=1)).ptx
 
 
 def test_an_error_in_a_kernel_says_what_it_was_launched_with() -> None:
     def main(world: weft.World) -> None:
-        args = dict(ch=world.channel("c", 1, None), turn=None, out=world.zeros((1,), torch.int32))
-        world.launch(reads_turn, 1, args, {}, world.current_stream())
+        args = dict(ch=world.channel("c", 1, None), epoch=None, out=world.zeros((1,), torch.int32))
+        world.launch(reads_epoch, 1, args, {}, world.current_stream())
         world.synchronize()
 
     with pytest.raises(AttributeError) as caught:
         weft.spmd(main, 1, backend="emulated")
     notes = caught.value.__notes__
-    assert "launched with ch: BlockChannel, turn=None, out: pointer<int32>" in notes, notes
+    assert "launched with ch: BlockChannel, epoch=None, out: pointer<int32>" in notes, notes
 
 
 def test_streams_and_events_are_the_worlds() -> None:
@@ -316,7 +321,7 @@ def test_tensors_are_needed() -> None:
 @pytest.mark.parametrize("way", ["rank_copy_data", "copy"])
 def test_a_copy_that_no_copy_engine_makes_is_refused(way: str) -> None:
     def main(world: weft.World) -> None:
-        copy = world.copy if way == "copy" else lambda *given: wl.rank_copy_data(world, *given)
+        copy = world.copy if way == "copy" else lambda *operands: wl.rank_copy_data(world, *operands)
         x, stream = world.zeros((4, 4), torch.float32), world.current_stream()
         for dst, src, says in (
             (x[:, :2], x[:, 2:], r"from a tensor that is not contiguous: \[4, 2\], strides \(4, 1\)"),
@@ -359,9 +364,9 @@ def test_channels_that_cannot_be_are_refused() -> None:
             (("c", 2, None, 1.0), "channel 'c': arrivals are an integer, or one a counter, not 1.0"),
             (("c", 2, None, [1, 0.5]), r"one a counter, not \[1, 0.5\]"),
         ]
-        for given, says in bad:
+        for arguments, says in bad:
             with pytest.raises(TypeError, match=says):
-                world.channel(*given)
+                world.channel(*arguments)
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -384,8 +389,8 @@ def test_ranks_that_make_different_channels_or_memory_disagree() -> None:
 
 def test_integers_that_are_not_specialised_may_differ() -> None:
     def main(world: weft.World) -> int:
-        ch, turn, out = world.channel("own", 1, None), world.zeros((1,), torch.int32), world.zeros((1,), torch.int32)
-        args = dict(ch=ch, turn=turn, out=out, rank=world.rank)
+        ch, epoch, out = world.channel("own", 1, None), world.zeros((1,), torch.int32), world.zeros((1,), torch.int32)
+        args = dict(ch=ch, epoch=epoch, out=out, rank=world.rank)
         world.launch(own_number, 1, args, dict(num_warps=1), world.current_stream())
         world.synchronize()
         return int(out)
@@ -395,13 +400,13 @@ def test_integers_that_are_not_specialised_may_differ() -> None:
 
 def test_a_counter_is_the_named_rank_s() -> None:
     def main(world: weft.World) -> list[int]:
-        ch, other = world.channel("a", 3, None), world.channel("b", 2, None)
+        ch, second_channel = world.channel("a", 3, None), world.channel("b", 2, None)
         if world.rank == 0:
             world.counter(ch, 2, 1).fill_(7)
         world.exchange("written")
         with pytest.raises(weft.WeftError, match="channel 3 of 3"):
             world.counter(ch, 3, 0)
-        return [*ch.counters.tolist(), *other.counters.tolist()]
+        return [*ch.counters.tolist(), *second_channel.counters.tolist()]
 
     assert weft.spmd(main, 2, backend="emulated") == [[0] * 5, [0, 0, 7, 0, 0]]
 
@@ -436,15 +441,15 @@ def test_an_element_of_symmetric_memory_is_named() -> None:
 
 @weft.jit
 def push(x, buffers, to, BUG: tl.constexpr):
-    at = tl.arange(0, 8)
+    offsets = tl.arange(0, 8)
     if BUG == "argument":
-        wl.tile_push_data(buffers, to, at, tl.load(x + at))
+        wl.tile_push_data(buffers, to, offsets, tl.load(x + offsets))
     else:
-        wl.tile_push_data(buffers, to, at, tl.load(x + at), None)
+        wl.tile_push_data(buffers, to, offsets, tl.load(x + offsets), None)
 
 
 @pytest.mark.parametrize(
-    "of, to, bug, error, says",
+    "as_passed, to, bug, error, says",
     [
         (lambda t: t, 0, "", TypeError, "push, argument buffers: a SymmetricTensor is no argument: pass its"),
         (lambda t: t.local, 0, "", TypeError, "fp32 is no address .* SymmetricTensor.addresses"),
@@ -459,9 +464,9 @@ def push(x, buffers, to, BUG: tl.constexpr):
         ),
     ],
 )
-def test_wrong_arguments_are_named(of: Callable[[Any], Any], to: int, bug: str, error: Any, says: str) -> None:
+def test_wrong_arguments_are_named(as_passed: Callable[[Any], Any], to: int, bug: str, error: Any, says: str) -> None:
     def main(world: weft.World) -> None:
-        args = dict(x=torch.ones(8), buffers=of(world.symmetric((8,), torch.float32, "x")), to=to, BUG=bug)
+        args = dict(x=torch.ones(8), buffers=as_passed(world.symmetric((8,), torch.float32, "x")), to=to, BUG=bug)
         world.launch(push, 1, args, {}, world.current_stream())
         world.synchronize()
 
@@ -485,16 +490,16 @@ def test_wrong_arguments_of_a_host_signal_are_named() -> None:
 
 
 @weft.jit
-def tell(ch, turn, MODE: tl.constexpr):
+def notify_tile(ch, epoch, MODE: tl.constexpr):
     wl.producer_tile_notify(ch, 0, MODE, False)
-    wl.end_call(ch, turn, 1)
+    wl.end_call(ch, epoch, 1)
 
 
 def test_an_unknown_mode_of_a_notify_is_refused() -> None:
     def main(world: weft.World) -> None:
         ch = world.channel("rows", 2, wl.StaticMapping.over(32, world.size, tile_rows=16, channel_rows=16, arrivals=1))
-        args = dict(ch=ch, turn=world.zeros((1,), torch.int32), MODE="all")
-        world.launch(tell, 1, args, dict(num_warps=1), world.current_stream())
+        args = dict(ch=ch, epoch=world.zeros((1,), torch.int32), MODE="all")
+        world.launch(notify_tile, 1, args, dict(num_warps=1), world.current_stream())
         world.synchronize()
 
     with pytest.raises(AssertionError, match="MODE must be p2p or broadcast"):
@@ -506,8 +511,8 @@ def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
 
     def main(world: weft.World, rows: int) -> None:
         mapping = wl.StaticMapping.over(32, 2, tile_rows=rows, channel_rows=8, arrivals=1)
-        args = dict(ch=world.channel("rows", 4, mapping), turn=world.zeros((1,), torch.int32), MODE="broadcast")
-        world.launch(tell, 1, args, dict(num_warps=1), world.current_stream())
+        args = dict(ch=world.channel("rows", 4, mapping), epoch=world.zeros((1,), torch.int32), MODE="broadcast")
+        world.launch(notify_tile, 1, args, dict(num_warps=1), world.current_stream())
         world.synchronize()
 
     weft.spmd(lambda w: main(w, 3), 2, backend="emulated")

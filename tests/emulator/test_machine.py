@@ -44,10 +44,10 @@ def passes(fn: Callable[[EmulatedBackend], Any], ranks: int = 1, **options: Any)
         spmd(fn, ranks, seed=seed, **options)
 
 
-def races(fn: Callable[[EmulatedBackend], Any], what: str, ranks: int = 1, **options: Any) -> None:
+def races(fn: Callable[[EmulatedBackend], Any], memory: str, ranks: int = 1, **options: Any) -> None:
     """In every schedule."""
     for seed in SEEDS:
-        with pytest.raises(Race, match=f"race on {what}"):
+        with pytest.raises(Race, match=f"race on {memory}"):
             spmd(fn, ranks, seed=seed, **options)
 
 
@@ -57,17 +57,17 @@ def races(fn: Callable[[EmulatedBackend], Any], what: str, ranks: int = 1, **opt
 @jit
 def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexpr):
     """Program 0 releases one part after the other; program 1 begins to wait once both have come, and reads both."""
-    at = tl.arange(0, N)
+    offsets = tl.arange(0, N)
     if tl.program_id(0) == 0:
         for part in tl.static_range(2):
-            tl.store(data + part * N + at, tl.full((N,), 1.0, tl.float32))
+            tl.store(data + part * N + offsets, tl.full((N,), 1.0, tl.float32))
             flush_stores(False)
             tl.atomic_add(flag, 1, sem="release", scope="gpu")
         tl.atomic_add(gate, 1, sem="relaxed", scope="gpu")
     else:
         wait_until(gate, 1, guard, -1, -1, "gpu")
         wait_until(flag, TARGET, guard, -1, -1, "gpu")
-        tl.store(out + at, tl.load(data + at) + tl.load(data + N + at))
+        tl.store(out + offsets, tl.load(data + offsets) + tl.load(data + N + offsets))
 
 
 def test_a_wait_acquires_what_first_reached_its_target() -> None:
@@ -89,7 +89,7 @@ def test_a_wait_acquires_what_first_reached_its_target() -> None:
 
 
 @jit
-def beside(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
+def unordered_accesses(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """Two programs that nothing orders, each with one access."""
     for program in tl.static_range(2):
         if tl.program_id(0) == program:
@@ -104,20 +104,22 @@ def beside(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    "first, second", [("load", "update"), ("store", "update"), ("store", "look"), ("load", "store")]
+    "first_access, second_access", [("load", "update"), ("store", "update"), ("store", "look"), ("load", "store")]
 )
-def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first: str, second: str) -> None:
+def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access: str, second_access: str) -> None:
     """Whichever comes first, unless neither changes the word or both are atomic."""
 
-    def fn(b: EmulatedBackend, first: str, second: str) -> None:
-        args = dict(word=b.zeros((1,), torch.int32), out=b.zeros((2,), torch.int32), FIRST=first, SECOND=second)
-        b.launch(beside, 2, args, {}, b.current_stream())
+    def fn(b: EmulatedBackend, first_access: str, second_access: str) -> None:
+        args = dict(
+            word=b.zeros((1,), torch.int32), out=b.zeros((2,), torch.int32), FIRST=first_access, SECOND=second_access
+        )
+        b.launch(unordered_accesses, 2, args, {}, b.current_stream())
         b.finish(b.current_stream())
 
-    races(lambda b: fn(b, first, second), "word")
-    races(lambda b: fn(b, second, first), "word")
-    for mine, other in (("load", "look"), ("update", "update"), ("load", "load")):
-        passes(lambda b, mine=mine, other=other: fn(b, mine, other))
+    races(lambda b: fn(b, first_access, second_access), "word")
+    races(lambda b: fn(b, second_access, first_access), "word")
+    for own_access, peer_access in (("load", "look"), ("update", "update"), ("load", "load")):
+        passes(lambda b, own_access=own_access, peer_access=peer_access: fn(b, own_access, peer_access))
 
 
 # -- what orders ranks -------------------------------------------------------------------------------------------------
@@ -133,8 +135,8 @@ def test_an_exchange_orders_what_each_rank_did_before_and_does_after() -> None:
         if exchange:
             b.exchange("filled")
         out = b.empty((b.size, N), torch.float32)
-        for rank, theirs in enumerate(box.peers):
-            b.copy(out[rank], theirs, main)
+        for rank, peer_box in enumerate(box.peers):
+            b.copy(out[rank], peer_box, main)
         b.synchronize()
         assert out[:, 0].tolist() == [1.0, 2.0, 3.0]
 
@@ -179,14 +181,14 @@ def test_a_copy_engines_store_does_not_carry_on_what_was_released_before() -> No
 
 @jit
 def handed_over(data, flag, guard, out, N: tl.constexpr):
-    at = tl.arange(0, N)
+    offsets = tl.arange(0, N)
     if tl.program_id(0) == 0:
-        tl.store(data + at, tl.full((N,), 1.0, tl.float32))
+        tl.store(data + offsets, tl.full((N,), 1.0, tl.float32))
         flush_stores(False)
         tl.atomic_add(flag, 1, sem="release", scope="gpu")
     else:
         wait_until(flag, 1, guard, -1, -1, "gpu")
-        tl.store(out + at, tl.load(data + at))
+        tl.store(out + offsets, tl.load(data + offsets))
 
 
 @jit
@@ -223,16 +225,16 @@ def fenced(data, flag, N: tl.constexpr, FENCE: tl.constexpr, SCOPE: tl.constexpr
 
 
 @pytest.mark.parametrize(
-    "fence, scope, settled",
+    "fence, scope, flushed_at",
     [("gpu", "sys", "before"), ("sys", "gpu", "before"), ("sys", "sys", ""), ("sys", "sys", "after")],
 )
-def test_a_fence_releases_in_its_own_scope_what_was_settled_before_it(fence: str, scope: str, settled: str) -> None:
+def test_a_fence_releases_in_its_own_scope_what_was_settled_before_it(fence: str, scope: str, flushed_at: str) -> None:
     """The notify behind it is relaxed; a rank takes what its neighbour wrote."""
 
-    def fn(b: EmulatedBackend, fence: str, scope: str, settled: str) -> None:
+    def fn(b: EmulatedBackend, fence: str, scope: str, flushed_at: str) -> None:
         box, flag, to = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), words(b, "flag"), (b.rank + 1) % b.size
         out, main = b.empty((N,), torch.float32), b.current_stream()
-        args = dict(data=box.peers[to], flag=flag.peers[to], N=N, FENCE=fence, SCOPE=scope, FLUSHED=settled)
+        args = dict(data=box.peers[to], flag=flag.peers[to], N=N, FENCE=fence, SCOPE=scope, FLUSHED=flushed_at)
         b.launch(fenced, 1, args, {}, b.side_stream("comm"))
         b.wait(flag.local, b.tensor([1], torch.int32), main)
         b.copy(out, box.local, main)
@@ -240,7 +242,7 @@ def test_a_fence_releases_in_its_own_scope_what_was_settled_before_it(fence: str
 
     passes(lambda b: fn(b, "sys", "sys", "before"), 2)
     passes(lambda b: fn(b, "gpu", "gpu", "before"))  # within one rank
-    races(lambda b: fn(b, fence, scope, settled), "flag" if scope == "gpu" else "(box|data)", 2)
+    races(lambda b: fn(b, fence, scope, flushed_at), "flag" if scope == "gpu" else "(box|data)", 2)
 
 
 # -- the end of a kernel -----------------------------------------------------------------------------------------------
@@ -261,11 +263,11 @@ def test_a_kernels_end_settles_everything() -> None:
     def fn(b: EmulatedBackend) -> None:
         data, word, main = b.empty((N, N), torch.float32), b.zeros((1,), torch.int32), b.current_stream()
         b.launch(bulk_and_atomic, 1, dict(desc=TensorDescriptor.from_tensor(data, [N, N]), word=word), {}, main)
-        got, count = b.empty((N, N), torch.float32), b.empty((1,), torch.int32)
-        b.copy(got, data, main)
+        copied, count = b.empty((N, N), torch.float32), b.empty((1,), torch.int32)
+        b.copy(copied, data, main)
         b.copy(count, word, main)
         b.finish(main)
-        assert got.sum() == N * N and count.item() == 1
+        assert copied.sum() == N * N and count.item() == 1
 
     passes(fn)
 
@@ -323,8 +325,8 @@ def test_a_program_that_polls_what_never_changes_sleeps(how: str) -> None:
     """So that a lost signal is a deadlock, not a run without an end."""
 
     def fn(b: EmulatedBackend) -> None:
-        word, posted, tries = b.zeros((1,), torch.int32), b.zeros((4,), torch.int32), b.zeros((1,), torch.int32)
-        args = dict(word=word, words=posted, tries=tries, guard=b.guard(), HOW=how, TRIES=2000)
+        word, polled_words, tries = b.zeros((1,), torch.int32), b.zeros((4,), torch.int32), b.zeros((1,), torch.int32)
+        args = dict(word=word, words=polled_words, tries=tries, guard=b.guard(), HOW=how, TRIES=2000)
         b.launch(poll, 1, args, {}, b.current_stream())
         b.finish(b.current_stream())
         raise AssertionError(f"it looked {tries.item()} times")
@@ -347,8 +349,8 @@ def test_a_copy_may_be_seen_half_done() -> None:
         b.synchronize()
         return seen.sum().item()
 
-    found = {spmd(fn, 1, seed=seed, races=False)[0][0] for seed in range(24)}
-    assert {0.0, 64.0} < found, found
+    sums = {spmd(fn, 1, seed=seed, races=False)[0][0] for seed in range(24)}
+    assert {0.0, 64.0} < sums, sums
 
 
 @jit
@@ -366,13 +368,13 @@ def test_posted_words_may_be_seen_before_others_of_the_same_post() -> None:
     """So a reader has to look at each of them."""
 
     def fn(b: EmulatedBackend) -> list[int]:
-        posted, counts = b.zeros((8, 4), torch.int32), b.zeros((6,), torch.int32)
-        b.launch(post_rows, 2, dict(words=posted, counts=counts, ROWS=8, LOOKS=6), {}, b.current_stream())
+        posted_words, counts = b.zeros((8, 4), torch.int32), b.zeros((6,), torch.int32)
+        b.launch(post_rows, 2, dict(words=posted_words, counts=counts, ROWS=8, LOOKS=6), {}, b.current_stream())
         b.finish(b.current_stream())
         return counts.tolist()
 
-    found = {count for seed in range(24) for count in spmd(fn, 1, seed=seed)[0][0]}
-    assert {0, 32} < found, found
+    seen_counts = {count for seed in range(24) for count in spmd(fn, 1, seed=seed)[0][0]}
+    assert {0, 32} < seen_counts, seen_counts
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
@@ -385,7 +387,7 @@ def draw_tickets(ticket, owners, DRAWS: tl.constexpr):
         tl.store(owners + tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu"), tl.program_id(0))
 
 
-def turns(seed: int, programs: int = 4, draws: int = 150, **options: Any) -> list[int]:
+def draw_order(seed: int, programs: int = 4, draws: int = 150, **options: Any) -> list[int]:
     def fn(b: EmulatedBackend) -> list[int]:
         ticket, owners = b.zeros((1,), torch.int32), b.zeros((programs * draws,), torch.int32)
         b.launch(draw_tickets, programs, dict(ticket=ticket, owners=owners, DRAWS=draws), {}, b.current_stream())
@@ -402,13 +404,15 @@ def stays(order: list[int]) -> float:
 
 def longest_rest(order: list[int], programs: int = 4) -> int:
     """The most turns that a program, which later goes on, leaves to others."""
-    places = [[i for i, who in enumerate(order) if who == p] for p in range(programs)]
-    return max(b - a for at in places for a, b in zip([0, *at], at, strict=False))
+    draws_by_program = [[i for i, who in enumerate(order) if who == p] for p in range(programs)]
+    return max(b - a for draws in draws_by_program for a, b in zip([0, *draws], draws, strict=False))
 
 
 def test_ways_to_schedule() -> None:
     """By virtual time in turn; at random; one left out for long; one that goes on for long."""
-    clock, mixed, starve, burst = ([turns(way + 4 * i) for i in range(4)] for way in (CLOCK, RANDOM, STARVE, BURST))
+    clock, mixed, starve, burst = (
+        [draw_order(way + 4 * i) for i in range(4)] for way in (CLOCK, RANDOM, STARVE, BURST)
+    )
     assert all(stays(order) < 0.1 for order in clock)
     assert all(0.1 < stays(order) < 0.4 and longest_rest(order[:300]) < 50 for order in mixed)
     assert max(longest_rest(order) for order in starve) > 60 and all(stays(order) < 0.7 for order in starve)
@@ -505,8 +509,8 @@ def test_parts_of_an_all_to_all_must_fit_where_they_go() -> None:
 
 @jit
 def load_past_the_edge(desc, out, N: tl.constexpr):
-    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(out + at, desc.load([8, 8]).to(tl.float32))
+    offsets = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out + offsets, desc.load([8, 8]).to(tl.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -529,12 +533,12 @@ def test_a_descriptor_pads_with_what_it_says(dtype: torch.dtype) -> None:
 
 @jit
 def numbers(x, y, low, high, i, u, shifted, N: tl.constexpr):
-    at = tl.arange(0, N)
-    a, b = tl.load(x + at), tl.load(y + at)
-    tl.store(low + at, tl.minimum(a, b))
-    tl.store(high + at, tl.maximum(a, b))
-    tl.store(shifted + at, (tl.load(i + at) >> 2).to(tl.int64))
-    tl.store(shifted + N + at, (tl.load(u + at) >> 2).to(tl.int64))
+    offsets = tl.arange(0, N)
+    a, b = tl.load(x + offsets), tl.load(y + offsets)
+    tl.store(low + offsets, tl.minimum(a, b))
+    tl.store(high + offsets, tl.maximum(a, b))
+    tl.store(shifted + offsets, (tl.load(i + offsets) >> 2).to(tl.int64))
+    tl.store(shifted + N + offsets, (tl.load(u + offsets) >> 2).to(tl.int64))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -56,10 +56,10 @@ def test_static_every_row_lies_in_one_tile_and_its_channels(case: tuple[StaticMa
         seen.update(range(lo, hi))
         assert 0 <= static_rank.fn(m, tile) < world
         assert static_rank.fn(m, tile) == lo // m.rank_rows, "the rank that holds the tile's first row"
-        first, after = static_channels.fn(m, tile)
-        assert set(range(first, after)) == {row // m.channel_rows for row in range(lo, hi)}
+        first_channel, channels_end = static_channels.fn(m, tile)
+        assert set(range(first_channel, channels_end)) == {row // m.channel_rows for row in range(lo, hi)}
         if m.single:
-            assert after == first + 1
+            assert channels_end == first_channel + 1
     assert seen == Counter(range(m.rows))
     assert len({row // m.channel_rows for row in range(m.rows)}) == m.rows // m.channel_rows
     for row in range(m.rows):  # a channel never spans ranks
@@ -69,12 +69,12 @@ def test_static_every_row_lies_in_one_tile_and_its_channels(case: tuple[StaticMa
 @given(static_mappings(single=True))
 def test_static_producer_counts_are_what_consumers_wait_for(case: tuple[StaticMapping, int]) -> None:
     m, _ = case
-    came: Counter[int] = Counter()
+    arrived: Counter[int] = Counter()
     for tile in tiles_of(m):
         channel, _ = static_channels.fn(m, tile)
-        came[channel] += 1
-    assert set(came) == set(range(m.rows // m.channel_rows))
-    assert all(came[c] == channel_arrivals.fn(m, c) for c in came)
+        arrived[channel] += 1
+    assert set(arrived) == set(range(m.rows // m.channel_rows))
+    assert all(arrived[c] == channel_arrivals.fn(m, c) for c in arrived)
 
 
 @given(static_mappings(single=True), st.integers(1, 60), st.randoms(use_true_random=False))
@@ -89,17 +89,17 @@ def test_static_a_wait_passes_exactly_when_its_rows_are_produced(
     order = list(tiles_of(producer))
     rng.shuffle(order)
     done: set[int] = set()
-    came: Counter[int] = Counter()
+    arrived: Counter[int] = Counter()
     last = len(tiles_of(consumer)) - 1
     for tile in order:
         done.update(range(*static_rows.fn(producer, tile)))
-        came[static_channels.fn(producer, tile)[0]] += 1
+        arrived[static_channels.fn(producer, tile)[0]] += 1
         for waiting in (0, last // 2, last):
             channels = range(*static_channels.fn(consumer, waiting))
-            if all(came[c] >= channel_arrivals.fn(consumer, c) for c in channels):
+            if all(arrived[c] >= channel_arrivals.fn(consumer, c) for c in channels):
                 assert done >= set(range(*static_rows.fn(consumer, waiting)))
     assert done == set(range(producer.rows))
-    assert all(came[c] == producer.arrivals for c in range(producer.rows // producer.channel_rows))
+    assert all(arrived[c] == producer.arrivals for c in range(producer.rows // producer.channel_rows))
 
 
 @pytest.mark.parametrize(
@@ -181,17 +181,17 @@ def test_reduce_order_interleaves_owners_and_tickets_follow_it(
 
 def partitions(size: int) -> list[tuple[int, ...]]:
     """All valid `groups` of a world of `size`."""
-    found: list[tuple[int, ...]] = []
+    all_groups: list[tuple[int, ...]] = []
 
-    def grow(at: int, groups: tuple[int, ...]) -> None:
-        if at == size:
-            found.append(groups)
+    def grow(start: int, groups: tuple[int, ...]) -> None:
+        if start == size:
+            all_groups.append(groups)
         for g in (1, 2, 4, 8):
-            if at + g <= size and at % g == 0:
-                grow(at + g, (*groups, g))
+            if start + g <= size and start % g == 0:
+                grow(start + g, (*groups, g))
 
     grow(0, ())
-    return found
+    return all_groups
 
 
 @pytest.mark.parametrize("size", range(1, 9))

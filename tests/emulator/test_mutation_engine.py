@@ -28,10 +28,10 @@ def notify(flag, BULK: tl.constexpr):
 def send(x, peers, flags, rank, world, N: tl.constexpr, TWICE: tl.constexpr):
     """Program p writes x to slot `rank` of rank p."""
     to = tl.program_id(0)
-    at = tl.arange(0, N)
+    offsets = tl.arange(0, N)
     data = tl.load(peers + to).to(tl.pointer_type(tl.float32)) + rank * N
     flag = tl.load(flags + to).to(tl.pointer_type(tl.int32))
-    tl.store(data + at, tl.load(x + at))
+    tl.store(data + offsets, tl.load(x + offsets))
     notify(flag, False)
     if TWICE:
         notify(flag, False)
@@ -67,8 +67,8 @@ def exchange(b: EmulatedBackend) -> None:
 
 
 def line(fn: Any, text: str, nth: int = 0) -> int:
-    source, first = inspect.getsourcelines(getattr(fn, "fn", fn))
-    return [first + i for i, s in enumerate(source) if text in s][nth]
+    source, start = inspect.getsourcelines(getattr(fn, "fn", fn))
+    return [start + i for i, s in enumerate(source) if text in s][nth]
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,9 @@ def mutations() -> list[Mutation]:
 
 
 def test_sites(mutations: list[Mutation]) -> None:
-    found = {(m.line, m.description) for m in mutations}
+    line_descriptions = {(m.line, m.description) for m in mutations}
     add, wait = line(notify, "atomic_add"), line(receive, "wait_until")
-    assert found == {
+    assert line_descriptions == {
         (line(notify, "flush_stores"), "remove flush_stores(...)"),
         (add, "remove tl.atomic_add(...)"),
         (add, "double tl.atomic_add(...)"),
@@ -103,9 +103,9 @@ def test_every_mutation_is_caught_on_every_seed(mutations: list[Mutation]) -> No
         spmd(exchange, 2, seed=seed)
         for mutation, caught in kill_rate(exchange, 2, mutations, [seed]):
             assert caught is not None, f"{mutation} survived seed {seed}"
-    by = {m.description: c.partition(":")[0] for m, c in kill_rate(exchange, 2, mutations, [0]) if c}
-    assert by["remove tl.atomic_add(...)"] == "Deadlock"
-    assert by["remove flush_stores(...)"] == by["drop stream_barrier"] == by["drop wait_event"] == "Race"
+    catcher = {m.description: c.partition(":")[0] for m, c in kill_rate(exchange, 2, mutations, [0]) if c}
+    assert catcher["remove tl.atomic_add(...)"] == "Deadlock"
+    assert catcher["remove flush_stores(...)"] == catcher["drop stream_barrier"] == catcher["drop wait_event"] == "Race"
 
 
 def test_what_breaks_nothing_survives(mutations: list[Mutation]) -> None:

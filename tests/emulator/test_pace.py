@@ -14,7 +14,7 @@ class Stop(Exception):
 
 
 def notices(fn, ranks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    def launch(*a: object, **more: object) -> None:
+    def launch(*a: object, **options: object) -> None:
         raise Stop
 
     monkeypatch.setattr("weft.backends.emulated.EmulatedBackend.launch", launch)
@@ -30,9 +30,9 @@ def test_a_call_of_hours_is_announced(caplog: pytest.LogCaptureFixture, monkeypa
         x, w = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (8192 // world.size, 28672 // world.size))
         weft.all_gather_matmul(x, w, world=world)
 
-    (said,) = notices(main, 4, caplog, monkeypatch)
-    assert said.startswith("all_gather_matmul of M, N, K = 8192, 7168, 4096 takes about ")
-    assert " hours in the emulator; smaller sizes: " in said
+    (notice,) = notices(main, 4, caplog, monkeypatch)
+    assert notice.startswith("all_gather_matmul of M, N, K = 8192, 7168, 4096 takes about ")
+    assert " hours in the emulator; smaller sizes: " in notice
 
 
 def test_a_layer_of_experts_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +41,8 @@ def test_a_layer_of_experts_is_announced(caplog: pytest.LogCaptureFixture, monke
         w13, w2 = (torch.zeros(1, *shape, dtype=torch.bfloat16) for shape in ((1536, 2048), (2048, 768)))
         moe.moe(x, ids, torch.ones(512, 1), moe.pack(w13, world=world), w2, world=world)
 
-    (said,) = notices(main, 2, caplog, monkeypatch)
-    assert said.startswith("moe of M, N, K = 512, 768, 2048 takes about ") and " minutes in the emulator; " in said
+    (notice,) = notices(main, 2, caplog, monkeypatch)
+    assert notice.startswith("moe of M, N, K = 512, 768, 2048 takes about ") and " minutes in the emulator; " in notice
 
 
 def test_a_call_of_seconds_is_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -113,8 +113,8 @@ for name, plan in {
 
 def key(launch: Launch) -> Hashable:
     """Of a compiled kernel; addresses of whole 16-byte words, as all but a caller's are."""
-    name, _, options, arguments, more = specialised(launch)
-    return name, options, re.sub(r"\('(\*k?\w+)', ''\)", r"('\1', 'D')", arguments), more
+    name, _, options, arguments, compile_options = specialised(launch)
+    return name, options, re.sub(r"\('(\*k?\w+)', ''\)", r"('\1', 'D')", arguments), compile_options
 
 
 @pytest.mark.parametrize("name", some(CASES, 5))
@@ -127,10 +127,10 @@ def test_a_new_number_of_rows_is_no_new_kernel(name: str) -> None:
         for m in sizes:
             run(world, m)
 
-    found: dict[Hashable, set[Hashable]] = {}
+    keys_by_part: dict[Hashable, set[Hashable]] = {}
     for launch in launches(all_sizes, RANKS)[0]:
         tiled = launch.args["layout"].TILED.value if "layout" in launch.args else None
         part = launch.kernel.__name__, launch.args.get("COMPUTE"), tiled
-        found.setdefault(part, set()).add(key(launch))
-    for part, keys in found.items():
+        keys_by_part.setdefault(part, set()).add(key(launch))
+    for part, keys in keys_by_part.items():
         assert len(keys) <= most, f"{part}:\n" + "\n".join(map(str, sorted(keys, key=str)))

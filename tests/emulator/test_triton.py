@@ -63,16 +63,18 @@ weft.spmd(lambda world: None, 2, backend="emulated")
 
 def test_commands_say_it_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", NEWER)
-    said = CliRunner().invoke(app, ["check", "kernel.py"])
-    assert said.exit_code == 1 and re.fullmatch(REFUSED, said.output.strip())
+    result = CliRunner().invoke(app, ["check", "kernel.py"])
+    assert result.exit_code == 1 and re.fullmatch(REFUSED, result.output.strip())
 
 
 def test_doctor_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = CliRunner().invoke(app, ["doctor", "--quick"], terminal_width=300).output
-    assert re.search(rf"triton +{re.escape(triton.__version__)} \(tried: 3\.6 to 3\.9; on GPUs: 3\.6 and 3\.9\)", said)
+    result = CliRunner().invoke(app, ["doctor", "--quick"], terminal_width=300)
+    assert re.search(
+        rf"triton +{re.escape(triton.__version__)} \(tried: 3\.6 to 3\.9; on GPUs: 3\.6 and 3\.9\)", result.output
+    )
     monkeypatch.setattr(triton, "__version__", NEWER)
-    said = CliRunner().invoke(app, ["doctor", "--quick"], terminal_width=300)
-    assert said.exit_code == 0 and re.search(f"weft will use +nothing: {REFUSED}", " ".join(said.output.split()))
+    result = CliRunner().invoke(app, ["doctor", "--quick"], terminal_width=300)
+    assert result.exit_code == 0 and re.search(f"weft will use +nothing: {REFUSED}", " ".join(result.output.split()))
 
 
 def test_the_package_asks_for_what_was_tried() -> None:
@@ -171,11 +173,11 @@ class RecordedDriver(OfflineDriver):
             launch=lambda *args: self.launched.append(args),
         )
         # Before 3.7 a launcher was made for each signature, and since then there is one, with annotations made in C.
-        made = SimpleNamespace(launch=self.utils.launch)
-        monkeypatch.setattr(driver, "compile_module_from_src", lambda **how: made, raising=False)
+        source_module = SimpleNamespace(launch=self.utils.launch)
+        monkeypatch.setattr(driver, "compile_module_from_src", lambda **how: source_module, raising=False)
         monkeypatch.setattr(driver, "library_dirs", lambda: [])
         monkeypatch.setattr(driver, "PyKernelArg", lambda nested_tuple, type: (type, nested_tuple), raising=False)
-        made.launch.__name__ = "launch"
+        source_module.launch.__name__ = "launch"
 
 
 @pytest.fixture
@@ -212,10 +214,10 @@ def test_a_repeated_launch_hands_over_what_triton_does(recorded: RecordedDriver)
     ready = _triton.repeated(everything, compiled, 5, args)
     assert ready is not None
     ready(recorded.get_current_stream(), ())
-    first, again = recorded.launched
-    assert plain(first) == plain(again)
-    assert again[:5] == (5, 1, 1, 0, 0xC0DE) and (4, 1, compiled.metadata.shared) in again
-    flat = repr(plain(again))
+    first_launch, repeated_launch = recorded.launched
+    assert plain(first_launch) == plain(repeated_launch)
+    assert repeated_launch[:5] == (5, 1, 1, 0, 0xC0DE) and (4, 1, compiled.metadata.shared) in repeated_launch
+    flat = repr(plain(repeated_launch))
     assert flat.count("'descriptor'") == 2 and str(args["out"].data_ptr()) in flat
 
 
@@ -228,9 +230,13 @@ def test_a_repeated_launch_goes_with_the_addresses_of_the_day(recorded: Recorded
     elsewhere = torch.zeros(16)
     for out in (elsewhere, args["out"]):
         ready(recorded.get_current_stream(), [out.data_ptr()])
-    first, moved, again = map(plain, recorded.launched)
-    assert first == again
-    assert repr(moved) == repr(first).replace(str(args["out"].data_ptr()), str(elsewhere.data_ptr())) != repr(first)
+    first_launch, moved_launch, repeated_launch = map(plain, recorded.launched)
+    assert first_launch == repeated_launch
+    assert (
+        repr(moved_launch)
+        == repr(first_launch).replace(str(args["out"].data_ptr()), str(elsewhere.data_ptr()))
+        != repr(first_launch)
+    )
 
 
 def test_a_repeated_launch_keeps_its_code_loaded(recorded: RecordedDriver) -> None:
@@ -249,25 +255,25 @@ def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) 
     ready = _triton.repeated(added, compiled, 1, args)
     assert ready is not None
     ready(recorded.get_current_stream(), ())
-    first, again = recorded.launched
-    assert plain(first) == plain(again)
+    first_launch, repeated_launch = recorded.launched
+    assert plain(first_launch) == plain(repeated_launch)
     recorded.launched.clear()
     gone = weakref.ref(a)
-    del args, a, first, again
+    del args, a, first_launch, repeated_launch
     assert gone() is None
 
 
 def test_a_repeated_launch_goes_with_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
     """What Triton itself would hand over for them, and then again for the first ones; one that is encoded is kept."""
-    first, second = arguments(), arguments()
-    for args in (first, second):
+    first_args, second_args = arguments(), arguments()
+    for args in (first_args, second_args):
         everything[(5,)](**args, **_triton.options({}))
-    compiled = everything[(5,)](**first, **_triton.options({}))
+    compiled = everything[(5,)](**first_args, **_triton.options({}))
     moving = ["x_desc", "pair", "out_desc", "out"]
-    ready = _triton.repeated(everything, compiled, 5, first, moving)
+    ready = _triton.repeated(everything, compiled, 5, first_args, moving)
     assert ready is not None
     recorded.launched, wanted = [], recorded.launched[:2]
-    for args in (first, second, first):
+    for args in (first_args, second_args, first_args):
         ready(recorded.get_current_stream(), [_triton.address(moved(args[name]), fixed=False) for name in moving])
     assert [plain(args) for args in recorded.launched] == [plain(wanted[i]) for i in (0, 1, 0)]
 
@@ -337,27 +343,31 @@ def test_a_launch_takes_what_moves_and_nothing_else(launched_here: Launcher) -> 
 
 def test_what_is_prepared_depends_on_no_tensor() -> None:
     @weft.prepared
-    def made(world: weft.World, n: int, other: Any) -> list[int]:
+    def prepared_sizes(world: weft.World, n: int, operand: Any) -> list[int]:
         return [n]
 
     def main(world: weft.World) -> None:
-        assert made(world, 1, ("a", 2)) is made(world, 1, ("a", 2)) is not made(world, 2, ("a", 2))
-        with pytest.raises(TypeError, match="made: a tensor changes from call to call"):
-            made(world, 1, (torch.ones(1), 2))
-        kept = made(world, 1, None)
+        assert (
+            prepared_sizes(world, 1, ("a", 2))
+            is prepared_sizes(world, 1, ("a", 2))
+            is not prepared_sizes(world, 2, ("a", 2))
+        )
+        with pytest.raises(TypeError, match="prepared_sizes: a tensor changes from call to call"):
+            prepared_sizes(world, 1, (torch.ones(1), 2))
+        kept = prepared_sizes(world, 1, None)
         world.buffer("grows", 1 << 10)
-        assert made(world, 1, None) is not kept, "memory that calls share is elsewhere now"
+        assert prepared_sizes(world, 1, None) is not kept, "memory that calls share is elsewhere now"
 
     weft.spmd(main, 1, backend="emulated")
 
 
-@pytest.mark.parametrize("what", ["a hook", "scratch memory", "no TMA descriptor"])
-def test_what_is_left_to_triton(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+@pytest.mark.parametrize("reason", ["a hook", "scratch memory", "no TMA descriptor"])
+def test_what_is_left_to_triton(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     args = arguments()
     compiled = everything[(5,)](**args, **_triton.options({}))
-    if what == "a hook":
+    if reason == "a hook":
         monkeypatch.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [lambda metadata: None])
-    elif what == "scratch memory":
+    elif reason == "scratch memory":
         compiled.run.global_scratch_size = 128
     else:
         compiled.metadata = SimpleNamespace(tensordesc_meta=[])
@@ -366,9 +376,11 @@ def test_what_is_left_to_triton(recorded: RecordedDriver, monkeypatch: pytest.Mo
 
 def test_hooks_of_the_compiler_do_not_see_weft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton would write constants as JSON for them, where a dtype inside a tuple ends the compilation."""
-    told = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **compiled: told.append(compiled))
+    compiled_kernels = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **compiled: compiled_kernels.append(compiled)
+    )
     with _triton.no_compile_hooks():
         assert triton.knobs.runtime.jit_post_compile_hook is None and triton.knobs.runtime.jit_cache_hook is None
     triton.knobs.runtime.jit_post_compile_hook(key="")
-    assert told == [dict(key="")]
+    assert compiled_kernels == [dict(key="")]

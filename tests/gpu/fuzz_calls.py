@@ -40,9 +40,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """at: where in the pools its inputs begin. late: the rank that starts late, by so many cycles; -1: none."""
+    """offset: where in the pools its inputs begin. late: the rank that starts late, by so many cycles; -1: none."""
 
-    at: int
+    offset: int
     stream: str
     late: int
     cycles: int
@@ -78,17 +78,17 @@ class Layer:
     gradients."""
 
     def __init__(self, world: weft.World, seed: int, n: int, k: int, dtype: torch.dtype, bias: bool, pool: int) -> None:
-        def made(of: int, *shape: int) -> torch.Tensor:
-            return draw(seed + of, *shape, dtype=dtype).to(world.device)
+        def drawn(seed_offset: int, *shape: int) -> torch.Tensor:
+            return draw(seed + seed_offset, *shape, dtype=dtype).to(world.device)
 
         me, size = world.rank, world.size
         self.n, self.k, self.dtype = n, k, dtype
-        self.x, self.y, self.weights = made(1, size, pool, k), made(2, size, pool, n), made(3, size, n, k) * 0.1
-        self.noise = made(10, size, pool * max(n, k))
-        biases = made(4, size, n)
+        self.x, self.y, self.weights = drawn(1, size, pool, k), drawn(2, size, pool, n), drawn(3, size, n, k) * 0.1
+        self.noise = drawn(10, size, pool * max(n, k))
+        biases = drawn(4, size, n)
         self.weight = self.weights[me].clone()
         self.own_bias, self.bias = (biases[me].clone(), biases[0].clone()) if bias else (None, None)
-        self.residual, self.scale, self.shift = made(5, pool, n), 1 + 0.1 * made(6, n), made(7, n) if bias else None
+        self.residual, self.scale, self.shift = drawn(5, pool, n), 1 + 0.1 * drawn(6, n), drawn(7, n) if bias else None
         self.norm = "layer" if bias else "rms"
         self.wide_biases = biases.float() if bias else torch.zeros_like(biases, dtype=torch.float32)
         # A result is off by its own rounding and those of the partial sums, each half an eps of what is about as large.
@@ -97,9 +97,9 @@ class Layer:
     def __repr__(self) -> str:
         return f"N {self.n}, K {self.k}, {self.dtype}, {'with' if self.bias is not None else 'without'} bias"
 
-    def gradient(self, rank: int, at: int, shape: Sequence[int]) -> torch.Tensor:
+    def gradient(self, rank: int, offset: int, shape: Sequence[int]) -> torch.Tensor:
         count = functools.reduce(lambda a, b: a * b, shape, 1)
-        return self.noise[rank, at : at + count].view(*shape)
+        return self.noise[rank, offset : offset + count].view(*shape)
 
 
 class Experts:
@@ -112,8 +112,8 @@ class Experts:
         self.world, self.layer, size = world, layer, world.size
         e, i, h, device = 2 * size, layer.n, layer.k, world.device
         self.w13, self.w2 = (
-            (draw(seed + of, *shape, dtype=layer.dtype) * 0.1).to(device)
-            for of, shape in ((8, (e, 2, i, h)), (9, (e, h, i)))
+            (draw(seed + seed_offset, *shape, dtype=layer.dtype) * 0.1).to(device)
+            for seed_offset, shape in ((8, (e, 2, i, h)), (9, (e, h, i)))
         )
         g = torch.Generator().manual_seed(seed)
         shape = size, pool, self.K
@@ -128,7 +128,7 @@ class Experts:
             "own rank": (2 * rank + slot).expand(shape),
             "in turn": (token * self.K + slot + rank) % e,
         }
-        self.ids = {name: each.int().contiguous().to(device) for name, each in ids.items()}
+        self.ids = {name: expert_ids.int().contiguous().to(device) for name, expert_ids in ids.items()}
         self.weights = torch.rand(shape, generator=g).to(device)
         scoring = random.Random(seed).choice(("softmax", "sigmoid", "softmax_after"))
         logits = (4 * drawn).view(-1, e).to(device)
@@ -141,7 +141,7 @@ class Experts:
         return self.ids[routing][rank], (self.router_weights if routing == "router" else self.weights)[rank]
 
     @functools.cached_property
-    def own(self) -> Result:
+    def own_weights(self) -> Result:
         """This rank's, as `moe` takes them."""
         return self.columns(self.world.size, 1, self.layer.n, (self.w13, self.w2))
 
@@ -149,19 +149,19 @@ class Experts:
         """Of all experts' matrices those that this rank has where `tp_size` ranks have `inner` columns each of the same ones."""
         group, part = divmod(self.world.rank, tp_size)
         local = len(whole[0]) // groups
-        here, cols = slice(group * local, (group + 1) * local), slice(part * inner, (part + 1) * inner)
-        w13 = whole[0][here][:, :, cols].flatten(1, 2)
-        return moe.pack(w13, world=self.world), whole[1][here][:, :, cols].contiguous()
+        own_experts, cols = slice(group * local, (group + 1) * local), slice(part * inner, (part + 1) * inner)
+        w13 = whole[0][own_experts][:, :, cols].flatten(1, 2)
+        return moe.pack(w13, world=self.world), whole[1][own_experts][:, :, cols].contiguous()
 
 
 def of_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
     out = torch.zeros_like(x)
-    for e, (first, second) in enumerate(zip(w13, w2, strict=True)):
-        gate, up = x @ first[0].t(), x @ first[1].t()
+    for e, (w13_of_expert, w2_of_expert) in enumerate(zip(w13, w2, strict=True)):
+        gate, up = x @ w13_of_expert[0].t(), x @ w13_of_expert[1].t()
         weight = (weights * (ids == e)).sum(1, keepdim=True)
-        out = out + weight * ((torch.nn.functional.silu(gate) * up) @ second.t())
+        out = out + weight * ((torch.nn.functional.silu(gate) * up) @ w2_of_expert.t())
     return out
 
 
@@ -180,8 +180,8 @@ class Heads:
         self.kv, self.dim = world.size * max(1, 2 // world.size), dim
         shape = world.size, pool
         self.q, self.k, self.v = (
-            draw(seed + of, *shape, heads, dim, dtype=layer.dtype).to(world.device)
-            for of, heads in ((11, 2 * self.kv), (12, self.kv), (13, self.kv))
+            draw(seed + seed_offset, *shape, heads, dim, dtype=layer.dtype).to(world.device)
+            for seed_offset, heads in ((11, 2 * self.kv), (12, self.kv), (13, self.kv))
         )
         self.sinks = draw(seed + 14, 2 * self.kv, dtype=torch.float32).to(world.device)
 
@@ -194,9 +194,9 @@ class Heads:
 
 
 @functools.lru_cache(maxsize=256)
-def sees(of: Shape, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def sees(shape: Shape, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """What a rank's queries see, and where every rank's keys stand."""
-    return of.sees(rank).to(device), *(of.positions(r).to(device) for r in range(len(of.rows)))
+    return shape.sees(rank).to(device), *(shape.positions(r).to(device) for r in range(len(shape.rows)))
 
 
 class Part:
@@ -223,17 +223,17 @@ class Part:
 def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
     """Rows of every rank: none, one in all or each, whole tiles, all of one rank, and drawn ones, even, balanced and uneven. Triton
     compiles for one row, and for multiples of 16, so few sums are such."""
-    few = (1,) + (0,) * (size - 1) if rng.random() < 0.5 else (1,) * size
-    made = [(0,) * size, few, (scale.tile,) * size, (0,) * (size - 1) + (scale.tile + 3,)]
-    while len(made) < scale.shapes:
-        m, kind = rng.randrange(2, scale.most), len(made) % 3
+    one_row = (1,) + (0,) * (size - 1) if rng.random() < 0.5 else (1,) * size
+    all_rows = [(0,) * size, one_row, (scale.tile,) * size, (0,) * (size - 1) + (scale.tile + 3,)]
+    while len(all_rows) < scale.shapes:
+        m, kind = rng.randrange(2, scale.most), len(all_rows) % 3
         even = -(-m // size)
         cuts = sorted(rng.choice([0, rng.randrange(m), m]) for _ in range(size - 1))
         uneven = tuple(b - a for a, b in zip([0, *cuts], [*cuts, m], strict=True))
         rows = ((even,) * size, tuple(balanced_rows(m, size)), uneven)[kind]
         if sum(rows) % 16:
-            made.append(rows)
-    return made
+            all_rows.append(rows)
+    return all_rows
 
 
 # -- the ops -------------------------------------------------------------------------------------------------------------------
@@ -241,25 +241,26 @@ def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Calls:
-    """given(rank, at): a rank's inputs; the float ones among them may have gradients. own: weights that may. run(inputs, weights, out):
-    the op. whole: the weights of all ranks, and of their gradients `mine` gives this rank's. want(rank, inputs of all ranks, whole): a
-    rank's results, all in float32. everywhere: results are the same on all ranks, and count once."""
+    """inputs_of(rank, offset): a rank's inputs; the float ones among them may have gradients. own_weights: weights that may.
+    run(inputs, weights, out): the op. whole: the weights of all ranks, and of their gradients `own_gradients` gives this rank's.
+    expected(rank, inputs of all ranks, whole): a rank's results, all in float32. everywhere: results are the same on all ranks, and count
+    once."""
 
-    given: Callable[[int, int], Result]
+    inputs_of: Callable[[int, int], Result]
     run: Callable[[Tensors, Tensors, torch.Tensor | None], Result]
-    want: Callable[[int, Sequence[Tensors], Tensors], Result]
-    own: Result = ()
+    expected: Callable[[int, Sequence[Tensors], Tensors], Result]
+    own_weights: Result = ()
     whole: Result = ()
-    mine: Callable[[Tensors], Result] = tuple
+    own_gradients: Callable[[Tensors], Result] = tuple
     everywhere: bool = False
 
 
 def gather_calls(p: Part, r: Round) -> Calls:
     world, layer, me = p.world, p.layers[r.layer], p.world.rank
 
-    def run(given: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
+    def run(inputs: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
         y = weft.all_gather_matmul(
-            given[0],
+            inputs[0],
             weights[0],
             layer.own_bias,
             world=world,
@@ -270,15 +271,15 @@ def gather_calls(p: Part, r: Round) -> Calls:
         )
         return y if isinstance(y, tuple) else (y,)
 
-    def want(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
+    def expected(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
         full = torch.cat([x for (x,) in inputs])
         y = full @ whole[0][rank].t() + layer.wide_biases[rank]
         return (y, full) if r.whole else (y,)
 
     return Calls(
-        lambda rank, at: (layer.x[rank, at : at + r.rows[rank]],),
+        lambda rank, offset: (layer.x[rank, offset : offset + r.rows[rank]],),
         run,
-        want,
+        expected,
         (layer.weight,),
         (layer.weights,),
         lambda gradients: (gradients[0][me],),
@@ -290,50 +291,54 @@ def reduce_calls(p: Part, r: Round) -> Calls:
     world, layer, m, scatter = p.world, p.layers[r.layer], sum(r.rows), r.kind.op == SCATTER
     op: Any = getattr(weft, r.kind.op)
     given_rows = scatter and list(r.rows) != balanced_rows(m, world.size)
-    more: dict[str, Any] = dict(world=world, plan=r.plan, **({"rows": r.rows} if given_rows else {}))
+    options: dict[str, Any] = dict(world=world, plan=r.plan, **({"rows": r.rows} if given_rows else {}))
     tiles_of = r.whole and not r.kind.gradients
 
-    def own(rank: int) -> slice:
+    def rows_of(rank: int) -> slice:
         lo = sum(r.rows[:rank]) if scatter else 0
         return slice(lo, lo + r.rows[rank] if scatter else m)
 
-    def run(given: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
-        x, residual = given
+    def run(inputs: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
+        x, residual = inputs
         if not tiles_of:
-            return (op(x, weights[0], layer.bias, out=out, **more),)
-        tiles, remap = op(x, weights[0], layer.bias, reorder=False, **more)
+            return (op(x, weights[0], layer.bias, out=out, **options),)
+        tiles, remap = op(x, weights[0], layer.bias, reorder=False, **options)
         normed: Any = weft.rms_norm(tiles, layer.scale, 1e-5, world=world, residual=residual, remap=remap)
         return (weft.residual_add(tiles, residual, world=world, remap=remap), *normed)
 
-    def want(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
-        parts = [x[own(rank)] @ w.t() for (x, _), w in zip(inputs, whole[0], strict=True)]
+    def expected(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
+        parts = [x[rows_of(rank)] @ w.t() for (x, _), w in zip(inputs, whole[0], strict=True)]
         y = torch.stack(parts).sum(0) + layer.wide_biases[0]
         if not tiles_of:
             return (y,)
         y = y + inputs[rank][1]
         return (y, y * torch.rsqrt(y.square().mean(1, keepdim=True) + 1e-5) * layer.scale.float(), y)
 
-    def given(rank: int, at: int) -> Result:
-        rows = own(rank)
-        return layer.x[rank, at : at + m], layer.residual[at : at + rows.stop - rows.start]
+    def inputs_of(rank: int, offset: int) -> Result:
+        rows = rows_of(rank)
+        return layer.x[rank, offset : offset + m], layer.residual[offset : offset + rows.stop - rows.start]
 
-    mine = lambda gradients: (gradients[0][world.rank],)  # noqa: E731
-    return Calls(given, run, want, (layer.weight,), (layer.weights,), mine, everywhere=not scatter)
+    own_gradients = lambda gradients: (gradients[0][world.rank],)  # noqa: E731
+    return Calls(inputs_of, run, expected, (layer.weight,), (layer.weights,), own_gradients, everywhere=not scatter)
 
 
 def to_all_calls(p: Part, r: Round) -> Calls:
     world, layer, (routing, index) = p.world, p.layers[r.layer], p.routings[r.shape]
 
-    def run(given: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
-        x, bias = given[0], layer.own_bias
+    def run(inputs: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
+        x, bias = inputs[0], layer.own_bias
         return (weft.matmul_all_to_all(x, weights[0], bias, destinations=routing, world=world, plan=r.plan, out=out),)
 
-    def want(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
+    def expected(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
         parts = zip(inputs, index, whole[0], layer.wide_biases, strict=True)
         return (torch.cat([x[rows] @ w.t() + b for (x,), rows, w, b in parts]),)
 
     return Calls(
-        lambda rank, at: (layer.x[rank, at : at + r.rows[rank]],), run, want, (layer.weight,), (layer.weights,)
+        lambda rank, offset: (layer.x[rank, offset : offset + r.rows[rank]],),
+        run,
+        expected,
+        (layer.weight,),
+        (layer.weights,),
     )
 
 
@@ -341,36 +346,36 @@ def norm_calls(p: Part, r: Round) -> Calls:
     world, layer, m = p.world, p.layers[r.layer], sum(r.rows)
     counts = balanced_rows(m, world.size)
 
-    def own(rank: int) -> slice:
+    def rows_of(rank: int) -> slice:
         lo = 0 if r.whole else sum(counts[:rank])
         return slice(lo, m if r.whole else lo + counts[rank])
 
-    def run(given: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
-        x, residual = given
+    def run(inputs: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
+        x, residual = inputs
         return weft.all_reduce_rms_norm(
             x, residual, layer.scale, 1e-5, bias=layer.shift, norm=layer.norm, full_residual=r.whole, out=out, world=world,
             plan=r.plan,
         )  # fmt: skip
 
-    def want(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
+    def expected(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
         residual = inputs[0][1] if r.whole else torch.cat([part for _, part in inputs])
         total = torch.stack([x for x, _ in inputs]).sum(0) + residual
         y = total - total.mean(1, keepdim=True) if layer.norm == "layer" else total
         y = y * torch.rsqrt(y.square().mean(1, keepdim=True) + 1e-5) * layer.scale.float()
-        return y if layer.shift is None else y + layer.shift.float(), total[own(rank)]
+        return y if layer.shift is None else y + layer.shift.float(), total[rows_of(rank)]
 
-    def given(rank: int, at: int) -> Result:
-        rows = own(rank)
-        return layer.y[rank, at : at + m], layer.residual[at + rows.start : at + rows.stop]
+    def inputs_of(rank: int, offset: int) -> Result:
+        rows = rows_of(rank)
+        return layer.y[rank, offset : offset + m], layer.residual[offset + rows.start : offset + rows.stop]
 
-    return Calls(given, run, want)
+    return Calls(inputs_of, run, expected)
 
 
 def sum_calls(p: Part, r: Round) -> Calls:
     layer, m = p.layers[r.layer], sum(r.rows)
     return Calls(
-        lambda rank, at: (layer.y[rank, at : at + m],),
-        lambda given, weights, out: (weft.all_reduce(given[0], world=p.world, plan=r.plan, out=out),),
+        lambda rank, offset: (layer.y[rank, offset : offset + m],),
+        lambda inputs, weights, out: (weft.all_reduce(inputs[0], world=p.world, plan=r.plan, out=out),),
         lambda rank, inputs, whole: (torch.stack([x for (x,) in inputs]).sum(0),),
     )
 
@@ -379,12 +384,12 @@ def routed(p: Part, r: Round) -> Callable[[int, int], Result]:
     """x, ids and weights of a rank's tokens."""
     layer, experts = p.layers[r.layer], p.experts[r.layer]
 
-    def given(rank: int, at: int) -> Result:
-        there = slice(at, at + r.rows[rank])
+    def inputs_of(rank: int, offset: int) -> Result:
+        own_rows = slice(offset, offset + r.rows[rank])
         ids, weights = experts.routes(rank, r.routing)
-        return layer.x[rank, there], ids[there], weights[there]
+        return layer.x[rank, own_rows], ids[own_rows], weights[own_rows]
 
-    return given
+    return inputs_of
 
 
 def moe_calls(p: Part, r: Round) -> Calls:
@@ -395,16 +400,16 @@ def moe_calls(p: Part, r: Round) -> Calls:
         limits = dict(max_tokens=p.most_tokens, max_rows=experts.K * sum(r.rows))
     keep = moe.KEEPS[r.form % len(moe.KEEPS)]
 
-    def run(given: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
-        return (moe.moe(*given, *weights, **limits, keep=keep, world=world, plan=r.plan, out=out),)
+    def run(inputs: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
+        return (moe.moe(*inputs, *weights, **limits, keep=keep, world=world, plan=r.plan, out=out),)
 
-    def mine(gradients: Tensors) -> Result:
+    def own_gradients(gradients: Tensors) -> Result:
         return experts.columns(world.size, 1, p.layers[r.layer].n, gradients)
 
-    def want(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
+    def expected(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
         return (of_experts(*inputs[rank], *whole),)
 
-    return Calls(routed(p, r), run, want, experts.own, (experts.w13, experts.w2), mine)
+    return Calls(routed(p, r), run, expected, experts.own_weights, (experts.w13, experts.w2), own_gradients)
 
 
 def tensor_calls(p: Part, r: Round) -> Calls:
@@ -417,69 +422,69 @@ def tensor_calls(p: Part, r: Round) -> Calls:
     common: dict[str, Any] = dict(rows=r.given_rows, tp_size=tp_size, world=world, plan=r.plan)
     keep = moe.KEEPS[r.form % len(moe.KEEPS)]
 
-    def run(given: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
-        x, ids, of_routes = given
+    def run(inputs: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
+        x, ids, of_routes = inputs
         hidden, routes = weft.all_gather_grouped_matmul(x, ids, of_routes, weights[0], inner=inner, keep=keep, **common)
         return (weft.grouped_matmul_reduce_scatter(hidden, routes, ids, weights[1], out=out, **common),)
 
-    def mine(gradients: Tensors) -> Result:
+    def own_gradients(gradients: Tensors) -> Result:
         return experts.columns(world.size // tp_size, tp_size, inner, gradients)
 
-    def want(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
+    def expected(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
         return (of_experts(*inputs[rank], *whole),)
 
-    return Calls(routed(p, r), run, want, mine(whole), whole, mine)
+    return Calls(routed(p, r), run, expected, own_gradients(whole), whole, own_gradients)
 
 
 def exchange_calls(p: Part, r: Round) -> Calls:
     """Experts that multiply, each by a number of its own."""
     world, experts = p.world, p.experts[r.layer]
-    own = slice(2 * world.rank, 2 * world.rank + 2)
+    own_experts = slice(2 * world.rank, 2 * world.rank + 2)
     options: dict[str, Any] = dict(layout="masked") if r.whole else dict(expert_alignment=(1, 16, 128)[r.form % 3])
 
-    def run(given: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
-        x, ids, of_routes = given
-        made, handle = moe.dispatch(x, ids, of_routes, experts=2 * world.size, world=world, rows=r.rows, **options)
-        factors = experts.factors[own].to(made.dtype)
+    def run(inputs: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
+        x, ids, of_routes = inputs
+        received, handle = moe.dispatch(x, ids, of_routes, experts=2 * world.size, world=world, rows=r.rows, **options)
+        factors = experts.factors[own_experts].to(received.dtype)
         if r.whole:
-            y = made * factors[:, None, None]
+            y = received * factors[:, None, None]
         else:
-            row = torch.arange(len(made), device=made.device, dtype=torch.int32)
+            row = torch.arange(len(received), device=received.device, dtype=torch.int32)
             expert = torch.searchsorted(handle.offsets[1:].contiguous(), row, right=True).clamp(max=1)
-            y = made * factors[expert][:, None]
+            y = received * factors[expert][:, None]
         return (moe.combine(y, handle, out=out),)
 
-    def want(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
+    def expected(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
         x, ids, weights = inputs[rank]
         factor = torch.where(ids >= 0, experts.factors[ids.clamp(min=0).long()] * weights, 0.0)
         return (x * factor.sum(1, keepdim=True),)
 
-    return Calls(routed(p, r), run, want)
+    return Calls(routed(p, r), run, expected)
 
 
 def attention_calls(p: Part, r: Round) -> Calls:
     world, heads = p.world, p.heads[r.layer]
-    of = heads.shape(r.rows, r.form)
-    sinks = heads.sinks if of.sinks else None
+    shape = heads.shape(r.rows, r.form)
+    sinks = heads.sinks if shape.sinks else None
 
-    def given(rank: int, at: int) -> Result:
-        return tuple(t[rank, at : at + r.rows[rank]] for t in (heads.q, heads.k, heads.v))
+    def inputs_of(rank: int, offset: int) -> Result:
+        return tuple(t[rank, offset : offset + r.rows[rank]] for t in (heads.q, heads.k, heads.v))
 
-    def run(given: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
+    def run(inputs: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
         return (
             weft.gathered_attention(
-                *given, causal=of.causal, layout=of.layout, window=of.window, sinks=sinks, rows=r.given_rows, world=world,
+                *inputs, causal=shape.causal, layout=shape.layout, window=shape.window, sinks=sinks, rows=r.given_rows, world=world,
                 plan=r.plan, out=out,
             ),
         )  # fmt: skip
 
-    def want(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
-        mask, *places = sees(of, rank, world.device)
-        order = torch.cat(places).argsort()
-        k, v = (torch.cat([each[i] for each in inputs])[order] for i in (1, 2))
-        return (attention(inputs[rank][0], k, v, mask, of.dim**-0.5, sinks)[0],)
+    def expected(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
+        mask, *positions = sees(shape, rank, world.device)
+        order = torch.cat(positions).argsort()
+        k, v = (torch.cat([tensors[i] for tensors in inputs])[order] for i in (1, 2))
+        return (attention(inputs[rank][0], k, v, mask, shape.dim**-0.5, sinks)[0],)
 
-    return Calls(given, run, want)
+    return Calls(inputs_of, run, expected)
 
 
 CALLS: dict[str, Callable[[Part, Round], Calls]] = {
@@ -497,57 +502,57 @@ class Checked:
         self.layer = p.layers[r.layer]
         self.bound = self.layer.bound * (1 + r.kind.gradients)  # of a gradient also what it is a product of was rounded
 
-    def given(self, at: int) -> Result:
-        return self.calls.given(self.part.world.rank, at)
+    def inputs_of(self, offset: int) -> Result:
+        return self.calls.inputs_of(self.part.world.rank, offset)
 
-    def run(self, given: Tensors, at: int, out: torch.Tensor | None) -> Result:
+    def run(self, inputs: Tensors, offset: int, out: torch.Tensor | None) -> Result:
         calls = self.calls
         if not self.round.kind.gradients:
-            return calls.run(given, calls.own, out)
-        inputs, weights = ([leaf(t) for t in each] for each in (given, calls.own))
-        y, *_ = calls.run(inputs, weights, None)
-        leaves = [t for t in (*inputs, *weights) if t.requires_grad]
+            return calls.run(inputs, calls.own_weights, out)
+        leaf_inputs, weights = ([leaf(t) for t in tensors] for tensors in (inputs, calls.own_weights))
+        y, *_ = calls.run(leaf_inputs, weights, None)
+        leaves = [t for t in (*leaf_inputs, *weights) if t.requires_grad]
         rank = 0 if calls.everywhere else self.part.world.rank
-        dy = self.layer.gradient(rank, at, y.shape)
-        made = torch.autograd.grad(y, leaves, dy, allow_unused=True)
-        return y.detach(), *(t if g is None else g for t, g in zip(map(torch.zeros_like, leaves), made, strict=True))
+        dy = self.layer.gradient(rank, offset, y.shape)
+        grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+        return y.detach(), *(t if g is None else g for t, g in zip(map(torch.zeros_like, leaves), grads, strict=True))
 
-    def error(self, got: Tensors, want: Tensors) -> torch.Tensor | None:
+    def error(self, actual: Tensors, expected: Tensors) -> torch.Tensor | None:
         """The largest error of an element, against its own size and its tensor's, over the bound; NaN where one is NaN; None of nothing.
 
         What a gradient cancels to is off by roundings of its terms: of a routing weight's, products of rows; of others, about as large
         as the largest tensor, in float32."""
-        sizes = [t.square().mean().sqrt() if t.numel() else t.new_zeros(()) for t in want]
-        least = [1e-6 + 1e-3 * self.round.kind.gradients * torch.stack(sizes).max()] * len(want)
+        sizes = [t.square().mean().sqrt() if t.numel() else t.new_zeros(()) for t in expected]
+        least = [1e-6 + 1e-3 * self.round.kind.gradients * torch.stack(sizes).max()] * len(expected)
         if self.round.kind.gradients and self.round.kind.op in (MOE, TENSOR, EXCHANGE):
-            least[2] = least[2] + sizes[0] * want[0].shape[1] ** 0.5
+            least[2] = least[2] + sizes[0] * expected[0].shape[1] ** 0.5
         worst = []
-        for g, w, size, floor in zip(got, want, sizes, least, strict=True):
+        for g, w, size, floor in zip(actual, expected, sizes, least, strict=True):
             fits = g.shape == w.shape and g.dtype in (self.layer.dtype, torch.float32)
             assert fits, f"{list(g.shape)} {g.dtype}, not {list(w.shape)}"
             if w.numel():
                 worst.append(((w - g).abs() / (w.abs() + size + floor)).max())
         return torch.stack(worst).max() / self.bound if worst else None
 
-    def want(self, at: int) -> Result:
+    def expected(self, offset: int) -> Result:
         calls, world = self.calls, self.part.world
-        inputs = [[wide(t) for t in calls.given(rank, at)] for rank in range(world.size)]
+        inputs = [[wide(t) for t in calls.inputs_of(rank, offset)] for rank in range(world.size)]
         whole = [wide(t) for t in calls.whole]
         if not self.round.kind.gradients:
-            return calls.want(world.rank, inputs, whole)
+            return calls.expected(world.rank, inputs, whole)
         whole = [leaf(t) for t in whole]
-        inputs = [[leaf(t) for t in each] for each in inputs]
-        loss, mine = torch.zeros((), device=world.device), None
+        inputs = [[leaf(t) for t in tensors] for tensors in inputs]
+        loss, own_results = torch.zeros((), device=world.device), None
         with torch.enable_grad():
             for rank in range(1 if calls.everywhere else world.size):
-                y, *_ = calls.want(rank, inputs, whole)
-                mine = y if calls.everywhere or rank == world.rank else mine
-                loss = loss + (y * self.layer.gradient(rank, at, y.shape).float()).sum()
-        assert mine is not None
+                y, *_ = calls.expected(rank, inputs, whole)
+                own_results = y if calls.everywhere or rank == world.rank else own_results
+                loss = loss + (y * self.layer.gradient(rank, offset, y.shape).float()).sum()
+        assert own_results is not None
         floats = [t for t in inputs[world.rank] if t.requires_grad]
-        made = torch.autograd.grad(loss, [*floats, *whole], allow_unused=True)
-        gradients = [torch.zeros_like(t) if g is None else g for t, g in zip([*floats, *whole], made, strict=True)]
-        return mine.detach(), *gradients[: len(floats)], *calls.mine(gradients[len(floats) :])
+        grads = torch.autograd.grad(loss, [*floats, *whole], allow_unused=True)
+        gradients = [torch.zeros_like(t) if g is None else g for t, g in zip([*floats, *whole], grads, strict=True)]
+        return own_results.detach(), *gradients[: len(floats)], *calls.own_gradients(gradients[len(floats) :])
 
 
 def wide(t: torch.Tensor) -> torch.Tensor:

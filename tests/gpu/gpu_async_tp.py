@@ -30,7 +30,7 @@ def judged(counts: AsyncTP, errors: list[float], served: int) -> float:
 
 def gathers(world: weft.World) -> float:
     """Matrices and batches along their first and second dimension, one weight and three, beside torch's definition."""
-    import torch.distributed._symmetric_memory as theirs
+    import torch.distributed._symmetric_memory as torch_symm_mem
 
     errors, calls = [], 0
     with async_tp(world) as counts:
@@ -40,16 +40,16 @@ def gathers(world: weft.World) -> float:
                 bs = [draw(10 * i + world.rank, 320 + 64 * i, shape[-1]).to(world.device) for i in range(count)]
                 bs = [b.t() if i % 2 == 0 else b.t().contiguous() for i, b in enumerate(bs)]
                 a, ys = torch.ops.symm_mem.fused_all_gather_matmul(x, bs, dim, name_of(world))
-                whole, want = theirs._fused_all_gather_matmul_fallback(x, bs, dim, name_of(world))
+                whole, expected = torch_symm_mem._fused_all_gather_matmul_fallback(x, bs, dim, name_of(world))
                 errors += [0.0 if torch.equal(a, whole) else float("inf")]
-                errors += [distance(y.float(), z.float()) for y, z in zip(ys, want, strict=True)]
-                errors += [0.0 if y.stride() == z.stride() else float("inf") for y, z in zip(ys, want, strict=True)]
+                errors += [distance(y.float(), z.float()) for y, z in zip(ys, expected, strict=True)]
+                errors += [0.0 if y.stride() == z.stride() else float("inf") for y, z in zip(ys, expected, strict=True)]
                 calls += 1
     return judged(counts, errors, calls)
 
 
 def scatters(world: weft.World) -> float:
-    import torch.distributed._symmetric_memory as theirs
+    import torch.distributed._symmetric_memory as torch_symm_mem
 
     errors, calls = [], 0
     with async_tp(world) as counts:
@@ -57,41 +57,43 @@ def scatters(world: weft.World) -> float:
             for transposed in (True, False):
                 x, b = draw(world.rank, *shape).to(world.device), draw(50 + world.rank, 384, shape[-1]).to(world.device)
                 b = b.t() if transposed else b.t().contiguous()
-                by = "sum" if transposed else "avg"
-                y = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, b, by, dim, name_of(world))
-                want = theirs._fused_matmul_reduce_scatter_fallback(x.float(), b.float(), by, dim, name_of(world))
-                errors.append(distance(y.float(), want))
+                reduce_op = "sum" if transposed else "avg"
+                y = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, b, reduce_op, dim, name_of(world))
+                expected = torch_symm_mem._fused_matmul_reduce_scatter_fallback(
+                    x.float(), b.float(), reduce_op, dim, name_of(world)
+                )
+                errors.append(distance(y.float(), expected))
                 calls += 1
     return judged(counts, errors, calls)
 
 
 def in_8_bits(world: weft.World) -> float:
     """Both operators of scaled operands, by tensor and by row, beside torch's definition of them."""
-    import torch.distributed._symmetric_memory as theirs
+    import torch.distributed._symmetric_memory as torch_symm_mem
 
     errors, calls, n = [], 0, 320
     with async_tp(world) as counts:
         for scaling in ("tensor", "row"):
             x, w, xs, ws = factors(1, 64 * world.size, n, 256, scaling, world.device)
             w_scale, dtype = (ws.view(1, -1) if scaling == "row" else ws), torch.bfloat16
-            own = x.chunk(world.size)[world.rank].contiguous()
-            of_own = xs.chunk(world.size)[world.rank].contiguous() if scaling == "row" else xs
-            given = (own, [w.t()], of_own, [w_scale], 0, name_of(world), [None], [None], [dtype], [False])
-            a, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(*given)
-            whole, (want,) = theirs._fused_all_gather_scaled_matmul_fallback(*given)
+            own_x = x.chunk(world.size)[world.rank].contiguous()
+            own_scale = xs.chunk(world.size)[world.rank].contiguous() if scaling == "row" else xs
+            arguments = (own_x, [w.t()], own_scale, [w_scale], 0, name_of(world), [None], [None], [dtype], [False])
+            a, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(*arguments)
+            whole, (expected,) = torch_symm_mem._fused_all_gather_scaled_matmul_fallback(*arguments)
             errors += [0.0 if torch.equal(a.view(torch.uint8), whole.view(torch.uint8)) else float("inf")]
-            errors += [distance(y.float(), want.float())]
+            errors += [distance(y.float(), expected.float())]
             rest = ("sum", 0, 0, name_of(world), [len(x), n], None, None, dtype, False)
             z = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(x, w.t(), xs, w_scale, *rest)
-            want = theirs._fused_scaled_matmul_reduce_scatter_fallback(x, w.t(), xs, w_scale, *rest)
-            errors += [distance(z.float(), want.float())]
+            expected = torch_symm_mem._fused_scaled_matmul_reduce_scatter_fallback(x, w.t(), xs, w_scale, *rest)
+            errors += [distance(z.float(), expected.float())]
             calls += 2
     return judged(counts, errors, calls)
 
 
 def passed_on(world: weft.World) -> float:
     """float32 is torch's own, with its kernels."""
-    import torch.distributed._symmetric_memory as theirs
+    import torch.distributed._symmetric_memory as torch_symm_mem
 
     x, b = draw(world.rank, 64, 32).float().to(world.device), draw(7, 16, 32).float().to(world.device).t()
     with async_tp(world) as counts:
@@ -99,9 +101,9 @@ def passed_on(world: weft.World) -> float:
         z = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, b, "sum", 0, name_of(world))
     if counts.fell_through != {(FUSED_GATHER, "of float32"): 1, (FUSED_SCATTER, "of float32"): 1}:
         return float("inf")
-    _, (want,) = theirs._fused_all_gather_matmul_fallback(x, [b], 0, name_of(world))
-    other = theirs._fused_matmul_reduce_scatter_fallback(x, b, "sum", 0, name_of(world))
-    return max(distance(y, want), distance(z, other))
+    _, (expected_gather,) = torch_symm_mem._fused_all_gather_matmul_fallback(x, [b], 0, name_of(world))
+    expected_scatter = torch_symm_mem._fused_matmul_reduce_scatter_fallback(x, b, "sum", 0, name_of(world))
+    return max(distance(y, expected_gather), distance(z, expected_scatter))
 
 
 def compiled(world: weft.World, dim: int) -> float:
@@ -117,13 +119,13 @@ def compiled(world: weft.World, dim: int) -> float:
 
     def step(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         mlp.zero_grad()
-        given = x.clone().requires_grad_()
-        y = run(given)
+        x_leaf = x.clone().requires_grad_()
+        y = run(x_leaf)
         y.backward(dy)
         grads = [p.grad.to_local().float().clone() for p in mlp.parameters()]
-        return [y.detach().float().clone(), given.grad.float(), *grads]
+        return [y.detach().float().clone(), x_leaf.grad.float(), *grads]
 
-    want = step(mlp)
+    expected = step(mlp)
     torch._dynamo.reset()
     with async_tp(world) as counts:
         run = torch.compile(mlp, fullgraph=True)
@@ -133,7 +135,7 @@ def compiled(world: weft.World, dim: int) -> float:
     if min(counts.served[FUSED_GATHER], counts.served[FUSED_SCATTER]) < 4:
         print(f"rank {world.rank}: {counts.report()}", flush=True)
         return float("inf")
-    return max(distance(a, b) for got in kept for a, b in zip(got, want, strict=True))
+    return max(distance(a, b) for actual in kept for a, b in zip(actual, expected, strict=True))
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:

@@ -27,10 +27,10 @@ PLANS: dict[str, str | Plan] = {
 MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, layout="zigzag")}
 
 
-def graph_replays(world: weft.World, of: Shape, plan: str | Plan) -> float:
+def graph_replays(world: weft.World, shape: Shape, plan: str | Plan) -> float:
     """A CUDA graph of two calls with other operands in every replay, as eager calls have them, to the bit."""
-    held = Given(world, of, 0).there()
-    options = Given(world, of, 0).options() | dict(plan=plan)
+    held = Given(world, shape, 0).there()
+    options = Given(world, shape, 0).options() | dict(plan=plan)
 
     def twice() -> torch.Tensor:
         return weft.gathered_attention(weft.gathered_attention(*held, **options), *held[1:], **options)
@@ -41,83 +41,85 @@ def graph_replays(world: weft.World, of: Shape, plan: str | Plan) -> float:
         out = twice()
     wrong = 0
     for call in range(1, 6):
-        for t, new in zip(held, Given(world, of, 100 * call).there(), strict=True):
+        for t, new in zip(held, Given(world, shape, 100 * call).there(), strict=True):
             t.copy_(new)
-        want = twice().clone()
+        expected = twice().clone()
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-        wrong += int(not torch.equal(out, want))
+        wrong += int(not torch.equal(out, expected))
     return float(wrong)
 
 
-def many_calls(world: weft.World, of: Shape, plan: str | Plan, count: int) -> float:
+def many_calls(world: weft.World, shape: Shape, plan: str | Plan, count: int) -> float:
     """Three operands in turn, ranks late by chance: the same bits every time."""
-    options = Given(world, of, 0).options() | dict(plan=plan)
-    given = [Given(world, of, 100 * i).there() for i in range(3)]
-    want = [weft.gathered_attention(*g, **options).clone() for g in given]
+    options = Given(world, shape, 0).options() | dict(plan=plan)
+    operands = [Given(world, shape, 100 * i).there() for i in range(3)]
+    expected = [weft.gathered_attention(*g, **options).clone() for g in operands]
     rng = random.Random(world.rank)
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for i in range(count):
         if rng.random() < 0.2:
             torch.cuda._sleep(rng.randrange(1000, 2000000))
-        wrong += (weft.gathered_attention(*given[i % 3], **options) != want[i % 3]).any()
+        wrong += (weft.gathered_attention(*operands[i % 3], **options) != expected[i % 3]).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
 
-def long(world: weft.World, of: Shape) -> float:
+def long(world: weft.World, shape: Shape) -> float:
     """Plans against each other, where a reference of all scores would take too much memory; "auto" too."""
-    given = Given(world, of, 0)
-    operands, options = given.there(), given.options()
-    want = weft.gathered_attention(*operands, **options, plan="sequential").float()
-    found = [weft.gathered_attention(*operands, **options, plan=plan) for plan in ("auto", *PLANS.values())]
+    case = Given(world, shape, 0)
+    operands, options = case.there(), case.options()
+    expected = weft.gathered_attention(*operands, **options, plan="sequential").float()
+    results = [weft.gathered_attention(*operands, **options, plan=plan) for plan in ("auto", *PLANS.values())]
     world.synchronize()
-    return max(distance(got.float(), want) for got in found)
+    return max(distance(actual.float(), expected) for actual in results)
 
 
-def batched(world: weft.World, of: Shape) -> float:
+def batched(world: weft.World, shape: Shape) -> float:
     """Three entries at once, as one after the other."""
-    given = [Given(world, of, 100 * i) for i in range(3)]
-    options = given[0].options()
-    got = weft.gathered_attention(*(torch.stack(ts) for ts in zip(*(g.there() for g in given), strict=True)), **options)
-    return max(distance(out.float(), g.want()[0]) for out, g in zip(got, given, strict=True))
+    cases = [Given(world, shape, 100 * i) for i in range(3)]
+    options = cases[0].options()
+    actual = weft.gathered_attention(
+        *(torch.stack(ts) for ts in zip(*(g.there() for g in cases), strict=True)), **options
+    )
+    return max(distance(out.float(), g.want()[0]) for out, g in zip(actual, cases, strict=True))
 
 
-def with_other_ops(world: weft.World, of: Shape) -> float:
+def with_other_ops(world: weft.World, shape: Shape) -> float:
     """Between calls of an op that stages rows in the same memory, without a synchronisation."""
     x = torch.ones(512, 1024, device=world.device, dtype=torch.bfloat16)
     w = torch.full((256, 1024), 1 / 1024, device=world.device, dtype=torch.bfloat16)
-    given = Given(world, of, 0)
-    operands, options = given.there(), given.options() | dict(plan=Segmented())
-    want = weft.gathered_attention(*operands, **options).clone()
+    case = Given(world, shape, 0)
+    operands, options = case.there(), case.options() | dict(plan=Segmented())
+    expected = weft.gathered_attention(*operands, **options).clone()
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for _ in range(20):
         wrong += (weft.all_gather_matmul(x, w, world=world, plan="decomposed") != 1).any()
-        wrong += (weft.gathered_attention(*operands, **options) != want).any()
+        wrong += (weft.gathered_attention(*operands, **options) != expected).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
 
-def compiled(world: weft.World, of: Shape) -> float:
+def compiled(world: weft.World, shape: Shape) -> float:
     """torch.compile(fullgraph=True), with gradients, against eager calls."""
-    given, made = Given(world, of, 0), []
+    case, results = Given(world, shape, 0), []
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return weft.gathered_attention(2 * q, k, v, causal=True, layout="zigzag", world=world, plan="segmented")
 
     for fn in (layer, torch.compile(layer, fullgraph=True)):
-        leaves = [t.requires_grad_() for t in given.there()]
+        leaves = [t.requires_grad_() for t in case.there()]
         out = fn(*leaves)
         out.float().square().sum().backward()
-        made.append([out.detach(), *(t.grad for t in leaves)])
+        results.append([out.detach(), *(t.grad for t in leaves)])
     world.synchronize()
-    return max(distance(a, b) for a, b in zip(*made, strict=True))
+    return max(distance(a, b) for a, b in zip(*results, strict=True))
 
 
-def trained_in_a_graph(world: weft.World, of: Shape) -> float:
+def trained_in_a_graph(world: weft.World, shape: Shape) -> float:
     """Forward and backward captured, replayed with other operands, against eager calls. Libraries sum in no fixed order."""
-    held, options = [t.requires_grad_() for t in Given(world, of, 0).there()], Given(world, of, 0).options()
+    held, options = [t.requires_grad_() for t in Given(world, shape, 0).there()], Given(world, shape, 0).options()
 
     def trained() -> list[torch.Tensor]:
         out = weft.gathered_attention(*held, **options, plan="segmented")
@@ -126,15 +128,15 @@ def trained_in_a_graph(world: weft.World, of: Shape) -> float:
     trained()
     graph, worst = torch.cuda.CUDAGraph(), 0.0
     with torch.cuda.graph(graph):
-        made = trained()
+        captured_results = trained()
     for call in (1, 2):
         with torch.no_grad():
-            for t, new in zip(held, Given(world, of, 100 * call).there(), strict=True):
+            for t, new in zip(held, Given(world, shape, 100 * call).there(), strict=True):
                 t.copy_(new)
-        want = [t.clone() for t in trained()]
+        expected = [t.clone() for t in trained()]
         graph.replay()
         world.synchronize()
-        worst = max(worst, *map(distance, made, want))
+        worst = max(worst, *map(distance, captured_results, expected))
     return worst
 
 
@@ -144,13 +146,17 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     uneven = tuple([333, 70, 512, 0][:size])
     for name, plan in PLANS.items():
         for mask, options in MASKS.items():
-            of = replace(mha if mask == "causal" else gqa, **options)
-            yield f"attention {name}, {mask}", BOUND, partial(attention_case, world, of, plan, 3)
+            shape = replace(mha if mask == "causal" else gqa, **options)
+            yield f"attention {name}, {mask}", BOUND, partial(attention_case, world, shape, plan, 3)
             rows = weft.zigzag_rows(sum(uneven), size) if mask == "zigzag" else uneven
-            of = replace(of, rows=rows, heads=16, kv_heads=2, dtype=torch.float16)
+            shape = replace(shape, rows=rows, heads=16, kv_heads=2, dtype=torch.float16)
             if mask != "causal":
-                yield f"attention {name}, {mask}, uneven", BOUND, partial(attention_case, world, of, plan, 2, into=True)
-    for name, of in {
+                yield (
+                    f"attention {name}, {mask}, uneven",
+                    BOUND,
+                    partial(attention_case, world, shape, plan, 2, into=True),
+                )
+    for name, shape in {
         "no queries on a rank": replace(gqa, queries=(100, 0, 320, 3)[:size]),
         "a prefix": replace(gqa, causal=True, queries=(0, 320, 3, 200)[:size]),
         "sinks": replace(gqa, causal=True, layout="zigzag", sinks=True),
@@ -161,7 +167,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         "few rows": Shape((1,) * size, 8, 8, 64, causal=True),
     }.items():
         for plan in ("sequential", "segmented", "head_parallel"):
-            yield f"attention {plan}, {name}", BOUND, partial(attention_case, world, of, plan, 2)
+            yield f"attention {plan}, {name}", BOUND, partial(attention_case, world, shape, plan, 2)
     zigzag = replace(gqa, causal=True, layout="zigzag")
     for name in ("copies", "pushed", "heads"):
         yield f"attention {name}, in a graph", 0.0, partial(graph_replays, world, zigzag, PLANS[name])
@@ -175,11 +181,11 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "attention between other ops", 0.0, partial(with_other_ops, world, gqa)
     for mask, options in MASKS.items():
         for heads in (mha, gqa):
-            of = replace(heads, **options)
-            yield f"attention gradients, {mask}, {of.heads} heads", GRADIENTS, partial(gradients_case, world, of)
+            shape = replace(heads, **options)
+            yield f"attention gradients, {mask}, {shape.heads} heads", GRADIENTS, partial(gradients_case, world, shape)
     yield "attention gradients, in a graph", GRADIENTS, partial(trained_in_a_graph, world, zigzag)
     for name, options in dict(window=dict(window=400), packed=dict(bounds=(0, 100, 101, 500, 320 * size))).items():
-        of = replace(gqa, causal=True, **options)
-        yield f"attention gradients, {name}", GRADIENTS, partial(gradients_case, world, of)
-    of = replace(gqa, rows=weft.zigzag_rows(sum(uneven), size), causal=True, layout="zigzag", sinks=True)
-    yield "attention gradients, uneven, sinks", GRADIENTS, partial(gradients_case, world, of)
+        shape = replace(gqa, causal=True, **options)
+        yield f"attention gradients, {name}", GRADIENTS, partial(gradients_case, world, shape)
+    shape = replace(gqa, rows=weft.zigzag_rows(sum(uneven), size), causal=True, layout="zigzag", sinks=True)
+    yield "attention gradients, uneven, sinks", GRADIENTS, partial(gradients_case, world, shape)

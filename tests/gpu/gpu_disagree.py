@@ -38,7 +38,7 @@ def calls(world: World, op: str, plan: str) -> list[Call]:
     weight, experts = draw(256, 256), 8
     w13, w2 = moe.pack(draw(experts // world.size, 512, 256), world=world), draw(experts // world.size, 256, 256)
 
-    def made(rows: int) -> Call:
+    def call_of(rows: int) -> Call:
         x, q = draw(rows, 256), draw(rows, 8, 64)
         if op == "all_gather_matmul":
             return lambda: weft.all_gather_matmul(x, weight, world=world, plan=plan)
@@ -50,10 +50,10 @@ def calls(world: World, op: str, plan: str) -> list[Call]:
         if op == "gathered_attention":
             return lambda: weft.gathered_attention(q, q, q, world=world, plan=plan)
         ids = torch.arange(rows, device=world.device, dtype=torch.int32)[:, None] % experts
-        ones, each = torch.ones(rows, 1, device=world.device), [rows] * world.size
-        return lambda: moe.moe(x, ids, ones, w13, w2, rows=each, world=world, plan=plan)
+        ones, rows_by_rank = torch.ones(rows, 1, device=world.device), [rows] * world.size
+        return lambda: moe.moe(x, ids, ones, w13, w2, rows=rows_by_rank, world=world, plan=plan)
 
-    return [made(rows) for rows in ROWS]
+    return [call_of(rows) for rows in ROWS]
 
 
 def captured(call: Call) -> Call:
@@ -104,11 +104,11 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     rows, rank, size = [], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for op, plan, graphs, check in CASES:
-        said, seconds = disagree(op, plan, graphs, check)
+        message, seconds = disagree(op, plan, graphs, check)
         late = (op, plan) == ("all_gather_matmul", "fused")
-        good = "ranks disagree on this call" in said and (late or (said.startswith("Mismatch") and seconds < 3))
+        good = "ranks disagree on this call" in message and (late or (message.startswith("Mismatch") and seconds < 3))
         name = f"disagree: {op} {plan}{', replayed' if graphs else ''}{', check=True' if check else ''}, rank {rank}"
-        rows.append(dict(check=name, outcome="passed" if good else "failed", why=f"{said} after {seconds:.3f} s"))
+        rows.append(dict(check=name, outcome="passed" if good else "failed", why=f"{message} after {seconds:.3f} s"))
         print(*rows[-1].values(), sep=": ", flush=True)
         (out / f"stalled_disagree{size}-{rank}.json").write_text(json.dumps(rows))
     os._exit(any(row["outcome"] == "failed" for row in rows))

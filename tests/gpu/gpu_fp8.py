@@ -26,13 +26,13 @@ POSTED: dict[str, Plan] = dict(zip(OPS, (OneShot(), OneShot(), TwoShotLowLatency
 
 
 def plans(op: str) -> dict[str, Plan]:
-    found: dict[str, Plan] = {
+    plans_by_name: dict[str, Plan] = {
         "sequential": Sequential(),
         "decomposed": Decomposed(),
         "fused": FUSED[op],
         "posted": POSTED[op],
     }
-    return found | ({"copied": FusedGatherByCopies()} if op == GATHER else {})
+    return plans_by_name | ({"copied": FusedGatherByCopies()} if op == GATHER else {})
 
 
 def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
@@ -40,21 +40,21 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
     worst = 0.0
     for i, (m, n, k) in enumerate(((512, 1024, 4096), (2048, 2048, 1024), (77, 512, 8192))):
         x, w, xs, ws = factors(i * 10, m, n, k, scaling, world.device)
-        want = wanted(x, w, xs, ws, scaling).double()
-        given = dict(x_scale=xs, weight_scale=ws, use_fast_accum=fast, world=world)
+        expected = wanted(x, w, xs, ws, scaling).double()
+        options = dict(x_scale=xs, weight_scale=ws, use_fast_accum=fast, world=world)
         for plan in WIDE if fast else PROMOTED:
-            mine = distance(weft.matmul(x, w, plan=plan, **given).double(), want)  # type: ignore[arg-type]
+            own_error = distance(weft.matmul(x, w, plan=plan, **options).double(), expected)  # type: ignore[arg-type]
             out = torch.empty(m, n, device=world.device, dtype=torch.bfloat16)
-            theirs_by = "row" if m < 128 else scaling  # by tensor cuBLAS splits K of few rows, and so rounds less
-            scales = (xs.expand(m).contiguous(), ws.expand(n).contiguous()) if theirs_by != scaling else (xs, ws)
-            library_gemm.torch_scaled(ScaledOperands(x, w, None, *scales, theirs_by, fast), out)
-            theirs = distance(out.double(), want)
+            torch_scaling = "row" if m < 128 else scaling  # by tensor cuBLAS splits K of few rows, and so rounds less
+            scales = (xs.expand(m).contiguous(), ws.expand(n).contiguous()) if torch_scaling != scaling else (xs, ws)
+            library_gemm.torch_scaled(ScaledOperands(x, w, None, *scales, torch_scaling, fast), out)
+            torch_error = distance(out.double(), expected)
             if world.rank == 0:
                 print(
-                    f"{m} x {n} x {k} by {scaling}, fast {fast}, {plan}: error {mine:.3e}, torch's {theirs:.3e}",
+                    f"{m} x {n} x {k} by {scaling}, fast {fast}, {plan}: error {own_error:.3e}, torch's {torch_error:.3e}",
                     flush=True,
                 )
-            worst = max(worst, mine / theirs)
+            worst = max(worst, own_error / torch_error)
     return worst
 
 
@@ -62,7 +62,7 @@ def libraries(world: weft.World, scaling: str) -> float:
     """Every library's product that is installed gives the numbers of weft's own; one that fails has to say so by an exception, and is
     then not chosen."""
     x, w, xs, ws = factors(1, 512, 1024, 2048, scaling, world.device)
-    want, errors = wanted(x, w, xs, ws, scaling), [0.0]
+    expected, errors = wanted(x, w, xs, ws, scaling), [0.0]
     for name, run in library_gemm.scaled_products(scaling).items():
         out = torch.zeros(512, 1024, device=world.device, dtype=torch.bfloat16)
         try:
@@ -71,7 +71,7 @@ def libraries(world: weft.World, scaling: str) -> float:
         except Exception as e:
             print(f"{name}, {scaling}: {e!r}"[:300], flush=True)
             continue
-        errors.append(distance(out.double(), want.double()))
+        errors.append(distance(out.double(), expected.double()))
     return max(errors)
 
 
@@ -90,11 +90,11 @@ def delays(world: weft.World, op: str, plan: Plan, scaling: str) -> float:
     """Random ranks start late, call after call: the same bits every time."""
     rng = random.Random(100 + world.rank)
     _, run = call_of(world, op, plan, scaling)
-    want = run().clone()
+    expected = run().clone()
     for _ in range(20):
         if rng.random() < 0.4:
             torch.cuda._sleep(rng.randrange(1000, 600000))
-        if not torch.equal(run(), want):
+        if not torch.equal(run(), expected):
             return float("inf")
     return 0.0
 
@@ -127,14 +127,14 @@ def captured(world: weft.World) -> float:
         rows, scales = weft.quantize(x, "row", world=world)
         return weft.matmul(rows, w, x_scale=scales, weight_scale=ws, use_fast_accum=True, world=world)
 
-    want = run().clone()
+    expected = run().clone()
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = run()
     graph.replay()
     torch.cuda.synchronize()
-    return 0.0 if torch.equal(y, want) else float("inf")
+    return 0.0 if torch.equal(y, expected) else float("inf")
 
 
 def random_calls(world: weft.World, count: int) -> float:
@@ -144,9 +144,9 @@ def random_calls(world: weft.World, count: int) -> float:
         op, scaling = rng.choice(OPS), rng.choice(SCALINGS)
         m, n, k = rng.randrange(world.size, 1200), 8 * rng.randrange(1, 80), 128 * rng.randrange(1, 9)
         plan = rng.choice(list(plans(op).values()))
-        more = dict(bias=rng.random() < 0.5, fast=rng.random() < 0.5, seed=i, calls=2)
-        more["dtype"] = rng.choice([torch.bfloat16, torch.float16])
-        worst = max(worst, case(world, op, balanced_rows(m, world.size), n, k, scaling, plan, **more))
+        options = dict(bias=rng.random() < 0.5, fast=rng.random() < 0.5, seed=i, calls=2)
+        options["dtype"] = rng.choice([torch.bfloat16, torch.float16])
+        worst = max(worst, case(world, op, balanced_rows(m, world.size), n, k, scaling, plan, **options))
     return worst
 
 

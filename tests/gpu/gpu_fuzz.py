@@ -132,16 +132,16 @@ class Fuzz:
         if reads:
             replays = 0  # it may read counts on the host
         calls = []
-        places = [rng.randrange(self.scale.pool - sum(rows)) for _ in range(3)]  # few: launches are kept by address
+        offsets = [rng.randrange(self.scale.pool - sum(rows)) for _ in range(3)]  # few: launches are kept by address
         for _ in range(rng.randrange(1, 4) if replays or kind.gradients else rng.randrange(1, 9)):
             late = rng.randrange(part.world.size) if rng.random() < 0.3 else -1
             stream = "" if replays or rng.random() < 0.5 else rng.choice(STREAMS)
-            calls.append(Call(rng.choice(places), stream, late, rng.randrange(1000, 300_000), rng.random() < 0.3))
+            calls.append(Call(rng.choice(offsets), stream, late, rng.randrange(1000, 300_000), rng.random() < 0.3))
         whole = rng.random() < 0.3 and not (replays and plan == "auto")  # whose tiles a graph may be the first to have
         routing, form = rng.choice(ROUTINGS), rng.randrange(60)
         return Round(index, kind, world, plan, layer, shape, rows, whole, routing, form, tuple(calls), replays)
 
-    def said(self, r: Round) -> str:
+    def described(self, r: Round) -> str:
         part = self.parts[r.world]
         where = f"World {r.world}, of {part.world.size} ranks"
         return f"seed {self.seed}, round {r.index} --kind {str(r.kind)!r}: {r}, {part.layers[r.layer]}, {where}"
@@ -156,50 +156,50 @@ class Fuzz:
         else:
             for c in r.calls:
                 with part.world.on(stream_of(part.world, c.stream)):
-                    given, want = checked.given(c.at), checked.want(c.at)
+                    inputs, expected = checked.inputs_of(c.offset), checked.expected(c.offset)
                     wait(part.world, c)
-                    self.compare(checked, checked.run(given, c.at, self.out(checked, want, c)), want)
+                    self.compare(checked, checked.run(inputs, c.offset, self.out(checked, expected, c)), expected)
         return len(self.pending) - before
 
     def graph(self, r: Round, checked: Checked) -> None:
         """The calls once as they are, then captured, and replayed with inputs from elsewhere."""
         world = self.parts[r.world].world
-        static = [tuple(t.clone() for t in checked.given(c.at)) for c in r.calls]
-        outs = [self.out(checked, checked.want(c.at), c) for c in r.calls]
-        for c, given, out in zip(r.calls, static, outs, strict=True):
-            self.compare(checked, checked.run(given, c.at, out), checked.want(c.at))
+        static = [tuple(t.clone() for t in checked.inputs_of(c.offset)) for c in r.calls]
+        outs = [self.out(checked, checked.expected(c.offset), c) for c in r.calls]
+        for c, inputs, out in zip(r.calls, static, outs, strict=True):
+            self.compare(checked, checked.run(inputs, c.offset, out), checked.expected(c.offset))
         calls = list(zip(r.calls, static, outs, strict=True))
-        results, replay = captured(world, lambda: [checked.run(given, c.at, out) for c, given, out in calls])
+        results, replay = captured(world, lambda: [checked.run(inputs, c.offset, out) for c, inputs, out in calls])
         self.held.append((replay, static, outs, results))
         for i in range(1, r.replays + 1):
-            at = [(c.at + 97 * i) % (self.scale.pool - sum(r.rows)) for c in r.calls]
-            for start, given in zip(at, static, strict=True):
-                for held, new in zip(given, checked.given(start), strict=True):
+            starts = [(c.offset + 97 * i) % (self.scale.pool - sum(r.rows)) for c in r.calls]
+            for start, inputs in zip(starts, static, strict=True):
+                for held, new in zip(inputs, checked.inputs_of(start), strict=True):
                     held.copy_(new)
             wait(world, r.calls[i % len(r.calls)])
             replay()
-            for start, got in zip(at, results, strict=True):
-                self.compare(checked, got, checked.want(start))
+            for start, actual in zip(starts, results, strict=True):
+                self.compare(checked, actual, checked.expected(start))
 
     def join(self) -> None:
         """Everything on every stream before what comes next."""
         main = self.world.current_stream()
         others = [stream_of(part.world, name) for part in self.parts for name in STREAMS]
-        for other in others:
-            self.world.wait_event(main, self.world.record(other))
-        for other in others:
-            self.world.wait_event(other, self.world.record(main))
+        for stream in others:
+            self.world.wait_event(main, self.world.record(stream))
+        for stream in others:
+            self.world.wait_event(stream, self.world.record(main))
 
-    def out(self, checked: Checked, want: Result, c: Call) -> torch.Tensor | None:
+    def out(self, checked: Checked, expected: Result, c: Call) -> torch.Tensor | None:
         """Where the call is to write, full of NaN; None where it chooses."""
         r = checked.round
         tiles = r.whole and r.kind.op in (SCATTER, ALL)
         if not c.into or tiles or r.kind.gradients:
             return None
-        return self.world.zeros(tuple(want[0].shape), checked.layer.dtype).fill_(float("nan"))
+        return self.world.zeros(tuple(expected[0].shape), checked.layer.dtype).fill_(float("nan"))
 
-    def compare(self, checked: Checked, got: Result, want: Result) -> None:
-        r, error = checked.round, checked.error(got, want)
+    def compare(self, checked: Checked, actual: Result, expected: Result) -> None:
+        r, error = checked.round, checked.error(actual, expected)
         if error is not None:
             self.errors[len(self.pending)] = error
         again = self.pending and self.pending[-1][0] is r
@@ -213,21 +213,21 @@ class Fuzz:
         errors = self.errors[: len(self.pending)].tolist()
         by_call = zip(*self.world.exchange(errors), strict=True)
         worst = [max(e if e == e else float("inf") for e in ranks) for ranks in by_call]
-        made = [(*which, e) for which, e in zip(self.pending, worst, strict=True)]
+        checked_calls = [(*which, e) for which, e in zip(self.pending, worst, strict=True)]
         self.errors.zero_()
         self.pending.clear()
         self.held.clear()
-        return made
+        return checked_calls
 
 
 def worlds_of(world: weft.World) -> list[weft.World]:
     """All ranks; all of them once more; and, of an even number, halves, of neighbours and of every other one."""
-    made = [world, world.split(0)]
+    worlds = [world, world.split(0)]
     if world.size % 2 == 0:
-        made.append(world.split(world.rank // (world.size // 2)))
+        worlds.append(world.split(world.rank // (world.size // 2)))
     if world.size % 4 == 0:
-        made.append(world.split(world.rank % 2))
-    return made
+        worlds.append(world.split(world.rank % 2))
+    return worlds
 
 
 def stream_of(world: weft.World, name: str) -> Any:
@@ -258,7 +258,7 @@ def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Re
 
 def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Plan]:
     """By kind, "auto" too, some in one of several forms. Multicast needs an address that stands for all GPUs."""
-    found: dict[str, str | Plan] = {"auto": "auto"}
+    plans_by_kind: dict[str, str | Plan] = {"auto": "auto"}
     for kind in REGISTRY[op].kinds:
         forms: list[str | Plan] = [kind]
         if kind == "fused" and op != MOE:
@@ -266,8 +266,8 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
             if op == GATHER:
                 forms.append(FusedGatherByCopies(tile=usual.tile))
             else:
-                more = {"lag": 3} if isinstance(usual, FusedAllReduce) else {"batch": 3}
-                forms.append(replace(usual, forward_programs=2, **more))
+                options = {"lag": 3} if isinstance(usual, FusedAllReduce) else {"batch": 3}
+                forms.append(replace(usual, forward_programs=2, **options))
         elif kind == "signaled":
             signaled: Any = REGISTRY[op].default(world, Signaled)
             forms += [replace(signaled, groups=(1, 1)), replace(signaled, copies=True)]
@@ -276,8 +276,8 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
         elif kind == "segmented":
             forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.scale.presets else 16)]
         if kind != "multicast":
-            found[kind] = rng.choice(forms)
-    return found
+            plans_by_kind[kind] = rng.choice(forms)
+    return plans_by_kind
 
 
 # -- the driver ----------------------------------------------------------------------------------------------------------------
@@ -304,24 +304,24 @@ def run(world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale = 
         raise ValueError(f"no kind {rounds.kind!r}; there are {', '.join(map(str, fuzz.kinds))}")
     kinds_of: Counter[str] = Counter()
     failed: list[str] = []
-    found: dict[str, Any] = dict(world=world.size, gpus=gpus_of(world), seed=seed, calls=0, wrong=0, largest=0.0, seconds=0.0, failed=failed,
+    results: dict[str, Any] = dict(world=world.size, gpus=gpus_of(world), seed=seed, calls=0, wrong=0, largest=0.0, seconds=0.0, failed=failed,
                                  drawn_by=counts)  # fmt: skip
 
     def write(ended: str) -> None:
-        found.update(seconds=round(time.time() - start, 1), ended=ended, kinds=dict(sorted(kinds_of.items())))
+        results.update(seconds=round(time.time() - start, 1), ended=ended, kinds=dict(sorted(kinds_of.items())))
         if world.rank == 0 and not rounds.only:
-            (out / f"fuzz{world.size}.json").write_text(json.dumps(found, indent=1))
+            (out / f"fuzz{world.size}.json").write_text(json.dumps(results, indent=1))
 
     def look() -> None:
         for r, call, error in fuzz.verify():
-            found["calls"] += 1
+            results["calls"] += 1
             kinds_of[str(r.kind)] += 1
-            found["largest"] = max(found["largest"], error) if error < 1e30 else found["largest"]
+            results["largest"] = max(results["largest"], error) if error < 1e30 else results["largest"]
             if error <= 1:
                 continue
-            found["wrong"] += 1
+            results["wrong"] += 1
             if len(failed) < NAMED:
-                failed.append(f"{error:.3g} x its bound: call {call} of {fuzz.said(r)}")
+                failed.append(f"{error:.3g} x its bound: call {call} of {fuzz.described(r)}")
                 if world.rank == 0:
                     print(f"WRONG by {failed[-1]}", flush=True)
         write("not finished")
@@ -334,15 +334,15 @@ def run(world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale = 
                 look()
                 if max(world.exchange(time.time() - start)) > rounds.seconds:
                     break
-            if not rounds.only and found["calls"] + len(fuzz.pending) >= rounds.calls:
+            if not rounds.only and results["calls"] + len(fuzz.pending) >= rounds.calls:
                 break
         look()
     except Exception as e:
-        print(f"ended by {e!r}\nat the latest in {fuzz.said(fuzz.draw(index, kind))}", flush=True)
+        print(f"ended by {e!r}\nat the latest in {fuzz.described(fuzz.draw(index, kind))}", flush=True)
         write(f"rank {world.rank}, round {index}: {e!r}"[:600])
         raise
     write("")
-    return found
+    return results
 
 
 def counts_in(path: Path, ranks: int) -> dict[str, int]:
@@ -380,19 +380,23 @@ def main() -> None:
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
-    now = int(time.time()) if a.seed is None else a.seed
-    seed, counts = world.exchange((now, counts_in(a.record, world.size)))[0]
+    seed_of_rank = int(time.time()) if a.seed is None else a.seed
+    seed, counts = world.exchange((seed_of_rank, counts_in(a.record, world.size)))[0]
     lo, _, hi = (a.only or "").partition(":")
     only = range(int(lo), int(hi or int(lo) + 1)) if lo else ()
-    found = run(world, a.out, seed, Rounds(a.seconds, a.calls, only, a.kind, counts))
+    results = run(world, a.out, seed, Rounds(a.seconds, a.calls, only, a.kind, counts))
     if world.rank == 0:
-        rate = 60 * found["calls"] / found["seconds"]
-        said = f"{found['calls']} calls, {found['wrong']} wrong, {found['seconds']} s, {rate:.0f} a minute"
-        on = f"{found['gpus']} GPUs" if found["gpus"] == world.size else f"{world.size} ranks on {found['gpus']} GPUs"
-        print(f"fuzz on {on}, seed {seed}: {said}", flush=True)
+        rate = 60 * results["calls"] / results["seconds"]
+        outcome = f"{results['calls']} calls, {results['wrong']} wrong, {results['seconds']} s, {rate:.0f} a minute"
+        on = (
+            f"{results['gpus']} GPUs"
+            if results["gpus"] == world.size
+            else f"{world.size} ranks on {results['gpus']} GPUs"
+        )
+        print(f"fuzz on {on}, seed {seed}: {outcome}", flush=True)
     dist.destroy_process_group()
     sys.stdout.flush()
-    sys.exit(1 if found["wrong"] else 0)
+    sys.exit(1 if results["wrong"] else 0)
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ def loaded(world: weft.World, kind: str) -> Any:
     from transformers.distributed import DistributedConfig
 
     whole, split = unsplit(kind), DistributedConfig(tp_size=world.size, tp_plan="auto")
-    told = dict(config=whole.config, state_dict=whole.state_dict(), dtype=BF, distributed_config=split)
-    return type(whole).from_pretrained(None, **told).to(world.device).eval()
+    options = dict(config=whole.config, state_dict=whole.state_dict(), dtype=BF, distributed_config=split)
+    return type(whole).from_pretrained(None, **options).to(world.device).eval()
 
 
 def ids_of(world: weft.World, *shape: int) -> torch.Tensor:
-    own = torch.Generator(world.device).manual_seed(1)
-    return torch.randint(2, 1000, shape, device=world.device, generator=own)
+    generator = torch.Generator(world.device).manual_seed(1)
+    return torch.randint(2, 1000, shape, device=world.device, generator=generator)
 
 
 @torch.no_grad()
@@ -52,16 +52,16 @@ def forward(world: weft.World, kind: str) -> float:
     model, worst = loaded(world, kind), 0.0
     for shape, two_parts in (((2, 5), None), ((3, 700), None), ((2, 5), 2), ((3, 700), 2), ((1, 2048), None)):
         ids = ids_of(world, *shape)
-        want = model(ids, use_cache=False).logits
+        expected = model(ids, use_cache=False).logits
         hf.weave(model, two_parts=two_parts)
         with torch.inference_mode():  # what the first pass makes serves the next
             model(ids, use_cache=False)
-        got = model(ids, use_cache=False).logits
+        actual = model(ids, use_cache=False).logits
         again = model(ids, use_cache=False, output_hidden_states=True)
         hf.unweave(model)
-        worst = max(worst, distance(got, want), distance(again.logits, want))
+        worst = max(worst, distance(actual, expected), distance(again.logits, expected))
         worst = max(worst, 0.0 if again.hidden_states[1].shape == (*shape, SIZES["hidden_size"]) else 1.0)
-        worst = max(worst, 0.0 if (model(ids, use_cache=False).logits == want).all() else 1.0)
+        worst = max(worst, 0.0 if (model(ids, use_cache=False).logits == expected).all() else 1.0)
     return worst
 
 
@@ -112,10 +112,10 @@ def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
     graph.replay()
     world.synchronize()
     replayed_, eager = logits.clone(), model(ids, use_cache=False).logits
-    want = hf.weave(hf.unweave(model), world)(ids, use_cache=False).logits
-    if (before == want).all():
+    expected = hf.weave(hf.unweave(model), world)(ids, use_cache=False).logits
+    if (before == expected).all():
         return 1.0
-    return max(distance(replayed_, want), distance(eager, want))
+    return max(distance(replayed_, expected), distance(eager, expected))
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def drawn(world: weft.World) -> float:
     ids = ids_of(world, 2, 17)
     wanted = dict(max_new_tokens=8, do_sample=True, temperature=4.0, attention_mask=torch.ones_like(ids))
     tokens = hf.weave(loaded(world, "Llama")).generate(ids, **wanted).tolist()
-    return 0.0 if all(other == tokens for other in world.exchange(tokens)) else 1.0
+    return 0.0 if all(tokens_of_rank == tokens for tokens_of_rank in world.exchange(tokens)) else 1.0
 
 
 @torch.no_grad()
@@ -133,15 +133,15 @@ def generate(world: weft.World, static: bool) -> float:
     """Tokens that Transformers alone gives, as far as its two best logits are apart."""
     model = loaded(world, "Qwen3")
     ids = ids_of(world, 2, 17)
-    more: dict[str, Any] = dict(cache_implementation="static", disable_compile=True) if static else {}
-    told = dict(max_new_tokens=16, do_sample=False, attention_mask=torch.ones_like(ids), **more)
-    want = model.generate(ids, **told)
-    got = hf.weave(model).generate(ids, **told)
-    same = (got == want).long().cumprod(1)
-    teacher = hf.unweave(model)(want, use_cache=False).logits.float().topk(2).values
-    for row, at in enumerate(same.sum(1).tolist()):
-        if at < want.shape[1]:
-            best, second = teacher[row, at - 1].tolist()
+    cache_options: dict[str, Any] = dict(cache_implementation="static", disable_compile=True) if static else {}
+    options = dict(max_new_tokens=16, do_sample=False, attention_mask=torch.ones_like(ids), **cache_options)
+    expected = model.generate(ids, **options)
+    actual = hf.weave(model).generate(ids, **options)
+    same = (actual == expected).long().cumprod(1)
+    teacher = hf.unweave(model)(expected, use_cache=False).logits.float().topk(2).values
+    for row, position in enumerate(same.sum(1).tolist()):
+        if position < expected.shape[1]:
+            best, second = teacher[row, position - 1].tolist()
             if best - second > 4 * 2**-8 * abs(best):
                 return 1.0
     return 0.0
@@ -154,16 +154,16 @@ def forced(world: weft.World, kind: str, steps: int = 64) -> float:
     from transformers import DynamicCache
 
     whole, ids = unsplit(kind).to(world.device), ids_of(world, 2, 17)
-    told = dict(max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    tokens = whole.generate(ids, attention_mask=torch.ones_like(ids), **told)
-    first, count = ids.shape[1], tokens.shape[1] - ids.shape[1]
-    best = whole(tokens, use_cache=False).logits[:, first - 1 : -1].float().topk(2).values
+    options = dict(max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    tokens = whole.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    prompt_len, count = ids.shape[1], tokens.shape[1] - ids.shape[1]
+    best = whole(tokens, use_cache=False).logits[:, prompt_len - 1 : -1].float().topk(2).values
     near = best[..., 0] - best[..., 1] <= 4 * 2**-8 * best[..., 0].abs()
     model = hf.weave(loaded(world, kind))
     cache = DynamicCache(config=model.config)
-    given = [ids, *tokens[:, first:-1].split(1, 1)]
-    got = torch.cat([model(t, past_key_values=cache).logits[:, -1:].argmax(-1) for t in given], 1)
-    right = (got == tokens[:, first:]) | near
+    step_inputs = [ids, *tokens[:, prompt_len:-1].split(1, 1)]
+    chosen = torch.cat([model(t, past_key_values=cache).logits[:, -1:].argmax(-1) for t in step_inputs], 1)
+    right = (chosen == tokens[:, prompt_len:]) | near
     return 0.0 if count == steps and right.all() and near.float().mean() < 0.5 else 1.0
 
 
@@ -174,17 +174,23 @@ def serve(world: weft.World, graph: bool) -> float:
 
     model = hf.weave(loaded(world, "Qwen3"))
     prompts = [ids_of(world, 1, n)[0].tolist() for n in (3, 40, 17, 300)]
-    told: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    want = [model.generate(torch.tensor([p], device=world.device), **told)[0] for p in prompts]
+    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    expected = [model.generate(torch.tensor([p], device=world.device), **options)[0] for p in prompts]
     room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=128, use_cuda_graph=graph)
-    made = hf.paged(model).generate_batch(prompts, GenerationConfig(**told), room)
+    requests = hf.paged(model).generate_batch(prompts, GenerationConfig(**options), room)
     model.set_attn_implementation("sdpa")
-    for own, prompt, request in zip(want, prompts, made.values(), strict=True):
-        got = torch.tensor(prompt + request.generated_tokens, device=world.device)
-        at = int((got == own).long().cumprod(0).sum())
-        if at < len(own):
+    for expected_tokens, prompt, request in zip(expected, prompts, requests.values(), strict=True):
+        actual = torch.tensor(prompt + request.generated_tokens, device=world.device)
+        position = int((actual == expected_tokens).long().cumprod(0).sum())
+        if position < len(expected_tokens):
             with torch.no_grad():
-                best, second = model(own[None], use_cache=False).logits[0, at - 1].float().topk(2).values.tolist()
+                best, second = (
+                    model(expected_tokens[None], use_cache=False)
+                    .logits[0, position - 1]
+                    .float()
+                    .topk(2)
+                    .values.tolist()
+                )
             if best - second > 4 * 2**-8 * abs(best):
                 return 1.0
     return 0.0
@@ -193,13 +199,13 @@ def serve(world: weft.World, graph: bool) -> float:
 @torch.no_grad()
 def styled(world: weft.World) -> float:
     """Transformers' styles by weft, beside its own."""
-    ids, own = ids_of(world, 2, 300), loaded(world, "Llama")
-    with hf.styles() as found:
+    ids, reference = ids_of(world, 2, 300), loaded(world, "Llama")
+    with hf.styles() as styled_parts:
         model = loaded(world, "Llama")
-    for mine, other in zip(model.parameters(), own.parameters(), strict=True):
-        mine.copy_(other)
-    off = distance(model(ids, use_cache=False).logits, own(ids, use_cache=False).logits)
-    return off if found.linears == 7 * SIZES["num_hidden_layers"] else 1.0
+    for parameter, reference_parameter in zip(model.parameters(), reference.parameters(), strict=True):
+        parameter.copy_(reference_parameter)
+    off = distance(model(ids, use_cache=False).logits, reference(ids, use_cache=False).logits)
+    return off if styled_parts.linears == 7 * SIZES["num_hidden_layers"] else 1.0
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:

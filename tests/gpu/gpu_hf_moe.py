@@ -51,10 +51,15 @@ def forward(world: weft.World, kind: str, two_parts: int | None = None) -> float
     for shape in ((2, 5), (1, 1027)):
         ids = ids_of(world, *shape)
         assert (ids.numel() >= SHARDED_FROM) == (shape[0] == 1)
-        found = compared(model, ids, world, two_parts)
+        comparison = compared(model, ids, world, two_parts)
         if not world.rank:
-            print(f"hf {kind} {list(shape)}: {found}", flush=True)
-        worst = max(worst, found.of_all, found.of_token, 0.0 if found.unexplained <= 1 else found.unexplained)
+            print(f"hf {kind} {list(shape)}: {comparison}", flush=True)
+        worst = max(
+            worst,
+            comparison.of_all,
+            comparison.of_token,
+            0.0 if comparison.unexplained <= 1 else comparison.unexplained,
+        )
     return worst
 
 

@@ -60,20 +60,20 @@ def main() -> int:
         )
         for r in range(a.ranks)
     ]  # fmt: skip
-    ok, said, end = True, [], time.time() + GRACE + BOUND
+    ok, reports, end = True, [], time.time() + GRACE + BOUND
     for rank, process in enumerate(running):
         try:
             text, _ = process.communicate(timeout=max(1.0, end - time.time()))
         except subprocess.TimeoutExpired:
             process.kill()
             text = process.communicate()[0] + f"\nhung for {GRACE + BOUND} s"
-        said.append(f"rank {rank}: exit {process.returncode}: {text.strip()[-300:]}")
+        reports.append(f"rank {rank}: exit {process.returncode}: {text.strip()[-300:]}")
         if rank < a.ranks - 1:
             named = re.search(rf"all_gather_matmul.*after {BOUND} s.*rank \d+ did not arrive", text)
             ok &= process.returncode == 0 and bool(named)
         else:
             ok &= process.returncode == -signal.SIGKILL
-    print("\n".join(said), "ok" if ok else "FAILED", flush=True)
+    print("\n".join(reports), "ok" if ok else "FAILED", flush=True)
     return 0 if ok else 1
 
 

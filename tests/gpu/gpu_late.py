@@ -42,8 +42,8 @@ def main() -> None:
         raised, seconds = mismatch(world, plan)
         ok = raised and seconds < 3
         failed |= not ok
-        said = f"late peer, {plan}, rank {world.rank}: {'ok' if ok else 'FAILED'}"
-        print(f"{said}: Mismatch {raised} after {seconds:.3f} s", flush=True)
+        outcome = f"late peer, {plan}, rank {world.rank}: {'ok' if ok else 'FAILED'}"
+        print(f"{outcome}: Mismatch {raised} after {seconds:.3f} s", flush=True)
     os._exit(failed)  # a kernel waits still
 
 

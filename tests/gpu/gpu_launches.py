@@ -31,8 +31,8 @@ def reference_silu(x: torch.Tensor) -> torch.Tensor:
 def reference_rotary(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     heads = qkv.float().view(qkv.shape[0], 8, -1)
     (a, b), (c, s) = heads.chunk(2, 2), (t.float().chunk(2, 1)[0][:, None] for t in (cos, sin))
-    turned = torch.cat((a * c - b * s, b * c + a * s), 2)
-    return torch.cat((turned[:, :6], heads[:, 6:]), 1).flatten(1)
+    rotated = torch.cat((a * c - b * s, b * c + a * s), 2)
+    return torch.cat((rotated[:, :6], heads[:, 6:]), 1).flatten(1)
 
 
 def normed(world: weft.World, plan: Plan | str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -41,8 +41,8 @@ def normed(world: weft.World, plan: Plan | str, x: torch.Tensor, residual: torch
 
 def variants(world: weft.World) -> int:
     """Of all launches that the World has prepared."""
-    made = [part for kept in world.prepared.values() for part in (kept if isinstance(kept, tuple) else (kept,))]
-    return sum(len(launch.variants) for launch in made if isinstance(launch, weft.Launch))
+    prepared = [part for kept in world.prepared.values() for part in (kept if isinstance(kept, tuple) else (kept,))]
+    return sum(len(launch.variants) for launch in prepared if isinstance(launch, weft.Launch))
 
 
 def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tensors]) -> float:
@@ -67,7 +67,7 @@ def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tenso
         results.append(op(*held[1]))
     held.append(held[1])
     graph.replay()
-    off = max(distance(got, reference(*of)) for got, of in zip(results, held, strict=True))
+    off = max(distance(actual, reference(*inputs)) for actual, inputs in zip(results, held, strict=True))
     return off if grown == 0 else float("inf")
 
 
@@ -82,10 +82,10 @@ def norm_moving(world: weft.World, plan: Plan, m: int, weights: torch.dtype) -> 
         return *drawn(world, 100 + i + 50 * world.rank, (m, 1024)), *drawn(world, i, (m, 1024), (1024,))
 
     def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = normed(world, plan, x, residual, weight.to(weights))
-        return made
+        y: torch.Tensor = normed(world, plan, x, residual, weight.to(weights))
+        return y
 
-    return moving(world, run, lambda *of: normed(world, "sequential", *of), make)
+    return moving(world, run, lambda *inputs: normed(world, "sequential", *inputs), make)
 
 
 def gathered(world: weft.World, plan: Plan) -> float:
@@ -106,14 +106,14 @@ def pools(world: weft.World, plan: Plan) -> float:
     """Several graphs of one memory pool, each warmed up in that pool, as engines do: what weft keeps of a size for good
     is not given memory that an earlier graph writes to when it is replayed."""
     stream, pool, worst = torch.cuda.Stream(), torch.cuda.MemPool(), 0.0
-    made: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, Tensors]] = []
+    captured: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, Tensors]] = []
     for m in (56, 88, 24):
-        of = *drawn(world, m + world.rank, (m, 512)), *drawn(world, m, (m, 512), (512,))
-        want = normed(world, "sequential", *of)
+        inputs = *drawn(world, m + world.rank, (m, 512)), *drawn(world, m, (m, 512), (512,))
+        expected = normed(world, "sequential", *inputs)
         torch.cuda.synchronize()
 
-        def run(of: Tensors = of) -> torch.Tensor:
-            y: torch.Tensor = normed(world, plan, *of)
+        def run(inputs: Tensors = inputs) -> torch.Tensor:
+            y: torch.Tensor = normed(world, plan, *inputs)
             behind = [torch.full((64 + i,), -1, device=world.device) for i in range(256)]  # numbers that are no address
             return y + 0 * behind[-1].sum()
 
@@ -124,11 +124,11 @@ def pools(world: weft.World, plan: Plan) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, pool=pool.id):
             y = run()
-        made.append((graph, y, want, of))
-        for each, *_ in made:
-            each.replay()
+        captured.append((graph, y, expected, inputs))
+        for earlier_graph, *_ in captured:
+            earlier_graph.replay()
             torch.cuda.synchronize()
-        worst = max(worst, *(distance(got, right) for _, got, right, _ in made))
+        worst = max(worst, *(distance(actual, expected_y) for _, actual, expected_y, _ in captured))
     world.synchronize()
     return worst
 
@@ -195,7 +195,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield (
         "launches at new addresses, rotary", BF16,
         partial(
-            moving, world, lambda *of: rotary(*of, 4, 2, world=world), reference_rotary,
+            moving, world, lambda *tensors: rotary(*tensors, 4, 2, world=world), reference_rotary,
             lambda i: drawn(world, i, (24, 8 * 64), (24, 64), (24, 64)),
         ),
     )  # fmt: skip

@@ -115,11 +115,11 @@ def delays(world: weft.World, op: str, plan: Plan) -> float:
     rng = random.Random(100 + world.rank)
     x, w = operands(world, op, 1024, 512, 256)
     fn = getattr(weft, op)
-    want = fn(x, w, world=world, plan=plan).clone()
+    expected = fn(x, w, world=world, plan=plan).clone()
     for _ in range(40):
         if rng.random() < 0.4:
             torch.cuda._sleep(rng.randrange(1000, 600000))
-        if not torch.equal(fn(x, w, world=world, plan=plan), want):
+        if not torch.equal(fn(x, w, world=world, plan=plan), expected):
             return float("inf")
     world.synchronize()
     return 0.0
@@ -132,15 +132,15 @@ def many_calls(world: weft.World, calls: int) -> float:
         for m in (512, 1000):
             x, w = operands(world, op, m, 512, 256, seed=m)
             rows = balanced_rows(m, world.size) if op == GATHER and m % world.size else None
-            more = {"rows": rows} if rows else {}
+            options = {"rows": rows} if rows else {}
             for plan in (FUSED[op], SECOND[op], FEW[op]):
-                fn = partial(getattr(weft, op), x, w, world=world, plan=plan, **more)
+                fn = partial(getattr(weft, op), x, w, world=world, plan=plan, **options)
                 todo.append((fn, fn().clone()))
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     rng = random.Random(7)
     for _ in range(calls):
-        fn, want = rng.choice(todo)
-        wrong += (fn() != want).any()
+        fn, expected = rng.choice(todo)
+        wrong += (fn() != expected).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
@@ -184,53 +184,57 @@ def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
     with mock.patch.object(world.choices, "clock", cuda_clock), mock.patch.object(world.backend, "clock", cuda_clock):
         error = case()
     trials = [trial for key, trial in world.choices.trials.items() if key not in before and trial.title == op]
-    said = [(trial.sizes, len(trial.times), str(trial.faster)) for trial in trials]
+    trials_seen = [(trial.sizes, len(trial.times), str(trial.faster)) for trial in trials]
     if world.rank == 0:
         print(*(trial.timings("graph") for trial in trials), sep="\n")
-    same = all(theirs == said for theirs in world.exchange(said))
-    return error if said and same and all(count > 1 for _, count, _ in said) else float("inf")
+    same = all(other_trials == trials_seen for other_trials in world.exchange(trials_seen))
+    return error if trials_seen and same and all(count > 1 for _, count, _ in trials_seen) else float("inf")
 
 
 def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
     """plan="auto" where quack is: one trial, the same on every rank, and right results, eager and in a graph."""
     x, w = operands(world, GATHER, m, n, k)
-    want, auto = (
+    expected, auto = (
         weft.all_gather_matmul(x, w, world=world, plan="sequential"),
         partial(weft.all_gather_matmul, x, w, world=world),
     )
-    worst = max(distance(auto(), want) for _ in range(2))
+    worst = max(distance(auto(), expected) for _ in range(2))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = auto()
     for _ in range(5):
         y.zero_()
         graph.replay()
-        worst = max(worst, distance(y, want))
+        worst = max(worst, distance(y, expected))
     world.synchronize()
     trial = world.choices.last(GATHER, (m, n, k))
-    said = trial and [trial.timings("graph"), str(trial.faster)]
+    timings = trial and [trial.timings("graph"), str(trial.faster)]
     if world.rank == 0:
-        print(said)
-    return worst if said and all(theirs == said for theirs in world.exchange(said)) else float("inf")
+        print(timings)
+    return (
+        worst
+        if timings and all(other_timings == timings for other_timings in world.exchange(timings))
+        else float("inf")
+    )
 
 
 def streams(world: weft.World) -> float:
     """Calls from three streams of one rank, which share one workspace."""
     x, w = operands(world, SCATTER, 1024, 512, 256)
     x2, w2 = operands(world, GATHER, 1024, 512, 256)
-    want = (
+    expected = (
         weft.matmul_reduce_scatter(x, w, world=world, plan="fused"),
         weft.all_gather_matmul(x2, w2, world=world, plan="fused"),
     )
     world.synchronize()
     others = [torch.cuda.Stream() for _ in range(3)]
-    got = []
+    results = []
     for i in range(30):
         with torch.cuda.stream(others[i % 3]):
-            got.append((0, weft.matmul_reduce_scatter(x, w, world=world, plan="fused")))
-            got.append((1, weft.all_gather_matmul(x2, w2, world=world, plan="fused")))
+            results.append((0, weft.matmul_reduce_scatter(x, w, world=world, plan="fused")))
+            results.append((1, weft.all_gather_matmul(x2, w2, world=world, plan="fused")))
     world.synchronize()
-    return 0.0 if all(torch.equal(y, want[i]) for i, y in got) else float("inf")
+    return 0.0 if all(torch.equal(y, expected[i]) for i, y in results) else float("inf")
 
 
 def cold_capture(world: weft.World) -> float:
@@ -255,10 +259,10 @@ def far_rows(world: weft.World) -> float:
         torch.manual_seed(world.rank)
         rows = m // world.size if op == GATHER else m
         x, w = (torch.randn(r, k, device="cuda", dtype=torch.bfloat16) for r in (rows, n))
-        want = getattr(weft, op)(x, w, world=world, plan="sequential")
+        expected = getattr(weft, op)(x, w, world=world, plan="sequential")
         for _ in range(2):
-            got = getattr(weft, op)(x, w, world=world, plan="fused")
-            worst = max(worst, distance(got.float(), want.float()))
+            actual = getattr(weft, op)(x, w, world=world, plan="fused")
+            worst = max(worst, distance(actual.float(), expected.float()))
     return worst
 
 
@@ -277,14 +281,14 @@ def groups_by_libraries(world: weft.World) -> float:
     rows = [300, 0, 1, 127, 640]
     x, w = (draw(i, *shape).to(world.device) for i, shape in ((1, (1200, 264)), (2, (len(rows), 520, 264))))
     starts = torch.tensor([0, *rows], device=world.device).cumsum(0).int()
-    want = torch.cat([part.float() @ m.float().t() for part, m in zip(x[: sum(rows)].split(rows), w, strict=True)])
+    expected = torch.cat([part.float() @ m.float().t() for part, m in zip(x[: sum(rows)].split(rows), w, strict=True)])
     out, worst = world.empty((1200, 520), x.dtype), 0.0
     for form in library_gemm.FORMS:
         out.fill_(7.0)
         library_gemm.quack_form(form)(x, w, out, starts)
         behind = (out[sum(rows) :] != 7.0).any().item()
-        worst = max(worst, distance(out[: sum(rows)], want), float("inf") if behind else 0.0)
-    return max(worst, distance(library_gemm.multiply_groups(x, w, starts)[: sum(rows)], want))
+        worst = max(worst, distance(out[: sum(rows)], expected), float("inf") if behind else 0.0)
+    return max(worst, distance(library_gemm.multiply_groups(x, w, starts)[: sum(rows)], expected))
 
 
 def shared_tiles(world: weft.World, replays: int) -> float:
@@ -300,18 +304,18 @@ def shared_tiles(world: weft.World, replays: int) -> float:
         x, w = (draw(i, m, k).to(world.device), (draw(i + 10, n, k) * 0.1).to(world.device))
         out = world.empty((m, gated or n), x.dtype)
         matmul(x, w, out, world, programs, gated)
-        want = x.float() @ w.float().t()
+        expected = x.float() @ w.float().t()
         if gated:
-            blocks = want.view(m, -1, 2, world.scale.interleave)
-            want = (torch.nn.functional.silu(blocks[:, :, 0]) * blocks[:, :, 1]).reshape(m, gated)
-        worst, first = max(worst, distance(out, want)), out.clone()
+            blocks = expected.view(m, -1, 2, world.scale.interleave)
+            expected = (torch.nn.functional.silu(blocks[:, :, 0]) * blocks[:, :, 1]).reshape(m, gated)
+        worst, first_result = max(worst, distance(out, expected)), out.clone()
         graph, differ = torch.cuda.CUDAGraph(), torch.zeros((), device=world.device, dtype=torch.int64)
         with torch.cuda.graph(graph):
             matmul(x, w, out, world, programs, gated)
         for _ in range(replays):
             out.zero_()
             graph.replay()
-            differ += (out != first).any()
+            differ += (out != first_result).any()
         world.synchronize()
         worst = max(worst, float("inf") if differ.item() else 0.0)
     return worst
@@ -449,9 +453,9 @@ def launched() -> Iterator[dict[str, str]]:
             part = part_of(module)
             parts[part] = tree_of_part(part)
 
-    def launched_once(backend: GpuBackend, kernel: Any, *arguments: Any, **more: Any) -> None:
+    def launched_once(backend: GpuBackend, kernel: Any, *arguments: Any, **options: Any) -> None:
         note(kernel)
-        launch(backend, kernel, *arguments, **more)
+        launch(backend, kernel, *arguments, **options)
 
     def launched_again(one: weft.Launch, stream: Any, /, **moving: Any) -> None:
         note(one.kernel)
@@ -464,18 +468,18 @@ def launched() -> Iterator[dict[str, str]]:
         GpuBackend.launch, weft.Launch.__call__ = launch, prepared  # type: ignore[method-assign]
 
 
-def made(name: str, check: Callable[[], float], world: weft.World) -> tuple[float, str, dict[str, str]]:
+def outcome_of(name: str, check: Callable[[], float], world: weft.World) -> tuple[float, str, dict[str, str]]:
     """This rank's error, what it raised, and the parts whose kernels it launched."""
-    said = ""
+    message = ""
     with launched() as parts:
         try:
             error = check()
         except Exception as e:
-            error, said = float("inf"), f"rank {world.rank}: {e!r}"[:600]
-            print(f"{name}: {said}", flush=True)
+            error, message = float("inf"), f"rank {world.rank}: {e!r}"[:600]
+            print(f"{name}: {message}", flush=True)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # ranks that share a GPU share its memory
-    return error if error == error else float("inf"), said, parts
+    return error if error == error else float("inf"), message, parts
 
 
 def run(
@@ -494,9 +498,9 @@ def run(
     todo = {name: (bound, check) for name, bound, check in (checks_of or checks)(world)}
     while name := world.exchange(queue.take(who) if world.rank == 0 and time.time() - start < seconds else None)[0]:
         began, (bound, check) = time.time(), todo[name]
-        error, said, parts = made(name, check, world)
+        error, message, parts = outcome_of(name, check, world)
         try:
-            errors = world.exchange((error, said))
+            errors = world.exchange((error, message))
         except weft.WeftError as e:
             errors, usable = [(float("inf"), repr(e))], False
         else:
@@ -546,17 +550,19 @@ def stalled_peer(world: weft.World, op: str) -> bool:
         calls[op]()
         world.synchronize()
     except weft.Timeout as e:
-        took, said = time.time() - start, str(e)
+        took, message = time.time() - start, str(e)
     else:
-        took, said = -1.0, "no Timeout"
+        took, message = -1.0, "no Timeout"
     named = {
         GATHER: GATHER,
         "awaiting": f"{GATHER}, staged",
         "one_shot": "OneShot",
         "moe_exchange": "calls of routes",
     }[op]
-    ok = 0 < took < 10 and named in said and f"rank {world.size - 1}" in said
-    print(f"stalled peer of {op}, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {said}", flush=True)
+    ok = 0 < took < 10 and named in message and f"rank {world.size - 1}" in message
+    print(
+        f"stalled peer of {op}, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {message}", flush=True
+    )
     return ok
 
 

@@ -26,10 +26,12 @@ def routed(world: weft.World, layer: Layer, tokens: int, call: int, ids_of: Call
     return x, ids, weights
 
 
-def by(model: Model, world: weft.World, given: tuple, plan: str | Plan, rows: list[int] | None = None) -> torch.Tensor:
+def moe_by_plan(
+    model: Model, world: weft.World, inputs: tuple, plan: str | Plan, rows: list[int] | None = None
+) -> torch.Tensor:
     w = model.own
     return moe.moe(
-        *given, w.w13, w.w2, b13=w.b13, b2=w.b2, activation=model.layer.activation, rows=rows, world=world, plan=plan
+        *inputs, w.w13, w.w2, b13=w.b13, b2=w.b2, activation=model.layer.activation, rows=rows, world=world, plan=plan
     )
 
 
@@ -45,10 +47,10 @@ def against(
     model, kept = Model(world, layer, biases), []
     for call in range(4):
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
-        given = routed(world, layer, counts[world.rank], call, ids_of)
-        kept.append((by(model, world, given, plan, counts), model(*(t.cpu() for t in given))))
+        inputs = routed(world, layer, counts[world.rank], call, ids_of)
+        kept.append((moe_by_plan(model, world, inputs, plan, counts), model(*(t.cpu() for t in inputs))))
     world.synchronize()
-    return max((distance(got.cpu(), want) for got, want in kept if got.numel()), default=0.0)
+    return max((distance(actual.cpu(), expected) for actual, expected in kept if actual.numel()), default=0.0)
 
 
 def graph_replays(world: weft.World, plan: str | Plan) -> float:
@@ -56,19 +58,19 @@ def graph_replays(world: weft.World, plan: str | Plan) -> float:
     layer = Layer(256, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)
     held = routed(world, layer, 256, 0)
-    by(model, world, held, plan)
+    moe_by_plan(model, world, held, plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = by(model, world, held, plan)
+        out = moe_by_plan(model, world, held, plan)
     wrong = 0
     for call in range(1, 6):
         fresh = routed(world, layer, 256, call, in_turn)
-        want = by(model, world, fresh, plan).clone()
+        expected = moe_by_plan(model, world, fresh, plan).clone()
         for t, new in zip(held, fresh, strict=True):
             t.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        wrong += int(not torch.equal(out, want))
+        wrong += int(not torch.equal(out, expected))
     return float(wrong)
 
 
@@ -76,14 +78,14 @@ def many_calls(world: weft.World, count: int) -> float:
     """Three routings in turn, ranks late by chance: the same bits every time."""
     layer = Layer(300, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)
-    given = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
-    want = [by(model, world, g, "dispatched").clone() for g in given]
+    inputs = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
+    expected = [moe_by_plan(model, world, g, "dispatched").clone() for g in inputs]
     rng = random.Random(world.rank)
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for i in range(count):
         if rng.random() < 0.1:
             torch.cuda._sleep(rng.randrange(1000, 400000))
-        wrong += (by(model, world, given[i % 3], "dispatched") != want[i % 3]).any()
+        wrong += (moe_by_plan(model, world, inputs[i % 3], "dispatched") != expected[i % 3]).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
@@ -95,10 +97,10 @@ def two_layers(world: weft.World) -> float:
     kept = []
     for call in range(6):
         model = models[call % 2]
-        given = routed(world, model.layer, model.layer.max_tokens_per_rank, call)
-        kept.append((by(model, world, given, "dispatched"), model(*(t.cpu() for t in given))))
+        inputs = routed(world, model.layer, model.layer.max_tokens_per_rank, call)
+        kept.append((moe_by_plan(model, world, inputs, "dispatched"), model(*(t.cpu() for t in inputs))))
     world.synchronize()
-    return max(distance(got.cpu(), want) for got, want in kept)
+    return max(distance(actual.cpu(), expected) for actual, expected in kept)
 
 
 def gate_case(world: weft.World) -> float:
@@ -108,8 +110,8 @@ def gate_case(world: weft.World) -> float:
     same = (ids.sort(1).values == top.indices.sort(1).values).all(1)
     if same.float().mean() < 0.98:  # equal logits may be taken in another order by topk
         return float("inf")
-    want = top.values / top.values.sum(1, keepdim=True)
-    return distance(weights[same], want[same])
+    expected = top.values / top.values.sum(1, keepdim=True)
+    return distance(weights[same], expected[same])
 
 
 def over_groups(world: weft.World) -> float:
@@ -119,25 +121,25 @@ def over_groups(world: weft.World) -> float:
     models, kept = [Model(w, layer, False) for w in (pair, world)], []
     for call in range(6):
         w, model = (pair, world)[call % 2], models[call % 2]
-        given = routed(world, layer, 200 - 10 * call, call)
-        kept.append((by(model, w, given, "dispatched"), model(*(t.cpu() for t in given))))
+        inputs = routed(world, layer, 200 - 10 * call, call)
+        kept.append((moe_by_plan(model, w, inputs, "dispatched"), model(*(t.cpu() for t in inputs))))
     pair.synchronize()
     world.synchronize()
-    return max(distance(got.cpu(), want) for got, want in kept)
+    return max(distance(actual.cpu(), expected) for actual, expected in kept)
 
 
 def of_any_length(world: weft.World, plan: str) -> float:
     """Of one max_tokens: no rank knows how many tokens the others have, nor makes anything after the first call."""
     layer = Layer(300, 8 * world.size, 4, 256, 128, BF)
-    model, kept, made = Model(world, layer, False), [], set()
+    model, kept, sizes = Model(world, layer, False), [], set()
     for call, tokens in enumerate((300, 0, 7, 299, 1, 128)):
-        given = routed(world, layer, (tokens + 31 * world.rank) % 301, call)
-        got = moe.moe(*given, *model.own[:2], max_tokens=300, world=world, plan=plan)
-        made.add((len(world._cache), len(world._channels)))
-        kept.append((got, model(*(t.cpu() for t in given))))
+        inputs = routed(world, layer, (tokens + 31 * world.rank) % 301, call)
+        actual = moe.moe(*inputs, *model.own[:2], max_tokens=300, world=world, plan=plan)
+        sizes.add((len(world._cache), len(world._channels)))
+        kept.append((actual, model(*(t.cpu() for t in inputs))))
     world.synchronize()
-    wrong = max(distance(got.cpu(), want) for got, want in kept if got.numel())
-    return wrong if len(made) == 1 else float("inf")
+    wrong = max(distance(actual.cpu(), expected) for actual, expected in kept if actual.numel())
+    return wrong if len(sizes) == 1 else float("inf")
 
 
 def left_out(world: weft.World) -> float:
@@ -160,18 +162,18 @@ def left_out(world: weft.World) -> float:
     for _ in range(2):
         graph.replay()
     torch.cuda.synchronize()
-    said = ""
+    message = ""
     try:
         world.synchronize()
     except weft.Overflow as e:
-        said = str(e)
+        message = str(e)
     room = 5 * 128
     lost = 2 * (800 * world.size - room)
-    right = said.startswith(f"rank 0: its experts received {lost} rows more") if world.rank == 0 else not said
+    right = message.startswith(f"rank 0: its experts received {lost} rows more") if world.rank == 0 else not message
     right = right and received.tolist() == [0, room * (world.rank == 0), 0, 0]
-    want = model(x.cpu(), ids.cpu(), weights.cpu())
-    want[room if world.rank == 0 else 0 :] = 0
-    wrong = distance(out.cpu(), want) if world.rank == 0 else float(out.abs().max())
+    expected = model(x.cpu(), ids.cpu(), weights.cpu())
+    expected[room if world.rank == 0 else 0 :] = 0
+    wrong = distance(out.cpu(), expected) if world.rank == 0 else float(out.abs().max())
     world.exchange("looked")
     ids.copy_(torch.arange(800, device=world.device)[:, None] % (64 * layer.experts))  # few are experts
     graph.replay()
@@ -198,14 +200,14 @@ def before_the_experts(world: weft.World) -> float:
         wrong = 0
         for call in range(1, 4):
             x.copy_(draw(100 * call + world.rank, 333, 256))
-            want = layer(x).clone()
+            expected = layer(x).clone()
             counts = layer.received.clone(), layer.dropped.clone()
             layer.received.zero_()
             layer.dropped.zero_()
             graph.replay()
             world.synchronize()
             same = torch.equal(layer.received, counts[0]) and torch.equal(layer.dropped, counts[1])
-            wrong += not (same and torch.equal(out, want))
+            wrong += not (same and torch.equal(out, expected))
             rows, gone = zip(*world.exchange((int(counts[0].sum()), int(counts[1].sum()))), strict=True)
             wrong += sum(rows) + sum(gone) != 2 * 333 * world.size or not sum(gone)
     return float(wrong)
@@ -233,8 +235,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             partial(against, world, plan, layer(max_tokens_per_rank=150), [150], some_nowhere),
         )
         for act in ("gelu", "gpt_oss"):
-            of = layer(max_tokens_per_rank=100, activation=act, hidden=720, inner=360)
-            yield f"moe {plan}, {act}, biases", BOUND, partial(against, world, plan, of, [100], at_random, True)
+            biased = layer(max_tokens_per_rank=100, activation=act, hidden=720, inner=360)
+            yield f"moe {plan}, {act}, biases", BOUND, partial(against, world, plan, biased, [100], at_random, True)
     yield (
         "moe dispatched, 128 columns a tile",
         BOUND,

@@ -27,15 +27,15 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 def scaled(world: weft.World, layer: Layer, rows: torch.Tensor, handle: moe.Handle) -> torch.Tensor:
     """Rows times 2^(expert mod 5), as the cases' experts, without the host."""
     flat, local = rows.view(-1, rows.shape[-1]), layer.experts // world.size
-    at = torch.arange(flat.shape[0], device=rows.device, dtype=torch.int32)
-    expert = torch.searchsorted(handle.offsets[1:], at, right=True).clamp(max=local - 1)
+    row = torch.arange(flat.shape[0], device=rows.device, dtype=torch.int32)
+    expert = torch.searchsorted(handle.offsets[1:], row, right=True).clamp(max=local - 1)
     scale = torch.exp2(((expert + world.rank * local) % 5).float()).to(rows.dtype)
     return (flat * scale[:, None]).view(rows.shape)
 
 
-def through(world: weft.World, layer: Layer, given: tuple, **options: Any) -> torch.Tensor:
-    rows, handle = moe.dispatch(*given, experts=layer.experts, world=world, **options)
-    return moe.combine(scaled(world, layer, rows, handle), handle, shared=given[0])
+def through(world: weft.World, layer: Layer, inputs: tuple, **options: Any) -> torch.Tensor:
+    rows, handle = moe.dispatch(*inputs, experts=layer.experts, world=world, **options)
+    return moe.combine(scaled(world, layer, rows, handle), handle, shared=inputs[0])
 
 
 def once(world: weft.World) -> torch.Tensor:
@@ -48,16 +48,16 @@ def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dic
     layer, kept = Layer(0, 8 * world.size, 4, 512, 8, BF), []
     for call in range(4):
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
-        given = routed(world, layer, counts[world.rank], call, ids_of)
-        x, ids, weights = (t.cpu() for t in given)
+        inputs = routed(world, layer, counts[world.rank], call, ids_of)
+        x, ids, weights = (t.cpu() for t in inputs)
         kept.append(
             (
-                through(world, layer, given, rows=counts, **options),
+                through(world, layer, inputs, rows=counts, **options),
                 summed(x, ids, weights, x, layer.experts, world.size),
             )
         )
     world.synchronize()
-    return max((distance(got.cpu(), want.float()) for got, want in kept if got.numel()), default=0.0)
+    return max((distance(actual.cpu(), expected.float()) for actual, expected in kept if actual.numel()), default=0.0)
 
 
 def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
@@ -66,19 +66,19 @@ def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
     x, ids, weights = routed(world, layer, 200, 3)
     x = (x.abs() + 16).to(BF)
     one = torch.eye(256, dtype=BF, device=world.device)
-    first = 4 * world.rank
-    w2 = torch.stack([one * 2.0 ** (e % 5) for e in range(first, first + 4)])
-    want = moe.moe(
+    first_expert = 4 * world.rank
+    w2 = torch.stack([one * 2.0 ** (e % 5) for e in range(first_expert, first_expert + 4)])
+    expected = moe.moe(
         x, ids, weights, one.repeat(4, 1, 1), w2, shared=x, activation="gelu", world=world, plan="dispatched"
     )
-    return float((through(world, layer, (x, ids, weights), **options) != want).sum())
+    return float((through(world, layer, (x, ids, weights), **options) != expected).sum())
 
 
 def two_under_way(world: weft.World, options: dict[str, Any], count: int = 20) -> float:
     """Two microbatches on two streams, ranks and streams late by chance: the bits of one call after another."""
     layer = Layer(300, 8 * world.size, 4, 512, 8, BF)
-    given = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
-    want = [through(world, layer, g, **options).clone() for g in given]
+    inputs = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
+    expected = [through(world, layer, g, **options).clone() for g in inputs]
     streams, rng = [torch.cuda.Stream() for _ in range(2)], random.Random(world.rank)
     wrong = torch.zeros(2, device=world.device, dtype=torch.int64)
     world.synchronize()
@@ -92,13 +92,13 @@ def two_under_way(world: weft.World, options: dict[str, Any], count: int = 20) -
         for j, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 late()
-                on_way.append(moe.dispatch(*given[(i + j) % 3], experts=layer.experts, world=world, **options))
+                on_way.append(moe.dispatch(*inputs[(i + j) % 3], experts=layer.experts, world=world, **options))
         for j, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 late()
                 rows, handle = on_way[j]
-                y = moe.combine(scaled(world, layer, rows, handle), handle, shared=given[(i + j) % 3][0])
-                wrong[j] += (y != want[(i + j) % 3]).any()
+                y = moe.combine(scaled(world, layer, rows, handle), handle, shared=inputs[(i + j) % 3][0])
+                wrong[j] += (y != expected[(i + j) % 3]).any()
     world.synchronize()
     return float(wrong.sum())
 
@@ -108,52 +108,53 @@ def graph_replays(world: weft.World, options: dict[str, Any]) -> float:
     layer = Layer(256, 16 * world.size, 4, 512, 8, BF)
     held = [routed(world, layer, 256, call) for call in range(2)]
 
-    def both() -> list[torch.Tensor]:
+    def both_microbatches() -> list[torch.Tensor]:
         on_way = [moe.dispatch(*g, experts=layer.experts, world=world, **options) for g in held]
         return [
-            moe.combine(scaled(world, layer, *made), made[1], shared=g[0]) for made, g in zip(on_way, held, strict=True)
+            moe.combine(scaled(world, layer, *dispatched), dispatched[1], shared=g[0])
+            for dispatched, g in zip(on_way, held, strict=True)
         ]
 
-    both()
+    both_microbatches()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = both()
+        out = both_microbatches()
     wrong = 0
     for call in range(1, 6):
         fresh = [routed(world, layer, 256, 2 * call + j, in_turn) for j in range(2)]
-        want = [through(world, layer, g, **options).clone() for g in fresh]
+        expected = [through(world, layer, g, **options).clone() for g in fresh]
         for old, new in zip(held, fresh, strict=True):
             for a, b in zip(old, new, strict=True):
                 a.copy_(b)
         graph.replay()
         torch.cuda.synchronize()
-        wrong += sum(not torch.equal(a, b) for a, b in zip(out, want, strict=True))
+        wrong += sum(not torch.equal(a, b) for a, b in zip(out, expected, strict=True))
     return float(wrong)
 
 
 def many_calls(world: weft.World, count: int) -> float:
     """Layouts and routings in turn, ranks late by chance: the same bits every time."""
     layer = Layer(300, 8 * world.size, 4, 512, 8, BF)
-    given = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
-    want = [[through(world, layer, g, **options).clone() for options in LAYOUTS] for g in given]
+    inputs = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
+    expected = [[through(world, layer, g, **options).clone() for options in LAYOUTS] for g in inputs]
     rng = random.Random(world.rank)
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for i in range(count):
         if rng.random() < 0.1:
             torch.cuda._sleep(rng.randrange(1000, 400000))
-        wrong += (through(world, layer, given[i % 3], **LAYOUTS[i // 3 % 3]) != want[i % 3][i // 3 % 3]).any()
+        wrong += (through(world, layer, inputs[i % 3], **LAYOUTS[i // 3 % 3]) != expected[i % 3][i // 3 % 3]).any()
     world.synchronize()
     return float(wrong)
 
 
 def grouped_gemm(world: weft.World, alignment: int) -> float:
     layer = Layer(300, 8 * world.size, 4, 512, 256, BF, "gelu")
-    model, given = Model(world, layer, False), routed(world, layer, 300, 1)
-    rows, handle = moe.dispatch(*given, experts=layer.experts, world=world, expert_alignment=alignment)
+    model, inputs = Model(world, layer, False), routed(world, layer, 300, 1)
+    rows, handle = moe.dispatch(*inputs, experts=layer.experts, world=world, expert_alignment=alignment)
     ends, w = handle.offsets[1:], model.own
     hidden = torch.nn.functional.gelu(torch._grouped_mm(rows, w.w13.transpose(1, 2), offs=ends))
     y = moe.combine(torch._grouped_mm(hidden, w.w2.transpose(1, 2), offs=ends), handle)
-    return distance(y.cpu(), model(*(t.cpu() for t in given)))
+    return distance(y.cpu(), model(*(t.cpu() for t in inputs)))
 
 
 def dropped(world: weft.World) -> float:
@@ -161,12 +162,16 @@ def dropped(world: weft.World) -> float:
     layer = Layer(64, world.size, 1, 256, 8, BF)
     x, ids, weights = routed(world, layer, 64, 0)
     rows, handle = moe.dispatch(x, ids.zero_(), weights, experts=layer.experts, world=world, layout="masked", max_m=40)
-    want = 64 * world.size - 40 if world.rank == 0 else 0
-    found = noticed(world)
+    expected = 64 * world.size - 40 if world.rank == 0 else 0
+    noticed_rows = noticed(world)
     y = moe.combine(rows, handle)
     world.synchronize()
     kept = 40 if world.rank == 0 else 0
-    return abs(found - want) + distance(y[:kept], x[:kept].float() * weights[:kept]) + float(y[kept:].abs().sum())
+    return (
+        abs(noticed_rows - expected)
+        + distance(y[:kept], x[:kept].float() * weights[:kept])
+        + float(y[kept:].abs().sum())
+    )
 
 
 def experts(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,12 +183,12 @@ def experts(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
 def compiled(world: weft.World, options: dict[str, Any]) -> float:
     """Two microbatches under way with gradients, eager and in one graph by Inductor, against calls one by one."""
     layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
-    given, errors = routed(world, layer, 256, 0), []
-    want = trained(world, one_by_one, given, w1, w2, **options)
+    inputs, errors = routed(world, layer, 256, 0), []
+    expected = trained(world, one_by_one, inputs, w1, w2, **options)
     for step in (two_with_gradients, torch.compile(two_with_gradients, fullgraph=True)):
         for _ in range(2):
-            got = trained(world, step, given, w1, w2, **options)
-            errors += [distance(a.float(), b.float()) for a, b in zip(got, want, strict=True)]
+            actual = trained(world, step, inputs, w1, w2, **options)
+            errors += [distance(a.float(), b.float()) for a, b in zip(actual, expected, strict=True)]
     world.synchronize()
     return max(errors)
 
@@ -192,11 +197,11 @@ def training_in_a_graph(world: weft.World) -> float:
     """Forward and backward of two microbatches in a CUDA graph, other routes in every replay: the bits of eager calls."""
     layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
 
-    def step(*given: torch.Tensor) -> list[torch.Tensor]:
-        return trained(world, two_with_gradients, given, w1, w2)  # type: ignore[arg-type]
+    def step(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        return trained(world, two_with_gradients, inputs, w1, w2)  # type: ignore[arg-type]
 
     pairs = replayed(step, lambda call: routed(world, layer, 256, call))
-    return float(sum(not torch.equal(a, b) for each in pairs for a, b in each))
+    return float(sum(not torch.equal(a, b) for pairs_of_call in pairs for a, b in pairs_of_call))
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:

@@ -76,16 +76,16 @@ def same_bits(world: weft.World) -> float:
     """Of the same call, time and again, by everything that may be kept, ranks late by chance."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, True, tp_size=world.size)
-    given = routed(0, world.rank, 300, layer, world.size, some_nowhere)
-    first: list[torch.Tensor] = []
+    inputs = routed(0, world.rank, 300, layer, world.size, some_nowhere)
+    first_call: list[torch.Tensor] = []
     wrong = 0
     for call in range(12):
         if (call + world.rank) % 3 == 0:
             torch.cuda._sleep(300000)
-        y, made = gradients(world, both_halves, model, given, keep=moe.KEEPS[call % 3])
-        found = [y, *(t for t in made.values() if t is not None)]
-        first = first or found
-        wrong += sum(not torch.equal(a, b) for a, b in zip(first, found, strict=True))
+        y, grads = gradients(world, both_halves, model, inputs, keep=moe.KEEPS[call % 3])
+        this_call = [y, *(t for t in grads.values() if t is not None)]
+        first_call = first_call or this_call
+        wrong += sum(not torch.equal(a, b) for a, b in zip(first_call, this_call, strict=True))
     world.synchronize()
     return float(wrong)
 
@@ -107,9 +107,9 @@ def module_compiled(world: weft.World) -> float:
         layer.load_experts(state)
         layer.requires_grad_()
     parts, whole = layers
-    want, got = step(parts, parts), step(parts, torch.compile(parts, fullgraph=True))
-    errors = [distance(a, b) for a, b in zip(got, want, strict=True)]
-    return max(*errors, distance(want[0], step(whole, whole)[0]))
+    expected, actual = step(parts, parts), step(parts, torch.compile(parts, fullgraph=True))
+    errors = [distance(a, b) for a, b in zip(actual, expected, strict=True)]
+    return max(*errors, distance(expected[0], step(whole, whole)[0]))
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:

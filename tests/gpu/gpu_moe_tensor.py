@@ -22,7 +22,9 @@ BOUND = 1.2e-2
 BF = torch.bfloat16
 
 
-def there(world: weft.World, layer: Layer, tokens: int, call: int, ids_of: Ids = at_random) -> list[torch.Tensor]:
+def device_operands(
+    world: weft.World, layer: Layer, tokens: int, call: int, ids_of: Ids = at_random
+) -> list[torch.Tensor]:
     return [t.to(world.device) for t in operands_of(layer, world, tokens, call, ids_of)]
 
 
@@ -50,33 +52,33 @@ def against(
     model, kept = Model(world, layer, biases, tp_size=tp_size or world.size), []
     for call in range(4):
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
-        given = there(world, layer, counts[world.rank], call, ids_of)
-        shared = draw(77, *given[0].shape).to(world.device, layer.dtype) if call % 2 else None
-        got = run(world, model, given, plan, rows=counts, shared=shared, second=second)
-        want = model(*(t.cpu() for t in given))
-        kept.append((got, want if shared is None else want + shared.float().cpu()))
+        inputs = device_operands(world, layer, counts[world.rank], call, ids_of)
+        shared = draw(77, *inputs[0].shape).to(world.device, layer.dtype) if call % 2 else None
+        actual = run(world, model, inputs, plan, rows=counts, shared=shared, second=second)
+        expected = model(*(t.cpu() for t in inputs))
+        kept.append((actual, expected if shared is None else expected + shared.float().cpu()))
     world.synchronize()
-    return max((distance(got.cpu(), want) for got, want in kept if got.numel()), default=0.0)
+    return max((distance(actual.cpu(), expected) for actual, expected in kept if actual.numel()), default=0.0)
 
 
 def graph_replays(world: weft.World, plan: str | Plan) -> float:
     """A CUDA graph with other tokens and routings in every replay, as eager calls have them: dispatched, to the bit."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
-    held = there(world, layer, 256, 0)
+    held = device_operands(world, layer, 256, 0)
     run(world, model, held, plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run(world, model, held, plan)
     worst = 0.0
     for call in range(1, 7):
-        fresh = there(world, layer, 256, call, in_turn)
-        want = run(world, model, fresh, plan).clone()
+        fresh = device_operands(world, layer, 256, call, in_turn)
+        expected = run(world, model, fresh, plan).clone()
         for t, new in zip(held, fresh, strict=True):
             t.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        worst = max(worst, float(not torch.equal(out, want)) if plan != "sequential" else distance(out, want))
+        worst = max(worst, float(not torch.equal(out, expected)) if plan != "sequential" else distance(out, expected))
     return worst
 
 
@@ -85,16 +87,16 @@ def many_calls(world: weft.World, count: int) -> float:
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     kinds = (at_random, to_few, some_nowhere, nowhere)
-    given = [there(world, layer, 300, call, ids_of) for call, ids_of in enumerate(kinds)]
-    want = [run(world, model, g, "dispatched").clone() for g in given]
+    inputs = [device_operands(world, layer, 300, call, ids_of) for call, ids_of in enumerate(kinds)]
+    expected = [run(world, model, g, "dispatched").clone() for g in inputs]
     rng, same = random.Random(world.rank), random.Random(99)
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for i in range(count):
         if rng.random() < 0.1:
             torch.cuda._sleep(rng.randrange(1000, 400000))
         if same.random() < 0.2:
-            weft.all_gather_grouped_matmul(*given[(i + 1) % 4], model.own.w13, inner=model.inner, world=world)
-        wrong += (run(world, model, given[i % 4], "dispatched") != want[i % 4]).any()
+            weft.all_gather_grouped_matmul(*inputs[(i + 1) % 4], model.own.w13, inner=model.inner, world=world)
+        wrong += (run(world, model, inputs[i % 4], "dispatched") != expected[i % 4]).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
@@ -104,14 +106,14 @@ def module_case(world: weft.World) -> float:
     e, h, i, k = 4 * world.size, 256, 128 * world.size, 2
     state = {"gate.weight": draw(1, e, h), "experts.gate_up_proj": draw(2, e, 2 * i, h) * 0.1}
     state["experts.down_proj"] = draw(3, e, h, i) * 0.1
-    x, made = draw(5 + world.rank, 200, h).to(world.device), []
+    x, results = draw(5 + world.rank, 200, h).to(world.device), []
     for parallel in ("tensor", "expert"):
         layer = moe.MoE(h, i, e, k, world=world, parallel=parallel)
         layer.load_experts(state)
         with torch.no_grad():
-            made.append(layer(x).float())
+            results.append(layer(x).float())
     world.synchronize()
-    return distance(*made)
+    return distance(*results)
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
@@ -130,8 +132,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"{name}, some nowhere", BOUND, partial(case, layer(max_tokens_per_rank=150), [150], some_nowhere)
         yield f"{name}, float16", BOUND, partial(case, layer(max_tokens_per_rank=90, dtype=torch.float16), [90, 33])
         for act in ("gelu", "gpt_oss"):
-            of = layer(max_tokens_per_rank=100, activation=act, hidden=720, inner=72 * size)
-            yield f"{name}, {act}, biases", BOUND, partial(case, of, [100], at_random, True)
+            biased = layer(max_tokens_per_rank=100, activation=act, hidden=720, inner=72 * size)
+            yield f"{name}, {act}, biases", BOUND, partial(case, biased, [100], at_random, True)
         yield (
             f"moe in parts in a graph, {plan}",
             0.0 if plan == "dispatched" else 1e-2,
@@ -139,9 +141,9 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         )
     narrow = partial(against, world, DispatchedColumns(flatten=False, tile=GemmTile(stages=4, block_n=128)))
     yield "moe in parts dispatched, 128 columns a tile", BOUND, partial(narrow, layer(max_tokens_per_rank=260), [260])
-    both = partial(against, world, "dispatched", layer(max_tokens_per_rank=130), [130, 20])
-    yield "moe in parts, one half of each plan", BOUND, partial(both, second="sequential")
+    both_halves_case = partial(against, world, "dispatched", layer(max_tokens_per_rank=130), [130, 20])
+    yield "moe in parts, one half of each plan", BOUND, partial(both_halves_case, second="sequential")
     if size > 2:
-        yield "moe in parts, mixed", BOUND, partial(both, tp_size=size // 2)
+        yield "moe in parts, mixed", BOUND, partial(both_halves_case, tp_size=size // 2)
     yield "moe in parts, a module", BOUND, partial(module_case, world)
     yield "moe in parts 300 calls, delays", 0.0, partial(many_calls, world, 300)

@@ -48,13 +48,13 @@ def replayed(
         out = step(*held)
     for call in range(1, 5):
         fresh = drawn(call)
-        want = [t.clone() for t in step(*fresh)]
+        expected = [t.clone() for t in step(*fresh)]
         for t, new in zip(held, fresh, strict=True):
             t.copy_(new)
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
-        yield [(a.clone(), b) for a, b in zip(out, want, strict=True)]
+        yield [(a.clone(), b) for a, b in zip(out, expected, strict=True)]
 
 
 def graph_replays(world: weft.World, keep: str) -> float:
@@ -79,16 +79,16 @@ def same_bits(world: weft.World) -> float:
     """Of the same call, time and again, by everything that may be kept, ranks late by chance."""
     layer = Layer(300, 16, 4, 512, 256, BF)
     model = Model(world, layer, True)
-    given = routed(0, world.rank, 300, layer, world.size, at_random)
-    first: list[torch.Tensor] = []
+    inputs = routed(0, world.rank, 300, layer, world.size, at_random)
+    first_call: list[torch.Tensor] = []
     wrong = 0
     for call in range(12):
         if (call + world.rank) % 3 == 0:
             torch.cuda._sleep(300000)
-        y, made = gradients(world, whole_experts, model, given, plan="dispatched", keep=moe.KEEPS[call % 3])
-        found = [y, *(t for t in made.values() if t is not None)]
-        first = first or found
-        wrong += sum(not torch.equal(a, b) for a, b in zip(first, found, strict=True))
+        y, grads = gradients(world, whole_experts, model, inputs, plan="dispatched", keep=moe.KEEPS[call % 3])
+        this_call = [y, *(t for t in grads.values() if t is not None)]
+        first_call = first_call or this_call
+        wrong += sum(not torch.equal(a, b) for a, b in zip(first_call, this_call, strict=True))
     world.synchronize()
     return float(wrong)
 
@@ -102,10 +102,10 @@ def gate_gradient(world: weft.World) -> float:
         weights.backward(dy)
         wide = logits.detach().double().requires_grad_()
         scores = {"softmax": torch.softmax(wide, 1), "sigmoid": torch.sigmoid(wide)}.get(scoring, wide)
-        want = scores.gather(1, ids.long())
-        want = want.softmax(1) if scoring == "softmax_after" else want / want.sum(1, keepdim=True)
-        want.backward(dy.double())
-        wrong = max(wrong, distance(weights.detach(), want.detach()), distance(logits.grad, wide.grad))  # type: ignore[arg-type]
+        expected = scores.gather(1, ids.long())
+        expected = expected.softmax(1) if scoring == "softmax_after" else expected / expected.sum(1, keepdim=True)
+        expected.backward(dy.double())
+        wrong = max(wrong, distance(weights.detach(), expected.detach()), distance(logits.grad, wide.grad))  # type: ignore[arg-type]
     return wrong
 
 
@@ -122,8 +122,8 @@ def module_compiled(world: weft.World) -> float:
         fn(x).float().square().mean().backward()
         return [p.grad.clone() for p in layer.parameters()]  # type: ignore[union-attr]
 
-    want, got = step(layer), step(torch.compile(layer, fullgraph=True))
-    return max(distance(a, b) for a, b in zip(got, want, strict=True))
+    expected, actual = step(layer), step(torch.compile(layer, fullgraph=True))
+    return max(distance(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:

@@ -76,9 +76,9 @@ def replayed(world: weft.World, op: str, plan: Plan, replays: int = 8) -> float:
     for i in range(replays):
         x.add_(0.01 * (i % 3))
         graph.replay()
-        first = y.clone()
+        first_result = y.clone()
         graph.replay()
-        wrong += (y != first).any()
+        wrong += (y != first_result).any()
         if i % 3 == 0:
             worst = max(worst, distance(y.float(), fn().float()))
     world.synchronize()
@@ -89,11 +89,11 @@ def late(world: weft.World, op: str, plan: Plan, calls: int = 12) -> float:
     """Random ranks start late, call after call: the same bits every time."""
     rng = random.Random(100 + world.rank)
     _, fn = calls_of(world, op, plan)
-    want = fn().clone()
+    expected = fn().clone()
     for _ in range(calls):
         if rng.random() < 0.4:
             torch.cuda._sleep(rng.randrange(1000, 600000))
-        if not torch.equal(fn(), want):
+        if not torch.equal(fn(), expected):
             return float("inf")
     world.synchronize()
     return 0.0
@@ -116,16 +116,16 @@ def chosen(world: weft.World) -> float:
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
     yield "levels", BF16, partial(chosen, world)
-    for pieces in (1, 2):
-        plan = TwoLevel(pieces)
+    for parts in (1, 2):
+        plan = TwoLevel(parts)
         for op in OPS:
-            yield f"{op}, {pieces}", BF16, partial(case, world, op, [256] * size, 512, 256, plan, bias=True, calls=2)
+            yield f"{op}, {parts}", BF16, partial(case, world, op, [256] * size, 512, 256, plan, bias=True, calls=2)
             rows = [300, 0, *(33 + r for r in range(size - 2))]
-            yield f"{op}, uneven, {pieces}", BF16, partial(case, world, op, rows, 520, 264, plan, into=True, calls=2)
+            yield f"{op}, uneven, {parts}", BF16, partial(case, world, op, rows, 520, 264, plan, into=True, calls=2)
         norm = partial(norm_case, world, 1003, 1024, plan, bias=True)
-        yield f"all-reduce + norm, {pieces}", BF16, norm
-        yield f"all-reduce + norm, whole residual, {pieces}", BF16, partial(norm, full=True, norm="layer")
-        yield f"all-reduce, {pieces}", BF16, partial(sum_case, world, (1000, 512), plan)
+        yield f"all-reduce + norm, {parts}", BF16, norm
+        yield f"all-reduce + norm, whole residual, {parts}", BF16, partial(norm, full=True, norm="layer")
+        yield f"all-reduce, {parts}", BF16, partial(sum_case, world, (1000, 512), plan)
     yield "all-reduce + norm, FP8", bound(FP8), partial(norm_case, world, 64, 1024, TwoLevel(2), out_dtype=FP8)
     sizes = [200 + 100 * (r % 2) for r in range(size)]
     for name, weights in (("", None), (", favourites", [9, 1, *[0] * (size - 2)])):

@@ -56,16 +56,20 @@ FORMS = (128, 256, 64, 8, 3), (128, 128, 32, 4, 4), (128, 256, 32, 8, 3), (128, 
 SHAPES = [(4096, 8192, 1024), (4096, 8192, 2048), (4096, 8192, 8192), (8192, 8192, 4096)]  # M, N, K of --speed
 
 
-def both(world: weft.World, op: str, rows: int, n: int, k: int, plan: Plan | str, **more: Any) -> float:
+def gemm_case(world: weft.World, op: str, rows: int, n: int, k: int, plan: Plan | str, **options: Any) -> float:
     """rows: of every rank."""
     if op == GATHER:
-        return all_gather_case(world, [rows] * world.size, n, k, plan, **more)
-    return reduce_case(world, rows * world.size, n, k, plan, everywhere=op == ALL, **more)
+        return all_gather_case(world, [rows] * world.size, n, k, plan, **options)
+    return reduce_case(world, rows * world.size, n, k, plan, everywhere=op == ALL, **options)
 
 
 def of_plan(world: weft.World, op: str, name: str, plan: Plan | str) -> Iterator[Check]:
-    yield f"{op} {name}", BF16, partial(both, world, op, 256, 1024, 512, plan, bias=True, calls=3)
-    yield f"{op} {name}, odd sizes", BF16, partial(both, world, op, 33, 1032, 520, plan, bias=True, dtype=torch.float16)
+    yield f"{op} {name}", BF16, partial(gemm_case, world, op, 256, 1024, 512, plan, bias=True, calls=3)
+    yield (
+        f"{op} {name}, odd sizes",
+        BF16,
+        partial(gemm_case, world, op, 33, 1032, 520, plan, bias=True, dtype=torch.float16),
+    )
     if not isinstance(plan, str):
         yield f"{op} {name} delays", 0.0, partial(delays, world, op, plan)
         yield f"{op} {name} replay x100", 0.0, partial(replay, world, op, plan, 100)
@@ -83,9 +87,9 @@ def moved_by_nccl(world: weft.World) -> Iterator[Check]:
             "signaled, small tiles": SMALL,
         }.items():
             yield from of_plan(world, op, name, plan)
-        yield f"{op} signaled by name", BF16, partial(both, world, op, 512, 2048, 512, "signaled", calls=2)
+        yield f"{op} signaled by name", BF16, partial(gemm_case, world, op, 512, 2048, 512, "signaled", calls=2)
         yield f"{op} signaled, uneven", BF16, partial(reduce_case, world, 1003, 519, 264, to_fit(Signaled()), True, op == ALL)  # fmt: skip
-        yield f"{op} signaled, large", BF16, partial(both, world, op, 8192 // size, 8192, 1024, to_fit(Signaled()))
+        yield f"{op} signaled, large", BF16, partial(gemm_case, world, op, 8192 // size, 8192, 1024, to_fit(Signaled()))
         tiled = replace(to_fit(Signaled()), groups=(1, 1))
         yield f"{op} signaled, tiles", BF16, partial(tiles_case, world, op, 1000, 1032, 264, tiled)
     to_even = drawn(1, size, [2000] * size)
@@ -101,7 +105,7 @@ def only_stored(world: weft.World) -> Iterator[Check]:
     """What needs peer access, and no atomics."""
     for op in OPS:
         yield from of_plan(world, op, "low latency", TwoShotLowLatency() if op == ALL else OneShot())
-    yield f"{ALL} one shot", BF16, partial(both, world, ALL, 4, 1024, 512, OneShot(), bias=True, calls=3)
+    yield f"{ALL} one shot", BF16, partial(gemm_case, world, ALL, 4, 1024, 512, OneShot(), bias=True, calls=3)
     for name, plan in (("one shot", OneShot()), ("two shots, low latency", TwoShotLowLatency())):
         yield f"all-reduce {name}", bound(torch.bfloat16), partial(sum_case, world, (64, 1024), plan)
         yield f"all-reduce + norm {name}", bound(torch.bfloat16), partial(norm_case, world, 40, 8192, plan)
@@ -112,7 +116,7 @@ def counted(world: weft.World) -> Iterator[Check]:
     for op in OPS:
         for name, plan in (("fused", FUSED[op]), ("fused, second", SECOND[op])):
             yield from of_plan(world, op, name, fitting(plan, world.capability))
-        yield f"{op} fused by name", BF16, partial(both, world, op, 256, 1024, 512, "fused", calls=2)
+        yield f"{op} fused by name", BF16, partial(gemm_case, world, op, 256, 1024, 512, "fused", calls=2)
     for op in (SCATTER, ALL):
         yield from of_plan(world, op, "signaled by copies", replace(SMALL, ctas=4, copies=True))
     for name, plan in {
@@ -140,21 +144,21 @@ def checks(world: weft.World) -> Iterator[Check]:
 @contextmanager
 def listening() -> Iterator[list[str]]:
     """What weft says meanwhile of plans that it did not run."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage()) if "instead of" in record.getMessage() else None  # type: ignore[assignment,method-assign]  # fmt: skip
+    handler.emit = lambda record: messages.append(record.getMessage()) if "instead of" in record.getMessage() else None  # type: ignore[assignment,method-assign]  # fmt: skip
     logging.getLogger("weft").addHandler(handler)
     try:
-        yield said
+        yield messages
     finally:
         logging.getLogger("weft").removeHandler(handler)
 
 
 def as_planned(check: Callable[[], float]) -> float:
-    with listening() as said:
+    with listening() as messages:
         error = check()
-    if said:
-        raise AssertionError("; ".join(said))
+    if messages:
+        raise AssertionError("; ".join(messages))
     return error
 
 
@@ -226,9 +230,9 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
 
     plan = fitting(Signaled(ctas=1, copies=True), world.capability)  # the number of CTAs is that of idle SMs
     runs: dict[str, Callable[[], None]] = {}
-    for groups, said in ((1,) * 64, "a wave a group"), ((64,), "one group"):
+    for groups, grouping in ((1,) * 64, "a wave a group"), ((64,), "one group"):
         for in_order, where in (True, "rows"), (False, "tiles"):
-            runs[f"{where}, {said}"] = signaled_gemm(replace(plan, groups=groups), in_order)
+            runs[f"{where}, {grouping}"] = signaled_gemm(replace(plan, groups=groups), in_order)
     tile = plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     loop = Launch(
@@ -254,23 +258,23 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
 def speed(world: weft.World, m: int, n: int, k: int) -> dict[str, float]:
     """us of `ways`, and of cuBLAS, which is the GPU's own and not of sm_80."""
     x, w = draw(1, m, k).to(world.device), (draw(2, n, k) * 0.1).to(world.device)
-    out, want = world.empty((m, n), x.dtype), x.float() @ w.float().t()
+    out, expected = world.empty((m, n), x.dtype), x.float() @ w.float().t()
     runs = ways(world, x, w, out)
     for name, run_way in runs.items():
         out.zero_()
         run_way()
         world.synchronize()
-        assert "tiles" in name or distance(out.float(), want) < BF16, name
+        assert "tiles" in name or distance(out.float(), expected) < BF16, name
     times = us(runs | {"cuBLAS": lambda: torch.mm(x, w.t(), out=out)})
     best = min(t for name, t in times.items() if name.startswith("pointers"))
-    found: dict[str, float] = {"m": m, "n": n, "k": k, **times}
+    timings: dict[str, float] = {"m": m, "n": n, "k": k, **times}
     for where in ("rows", "tiles"):
         time = times[f"{where}, a wave a group"]
-        found |= {
+        timings |= {
             f"{where}: signals cost": time / times[f"{where}, one group"] - 1,
             f"{where}: of the best of pointers": best / time,
         }
-    return found
+    return timings
 
 
 def main() -> None:
@@ -291,14 +295,14 @@ def main() -> None:
     world = weft.init()
     versions = dict(torch=torch.__version__, triton=__import__("triton").__version__, cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())))  # fmt: skip
     gpus = len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))
-    found: dict[str, Any] = dict(
+    results: dict[str, Any] = dict(
         tree=tree_of(WEFT), machine=f"{gpus} x {torch.cuda.get_device_name()}", versions=versions,
         date=time.strftime("%Y-%m-%d %H:%M"), compiled_for=a.gpu,
     )  # fmt: skip
     if a.speed:
-        found["rows"] = [speed(world, *shape) for shape in SHAPES]
-        (a.out / "speed.json").write_text(json.dumps(found, indent=1))
-        print(json.dumps(found["rows"], indent=1))
+        results["rows"] = [speed(world, *shape) for shape in SHAPES]
+        (a.out / "speed.json").write_text(json.dumps(results, indent=1))
+        print(json.dumps(results["rows"], indent=1))
         return
     like = f", compiled for {a.gpu}{f', without {a.without}' if a.without else ''}"
     name = f"older-{a.gpu}-{a.without or 'all'}-x{world.size}"
@@ -309,12 +313,14 @@ def main() -> None:
         queue.fill([name for name, _, _ in checks(world) if a.only in name])
     ok = run(world, rows, queue, a.seconds, gpus=gpus, checks_of=checks)
     if world.rank == 0:
-        made = [dict(json.loads(line), like=like) for line in rows.read_text().splitlines()]
-        left, failed = queue.left(), [row["check"] for row in made if row["outcome"] == "failed"]
+        checked_rows = [dict(json.loads(line), like=like) for line in rows.read_text().splitlines()]
+        left, failed = queue.left(), [row["check"] for row in checked_rows if row["outcome"] == "failed"]
         minutes = {f"older{like}, {world.size} ranks": round((time.time() - began) / 60, 1)}
-        found |= dict(rows=made, fuzz=[], minutes=minutes, trouble=[] if ok else ["the ranks could not go on"])
-        (a.out / f"{name}.json").write_text(json.dumps(found, indent=1))
-        print(f"{len(made) - len(failed)} passed, {len(failed)} failed, {left} not begun{like}, {world.size} ranks", failed, flush=True)  # fmt: skip
+        results |= dict(
+            rows=checked_rows, fuzz=[], minutes=minutes, trouble=[] if ok else ["the ranks could not go on"]
+        )
+        (a.out / f"{name}.json").write_text(json.dumps(results, indent=1))
+        print(f"{len(checked_rows) - len(failed)} passed, {len(failed)} failed, {left} not begun{like}, {world.size} ranks", failed, flush=True)  # fmt: skip
         ok = ok and not failed
     sys.stdout.flush()
     if not ok:

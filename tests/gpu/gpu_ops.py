@@ -46,8 +46,8 @@ def again(world: weft.World, calls: list[tuple[Callable[[], Any], Any]], count: 
     for _ in range(count):
         if late.random() < 0.3:
             torch.cuda._sleep(late.randrange(1000, 300_000))
-        run, first = same.choice(calls)
-        results, expected = run(), first
+        run, first_results = same.choice(calls)
+        results, expected = run(), first_results
         for result, was in zip(*(t if isinstance(t, tuple) else (t,) for t in (results, expected)), strict=True):
             wrong += (result != was).any()
         if same.random() < 0.1:
@@ -89,13 +89,13 @@ def every_kind(world: weft.World, op: str) -> float:
         sequential="sequential", decomposed="decomposed", fused=few_programs(op), second=second, one_shot=OneShot()
     )
     for name, kind in kinds.items():
-        for rows, n, k, more in (
+        for rows, n, k, options in (
             ([128] * size, 512, 256, {}),
             (balanced_rows(333, size), 264, 136, dict(bias=True, calls=3)),
             (balanced_rows(1, size), 264, 136, {}),
             ([100] * size, 264, 136, dict(dtype=torch.float16, views=True, into=True)),
         ):
-            worst[name] = max(worst.get(name, 0.0), case(world, op, rows, n, k, kind, **more))
+            worst[name] = max(worst.get(name, 0.0), case(world, op, rows, n, k, kind, **options))
     sequential = worst.pop("sequential")
     return max(worst.values()) / (1.5 * sequential) if sequential < 5e-3 else float("inf")
 
@@ -107,9 +107,9 @@ def many_calls(world: weft.World) -> float:
             rows = balanced_rows(m, world.size)
             x = draw(world.rank, rows[world.rank] if op == OPS[0] else m, 136).to(world.device)
             weight = draw(50 + world.rank, 264, 136).to(world.device)
-            more = {"rows": rows} if op == OPS[0] else {}
+            options = {"rows": rows} if op == OPS[0] else {}
             calls.append(
-                cloned(partial(getattr(weft, op), x, weight=weight, world=world, plan=few_programs(op), **more))
+                cloned(partial(getattr(weft, op), x, weight=weight, world=world, plan=few_programs(op), **options))
             )
     return again(world, calls, 200, 7)
 
@@ -123,9 +123,10 @@ def norms(world: weft.World) -> float:
         worst = max(worst, norm_case(world, m, h, plan, full=rng.random() < 0.3, seed=i, calls=2))
     for plan in plans:
         for m in (3, 64):
-            own = balanced_rows(m, world.size)[world.rank]
+            own_rows = balanced_rows(m, world.size)[world.rank]
             tensors = [
-                t.to(world.device) for t in (draw(world.rank, m, 1024), draw(50 + world.rank, own, 1024), draw(9, 1024))
+                t.to(world.device)
+                for t in (draw(world.rank, m, 1024), draw(50 + world.rank, own_rows, 1024), draw(9, 1024))
             ]
             calls.append(cloned(partial(weft.all_reduce_rms_norm, *tensors, 1e-5, world=world, plan=plan)))
     return max(worst, again(world, calls, 150, 3))

@@ -30,7 +30,7 @@ class Block(nn.Module):
         return self.w2(nn.functional.silu(self.w1(y)) * self.w3(y))
 
 
-def made(styles: Any, mesh: DeviceMesh, dtype: torch.dtype, out: Any) -> nn.Module:
+def parallelized(styles: Any, mesh: DeviceMesh, dtype: torch.dtype, out: Any) -> nn.Module:
     torch.manual_seed(3)
     block = Block().to(mesh.device_type, dtype)
     plan = dict(
@@ -53,16 +53,16 @@ def beside_torchs(world: weft.World, amp: bool, whole: bool) -> float:
     dtype, out = torch.float32 if amp else torch.bfloat16, Replicate() if whole else Shard(1)
     results = []
     for styles in (style, parallel):
-        block = made(styles, mesh, dtype, out)
-        own = torch.Generator(world.device).manual_seed(world.rank)
-        x = torch.randn(BATCH, ROWS // world.size, HIDDEN, device=world.device, generator=own).to(dtype)
+        block = parallelized(styles, mesh, dtype, out)
+        generator = torch.Generator(world.device).manual_seed(world.rank)
+        x = torch.randn(BATCH, ROWS // world.size, HIDDEN, device=world.device, generator=generator).to(dtype)
         x.requires_grad_()
         with torch.autocast("cuda", torch.bfloat16, enabled=amp):
             y = block(x)
         y.float().square().sum().backward()
         results.append([y, x.grad, *(local(p.grad) for p in block.parameters())])
-    said = parallel.report(block)
-    if said.count("by weft") != 3 or "norm: on local rows" not in said:
+    report = parallel.report(block)
+    if report.count("by weft") != 3 or "norm: on local rows" not in report:
         return float("inf")
     world.synchronize()
     return max(distance(b.detach().float(), a.detach().float()) for a, b in zip(*results, strict=True))

@@ -29,15 +29,19 @@ def fuzzed(runs: list[dict[str, Any]], tree: str, gpus: int, old: dict[str, Any]
     for run in runs:
         place = placed(run["world"], min(run["world"], gpus))
         name = f"{place}, seed {run['seed']}"
-        here = trees.setdefault(tree, dict(calls=0, wrong=0, runs=[], failed=[]))
-        if name in here["runs"]:
+        counts_of_tree = trees.setdefault(tree, dict(calls=0, wrong=0, runs=[], failed=[]))
+        if name in counts_of_tree["runs"]:
             continue
-        here["calls"] += run["calls"]
-        here["wrong"] += run["wrong"] + bool(run["ended"])
-        here["runs"] = [*here["runs"], name]
-        here["failed"] = [*here["failed"], *run["failed"], *([f"{name}: {run['ended']}"] if run["ended"] else [])]
-        kinds = here.get("kinds", {})
-        here["kinds"] = kinds | {place: dict(Counter(kinds.get(place, {})) + Counter(run["kinds"]))}
+        counts_of_tree["calls"] += run["calls"]
+        counts_of_tree["wrong"] += run["wrong"] + bool(run["ended"])
+        counts_of_tree["runs"] = [*counts_of_tree["runs"], name]
+        counts_of_tree["failed"] = [
+            *counts_of_tree["failed"],
+            *run["failed"],
+            *([f"{name}: {run['ended']}"] if run["ended"] else []),
+        ]
+        kinds = counts_of_tree.get("kinds", {})
+        counts_of_tree["kinds"] = kinds | {place: dict(Counter(kinds.get(place, {})) + Counter(run["kinds"]))}
     return {key: sum(counts[key] for counts in trees.values()) for key in ("calls", "wrong")} | dict(trees=trees)
 
 
@@ -66,15 +70,15 @@ def with_results(results: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]
 
 def text(record: dict[str, Any]) -> str:
     """JSON with a line for every check."""
-    places = []
+    blocks = []
     for place, rows in sorted(record["checks"].items()):
         entries = ",\n".join(
             f"   {json.dumps(name)}: {json.dumps(rows[name], sort_keys=True)}" for name in sorted(rows)
         )
-        places.append(f"  {json.dumps(place)}: {{\n{entries}\n  }}")
+        blocks.append(f"  {json.dumps(place)}: {{\n{entries}\n  }}")
     rest = json.dumps({key: record[key] for key in ("fuzz", "runs")}, indent=1)
     return (
-        f'{{\n "tree": {json.dumps(record["tree"])},\n "checks": {{\n' + ",\n".join(places) + "\n }," + rest[1:] + "\n"
+        f'{{\n "tree": {json.dumps(record["tree"])},\n "checks": {{\n' + ",\n".join(blocks) + "\n }," + rest[1:] + "\n"
     )
 
 

@@ -43,16 +43,16 @@ def delays(world: weft.World, plan: Plan, m: int) -> float:
     """Random ranks start late, by up to some hundred microseconds, call after call: the same bits every time."""
     rng = random.Random(100 + world.rank)
     _, run = calls(world, m, 1024, plan)
-    want = [t.clone() for t in run()]
+    expected = [t.clone() for t in run()]
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for _ in range(60):
         if rng.random() < 0.4:
             torch.cuda._sleep(rng.randrange(1000, 600000))
-        for got, first in zip(run(), want, strict=True):
-            wrong += (got != first).any()
+        for actual, first_result in zip(run(), expected, strict=True):
+            wrong += (actual != first_result).any()
             if rng.random() < 0.2:  # a slow reader of what a peer's next call will write
                 torch.cuda._sleep(rng.randrange(1000, 200000))
-                wrong += (got != first).any()
+                wrong += (actual != first_result).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
@@ -67,9 +67,9 @@ def many_calls(world: weft.World, count: int) -> float:
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     rng = random.Random(7)
     for _ in range(count):
-        run, want = rng.choice(todo)
-        for got, first in zip(run(), want, strict=True):
-            wrong += (got != first).any()
+        run, expected = rng.choice(todo)
+        for actual, first_result in zip(run(), expected, strict=True):
+            wrong += (actual != first_result).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
@@ -98,16 +98,16 @@ def replay(world: weft.World, plan: Plan, replays: int) -> float:
 def same_bits(world: weft.World) -> float:
     """The same bits on every rank, by every plan. The sums are also the same by all plans, which add in the order of the ranks; in the
     norm, kernels differ in which product of the squares' sum the compiler rounds, so there plans are compared within rounding."""
-    found, sums, norms = [], [], []
+    checksums, sums, norms = [], [], []
     for plan in PLANS.values():
         _, run = calls(world, 100, 2048, plan)
         y, kept = (t.clone() for t in run())
         world.synchronize()
-        found.append(y.view(torch.int16).long().sum().item())
+        checksums.append(y.view(torch.int16).long().sum().item())
         sums.append(kept)
         norms.append(y)
-    theirs = world.exchange(found)
-    ok = all(t == found for t in theirs) and all(torch.equal(kept, sums[0]) for kept in sums)
+    checksums_by_rank = world.exchange(checksums)
+    ok = all(t == checksums for t in checksums_by_rank) and all(torch.equal(kept, sums[0]) for kept in sums)
     ok &= all(distance(y, norms[0]) < 1e-3 for y in norms)
     return 0.0 if ok else float("inf")
 
@@ -132,15 +132,15 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"{title}, one row", BF16, partial(norm_case, world, 1, 2048, plan, calls=3)
         yield f"{title}, delays", 0.0, partial(delays, world, plan, most)
         yield f"{title}, replay", 0.0, partial(replay, world, plan, 30)
-    few, two, posted = PLANS["one shot"], PLANS["two shots"], PLANS["two shots, posted"]
-    for name, plan, rows in (("", two, 333), (", posted", posted, 133), (", one shot", few, 33)):
+    one_shot, two_shot, two_shot_ll = PLANS["one shot"], PLANS["two shots"], PLANS["two shots, posted"]
+    for name, plan, rows in (("", two_shot, 333), (", posted", two_shot_ll, 133), (", one shot", one_shot, 33)):
         layer = dict(norm="layer", bias=True, full=True)
         yield f"all-reduce + norm, full layer bias{name}", BF16, partial(norm_case, world, rows, 5120, plan, **layer)
         yield f"all-reduce + norm, fp8{name}", bound(FP8), partial(norm_case, world, rows, 4096, plan, out_dtype=FP8)
         wide = partial(norm_case, world, min(rows, 100), 16384, plan, dtype=torch.float32)
         yield f"all-reduce + norm, float32{name}", 1e-5, wide
-    yield "all-reduce, two shots", BF16, partial(sum_case, world, (1000, 1000), two)
-    yield "all-reduce, one shot", BF16, partial(sum_case, world, (4, 8192), few)
+    yield "all-reduce, two shots", BF16, partial(sum_case, world, (1000, 1000), two_shot)
+    yield "all-reduce, one shot", BF16, partial(sum_case, world, (4, 8192), one_shot)
     yield "all-reduce + norm, same bits", 0.0, partial(same_bits, world)
     yield "all-reduce + norm, 1,000 calls", 0.0, partial(many_calls, world, 1000)
     yield "all-reduce + norm, random shapes (of the bound)", 1.0, partial(random_calls, world, 10)

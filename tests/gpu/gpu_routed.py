@@ -77,25 +77,25 @@ def many_replays(world: weft.World, replays: int) -> float:
 
 def same_bits(world: weft.World) -> float:
     """Of the same call and its gradients, ranks late by chance."""
-    given, wrong = operands(world, 3, 700, 520, 264), 0
-    wanted = [t.clone() for t in step(world, "fused", *given)]
+    inputs, wrong = operands(world, 3, 700, 520, 264), 0
+    wanted = [t.clone() for t in step(world, "fused", *inputs)]
     for call in range(12):
         if (call + world.rank) % 3 == 0:
             torch.cuda._sleep(300000)
-        wrong += sum(not torch.equal(a, b) for a, b in zip(step(world, "fused", *given), wanted, strict=True))
+        wrong += sum(not torch.equal(a, b) for a, b in zip(step(world, "fused", *inputs), wanted, strict=True))
     world.synchronize()
     return float(wrong)
 
 
 def nothing_is_read(world: weft.World, plan: str) -> float:
     """The host waits for nothing in a step that is known: torch raises where one of its functions would."""
-    given = operands(world, 0, 400, 256, 128)
+    inputs = operands(world, 0, 400, 256, 128)
     for _ in range(2):
-        step(world, plan, *given)
+        step(world, plan, *inputs)
     world.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(world, plan, *given)
+        step(world, plan, *inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     world.synchronize()
@@ -104,13 +104,13 @@ def nothing_is_read(world: weft.World, plan: str) -> float:
 
 def streams(world: weft.World) -> float:
     """Calls of two sizes from three streams, which share the arena."""
-    given = [operands(world, call, 256 + 44 * (call % 2), 256, 128) for call in range(6)]
-    wanted = [[t.clone() for t in step(world, "fused", *o)] for o in given]
+    inputs = [operands(world, call, 256 + 44 * (call % 2), 256, 128) for call in range(6)]
+    wanted = [[t.clone() for t in step(world, "fused", *o)] for o in inputs]
     others, results = [torch.cuda.Stream() for _ in range(3)], []
     world.synchronize()
     for i in range(30):
         with torch.cuda.stream(others[i % 3]):
-            results.append((i % 6, step(world, "fused", *given[i % 6])))
+            results.append((i % 6, step(world, "fused", *inputs[i % 6])))
     world.synchronize()
     return float(
         sum(not torch.equal(a, b) for call, of_call in results for a, b in zip(of_call, wanted[call], strict=True))

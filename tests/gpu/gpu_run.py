@@ -63,14 +63,14 @@ class Command:
 
 @dataclass
 class Group:
-    """Processes that run: a torchrun, or a command that starts some. queue: the one that it takes checks from."""
+    """Processes that run: a torchrun, or a command that starts some. queue: the one that it takes checks from. running: its check, and since when."""
 
     command: Command
     process: subprocess.Popen[bytes]
     log: Path
     queue: Queue | None = None
     began: float = field(default_factory=time.time)
-    at: tuple[str | None, float] = (None, 0.0)
+    running: tuple[str | None, float] = (None, 0.0)
 
     def end(self) -> None:
         """With all that it has started, torchrun's ranks too, which have sessions of their own."""
@@ -85,10 +85,10 @@ def descendants(pid: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
+    pids = [pid]
+    for one in pids:
+        pids += [child for child, parent in parents.items() if parent == one]
+    return pids[1:]
 
 
 def torchrun(ranks: int, *words: str) -> tuple[str, ...]:
@@ -154,8 +154,8 @@ class Run:
         """For ranks that have a GPU each, the next ones in turn."""
         if ranks >= self.gpus:
             return self.devices
-        first = sum(g.command.ranks for g in self.groups if g.command.ranks < self.gpus)
-        return [self.devices[(first + i) % self.gpus] for i in range(ranks)]
+        first_device = sum(g.command.ranks for g in self.groups if g.command.ranks < self.gpus)
+        return [self.devices[(first_device + i) % self.gpus] for i in range(ranks)]
 
     def start(self, command: Command, queue: Queue | None = None) -> None:
         number = len(self.logs)
@@ -202,9 +202,9 @@ class Run:
         self.used[part] = self.used.get(part, 0.0) + (time.time() - group.began) / 60
 
     def over(self, group: Group) -> bool:
-        code, now = group.process.poll(), time.time()
+        code, checked_at = group.process.poll(), time.time()
         if group.queue is None:
-            late = now - group.began > group.command.limit
+            late = checked_at - group.began > group.command.limit
             if code is None and not late:
                 return False
             group.end()
@@ -217,20 +217,22 @@ class Run:
         who = group.log.stem
         if code is None:
             name = group.queue.running(f"rows{who}")
-            if name != group.at[0]:
-                group.at = name, now
-            if now - (group.at[1] or group.began) <= STILL:
+            if name != group.running[0]:
+                group.running = name, checked_at
+            if checked_at - (group.running[1] or group.began) <= STILL:
                 return False
             group.end()
         name = group.queue.release(f"rows{who}")
         if code == 0:
             return True
-        said = f"no end after {STILL} s" if code is None else f"its processes ended with {code}"
+        failure = f"no end after {STILL} s" if code is None else f"its processes ended with {code}"
         if name is None:
             self.died[group.queue.path] = self.died.get(group.queue.path, 0) + 1
-            self.trouble.append(f"{group.command.key}: before or behind all checks: {said}: {told(group.log)}")
+            self.trouble.append(
+                f"{group.command.key}: before or behind all checks: {failure}: {last_output(group.log)}"
+            )
         elif not any(row["check"] == name for row in lines(self.work / f"rows{who}.jsonl")):
-            self.note(group, name, said)
+            self.note(group, name, failure)
         return True
 
     def note(self, group: Group, name: str, why: str) -> None:
@@ -239,7 +241,7 @@ class Run:
             seconds=round(time.time() - group.began, 1), parts={}, date=time.strftime("%Y-%m-%d"),
         )  # fmt: skip
         if why:
-            row["why"] = f"{why}: {told(group.log)}"
+            row["why"] = f"{why}: {last_output(group.log)}"
         self.rows.append(row)
         print(
             f"{time.time() - self.began:5.0f} s: {placed(row['ranks'], row['gpus'])}: {name}: {row['outcome']} {why}",
@@ -273,11 +275,11 @@ ENDED = (
 )  # who says that a rank has ended
 
 
-def told(path: Path, characters: int = 600) -> str:
+def last_output(path: Path, characters: int = 600) -> str:
     """The end of what the ranks themselves printed: before the launcher says that they ended, which fills a screen of its own."""
     lines = tail(path, SHOWN).splitlines()
-    first = next((i for i, line in enumerate(lines) if any(name in line for name in ENDED)), len(lines))
-    return "\n".join(lines[:first] or lines)[-characters:]
+    launcher_line = next((i for i, line in enumerate(lines) if any(name in line for name in ENDED)), len(lines))
+    return "\n".join(lines[:launcher_line] or lines)[-characters:]
 
 
 def tail(path: Path, characters: int) -> str:
@@ -286,12 +288,12 @@ def tail(path: Path, characters: int) -> str:
 
 def todo(all_of_them: Sequence[Command], gpus: int, tree: str) -> list[Command]:
     """Without those that passed on this tree, in the order of gpu_queue.py; random calls are always new."""
-    found: list[tuple[int, Command]] = []
+    ranked: list[tuple[int, Command]] = []
     for ranks in {c.ranks for c in all_of_them}:
-        named = {c.name: c for c in all_of_them if c.ranks == ranks and c.part != "fuzz"}
-        found += enumerate(named[name] for name in ordered(list(named), recorded(ranks, min(ranks, gpus)), tree))
+        by_name = {c.name: c for c in all_of_them if c.ranks == ranks and c.part != "fuzz"}
+        ranked += enumerate(by_name[name] for name in ordered(list(by_name), recorded(ranks, min(ranks, gpus)), tree))
     fuzz = [c for c in all_of_them if c.part == "fuzz"]
-    return [c for _, c in sorted(found, key=lambda entry: entry[0])] + fuzz
+    return [c for _, c in sorted(ranked, key=lambda entry: entry[0])] + fuzz
 
 
 def checks_of(ranks: int, only: Sequence[str], alone: bool) -> Command:
@@ -335,13 +337,13 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
             return False
         if command_of("peers") or command_of("users"):
             return True
-        first = [n for n in sorted(queues, reverse=True) if usable(n) and not groups_of(n)]
-        if first:  # the largest, for which there would be no room later
-            return group_of_checks(first[0])
+        without_group = [n for n in sorted(queues, reverse=True) if usable(n) and not groups_of(n)]
+        if without_group:  # the largest, for which there would be no room later
+            return group_of_checks(without_group[0])
         if any(c.part != "fuzz" for c in waiting):
             return False
-        more = [n for n in queues if usable(n) and (queues[n].left() or 0) > 12 * (groups_of(n) + 1)]
-        if any(group_of_checks(n) for n in sorted(more, key=lambda n: -n * (queues[n].left() or 0))):
+        long_queues = [n for n in queues if usable(n) and (queues[n].left() or 0) > 12 * (groups_of(n) + 1)]
+        if any(group_of_checks(n) for n in sorted(long_queues, key=lambda n: -n * (queues[n].left() or 0))):
             return True
         if command_of("fuzz"):
             return True
@@ -376,8 +378,8 @@ def machine_of() -> dict[str, Any]:
         print(json.dumps(dict(gpus=torch.cuda.device_count(), gib=p.total_memory / 2**30, gpu=torch.cuda.get_device_name(0), versions=dict(
             torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version()))))))
     """
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
-    machine: dict[str, Any] = json.loads(said)
+    printed = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    machine: dict[str, Any] = json.loads(printed)
     return machine
 
 

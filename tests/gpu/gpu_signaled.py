@@ -56,17 +56,17 @@ def replay_to_ranks(world: weft.World, plan: Signaled, replays: int) -> float:
     routings = [weft.route([rng.randrange(world.size) for _ in range(m)], world=world) for _ in range(2)]
     x, w = draw(world.rank, m, k).to(world.device), draw(50 + world.rank, n, k).to(world.device)
     fn = partial(weft.matmul_all_to_all, x, w, world=world, plan=plan)
-    want = [fn(destinations=r).clone() for r in routings]
+    expected = [fn(destinations=r).clone() for r in routings]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = [fn(destinations=r) for r in routings]
+        captured = [fn(destinations=r) for r in routings]
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for i in range(replays):
         x.add_(0.01 * (i % 3))
         graph.replay()
         if i % 5 == 0:
-            want = [fn(destinations=r) for r in routings]
-            wrong += sum((a != b).any() for a, b in zip(got, want, strict=True))
+            expected = [fn(destinations=r) for r in routings]
+            wrong += sum((a != b).any() for a, b in zip(captured, expected, strict=True))
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
@@ -75,13 +75,13 @@ def streams(world: weft.World, plan: Signaled) -> float:
     """Calls of one shape from three streams, which share its counters."""
     x, w = draw(world.rank, 2048, 256).to(world.device), draw(50 + world.rank, 1024, 256).to(world.device)
     fn = partial(weft.matmul_all_reduce, x, w, world=world, plan=plan)
-    want, others, got = fn().clone(), [torch.cuda.Stream() for _ in range(3)], []
+    expected, others, results = fn().clone(), [torch.cuda.Stream() for _ in range(3)], []
     world.synchronize()
     for i in range(30):
         with torch.cuda.stream(others[i % 3]):
-            got.append(fn())
+            results.append(fn())
     world.synchronize()
-    return 0.0 if all(torch.equal(y, want) for y in got) else float("inf")
+    return 0.0 if all(torch.equal(y, expected) for y in results) else float("inf")
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:

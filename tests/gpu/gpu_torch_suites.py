@@ -76,10 +76,10 @@ def in_bfloat16(module: ModuleType, suite: str) -> Iterator[None]:
 @contextlib.contextmanager
 def real_mode(group_names: set[str] | None = None) -> Iterator[None]:
     """In the place of torch's test mode, which computes without symmetric memory: for groups of GPUs."""
-    import torch.distributed._symmetric_memory as theirs
+    import torch.distributed._symmetric_memory as torch_symm_mem
 
     for name in group_names or {dist.group.WORLD.group_name}:  # type: ignore[union-attr]
-        theirs.enable_symm_mem_for_group(name)
+        torch_symm_mem.enable_symm_mem_for_group(name)
     yield
 
 
@@ -116,7 +116,7 @@ def outcome(test: unittest.TestCase, fake: bool) -> tuple[str, str]:
     return "passed", ""
 
 
-def said(counts: AsyncTP | None) -> dict[str, dict[str, int]]:
+def counted(counts: AsyncTP | None) -> dict[str, dict[str, int]]:
     if counts is None:
         return {}
     fell = {f"{name}: {why}": n for (name, why), n in sorted(counts.fell_through.items())}
@@ -136,7 +136,7 @@ def ran(module: ModuleType, suite: str, name: str, way: str, fake: bool) -> dict
             torch._dynamo.reset()
         result, why = outcome(getattr(module, suite)(name), fake)
         torch.use_deterministic_algorithms(False)
-    return dict(outcome=result, why=why, seconds=round(time.perf_counter() - start, 2)) | said(counts)
+    return dict(outcome=result, why=why, seconds=round(time.perf_counter() - start, 2)) | counted(counts)
 
 
 def imported(suite: str) -> ModuleType:
@@ -147,17 +147,17 @@ def imported(suite: str) -> ModuleType:
 
 def names(module: ModuleType, suite: str, way: str, part: str) -> list[str]:
     left = NEVER + (f"|{NOT_IN_BFLOAT16}" if way == "bfloat16" else "")
-    found = sorted(name for name in dir(getattr(module, suite)) if name.startswith("test_"))
+    test_names = sorted(name for name in dir(getattr(module, suite)) if name.startswith("test_"))
     index, parts = map(int, part.split("/"))
-    return [name for name in found if not re.search(left, name)][index::parts]
+    return [name for name in test_names if not re.search(left, name)][index::parts]
 
 
-def together(mine: dict[str, Any], ranks: dist.ProcessGroup | None) -> dict[str, Any]:
+def together(own_row: dict[str, Any], ranks: dist.ProcessGroup | None) -> dict[str, Any]:
     """The worst of all ranks, with the first one's counts."""
     if ranks is None:
-        return mine
+        return own_row
     all_of: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_of, mine, group=ranks)
+    dist.all_gather_object(all_of, own_row, group=ranks)
     worst = max(all_of, key=lambda row: ("passed", "skipped", "failed").index(row["outcome"]))
     return all_of[0] | dict(outcome=worst["outcome"], why=worst["why"])
 
@@ -175,9 +175,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--only", nargs="+", default=list(MODULES), help="suites, by name")
     parser.add_argument("--part", default="0/1", help="I/N: every Nth test from the Ith, for several processes")
-    given = parser.parse_args()
-    sys.path.insert(0, str(given.folder))
-    given.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    sys.path.insert(0, str(args.folder))
+    args.out.mkdir(parents=True, exist_ok=True)
     world, ranks = int(os.environ.get("WORLD_SIZE", 1)), None
     if world > 1:
         if torch.cuda.is_available():
@@ -185,14 +185,14 @@ def main() -> None:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         ranks = dist.new_group(backend="gloo")
     for suite, way in suites(world):
-        if way not in given.ways or suite not in given.only:
+        if way not in args.ways or suite not in args.only:
             continue
         module = imported(suite)
-        for name in names(module, suite, way, given.part):
-            what = dict(op="torch_suites", suite=suite, test=name.removeprefix("test_"), way=way, world=world)
-            row = what | together(ran(module, suite, name, way, fake=world == 1), ranks) | machine()
+        for name in names(module, suite, way, args.part):
+            case = dict(op="torch_suites", suite=suite, test=name.removeprefix("test_"), way=way, world=world)
+            row = case | together(ran(module, suite, name, way, fake=world == 1), ranks) | machine()
             if int(os.environ.get("RANK", 0)) == 0:
-                with (given.out / "torch_suites.jsonl").open("a") as file:
+                with (args.out / "torch_suites.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(way, suite, name, row["outcome"], row.get("served"), row["seconds"], row["why"], flush=True)
     if world > 1:

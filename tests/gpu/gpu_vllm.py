@@ -33,7 +33,7 @@ MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
 def engine(folder: str, ranks: int, mode: str) -> Any:
     from vllm import LLM
 
-    more = dict(distributed_executor_backend="external_launcher", tensor_parallel_size=ranks) if ranks > 1 else {}
+    parallel = dict(distributed_executor_backend="external_launcher", tensor_parallel_size=ranks) if ranks > 1 else {}
     return LLM(
         folder,
         skip_tokenizer_init=True,
@@ -48,7 +48,7 @@ def engine(folder: str, ranks: int, mode: str) -> Any:
         disable_log_stats=False,
         disable_custom_all_reduce=True,
         seed=0,
-        **more,
+        **parallel,
         **MODES[mode],
     )
 
@@ -63,13 +63,13 @@ def forced(form: str) -> Iterator[None]:
     from weft.integrations.vllm.row_norm_column import RowNormColumn, ShardedTokens, TwoParts
     from weft.plans import Sequential
 
-    def own(op: Any, world: Any, call: Any, mode: str) -> Any:
+    def first_that_fits(op: Any, world: Any, call: Any, mode: str) -> Any:
         plans = TwoParts(), ShardedTokens(), Sequential()
         return next(plan for plan in plans if op.fits(world, call, plan, "auto") is None)
 
     with (
         mock.patch.object(plugin, "thresholds", lambda *_: FORMS[form]),
-        mock.patch.object(RowNormColumn, "auto", own),
+        mock.patch.object(RowNormColumn, "auto", first_that_fits),
         mock.patch.object(RowNormColumn, "candidates", lambda *_: ()),
     ):
         yield
@@ -80,9 +80,9 @@ def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
-    made = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
     rows = []
-    for answer in (each.outputs[0] for each in made):
+    for answer in (output.outputs[0] for output in outputs):
         best = [sorted((t.logprob for t in step.values()), reverse=True) for step in answer.logprobs]
         rows.append([(token, b[0], b[0] - b[1]) for token, b in zip(answer.token_ids, best, strict=True)])
     return rows
@@ -142,10 +142,10 @@ def compare(actual: list[Any], expected: list[Any]) -> dict[str, Any]:
     """How many tokens are vLLM's own, up to the first other one of each answer, and the furthest logarithm of a
     probability. Raises AssertionError where an answer goes another way at a token that was ahead by more than rounding."""
     same, furthest = 0, 0.0
-    for mine, theirs in zip(actual, expected, strict=True):
-        for (token, logprob, _), (other, its, ahead) in zip(mine, theirs, strict=True):
-            if token != other:
-                assert ahead <= ROUNDING, (token, other, ahead)
+    for own_answer, expected_answer in zip(actual, expected, strict=True):
+        for (token, logprob, _), (expected_token, its, ahead) in zip(own_answer, expected_answer, strict=True):
+            if token != expected_token:
+                assert ahead <= ROUNDING, (token, expected_token, ahead)
                 break
             same, furthest = same + 1, max(furthest, abs(logprob - its))
     assert furthest <= ROUNDING, furthest
@@ -183,20 +183,21 @@ def main() -> None:
 
                 print(weft.vllm.report(llm))
                 if args.ranks > 1:
-                    own = known[job]
+                    vllm_results = known[job]
                     row = dict(
                         op="vllm",
                         ranks=args.ranks,
                         model=args.kind,
                         mode=mode,
                         form=form,
-                        **compare(actual, own["answers"]),
+                        **compare(actual, vllm_results["answers"]),
                     )
-                    row |= dict(error=round(error, 5), vllm_error=round(own["error"], 5), preempted=preempted)
+                    row |= dict(error=round(error, 5), vllm_error=round(vllm_results["error"], 5), preempted=preempted)
                     row |= dict(
-                        crowd=sum(a == b for a, b in zip(crowd, own["crowd"], strict=True)), requests=len(crowd)
+                        crowd=sum(a == b for a, b in zip(crowd, vllm_results["crowd"], strict=True)),
+                        requests=len(crowd),
                     )
-                    assert error <= FURTHER * own["error"], (error, own["error"])
+                    assert error <= FURTHER * vllm_results["error"], (error, vllm_results["error"])
                     row |= dict(
                         vllm=version("vllm"), gpu=torch.cuda.get_device_name(), commit=os.environ.get("WEFT_COMMIT")
                     )

@@ -42,22 +42,22 @@ def as_gpu(capability: int, target: int | None = None) -> None:
     CUDABackend.make_cubin = make_cubin
 
 
-def without(what: str) -> None:
+def without(hidden: str) -> None:
     reasons = {
         "peers": "the tests hide the peers' memory",
         "atomics": "the tests hide atomics in the peers' memory",
     }
-    reason, compare = reasons[what], CudaBackend._compare_devices
+    reason, compare = reasons[hidden], CudaBackend._compare_devices
 
     def compare_devices(backend: CudaBackend) -> None:
         compare(backend)
         backend.symmetric_reason = reason
-        if what == "peers":
+        if hidden == "peers":
             backend.peer_reason = reason
 
     def symmetric(*_: object) -> None:
         raise AssertionError("symmetric memory was asked for in a World without peer access")
 
     CudaBackend._compare_devices = compare_devices  # type: ignore[method-assign]
-    if what == "peers":
+    if hidden == "peers":
         CudaBackend.symmetric = symmetric  # type: ignore[assignment,method-assign]

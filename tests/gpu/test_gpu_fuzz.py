@@ -21,11 +21,11 @@ SUM, NORM = "all_reduce", "all_reduce_rms_norm"
 
 
 def fuzz(
-    out: Path, seed: int, only: Sequence[int] = (), calls: int = 24, ranks: int = 2, kind: str = "", **more: Any
+    out: Path, seed: int, only: Sequence[int] = (), calls: int = 24, ranks: int = 2, kind: str = "", **options: Any
 ) -> dict[str, Any]:
     rounds = gpu_fuzz.Rounds(calls=calls, only=only, kind=kind)
     return weft.spmd(
-        lambda world: gpu_fuzz.run(world, out, seed, rounds, gpu_fuzz.SMALL), ranks, backend="emulated", **more
+        lambda world: gpu_fuzz.run(world, out, seed, rounds, gpu_fuzz.SMALL), ranks, backend="emulated", **options
     )[0]
 
 
@@ -33,10 +33,10 @@ def fuzz(
     "seed, ranks", [(1, 2), *(pytest.param(s, r, marks=pytest.mark.gate) for s in range(2, 6) for r in (2, 3, 4))]
 )
 def test_calls_of_many_kinds_are_right(seed: int, ranks: int, tmp_path: Path) -> None:
-    found = fuzz(tmp_path, seed, ranks=ranks)
-    assert not found["wrong"] and found["calls"] >= 24 and 0 < found["largest"] < 0.7
-    assert json.loads((tmp_path / f"fuzz{ranks}.json").read_text()) == found
-    assert sum(found["kinds"].values()) == found["calls"] and found["gpus"] == ranks
+    results = fuzz(tmp_path, seed, ranks=ranks)
+    assert not results["wrong"] and results["calls"] >= 24 and 0 < results["largest"] < 0.7
+    assert json.loads((tmp_path / f"fuzz{ranks}.json").read_text()) == results
+    assert sum(results["kinds"].values()) == results["calls"] and results["gpus"] == ranks
 
 
 def of_every_kind(world: weft.World) -> list[str]:
@@ -44,7 +44,7 @@ def of_every_kind(world: weft.World) -> list[str]:
     fuzz, wrong = gpu_fuzz.Fuzz(world, 5, gpu_fuzz.SMALL), []
     for index, kind in enumerate(fuzz.kinds):
         fuzz.run(fuzz.draw(index, kind))
-        wrong += [fuzz.said(r) for r, _, error in fuzz.verify() if not error <= 1]
+        wrong += [fuzz.described(r) for r, _, error in fuzz.verify() if not error <= 1]
     return wrong
 
 
@@ -61,7 +61,7 @@ def test_every_kind_on_emulated_ranks(part: int) -> None:
         fuzz, wrong = gpu_fuzz.Fuzz(world, 7, gpu_fuzz.SMALL), []
         for index, kind in list(enumerate(fuzz.kinds))[part::6]:
             fuzz.run(fuzz.draw(index, kind))
-            wrong += [fuzz.said(r) for r, _, error in fuzz.verify() if not error <= 1]
+            wrong += [fuzz.described(r) for r, _, error in fuzz.verify() if not error <= 1]
         return wrong
 
     assert weft.spmd(main, 2, backend="emulated") == [[]] * 2
@@ -72,9 +72,9 @@ def rounds(seed: int, count: int, kind: Kind | None = None, counts: dict[str, in
         drawn = gpu_fuzz.Fuzz(world, seed, gpu_fuzz.SMALL, counts)
         return [drawn.draw(i, kind) for i in range(count)]
 
-    first, second = weft.spmd(main, 2, backend="emulated")
-    assert first == second, "every rank draws the same"
-    return first
+    first_rank, second_rank = weft.spmd(main, 2, backend="emulated")
+    assert first_rank == second_rank, "every rank draws the same"
+    return first_rank
 
 
 def test_what_is_drawn() -> None:
@@ -113,17 +113,17 @@ def test_a_wrong_call_is_named_and_found_again(tmp_path: Path, monkeypatch: pyte
     bad = next(r for r in rounds(3, 200, kind) if sum(r.rows) and not r.replays and r.calls[-1].into)
     right = weft.all_reduce
 
-    def wrong(x: torch.Tensor, *, world: weft.World, out: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
-        y = right(x, world=world, out=out, **more)
+    def wrong(x: torch.Tensor, *, world: weft.World, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        y = right(x, world=world, out=out, **options)
         if out is not None and world.rank == 1:
             y[-1, -1] += 0.5 * y.float().norm() / y.numel() ** 0.5
         return y
 
     monkeypatch.setattr(weft, "all_reduce", wrong)
-    found = fuzz(tmp_path, 3, [bad.index], kind=str(kind))
-    assert found["wrong"] == sum(c.into for c in bad.calls)
-    said = f"call {len(bad.calls) - 1} of seed 3, round {bad.index} --kind 'all_reduce sequential': "
-    assert said in found["failed"][-1]
+    results = fuzz(tmp_path, 3, [bad.index], kind=str(kind))
+    assert results["wrong"] == sum(c.into for c in bad.calls)
+    description = f"call {len(bad.calls) - 1} of seed 3, round {bad.index} --kind 'all_reduce sequential': "
+    assert description in results["failed"][-1]
     assert not list(tmp_path.iterdir()), "rounds that are repeated are no run"
     with pytest.raises(ValueError, match="no kind 'all_reduce quick'; there are all_gather_matmul auto, "):
         fuzz(tmp_path, 3, [1], kind="all_reduce quick")
@@ -136,11 +136,11 @@ def test_a_wrong_gradient_is_noticed(leaf: int, tmp_path: Path, monkeypatch: pyt
     index = next(r.index for r in rounds(3, 50, kind) if min(r.rows) > 1)
     right = torch.autograd.grad
 
-    def wrong(y: torch.Tensor, leaves: Any, *given: Any, **more: Any) -> Any:
-        made = list(right(y, leaves, *given, **more))
+    def wrong(y: torch.Tensor, leaves: Any, *operands: Any, **options: Any) -> Any:
+        gradients = list(right(y, leaves, *operands, **options))
         if leaves[0].dtype != torch.float32:
-            made[leaf] = made[leaf] * 1.5
-        return made
+            gradients[leaf] = gradients[leaf] * 1.5
+        return gradients
 
     assert not fuzz(tmp_path, 3, [index], kind=str(kind))["wrong"]
     monkeypatch.setattr(torch.autograd, "grad", wrong)
@@ -171,10 +171,10 @@ def test_what_is_on_record(tmp_path: Path) -> None:
         calls = sum(kinds.values())
         return dict(world=world, seed=seed, calls=calls, wrong=0, ended="", failed=[], kinds=kinds, drawn_by={})
 
-    first = fuzzed([ran(4, 1, a=3, b=2), ran(2, 1, a=1)], "old", 1, {})
-    both = fuzzed([ran(4, 2, a=5)], "new", 4, first)
+    first_fuzz = fuzzed([ran(4, 1, a=3, b=2), ran(2, 1, a=1)], "old", 1, {})
+    both_fuzz = fuzzed([ran(4, 2, a=5)], "new", 4, first_fuzz)
     record, results = tmp_path / "gpu_record.json", tmp_path / "fuzz4.json"
-    record.write_text(json.dumps(dict(fuzz=both)))
+    record.write_text(json.dumps(dict(fuzz=both_fuzz)))
     assert gpu_fuzz.counts_in(record, 4) == dict(a=8, b=2) and gpu_fuzz.counts_in(record, 2) == dict(a=1)
     results.write_text(json.dumps(dict(ran(4, 3, a=1), drawn_by=dict(b=7))))
     assert gpu_fuzz.counts_in(results, 4) == dict(b=7) and gpu_fuzz.counts_in(tmp_path / "none.json", 4) == {}

@@ -28,7 +28,7 @@ class Alone:
         return [obj]
 
 
-def made(
+def run_checks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     checks: Callable[[Any], Iterator[Check]],
@@ -42,30 +42,30 @@ def made(
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "none")
     queue = Queue(tmp_path / "queue.json")
     queue.fill(gpu_main.todo_of(world, 1, [""], []))
-    met = gpu_main.run(world, tmp_path / "rows.jsonl", queue, seconds, again)
+    in_step = gpu_main.run(world, tmp_path / "rows.jsonl", queue, seconds, again)
     path = tmp_path / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     assert len({row["check"] for row in rows}) == len(rows)
-    return met, {row["check"]: row for row in rows}
+    return in_step, {row["check"]: row for row in rows}
 
 
-def of_each_kind(first: Any) -> Callable[[Any], Iterator[Check]]:
+def of_each_kind(first_world: Any) -> Callable[[Any], Iterator[Check]]:
     def checks(world: Any) -> Iterator[Check]:
         def times_out() -> float:
             raise weft.Timeout("a peer did not arrive")
 
         yield "right", 1.0, lambda: 0.5
         yield "times out", 1.0, times_out
-        yield "on another World", 0.0, lambda: float(world is first)
+        yield "on another World", 0.0, lambda: float(world is first_world)
         yield "too far off", 1.0, lambda: 2.0
 
     return checks
 
 
 def test_a_failed_check_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Alone()
-    met, rows = made(tmp_path, monkeypatch, of_each_kind(first), world=first)
-    assert met and [row["outcome"] for row in rows.values()] == ["passed", "failed", "passed", "failed"]
+    first_world = Alone()
+    in_step, rows = run_checks(tmp_path, monkeypatch, of_each_kind(first_world), world=first_world)
+    assert in_step and [row["outcome"] for row in rows.values()] == ["passed", "failed", "passed", "failed"]
     assert "a peer did not arrive" in rows["times out"]["why"] and (rows["right"]["ranks"], rows["right"]["gpus"]) == (
         1,
         1,
@@ -76,8 +76,8 @@ def test_ranks_that_cannot_meet_again_leave_the_rest(tmp_path: Path, monkeypatch
     def again() -> Any:
         raise RuntimeError("the GPU is gone")
 
-    met, rows = made(tmp_path, monkeypatch, of_each_kind(None), again)
-    assert not met and [row["outcome"] for row in rows.values()] == ["passed", "failed"]
+    in_step, rows = run_checks(tmp_path, monkeypatch, of_each_kind(None), again)
+    assert not in_step and [row["outcome"] for row in rows.values()] == ["passed", "failed"]
     assert Queue(tmp_path / "queue.json").left() == 2
 
 
@@ -88,18 +88,18 @@ def test_ranks_that_do_not_meet_behind_a_check_have_failed_it(tmp_path: Path, mo
                 raise weft.Timeout("the connection to a rank is lost")
             return [obj]
 
-    met, rows = made(tmp_path, monkeypatch, lambda world: iter([("one", 1.0, lambda: 0.5)]), world=Lost())
-    assert not met and rows["one"]["outcome"] == "failed" and "connection" in rows["one"]["why"]
+    in_step, rows = run_checks(tmp_path, monkeypatch, lambda world: iter([("one", 1.0, lambda: 0.5)]), world=Lost())
+    assert not in_step and rows["one"]["outcome"] == "failed" and "connection" in rows["one"]["why"]
 
 
 def test_no_number_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, rows = made(tmp_path, monkeypatch, lambda world: iter([("one", 1.0, lambda: float("nan"))]))
+    _, rows = run_checks(tmp_path, monkeypatch, lambda world: iter([("one", 1.0, lambda: float("nan"))]))
     assert rows["one"]["outcome"] == "failed" and rows["one"]["error"] == "inf"
 
 
 def test_no_check_begins_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    met, rows = made(tmp_path, monkeypatch, of_each_kind(None), seconds=0)
-    assert met and not rows and Queue(tmp_path / "queue.json").left() == 4
+    in_step, rows = run_checks(tmp_path, monkeypatch, of_each_kind(None), seconds=0)
+    assert in_step and not rows and Queue(tmp_path / "queue.json").left() == 4
 
 
 def test_what_a_killed_run_was_at_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_what_a_killed_run_was_at_is_known(tmp_path: Path, monkeypatch: pytest.M
 
     todo = [("first", 1.0, lambda: 0.5), ("hangs", 1.0, killed), ("last", 1.0, lambda: 0.5)]
     with pytest.raises(KeyboardInterrupt):
-        made(tmp_path, monkeypatch, lambda world: iter(todo))
+        run_checks(tmp_path, monkeypatch, lambda world: iter(todo))
     queue = Queue(tmp_path / "queue.json")
     assert queue.running("rows") == "hangs" == queue.release("rows") and queue.left() == 1
 
@@ -129,7 +129,7 @@ def test_a_row_names_the_parts_whose_kernels_were_launched(tmp_path: Path, monke
         ("moe", 0.0, lambda: launch("weft.ops.moe.expert_parallel.kernels", "weft.compute.gemm", "some.users.kernel")),
         ("none", 0.0, lambda: launch()),
     ]
-    _, rows = made(tmp_path, monkeypatch, lambda world: iter(checks))
+    _, rows = run_checks(tmp_path, monkeypatch, lambda world: iter(checks))
     assert rows["moe"]["parts"] == {part: gpu_queue.tree_of_part(part) for part in ("ops/moe", "compute")}
     assert rows["none"]["parts"] == {} and len(launches) == 3
     assert all(len(known) == 12 for known in rows["moe"]["parts"].values())

@@ -39,23 +39,25 @@ def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pyt
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
     args = for_gpu(dict(x_desc=descriptor(x, 16, 64, (16, 64)), y_desc=descriptor(x, 16, 64, (16, 64))), 80)
     with standing_in(OfflineDriver(80)):
-        made = twice.warmup(**args, num_warps=4, grid=(1,))
-    assert ".target sm_80" in made.asm["ptx"] and "cp.async.bulk" not in made.asm["ptx"]
-    assert "ld.global.v4" in made.asm["ptx"] or "cp.async.cg.shared.global" in made.asm["ptx"], "whole 16-byte words"
-    assert made.asm["cubin"][:4] == b"\x7fELF"
-    flags = struct.unpack_from("<I", made.asm["cubin"], 48)[0]
+        compiled = twice.warmup(**args, num_warps=4, grid=(1,))
+    assert ".target sm_80" in compiled.asm["ptx"] and "cp.async.bulk" not in compiled.asm["ptx"]
+    assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async.cg.shared.global" in compiled.asm["ptx"], (
+        "whole 16-byte words"
+    )
+    assert compiled.asm["cubin"][:4] == b"\x7fELF"
+    flags = struct.unpack_from("<I", compiled.asm["cubin"], 48)[0]
     assert 90 in (flags & 0xFF, flags >> 8 & 0xFF), hex(flags)  # where ELF's version has the architecture
 
 
 def test_without_peers_nobody_gets_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(backend: Any) -> None:
+    def full_access(backend: Any) -> None:
         backend.peer_reason = backend.symmetric_reason = None
 
-    for what, peers in (("atomics", None), ("peers", "the tests hide the peers' memory")):
+    for hidden, peers in (("atomics", None), ("peers", "the tests hide the peers' memory")):
         with monkeypatch.context() as patch:
-            patch.setattr(CudaBackend, "_compare_devices", found)
+            patch.setattr(CudaBackend, "_compare_devices", full_access)
             patch.setattr(CudaBackend, "symmetric", CudaBackend.symmetric)
-            older.without(what)
+            older.without(hidden)
             backend: Any = CudaBackend.__new__(CudaBackend)
             backend._compare_devices()
             assert backend.peer_reason == peers and "the tests hide" in backend.symmetric_reason
@@ -71,8 +73,8 @@ def names(peer_reason: str | None, symmetric_reason: str | None) -> list[str]:
 
 def test_the_checks_are_those_that_the_switches_leave() -> None:
     nccl, stored, counted = names("hidden", "hidden"), names(None, "hidden"), names(None, None)
-    for few, more in ((nccl, stored), (stored, counted)):
-        assert len(few) > 20 and set(few) < set(more) and len(set(more)) == len(more)
+    for fewer, larger in ((nccl, stored), (stored, counted)):
+        assert len(fewer) > 20 and set(fewer) < set(larger) and len(set(larger)) == len(larger)
     assert not any("fused" in name or "copies" in name for name in stored)
     assert any("signaled" in name for name in nccl) and any("low latency" in name for name in stored)
 
@@ -107,13 +109,17 @@ def test_what_is_timed_multiplies() -> None:
 
     def main(world: weft.World) -> dict[str, float]:
         x, w = draw(1, 256, 128), draw(2, 512, 128)
-        out, want, errors = world.empty((256, 512), x.dtype), x.float() @ w.float().t(), {}
+        out, expected, errors = world.empty((256, 512), x.dtype), x.float() @ w.float().t(), {}
         for name, run_way in gpu_older.ways(world, x, w, out).items():
             for _ in range(2):
                 out.zero_()
                 run_way()
                 world.synchronize()
-                error = distance(out.float().norm(), want.norm()) if "tiles" in name else distance(out.float(), want)
+                error = (
+                    distance(out.float().norm(), expected.norm())
+                    if "tiles" in name
+                    else distance(out.float(), expected)
+                )
                 errors[name] = max(errors.get(name, 0.0), error)
         return errors
 

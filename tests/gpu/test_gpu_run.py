@@ -28,8 +28,8 @@ from pathlib import Path
 from tests.gpu.gpu_queue import Queue
 if sys.argv[2:4] != ["-m", "tests.gpu.gpu_main"]:
     out = Path(sys.argv[sys.argv.index("--out") + 1]); out.mkdir()
-    found = dict(world=int(sys.argv[1]), seed=7, calls=10, wrong=0, ended="", failed=[], kinds=dict(moe=10))
-    sys.exit((out / f"fuzz{sys.argv[1]}.json").write_text(json.dumps(found)) == 0)
+    results = dict(world=int(sys.argv[1]), seed=7, calls=10, wrong=0, ended="", failed=[], kinds=dict(moe=10))
+    sys.exit((out / f"fuzz{sys.argv[1]}.json").write_text(json.dumps(results)) == 0)
 after = lambda option: sys.argv[sys.argv.index(option) + 1]
 who, out, began = after("--name"), Path(after("--out")), time.time()
 alone = sys.argv[4] == "--only"
@@ -64,20 +64,20 @@ def stand_in(run: Run, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> Non
 
 
 def results(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.out / "results.json").read_text())
-    return found
+    stored: dict[str, Any] = json.loads((run.out / "results.json").read_text())
+    return stored
 
 
 def test_a_group_that_dies_or_hangs_is_a_failure_of_its_check_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a", "dies", "b", "fails", "hangs", "c"]
     stand_in(run, monkeypatch, names)
     assert not gpu_run.go(run, [], [2, 4], [], MACHINE)
-    found = {(row["ranks"], row["check"]): row for row in results(run)["rows"]}
-    assert set(found) == {(n, name) for n in (2, 4) for name in (*names, "alone")} and len(results(run)["rows"]) == len(
-        found
-    )
-    assert {name for (_, name), row in found.items() if row["outcome"] == "failed"} == {"dies", "fails", "hangs"}
-    assert "ended with -9" in found[2, "dies"]["why"] and "no end after 2 s" in found[4, "hangs"]["why"]
+    row_of_check = {(row["ranks"], row["check"]): row for row in results(run)["rows"]}
+    assert set(row_of_check) == {(n, name) for n in (2, 4) for name in (*names, "alone")} and len(
+        results(run)["rows"]
+    ) == len(row_of_check)
+    assert {name for (_, name), row in row_of_check.items() if row["outcome"] == "failed"} == {"dies", "fails", "hangs"}
+    assert "ended with -9" in row_of_check[2, "dies"]["why"] and "no end after 2 s" in row_of_check[4, "hangs"]["why"]
     assert set(results(run)["minutes"]) == {f"checks{a}, {n} ranks on 1 GPU" for n in (2, 4) for a in ("",)}
     assert not results(run)["trouble"] and "== 0 checks-4-checks" in (run.out / "log.txt").read_text()
 
@@ -130,9 +130,9 @@ def test_why_a_check_failed_is_what_its_ranks_printed(tmp_path: Path) -> None:
         "W1123 torch/distributed/run.py:766] x\nrank 0: wrong by 3\nE1123 20:00 torch/distributed/elastic/multiprocessing/api.py:986] failed\n"
         + "Signal 15\n" * 99
     )
-    assert gpu_run.told(log).endswith("x\nrank 0: wrong by 3")
+    assert gpu_run.last_output(log).endswith("x\nrank 0: wrong by 3")
     log.write_text("W1123 torch/multiprocessing/spawn.py:165] x\nSignal 15")
-    assert gpu_run.told(log).endswith("Signal 15"), "where the ranks printed nothing, all of it"
+    assert gpu_run.last_output(log).endswith("Signal 15"), "where the ranks printed nothing, all of it"
 
 
 def test_smaller_groups_leave_room_for_the_largest(
@@ -184,18 +184,18 @@ def row(outcome: str, tree: str, date: str = "2026-11-20", **parts: str) -> Row:
 
 
 def test_failed_ones_come_first_then_new_and_changed_ones_then_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, before = "a" * 40, "b" * 40
+    this_tree, older_tree = "a" * 40, "b" * 40
     monkeypatch.setattr(gpu_queue, "tree_of_part", lambda part: {"ops/moe": "1", "compute": "2"}[part])
     rows = {
-        "same": row("passed", before, ops_moe="1", compute="2"),
-        "older": row("passed", before, "2026-11-19", compute="2"),
-        "changed": row("passed", before, ops_moe="0", compute="2"),
-        "failed": row("failed", before),
-        "failed here": row("failed", now),
-        "done": row("passed", now, ops_moe="1"),
+        "same": row("passed", older_tree, ops_moe="1", compute="2"),
+        "older": row("passed", older_tree, "2026-11-19", compute="2"),
+        "changed": row("passed", older_tree, ops_moe="0", compute="2"),
+        "failed": row("failed", older_tree),
+        "failed here": row("failed", this_tree),
+        "done": row("passed", this_tree, ops_moe="1"),
     }
     names = ["same", "older", "changed", "new", "failed", "failed here", "done"]
-    assert ordered(names, rows, now) == ["failed", "failed here", "new", "changed", "older", "same"]
+    assert ordered(names, rows, this_tree) == ["failed", "failed here", "new", "changed", "older", "same"]
 
 
 def test_the_name_of_a_tree_is_gits() -> None:
@@ -205,20 +205,20 @@ def test_the_name_of_a_tree_is_gits() -> None:
     )
     if status.returncode or any("__pycache__" not in line for line in status.stdout.splitlines()):
         pytest.skip("no git here, or what it has is not what is there")
-    said = subprocess.run(
+    printed = subprocess.run(
         ["git", "rev-parse", "HEAD:src/weft/planner"], cwd=ROOT, capture_output=True, text=True
     ).stdout
-    assert tree_of(folder) == said.strip() and tree_of(folder / "no such file") == ""
+    assert tree_of(folder) == printed.strip() and tree_of(folder / "no such file") == ""
 
 
 def test_a_check_is_counted_to_the_part_whose_kernels_it_launches() -> None:
-    said = {
+    part_of_module = {
         "ops.moe.kernels": "ops/moe",
         "ops.norm": "ops/norm.py",
         "compute.gemm": "compute",
         "transport.barrier": "transport",
     }
-    assert {module: gpu_queue.part_of(f"weft.{module}") for module in said} == said
+    assert {module: gpu_queue.part_of(f"weft.{module}") for module in part_of_module} == part_of_module
 
 
 def test_every_name_is_taken_once(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_every_name_is_taken_once(tmp_path: Path) -> None:
 # -- the record ----------------------------------------------------------------------------------------------------------
 
 
-def found(tree: str, *rows: Row, fuzz: tuple[dict[str, Any], ...] = (), triton: str = "3.6.0") -> dict[str, Any]:
+def run_results(tree: str, *rows: Row, fuzz: tuple[dict[str, Any], ...] = (), triton: str = "3.6.0") -> dict[str, Any]:
     machine = MACHINE | dict(versions=dict(triton=triton))
     return dict(
         tree=tree, **machine, minutes={"checks, 4 ranks on 1 GPU": 8.5}, trouble=[], rows=list(rows), fuzz=list(fuzz)
@@ -256,22 +256,24 @@ def ran(check: str, outcome: str, ranks: int = 4, gpus: int = 1) -> Row:
 
 def test_the_next_run_goes_on_where_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the record: what passed on this tree, on as many ranks and GPUs and with this Triton, is not made again."""
-    here, monkeypatched = "c" * 40, tmp_path / "record.json"
+    this_tree, monkeypatched = "c" * 40, tmp_path / "record.json"
     monkeypatch.setattr(gpu_queue, "RECORD", monkeypatched)
     monkeypatch.setattr(gpu_queue.metadata, "version", lambda package: "3.6.0")
     assert gpu_queue.recorded(4, 1) == {}
-    first = gpu_record.with_results(found(here, ran("a", "passed"), ran("b", "failed"), ran("b", "passed")), {})
-    record = gpu_record.with_results(found(here, ran("c", "passed", 4, 4), triton="3.6.0"), first)
-    record = gpu_record.with_results(found(here, ran("d", "passed"), triton="3.9.0"), record)
+    first_record = gpu_record.with_results(
+        run_results(this_tree, ran("a", "passed"), ran("b", "failed"), ran("b", "passed")), {}
+    )
+    record = gpu_record.with_results(run_results(this_tree, ran("c", "passed", 4, 4), triton="3.6.0"), first_record)
+    record = gpu_record.with_results(run_results(this_tree, ran("d", "passed"), triton="3.9.0"), record)
     monkeypatched.write_text(gpu_record.text(record))
     assert json.loads(monkeypatched.read_text()) == record
     assert set(record["checks"]) == {"4 ranks on 1 GPU", "4 ranks on 4 GPUs", "4 ranks on 1 GPU, Triton 3.9.0"}
-    assert ordered(["a", "b", "c", "d"], gpu_queue.recorded(4, 1), here) == ["b", "c", "d"], (
+    assert ordered(["a", "b", "c", "d"], gpu_queue.recorded(4, 1), this_tree) == ["b", "c", "d"], (
         "what failed once has failed"
     )
     known = record["checks"]["4 ranks on 1 GPU"]["a"]
-    assert (known["tree"], known["date"], known["machine"]) == (here[:12], "2026-11-23", "1 x GPU")
-    again = gpu_record.with_results(found("d" * 40, ran("a", "failed")), record)
+    assert (known["tree"], known["date"], known["machine"]) == (this_tree[:12], "2026-11-23", "1 x GPU")
+    again = gpu_record.with_results(run_results("d" * 40, ran("a", "failed")), record)
     assert again["checks"]["4 ranks on 1 GPU"]["a"]["outcome"] == "failed"
     assert (again["runs"][0]["passed"], again["runs"][0]["failed"], len(again["runs"])) == (0, 1, 4)
 
@@ -294,18 +296,18 @@ def test_random_calls_are_added_up_and_a_run_of_them_counts_once() -> None:
             world=world, seed=seed, calls=calls, wrong=wrong, ended=ended, failed=failed, kinds={"moe fused": calls}
         )
 
-    first = found("old", fuzz=(calls(2, 7, 100), calls(4, 7, 50, wrong=1)))
+    first_run = run_results("old", fuzz=(calls(2, 7, 100), calls(4, 7, 50, wrong=1)))
     record = gpu_record.with_results(
-        first, dict(fuzz=dict(trees={"older": dict(calls=5, wrong=0, runs=["2 GPUs, seed 1"], failed=[])}))
+        first_run, dict(fuzz=dict(trees={"older": dict(calls=5, wrong=0, runs=["2 GPUs, seed 1"], failed=[])}))
     )
     assert (record["fuzz"]["calls"], record["fuzz"]["wrong"]) == (155, 1)
-    assert gpu_record.with_results(first, record)["fuzz"] == record["fuzz"]
-    more = gpu_record.with_results(found("new", fuzz=(calls(4, 8, 10, ended="not finished"), calls(4, 9, 1))), record)[
-        "fuzz"
-    ]
-    assert (more["calls"], more["wrong"]) == (166, 2), "a run that did not end has a wrong call"
-    assert more["trees"]["new"]["kinds"] == {"4 ranks on 1 GPU": {"moe fused": 11}}
-    assert more["trees"]["new"]["failed"] == ["4 ranks on 1 GPU, seed 8: not finished"]
+    assert gpu_record.with_results(first_run, record)["fuzz"] == record["fuzz"]
+    fuzz_record = gpu_record.with_results(
+        run_results("new", fuzz=(calls(4, 8, 10, ended="not finished"), calls(4, 9, 1))), record
+    )["fuzz"]
+    assert (fuzz_record["calls"], fuzz_record["wrong"]) == (166, 2), "a run that did not end has a wrong call"
+    assert fuzz_record["trees"]["new"]["kinds"] == {"4 ranks on 1 GPU": {"moe fused": 11}}
+    assert fuzz_record["trees"]["new"]["failed"] == ["4 ranks on 1 GPU, seed 8: not finished"]
 
 
 def test_the_record_that_is_kept_can_be_read() -> None:

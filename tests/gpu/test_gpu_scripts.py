@@ -30,7 +30,7 @@ esac
 """
 
 
-def run(tree: Path, out: Path, script: str = "measure.sh", **more: str) -> subprocess.CompletedProcess[str]:
+def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> subprocess.CompletedProcess[str]:
     """In a tree of its own, since the script puts the profile into src."""
     programs = {
         "nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n",
@@ -43,7 +43,7 @@ def run(tree: Path, out: Path, script: str = "measure.sh", **more: str) -> subpr
         (tree / "bin" / name).chmod(0o755)
     (tree / "src/weft/planner/profiles").mkdir(parents=True, exist_ok=True)
     shutil.copytree(ROOT / "gpu", tree / "gpu", dirs_exist_ok=True, ignore=shutil.ignore_patterns("out"))
-    env = os.environ | {"PATH": f"{tree / 'bin'}:{os.environ['PATH']}", "OUT": str(out), "SECONDS_OF": "5"} | more
+    env = os.environ | {"PATH": f"{tree / 'bin'}:{os.environ['PATH']}", "OUT": str(out), "SECONDS_OF": "5"} | variables
     return subprocess.run(["bash", tree / "gpu" / script], env=env, capture_output=True, text=True)
 
 
@@ -93,16 +93,16 @@ def test_checks_start_with_options_that_they_have(tmp_path: Path) -> None:
 
 def test_every_check_is_made_by_one_kind_of_group() -> None:
     """Those that need the GPU's memory alone, the rest beside each other."""
-    told = [gpu_run.checks_of(2, [], alone).words for alone in (False, True)]
-    asked = [(after(list(words), "--only") or [""], after(list(words), "--without")) for words in told]
+    commands = [gpu_run.checks_of(2, [], alone).words for alone in (False, True)]
+    asked = [(after(list(words), "--only") or [""], after(list(words), "--without")) for words in commands]
     for name in weft.spmd(names_of_checks, 2, backend="emulated")[0]:
         assert sum(gpu_main.wanted(name, *options) for options in asked) == 1, name
 
 
 def after(words: list[str], option: str) -> list[str]:
     """What follows an option, up to the next."""
-    found = words[words.index(option) + 1 :] if option in words else []
-    return list(itertools.takewhile(lambda word: not word.startswith("--"), found))
+    rest = words[words.index(option) + 1 :] if option in words else []
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
 
 
 def names_of_checks(world: weft.World) -> list[str]:

@@ -41,8 +41,8 @@ def routed(model: Any) -> Iterator[list[Routed]]:
     """The calls of the routers of a model's layers, as they come: before what parallelism makes of the ids."""
     seen: list[Routed] = []
 
-    def see(router: Any, given: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
-        seen.append(Routed(router, given[0].flatten(0, -2), out[2].long()))
+    def see(router: Any, inputs: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
+        seen.append(Routed(router, inputs[0].flatten(0, -2), out[2].long()))
 
     mlps = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
     hooks = [router_of(mlp).register_forward_hook(see, prepend=True) for mlp in mlps]
@@ -85,15 +85,15 @@ def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float,
     best, a = logits.masked_fill(taken, -torch.inf).max(1)
     least, b = logits.masked_fill(~taken, torch.inf).min(1)
     explained = (x.float().abs() * (weight[a] - weight[b]).abs()).sum(1) + best.abs() + least.abs()
-    own = logits.topk(ids.shape[1]).indices
-    return ((best - least) / (2**-8 * explained)).max().item(), int((~taken.gather(1, own)).sum())
+    best_ids = logits.topk(ids.shape[1]).indices
+    return ((best - least) / (2**-8 * explained)).max().item(), int((~taken.gather(1, best_ids)).sum())
 
 
 def compared(model: Any, ids: torch.Tensor, world: weft.World, two_parts: int | None = None) -> Compared:
     """The woven model's logits of ids [.., S] with those of the model itself, as it was given, on all ranks."""
     hf.weave(model, world, two_parts=two_parts)
     with routed(model) as calls:
-        got = model(ids, use_cache=False).logits.float()
+        actual = model(ids, use_cache=False).logits.float()
     hf.unweave(model)
     taken = [call.ids for call in calls]
     if two_parts:  # a router routes one after the other
@@ -101,13 +101,13 @@ def compared(model: Any, ids: torch.Tensor, world: weft.World, two_parts: int | 
     if taken[0].shape[0] < ids.numel():  # each rank routes its own rows
         taken = [torch.cat(world.exchange(t.cpu())).to(ids.device) for t in taken]
     with routed(model) as calls, Taking(taken):
-        want = model(ids, use_cache=False).logits.float()
+        expected = model(ids, use_cache=False).logits.float()
     assert len(calls) == len(taken)
-    found = [unexplained(call.router, call.x, own) for call, own in zip(calls, taken, strict=True)]
-    off = (got - want).norm(dim=-1)
+    explained = [unexplained(call.router, call.x, taken_ids) for call, taken_ids in zip(calls, taken, strict=True)]
+    off = (actual - expected).norm(dim=-1)
     return Compared(
-        (off.norm() / want.norm()).item(),
-        (off / want.norm(dim=-1)).max().item(),
-        max(ratio for ratio, _ in found),
-        sum(moved for _, moved in found),
+        (off.norm() / expected.norm()).item(),
+        (off / expected.norm(dim=-1)).max().item(),
+        max(ratio for ratio, _ in explained),
+        sum(moved for _, moved in explained),
     )

@@ -16,9 +16,9 @@ import weft
 called: list[int] = []  # rows of weft.hf.styles' matmul_all_reduce
 
 
-def matmul_all_reduce(x: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+def matmul_all_reduce(x: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
     called.append(x.shape[0])
-    return weft.matmul_all_reduce(x, *given, **more)
+    return weft.matmul_all_reduce(x, *operands, **options)
 
 
 def on_two_ranks(fn: Callable[[], None], store: Path) -> None:
@@ -34,10 +34,10 @@ def _rank(rank: int, store: str, fn: Callable[[], None]) -> None:
     dist.destroy_process_group()
 
 
-def split(model: Any, **more: Any) -> Any:
+def split(model: Any, **options: Any) -> Any:
     """The model as Transformers splits it over all ranks."""
     from transformers.distributed import DistributedConfig
 
     over = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
-    told = dict(state_dict=model.state_dict(), dtype=model.dtype, distributed_config=over, **more)
-    return type(model).from_pretrained(None, config=model.config, **told).eval()
+    load_options = dict(state_dict=model.state_dict(), dtype=model.dtype, distributed_config=over, **options)
+    return type(model).from_pretrained(None, config=model.config, **load_options).eval()

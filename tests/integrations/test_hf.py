@@ -24,8 +24,8 @@ SIZES = dict(
 KINDS = {"Llama": {}, "Mistral": dict(sliding_window=None), "Qwen2": {}, "Qwen3": {}}
 
 
-def made(kind: str, dtype: torch.dtype = BF, **more: Any) -> Any:
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **more})
+def tiny_model(kind: str, dtype: torch.dtype = BF, **changes: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **changes})
     torch.manual_seed(3)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -37,13 +37,16 @@ def made(kind: str, dtype: torch.dtype = BF, **more: Any) -> Any:
     return model.to(dtype)
 
 
-def alike(got: torch.Tensor, own: torch.Tensor, model: Any) -> bool:
+def alike(actual: torch.Tensor, expected: torch.Tensor, model: Any) -> bool:
     """Whether tokens [B, S] are the model's own, up to a first one of which its two best logits are as good as equal:
     within 4 ulps of bfloat16."""
     with torch.no_grad():
-        best = model(own).logits.float().topk(2).values
-    for row, at in enumerate((got == own).long().cumprod(1).sum(1).tolist()):
-        if at < own.shape[1] and best[row, at - 1, 0] - best[row, at - 1, 1] > 4 * 2**-8 * best[row, at - 1, 0].abs():
+        best = model(expected).logits.float().topk(2).values
+    for row, position in enumerate((actual == expected).long().cumprod(1).sum(1).tolist()):
+        if (
+            position < expected.shape[1]
+            and best[row, position - 1, 0] - best[row, position - 1, 1] > 4 * 2**-8 * best[row, position - 1, 0].abs()
+        ):
             return False
     return True
 
@@ -55,19 +58,19 @@ def run(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
     return weft.spmd(fn, ranks, backend="emulated", **options)
 
 
-@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in KINDS), ("Mistral", dict(sliding_window=4))])
-def test_logits_are_the_models_own_to_rounding(kind: str, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in KINDS), ("Mistral", dict(sliding_window=4))])
+def test_logits_are_the_models_own_to_rounding(kind: str, changes: dict[str, Any]) -> None:
     with torch.no_grad():
-        exact = made(kind, torch.float32, **more)(IDS).logits
-        own = made(kind, **more)(IDS).logits.float()
+        exact = tiny_model(kind, torch.float32, **changes)(IDS).logits
+        bf16_logits = tiny_model(kind, **changes)(IDS).logits.float()
 
     def main(world: weft.World) -> torch.Tensor:
         with torch.no_grad():
-            return hf.weave(made(kind, **more), world)(IDS).logits.float()
+            return hf.weave(tiny_model(kind, **changes), world)(IDS).logits.float()
 
     logits = run(main)
     assert (logits[0] == logits[1]).all()
-    error, usual = ((x - exact).norm() / exact.norm() for x in (logits[0], own))
+    error, usual = ((x - exact).norm() / exact.norm() for x in (logits[0], bf16_logits))
     assert error < max(1.3 * usual.item(), 2e-3), (error, usual)
 
 
@@ -79,7 +82,7 @@ def test_residuals_held_by_rows_and_whole_give_the_same(
     for what they read and write."""
 
     def main(world: weft.World) -> list[Any]:
-        model = hf.weave(made("Llama"), world, plan=plan)
+        model = hf.weave(tiny_model("Llama"), world, plan=plan)
         with torch.no_grad():
             seen = [model(IDS).logits]
             monkeypatch.setattr("weft.nn.decoder_layer.shards_residual", lambda *_: True)
@@ -100,7 +103,7 @@ def test_sharded_tokens_give_what_replicated_ones_give(kind: str, monkeypatch: p
     monkeypatch.setattr("weft.integrations.transformers.forwards.SHARDED_FROM", 2)
 
     def main(world: weft.World) -> list[torch.Tensor]:
-        model = hf.weave(made(kind), world)
+        model = hf.weave(tiny_model(kind), world)
         with torch.no_grad():
             replicated = [model(ids).logits for ids in (IDS, IDS[:1])]
             model._weft.shards_tokens = True
@@ -120,10 +123,10 @@ def test_two_parts_give_what_one_gives(kind: str) -> None:
     """Also the caller's stream is ordered with the second one: what is read too early is a race."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
-        model, told = made(kind), dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS))
+        model, options = tiny_model(kind), dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS))
         with torch.no_grad():
-            one = hf.weave(model, world, two_parts=None)(IDS).logits, model.generate(IDS, **told)
-            two = hf.weave(hf.unweave(model), world, two_parts=2)(IDS).logits, model.generate(IDS, **told)
+            one = hf.weave(model, world, two_parts=None)(IDS).logits, model.generate(IDS, **options)
+            two = hf.weave(hf.unweave(model), world, two_parts=2)(IDS).logits, model.generate(IDS, **options)
             recorded = model(IDS, output_hidden_states=True)
             assert "from 2 tokens on in two parts" in hf.report(model)
         assert len(recorded.hidden_states) == 3
@@ -138,15 +141,15 @@ def test_two_parts_give_what_one_gives(kind: str) -> None:
 def test_two_parts_without_an_order_of_streams_are_a_race(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def main(world: weft.World) -> None:
         with torch.no_grad():
-            hf.weave(made("Llama"), world, two_parts=2)(IDS)
+            hf.weave(tiny_model("Llama"), world, two_parts=2)(IDS)
 
     if left_out == "wait":
         monkeypatch.setattr("weft.nn.weave.Weave.wait", lambda *_: None)
     else:
-        own = EmulatedBackend.wait_event
+        wait_event = EmulatedBackend.wait_event
         side = lambda self, stream: stream == self.side_stream("weave")  # noqa: E731
         monkeypatch.setattr(
-            EmulatedBackend, "wait_event", lambda self, s, e: None if side(self, s) else own(self, s, e)
+            EmulatedBackend, "wait_event", lambda self, s, e: None if side(self, s) else wait_event(self, s, e)
         )
     with pytest.raises(weft.WeftError, match="race"):
         run(main)
@@ -159,52 +162,52 @@ def test_two_parts_by_default_where_they_were_measured_to_pay(monkeypatch: pytes
     )  # fmt: skip
 
     def main(world: weft.World) -> list[tuple[Any, Any]]:
-        found = []
+        chosen = []
         for known, asked in ((Table(), "auto"), (measured, "auto"), (measured, 3), (measured, None)):
             monkeypatch.setattr("weft.nn.weave.table", lambda *_, known=known: known)
             world.exchange(None)
-            done = hf.weave(made("Llama"), world, two_parts=asked)._weft
+            done = hf.weave(tiny_model("Llama"), world, two_parts=asked)._weft
             world.exchange(None)
-            found.append((done.two_parts, done.two_parts_plan))
+            chosen.append((done.two_parts, done.two_parts_plan))
         with pytest.raises(ValueError, match="two_parts"):
-            hf.weave(made("Llama"), world, two_parts="often")
-        return found
+            hf.weave(tiny_model("Llama"), world, two_parts="often")
+        return chosen
 
     assert run(main)[0] == [(None, "auto"), (8, "two_shot"), (3, "two_shot"), (None, "auto")]
 
 
 @pytest.mark.parametrize("static", [False, True])
 def test_generate_gives_the_models_own_tokens(static: bool) -> None:
-    more = dict(cache_implementation="static") if static else {}
-    wanted = dict(max_new_tokens=6, do_sample=False, **more)
-    own = made("Qwen3").generate(IDS, attention_mask=torch.ones_like(IDS), **wanted)
+    cache_options = dict(cache_implementation="static") if static else {}
+    wanted = dict(max_new_tokens=6, do_sample=False, **cache_options)
+    expected = tiny_model("Qwen3").generate(IDS, attention_mask=torch.ones_like(IDS), **wanted)
 
     def main(world: weft.World) -> torch.Tensor:
-        return hf.weave(made("Qwen3"), world).generate(IDS, attention_mask=torch.ones_like(IDS), **wanted)
+        return hf.weave(tiny_model("Qwen3"), world).generate(IDS, attention_mask=torch.ones_like(IDS), **wanted)
 
     for tokens in run(main):
-        assert alike(tokens, own, made("Qwen3"))
+        assert alike(tokens, expected, tiny_model("Qwen3"))
 
 
 def test_ranks_draw_the_same_tokens() -> None:
     """The first rank's, though each has a generator of its own; beams too."""
 
     def main(world: weft.World) -> list[Any]:
-        model = hf.weave(made("Llama", num_hidden_layers=1), world)
+        model = hf.weave(tiny_model("Llama", num_hidden_layers=1), world)
         drawn = dict(max_new_tokens=5, do_sample=True, temperature=4.0, attention_mask=torch.ones_like(IDS))
-        found = [model.generate(IDS, **drawn, **more).tolist() for more in ({}, {}, dict(num_beams=2))]
-        assert found[0] != found[1]
+        drawn_tokens = [model.generate(IDS, **drawn, **options).tolist() for options in ({}, {}, dict(num_beams=2))]
+        assert drawn_tokens[0] != drawn_tokens[1]
         hf.unweave(model)
         assert "generate" not in vars(model)
-        return found
+        return drawn_tokens
 
-    first, second = run(main)
-    assert first == second
+    first_rank, second_rank = run(main)
+    assert first_rank == second_rank
 
 
 def test_attention_weights_of_one_ranks_heads_are_refused() -> None:
     def main(world: weft.World) -> None:
-        model = made("Llama", num_hidden_layers=1)
+        model = tiny_model("Llama", num_hidden_layers=1)
         model.set_attn_implementation("eager")
         hf.weave(model, world)
         with torch.no_grad():
@@ -220,7 +223,7 @@ def test_continuous_batching_on_an_emulated_rank_says_what_does_work() -> None:
     """Its thread would log the error that it runs into, and give empty lists."""
 
     def main(world: weft.World) -> None:
-        model = hf.weave(made("Llama", num_hidden_layers=1), world)
+        model = hf.weave(tiny_model("Llama", num_hidden_layers=1), world)
         with pytest.raises(weft.Unsupported, match="thread of its own.*call generate"):
             model.generate_batch([[1, 2]], max_new_tokens=2)
         assert "generate_batch" not in vars(hf.unweave(model))
@@ -230,7 +233,7 @@ def test_continuous_batching_on_an_emulated_rank_says_what_does_work() -> None:
 
 def test_the_report_names_what_the_model_has() -> None:
     def main(world: weft.World) -> None:
-        llama, qwen = (hf.report(hf.weave(made(kind, num_hidden_layers=1), world)) for kind in ("Llama", "Qwen3"))
+        llama, qwen = (hf.report(hf.weave(tiny_model(kind, num_hidden_layers=1), world)) for kind in ("Llama", "Qwen3"))
         assert "norms of heads" in qwen and "norms of heads" not in llama and "rotary in one launch" in llama
         assert ("by a GEMM each" in llama) == (world.size > 1) == ("in one GEMM" not in llama)
 
@@ -240,15 +243,15 @@ def test_the_report_names_what_the_model_has() -> None:
 
 def test_unweave_puts_everything_back() -> None:
     def main(world: weft.World) -> None:
-        model = made("Llama")
-        before, own = {k: v.clone() for k, v in model.state_dict().items()}, model(IDS).logits
+        model = tiny_model("Llama")
+        before, own_logits = {k: v.clone() for k, v in model.state_dict().items()}, model(IDS).logits
         hf.weave(model, world)
-        assert "Qwen" not in (said := hf.report(model)) and "all_reduce_rms_norm" in said and "lm_head" in said
+        assert "Qwen" not in (report := hf.report(model)) and "all_reduce_rms_norm" in report and "lm_head" in report
         after = model.state_dict()
         assert list(after) == list(before) and all((after[k] == before[k]).all() for k in before)
         with pytest.raises(ValueError, match="woven already"):
             hf.weave(model, world)
-        assert (hf.unweave(model)(IDS).logits == own).all()
+        assert (hf.unweave(model)(IDS).logits == own_logits).all()
         assert not [m for m in model.modules() if "forward" in vars(m)]
         with pytest.raises(ValueError, match="is not woven"):
             hf.report(model)
@@ -259,20 +262,20 @@ def test_unweave_puts_everything_back() -> None:
 def test_what_cannot_be_woven_is_named() -> None:
     def main(world: weft.World) -> None:
         gemma = transformers.GemmaConfig(**SIZES)
-        adapted = made("Llama")
+        adapted = tiny_model("Llama")
         adapted.model.layers[1].mlp.down_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.down_proj)
         for model, says in (
             (transformers.GemmaForCausalLM(gemma), r"GemmaDecoderLayer.*weft.hf.styles\(\)"),
             (adapted, "layers.1.mlp.down_proj is Sequential"),
-            (made("Llama", torch.float32), "float32"),
-            (made("Llama", hidden_act="gelu"), "gelu"),
-            (made("Llama", num_key_value_heads=1), "1 key-value heads"),
+            (tiny_model("Llama", torch.float32), "float32"),
+            (tiny_model("Llama", hidden_act="gelu"), "gelu"),
+            (tiny_model("Llama", num_key_value_heads=1), "1 key-value heads"),
         ):
             with pytest.raises(weft.Unsupported, match=says):
                 hf.weave(model, world)
         with pytest.raises(ValueError, match="weave it with a World"):
-            hf.weave(made("Llama"))
-        model = hf.weave(made("Llama"), world)
+            hf.weave(tiny_model("Llama"))
+        model = hf.weave(tiny_model("Llama"), world)
         with pytest.raises(ValueError, match=r"woven model computes no gradient.*torch.no_grad\(\)"):
             model(IDS)
         model.requires_grad_(False)(IDS)
@@ -284,16 +287,16 @@ def test_what_cannot_be_woven_is_named() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_other_worlds(ranks: int) -> None:
-    more = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    heads = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     with torch.no_grad():
-        own = made("Llama", **more)(IDS).logits.float()
+        own_logits = tiny_model("Llama", **heads)(IDS).logits.float()
 
     def main(world: weft.World) -> torch.Tensor:
         with torch.no_grad():
-            return hf.weave(made("Llama", **more), world)(IDS).logits.float()
+            return hf.weave(tiny_model("Llama", **heads), world)(IDS).logits.float()
 
     for logits in run(main, ranks):
-        assert (logits - own).norm() < 0.02 * own.norm()
+        assert (logits - own_logits).norm() < 0.02 * own_logits.norm()
 
 
 def test_the_example_runs_emulated() -> None:
@@ -308,23 +311,23 @@ def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.
     own_mask = modeling.create_causal_mask
 
     def mask(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = own_mask(*args, **kwargs)
-        return torch.ones(9, 9, dtype=torch.bool).tril()[None, None] if made is None else made
+        attention_mask = own_mask(*args, **kwargs)
+        return torch.ones(9, 9, dtype=torch.bool).tril()[None, None] if attention_mask is None else attention_mask
 
     monkeypatch.setattr(modeling, "create_causal_mask", mask)
 
     def main(world: weft.World) -> list[bool]:
-        model, masks = made("Llama"), []
+        model, masks = tiny_model("Llama"), []
         note = lambda _, args, kwargs: masks.append(kwargs.get("attention_mask") is not None)  # noqa: E731
         model.model.layers[0].self_attn.register_forward_pre_hook(note, with_kwargs=True)
         with torch.no_grad():
-            want = model(IDS).logits
+            expected = model(IDS).logits
             hf.weave(model, world)
-            got = model(IDS).logits
+            actual = model(IDS).logits
             padded = torch.ones_like(IDS)
             padded[0, :3] = 0
             model(IDS, attention_mask=padded)
-        assert (got - want).abs().max() <= 2**-5 * want.abs().max()
+        assert (actual - expected).abs().max() <= 2**-5 * expected.abs().max()
         return masks
 
     assert run(main) == [[True, False, True]] * 2

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import weft
-from tests.integrations.test_hf import IDS, made, run
-from tests.integrations.test_hf_moe import made as made_mixture
+from tests.integrations.test_hf import IDS, run, tiny_model
+from tests.integrations.test_hf_moe import tiny_mixture
 from weft import hf
 
 transformers = pytest.importorskip("transformers")
@@ -35,7 +35,7 @@ class LlamaMLP(llama.LlamaMLP):
 
 
 def small(kind: str = "Llama") -> Any:
-    return (made_mixture if kind == "Qwen3Moe" else made)(kind, num_hidden_layers=1)
+    return (tiny_mixture if kind == "Qwen3Moe" else tiny_model)(kind, num_hidden_layers=1)
 
 
 def put_mlp(layer: Any) -> None:
@@ -89,8 +89,8 @@ def test_what_a_woven_model_would_leave_out_is_refused() -> None:
 
 def test_a_class_whose_forward_was_patched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
-    own = llama.LlamaMLP.forward
-    monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: own(self, x) * 2)
+    forward = llama.LlamaMLP.forward
+    monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: forward(self, x) * 2)
 
     def main(world: weft.World) -> None:
         with pytest.raises(weft.Unsupported, match=r"layers.0.mlp.forward is tests.integrations.test_hf_modules"):
@@ -106,7 +106,7 @@ def test_what_comes_later_is_refused_at_the_next_pass() -> None:
             change(model.model.layers[0])
             with torch.no_grad(), pytest.raises(weft.Unsupported, match=says):
                 model(IDS)
-        model = hf.weave(made("Llama"), world)
+        model = hf.weave(tiny_model("Llama"), world)
         model.model.layers = model.model.layers[:1]
         with torch.no_grad(), pytest.raises(weft.Unsupported, match=r"model.layers was replaced"):
             model(IDS)
@@ -129,11 +129,11 @@ def test_hooks_that_are_called_stay() -> None:
         seen: list[str] = []
         model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: seen.append("attention"))
         with torch.no_grad():
-            want = model(IDS).logits
-            got = hf.weave(model, world)(IDS).logits
+            expected = model(IDS).logits
+            actual = hf.weave(model, world)(IDS).logits
             model(IDS, output_hidden_states=True)  # Transformers' own hooks
             model(IDS)
-        assert (got - want).abs().max() <= 2**-5 * want.abs().max() and seen == ["attention"] * 4
+        assert (actual - expected).abs().max() <= 2**-5 * expected.abs().max() and seen == ["attention"] * 4
 
     run(main)
 

@@ -27,8 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def made(kind: str, dtype: torch.dtype = BF, **more: Any) -> Any:
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **more})
+def tiny_mixture(kind: str, dtype: torch.dtype = BF, **changes: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **changes})
     torch.manual_seed(3)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -40,30 +40,30 @@ def made(kind: str, dtype: torch.dtype = BF, **more: Any) -> Any:
     return model.to(dtype)
 
 
-def logits_of(kind: str, ranks: int, **more: Any) -> list[torch.Tensor]:
+def logits_of(kind: str, ranks: int, **changes: Any) -> list[torch.Tensor]:
     def main(world: weft.World) -> torch.Tensor:
         with torch.no_grad():
-            return hf.weave(made(kind, **more), world)(IDS).logits.float()
+            return hf.weave(tiny_mixture(kind, **changes), world)(IDS).logits.float()
 
     return run(main, ranks)
 
 
-def check_logits(kind: str, logits: list[torch.Tensor], **more: Any) -> None:
+def check_logits(kind: str, logits: list[torch.Tensor], **changes: Any) -> None:
     with torch.no_grad():
-        exact = made(kind, torch.float32, **more)(IDS).logits
-        own = made(kind, **more)(IDS).logits.float()
+        exact = tiny_mixture(kind, torch.float32, **changes)(IDS).logits
+        bf16_logits = tiny_mixture(kind, **changes)(IDS).logits.float()
     assert (logits[0] == logits[1]).all()
-    error, usual = ((x - exact).norm() / exact.norm() for x in (logits[0], own))
+    error, usual = ((x - exact).norm() / exact.norm() for x in (logits[0], bf16_logits))
     assert error < max(1.5 * usual.item(), 1e-2), (error, usual)
 
 
-def beside_the_model(kind: str, two_parts: int | None = None, **more: Any) -> Compared:
+def beside_the_model(kind: str, two_parts: int | None = None, **changes: Any) -> Compared:
     """Of 21 tokens, by rows or in two parts."""
     ids = torch.randint(1, 90, (1, 21), generator=torch.Generator().manual_seed(4))
 
     def main(world: weft.World) -> Compared:
         with torch.no_grad():
-            return compared(made(kind, **more), ids, world, two_parts)
+            return compared(tiny_mixture(kind, **changes), ids, world, two_parts)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forwards, "SHARDED_FROM", 8)
@@ -75,16 +75,16 @@ def beside_the_model(kind: str, two_parts: int | None = None, **more: Any) -> Co
 def test_every_token_is_close_by_the_experts_that_were_taken_and_these_are_near_ties(
     kind: str, two_parts: int | None
 ) -> None:
-    found = beside_the_model(kind, two_parts)
-    assert found.of_all < 2e-2 and found.of_token < 3e-2 and found.unexplained <= 1, found
+    comparison = beside_the_model(kind, two_parts)
+    assert comparison.of_all < 2e-2 and comparison.of_token < 3e-2 and comparison.unexplained <= 1, comparison
 
 
 @pytest.mark.parametrize("wrong", ["expert", "weight"])
 def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one token: another expert for its second, which the model's own forward pass then takes too; or its weight."""
 
-    def routes(logits: torch.Tensor, **told: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = hf_gate(logits, **told)
+    def routes(logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = hf_gate(logits, **options)
         if wrong == "expert":
             ids[3, 1] = logits[3].argmin()
         else:
@@ -93,8 +93,10 @@ def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: py
 
     hf_gate = hf_moe.gate
     monkeypatch.setattr(hf_moe, "gate", routes)
-    found = beside_the_model("Mixtral", num_hidden_layers=1)
-    assert (found.unexplained > 1 and found.moved) if wrong == "expert" else found.of_token > 3e-2, found
+    comparison = beside_the_model("Mixtral", num_hidden_layers=1)
+    assert (comparison.unexplained > 1 and comparison.moved) if wrong == "expert" else comparison.of_token > 3e-2, (
+        comparison
+    )
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -109,30 +111,32 @@ def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: p
     monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
 
     def main(world: weft.World) -> list[torch.Tensor]:
-        model = made("Qwen3Moe", num_hidden_layers=1)
+        model = tiny_mixture("Qwen3Moe", num_hidden_layers=1)
         with torch.no_grad():
             return [model(IDS[:1]).logits, hf.weave(model, world)(IDS[:1]).logits]
 
-    for want, got in run(main):
-        assert (got - want).abs().max() <= 2**-4 * want.abs().max()
+    for expected, actual in run(main):
+        assert (actual - expected).abs().max() <= 2**-4 * expected.abs().max()
 
 
 def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
 
     def main(world: weft.World) -> list[Any]:
-        model = made("Qwen3Moe", mlp_only_layers=[0], intermediate_size=96)
+        model = tiny_mixture("Qwen3Moe", mlp_only_layers=[0], intermediate_size=96)
         with torch.no_grad():
-            want = model(IDS, output_hidden_states=True, output_router_logits=True)
-            got = hf.weave(model, world)(IDS, output_hidden_states=True, output_router_logits=True)
+            expected = model(IDS, output_hidden_states=True, output_router_logits=True)
+            actual = hf.weave(model, world)(IDS, output_hidden_states=True, output_router_logits=True)
         assert "without experts" in hf.report(model)
-        return [want, got]
+        return [expected, actual]
 
-    for want, got in run(main):
-        assert (got.logits - want.logits).abs().max() <= 2**-4 * want.logits.abs().max()
-        assert [h.shape for h in got.hidden_states] == [h.shape for h in want.hidden_states]
-        assert [r.shape for r in got.router_logits] == [r.shape for r in want.router_logits] == [(18, 6)]
-        assert (got.router_logits[0] - want.router_logits[0]).abs().max() <= 2**-4 * want.router_logits[0].abs().max()
+    for expected, actual in run(main):
+        assert (actual.logits - expected.logits).abs().max() <= 2**-4 * expected.logits.abs().max()
+        assert [h.shape for h in actual.hidden_states] == [h.shape for h in expected.hidden_states]
+        assert [r.shape for r in actual.router_logits] == [r.shape for r in expected.router_logits] == [(18, 6)]
+        assert (actual.router_logits[0] - expected.router_logits[0]).abs().max() <= 2**-4 * expected.router_logits[
+            0
+        ].abs().max()
 
 
 @pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
@@ -140,28 +144,28 @@ def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypat
     """The prompt by rows, the tokens after it by all ranks."""
     monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
     ids = IDS[1:] if kind == "GptOss" else IDS  # of its first row the two best tokens are within rounding
-    more = dict(cache_implementation="static") if static else {}
-    wanted = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids), **more)
+    cache_options = dict(cache_implementation="static") if static else {}
+    wanted = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids), **cache_options)
     layers = 2 if kind == "GptOss" else 1  # one of each kind of attention
-    own = made(kind, num_hidden_layers=layers).generate(ids, **wanted)
+    expected = tiny_mixture(kind, num_hidden_layers=layers).generate(ids, **wanted)
 
     def main(world: weft.World) -> torch.Tensor:
-        return hf.weave(made(kind, num_hidden_layers=layers), world).generate(ids, **wanted)
+        return hf.weave(tiny_mixture(kind, num_hidden_layers=layers), world).generate(ids, **wanted)
 
     for tokens in run(main):
-        assert (tokens == own).all()
+        assert (tokens == expected).all()
 
 
 def test_unweave_puts_everything_back_and_the_report_names_the_layers() -> None:
     def main(world: weft.World) -> None:
-        model = made("GptOss")
-        before, own = {k: v.clone() for k, v in model.state_dict().items()}, model(IDS).logits
+        model = tiny_mixture("GptOss")
+        before, own_logits = {k: v.clone() for k, v in model.state_dict().items()}, model(IDS).logits
         hf.weave(model, world)
-        said = hf.report(model)
-        assert "GptOssMLP" in said and "whole experts" in said and "q_proj" in said and "lm_head" in said
+        report = hf.report(model)
+        assert "GptOssMLP" in report and "whole experts" in report and "q_proj" in report and "lm_head" in report
         after = model.state_dict()
         assert list(after) == list(before) and all((after[k] == before[k]).all() for k in before)
-        assert (hf.unweave(model)(IDS).logits == own).all()
+        assert (hf.unweave(model)(IDS).logits == own_logits).all()
         assert not [m for m in model.modules() if {"forward", "sinks"} & vars(m).keys()]
 
     run(main)
@@ -170,16 +174,16 @@ def test_unweave_puts_everything_back_and_the_report_names_the_layers() -> None:
 def test_what_cannot_be_woven_is_named() -> None:
     def main(world: weft.World) -> None:
         olmoe = transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
-        clamped, other = made("GptOss"), made("Mixtral")
+        clamped, without_experts = tiny_mixture("GptOss"), tiny_mixture("Mixtral")
         clamped.model.layers[1].mlp.experts.limit = 5.0
-        other.model.layers[1].mlp.experts = torch.nn.Identity()
+        without_experts.model.layers[1].mlp.experts = torch.nn.Identity()
         for model, says in (
             (transformers.OlmoeForCausalLM(olmoe).bfloat16(), "OlmoeDecoderLayer"),
             (clamped, r"layers.1.mlp.experts has alpha and limit \(1.702, 5.0\)"),
-            (other, "layers.1.mlp.experts is Identity"),
-            (made("Qwen3Moe", torch.float32), "float32"),
-            (made("Mixtral", num_local_experts=5), "5 experts do not divide by 2 ranks"),
-            (made("Mixtral", hidden_act="gelu"), "gelu"),
+            (without_experts, "layers.1.mlp.experts is Identity"),
+            (tiny_mixture("Qwen3Moe", torch.float32), "float32"),
+            (tiny_mixture("Mixtral", num_local_experts=5), "5 experts do not divide by 2 ranks"),
+            (tiny_mixture("Mixtral", hidden_act="gelu"), "gelu"),
         ):
             with pytest.raises(weft.Unsupported, match=says):
                 hf.weave(model, world)
@@ -194,24 +198,24 @@ def test_experts_alone_under_transformers_own_parallelism(kind: str) -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     def main(world: weft.World) -> None:
-        model = made(kind)
+        model = tiny_mixture(kind)
         experts = model.model.layers[0].mlp.experts
         count, k = experts.num_experts // world.size, 2
-        own = torch.Generator().manual_seed(1)
-        x = torch.randn(7, SIZES["hidden_size"], generator=own).to(BF)
-        ids = torch.stack([torch.randperm(experts.num_experts, generator=own)[:k] for _ in range(7)])
-        weights = torch.rand(7, k, generator=own).to(BF)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(7, SIZES["hidden_size"], generator=generator).to(BF)
+        ids = torch.stack([torch.randperm(experts.num_experts, generator=generator)[:k] for _ in range(7)])
+        weights = torch.rand(7, k, generator=generator).to(BF)
         with torch.no_grad():
-            want = experts(x, ids, weights).float()
+            expected = experts(x, ids, weights).float()
             for name, p in list(experts.named_parameters()):
                 setattr(experts, name, torch.nn.Parameter(p.detach().split(count)[world.rank].clone()))
-            here = ids - world.rank * count
-            here = here.masked_fill((here < 0) | (here >= count), count)
+            local_ids = ids - world.rank * count
+            local_ids = local_ids.masked_fill((local_ids < 0) | (local_ids >= count), count)
             forward = hf_moe.experts_forward(lambda: world)
-            parts = world.exchange(forward(experts, x, here, weights).float())
+            parts = world.exchange(forward(experts, x, local_ids, weights).float())
             none = forward(experts, x, torch.full_like(ids, count), weights)
-        assert (sum(parts) - want).norm() <= 2e-2 * want.norm() and not none.any()
-        assert all(part.norm() > 0.1 * want.norm() for part in parts)
+        assert (sum(parts) - expected).norm() <= 2e-2 * expected.norm() and not none.any()
+        assert all(part.norm() > 0.1 * expected.norm() for part in parts)
         hf.register_experts(world)
         assert "weft" in ExpertsInterface()
 
@@ -232,7 +236,7 @@ def test_experts_that_are_written_are_laid_out_anew(kind: str, how: str) -> None
     """Any of their tensors, also where the allocator puts a new one at an old one's address."""
 
     def main(world: weft.World) -> None:
-        experts = made(kind).model.layers[0].mlp.experts
+        experts = tiny_mixture(kind).model.layers[0].mlp.experts
         x = torch.randn(7, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).to(BF)
         ids, weights = torch.arange(14).view(7, 2) % experts.num_experts, torch.rand(7, 2).to(BF)
         forward = hf_moe.experts_forward(lambda: world)
@@ -244,10 +248,10 @@ def test_experts_that_are_written_are_laid_out_anew(kind: str, how: str) -> None
                 written = WRITES[how](getattr(experts, name))
                 if isinstance(written, torch.nn.Parameter):
                     setattr(experts, name, written)
-                got, want = forward(experts, x, ids, weights), experts(x, ids, weights).float()
-                assert (got - want).norm() <= 2e-2 * want.norm() and not torch.equal(got, before), name
+                actual, expected = forward(experts, x, ids, weights), experts(x, ids, weights).float()
+                assert (actual - expected).norm() <= 2e-2 * expected.norm() and not torch.equal(actual, before), name
                 laid_out = vars(experts)["_weft_experts"].w13
-                assert torch.equal(forward(experts, x, ids, weights), got)
+                assert torch.equal(forward(experts, x, ids, weights), actual)
                 assert vars(experts)["_weft_experts"].w13 is laid_out
 
     weft.spmd(main, 1, backend="emulated")
@@ -265,33 +269,35 @@ def test_experts_that_transformers_has_split_already() -> None:
     mesh = init_device_mesh("cpu", (2,))
 
     def split(experts: Any, rank: int, columns: bool) -> None:
-        first, second = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
         if columns:
-            halves = [half.chunk(2, 1)[rank] for half in first.chunk(2, 1)]
-            parts = torch.cat(halves, 1), second.chunk(2, 2)[rank].contiguous()
-            places: Any = _StridedShard(dim=1, split_factor=2), Shard(2)
+            halves = [half.chunk(2, 1)[rank] for half in gate_up.chunk(2, 1)]
+            parts = torch.cat(halves, 1), down.chunk(2, 2)[rank].contiguous()
+            placements: Any = _StridedShard(dim=1, split_factor=2), Shard(2)
         else:
-            parts, places = (first.chunk(2)[rank], second.chunk(2)[rank]), (Shard(0), Shard(0))
-        for name, part, place, whole in zip(("gate_up_proj", "down_proj"), parts, places, (first, second), strict=True):
+            parts, placements = (gate_up.chunk(2)[rank], down.chunk(2)[rank]), (Shard(0), Shard(0))
+        for name, part, place, whole in zip(
+            ("gate_up_proj", "down_proj"), parts, placements, (gate_up, down), strict=True
+        ):
             placed = DTensor.from_local(part, mesh, [place], run_check=False, shape=whole.shape, stride=whole.stride())
             setattr(experts, name, torch.nn.Parameter(placed))
 
     def main(world: weft.World, columns: bool) -> list[torch.Tensor]:
-        model = made("Qwen3Moe", num_hidden_layers=1)
+        model = tiny_mixture("Qwen3Moe", num_hidden_layers=1)
         with torch.no_grad():
-            want = model(IDS).logits
+            expected = model(IDS).logits
             for layer in model.model.layers:
                 split(layer.mlp.experts, world.rank, columns)
             hf.weave(model, world)
             assert ("columns of all experts" in hf.report(model)) == columns
-            return [want, model(IDS).logits]
+            return [expected, model(IDS).logits]
 
     try:
         for columns, least in ((False, 1000), (True, 1000), (True, 8)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(forwards, "SHARDED_FROM", least)
-                for want, got in run(functools.partial(main, columns=columns)):
-                    assert (got - want).abs().max() <= 2**-4 * want.abs().max(), (columns, least)
+                for expected, actual in run(functools.partial(main, columns=columns)):
+                    assert (actual - expected).abs().max() <= 2**-4 * expected.abs().max(), (columns, least)
     finally:
         dist.destroy_process_group()
 
@@ -301,15 +307,18 @@ def test_experts_that_transformers_has_split_already() -> None:
 def test_two_parts_give_what_one_gives(kind: str, ranks: int) -> None:
     """The experts of 18 tokens in two parts, one's under the other's norm: what is read too early is a race. Also with a
     dense layer between, and in one part where router logits are recorded."""
-    more = dict(mlp_only_layers=[0], intermediate_size=96) if kind == "Qwen3Moe" else {}
+    changes = dict(mlp_only_layers=[0], intermediate_size=96) if kind == "Qwen3Moe" else {}
     if ranks == 4:
-        more |= dict(num_key_value_heads=4) | (dict(num_experts=8) if kind == "Qwen3Moe" else {})
+        changes |= dict(num_key_value_heads=4) | (dict(num_experts=8) if kind == "Qwen3Moe" else {})
 
     def main(world: weft.World) -> list[torch.Tensor]:
-        model, told = made(kind, **more), dict(max_new_tokens=2, do_sample=False, attention_mask=torch.ones_like(IDS))
+        model, options = (
+            tiny_mixture(kind, **changes),
+            dict(max_new_tokens=2, do_sample=False, attention_mask=torch.ones_like(IDS)),
+        )
         with torch.no_grad():
-            one = hf.weave(model, world, two_parts=None)(IDS).logits, model.generate(IDS, **told)
-            two = hf.weave(hf.unweave(model), world, two_parts=2)(IDS).logits, model.generate(IDS, **told)
+            one = hf.weave(model, world, two_parts=None)(IDS).logits, model.generate(IDS, **options)
+            two = hf.weave(hf.unweave(model), world, two_parts=2)(IDS).logits, model.generate(IDS, **options)
             recorded = model(IDS, output_router_logits=True)
         assert "from 2 tokens on in two parts" in hf.report(model)
         assert all(logits.shape[0] == 18 for logits in recorded.router_logits)

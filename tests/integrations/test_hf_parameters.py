@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import weft
-from tests.integrations.test_hf import IDS, made, run
-from tests.integrations.test_hf_moe import made as made_mixture
+from tests.integrations.test_hf import IDS, run, tiny_model
+from tests.integrations.test_hf_moe import tiny_mixture
 from weft import hf
 from weft.integrations.transformers import moe as hf_moe
 from weft.integrations.transformers.shards import ColumnShards, RowShard
@@ -26,10 +26,10 @@ DENSE, MIXTURES = ("Llama", "Qwen2", "Qwen3"), ("Qwen3Moe", "GptOss")
 
 
 def small(kind: str) -> Any:
-    return (made if kind in DENSE else made_mixture)(kind, num_hidden_layers=1)
+    return (tiny_model if kind in DENSE else tiny_mixture)(kind, num_hidden_layers=1)
 
 
-def other(kind: str) -> dict[str, torch.Tensor]:
+def other_parameters(kind: str) -> dict[str, torch.Tensor]:
     """Another model's parameters, of which none is the first one's."""
     return {name: t.flip(0) * 0.75 + 0.03125 for name, t in small(kind).state_dict().items()}
 
@@ -83,7 +83,7 @@ WAYS: tuple[Callable[[Any, dict[str, torch.Tensor]], None], ...] = (
 def test_what_is_written_is_what_is_computed_with(kind: str, ranks: int) -> None:
     """Whole models, of which several ranks have views and one alone has a stack; to the bit what a model that has the
     parameters from the start gives when it is woven. Two ways at a time, back and forth."""
-    states = [other(kind), small(kind).state_dict()]
+    states = [other_parameters(kind), small(kind).state_dict()]
 
     def main(world: weft.World) -> None:
         with torch.no_grad():
@@ -96,8 +96,8 @@ def test_what_is_written_is_what_is_computed_with(kind: str, ranks: int) -> None
             model = hf.weave(small(kind), world)
             for i, write in enumerate((*WAYS, *WAYS[:1])):
                 write(model, states[i % 2])
-                got = model(IDS).logits
-                assert (got == wanted[i % 2]).all(), write.__name__
+                logits = model(IDS).logits
+                assert (logits == wanted[i % 2]).all(), write.__name__
                 assert all((t == states[i % 2][name]).all() for name, t in model.state_dict().items())
             hf.unweave(model)
             assert all(type(p) is nn.Parameter for p in model.parameters())
@@ -106,7 +106,7 @@ def test_what_is_written_is_what_is_computed_with(kind: str, ranks: int) -> None
 
 
 def test_what_leaves_no_trace_is_packed_again_when_asked_for() -> None:
-    state = other("Qwen3Moe")
+    state = other_parameters("Qwen3Moe")
 
     def main(world: weft.World) -> None:
         with torch.no_grad():
@@ -115,17 +115,17 @@ def test_what_leaves_no_trace_is_packed_again_when_asked_for() -> None:
             for name, p in model.named_parameters():
                 torch.Tensor.data.__get__(p).copy_(state[name])
             hf.repack(model)
-            got = model(IDS).logits
+            logits = model(IDS).logits
             fresh = small("Qwen3Moe")
             fresh.load_state_dict(state)
-            want = hf.weave(fresh, world)(IDS).logits
-        assert (got == want).all() and not (before == want).all()
+            expected = hf.weave(fresh, world)(IDS).logits
+        assert (logits == expected).all() and not (before == expected).all()
         experts, forward = small("Qwen3Moe").model.layers[0].mlp.experts, hf_moe.experts_forward(lambda: world)
-        given = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
+        inputs = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
         with torch.no_grad():
-            first = forward(experts, *given)
+            first_result = forward(experts, *inputs)
             torch.Tensor.data.__get__(experts.gate_up_proj).zero_()
-            assert (forward(experts, *given) == first).all() and not forward(hf.repack(experts), *given).any()
+            assert (forward(experts, *inputs) == first_result).all() and not forward(hf.repack(experts), *inputs).any()
 
     run(main, 1)
 
@@ -138,7 +138,7 @@ def test_packed_experts_keep_their_memory() -> None:
         packed = [p for p in model._weft.parameters if p.packed]
         experts = packed[0]._bind.__self__
         held = experts.w13, experts.w2, experts.b13
-        model.load_state_dict(other("GptOss"))
+        model.load_state_dict(other_parameters("GptOss"))
         fresh = hf_moe.RankExperts(model.model.layers[0].mlp.experts, world)
         assert (experts.w13, experts.w2, experts.b13) == held
         assert all((t == again).all() for t, again in zip(held, (fresh.w13, fresh.w2, fresh.b13), strict=True))
@@ -186,16 +186,16 @@ def test_registered_experts_of_emulated_ranks_are_each_ranks_own() -> None:
         )
         weights = torch.full((4, 2), 0.5, dtype=torch.bfloat16)
         with torch.no_grad():
-            want = experts(x, ids, weights).float()
+            expected = experts(x, ids, weights).float()
             count = experts.num_experts // world.size
             for name, p in list(experts.named_parameters()):
                 setattr(experts, name, nn.Parameter(p.detach().split(count)[world.rank].clone()))
             model.config._experts_implementation = "weft"
-            here = ids - world.rank * count
-            part = experts(x, here.masked_fill((here < 0) | (here >= count), count), weights).float()
+            local_ids = ids - world.rank * count
+            part = experts(x, local_ids.masked_fill((local_ids < 0) | (local_ids >= count), count), weights).float()
             assert experts._weft_experts.world is world
             parts = world.exchange(part)
-        assert (sum(parts) - want).norm() <= 2e-2 * want.norm()
+        assert (sum(parts) - expected).norm() <= 2e-2 * expected.norm()
 
     run(main)
 
@@ -253,8 +253,8 @@ def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None
     def check() -> None:
         columns.parameters.refresh(world, lambda module: "layers.0")
         parts = [linear.weight.to_local() for linear in linears]
-        want = torch.cat([x @ part.t() for part in parts], 1)
-        assert torch.allclose(columns(x), want) and columns.weights[0] is stack
+        expected = torch.cat([x @ part.t() for part in parts], 1)
+        assert torch.allclose(columns(x), expected) and columns.weights[0] is stack
         assert {part.untyped_storage().data_ptr() for part in parts} == {stack.untyped_storage().data_ptr()}
 
     with torch.no_grad():

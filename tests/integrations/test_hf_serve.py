@@ -12,19 +12,19 @@ import pytest
 import torch
 
 import weft
-from tests.integrations.test_hf import alike, made, run
+from tests.integrations.test_hf import alike, run, tiny_model
 from weft import hf
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [21, 22, 23, 24, 25, 26, 27, 28], [31, 32, 33]]
 
 
-def told(**more: Any) -> dict[str, Any]:
+def serving_options(**options: Any) -> dict[str, Any]:
     batching = transformers.generation.ContinuousBatchingConfig(
         **{_page(): 16}, num_blocks=32, max_batch_tokens=12, allow_block_sharing=False
     )
     wanted = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=95, pad_token_id=0)
-    return dict(generation_config=wanted, continuous_batching_config=batching, **more)
+    return dict(generation_config=wanted, continuous_batching_config=batching, **options)
 
 
 def _page() -> str:
@@ -35,33 +35,35 @@ def _page() -> str:
 
 def alone(model: Any) -> list[list[int]]:
     """What generate gives, request by request."""
-    given = [torch.tensor([prompt]) for prompt in PROMPTS]
+    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
     wanted = dict(max_new_tokens=6, do_sample=False, eos_token_id=95, pad_token_id=0)
-    made = [model.generate(ids, attention_mask=torch.ones_like(ids), **wanted)[0, ids.shape[1] :] for ids in given]
-    return [tokens.tolist() for tokens in made]
+    generated = [
+        model.generate(ids, attention_mask=torch.ones_like(ids), **wanted)[0, ids.shape[1] :] for ids in prompts
+    ]
+    return [tokens.tolist() for tokens in generated]
 
 
 def served(model: Any) -> list[list[int]]:
-    return tokens_of(model.generate_batch(PROMPTS, **told()))
+    return tokens_of(model.generate_batch(PROMPTS, **serving_options()))
 
 
-def tokens_of(made: dict[str, Any]) -> list[list[int]]:
-    return [made[name].generated_tokens for name in sorted(made, key=lambda name: int(name.split("_")[-1]))]
+def tokens_of(outputs: dict[str, Any]) -> list[list[int]]:
+    return [outputs[name].generated_tokens for name in sorted(outputs, key=lambda name: int(name.split("_")[-1]))]
 
 
-def check_alike(got: list[list[int]], kind: str) -> None:
+def check_alike(actual: list[list[int]], kind: str) -> None:
     """bfloat16 and woven: where the model's two best logits are as good as equal, either is right."""
-    model = made(kind)
-    for prompt, tokens, own in zip(PROMPTS, got, alone(model), strict=True):
-        assert len(tokens) == len(own)
-        assert alike(torch.tensor([prompt + tokens]), torch.tensor([prompt + own]), model), (tokens, own)
+    model = tiny_model(kind)
+    for prompt, tokens, expected in zip(PROMPTS, actual, alone(model), strict=True):
+        assert len(tokens) == len(expected)
+        assert alike(torch.tensor([prompt + tokens]), torch.tensor([prompt + expected]), model), (tokens, expected)
 
 
-@pytest.mark.parametrize(("kind", "more"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Qwen3", {})])
-def test_served_together_as_alone(kind: str, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "changes"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Qwen3", {})])
+def test_served_together_as_alone(kind: str, changes: dict[str, Any]) -> None:
     """In chunks too: twelve tokens a step are fewer than the prompts have."""
-    model = made(kind, torch.float32, **more)
-    assert served(hf.paged(model)) == alone(made(kind, torch.float32, **more))
+    model = tiny_model(kind, torch.float32, **changes)
+    assert served(hf.paged(model)) == alone(tiny_model(kind, torch.float32, **changes))
 
 
 # Since Transformers 5.24 the loop is told whether its caller is in inference mode.
@@ -75,19 +77,19 @@ def test_served_woven() -> None:
     """The loop of continuous batching without its thread, which the emulator cannot follow."""
 
     def main(world: weft.World) -> list[list[int]]:
-        manager = hf.paged(hf.weave(made("Qwen3"), world)).init_continuous_batching(**told())
+        manager = hf.paged(hf.weave(tiny_model("Qwen3"), world)).init_continuous_batching(**serving_options())
         names, status = manager.add_requests(PROMPTS), manager.background_thread_status
         status.request_stop(status.FLUSH_AND_STOP, 0)
         with torch.no_grad():
             manager._run_generation_loop(*([False] if TAKES_MODE else []))
-        made_ = [manager.get_result(timeout=1) for _ in names]
-        return tokens_of({each.request_id: each for each in made_})
+        outputs = [manager.get_result(timeout=1) for _ in names]
+        return tokens_of({output.request_id: output for output in outputs})
 
     check_alike(run(main, 1)[0], "Qwen3")
 
 
 def test_outside_continuous_batching_it_says_so() -> None:
-    model = hf.paged(made("Llama"))
+    model = hf.paged(tiny_model("Llama"))
     with pytest.raises(ValueError, match="generate_batch"):
         model(torch.tensor([[1, 2]]))
     model.set_attn_implementation("sdpa")

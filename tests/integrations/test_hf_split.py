@@ -12,9 +12,9 @@ import torch
 import weft
 from tests.gpu import gpu_hf
 from tests.integrations import hf_gloo
-from tests.integrations.test_hf import IDS, made
-from tests.integrations.test_hf_moe import made as mixtures_made
-from tests.integrations.test_hf_serve import PROMPTS, check_alike, tokens_of, told
+from tests.integrations.test_hf import IDS, tiny_model
+from tests.integrations.test_hf_moe import tiny_mixture
+from tests.integrations.test_hf_serve import PROMPTS, check_alike, serving_options, tokens_of
 from weft import hf
 
 transformers = pytest.importorskip("transformers")
@@ -27,55 +27,55 @@ def styled() -> None:
 
     before = {name: ALL_PARALLEL_STYLES[name] for name in ("rowwise", "colwise")}
     for kind in ("Llama", "Qwen2"):  # without biases and with them
-        whole = made(kind)
-        with hf.styles() as found:
+        whole = tiny_model(kind)
+        with hf.styles() as served:
             model = hf_gloo.split(whole)
-        assert found.linears == LINEARS and all(ALL_PARALLEL_STYLES[n] is own for n, own in before.items())
+        assert served.linears == LINEARS and all(ALL_PARALLEL_STYLES[n] is own_style for n, own_style in before.items())
         hf_gloo.called.clear()
         with torch.no_grad():
-            want, got = whole(IDS).logits.float(), model(IDS).logits.float()
+            expected, actual = whole(IDS).logits.float(), model(IDS).logits.float()
         assert hf_gloo.called == [IDS.numel()] * 4, "o_proj and down_proj of both layers"
-        assert (got - want).norm() < 0.02 * want.norm()
+        assert (actual - expected).norm() < 0.02 * expected.norm()
         loss = model(IDS).logits.float().sum()  # a gradient is Transformers' own
         loss.backward()
         assert len(hf_gloo.called) == 4 and model.model.layers[0].mlp.down_proj.weight.grad is not None
-    plain = hf_gloo.split(made("Llama", torch.float32))
+    plain = hf_gloo.split(tiny_model("Llama", torch.float32))
     with torch.no_grad():
         plain(IDS)
     with hf.styles():
-        other = hf_gloo.split(made("Llama", torch.float32))
+        styled_plain = hf_gloo.split(tiny_model("Llama", torch.float32))
     with torch.no_grad():
-        assert (other(IDS).logits == plain(IDS).logits).all(), "float32 is Transformers' own"
+        assert (styled_plain(IDS).logits == plain(IDS).logits).all(), "float32 is Transformers' own"
     assert len(hf_gloo.called) == 4
 
 
 def woven_and_served() -> None:
     os.environ.update(WORLD_SIZE="2")
-    model = hf.weave(hf_gloo.split(made("Qwen3")))
+    model = hf.weave(hf_gloo.split(tiny_model("Qwen3")))
     assert "lm_head: this rank's columns, gathered" in hf.report(model) and "lm_head: Transformers" not in hf.report(
         model
     )
-    made_ = hf.paged(model).generate_batch(PROMPTS, **told())
-    check_alike(tokens_of(made_), "Qwen3")
+    outputs = hf.paged(model).generate_batch(PROMPTS, **serving_options())
+    check_alike(tokens_of(outputs), "Qwen3")
 
 
 def tokens_of_one_rank() -> None:
     """What GPUs are held to, with fewer columns and steps."""
-    few = dict(hidden_size=64, intermediate_size=176, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    with mock.patch.dict(gpu_hf.SIZES, few):
+    small_sizes = dict(hidden_size=64, intermediate_size=176, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    with mock.patch.dict(gpu_hf.SIZES, small_sizes):
         assert gpu_hf.forced(weft.init(), "Llama", steps=16) == 0.0
 
 
 def mixture() -> None:
     """Mixtral as Transformers splits it, woven: experts by columns of all, attention by heads."""
-    whole = mixtures_made("Mixtral")
+    whole = tiny_mixture("Mixtral")
     with torch.no_grad():
-        want = whole(IDS).logits.float()
-        got = hf.weave(hf_gloo.split(whole))(IDS).logits.float()
-    assert (got - want).norm() < 0.02 * want.norm()
+        expected = whole(IDS).logits.float()
+        actual = hf.weave(hf_gloo.split(whole))(IDS).logits.float()
+    assert (actual - expected).norm() < 0.02 * expected.norm()
 
 
-def both() -> None:
+def all_cases() -> None:
     styled()
     woven_and_served()
     tokens_of_one_rank()
@@ -83,4 +83,4 @@ def both() -> None:
 
 
 def test_styles_and_a_woven_model_served(tmp_path: Path) -> None:
-    hf_gloo.on_two_ranks(both, tmp_path / "store")
+    hf_gloo.on_two_ranks(all_cases, tmp_path / "store")

@@ -55,14 +55,14 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / count
 
 
-def train(model: nn.Module, rank: int, summed: list[nn.Parameter]) -> list[float]:
-    """Losses of all ranks' tokens. summed: parameters whose gradients are summed over the ranks here."""
+def train(model: nn.Module, rank: int, to_sum: list[nn.Parameter]) -> list[float]:
+    """Losses of all ranks' tokens. to_sum: parameters whose gradients are summed over the ranks here."""
     losses, optimizer = [], torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
         tokens = torch.randint(VOCAB, (RANKS, 2, S), generator=torch.Generator().manual_seed(step % 2))[rank]
         loss = model(tokens)
         loss.backward()
-        for p in summed:
+        for p in to_sum:
             assert p.grad is not None
             dist.all_reduce(p.grad)
         optimizer.step()
@@ -77,7 +77,7 @@ def over_gloo(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     world = weft.init()
     plain = Decoder(world)
-    want = train(plain, rank, [p for name, p in plain.named_parameters() if not name.endswith((".w13", ".w2"))])
+    expected = train(plain, rank, [p for name, p in plain.named_parameters() if not name.endswith((".w13", ".w2"))])
     model = Decoder(world)
     (code,) = re.findall(r"<!-- FSDP2 -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
     exec(code, dict(model=model, mesh=init_device_mesh("cpu", (RANKS,))))
@@ -86,9 +86,9 @@ def over_gloo(rank: int, store: str) -> None:
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     assert {name.rpartition(".")[2] for name in whole} == {"w13", "w2"} and "blocks.0.experts.router" in sharded
-    got = train(model, rank, [])
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert want[-1] < 0.9 * want[0]
+    actual = train(model, rank, [])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert expected[-1] < 0.9 * expected[0]
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         full = p.full_tensor() if isinstance(p, DTensor) else p
         torch.testing.assert_close(full, q, rtol=1e-4, atol=1e-4, msg=name)

@@ -64,12 +64,12 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    monkeypatch.setattr(parallel, "world_of", lambda name, x: here.world)
+    monkeypatch.setattr(parallel, "world_of", lambda name, x: thread_local.world)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
 
 
-here = threading.local()
+thread_local = threading.local()
 
 
 def split(block: nn.Module, mesh: DeviceMesh, rank: int, styles: dict[str, Any]) -> nn.Module:
@@ -83,23 +83,23 @@ def split(block: nn.Module, mesh: DeviceMesh, rank: int, styles: dict[str, Any])
         place = p.placements[0]
         part = full[name].chunk(2, place.dim)[rank].contiguous() if isinstance(place, Shard) else full[name]
         owner, leaf = name.rsplit(".", 1)
-        made = DTensor.from_local(part, mesh, p.placements, run_check=False)
-        block.get_submodule(owner).register_parameter(leaf, nn.Parameter(made))
+        local_part = DTensor.from_local(part, mesh, p.placements, run_check=False)
+        block.get_submodule(owner).register_parameter(leaf, nn.Parameter(local_part))
     return block
 
 
 def gradients(block: nn.Module, rank: int, sums: bool) -> dict[str, torch.Tensor]:
     """Of a split module's parameters the local ones; of a whole one's the parts that this rank would have."""
-    found = {}
+    gradients_by_name = {}
     for name, p in block.named_parameters():
         grad = p.grad
         assert grad is not None
         if isinstance(grad, DTensor):
-            found[name] = grad.to_local()
+            gradients_by_name[name] = grad.to_local()
             continue
         dim = {"w1": 0, "w3": 0, "w2": 1}.get(name.split(".")[0]) if name != "w2.bias" else None
-        found[name] = grad if dim is None else grad.chunk(2, dim)[rank]
-    return found
+        gradients_by_name[name] = grad if dim is None else grad.chunk(2, dim)[rank]
+    return gradients_by_name
 
 
 @pytest.mark.parametrize(("dim", "amp"), [(1, False), (0, False), (1, True)])
@@ -107,36 +107,40 @@ def test_a_block_and_its_gradients(mesh: DeviceMesh, dim: int, amp: bool, monkey
     x, g = (torch.randn(B, S, H, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     reference = whole()
     want_x = x.double().requires_grad_()
-    want = reference(want_x)
-    (want * g.double()).sum().backward()
+    expected = reference(want_x)
+    (expected * g.double()).sum().backward()
     dtype = torch.float32 if amp else BF
     calls: list[str] = []
-    own = parallel.all_gather_matmul
-    monkeypatch.setattr(parallel, "all_gather_matmul", lambda *a, **k: (calls.append("gather"), own(*a, **k))[1])
+    all_gather_matmul = parallel.all_gather_matmul
+    monkeypatch.setattr(
+        parallel, "all_gather_matmul", lambda *a, **k: (calls.append("gather"), all_gather_matmul(*a, **k))[1]
+    )
 
     def summed_over(world: weft.World) -> None:
         """Gradients of the norm are summed by torch, which here has one rank: by the emulated ranks instead."""
-        monkeypatch.setattr(parallel.dist, "all_reduce", lambda t, group: t.copy_(sum(here.world.exchange(t.clone()))))
+        monkeypatch.setattr(
+            parallel.dist, "all_reduce", lambda t, group: t.copy_(sum(thread_local.world.exchange(t.clone())))
+        )
 
     def main(world: weft.World) -> tuple[Any, ...]:
-        here.world = world
+        thread_local.world = world
         summed_over(world)
         block = split(whole(dtype), mesh, world.rank, plan(parallel, dim))
-        mine = x.chunk(2, dim)[world.rank].to(dtype).clone().requires_grad_()
+        own_x = x.chunk(2, dim)[world.rank].to(dtype).clone().requires_grad_()
         with torch.autocast("cpu", BF, enabled=amp):
-            y = block(mine)
+            y = block(own_x)
         (y.float() * g.chunk(2, dim)[world.rank]).sum().backward()
         world.synchronize()
-        said = parallel.report(block)
-        return y.detach(), mine.grad, gradients(block, world.rank, True), said
+        report = parallel.report(block)
+        return y.detach(), own_x.grad, gradients(block, world.rank, True), report
 
     results = weft.spmd(main, 2, backend="emulated")
     assert len(calls) == 2, "w1 and w3 take one gather"
-    for rank, (y, dx, grads, said) in enumerate(results):
-        assert said.count("all-gather + GEMM by weft") == 2 and "GEMM + reduce-scatter by weft" in said, said
-        assert "norm: on local rows" in said
+    for rank, (y, dx, grads, report) in enumerate(results):
+        assert report.count("all-gather + GEMM by weft") == 2 and "GEMM + reduce-scatter by weft" in report, report
+        assert "norm: on local rows" in report
         assert want_x.grad is not None
-        assert distance(y.double(), want.detach().chunk(2, dim)[rank]) < 1e-2
+        assert distance(y.double(), expected.detach().chunk(2, dim)[rank]) < 1e-2
         assert distance(dx.double(), want_x.grad.chunk(2, dim)[rank]) < 2e-2
         for name, grad in gradients(reference, rank, False).items():
             assert distance(grads[name].double(), grad) < 2e-2, name
@@ -144,15 +148,15 @@ def test_a_block_and_its_gradients(mesh: DeviceMesh, dim: int, amp: bool, monkey
 
 def test_a_gather_is_shared_by_one_pass_and_not_by_the_next(mesh: DeviceMesh) -> None:
     def main(world: weft.World) -> None:
-        here.world = world
+        thread_local.world = world
         block = split(whole(BF), mesh, world.rank, plan(parallel, 1))
         x = torch.randn(B, S // 2, H).to(BF)
         with torch.no_grad():
-            first = block.w1(x).clone()
+            first_result = block.w1(x).clone()
             x.mul_(2)
             doubled = block.w1(x)
             bias = block.w1.bias.to_local()
-            assert distance(doubled.float() - bias.float(), 2 * (first.float() - bias.float())) < 2e-2
+            assert distance(doubled.float() - bias.float(), 2 * (first_result.float() - bias.float())) < 2e-2
             held = parallel._gathered[world.name]
             assert block.w3(x) is not None and parallel._gathered[world.name] is held
             assert block.w3(x) is not None and parallel._gathered[world.name] is not held
@@ -167,7 +171,7 @@ def test_a_gather_of_what_was_written_is_not_shared(mesh: DeviceMesh, write: str
     """Not by another module either, which comes to the tensor for the first time."""
 
     def main(world: weft.World) -> None:
-        here.world = world
+        thread_local.world = world
         block = split(whole(BF), mesh, world.rank, plan(parallel, 1))
         x = torch.randn(B, S // 2, H, generator=torch.Generator().manual_seed(world.rank)).to(BF)
         with torch.no_grad():
@@ -193,8 +197,10 @@ def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPa
     for captures in ((False, True), (True, False), (True, True), (False, False)):
         x, modules = torch.randn(3, H), (nn.Linear(H, 4), nn.Linear(H, 4))
         gathers.clear()
-        for module, now in zip(modules, captures, strict=True):
-            world: Any = SimpleNamespace(name="captured", size=1, capturing=lambda now=now: now)
+        for module, is_capturing in zip(modules, captures, strict=True):
+            world: Any = SimpleNamespace(
+                name="captured", size=1, capturing=lambda is_capturing=is_capturing: is_capturing
+            )
             operands = parallel.LinearOperands(x, module.weight.detach(), None)
             parallel.gathered_linear(world, module, x, operands, 0, "auto")
         assert gathers == list(modules if any(captures) else modules[:1]), captures
@@ -202,7 +208,7 @@ def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPa
 
 def test_a_plan_that_there_is_not_is_refused_where_it_is_given() -> None:
     auto = "all_gather_matmul: plan 'fusd' is not \"auto\", one of \\['awaiting'"
-    for given, says in (
+    for make_style, says in (
         (lambda: parallel.ColwiseParallel(plan="fusd"), auto),
         (lambda: parallel.RowwiseParallel(output_layouts=Shard(1), plan="awaiting"), "scatter: plan 'awaiting'"),
         (lambda: parallel.RowwiseParallel(plan="fusd"), "matmul_all_reduce: plan 'fusd'"),
@@ -210,7 +216,7 @@ def test_a_plan_that_there_is_not_is_refused_where_it_is_given() -> None:
         (lambda: weft.torch.async_tp(plan="awaiting"), "matmul_reduce_scatter: plan 'awaiting'"),
     ):
         with pytest.raises(ValueError, match=says):
-            given()
+            make_style()
     assert parallel.RowwiseParallel(output_layouts=Shard(1), plan="signaled").plan == "signaled"
 
 
@@ -218,13 +224,13 @@ def test_in_inference_mode_every_module_gathers(mesh: DeviceMesh) -> None:
     """Its tensors do not say whether they were written since."""
 
     def main(world: weft.World) -> None:
-        here.world = world
+        thread_local.world = world
         block = split(whole(BF), mesh, world.rank, plan(parallel, 1))
         with torch.inference_mode():
             x = torch.randn(B, S // 2, H, generator=torch.Generator().manual_seed(world.rank)).to(BF)
-            first, want = block.w1(x), block.w1(x.clone())
+            first_result, expected = block.w1(x), block.w1(x.clone())
             x.zero_()
-            assert (first == want).all() and (block.w1(x) == block.w1.bias.to_local()).all()
+            assert (first_result == expected).all() and (block.w1(x) == block.w1.bias.to_local()).all()
             assert (block.w3(x) == block.w3.bias.to_local()).all() and block(x).shape == x.shape
 
     weft.spmd(main, 2, backend="emulated")
@@ -232,15 +238,15 @@ def test_in_inference_mode_every_module_gathers(mesh: DeviceMesh) -> None:
 
 def test_what_goes_torchs_own_way_is_said(mesh: DeviceMesh) -> None:
     def main(world: weft.World) -> None:
-        here.world = world
+        thread_local.world = world
         block = split(whole(torch.float32), mesh, world.rank, plan(parallel, 1))
         cases: list[tuple[str, Any, str]] = [
             ("w1", torch.randn(B, S // 2, H), "of float32"),
             ("w2", torch.randn(INNER // 2), "1 dimension"),
         ]
         for name, x, why in cases:
-            given, said = parallel._linear_operands(world, block.get_submodule(name), x, (Shard(1),))
-            assert given is None and said == why
+            operands, reason = parallel._linear_operands(world, block.get_submodule(name), x, (Shard(1),))
+            assert operands is None and reason == why
         assert parallel._linear_operands(None, block.w1, cases[0][1], (Shard(1),)) == (None, "a group on cpu")
 
     weft.spmd(main, 2, backend="emulated")
@@ -248,16 +254,18 @@ def test_what_goes_torchs_own_way_is_said(mesh: DeviceMesh) -> None:
 
 def test_gemm_and_all_reduce(mesh: DeviceMesh) -> None:
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
-        here.world = world
+        thread_local.world = world
         block = split(whole(BF), mesh, world.rank, plan(parallel, 1, reduce=False))
         x = torch.randn(B, S, INNER, generator=torch.Generator().manual_seed(3)).to(BF)
         return block.w2(x.chunk(2, -1)[world.rank]).detach(), parallel.report(block)
 
     x = torch.randn(B, S, INNER, generator=torch.Generator().manual_seed(3)).to(BF)
-    want = whole().w2(x.double())
-    for y, said in weft.spmd(main, 2, backend="emulated"):
+    expected = whole().w2(x.double())
+    for y, report in weft.spmd(main, 2, backend="emulated"):
         assert (
-            distance(y.double(), want) < 1e-2 and "w2: GEMM + all-reduce by weft" in said and "not called yet" in said
+            distance(y.double(), expected) < 1e-2
+            and "w2: GEMM + all-reduce by weft" in report
+            and "not called yet" in report
         )
 
 
@@ -281,13 +289,16 @@ def over_gloo(rank: int, store: str) -> None:
                 optimizer.zero_grad()
                 losses.append(loss.item())
             seen.append((losses, {name: p.full_tensor() for name, p in block.state_dict().items()}))
-        (own, before), (got, after) = seen
+        (torch_losses, before), (weft_losses, after) = seen
         assert parallel.report(block).count(served) == 3 and "norm: on local rows" in parallel.report(block)
         if dtype == BF:
-            assert max(abs(a - b) / a for a, b in zip(own, got, strict=True)) < 1e-2 and own[0] != own[2]
+            assert (
+                max(abs(a - b) / a for a, b in zip(torch_losses, weft_losses, strict=True)) < 1e-2
+                and torch_losses[0] != torch_losses[2]
+            )
             assert max(distance(after[name].double(), p.double()) for name, p in before.items()) < 2e-2
         else:
-            assert own == got and all(torch.equal(p, after[name]) for name, p in before.items())
+            assert torch_losses == weft_losses and all(torch.equal(p, after[name]) for name, p in before.items())
     embedding = parallel.RowwiseParallel(input_layouts=Replicate())
     parallelize_module(block, mesh, {})
     table = parallelize_module(nn.Embedding(8, H), mesh, embedding)

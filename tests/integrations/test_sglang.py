@@ -48,12 +48,12 @@ class Unquantized:
 
 def packages() -> dict[str, ModuleType]:
     """What layernorm_sp imports, as far as a call of a linear needs it."""
-    here: dict[str, Any] = {}
+    call_context: dict[str, Any] = {}
     context = dict(
         get_flags=lambda: SimpleNamespace(sp=SimpleNamespace(enabled=True)),
         get_forward=lambda: SimpleNamespace(sp_active=True),
-        get_parallel=lambda: SimpleNamespace(tp_group=here["group"]),
-        here=here,
+        get_parallel=lambda: SimpleNamespace(tp_group=call_context["group"]),
+        call_context=call_context,
     )
     contents = {
         "sglang": {}, "sglang.srt": {}, "sglang.srt.layers": {}, "sglang.srt.utils": {}, "sglang.srt.layers.quantization": {},
@@ -103,7 +103,7 @@ def test_a_layers_seams_are_served(seams: ModuleType) -> None:
         group = SimpleNamespace(
             world_size=2, rank_in_group=world.rank, device_group=SimpleNamespace(group_name=world.name)
         )
-        sys.modules["sglang.srt.runtime_context"].here["group"] = group  # type: ignore[attr-defined]
+        sys.modules["sglang.srt.runtime_context"].call_context["group"] = group  # type: ignore[attr-defined]
 
         def linear(weight: torch.Tensor) -> Any:
             return SimpleNamespace(weight=weight, bias=None, tp_group=group, quant_method=Unquantized())
@@ -111,16 +111,16 @@ def test_a_layers_seams_are_served(seams: ModuleType) -> None:
         if hasattr(seams, "set_sp_num_tokens"):
             seams.set_sp_num_tokens(m)
         gathered = seams.column_parallel_g_matmul(linear(w[world.rank]), x[world.rank], None)
-        sys.modules["sglang.srt.runtime_context"].here["group"] = group  # type: ignore[attr-defined]
+        sys.modules["sglang.srt.runtime_context"].call_context["group"] = group  # type: ignore[attr-defined]
         return gathered, seams.row_parallel_gbar_matmul(linear(v[world.rank]), y[world.rank], None)
 
     # One after the other: the context is the process's, and both ranks are in it.
-    made = weft.spmd(main, 2, backend="emulated")
+    results = weft.spmd(main, 2, backend="emulated")
     full = x.flatten(0, 1).float()
-    summed = sum(y[r].float() @ v[r].float().t() for r in range(2)).chunk(2)  # type: ignore[union-attr]
-    for rank, (gathered, scattered) in enumerate(made):
-        for got, want in ((gathered, full @ w[rank].float().t()), (scattered, summed[rank])):
-            assert (got.float() - want).norm() < 5e-3 * want.norm()
+    reduced = sum(y[r].float() @ v[r].float().t() for r in range(2)).chunk(2)  # type: ignore[union-attr]
+    for rank, (gathered, scattered) in enumerate(results):
+        for actual, expected in ((gathered, full @ w[rank].float().t()), (scattered, reduced[rank])):
+            assert (actual.float() - expected).norm() < 5e-3 * expected.norm()
     assert "fused_all_gather_matmul: 2 served" in sglang.report()
     assert "fused_matmul_reduce_scatter: 2 served" in sglang.report()
 

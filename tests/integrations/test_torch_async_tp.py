@@ -33,8 +33,8 @@ LAYOUTS = [((8, 32), 0), ((8, 3, 32), 0), ((3, 4, 32), 1), ((2, 4, 3, 32), 1)]  
 
 
 def weights(count: int, rank: int, transposed: bool, n: int = 24) -> list[torch.Tensor]:
-    made = [draw(40 + 10 * i + rank, n + 8 * i, 32) for i in range(count)]
-    return [w.t() if transposed else w.t().contiguous() for w in made]
+    matrices = [draw(40 + 10 * i + rank, n + 8 * i, 32) for i in range(count)]
+    return [w.t() if transposed else w.t().contiguous() for w in matrices]
 
 
 def as_fallback(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -57,8 +57,8 @@ def test_all_gather(shape: tuple[int, ...], dim: int, count: int, return_a: bool
             assert torch.equal(a, whole) and a.stride() == whole.stride()
         errors = []
         for y, b in zip(ys, bs, strict=True):
-            want = (whole.movedim(dim, 0) @ b).movedim(0, dim)
-            assert y.stride() == want.stride(), "compiled code counts on it"
+            expected = (whole.movedim(dim, 0) @ b).movedim(0, dim)
+            assert y.stride() == expected.stride(), "compiled code counts on it"
             errors.append(distance(y.double(), whole.double() @ b.double()))
         return max(errors)
 
@@ -70,15 +70,15 @@ def test_all_gather(shape: tuple[int, ...], dim: int, count: int, return_a: bool
 @pytest.mark.parametrize(("shape", "dim"), LAYOUTS)
 @pytest.mark.parametrize(("transposed", "reduce_op"), [(True, "sum"), (False, "sum"), (True, "avg")])
 def test_reduce_scatter(shape: tuple[int, ...], dim: int, transposed: bool, reduce_op: str) -> None:
-    given = [draw(rank, *shape) for rank in range(2)]
-    summed = sum(x.double() @ weights(1, r, transposed)[0].double() for r, x in enumerate(given))
+    inputs = [draw(rank, *shape) for rank in range(2)]
+    total = sum(x.double() @ weights(1, r, transposed)[0].double() for r, x in enumerate(inputs))
 
     def rank(world: weft.World) -> float:
         b = weights(1, world.rank, transposed)[0]
-        y = torch.ops.symm_mem.fused_matmul_reduce_scatter(given[world.rank], b, reduce_op, dim, world.name)
+        y = torch.ops.symm_mem.fused_matmul_reduce_scatter(inputs[world.rank], b, reduce_op, dim, world.name)
         world.synchronize()
         assert y.is_contiguous(), "compiled code counts on it"
-        return distance(y.double(), summed.chunk(2, dim)[world.rank] / (2 if reduce_op == "avg" else 1))
+        return distance(y.double(), total.chunk(2, dim)[world.rank] / (2 if reduce_op == "avg" else 1))
 
     with async_tp() as counts:
         assert max(emulate(rank, 2)) < BF16
@@ -102,10 +102,10 @@ def test_scaled_all_gather(shape: tuple[int, ...], dim: int, rowwise: bool, repl
 
     def rank(world: weft.World) -> float:
         ws = [scaled_weight(40 + 10 * i + world.rank, 24 + 8 * i, rowwise) for i in range(2)]
-        own = rows.chunk(2, dim)[world.rank].contiguous()
-        of_own = scale if replicated or not rowwise else scale.chunk(2, dim)[world.rank].contiguous()
+        own_rows = rows.chunk(2, dim)[world.rank].contiguous()
+        own_scale = scale if replicated or not rowwise else scale.chunk(2, dim)[world.rank].contiguous()
         a, ys = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-            own, [w for w, _, _ in ws], of_own, [s for _, s, _ in ws], dim, world.name, [None, draw(1, 32)], [None] * 2,
+            own_rows, [w for w, _, _ in ws], own_scale, [s for _, s, _ in ws], dim, world.name, [None, draw(1, 32)], [None] * 2,
             [torch.bfloat16] * 2, [False, True],
         )  # fmt: skip
         world.synchronize()
@@ -115,7 +115,7 @@ def test_scaled_all_gather(shape: tuple[int, ...], dim: int, rowwise: bool, repl
             assert (
                 y.stride() == (whole.movedim(dim, 0) @ torch.zeros(32, y.shape[-1]).bfloat16()).movedim(0, dim).stride()
             )
-        return max(distance(y.double(), want) for y, want in zip(ys, wants, strict=True))
+        return max(distance(y.double(), expected) for y, expected in zip(ys, wants, strict=True))
 
     with async_tp() as counts:
         assert max(emulate(rank, 2)) < BF16
@@ -161,8 +161,8 @@ def test_torchs_own_cases_in_bf16(dim: int) -> None:
         world.synchronize()
         assert torch.equal(a, whole) and len(ys) == 3
         mean = ((terms[0].double() + terms[1].double()) / 2) @ b.double()
-        want = whole.double() @ b.double()
-        return max(*(distance(y.double(), want) for y in ys), distance(z.double(), mean.chunk(2, dim)[world.rank]))
+        expected = whole.double() @ b.double()
+        return max(*(distance(y.double(), expected) for y in ys), distance(z.double(), mean.chunk(2, dim)[world.rank]))
 
     class NotOnGpus(Exception):
         pass
@@ -188,8 +188,8 @@ def test_other_numbers_of_ranks_and_another_plan(ranks: int) -> None:
         _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(parts[world.rank], [b], 0, world.name)
         z = torch.ops.symm_mem.fused_matmul_reduce_scatter(torch.cat(parts), b, "sum", 0, world.name)
         world.synchronize()
-        want = torch.cat(parts).double() @ b.double()
-        return max(distance(y.double(), want), distance(z.double(), ranks * want.chunk(ranks)[world.rank]))
+        expected = torch.cat(parts).double() @ b.double()
+        return max(distance(y.double(), expected), distance(z.double(), ranks * expected.chunk(ranks)[world.rank]))
 
     for plan in ("auto", "decomposed"):
         with async_tp(plan=plan) as counts:
@@ -207,10 +207,10 @@ def scaled_gather(op: Any, g: str, b_scale: Any = ONE, result: Any = None, out: 
     return op.fused_all_gather_scaled_matmul(X8, [W8], ONE, [b_scale], 0, g, [None], [result], [out], [False])
 
 
-def scaled_scatter(op: Any, g: str, by: str = "sum", bias: Any = None, rows: int = 8) -> Any:
+def scaled_scatter(op: Any, g: str, reduce_op: str = "sum", bias: Any = None, rows: int = 8) -> Any:
     shape = [rows, 16]
     return op.fused_scaled_matmul_reduce_scatter(
-        X8[:rows], W8, ONE, ONE, by, 0, 0, g, shape, bias, None, torch.bfloat16
+        X8[:rows], W8, ONE, ONE, reduce_op, 0, 0, g, shape, bias, None, torch.bfloat16
     )
 
 
@@ -230,7 +230,7 @@ def scaled_scatter(op: Any, g: str, by: str = "sum", bias: Any = None, rows: int
         (lambda op, g: scaled_gather(op, g, out=None), SCALED_GATHER, "results of None"),
         (lambda op, g: scaled_gather(op, g, b_scale=torch.ones(1, 16)), SCALED_GATHER, "scales neither by tensor nor by row"),
         (lambda op, g: scaled_gather(op, g, result=ONE), SCALED_GATHER, "a scale of the result"),
-        (lambda op, g: scaled_scatter(op, g, by="max"), SCALED_SCATTER, "reduces by max"),
+        (lambda op, g: scaled_scatter(op, g, reduce_op="max"), SCALED_SCATTER, "reduces by max"),
         (lambda op, g: scaled_scatter(op, g, bias=W[0]), SCALED_SCATTER, "a bias, which torch adds on every rank"),
         (lambda op, g: scaled_scatter(op, g, rows=7), SCALED_SCATTER, "does not divide by the ranks"),
     ],
@@ -241,11 +241,11 @@ def test_the_rest_goes_on_to_torch_as_it_came(
     seen: list[tuple[str, tuple[Any, ...]]] = []
 
     def torchs(name: str, x: torch.Tensor) -> Callable[..., Any]:
-        def own(a: torch.Tensor, *args: Any, **_: Any) -> Any:
+        def fallback(a: torch.Tensor, *args: Any, **_: Any) -> Any:
             seen.append((name, (a, *args)))
             return a.clone() if "reduce_scatter" in name else (a.clone(), [a.clone()])
 
-        return own
+        return fallback
 
     monkeypatch.setattr("weft.integrations.torch_async_tp._torchs", torchs)
     with async_tp() as counts:
@@ -267,10 +267,10 @@ def test_no_world_is_made_for_what_goes_on_to_torch(monkeypatch: pytest.MonkeyPa
     """torch's test mode goes with fake process groups, of which no World can be made."""
     from torch.distributed._symmetric_memory import _test_mode
 
-    def made(group_name: str) -> weft.World:
+    def refuse(group_name: str) -> weft.World:
         raise AssertionError("of a group of which nothing is computed")
 
-    monkeypatch.setattr("weft.integrations.torch_async_tp._world", made)
+    monkeypatch.setattr("weft.integrations.torch_async_tp._world", refuse)
     monkeypatch.setattr("weft.integrations.torch_async_tp._torchs", lambda name, x: lambda a, *args, **_: (a, [a]))
 
     def call(x: torch.Tensor, w: torch.Tensor) -> None:
@@ -285,13 +285,15 @@ def test_no_world_is_made_for_what_goes_on_to_torch(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("takes", [True, False])
 def test_who_asks_torch_for_its_native_kernel_gets_it(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed._symmetric_memory as theirs
+    import torch.distributed._symmetric_memory as torch_symm_mem
 
     asked: list[int] = []
     monkeypatch.setattr(
         "weft.integrations.torch_async_tp._torchs", lambda name, x: lambda a, *args, **_: (a.clone(), [a.clone()])
     )
-    monkeypatch.setattr(theirs, "_should_use_fused_all_gather_matmul_native", lambda *given: asked.append(1) or takes)
+    monkeypatch.setattr(
+        torch_symm_mem, "_should_use_fused_all_gather_matmul_native", lambda *arguments: asked.append(1) or takes
+    )
     call = lambda world: torch.ops.symm_mem.fused_all_gather_matmul(X, [W], 0, world.name)  # noqa: E731
     with async_tp() as counts:
         emulate(call, 2)
@@ -308,7 +310,7 @@ def over_gloo(rank: int, store: str) -> None:
     group, config = dist.group.WORLD, torch._inductor.config
     assert group is not None
     x, w = torch.ones(4, 8) * (rank + 1), torch.eye(8)
-    want = torch.cat([torch.ones(4, 8), 2 * torch.ones(4, 8)])
+    expected = torch.cat([torch.ones(4, 8), 2 * torch.ones(4, 8)])
     with async_tp(group) as counts:
         assert config._micro_pipeline_tp and f"symm_mem::{FUSED_GATHER}" in config.custom_should_partition_ops
         assert dist._symmetric_memory.is_symm_mem_enabled_for_group(group.group_name)
@@ -316,7 +318,7 @@ def over_gloo(rank: int, store: str) -> None:
             x, w = x.to(dtype), w.to(dtype)
             a, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [2 * w], 0, group.group_name)
             z = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "avg", 0, group.group_name)
-            assert torch.equal(a, want.to(dtype)) and torch.equal(y, 2 * want.to(dtype))
+            assert torch.equal(a, expected.to(dtype)) and torch.equal(y, 2 * expected.to(dtype))
             assert torch.equal(z, torch.full((2, 8), 1.5, dtype=dtype))
     assert not config._micro_pipeline_tp and not config.custom_should_partition_ops
     assert counts.served == {FUSED_GATHER: 1, FUSED_SCATTER: 1}
@@ -337,8 +339,8 @@ def compiled_over_gloo(rank: int, store: str) -> None:
         a = functional.all_gather_tensor(x, dim, group)
         return [a, a @ w] if whole else [a @ w]
 
-    def scatter(x: torch.Tensor, dim: int, by: str) -> list[torch.Tensor]:
-        return [functional.reduce_scatter_tensor(x @ w, by, dim, group)]
+    def scatter(x: torch.Tensor, dim: int, reduce_op: str) -> list[torch.Tensor]:
+        return [functional.reduce_scatter_tensor(x @ w, reduce_op, dim, group)]
 
     def layer(x: torch.Tensor, *_: object) -> list[torch.Tensor]:
         hidden = (functional.all_gather_tensor(x, 0, group) @ w).relu()
@@ -353,14 +355,14 @@ def compiled_over_gloo(rank: int, store: str) -> None:
         (scatter, (64, 32), (0, "avg"), {s: 1}),
         (scatter, (2, 64, 32), (1, "sum"), {s: 1}),
     ]
-    for fn, shape, more, wanted in cases:
+    for fn, shape, arguments, wanted in cases:
         x = draw(rank, *shape)
         with async_tp(group) as counts, torch.no_grad():
             torch._dynamo.reset()
-            got = torch.compile(fn, fullgraph=True)(x, *more)
-        errors = [distance(y, z) for y, z in zip(got, fn(x, *more), strict=True)]
-        assert max(errors) < BF16, (shape, more, errors)
-        assert counts.served == wanted and not counts.fell_through, (shape, more)
+            actual = torch.compile(fn, fullgraph=True)(x, *arguments)
+        errors = [distance(y, z) for y, z in zip(actual, fn(x, *arguments), strict=True)]
+        assert max(errors) < BF16, (shape, arguments, errors)
+        assert counts.served == wanted and not counts.fell_through, (shape, arguments)
     dist.destroy_process_group()
 
 

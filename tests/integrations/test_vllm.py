@@ -49,7 +49,7 @@ MODELS["quantized"] = lambda: Model(functools.partial(DecoderLayer, quant_method
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    monkeypatch.setattr(plugin, "gather_objects", lambda mine, group: group.world.exchange(mine))
+    monkeypatch.setattr(plugin, "gather_objects", lambda obj, group: group.world.exchange(obj))
     monkeypatch.setattr(plugin, "world_of", lambda group: group.world)
     monkeypatch.setattr(plugin, "_models", [])
     monkeypatch.setattr(interface, "installed", lambda: "0.32.0")
@@ -58,8 +58,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
         yield modules
 
 
-def loaded(make: Any, **more: Any) -> Any:
-    return standin.BaseModelLoader().load_model(vllm_config=standin.config(make, **more), model_config=None)
+def loaded(make: Any, **changes: Any) -> Any:
+    return standin.BaseModelLoader().load_model(vllm_config=standin.config(make, **changes), model_config=None)
 
 
 def output(model: nn.Module, tokens: int = 24) -> Any:
@@ -71,7 +71,7 @@ def output(model: nn.Module, tokens: int = 24) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_served_model_computes_what_it_did(modules: Any, name: str, tokens: int) -> None:
     """Few tokens, with whole residuals, and many, with those that a rank owns."""
-    own = standin.run(lambda world: output(loaded(MODELS[name]), tokens))[0]
+    expected = standin.run(lambda world: output(loaded(MODELS[name]), tokens))[0]
     plugin.register()
 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
@@ -79,11 +79,11 @@ def test_a_served_model_computes_what_it_did(modules: Any, name: str, tokens: in
         output(model, tokens)
         return output(model, tokens), plugin._models[-1].text()
 
-    made = standin.run(main)
-    assert (made[0][0] == made[1][0]).all()
-    error = (made[0][0].float() - own.float()).norm() / own.float().norm()
+    results = standin.run(main)
+    assert (results[0][0] == results[1][0]).all()
+    error = (results[0][0].float() - expected.float()).norm() / expected.float().norm()
     assert error < 2e-2, error  # of bfloat16, two layers
-    assert "calls decided" in made[0][1], made[0][1]
+    assert "calls decided" in results[0][1], results[0][1]
 
 
 @pytest.mark.parametrize(
@@ -127,29 +127,29 @@ def test_sums_that_something_else_reads_stay(modules: Any) -> None:
     assert "residual and norm (3 times)" in text and "a row-parallel GEMM and its sum (1 times)" in text, text
     assert "residuals whole on every rank: they are read between layers" in text, text
 
-    def own(world: weft.World) -> Any:
+    def without_plugin(world: weft.World) -> Any:
         model = MODELS["dense"]()
         model.recorded = (0,)
         return output(model)[1]
 
-    exact = standin.run(own)[0][0]
+    exact = standin.run(without_plugin)[0][0]
     assert (seen[0].float() - exact.float()).norm() < 2e-2 * exact.float().norm()
 
 
 @pytest.mark.parametrize(
-    "more",
+    "attributes",
     [
         dict(routed_output_transform=nn.Identity()), dict(router=SimpleNamespace(zero_expert_output=None)),
         dict(_fused_output_is_reduced=True), dict(moe_config=SimpleNamespace(skip_final_all_reduce=False)),
     ],
 )  # fmt: skip
-def test_experts_whose_sum_something_else_takes_stay(modules: Any, more: dict[str, Any]) -> None:
+def test_experts_whose_sum_something_else_takes_stay(modules: Any, attributes: dict[str, Any]) -> None:
     class Other(standin.MoERunner):
         def __init__(self, seed: int) -> None:
             super().__init__(seed)
-            self.__dict__.update(more)
+            self.__dict__.update(attributes)
 
-        _fused_output_is_reduced = more.get("_fused_output_is_reduced", False)
+        _fused_output_is_reduced = attributes.get("_fused_output_is_reduced", False)
 
     class Mixture(SparseMlp):
         def __init__(self, seed: int) -> None:
@@ -180,8 +180,8 @@ def test_tracing_leaves_nothing_in_the_model(modules: Any) -> None:
         model = loaded(lambda: Remembering(DecoderLayer))
         return model.seen, hasattr(model, "positions"), plugin._models[-1].text()
 
-    seen, more, text = standin.run(main)[0]
-    assert seen is None and not more and "residual and norm (4 times)" in text, text
+    seen, has_positions, text = standin.run(main)[0]
+    assert seen is None and not has_positions and "residual and norm (4 times)" in text, text
 
 
 def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) -> None:
@@ -196,17 +196,17 @@ def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
         return output(loaded(lambda: Branching(DecoderLayer))), plugin._models[-1].text()
 
-    made, text = standin.run(main)[0]
+    actual, text = standin.run(main)[0]
     assert "residual and norm (2 times)" in text and "a row-parallel GEMM and its sum (2 times)" in text, text
     assert "leaves to vLLM Branching: symbolically traced variables cannot be used as inputs to control flow" in text, (
         text
     )
-    own = standin.run(lambda world: output(MODELS["dense"]()))[0]
-    assert (made.float() - own.float()).norm() < 2e-2 * own.float().norm()
+    expected = standin.run(lambda world: output(MODELS["dense"]()))[0]
+    assert (actual.float() - expected.float()).norm() < 2e-2 * expected.float().norm()
 
 
 @pytest.mark.parametrize(
-    ("more", "why"),
+    ("changes", "why"),
     [
         (dict(lora_config=object()), "LoRA"),
         (dict(speculative_config=object()), "speculative decoding"),
@@ -214,30 +214,30 @@ def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) 
         (dict(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=True))), "enable_sp"),
     ],
 )
-def test_what_leaves_a_model_to_vllm(modules: Any, more: dict[str, Any], why: str) -> None:
+def test_what_leaves_a_model_to_vllm(modules: Any, changes: dict[str, Any], why: str) -> None:
     plugin.register()
 
     def main(world: weft.World) -> tuple[set[type], str, torch.Tensor]:
-        model = loaded(MODELS["dense"], **more)
+        model = loaded(MODELS["dense"], **changes)
         report = plugin._models[-1]
         if report.async_tp is not None:
             report.async_tp.close()
         return {type(m) for m in model.modules()}, report.text(), output(model)
 
-    kinds, text, made = standin.run(main)[0]
+    kinds, text, actual = standin.run(main)[0]
     assert "leaves to vLLM all: " in text and why in text, text
     assert not any(kind.__name__.startswith("Weft") for kind in kinds)
-    assert (made == standin.run(lambda world: output(MODELS["dense"]()))[0]).all()
+    assert (actual == standin.run(lambda world: output(MODELS["dense"]()))[0]).all()
 
 
 def test_one_rank_that_fails_leaves_the_model_on_all(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
-    own = plugin.flow_of
+    real_flow_of = plugin.flow_of
 
     def failing(model: nn.Module, kinds: Any) -> Any:
-        if standin.here().rank == 1:
+        if standin.current_world().rank == 1:
             raise RuntimeError("of this rank alone")
-        return own(model, kinds)
+        return real_flow_of(model, kinds)
 
     monkeypatch.setattr(plugin, "flow_of", failing)
 
@@ -251,25 +251,25 @@ def test_one_rank_that_fails_leaves_the_model_on_all(modules: Any, monkeypatch: 
 
 def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Off; a class that is missing; other parameters; an exception: none of them is vLLM's."""
-    own = standin.BaseModelLoader.load_model
+    load_model = standin.BaseModelLoader.load_model
     monkeypatch.setenv("WEFT_VLLM", "0")
     plugin.register()
-    assert standin.BaseModelLoader.load_model is own
+    assert standin.BaseModelLoader.load_model is load_model
     monkeypatch.delenv("WEFT_VLLM")
 
     linear = modules["vllm.model_executor.layers.linear"]
-    monkeypatch.setattr(linear, "RowParallelLinear", SimpleNamespace(forward=lambda self, x, more: None))
+    monkeypatch.setattr(linear, "RowParallelLinear", SimpleNamespace(forward=lambda self, x, residual: None))
     with caplog.at_level(logging.INFO):
         plugin.register()
-    assert "RowParallelLinear.forward: takes self, x, more, not self, input_" in caplog.text
-    assert standin.BaseModelLoader.load_model is own
+    assert "RowParallelLinear.forward: takes self, x, residual, not self, input_" in caplog.text
+    assert standin.BaseModelLoader.load_model is load_model
     monkeypatch.delattr(linear, "RowParallelLinear")
     plugin.register()
     assert "has no attribute 'RowParallelLinear'" in caplog.text
 
     monkeypatch.setattr(plugin, "read_interface", lambda: 1 / 0)
     plugin.register()
-    assert "serves nothing: ZeroDivisionError" in caplog.text and standin.BaseModelLoader.load_model is own
+    assert "serves nothing: ZeroDivisionError" in caplog.text and standin.BaseModelLoader.load_model is load_model
 
 
 def test_an_untried_version_is_served_and_says_so(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -338,10 +338,10 @@ def fused_allreduce_rms_norm(hidden_states: torch.Tensor, residual: torch.Tensor
 
 def test_norms_of_new_style_models(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the function was imported, and back; one that takes something else stays."""
-    new, other = ModuleType("vllm.models.new.model"), ModuleType("vllm.models.other.model")
-    new.fused_allreduce_rms_norm = fused_allreduce_rms_norm  # type: ignore[attr-defined]
-    other.fused_allreduce_rms_norm = lambda x, norm: None  # type: ignore[attr-defined]
-    for module in (new, other):
+    known_form, other_form = ModuleType("vllm.models.new.model"), ModuleType("vllm.models.other.model")
+    known_form.fused_allreduce_rms_norm = fused_allreduce_rms_norm  # type: ignore[attr-defined]
+    other_form.fused_allreduce_rms_norm = lambda x, norm: None  # type: ignore[attr-defined]
+    for module in (known_form, other_form):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def main(world: weft.World) -> Any:
@@ -349,18 +349,18 @@ def test_norms_of_new_style_models(modules: Any, monkeypatch: pytest.MonkeyPatch
         served = plugin.fused_norm(fused_allreduce_rms_norm, world)(x, residual, norm)
         return *served, *norm(weft.all_reduce(x, world=world), residual)
 
-    y, kept, want, h = standin.run(main)[0]
-    assert (y.float() - want.float()).norm() < 1e-2 * want.float().norm()
+    y, kept, expected, h = standin.run(main)[0]
+    assert (y.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
     assert (kept.float() - h.float()).norm() < 1e-2 * h.float().norm()
 
     report, counts = plugin.ServedModel("", ""), Counter[str]()
     plugin.serve_fused_norms(SimpleNamespace(), report, counts)  # type: ignore[arg-type]
-    assert counts.total() == 1 and new.fused_allreduce_rms_norm.weft
+    assert counts.total() == 1 and known_form.fused_allreduce_rms_norm.weft
     assert report.left == [
         "vllm.models.other.model.fused_allreduce_rms_norm, which takes x, norm, not hidden_states, residual, norm"
     ]
     report.undo[0]()
-    assert new.fused_allreduce_rms_norm is fused_allreduce_rms_norm
+    assert known_form.fused_allreduce_rms_norm is fused_allreduce_rms_norm
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------
@@ -370,7 +370,9 @@ GIVEN = dict(rows_from=1)
 
 def operands(rank: int, ranks: int = 2) -> dict[str, torch.Tensor]:
     t = {name: standin.drawn(i, *shape).data for i, (name, shape) in enumerate(dict(x=(ranks, M, K), residual=(M, H), norm=(H,), row=(ranks, H, K), row_bias=(H,), column=(ranks, N, H), column_bias=(ranks, N)).items())}  # fmt: skip
-    return {name: each[rank] if name in ("x", "row", "column", "column_bias") else each for name, each in t.items()}
+    return {
+        name: tensor[rank] if name in ("x", "row", "column", "column_bias") else tensor for name, tensor in t.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -393,21 +395,21 @@ def test_every_form_gives_the_same(plan: str, options: dict[str, Any], ranks: in
         world.synchronize()
         return [y, last]
 
-    made = standin.run(main, ranks)
+    results = standin.run(main, ranks)
     every = [{name: t.float() for name, t in operands(r, ranks).items()} for r in range(ranks)]
-    first = every[0]
-    added = sum(t["x"] @ t["row"].t() for t in every) + first["row_bias"]
+    tensors = every[0]
+    added = sum(t["x"] @ t["row"].t() for t in every) + tensors["row_bias"]
 
     def normed(h: torch.Tensor) -> torch.Tensor:
-        return torch.rms_norm(h, (H,), eps=1e-6) * first["norm"]
+        return torch.rms_norm(h, (H,), eps=1e-6) * tensors["norm"]
 
-    h = first["residual"] + added
-    for rank, (y, last) in enumerate(made):
-        for got, want in (
+    h = tensors["residual"] + added
+    for rank, (y, last) in enumerate(results):
+        for actual, expected in (
             (y, normed(h) @ every[rank]["column"].t() + every[rank]["column_bias"]),
             (last, normed(h + added)),
         ):
-            assert (got.float() - want).norm() < 8e-3 * want.norm()
+            assert (actual.float() - expected).norm() < 8e-3 * expected.norm()
 
 
 def test_residuals_of_many_tokens_are_held_by_rows() -> None:
@@ -416,9 +418,9 @@ def test_residuals_of_many_tokens_are_held_by_rows() -> None:
     def main(world: weft.World, tokens: int) -> torch.Tensor:
         t = operands(world.rank)
         x, residual, norm = t.pop("x")[:tokens], t.pop("residual")[:tokens].clone(), t.pop("norm")
-        own = weft.lang.balanced_rows(tokens, world.size)
-        first = sum(own[: world.rank])
-        residual[:first], residual[first + own[world.rank] :] = float("nan"), float("nan")
+        row_counts = weft.lang.balanced_rows(tokens, world.size)
+        first_row = sum(row_counts[: world.rank])
+        residual[:first_row], residual[first_row + row_counts[world.rank] :] = float("nan"), float("nan")
         return row_norm_column(x, residual, norm, 1e-6, **t, rows_from=1, world=world)[0]
 
     assert all(y.isfinite().all() for y in standin.run(lambda world: main(world, 24)))
@@ -440,8 +442,8 @@ def test_torch_compile_follows_a_served_model(modules: Any) -> None:
             outs = [compiled(IDS[:n].clone(), POSITIONS[:n].clone(), None) for n in (24, 7, 3)]
             return [*outs, *(model(IDS[:n], POSITIONS[:n], None) for n in (24, 7, 3))]
 
-    made = standin.run(main)[0]
-    assert all((a == b).all() for a, b in zip(made[:3], made[3:], strict=True))
+    outputs = standin.run(main)[0]
+    assert all((a == b).all() for a, b in zip(outputs[:3], outputs[3:], strict=True))
     calls = [str(n.target) for graph in graphs for n in graph.graph.nodes if "row_norm_column" in str(n.target)]
     assert len(calls) == 4 * len(graphs) and len(graphs) == 2, [str(graph.graph) for graph in graphs]
 
@@ -501,8 +503,8 @@ def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytes
     slow = 0
 
     def main(world: weft.World) -> Any:
-        found = interface.read_interface().objects
-        classes = layers.Classes(**{name: found[name] for name in ("row", "column", "norm", "unquantized")})
+        objects = interface.read_interface().objects
+        classes = layers.Classes(**{name: objects[name] for name in ("row", "column", "norm", "unquantized")})
         flow = flow_of(MODELS["dense"](), classes)
         world.choices.clock = lambda *_: pytest.fail("really timed")
         return timing.rows_from(flow, classes, world, 9, 256)
@@ -512,8 +514,8 @@ def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytes
     assert standin.run(main) == [256, 256]
     slow = 256
     assert standin.run(main) == [0, 0]
-    assert {each[0] for each in calls} == {15, 16, 31, 32, 63, 64, 127, 128, 255, 256} and {
-        each[2:] for each in calls
+    assert {call[0] for call in calls} == {15, 16, 31, 32, 63, 64, 127, 128, 255, 256} and {
+        call[2:] for call in calls
     } == {
         (True, True),
         (True, False),

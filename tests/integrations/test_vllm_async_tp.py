@@ -44,8 +44,8 @@ class GEMMReduceScatterPattern(Gemm):
             name = self.tp.device_group.group_name
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", scatter_dim=0, group_name=name)
 
-        given = [torch.empty(16, 4, dtype=self.dtype), torch.empty(4, 4, dtype=self.dtype)]
-        pm.register_replacement(pattern, replacement, given, pm.fwd_only, pm_pass)
+        example_inputs = [torch.empty(16, 4, dtype=self.dtype), torch.empty(4, 4, dtype=self.dtype)]
+        pm.register_replacement(pattern, replacement, example_inputs, pm.fwd_only, pm_pass)
 
 
 class AllGatherGEMMPattern(Gemm):
@@ -59,8 +59,8 @@ class AllGatherGEMMPattern(Gemm):
             _, ys = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], gather_dim=0, group_name=name)
             return ys
 
-        given = [torch.empty(4, 4, dtype=self.dtype), torch.empty(4, 4, dtype=self.dtype)]
-        pm.register_replacement(pattern, replacement, given, pm.fwd_only, pm_pass)
+        example_inputs = [torch.empty(4, 4, dtype=self.dtype), torch.empty(4, 4, dtype=self.dtype)]
+        pm.register_replacement(pattern, replacement, example_inputs, pm.fwd_only, pm_pass)
 
 
 def patterns(wheel: str | None) -> list[type]:
@@ -95,11 +95,11 @@ def rank(world: weft.World, wheel: str | None = None) -> tuple[list[str], float,
     held, size = engines_collectives(world), world.size
     name = world.group.group_name  # type: ignore[union-attr]
     tp = SimpleNamespace(unique_name="tp:0", device_group=SimpleNamespace(group_name=name))
-    found = pm.PatternMatcherPass()
+    matcher = pm.PatternMatcherPass()
     for kind in patterns(wheel):
-        made = kind(torch.bfloat16, "cpu")
-        made.tp, made.tp_size = tp, size
-        made.register(found)
+        gemm_pattern = kind(torch.bfloat16, "cpu")
+        gemm_pattern.tp, gemm_pattern.tp_size = tp, size
+        gemm_pattern.register(matcher)
 
     def layer(x: Any, w: Any, h: Any, v: Any) -> Any:
         options = dict(dim=0, world_size=size, group_name="tp:0")
@@ -110,15 +110,15 @@ def rank(world: weft.World, wheel: str | None = None) -> tuple[list[str], float,
     x, w, h, v = (
         torch.randn(size, *shape, generator=g).bfloat16() for shape in ((M // size, K), (K, N), (M, K), (K, N))
     )
-    mine = [t[world.rank] for t in (x, w, h, v)]
-    graph = fx.experimental.proxy_tensor.make_fx(layer, tracing_mode="fake")(*mine)
-    found.apply(graph.graph)
+    own_operands = [t[world.rank] for t in (x, w, h, v)]
+    graph = fx.experimental.proxy_tensor.make_fx(layer, tracing_mode="fake")(*own_operands)
+    matcher.apply(graph.graph)
     graph.recompile()
     serving = plugin.ServedModel("model", "version", async_tp=weft.torch.async_tp(world))
-    gathered, scattered = graph(*mine)
+    gathered, scattered = graph(*own_operands)
     exact = x.flatten(0, 1).float() @ w[world.rank].float()
-    summed = sum(h[r].float() @ v[r].float() for r in range(size)).chunk(size)[world.rank]  # type: ignore[union-attr]
-    error = max(((a.float() - b).norm() / b.norm()).item() for a, b in ((gathered, exact), (scattered, summed)))
+    reduced = sum(h[r].float() @ v[r].float() for r in range(size)).chunk(size)[world.rank]  # type: ignore[union-attr]
+    error = max(((a.float() - b).norm() / b.norm()).item() for a, b in ((gathered, exact), (scattered, reduced)))
     targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     del held
     return targets, error, serving.text()

@@ -23,7 +23,7 @@ H, INNER, HEADS, EXPERTS = 64, 96, 64, 4
 _worlds: dict[int, weft.World] = {}
 
 
-def here() -> weft.World:
+def current_world() -> weft.World:
     return _worlds[id(greenlet.getcurrent())]
 
 
@@ -33,11 +33,11 @@ def drawn(seed: int, *shape: int) -> nn.Parameter:
 
 
 def tensor_model_parallel_all_reduce(input_: torch.Tensor) -> torch.Tensor:
-    return weft.all_reduce(input_, world=here(), plan="sequential")
+    return weft.all_reduce(input_, world=current_world(), plan="sequential")
 
 
 def get_tp_group() -> Any:
-    world = here()
+    world = current_world()
     return SimpleNamespace(world=world, world_size=world.size, rank_in_group=world.rank)
 
 
@@ -49,9 +49,16 @@ class UnquantizedLinearMethod:
 class ColumnParallelLinear(nn.Module):
     def __init__(self, seed: int, n: int, k: int, quant_method: Any = None) -> None:
         super().__init__()
-        self.tp_size, self.gather_output, self.skip_bias_add, self.return_bias = here().size, False, False, True
+        self.tp_size, self.gather_output, self.skip_bias_add, self.return_bias = (
+            current_world().size,
+            False,
+            False,
+            True,
+        )
         self.quant_method = quant_method or UnquantizedLinearMethod()
-        self.weight = nn.Parameter(drawn(seed, n, k).chunk(self.tp_size)[here().rank].contiguous(), requires_grad=False)
+        self.weight = nn.Parameter(
+            drawn(seed, n, k).chunk(self.tp_size)[current_world().rank].contiguous(), requires_grad=False
+        )
         self.bias = None
 
     def forward(self, input_: torch.Tensor) -> Any:
@@ -65,7 +72,12 @@ class QKVParallelLinear(ColumnParallelLinear):
 class RowParallelLinear(nn.Module):
     def __init__(self, seed: int, n: int, k: int, bias: bool = False, quant_method: Any = None) -> None:
         super().__init__()
-        self.tp_size, self.tp_rank, self.reduce_results, self.input_is_parallel = here().size, here().rank, True, True
+        self.tp_size, self.tp_rank, self.reduce_results, self.input_is_parallel = (
+            current_world().size,
+            current_world().rank,
+            True,
+            True,
+        )
         self.skip_bias_add, self.return_bias = False, True
         self.quant_method = quant_method or UnquantizedLinearMethod()
         whole = drawn(seed, n, k)
@@ -108,7 +120,7 @@ class MoERunner(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        w = here()
+        w = current_world()
         self.moe_config = SimpleNamespace(
             skip_final_all_reduce=False, is_sequence_parallel=False, tp_size=w.size, ep_size=1, dp_size=1, pcp_size=1
         )
@@ -120,8 +132,8 @@ class MoERunner(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         chosen = router_logits[:, :EXPERTS].float().softmax(1)  # of all: who is first could depend on rounding
-        each = torch.einsum("th,ehi->eti", hidden_states.float(), self.up.float()).relu()
-        y = torch.einsum("eti,eih,te->th", each, self.down.float(), chosen).to(BF)
+        hidden = torch.einsum("th,ehi->eti", hidden_states.float(), self.up.float()).relu()
+        y = torch.einsum("eti,eih,te->th", hidden, self.down.float(), chosen).to(BF)
         return y if self.moe_config.skip_final_all_reduce else tensor_model_parallel_all_reduce(y)
 
 
@@ -164,11 +176,13 @@ class SparseMlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """As Llama's. mlp: its class. more: of the attention."""
+    """As Llama's. mlp: its class. attention_options: of the attention."""
 
-    def __init__(self, seed: int, mlp: type[nn.Module] = MLP, norm: type[RMSNorm] = RMSNorm, **more: Any) -> None:
+    def __init__(
+        self, seed: int, mlp: type[nn.Module] = MLP, norm: type[RMSNorm] = RMSNorm, **attention_options: Any
+    ) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(seed, **more), mlp(seed + 10)
+        self.self_attn, self.mlp = Attention(seed, **attention_options), mlp(seed + 10)
         self.input_layernorm, self.post_attention_layernorm = norm(seed + 20), norm(seed + 21)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
@@ -250,7 +264,7 @@ class WorkerBase:
         raise NotImplementedError
 
 
-def config(make: Callable[[], nn.Module], **more: Any) -> Any:
+def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
     parts = dict(
         make=make,
         parallel_config=SimpleNamespace(enable_dbo=False, prefill_context_parallel_size=1),
@@ -260,7 +274,7 @@ def config(make: Callable[[], nn.Module], **more: Any) -> Any:
         speculative_config=None,
         additional_config={},
     )
-    return SimpleNamespace(**{**parts, **more})
+    return SimpleNamespace(**{**parts, **changes})
 
 
 PLACES: dict[str, tuple[Any, ...]] = {

@@ -77,7 +77,7 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
         "": {}, ", bias float16": dict(bias=True, dtype=torch.float16), ", one row": dict(m=1),
         ", odd sizes": dict(m=33, n=1032, k=520, bias=True),
     }  # fmt: skip
-    for name, more in sizes.items():
+    for name, options in sizes.items():
         for op in OPS:
             plans = {"decomposed": Decomposed(), "low latency": TwoShotLowLatency() if op == AR else OneShot()}
             if op != OPS[0]:
@@ -87,9 +87,9 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
                 plans |= {"fused": fit(FUSED[op]), "fused, second": fit(SECOND[op])}
             for kind, plan in plans.items():
                 if kind != "signaled by copies" or name in ("", ", bias float16"):  # of whole tiles
-                    yield f"{op} {kind}{name}", Case(call(op, plan, **more), 8)
+                    yield f"{op} {kind}{name}", Case(call(op, plan, **options), 8)
     for op in OPS if capability in NVLINK else ():
-        yield f"{op} fused, transposed weight", Case(call(op, fit(FUSED[op]), turned=True), 2)
+        yield f"{op} fused, transposed weight", Case(call(op, fit(FUSED[op]), transposed=True), 2)
     for n, k, dtype in ((1024, 512, torch.bfloat16), (1032, 520, torch.float16)):
         plan = fit(Signaled())
         yield f"to ranks signaled {n}", Case(to_ranks(plan, n, k, True, dtype), 8)
@@ -134,17 +134,17 @@ def outcome(launch: Launch, k: Compiled, capability: int) -> list[str]:
 
 def compiled(capability: int, case: Case) -> list[tuple[Launch, Compiled]]:
     """Each launch of rank 0, once, with what it compiles to."""
-    found: dict[str, tuple[Launch, Compiled]] = {}
+    by_hash: dict[str, tuple[Launch, Compiled]] = {}
     for launch in launches(case.fn, case.ranks, capability)[0]:
         k = compile_kernel(launch.kernel, launch.args, launch.options, capability)
-        found.setdefault(k.hash, (launch, k))
-    return list(found.values())
+        by_hash.setdefault(k.hash, (launch, k))
+    return list(by_hash.values())
 
 
-def beside(found: list[tuple[Launch, Compiled]], capability: int) -> list[str]:
+def over_sm_limits(kernels: list[tuple[Launch, Compiled]], capability: int) -> list[str]:
     """Of programs that pull and the GEMM's, which share an SM."""
-    small = [pair for pair in found if pair[0].options.get("co_resident")]
-    pairs = [(a, b) for a in small for b in found if b not in small and b[0].kernel is a[0].kernel]
+    small = [pair for pair in kernels if pair[0].options.get("co_resident")]
+    pairs = [(a, b) for a in small for b in kernels if b not in small and b[0].kernel is a[0].kernel]
     shared = [a[1].shared + b[1].shared + 2048 for a, b in pairs]
     registers = [sum(-(-k.registers // 8) * 8 * 32 * launch.options["num_warps"] for launch, k in pair) for pair in pairs]  # fmt: skip
     kib = SMS[capability][0]
@@ -158,24 +158,28 @@ def judged(target: str, name: str) -> dict[str, Any]:
     capability = capability_of(target)
     case = dict(cases(capability))[name]
     try:
-        found = compiled(capability, case)
+        launches_and_code = compiled(capability, case)
     except (TritonError, RuntimeError, TypeError, ValueError) as e:
         return dict(target=target, case=name, kernels=[], wrong=[f"{type(e).__name__}: {str(e)[-400:]}"])
-    kernels = [(launch.kernel.__name__, k.registers, k.spills, k.shared) for launch, k in found]
-    wrong = [f"{launch.kernel.__name__}: {said}" for launch, k in found for said in outcome(launch, k, capability)]
-    return dict(target=target, case=name, kernels=kernels, wrong=wrong + beside(found, capability))
+    kernels = [(launch.kernel.__name__, k.registers, k.spills, k.shared) for launch, k in launches_and_code]
+    wrong = [
+        f"{launch.kernel.__name__}: {rule}"
+        for launch, k in launches_and_code
+        for rule in outcome(launch, k, capability)
+    ]
+    return dict(target=target, case=name, kernels=kernels, wrong=wrong + over_sm_limits(launches_and_code, capability))
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """By target: cases, different launches, the most registers and shared memory, and what is wrong."""
     out: dict[str, Any] = {}
     for target in sorted({row["target"] for row in rows}, key=lambda t: int(re.sub(r"\D", "", t))):
-        own = [row for row in rows if row["target"] == target]
-        kernels = [tuple(k) for row in own for k in row["kernels"]]
+        of_target = [row for row in rows if row["target"] == target]
+        kernels = [tuple(k) for row in of_target for k in row["kernels"]]
         out[target] = dict(
-            cases=len(own), launches=len(kernels), kernels=dict(sorted(Counter(k[0] for k in kernels).items())),
+            cases=len(of_target), launches=len(kernels), kernels=dict(sorted(Counter(k[0] for k in kernels).items())),
             registers=max(k[1] for k in kernels), shared=max(k[3] for k in kernels),
-            wrong={row["case"]: row["wrong"] for row in own if row["wrong"]},
+            wrong={row["case"]: row["wrong"] for row in of_target if row["wrong"]},
         )  # fmt: skip
     return out
 
@@ -192,19 +196,19 @@ def main() -> int:
     with ProcessPoolExecutor(a.workers) as pool:
         for row in pool.map(judged, *zip(*todo, strict=True)):
             rows.append(row)
-            for said in row["wrong"]:
-                print(f"{row['target']} {row['case']}: {said}", flush=True)
-    found = summary(rows)
-    for target, of in found.items():
-        print(f"{target}: {of['cases']} cases, {of['launches']} launches, at most {of['registers']} registers and "
-              f"{of['shared']} bytes of shared memory; {len(of['wrong'])} cases break a rule")  # fmt: skip
+            for rule in row["wrong"]:
+                print(f"{row['target']} {row['case']}: {rule}", flush=True)
+    by_target = summary(rows)
+    for target, totals in by_target.items():
+        print(f"{target}: {totals['cases']} cases, {totals['launches']} launches, at most {totals['registers']} registers and "
+              f"{totals['shared']} bytes of shared memory; {len(totals['wrong'])} cases break a rule")  # fmt: skip
     print(f"{time.time() - began:.0f} s")
     if a.write:
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         versions = dict(date=time.strftime("%Y-%m-%d"), tree=tree_of(WEFT)[:12], torch=torch.__version__)
-        record.setdefault(f"Triton {triton.__version__}", {}).update({t: dict(versions, **of) for t, of in found.items()})  # fmt: skip
+        record.setdefault(f"Triton {triton.__version__}", {}).update({t: dict(versions, **totals) for t, totals in by_target.items()})  # fmt: skip
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    return int(any(of["wrong"] for of in found.values()))
+    return int(any(totals["wrong"] for totals in by_target.values()))
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ EARLY = "acquire: may be loaded before the wait"
 
 def compiled(main: Callable[[World], Any]) -> check.CheckedKernel:
     """The kernel of `main`, which two schedules in the emulator have found clean."""
-    found = check.search(main, 2, range(2))
-    assert not found.findings, found.findings
-    (one,), refused = check.compile_and_check(found.ran, 90)
+    exploration = check.search(main, 2, range(2))
+    assert not exploration.findings, exploration.findings
+    (one,), refused = check.compile_and_check(exploration.ran, 90)
     assert refused == []
     return one
 
@@ -86,7 +86,7 @@ def test_loads_stay_behind_their_waits_and_are_pipelined(form: str, own_cache: N
     alone, guarded = (compiled(summing(form, guard)) for guard in (False, True))
     assert missing_waits(alone) > 0 and missing_waits(guarded) == 0
     assert guarded.problems == []
-    assert all(said.startswith(EARLY) for said in alone.problems)
+    assert all(problem.startswith(EARLY) for problem in alone.problems)
     assert (alone.problems == []) == (form == "for_the_next_iteration")
     assert loads_ahead(guarded) == loads_ahead(alone) > 0
     assert guarded.compiled.warnings == ()
@@ -100,17 +100,17 @@ def test_parts_that_come_late(form: str) -> None:
 
 
 @weft.jit
-def without_a_wait(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexpr):
+def without_a_wait(received, received_desc, w, w_desc, ch, parts, N: tl.constexpr):
     total = tl.zeros((N, N), tl.float32)
     for part in range(parts):
-        total += tl.dot(mine_desc.load([part * N, 0]), w_desc.load([part * N, 0]))
+        total += tl.dot(received_desc.load([part * N, 0]), w_desc.load([part * N, 0]))
     return total
 
 
 def test_a_wait_that_is_left_out_is_a_race_with_a_guard_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMS, "without_a_wait", without_a_wait)
-    found = check.search(summing("without_a_wait", True), 2, range(4))
-    assert any("Race" in str(finding) for finding in found.findings), found.findings
+    exploration = check.search(summing("without_a_wait", True), 2, range(4))
+    assert any("Race" in str(finding) for finding in exploration.findings), exploration.findings
 
 
 MUTATIONS = {
@@ -124,7 +124,7 @@ MUTATIONS = {
 def test_the_gate_finds_loads_that_are_left_out(name: str, own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     method, form, instead = MUTATIONS[name]
     monkeypatch.setattr(guarded_loads.Rewriting, method, instead)
-    assert all(said.startswith(EARLY) for said in compiled(summing(form, True)).problems)
+    assert all(problem.startswith(EARLY) for problem in compiled(summing(form, True)).problems)
     assert compiled(summing(form, True)).problems
 
 
@@ -281,7 +281,7 @@ def test_ir_that_triton_does_not_take_is_an_error_that_says_what_to_do(
     monkeypatch.setattr(
         guarded_loads.Rewriting, "_if_taken", lambda self, op: [guarded_loads.Operation("no operation")]
     )
-    found = check.search(summing("with_pointers", True), 2, range(1))
-    _, (refused,) = check.compile_and_check(found.ran, 90)
+    exploration = check.search(summing("with_pointers", True), 2, range(1))
+    _, (refused,) = check.compile_and_check(exploration.ran, 90)
     assert "exchange_and_sum: its loads cannot be kept behind its waits" in refused
     assert "@weft.jit(guard_loads=False)" in refused

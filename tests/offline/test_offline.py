@@ -124,28 +124,28 @@ def launches(fn: Callable[[World], Any], ranks: int, capability: int = HOPPER) -
 
 def call(
     op: str, plan: Plan, m: int = 128, n: int = 1024, k: int = 512, *, bias: bool = False, dtype: torch.dtype = BF,
-    uneven: bool = False, gated: int = 0, turned: bool = False, scaling: str = "", fast: bool = False,
+    uneven: bool = False, gated: int = 0, transposed: bool = False, scaling: str = "", fast: bool = False,
 ) -> Callable[[World], Any]:  # fmt: skip
-    """m: rows a rank. turned: the weight lies as [K, N]. scaling: of 8-bit operands."""
+    """m: rows a rank. transposed: the weight lies as [K, N]. scaling: of 8-bit operands."""
 
     def fn(world: World) -> None:
         rows = [m + 40 * (r == 0) for r in range(world.size)] if uneven else [m] * world.size
         gather = op == "all_gather_matmul"
         x = torch.zeros(rows[world.rank] if gather else sum(rows), k, dtype=dtype)
         w, b = torch.zeros(n, k, dtype=dtype), torch.zeros(n, dtype=dtype) if bias else None
-        w = w.t().contiguous().t() if turned else w
-        more: dict[str, Any] = {}
+        w = w.t().contiguous().t() if transposed else w
+        options: dict[str, Any] = {}
         if scaling:
             x, w, xs, ws = factors(1, len(x), n, k, scaling, world.device)
-            more = dict(x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast)
+            options = dict(x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast)
         if gated:
             all_gather_swiglu(x, w, gated, world=world, plan=plan, rows=None)
         elif gather:
             weft.all_gather_matmul(
-                x, w, b, world=world, plan=plan, rows=rows if uneven else None, return_gathered=uneven, **more
+                x, w, b, world=world, plan=plan, rows=rows if uneven else None, return_gathered=uneven, **options
             )
         else:
-            getattr(weft, op)(x, w, b, world=world, plan=plan, **more)
+            getattr(weft, op)(x, w, b, world=world, plan=plan, **options)
 
     return fn
 
@@ -154,8 +154,8 @@ def shipped() -> list[tuple[str, int, Plan]]:
     """Every (op, world, plan) of the measured tables."""
     tables = Path(weft.planner.__file__).parent / "tables"
     rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
-    found = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
-    return sorted((f for f in found if f[2] != Sequential()), key=str)
+    plans = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
+    return sorted((f for f in plans if f[2] != Sequential()), key=str)
 
 
 F = FusedGather()
@@ -179,8 +179,8 @@ CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
 CASES[f"{AG} x8 gated by half tiles"] = call(AG, changed(F, block_n=128), gated=512), 8
 for op in (AG, RS):  # of gradients
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
-        CASES[f"{op} x2 plan {i} turned"] = call(op, plan, turned=True), 2
-        CASES[f"{op} x8 plan {i} turned, odd sizes"] = call(op, plan, 33, 1032, 520, dtype=HALF, turned=True), 8
+        CASES[f"{op} x2 plan {i} turned"] = call(op, plan, transposed=True), 2
+        CASES[f"{op} x8 plan {i} turned, odd sizes"] = call(op, plan, 33, 1032, 520, dtype=HALF, transposed=True), 8
 HALVED = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 rows suit
 for op in OPS:
     signaled = [] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]
@@ -188,7 +188,7 @@ for op in OPS:
         half = suited(plan, HALVED[0] * 2, HALVED[1], SMS)
         m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # which moves whole tiles
         CASES[f"{op} x2 half tiles {i}"] = call(op, half), 2
-        CASES[f"{op} x2 half tiles {i}, turned"] = call(op, half, 64, turned=True), 2
+        CASES[f"{op} x2 half tiles {i}, turned"] = call(op, half, 64, transposed=True), 2
         CASES[f"{op} x2 half tiles {i}, odd sizes"] = call(op, half, m, 1032, 520, bias=True, dtype=HALF), 2
 half = suited(F, HALVED[0] * 2, HALVED[1], SMS)
 CASES[f"{AG} x2 half tiles, gated"] = call(AG, half, gated=512), 2
@@ -224,7 +224,7 @@ CASES["World.barrier"] = lambda world: world.barrier(), 8
 
 def norm(
     plan: Plan, m: int = 40, h: int = 8192, *, dtype: torch.dtype = BF, fp8: bool = False, sum_only: bool = False,
-    full: bool = False, **more: Any,
+    full: bool = False, **options: Any,
 ) -> Callable[[World], Any]:  # fmt: skip
     def fn(world: World) -> None:
         x, w = torch.zeros(m, h, dtype=dtype), torch.zeros(h, dtype=dtype)
@@ -232,10 +232,10 @@ def norm(
             weft.all_reduce(x, world=world, plan=plan)
             return
         if fp8:
-            more.update(out_dtype=torch.float8_e4m3fn, scale=torch.ones(1))
+            options.update(out_dtype=torch.float8_e4m3fn, scale=torch.ones(1))
         rows = m if full else balanced_rows(m, world.size)[world.rank]
         residual = torch.zeros(rows, h, dtype=dtype)
-        weft.all_reduce_rms_norm(x, residual, w, full_residual=full, world=world, plan=plan, **more)
+        weft.all_reduce_rms_norm(x, residual, w, full_residual=full, world=world, plan=plan, **options)
 
     return fn
 
@@ -402,12 +402,18 @@ CASES["rms_norm and residual_add"] = rows, 1
 CASES["wait_word"] = wait_word, 1
 
 
-def product_of_8_bits(scaling: str, plan: Plan, m: int, n: int, k: int, **more: Any) -> Callable[[World], None]:
+def product_of_8_bits(scaling: str, plan: Plan, m: int, n: int, k: int, **options: Any) -> Callable[[World], None]:
     def fn(world: World) -> None:
         x, w, xs, ws = factors(1, m, n, k, scaling, world.device)
-        by_columns = more.pop("by_columns", False)
+        by_columns = options.pop("by_columns", False)
         weft.matmul(
-            x, w, x_scale=xs.t().contiguous().t() if by_columns else xs, weight_scale=ws, world=world, plan=plan, **more
+            x,
+            w,
+            x_scale=xs.t().contiguous().t() if by_columns else xs,
+            weight_scale=ws,
+            world=world,
+            plan=plan,
+            **options,
         )
 
     return fn
@@ -465,17 +471,17 @@ ALONE = (matmul.__name__, scaled_matmul.__name__)  # waits for no other rank
 def private(launch: Launch, k: Compiled) -> list[str]:
     """Registers of the descriptors of the caller's own tensors, which nobody else writes."""
     names = [n for n in launch.kernel.arg_names if isinstance(launch.args[n], TensorDescriptor)]
-    found = dict(zip(names, descriptors(k.ptx), strict=True))
-    return [register for name in ("x_desc", "w_desc") for register in found.get(name, ())]
+    registers_of = dict(zip(names, descriptors(k.ptx), strict=True))
+    return [register for name in ("x_desc", "w_desc") for register in registers_of.get(name, ())]
 
 
 def awaited(launch: Launch, k: Compiled) -> Which:
     """Asynchronous loads of what other programs or ranks write."""
-    functions, own = PEERS.get(launch.kernel.__name__, ()), private(launch, k)
+    functions, own_registers = PEERS.get(launch.kernel.__name__, ()), private(launch, k)
 
     def waits(step: Instruction) -> bool:
-        mine = any(f"[{register}, {{" in step.text for register in own)
-        return "cp.async" in step.text and not mine and within(step, functions) and "offsets" not in step.source
+        reads_own = any(f"[{register}, {{" in step.text for register in own_registers)
+        return "cp.async" in step.text and not reads_own and within(step, functions) and "offsets" not in step.source
 
     return waits
 
@@ -495,9 +501,9 @@ def communicates(launch: Launch) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
-    found = compiled(name)
-    assert found
-    for launch, k in found:
+    kernels = compiled(name)
+    assert kernels
+    for launch, k in kernels:
         record_property("kernel", (f"{name}: {launch.kernel.__name__}", k.registers, k.shared))
         fits(launch, k)
         gemm = launch.kernel.__name__ in GEMMS
@@ -521,8 +527,8 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
             rows_are_under_way(launch, k)
     if CASES[name][1] > 1 and not name.startswith(LOCAL):
         every_rank_launches_the_same_kernel(name)
-    pulling = [(a, k) for a, k in found if a.options.get("co_resident")]
-    for small, large in zip(pulling, [pair for pair in found if pair not in pulling], strict=bool(pulling)):
+    pulling = [(a, k) for a, k in kernels if a.options.get("co_resident")]
+    for small, large in zip(pulling, [pair for pair in kernels if pair not in pulling], strict=bool(pulling)):
         assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
         assert sum(k.registers * 32 * a.options["num_warps"] for a, k in (small, large)) <= 65536
 
@@ -536,8 +542,8 @@ def test_the_switch_is_given_whole_vectors_and_told_of_in_order(name: str) -> No
             continue
         kind = "f16x2" if launch.args["norm"].DTYPE.value == triton.language.float16 else "bf16x2"
         lines = k.ptx.splitlines()
-        found = [m[0] for line in lines if (m := re.search(r"multimem\.\S+", line))]
-        assert set(found) == {
+        multimem = [m[0] for line in lines if (m := re.search(r"multimem\.\S+", line))]
+        assert set(multimem) == {
             f"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.{kind}",
             "multimem.st.relaxed.sys.global.v4.f32",
         }
@@ -557,9 +563,9 @@ def test_the_switch_is_given_whole_vectors_and_told_of_in_order(name: str) -> No
 
 def test_tiles_are_read_in_whole_vectors() -> None:
     """Where rows are whole 16-byte words."""
-    found = [(a, k) for a, k in compiled("rms_norm and residual_add") if a.args["N"] % 8 == 0]
-    assert sum(a.args["layout"].TILED.value for a, _ in found) == 9
-    for launch, k in found:
+    tile_kernels = [(a, k) for a, k in compiled("rms_norm and residual_add") if a.args["N"] % 8 == 0]
+    assert sum(a.args["layout"].TILED.value for a, _ in tile_kernels) == 9
+    for launch, k in tile_kernels:
         narrow = re.findall(r"(?:ld|st)\.global\.b\d+", k.ptx)
         assert not narrow, (launch.args["N"], narrow)
 
@@ -611,8 +617,8 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
         rows = [s for s in steps if within(s, [pull_chunks]) and not within(s, [pull_scales])]
         copies = sum("cp.async.cg.shared" in s.text for s in rows)
         size = args["x"].dtype.itemsize
-        each = pull.ROWS.value * pull.COLS.value * size // (launch.options["num_warps"] * 32 * 16)
-        assert blocks == 0 and copies == each * stages, f"{copies} copies, {each} a block"
+        per_thread = pull.ROWS.value * pull.COLS.value * size // (launch.options["num_warps"] * 32 * 16)
+        assert blocks == 0 and copies == per_thread * stages, f"{copies} copies, {per_thread} a block"
 
 
 def rows_are_under_way(launch: Launch, k: Compiled) -> None:
@@ -621,11 +627,11 @@ def rows_are_under_way(launch: Launch, k: Compiled) -> None:
     norm, shots, threads = launch.args["norm"], launch.args["shots"], launch.options["num_warps"] * 32
     size = norm.DTYPE.value.primitive_bitwidth // 8
     copies = [s for s in steps_of(k.ptx) if "cp.async.cg.shared" in s.text]
-    each = norm.P.value * size // (threads * 16)
+    per_thread = norm.P.value * size // (threads * 16)
     sources = launch.args["ch"].world.value + (norm.RESIDUAL.value != ABSENT.value) if shots.AHEAD.value else 1
-    pushed, summed = 0 if shots.PULL.value else shots.STAGES.value, sources * shots.SUM_STAGES.value
-    for fn, rows in ((push_rows, pushed), (load_row, summed)):
-        assert sum(within(s, [fn]) for s in copies) == rows * each, fn.fn.__name__
+    pushed_rows, summed_rows = 0 if shots.PULL.value else shots.STAGES.value, sources * shots.SUM_STAGES.value
+    for fn, rows in ((push_rows, pushed_rows), (load_row, summed_rows)):
+        assert sum(within(s, [fn]) for s in copies) == rows * per_thread, fn.fn.__name__
     narrow = [s for s in steps_of(k.ptx) if "st.global" in s.text and not re.search(r"v[24]\.b(32|64)", s.text)]
     assert all(within(s, [end_call, store_scales, store_scales_everywhere]) for s in narrow), [str(s) for s in narrow][
         :2
@@ -659,10 +665,10 @@ LOCAL = "to ranks"  # sizes differ by rank, and no program waits for a rank
 
 def every_rank_launches_the_same_kernel(name: str) -> None:
     """The rank is read from memory: no integer differs, so none can be specialised on one rank alone (rule 8)."""
-    first = launched(name)[0]
+    first_rank = launched(name)[0]
     for rank, others in enumerate(launched(name)):
-        assert len(others) == len(first)
-        for a, b in zip(first, others, strict=True):
+        assert len(others) == len(first_rank)
+        for a, b in zip(first_rank, others, strict=True):
             for key in a.args:
                 assert integers(a.args[key], key) == integers(b.args[key], key), f"rank {rank}"
             if a.kernel.__name__ in (*GEMMS, "barrier", "two_shot", *(kernel.__name__ for kernel in POSTED)):
@@ -685,11 +691,11 @@ BREAKS = [  # newer Tritons wait for bulk stores, and put a barrier before an at
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
 def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
     """In the all-reduce kernels' own PTX, each of the edits."""
-    found = []
+    broken = []
     for launch, k in compiled(f"{AR} x8 plan 0 one row"):
         changed = re.sub(old, new, k.ptx)
-        found += broken_rules(launch, k, changed) if changed != k.ptx else []
-    assert any(line.startswith(says) for line in found), found
+        broken += broken_rules(launch, k, changed) if changed != k.ptx else []
+    assert any(line.startswith(says) for line in broken), broken
 
 
 def test_a_wait_behind_the_first_load_is_found() -> None:
@@ -698,9 +704,9 @@ def test_a_wait_behind_the_first_load_is_found() -> None:
     lines = k.ptx.splitlines()
     load = next(i for i, line in enumerate(lines) if "cp.async.bulk.tensor.3d.shared" in line)
     waits = [i for i, line in enumerate(lines) if "ld.acquire" in line and i < load]
-    first = max(i for i in range(waits[-1]) if "begin inline asm" in lines[i])
-    last = next(i for i in range(waits[-1], len(lines)) if "end inline asm" in lines[i])
-    moved = lines[:first] + lines[last + 1 : load + 2] + lines[first : last + 1] + lines[load + 2 :]
+    asm_start = max(i for i in range(waits[-1]) if "begin inline asm" in lines[i])
+    asm_end = next(i for i in range(waits[-1], len(lines)) if "end inline asm" in lines[i])
+    moved = lines[:asm_start] + lines[asm_end + 1 : load + 2] + lines[asm_start : asm_end + 1] + lines[load + 2 :]
     assert broken_rules(launch, k) == []
     assert any(line.startswith("acquire: ") for line in broken_rules(launch, k, "\n".join(moved)))
 
@@ -710,4 +716,4 @@ def test_a_count_by_another_warp_than_the_fences_is_found() -> None:
     predicate = re.search(r"@(%p\d+) (?:atom|red)\.global\.sys\.relaxed", k.ptx)[1]  # type: ignore[index]
     wide = re.sub(rf"(?m)^\s*[a-z][\w.]*\s+{predicate}, .*;", f"setp.lt.u32 {predicate}, %tid.x, 512;", k.ptx)
     assert wide != k.ptx and signals_outside_first_warp(k.ptx) == []
-    assert any("not by the first warp" in said for said in signals_outside_first_warp(wide))
+    assert any("not by the first warp" in problem for problem in signals_outside_first_warp(wide))

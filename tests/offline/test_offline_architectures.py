@@ -50,14 +50,14 @@ def test_waits_stand_before_their_loads_without_bulk_copies(target: int) -> None
         world.synchronize()
 
     ran = check.search(main, 2, [0]).ran
-    found, refused = check.compile_and_check(ran, target)
-    assert refused == [] and {one.name.split()[0] for one in found} >= {
+    checked, refused = check.compile_and_check(ran, target)
+    assert refused == [] and {one.name.split()[0] for one in checked} >= {
         "all_gather_gemm",
         "gemm_reduce",
         "signaled_gemm",
         "one_shot",
     }
-    assert {one.name: one.problems for one in found if one.problems} == {}
+    assert {one.name: one.problems for one in checked if one.problems} == {}
     assert ran.awaited, "loads that need a wait"
 
 
@@ -67,8 +67,10 @@ def test_a_rule_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     ((launch, k),) = [pair for pair in architectures.compiled(89, case) if pair[0].kernel.__name__ == "signaled_gemm"]
     assert architectures.outcome(launch, k, 89) == []
     large = type(k)(**{**vars(k), "shared": 131072, "spills": 8, "ptx": k.ptx.replace("cp.async.cg", "cp.async.bulk")})
-    said = " ".join(architectures.outcome(launch, large, 89))
-    assert all(part in said for part in ("131072 bytes", "spills 8", "cp.async.bulk is Hopper's", "not asynchronous"))
+    problems = " ".join(architectures.outcome(launch, large, 89))
+    assert all(
+        part in problems for part in ("131072 bytes", "spills 8", "cp.async.bulk is Hopper's", "not asynchronous")
+    )
 
 
 def test_the_record_is_of_targets_that_there_are() -> None:
@@ -76,11 +78,11 @@ def test_the_record_is_of_targets_that_there_are() -> None:
     record = json.loads(architectures.RECORD.read_text())
     for triton, targets in record.items():
         assert triton.startswith("Triton 3.") and set(targets) <= set(architectures.TARGETS)
-        for of in targets.values():
-            assert of["launches"] > 20 and of["date"] and isinstance(of["wrong"], dict)
+        for totals in targets.values():
+            assert totals["launches"] > 20 and totals["date"] and isinstance(totals["wrong"], dict)
     assert {"sm_80", "sm_89"} <= set(record["Triton 3.6.0"])
 
 
 def test_every_op_with_a_gemm_is_compiled() -> None:
     names = {name.split()[0] for name, _ in architectures.cases(80)}
-    assert {op for op, of in REGISTRY.items() if of.collective and op != "matmul_all_to_all"} <= names
+    assert {op for op, op_type in REGISTRY.items() if op_type.collective and op != "matmul_all_to_all"} <= names

@@ -47,9 +47,12 @@ def tokens(llm: Any) -> list[list[tuple[int, float]]]:
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)
     answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
-    best = [[sorted((each.logprob for each in step.values()), reverse=True) for step in a.outputs[0].logprobs] for a in answers]  # fmt: skip
+    best = [[sorted((candidate.logprob for candidate in step.values()), reverse=True) for step in a.outputs[0].logprobs] for a in answers]  # fmt: skip
     return [
-        [(token, first - second) for token, (first, second, *_) in zip(a.outputs[0].token_ids, rows, strict=True)]
+        [
+            (token, best_logprob - second_logprob)
+            for token, (best_logprob, second_logprob, *_) in zip(a.outputs[0].token_ids, rows, strict=True)
+        ]
         for a, rows in zip(answers, best, strict=True)
     ]
 
@@ -72,15 +75,15 @@ def run(job: str) -> dict[str, Any]:
             enable_prefix_caching=False,
             enforce_eager=mode == "eager",
         )
-        made: dict[str, Any] = dict(tokens=tokens(llm))
+        results: dict[str, Any] = dict(tokens=tokens(llm))
         if os.environ.get("WEFT_VLLM") == "0":
-            return made
-        made["report"] = weft.vllm.report(llm)
+            return results
+        results["report"] = weft.vllm.report(llm)
         if mode == "eager":
             llm.collective_rpc(undo)
-            made["own"] = tokens(llm)
+            results["own"] = tokens(llm)
         llm.llm_engine.engine_core.shutdown()
-    return made
+    return results
 
 
 if __name__ == "__main__":

@@ -45,12 +45,12 @@ def flow(architecture: str, folder: Path) -> Flow:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    kind, more = MODELS[architecture]
+    kind, config_changes = MODELS[architecture]
     config = dict(architectures=[architecture], model_type=kind, hidden_act="silu", torch_dtype="bfloat16", **SIZES)
-    (folder / "config.json").write_text(json.dumps({**config, **more}))
+    (folder / "config.json").write_text(json.dumps({**config, **config_changes}))
     args = EngineArgs(model=str(folder), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True)
     config = args.create_engine_config()
-    found = read_interface().objects
+    objects = read_interface().objects
     with set_current_vllm_config(config):
         if not model_parallel_is_initialized():
             init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
@@ -58,12 +58,12 @@ def flow(architecture: str, folder: Path) -> Flow:
         with torch.device("meta"):
             model = initialize_model(vllm_config=config, model_config=config.model_config)
     names = ("row", "column", "norm", "unquantized", "gemma_norm", "runner")
-    return flow_of(model, Everywhere(**{name: found[name] for name in names}))
+    return flow_of(model, Everywhere(**{name: objects[name] for name in names}))
 
 
 def test_the_interface_is_the_known_one() -> None:
-    found = read_interface()
-    assert not found.missing and found.tried and found.version.startswith(TRIED_VLLM)
+    interface = read_interface()
+    assert not interface.missing and interface.tried and interface.version.startswith(TRIED_VLLM)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ QUIET = dict(
 )  # fmt: skip
 
 
-def engines(folder: Path, *jobs: str, **more: str) -> tuple[dict[str, Any], str]:
+def engines(folder: Path, *jobs: str, **variables: str) -> tuple[dict[str, Any], str]:
     """What the jobs made, and the log."""
     out = folder / "out.json"
-    env = {**os.environ, **QUIET, "VLLM_CACHE_ROOT": str(folder / "cache"), **more}
+    env = {**os.environ, **QUIET, "VLLM_CACHE_ROOT": str(folder / "cache"), **variables}
     done = subprocess.run(
         [sys.executable, str(HERE / "run_engine.py"), str(out), *jobs],
         env=env,
@@ -35,11 +35,11 @@ def engines(folder: Path, *jobs: str, **more: str) -> tuple[dict[str, Any], str]
     return json.loads(out.read_text()), done.stdout + done.stderr
 
 
-def alike(made: list[Any], own: list[Any], rounding: float) -> bool:
+def alike(actual: list[Any], expected: list[Any], rounding: float) -> bool:
     """Whether answers are the same up to a token whose logit was ahead by no more than rounding."""
-    for mine, theirs in zip(made, own, strict=True):
-        for (token, _), (other, ahead) in zip(mine, theirs, strict=True):
-            if token != other:
+    for actual_answer, expected_answer in zip(actual, expected, strict=True):
+        for (token, _), (expected_token, ahead) in zip(actual_answer, expected_answer, strict=True):
+            if token != expected_token:
                 if ahead > rounding:
                     return False
                 break
@@ -50,11 +50,11 @@ def alike(made: list[Any], own: list[Any], rounding: float) -> bool:
 def test_two_engines_of_one_process(tmp_path: Path) -> None:
     """A dense model and one with experts: the tokens of vLLM itself, sums over ranks by weft's operators, one line of
     the log each."""
-    made, log = engines(tmp_path, "Llama:eager", "Qwen3Moe:eager")
+    results, log = engines(tmp_path, "Llama:eager", "Qwen3Moe:eager")
     for name, rounding in (("Llama:eager", 1e-3), ("Qwen3Moe:eager", 0.1)):  # of float32, and of bfloat16
-        assert alike(made[name]["tokens"], made[name]["own"], rounding), made[name]
-        assert len({token for row in made[name]["tokens"] for token, _ in row}) > 5  # of a model that computes
-    dense, experts = made["Llama:eager"]["report"], made["Qwen3Moe:eager"]["report"]
+        assert alike(results[name]["tokens"], results[name]["own"], rounding), results[name]
+        assert len({token for row in results[name]["tokens"] for token, _ in row}) > 5  # of a model that computes
+    dense, experts = results["Llama:eager"]["report"], results["Qwen3Moe:eager"]["report"]
     assert (
         "LlamaForCausalLM, 2 ranks (gloo)" in dense
         and "the sum of a row-parallel linear, residual and norm (4 times)" in dense
@@ -71,6 +71,6 @@ def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
     """Both share vLLM's cache of compiled code; off by WEFT_VLLM=0."""
     served, _ = engines(tmp_path, "Qwen3:compiled")
     assert "row_norm_column: " in served["Qwen3:compiled"]["report"]
-    own, log = engines(tmp_path, "Qwen3:compiled", WEFT_VLLM="0")
-    assert alike(served["Qwen3:compiled"]["tokens"], own["Qwen3:compiled"]["tokens"], 1e-3), (served, own)
+    unserved, log = engines(tmp_path, "Qwen3:compiled", WEFT_VLLM="0")
+    assert alike(served["Qwen3:compiled"]["tokens"], unserved["Qwen3:compiled"]["tokens"], 1e-3), (served, unserved)
     assert "under vLLM" not in log
