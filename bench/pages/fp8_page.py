@@ -33,7 +33,7 @@ def recipe_row(recipe: str, lines: Rows) -> list[str]:
     says so."""
     name, plans = RECIPES[recipe]
     tiles = {said(plan) for plan in plans}
-    own, auto, rates, earlier = [], [], [], False
+    best_ratios, auto, rates, earlier = [], [], [], False
     for r in lines:
         us = {way.removeprefix(f"{recipe}: "): t for way, t in r["us"].items() if way.startswith(f"{recipe}: ")}
         weft = {way: t for way, t in us.items() if way.startswith("weft ") and way != AUTO}
@@ -43,11 +43,11 @@ def recipe_row(recipe: str, lines: Rows) -> list[str]:
             continue
         earlier = earlier or not todays
         best, size = min(todays or weft.values()), f"{r['M']} x {r['N']} x {r['K']}"
-        own.append((library / best, size))
+        best_ratios.append((library / best, size))
         auto.append((library / us[AUTO], size))
         rates.append(2e-6 * r["M"] * r["N"] * r["K"] / best)
-    cells = [f"{name}{', an earlier kernel' * earlier}", str(len(own))]
-    for ratios in (own, auto):
+    cells = [f"{name}{', an earlier kernel' * earlier}", str(len(best_ratios))]
+    for ratios in (best_ratios, auto):
         least, size = min(ratios)
         cells += [f"{mean(ratio for ratio, _ in ratios) or 0:.2f}x", f"{least:.2f}x ({size})"]
     return [*cells, f"{mean(rates) or 0:.0f}"]

@@ -28,7 +28,7 @@ def test_a_page_is_what_its_maker_makes(name: str) -> None:
 
 
 def test_the_shipped_table_is_what_its_maker_makes() -> None:
-    text, _ = table.made("nvidia-h200")
+    text, _ = table.table_of("nvidia-h200")
     assert text == (table.TABLES / "nvidia-h200.json").read_text(), "python -m bench.pages.table nvidia-h200"
 
 
