@@ -52,7 +52,7 @@ def test_every_picture_is_shown_and_every_one_shown_is_there() -> None:
 def test_the_readmes_picture_is_of_stored_rows(tmp_path: Path) -> None:
     """What is left of a layer beside its GEMMs and what of the collectives is not hidden takes time, and little."""
     t = layer_picture.times(report.load(ROOT / "bench/results" / layer_picture.MACHINE))
-    assert t.weft < t.sequential and max(t.gather, t.scatter) < t.first
+    assert t.weft < t.sequential and max(t.gather, t.scatter) < t.gate_up
     assert all(0 < t.rest(whole) < 0.15 * whole for whole in (t.sequential, t.weft))
     (path,) = layer_picture.plots(ROOT / "bench/results", tmp_path)
     assert path.read_bytes() == (ROOT / "docs/img" / path.name).read_bytes(), "make pages"
