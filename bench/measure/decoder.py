@@ -380,12 +380,12 @@ class Bench:
         coarse = [m for m in sizes if m & (m - 1) == 0 or m == sizes[-1]]
         for m in coarse:
             x = torch.randn(m, hidden, device=world.device, dtype=torch.bfloat16)
-            residual = torch.randn(
+            shard = torch.randn(
                 weft.lang.balanced_rows(m, world.size)[world.rank], hidden, device=world.device, dtype=x.dtype
             )
             points.append(
-                us(lambda x=x, r=residual: weft.all_reduce_rms_norm(x, r, norm, 1e-5, world=world, plan=plan), 5)
-            )  # type: ignore[misc]
+                us(lambda x=x, r=shard: weft.all_reduce_rms_norm(x, r, norm, 1e-5, world=world, plan=plan), 5)  # type: ignore[misc]
+            )
         norms = [round(_between(coarse, points, m), 1) for m in sizes]
         self.profile = LayerTimes(step, tuple(gemm_us[0]), tuple(gemm_us[1]), tuple(norms))
         weave.learn_layers(self.name, Table((), self.profile))
@@ -508,9 +508,9 @@ def prompts(tokens: int) -> Batch:
 
 
 def measure(bench: Bench, a: argparse.Namespace) -> None:
-    world, model_name = bench.world, bench.model_name
+    world, model = bench.world, bench.model_name
     bench.log(
-        f"{model_name}, {gpu_model(world.device)} x{world.size}, attention {bench.fixed['attention']}, link "
+        f"{model}, {gpu_model(world.device)} x{world.size}, attention {bench.fixed['attention']}, link "
         f"{bench.fixed['link_gbs']} GB/s"
     )
     todo: list[tuple[str, Run]] = []
@@ -519,22 +519,22 @@ def measure(bench: Bench, a: argparse.Namespace) -> None:
     if "prefill" in a.parts:
         cache = bench.cache(8, 4096)
         todo += [
-            (f"{model_name}-prefill-{n}", lambda n=n, c=cache: bench.size(f"{model_name}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
+            (f"{model}-prefill-{n}", lambda n=n, c=cache: bench.size(f"{model}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
             for n in a.prefill
         ]
     if "decode" in a.parts:
         cache = bench.cache(max(a.decode), HISTORY + 8)
         todo += [
             (
-                f"{model_name}-decode-{n}",
-                lambda n=n, c=cache: bench.size(f"{model_name}-decode-{n}", Batch.decode([HISTORY] * n), c),
-            )  # type: ignore[misc]
+                f"{model}-decode-{n}",
+                lambda n=n, c=cache: bench.size(f"{model}-decode-{n}", Batch.decode([HISTORY] * n), c),  # type: ignore[misc]
+            )
             for n in a.decode
         ]
     if "eager" in a.parts:
         cache = bench.cache(8, 4096)
         todo += [
-            (f"{model_name}-eager-{n}", lambda n=n, c=cache: bench.launched(f"{model_name}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
+            (f"{model}-eager-{n}", lambda n=n, c=cache: bench.launched(f"{model}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
             for n in a.eager
         ]
     if a.tune:

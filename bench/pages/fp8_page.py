@@ -5,7 +5,7 @@ Of the lines of one size the newest counts, which is the last in the file.
 
 from __future__ import annotations
 
-from bench.measure.fp8 import said
+from bench.measure.fp8 import plan_label
 from bench.pages.report import mean
 from bench.pages.tables import Rows, grid
 from weft.ops.scaled_gemm import PROMOTED, WIDE
@@ -32,7 +32,7 @@ def recipe_row(recipe: str, lines: Rows) -> list[str]:
     """Return a recipe's row of the table. Stored rows that have none of today's tiles are of an earlier kernel, and the table
     says so."""
     name, plans = RECIPES[recipe]
-    tiles = {said(plan) for plan in plans}
+    tiles = {plan_label(plan) for plan in plans}
     best_ratios, auto, rates, earlier = [], [], [], False
     for r in lines:
         us = {way.removeprefix(f"{recipe}: "): t for way, t in r["us"].items() if way.startswith(f"{recipe}: ")}
