@@ -102,7 +102,7 @@ BY_LIBRARIES = {
 
 
 class LayerOf(nn.Module):
-    """x [m_r, H] -> [m_r, H], rows of this rank; collectives: those beside the libraries' GEMMs, None for weft's ops."""
+    """x [m_r, H] -> [m_r, H], rows of this rank; collectives: beside the libraries' GEMMs, None for weft's ops."""
 
     def __init__(self, s: Sizes, world: weft.World) -> None:
         super().__init__()

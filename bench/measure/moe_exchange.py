@@ -133,9 +133,9 @@ def main() -> None:
                 if world.rank == 0:
                     with open(a.out / "moe_exchange.jsonl", "a") as f:
                         f.writelines(json.dumps(row) + "\n" for row in rows)
-                    figures = " | ".join(f"{r['method']} {r['op'][4:]} {r['us']:.0f}" for r in rows)
+                    text = " | ".join(f"{r['method']} {r['op'][4:]} {r['us']:.0f}" for r in rows)
                     print(
-                        f"{rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} error {rows[0]['error']}: {figures}",
+                        f"{rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} error {rows[0]['error']}: {text}",
                         flush=True,
                     )
     dist.destroy_process_group()

@@ -862,8 +862,8 @@ def just_over() -> list[tuple[str, int, int, int]]:
     """Shapes of a few rows more than a whole number of tiles, which take a wave more."""
     ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     return [
-        (op, tiles * 128 + rows_over, n, k)
-        for op in ops for tiles in (5, 9, 13, 17, 18, 25, 33) for rows_over in (4, 7) for n, k in ((2560, 8192), (8192, 7168))
+        (op, tiles * 128 + rows, n, k)
+        for op in ops for tiles in (5, 9, 13, 17, 18, 25, 33) for rows in (4, 7) for n, k in ((2560, 8192), (8192, 7168))
     ]  # fmt: skip
 
 
@@ -1035,7 +1035,7 @@ class Stub:
     size, sm_count, device, rank = 8, 132, torch.device("cpu"), 3
 
     def __init__(
-        self, backend: str = "cuda", exchange: Callable[[Any], list[Any]] = lambda value: [value] * 8, limits: bool = True,
+        self, backend: str = "cuda", exchange: Callable[[Any], list[Any]] = lambda v: [v] * 8, limits: bool = True,
         shares: bool = False,
     ) -> None:  # fmt: skip
         self.exchange = exchange

@@ -77,13 +77,13 @@ def sequential(start: float, wait: float, late: float) -> Events:
 
 def overlapped(start: float, wait: float, late: float) -> Events:
     """Two GEMMs on two streams beside a copy, then the two launches of one kernel: one sums the other's tiles."""
-    begin = start + 11
+    t0 = start + 11
     return [
         *before(start, wait),
-        event(OWN, begin, 19), event("barrier", begin + 20, 5 + late, 21, 1, 32), event(PUSH, begin + 27 + late, 88, 21),
-        event("barrier", begin + 117 + late, 4, 21, 1, 32), event(UP, begin + 20, 705), event(UP, begin + 690, 700, 22),
-        event("silu_mul", begin + 1393, 98), event("gemm_reduce", begin + 1494, 732, 23, 64, 128),
-        event("gemm_reduce", begin + 1493, 715),
+        event(OWN, t0, 19), event("barrier", t0 + 20, 5 + late, 21, 1, 32), event(PUSH, t0 + 27 + late, 88, 21),
+        event("barrier", t0 + 117 + late, 4, 21, 1, 32), event(UP, t0 + 20, 705), event(UP, t0 + 690, 700, 22),
+        event("silu_mul", t0 + 1393, 98), event("gemm_reduce", t0 + 1494, 732, 23, 64, 128),
+        event("gemm_reduce", t0 + 1493, 715),
     ]  # fmt: skip
 
 
