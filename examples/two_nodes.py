@@ -53,8 +53,8 @@ def train(mesh, weights, batches):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(summed := loss.detach() / mesh["data"].size())
-        losses.append(summed.item())
+        dist.all_reduce(mean_loss := loss.detach() / mesh["data"].size())
+        losses.append(mean_loss.item())
     return losses
 
 

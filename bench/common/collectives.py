@@ -24,13 +24,13 @@ class Collectives:
 
     def gather(self, x: Tensor, rows: int) -> Tensor:
         """Return all ranks' x, which together have `rows` rows."""
-        return self._of(gather, x, rows)
+        return self._on_stream(gather, x, rows)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return this rank's rows of the sum over ranks."""
-        return self._of(reduce_scatter, x, x.shape[0])
+        return self._on_stream(reduce_scatter, x, x.shape[0])
 
-    def _of(self, collective: Callable[..., Tensor], x: Tensor, rows: int) -> Tensor:
+    def _on_stream(self, collective: Callable[..., Tensor], x: Tensor, rows: int) -> Tensor:
         stream = self.world.current_stream()
         y = collective(x, self.world, balanced_rows(rows, self.world.size), stream)
         self.world.finish(stream)
@@ -44,22 +44,22 @@ class Elided(Collectives):
     def __init__(self, world: weft.World) -> None:
         super().__init__(world)
         self.kept: list[Tensor] = []
-        self.at = 0
+        self.next_kept = 0
 
     def passes(self, fn: Callable[[], T]) -> Callable[[], T]:
         """Return `fn` as one pass: the same collectives in the same order in every call."""
 
         def run() -> T:
-            self.at = 0
+            self.next_kept = 0
             return fn()
 
         return run
 
     def gather(self, x: Tensor, rows: int) -> Tensor:
-        if self.at == len(self.kept):
+        if self.next_kept == len(self.kept):
             self.kept.append(super().gather(x, rows))
-        self.at += 1
-        return self.kept[self.at - 1].detach()
+        self.next_kept += 1
+        return self.kept[self.next_kept - 1].detach()
 
     def sum(self, x: Tensor) -> Tensor:
         return x.split(balanced_rows(x.shape[0], self.world.size))[self.world.rank]
@@ -70,12 +70,12 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
-        ctx.by = collectives
+        ctx.collectives = collectives
         return collectives.gather(x, x.shape[0] * collectives.world.size)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.by.sum(dy.contiguous()), None
+        return ctx.collectives.sum(dy.contiguous()), None
 
 
 class Scattered(torch.autograd.Function):
@@ -83,9 +83,9 @@ class Scattered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
-        ctx.by = collectives
+        ctx.collectives = collectives
         return collectives.sum(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.by.gather(dy.contiguous(), dy.shape[0] * ctx.by.world.size), None
+        return ctx.collectives.gather(dy.contiguous(), dy.shape[0] * ctx.collectives.world.size), None

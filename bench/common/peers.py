@@ -122,7 +122,7 @@ def link_rate(world: weft.World) -> float:
     from bench.common.timing import time_interleaved
 
     memory = world.symmetric((64 << 20,), torch.uint8, "link probe")
-    mine = torch.empty_like(memory.local)
+    destination = torch.empty_like(memory.local)
     peer = memory.peers[(world.rank + 1) % world.size]
-    us = time_interleaved({"copy": lambda: mine.copy_(peer)}, mode="graph", calls=10, rounds=5)["copy"]
-    return mine.numel() / us / 1e3
+    us = time_interleaved({"copy": lambda: destination.copy_(peer)}, mode="graph", calls=10, rounds=5)["copy"]
+    return destination.numel() / us / 1e3

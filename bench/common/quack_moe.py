@@ -119,7 +119,7 @@ class QuackExperts:
 
     def __init__(self, world: weft.World, w13: torch.Tensor, w2: torch.Tensor, k: int) -> None:
         self.world, self.w13, self.w2, self.k = world, interleaved(w13), w2, k
-        self.first = self.second = FORMS[0]
+        self.gated_form = self.down_form = FORMS[0]
 
     def routed(self, logits: torch.Tensor) -> Routed:
         tokens, experts = logits.shape
@@ -130,8 +130,8 @@ class QuackExperts:
 
     def experts(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         """[T k, H], the rows in the order of the experts."""
-        hidden = gated_gemm(self.first, x, self.w13, routed.starts, routed.tokens)
-        return second_gemm(self.second, hidden, self.w2, routed.starts)
+        hidden = gated_gemm(self.gated_form, x, self.w13, routed.starts, routed.tokens)
+        return second_gemm(self.down_form, hidden, self.w2, routed.starts)
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         world, routed, (tokens, h) = self.world, self.routed(logits), x.shape
@@ -148,9 +148,9 @@ class QuackExperts:
     def tune(self, x: torch.Tensor, logits: torch.Tensor, forms: Sequence[Form], time_of: TimeOf) -> None:
         """Take the fastest of these forms for each GEMM, of this routing. Raises RuntimeError where none runs."""
         routed = self.routed(logits)
-        self.first = fastest({f: lambda f=f: gated_gemm(f, x, self.w13, *routed[:2]) for f in forms}, time_of)
-        hidden = gated_gemm(self.first, x, self.w13, *routed[:2])
-        self.second = fastest({f: lambda f=f: second_gemm(f, hidden, self.w2, routed[0]) for f in forms}, time_of)
+        self.gated_form = fastest({f: lambda f=f: gated_gemm(f, x, self.w13, *routed[:2]) for f in forms}, time_of)
+        hidden = gated_gemm(self.gated_form, x, self.w13, *routed[:2])
+        self.down_form = fastest({f: lambda f=f: second_gemm(f, hidden, self.w2, routed[0]) for f in forms}, time_of)
 
 
 def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> Form:
@@ -201,20 +201,25 @@ def check(form: Form) -> None:
     tokens = torch.randint(200, (sum(counts),), device="cuda", generator=generator).int()
     hidden = gated_gemm(form, x, interleaved(w13), starts, tokens)
     y = second_gemm(form, hidden, w2, starts)
-    for rows, w, v, mine, theirs in zip(
+    for rows, w, v, hidden_part, y_part in zip(
         x[tokens].split(counts), w13, w2, hidden.split(counts), y.split(counts), strict=True
     ):
         gate, up = (rows.float() @ w.float().t()).chunk(2, -1)
         if len(rows):
-            assert error_of(mine, F.silu(gate) * up) < RIGHT and error_of(theirs, mine.float() @ v.float().t()) < RIGHT
+            assert (
+                error_of(hidden_part, F.silu(gate) * up) < RIGHT
+                and error_of(y_part, hidden_part.float() @ v.float().t()) < RIGHT
+            )
 
 
 if __name__ == "__main__":
     started, (m, n, cluster, pingpong) = time.time(), map(int, sys.argv[1:])
     try:
         check(Form(m, n, cluster, bool(pingpong)))
-        said = "right"
+        outcome = "right"
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"[:300]
-    print(f"quack {m}x{n}, cluster {cluster}, pingpong {pingpong}: {said}, {time.time() - started:.0f} s", flush=True)
-    sys.exit(said != "right")
+        outcome = f"{type(error).__name__}: {error}"[:300]
+    print(
+        f"quack {m}x{n}, cluster {cluster}, pingpong {pingpong}: {outcome}, {time.time() - started:.0f} s", flush=True
+    )
+    sys.exit(outcome != "right")

@@ -69,7 +69,7 @@ class Shape:
     mask: str  # "none", "causal" or "zigzag"
 
     @staticmethod
-    def of(text: str, world: int) -> Shape:
+    def parsed(text: str, world: int) -> Shape:
         heads, length, mask = text.split("-")
         q, kv = map(int, heads.split("x"))
         rows = int(length[:-1]) if length.endswith("*") else int(length) // world
@@ -85,32 +85,34 @@ class Shape:
 class Attention:
     """One shape's operands on this rank, and ways to compute it."""
 
-    def __init__(self, world: weft.World, of: Shape) -> None:
-        self.world, self.of = world, of
-        own = torch.Generator(world.device).manual_seed(world.rank)
+    def __init__(self, world: weft.World, shape: Shape) -> None:
+        self.world, self.shape = world, shape
+        generator = torch.Generator(world.device).manual_seed(world.rank)
 
         def draw(rows: int, heads: int) -> torch.Tensor:
-            return torch.randn(rows, heads, D, device=world.device, dtype=BF, generator=own)
+            return torch.randn(rows, heads, D, device=world.device, dtype=BF, generator=generator)
 
-        self.q, self.k, self.v = (draw(of.rows, heads) for heads in (of.heads, of.kv_heads, of.kv_heads))
-        shards = (of.rows,) * world.size
-        self.key_ranges = causal_key_ranges(world.rank, shards, of.rows, of.causal, of.mask == "zigzag")
-        if not of.causal:
-            every = KeyGroup(0, tuple(KeyRange(r, 0, of.rows) for r in range(world.size)))
+        self.q, self.k, self.v = (draw(shape.rows, heads) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
+        shards = (shape.rows,) * world.size
+        self.key_ranges = causal_key_ranges(world.rank, shards, shape.rows, shape.causal, shape.mask == "zigzag")
+        if not shape.causal:
+            every = KeyGroup(0, tuple(KeyRange(r, 0, shape.rows) for r in range(world.size)))
             self.key_ranges = self.key_ranges._replace(local=(), remote=(every,))
-        self.there = [(draw(g.rows, of.kv_heads), draw(g.rows, of.kv_heads)) for g in self.key_ranges.remote]
-        self.library = libraries.right("forward", world.device, BF, of.heads, of.kv_heads, D)[0]
-        self.layout = "zigzag" if of.mask == "zigzag" else "contiguous"
+        self.remote_keys = [
+            (draw(g.rows, shape.kv_heads), draw(g.rows, shape.kv_heads)) for g in self.key_ranges.remote
+        ]
+        self.library = libraries.right("forward", world.device, BF, shape.heads, shape.kv_heads, D)[0]
+        self.layout = "zigzag" if shape.mask == "zigzag" else "contiguous"
 
     def weft(self, plan: str | Plan) -> torch.Tensor:
         return weft.gathered_attention(
-            self.q, self.k, self.v, causal=self.of.causal, layout=self.layout, world=self.world, plan=plan
+            self.q, self.k, self.v, causal=self.shape.causal, layout=self.layout, world=self.world, plan=plan
         )
 
     def taken(self) -> Plan:
         """Return the plan that "auto" took, after a call."""
         op, operands = REGISTRY["gathered_attention"], (self.q, self.k, self.v, None)
-        call = op.check(self.world, operands, (self.of.causal, None, 0, None, None, self.layout))
+        call = op.check(self.world, operands, (self.shape.causal, None, 0, None, None, self.layout))
         return op.choose(self.world, call, "auto", True)
 
     def gathered(self) -> list[torch.Tensor]:
@@ -120,7 +122,7 @@ class Attention:
         return out
 
     def libraries(self) -> torch.Tensor:
-        if self.of.causal:
+        if self.shape.causal:
             return self.weft("sequential")
         return self.library.forward(self.q, *self.gathered(), False, D**-0.5)[0]
 
@@ -128,18 +130,18 @@ class Attention:
         for block in self.key_ranges.local:
             keys = self.k[block.lo : block.hi], self.v[block.lo : block.hi]
             self.library.forward(self.q, *keys, block.causal, D**-0.5)
-        for group, keys in zip(self.key_ranges.remote, self.there, strict=True):
+        for group, keys in zip(self.key_ranges.remote, self.remote_keys, strict=True):
             self.library.forward(self.q[group.first_query :], *keys, False, D**-0.5)
 
     def limit(self, link: float) -> float:
         """Return the us that a call takes at least. link: GB/s."""
-        of, pairs, received = self.of, 0.0, 0
+        shape, pairs, received = self.shape, 0.0, 0
         for block in self.key_ranges.local:
-            pairs += of.rows * (block.hi - block.lo) * (0.5 if block.causal else 1)
+            pairs += shape.rows * (block.hi - block.lo) * (0.5 if block.causal else 1)
         for group in self.key_ranges.remote:
-            pairs += (of.rows - group.first_query) * group.rows
+            pairs += (shape.rows - group.first_query) * group.rows
             received += sum(p.hi - p.lo for p in group.ranges if p.source != self.world.rank)
-        flops, nbytes = 4 * pairs * of.heads * D, received * 2 * of.kv_heads * D * 2
+        flops, nbytes = 4 * pairs * shape.heads * D, received * 2 * shape.kv_heads * D * 2
         return max(self.world.exchange(max(flops / RATE / 1e6, nbytes / link / 1e3)))
 
     def trained(self, plan: str | Plan) -> Run:
@@ -189,15 +191,15 @@ def peers_of(
 ) -> dict[tuple[str, str], float]:
     """Return us by method and mode of use(torch's attention); not interleaved with the others, since torch changes what it calls
     while it is on."""
-    found = {}
+    times = {}
     for rotate in ("allgather", "alltoall"):
         method = f"torch context_parallel, {rotate}"
         try:
             with context_parallel(world, rows, causal, rotate) as attention:
-                found |= timed({method: use(attention)}, world, calls)
+                times |= timed({method: use(attention)}, world, calls)
         except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # alike on all ranks
             print(f"{method}: {e}"[:300], flush=True)
-    return found
+    return times
 
 
 def peer_attention(case: Attention, backward: bool) -> Callable[[Attend], Run]:
@@ -227,8 +229,8 @@ def once(fn: Run) -> float:
 
 
 def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) -> list[dict]:
-    of = Shape.of(text, world.size)
-    case = Attention(world, of)
+    size = Shape.parsed(text, world.size)
+    case = Attention(world, size)
     ways: dict[str, str | Plan] = {"weft": "auto"} | {str(p): p for p in a.plans}
     fns: dict[str, Run] = {
         "nccl+cudnn": case.libraries,
@@ -241,9 +243,11 @@ def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) ->
         calls = max(1, min(10, int(GRAPH / max(world.exchange(once(case.libraries))))))
         times = time_interleaved(fns, mode="graph", calls=calls, rounds=ROUNDS)
     compute, communication = times["compute alone"], times["communication alone"]
-    mask = "none" if not of.causal else "causal" if of.mask == "zigzag" else "causal contiguous"
-    total = of.rows * world.size
-    shape = dict(op="gathered_attention", name=f"{of.heads}x{of.kv_heads}-{total}-{mask}", M=total, N=of.heads, K=D)
+    mask = "none" if not size.causal else "causal" if size.mask == "zigzag" else "causal contiguous"
+    total = size.rows * world.size
+    shape = dict(
+        op="gathered_attention", name=f"{size.heads}x{size.kv_heads}-{total}-{mask}", M=total, N=size.heads, K=D
+    )
     fixed = dict(
         world=world.size,
         limit_us=round(case.limit(link), 1),
@@ -260,12 +264,12 @@ def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) ->
         chosen = str(case.taken()) if way == "weft" else way if way in ways else None
         rows.append(dict(shape, mode="graph", method=way, us=round(us, 1), plan=chosen, overlap=hidden, **fixed))
     for backward in (False, True)[: a.torch * (1 + a.backward)]:
-        for (way, mode), us in peers_of(world, of.rows, of.causal, calls, peer_attention(case, backward)).items():
+        for (way, mode), us in peers_of(world, size.rows, size.causal, calls, peer_attention(case, backward)).items():
             method = f"{way}, forward and backward" if backward else way
             rows.append(dict(shape, mode=mode, method=method, us=round(us, 1), **fixed))
     if a.backward:
-        both = {way: case.trained(plan) for way, plan in (("sequential", "sequential"), ("weft", "auto"))}
-        for (way, mode), us in timed(both, world, calls).items():
+        runs = {way: case.trained(plan) for way, plan in (("sequential", "sequential"), ("weft", "auto"))}
+        for (way, mode), us in timed(runs, world, calls).items():
             rows.append(dict(shape, mode=mode, method=f"{way}, forward and backward", us=round(us, 1), **fixed))
     return rows
 
@@ -282,9 +286,9 @@ def decoded(world: weft.World, length: int, a: argparse.Namespace) -> list[dict]
         return lambda: example["prefill"](model, ids, positions, rotary, attention)
 
     plans = {"nccl+cudnn": "sequential", "weft": "auto"}
-    found = timed({way: use(example["zigzag_attention"](world, plan)) for way, plan in plans.items()}, world, 1)
+    times = timed({way: use(example["zigzag_attention"](world, plan)) for way, plan in plans.items()}, world, 1)
     if a.torch:
-        found |= peers_of(world, rows, True, 1, use)
+        times |= peers_of(world, rows, True, 1, use)
     return [
         dict(
             op="context_parallel_prefill",
@@ -299,7 +303,7 @@ def decoded(world: weft.World, length: int, a: argparse.Namespace) -> list[dict]
             commit=commit(),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
-        for (way, mode), us in found.items()
+        for (way, mode), us in times.items()
     ]
 
 
@@ -327,11 +331,11 @@ def main() -> None:
         if world.rank == 0:
             with open(a.out / "attention.jsonl", "a") as f:
                 f.writelines(json.dumps(row) + "\n" for row in rows)
-            said = " | ".join(
+            figures = " | ".join(
                 f"{r['method']} {r['us']:.0f}" + (f" ({r['overlap']})" if r.get("overlap") else "") for r in rows
             )
             print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
-                  f"error {rows[0]['error']} plan {rows[3]['plan']}: {said}", flush=True)  # fmt: skip
+                  f"error {rows[0]['error']} plan {rows[3]['plan']}: {figures}", flush=True)  # fmt: skip
     for length in a.decoder:
         if max(world.exchange(time.time() - start)) > a.seconds:
             break

@@ -102,19 +102,19 @@ def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: i
 
     def solve(value: Callable[[float], float], lo: float, hi: float) -> float:
         for _ in range(60):
-            at = (lo + hi) / 2
-            lo, hi = (at, hi) if value(at) < mean else (lo, at)
+            middle = (lo + hi) / 2
+            lo, hi = (middle, hi) if value(middle) < mean else (lo, middle)
         return (lo + hi) / 2
 
     short = median / 4
     longest = solve(lambda x: 0.5 * _mean_between(short, median) + middle + 0.1 * _mean_between(high, x), high, most)
     short = solve(lambda x: 0.5 * _mean_between(x, median) + middle + 0.1 * _mean_between(high, longest), 1, median)
-    knots, at = (short, median, high, longest), (0, 0.5, 0.9, 1)
+    knots, fractions = (short, median, high, longest), (0, 0.5, 0.9, 1)
     out = []
     for _ in range(count):
         u = rng.random()
         i = 0 if u < 0.5 else 1 if u < 0.9 else 2
-        share = (u - at[i]) / (at[i + 1] - at[i])
+        share = (u - fractions[i]) / (fractions[i + 1] - fractions[i])
         out.append(max(1, round(knots[i] * (knots[i + 1] / knots[i]) ** share)))
     return out
 
@@ -130,15 +130,15 @@ def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> lis
         while waiting and free:
             running[waiting.pop()] = free.pop()
         decoding = [r for r in running if done[r] >= prompts[r]]
-        now = {r: 1 for r in decoding}
+        rows = {r: 1 for r in decoding}
         left = CHUNK - (next(s for s in sizes if s >= len(decoding)) if decoding else 0)
         for r in running:
-            if r not in now and left > 0:
-                now[r] = min(left, prompts[r] - done[r])
-                left -= now[r]
-        now = dict(sorted(now.items(), key=lambda item: item[1] > 1))
-        steps.append(Batch(tuple(now.values()), tuple(done[r] for r in now), tuple(running[r] for r in now)))
-        for r, n in now.items():
+            if r not in rows and left > 0:
+                rows[r] = min(left, prompts[r] - done[r])
+                left -= rows[r]
+        rows = dict(sorted(rows.items(), key=lambda item: item[1] > 1))
+        steps.append(Batch(tuple(rows.values()), tuple(done[r] for r in rows), tuple(running[r] for r in rows)))
+        for r, n in rows.items():
             done[r] += n
             if done[r] >= prompts[r] + outputs[r]:
                 free.append(running.pop(r))
@@ -182,16 +182,16 @@ class Meter(threading.Thread):
                 self.samples[self.running].append((torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3))
                 time.sleep(0.02)
 
-    def means(self, what: str) -> dict[str, int | None]:
-        found = self.samples[what]
-        of = [round(statistics.fmean(column)) for column in zip(*found, strict=True)] if found else [None, None]
-        return dict(zip(("sm_mhz", "watts"), of, strict=True))
+    def means(self, method: str) -> dict[str, int | None]:
+        samples = self.samples[method]
+        means = [round(statistics.fmean(column)) for column in zip(*samples, strict=True)] if samples else [None, None]
+        return dict(zip(("sm_mhz", "watts"), means, strict=True))
 
 
 class Bench:
-    def __init__(self, world: weft.World, a: argparse.Namespace, of: str, start: float) -> None:
-        self.world, self.a, self.of, self.start = world, a, of, start
-        self.config = dict(MODELS[of], num_hidden_layers=a.layers)
+    def __init__(self, world: weft.World, a: argparse.Namespace, model_name: str, start: float) -> None:
+        self.world, self.a, self.model_name, self.start = world, a, model_name, start
+        self.config = dict(MODELS[model_name], num_hidden_layers=a.layers)
         self.model = Llama(self.config, world=world)
         c = self.model.config
         self.name = weave.name_of(world, c.hidden_size, c.intermediate_size)
@@ -206,9 +206,9 @@ class Bench:
             heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
         )  # fmt: skip
 
-    def say(self, *what: object) -> None:
+    def log(self, *words: object) -> None:
         if self.world.rank == 0:
-            print(f"{time.time() - self.start:4.0f}s", *what, flush=True)
+            print(f"{time.time() - self.start:4.0f}s", *words, flush=True)
 
     def late(self) -> bool:
         return max(self.world.exchange(time.time() - self.start)) > self.a.seconds
@@ -233,10 +233,10 @@ class Bench:
             if smart.split != tokens // 2:
                 out[f"smart split{tail}"] = smart, 0
             for sms in self.a.sms:
-                own = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens)
-                out[f"{sms} SMs{tail}"] = own, 0
-                if own.split != weave.halves(tokens):
-                    out[f"{sms} SMs, halves{tail}"] = replace(own, split=weave.halves(tokens)), 0
+                plan = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens)
+                out[f"{sms} SMs{tail}"] = plan, 0
+                if plan.split != weave.halves(tokens):
+                    out[f"{sms} SMs, halves{tail}"] = replace(plan, split=weave.halves(tokens)), 0
                 out[f"{sms} SMs, cuBLAS{tail}"] = smart, self.world.sm_count - sms
         out["sequence"] = LayerPlan("sequence"), 0
         return {name: way for name, way in out.items() if name == "sequential" or name in (self.a.ways or out)}
@@ -265,7 +265,7 @@ class Bench:
                 if self.world.rank == 0:
                     traceback.print_exc()
             if any(errors := self.world.exchange(error)):
-                self.say(f"left out: {name}: {next(e for e in errors if e)}")
+                self.log(f"left out: {name}: {next(e for e in errors if e)}")
             else:
                 out[name] = run
         return out
@@ -288,7 +288,7 @@ class Bench:
         fn = self.working(fn)
         if self.a.tune:
             times = self.time(fn, guess, 3)
-            self.tell(f"tuning {name}", times)
+            self.log_times(f"tuning {name}", times)
             pickable = {q: t for q, t in times.items() if q in methods and not methods[q][1]}
             best = min(pickable, key=lambda q: pickable[q])
             plan = methods[best][0] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
@@ -304,7 +304,7 @@ class Bench:
         times = self.time(fn, guess, self.a.rounds)
         if same:
             times["auto"] = times[same]
-        self.tell(name, times)
+        self.log_times(name, times)
         none = times.pop("no communication", None)
         c, w = model.config, world.size
         received = 2 * self.a.layers * 2 * tokens * c.hidden_size * 2 * (w - 1) / w
@@ -332,7 +332,7 @@ class Bench:
             plan = plans[best] if times["sequential"] / times[best] >= GAIN else plans["sequential"]
             self.eager[tokens] = replace(plan, split=0)
         times["auto"] = times[next(q for q in plans if plans[q] == plan)]
-        self.tell(f"{name}, eager", times)
+        self.log_times(f"{name}, eager", times)
         for method, us in times.items():
             chosen = plan if method == "auto" else plans[method]
             self.row(
@@ -340,9 +340,9 @@ class Bench:
                 us=round(us, 2), plan=json.dumps({"kind": chosen.kind, **vars(chosen)}), requests=batch.requests,
             )  # fmt: skip
 
-    def tell(self, name: str, times: dict[str, float]) -> None:
+    def log_times(self, name: str, times: dict[str, float]) -> None:
         base = times["sequential"]
-        self.say(
+        self.log(
             name, f"x{self.world.size}:", " | ".join(f"{q} {us:.0f} ({base / us:.3f}x)" for q, us in times.items())
         )
 
@@ -368,26 +368,28 @@ class Bench:
             x, y = xs.view(-1)[: m * w.shape[1]].view(m, -1), out[: m * w.shape[0]].view(m, -1)
             return lambda: world.linear(x, w, None, world.current_stream(), y)
 
-        at = list(range(step, rows + 1, step))
-        both: list[list[float]] = [[], []]
-        for m in at:
+        sizes = list(range(step, rows + 1, step))
+        gemm_us: list[list[float]] = [[], []]
+        for m in sizes:
             for i in (0, 1):
                 fns = [gemm(w, m) for w in weights[2 * i : 2 * i + 2]]
-                both[i].append(round(us(lambda fns=fns: [f() for f in fns], 5), 1))  # type: ignore[misc]
+                gemm_us[i].append(round(us(lambda fns=fns: [f() for f in fns], 5), 1))  # type: ignore[misc]
         hidden, norm = model.config.hidden_size, layer.input_layernorm.weight
         plan = LayerPlan(norm=self.a.norms[0]).norm_plan
         points = []
-        coarse = [m for m in at if m & (m - 1) == 0 or m == at[-1]]
+        coarse = [m for m in sizes if m & (m - 1) == 0 or m == sizes[-1]]
         for m in coarse:
             x = torch.randn(m, hidden, device=world.device, dtype=torch.bfloat16)
-            own = torch.randn(
+            shard = torch.randn(
                 weft.lang.balanced_rows(m, world.size)[world.rank], hidden, device=world.device, dtype=x.dtype
             )
-            points.append(us(lambda x=x, r=own: weft.all_reduce_rms_norm(x, r, norm, 1e-5, world=world, plan=plan), 5))  # type: ignore[misc]
-        norms = [round(_between(coarse, points, m), 1) for m in at]
-        self.profile = LayerTimes(step, tuple(both[0]), tuple(both[1]), tuple(norms))
+            points.append(
+                us(lambda x=x, r=shard: weft.all_reduce_rms_norm(x, r, norm, 1e-5, world=world, plan=plan), 5)  # type: ignore[misc]
+            )
+        norms = [round(_between(coarse, points, m), 1) for m in sizes]
+        self.profile = LayerTimes(step, tuple(gemm_us[0]), tuple(gemm_us[1]), tuple(norms))
         weave.learn_layers(self.name, Table((), self.profile))
-        self.say(f"profile: {len(at)} sizes; {at[-1]} tokens {[c[-1] for c in (*both, norms)]}")
+        self.log(f"profile: {len(sizes)} sizes; {sizes[-1]} tokens {[c[-1] for c in (*gemm_us, norms)]}")
 
     # -- request mixes
     def mix(self, name: str) -> None:
@@ -428,7 +430,7 @@ class Bench:
                     traceback.print_exc()
             llama.all_reduce_then_norm = summing
             if any(errors := world.exchange(error)):
-                self.say(f"left out: {name} {method}: {next(e for e in errors if e)}")
+                self.log(f"left out: {name} {method}: {next(e for e in errors if e)}")
                 every.pop(method, None)
         tokens = sum(b.tokens for b in steps)
         meter = Meter()
@@ -445,12 +447,12 @@ class Bench:
         meter.start()
         times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # graphs inside
         meter.on = False
-        self.tell(f"{name}, {len(steps)} steps, {tokens} tokens", times)
-        self.say(name, {q: tuple(meter.means(q).values()) for q in fns})
+        self.log_times(f"{name}, {len(steps)} steps, {tokens} tokens", times)
+        self.log(name, {q: tuple(meter.means(q).values()) for q in fns})
         none = times.pop("no communication", None)
         for method, us in times.items():
             self.row(
-                name=f"{self.of}-{name}", M=CHUNK, N=model.config.hidden_size, K=model.config.intermediate_size, mode="graph", method=method,
+                name=f"{self.model_name}-{name}", M=CHUNK, N=model.config.hidden_size, K=model.config.intermediate_size, mode="graph", method=method,
                 us=round(us / len(steps), 2), gemm_us=none and round(none / len(steps), 2), limit_us=none and round(none / len(steps), 2),
                 plan=None, **meter.means(method), steps=len(steps), tokens=tokens, slots=slots,
                 tokens_per_s=round(tokens / us * 1e6),
@@ -463,20 +465,20 @@ class Bench:
         """Runs of equal choices become one. The profile is kept if smart splits gained more often than not. What this
         run did not measure stays as it was."""
         if self.smart and statistics.median(self.smart) < 1:
-            self.say(f"no profile: smart splits gained {[round(g, 3) for g in self.smart]}")
+            self.log(f"no profile: smart splits gained {[round(g, 3) for g in self.smart]}")
             self.profile = None
         c = self.model.config
         weave._learned.pop(self.name, None)
         before = weave.table(self.world, c.hidden_size, c.intermediate_size)
-        made = replace(before, eager=_runs(self.eager)) if self.eager else before
+        table = replace(before, eager=_runs(self.eager)) if self.eager else before
         if self.choices:
-            made = replace(made, choices=_runs(self.choices), profile=self.profile)
-        weave.learn_layers(self.name, made)
+            table = replace(table, choices=_runs(self.choices), profile=self.profile)
+        weave.learn_layers(self.name, table)
         if self.world.rank == 0:
             path = self.a.out / "decoder-table.json"
-            found = json.loads(path.read_text()) if path.exists() else {}
-            found[self.name] = made.to_json()
-            path.write_text(json.dumps(found) + "\n")
+            tables = json.loads(path.read_text()) if path.exists() else {}
+            tables[self.name] = table.to_json()
+            path.write_text(json.dumps(tables) + "\n")
             print(
                 f"table -> {path}, for src/weft/planner/tables/decoder/{gpu_model(self.world.device)}.json", flush=True
             )
@@ -490,12 +492,12 @@ def _runs(best: dict[int, LayerPlan]) -> weave.Choices:
     return tuple(kept)
 
 
-def _between(at: list[int], us: list[float], m: int) -> float:
+def _between(sizes: list[int], us: list[float], m: int) -> float:
     """Return the value at a point by linear interpolation between the measured points."""
-    i = next(i for i, a in enumerate(at) if a >= m)
-    if at[i] == m:
+    i = next(i for i, a in enumerate(sizes) if a >= m)
+    if sizes[i] == m:
         return us[i]
-    share = (m - at[i - 1]) / (at[i] - at[i - 1])
+    share = (m - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
     return us[i - 1] + share * (us[i] - us[i - 1])
 
 
@@ -506,9 +508,9 @@ def prompts(tokens: int) -> Batch:
 
 
 def measure(bench: Bench, a: argparse.Namespace) -> None:
-    world, of = bench.world, bench.of
-    bench.say(
-        f"{of}, {gpu_model(world.device)} x{world.size}, attention {bench.fixed['attention']}, link "
+    world, model = bench.world, bench.model_name
+    bench.log(
+        f"{model}, {gpu_model(world.device)} x{world.size}, attention {bench.fixed['attention']}, link "
         f"{bench.fixed['link_gbs']} GB/s"
     )
     todo: list[tuple[str, Run]] = []
@@ -517,19 +519,22 @@ def measure(bench: Bench, a: argparse.Namespace) -> None:
     if "prefill" in a.parts:
         cache = bench.cache(8, 4096)
         todo += [
-            (f"{of}-prefill-{n}", lambda n=n, c=cache: bench.size(f"{of}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
+            (f"{model}-prefill-{n}", lambda n=n, c=cache: bench.size(f"{model}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
             for n in a.prefill
         ]
     if "decode" in a.parts:
         cache = bench.cache(max(a.decode), HISTORY + 8)
         todo += [
-            (f"{of}-decode-{n}", lambda n=n, c=cache: bench.size(f"{of}-decode-{n}", Batch.decode([HISTORY] * n), c))  # type: ignore[misc]
+            (
+                f"{model}-decode-{n}",
+                lambda n=n, c=cache: bench.size(f"{model}-decode-{n}", Batch.decode([HISTORY] * n), c),  # type: ignore[misc]
+            )
             for n in a.decode
         ]
     if "eager" in a.parts:
         cache = bench.cache(8, 4096)
         todo += [
-            (f"{of}-eager-{n}", lambda n=n, c=cache: bench.launched(f"{of}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
+            (f"{model}-eager-{n}", lambda n=n, c=cache: bench.launched(f"{model}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
             for n in a.eager
         ]
     if a.tune:
@@ -538,12 +543,12 @@ def measure(bench: Bench, a: argparse.Namespace) -> None:
         todo += [(m, lambda m=m: bench.mix(m)) for m in a.mixes]  # type: ignore[misc]
     for name, run in todo:
         if bench.late():
-            bench.say("out of time before", name)
+            bench.log("out of time before", name)
             break
         try:
             run()
         except Exception:
-            bench.say(f"FAILED: {name}")
+            bench.log(f"FAILED: {name}")
             traceback.print_exc()
 
 
@@ -571,9 +576,9 @@ def main() -> None:
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     start, world = time.time(), weft.init()
-    for of in a.models:
+    for model_name in a.models:
         torch.manual_seed(0)
-        measure(Bench(world, a, of, start), a)
+        measure(Bench(world, a, model_name, start), a)
         gc.collect()
         torch.cuda.empty_cache()
     dist.destroy_process_group()

@@ -60,7 +60,7 @@ QUANTIZED = [(4096, 8192, 7168), (1024, 8192, 3584), (16384, 7168, 4608), (64, 8
 QUACK = [(128, 192, 2, True), (128, 160, 2, True), (128, 256, 2, False)]
 
 
-def said(plan: Persistent) -> str:
+def plan_label(plan: Persistent) -> str:
     t = plan.tile
     return f"weft {t.block_m}x{t.block_n} w{t.warps} s{t.stages} x{plan.per_sm}{'' if plan.flatten else ' nested'}"
 
@@ -119,12 +119,12 @@ def sizes() -> Iterator[tuple[str, int, int, int]]:
         "Llama-70B": (8192, 28672, 10240, 8192), "Qwen2.5-32B": (5120, 27648, 7168, 5120),
         "DeepSeek-V3": (7168, 18432, 24576, 16384),
     }  # fmt: skip
-    for few in (True, False):
-        for m in (4096, 8192, 1024, 16384, 2048, 512) if few else (4096, 1024, 16384, 512, 8192, 2048):
+    for small in (True, False):
+        for m in (4096, 8192, 1024, 16384, 2048, 512) if small else (4096, 1024, 16384, 512, 8192, 2048):
             for ranks in (4, 8, 2, 1):
                 for model, (h, i, qkv, o) in models.items():
                     layers = {"gate_up": (2 * i // ranks, h), "down": (h, i // ranks)}
-                    if not few:  # DeepSeek-V3's query projection goes up from 1,536
+                    if not small:  # DeepSeek-V3's query projection goes up from 1,536
                         layers = {"qkv": (qkv // ranks, 1536 if model == "DeepSeek-V3" else h), "o": (h, o // ranks)}
                     for layer, (n, k) in layers.items():
                         yield f"{model} {layer} x{ranks}", m, n, k
@@ -161,13 +161,13 @@ def libraries(name: str, o: ScaledOperands, out: torch.Tensor) -> dict[str, Call
 _failed: set[str] = set()
 
 
-def error_of(fn: Callable[[], object], out: torch.Tensor, rows: torch.Tensor, want: torch.Tensor) -> float | None:
+def error_of(fn: Callable[[], object], out: torch.Tensor, rows: torch.Tensor, expected: torch.Tensor) -> float | None:
     """Return a method's error against float64, or None if it fails."""
     try:
         out.zero_()
         fn()
         torch.cuda.synchronize()
-        error = ((out[rows].double() - want).norm() / want.norm()).item()
+        error = ((out[rows].double() - expected).norm() / expected.norm()).item()
         return error if error < RIGHT else None
     except Exception:
         return None
@@ -185,7 +185,7 @@ def methods(
         _, plan, by_columns = job
         if job not in bad:
             way = launched(recipe, plan, columns if by_columns else o, out, world.sm_count, by_columns)
-            ways[said(plan) + (" columns" if by_columns else "")] = way
+            ways[plan_label(plan) + (" columns" if by_columns else "")] = way
     ways |= libraries(name, o, out)
     ways["weft auto"] = lambda: weft.matmul(
         o.x, o.weight, x_scale=columns.x_scale, weight_scale=o.weight_scale, use_fast_accum=recipe.fast_accum,
@@ -195,8 +195,8 @@ def methods(
     x_scale = o.x_scale if name == "tensor" else o.x_scale[rows]
     blocks = 128 if name == "block" else 1
     some = o.x.view(torch.uint8)[rows].view(E4M3)
-    want = dequantized(some, x_scale).double() @ dequantized(o.weight, o.weight_scale, blocks).double().t()
-    errors = {way: error_of(fn, out, rows, want) for way, fn in ways.items()}
+    expected = dequantized(some, x_scale).double() @ dequantized(o.weight, o.weight_scale, blocks).double().t()
+    errors = {way: error_of(fn, out, rows, expected) for way, fn in ways.items()}
     for way, error in errors.items():
         if error is None and f"{name}: {way}" not in _failed:
             _failed.add(f"{name}: {way}")
@@ -229,9 +229,9 @@ def summary(row: dict[str, Any], recipes: list[str]) -> str:
     flops, parts = 2e-6 * row["M"] * row["N"] * row["K"], []
     for recipe in recipes:
         us = {way.partition(": ")[2]: t for way, t in row["us"].items() if way.startswith(f"{recipe}: ")}
-        own = {way: t for way, t in us.items() if way.startswith("weft ") and way != "weft auto"}
+        tiles = {way: t for way, t in us.items() if way.startswith("weft ") and way != "weft auto"}
         others = {way: t for way, t in us.items() if not way.startswith("weft ")}
-        best = [min(group, key=group.__getitem__) for group in (own, others) if group]
+        best = [min(group, key=group.__getitem__) for group in (tiles, others) if group]
         shown = [f"{way} {flops / us[way]:.0f}" for way in [*best, *(["weft auto"] if "weft auto" in us else [])]]
         parts.append(f"{recipe}: {', '.join(shown)}")
     return f"{row['name']} {row['M']}x{row['N']}x{row['K']} bf16 {flops / row['us']['bf16: cuBLAS']:.0f} | {' | '.join(parts)}"  # fmt: skip
@@ -241,29 +241,29 @@ def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> di
     """Return the us of SiLU-mul and of add + norm as they are, and ending in 8-bit rows; and of the quantization alone, of
     both."""
     x, residual = (torch.randn(m, h, device="cuda", dtype=BF) for _ in range(2))
-    both, weight, one = torch.randn(m, 2 * inner, device="cuda", dtype=BF), torch.ones(h, device="cuda", dtype=BF), torch.ones(1, device="cuda")  # fmt: skip
+    gate_up, weight, one = torch.randn(m, 2 * inner, device="cuda", dtype=BF), torch.ones(h, device="cuda", dtype=BF), torch.ones(1, device="cuda")  # fmt: skip
     fns: dict[str, Callable[[], object]] = {
-        "silu_mul": lambda: weft.silu_mul(both, world=world),
+        "silu_mul": lambda: weft.silu_mul(gate_up, world=world),
         "norm": lambda: weft.all_reduce_rms_norm(x, residual, weight, world=world),
     }
     for recipe in ("row", "block", "tensor"):
         scale = one if recipe == "tensor" else None
-        fns[f"silu_mul, {recipe}"] = lambda r=recipe, s=scale: weft.silu_mul(both, quantize=r, scale=s, world=world)
+        fns[f"silu_mul, {recipe}"] = lambda r=recipe, s=scale: weft.silu_mul(gate_up, quantize=r, scale=s, world=world)
         fns[f"quantize, {recipe}"] = lambda r=recipe, s=scale: weft.quantize(x, r, scale=s, world=world)
-        more: dict[str, Any] = dict(out_dtype=E4M3, scale=one) if recipe == "tensor" else dict(quantize=recipe)
-        fns[f"norm, {recipe}"] = lambda k=more: weft.all_reduce_rms_norm(x, residual, weight, world=world, **k)
+        options: dict[str, Any] = dict(out_dtype=E4M3, scale=one) if recipe == "tensor" else dict(quantize=recipe)
+        fns[f"norm, {recipe}"] = lambda k=options: weft.all_reduce_rms_norm(x, residual, weight, world=world, **k)
     times = time_interleaved(fns, mode="graph", calls=5, rounds=rounds)
     return dict(name="quantizing", M=m, N=h, K=inner, us={way: round(us, 2) for way, us in times.items()}, error={})
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in ("torch", "triton", "sgl-deep-gemm", "quack-kernels"):
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def main() -> None:

@@ -63,9 +63,9 @@ class Form:
     left: int = 0  # SMs that it leaves
 
     def __str__(self) -> str:
-        more = f" g{self.group}" if self.group != 8 else ""
+        group = f" g{self.group}" if self.group != 8 else ""
         left = f" -{self.left}" if self.left else ""
-        return f"{self.loop} {self.bm}x{self.bn} w{self.warps} s{self.stages} x{self.per_sm}{more}{left}"
+        return f"{self.loop} {self.bm}x{self.bn} w{self.warps} s{self.stages} x{self.per_sm}{group}{left}"
 
     def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, sms: int) -> Callable[[], object]:
         (m, k), n = x.shape, w.shape[0]
@@ -77,11 +77,11 @@ class Form:
         if self.loop == "flat":
             return lambda: matmul[grid](a, b, c, M=m, N=n, K=k, tile=tile, GATED=0, **ALONE, **options)
         counts = torch.zeros(1, dtype=torch.int32, device=x.device)
-        return lambda: told[grid](a, b, c, counts, m, n, k, tile, **options)
+        return lambda: notifying_matmul[grid](a, b, c, counts, m, n, k, tile, **options)
 
 
 @weft.jit(do_not_specialize=("M",))
-def told(a_desc, b_desc, out_desc, counts, M, N, K, tile):
+def notifying_matmul(a_desc, b_desc, out_desc, counts, M, N, K, tile):
     """Compute by the loop of ops/matmul_reduce/kernels.py, in ordinary order: it notifies every tile, FLUSHED steps into the
     next."""
     BM: tl.constexpr = tile.BM
@@ -138,33 +138,35 @@ def compiled(form: Form) -> str:
 
 
 def all_shapes(sets: list[str]) -> list[tuple[str, tuple[int, int, int]]]:
-    found = {mnk: name for name, part in (("few", FEW), ("small", SMALL)) for mnk in part if name in sets}
+    names = {mnk: name for name, part in (("few", FEW), ("small", SMALL)) for mnk in part if name in sets}
     for s in shapes.TILELINK if "MLP" in sets else ():
-        found |= {s.column(4): f"{s.name} column x4", s.row(4): f"{s.name} row x4"}
-    return [(name, mnk) for mnk, name in found.items()]
+        names |= {s.column(4): f"{s.name} column x4", s.row(4): f"{s.name} row x4"}
+    return [(name, mnk) for mnk, name in names.items()]
 
 
 def library(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> dict[str, Callable[[], object]]:
-    found: dict[str, Callable[[], object]] = {"cuBLAS": lambda: torch.mm(x, w.t(), out=y)}
+    fns: dict[str, Callable[[], object]] = {"cuBLAS": lambda: torch.mm(x, w.t(), out=y)}
     try:
         from quack.gemm import gemm as quack_gemm
     except ImportError:
-        return found
+        return fns
     for bm, bn, pp in QUACK:
-        found[f"quack {bm}x{bn}{' pingpong' if pp else ''}"] = lambda bm=bm, bn=bn, pp=pp: quack_gemm(
+        fns[f"quack {bm}x{bn}{' pingpong' if pp else ''}"] = lambda bm=bm, bn=bn, pp=pp: quack_gemm(
             x, w, y, None, None, bm, bn, 2, 1, pingpong=pp
         )
-    return found
+    return fns
 
 
-def right(fns: dict[str, Callable[[], object]], y: torch.Tensor, want: torch.Tensor) -> dict[str, Callable[[], object]]:
+def right(
+    fns: dict[str, Callable[[], object]], y: torch.Tensor, expected: torch.Tensor
+) -> dict[str, Callable[[], object]]:
     """Return the forms that give the right result."""
     good = {}
     for name, fn in fns.items():
         try:
             y.zero_()
             fn()
-            err = error_of(y, want)
+            err = error_of(y, expected)
             if err < RIGHT:
                 good[name] = fn
             else:
@@ -185,7 +187,7 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     start, todo = time.time(), list(forms())
     with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:
-        bad = {f for f, said in zip(todo, pool.map(compiled, todo), strict=True) if said and not print(f, said)}
+        bad = {f for f, error in zip(todo, pool.map(compiled, todo), strict=True) if error and not print(f, error)}
     print(f"{time.time() - start:.0f}s: compiled", flush=True)
     world = weft.init()
     props = torch.cuda.get_device_properties(0)
@@ -208,8 +210,8 @@ def main() -> None:
                 + "\n"
             )
         best = sorted(times, key=lambda q: times[q])[:4]
-        said = " | ".join(f"{q} {times['cuBLAS'] / times[q]:.3f}" for q in best)
-        print(f"{time.time() - start:4.0f}s {m}x{n}x{k} cuBLAS {times['cuBLAS']:.0f} us | {said}", flush=True)
+        speedups = " | ".join(f"{q} {times['cuBLAS'] / times[q]:.3f}" for q in best)
+        print(f"{time.time() - start:4.0f}s {m}x{n}x{k} cuBLAS {times['cuBLAS']:.0f} us | {speedups}", flush=True)
     dist.destroy_process_group()
 
 

@@ -64,13 +64,13 @@ def decode(model: Any, batch: int, length: int) -> Callable[[], torch.Tensor]:
     ids = torch.randint(1000, (batch, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     start = torch.randint(1000, (batch, length), device="cuda", generator=torch.Generator("cuda").manual_seed(4))
     model(start, past_key_values=cache, logits_to_keep=1)
-    at = torch.full((1, 1), length, device="cuda")
+    position = torch.full((1, 1), length, device="cuda")
 
     def step() -> torch.Tensor:
         for layer in cache.layers:
             if hasattr(layer, "cumulative_length") and isinstance(layer.cumulative_length, torch.Tensor):
                 layer.cumulative_length.fill_(length)
-        return model(ids, past_key_values=cache, position_ids=at, logits_to_keep=1).logits
+        return model(ids, past_key_values=cache, position_ids=position, logits_to_keep=1).logits
 
     return step
 
@@ -112,15 +112,15 @@ def served(model: Any, prompts: list[list[int]], outputs: list[int], mode: str) 
     manager.warmup()
     status, loop = manager.background_thread_status, manager.batch_processor
     spent: dict[str, float] = {}
-    for name, of, what in (
+    for name, owner, method in (
         ("prepare", loop, "prepare_next_batch"), ("launch", loop, "_generation_step"), ("account", loop, "update_batch"),
         ("wait", loop.inputs_and_outputs, "retrieve_device_outputs"),
     ):  # fmt: skip
-        setattr(of, what, timed(spent, name, getattr(of, what)))
-    for turn in range(2):
+        setattr(owner, method, timed(spent, name, getattr(owner, method)))
+    for run in range(2):
         status.clear()
         for i, (prompt, n) in enumerate(zip(prompts, outputs, strict=True)):
-            manager.add_request(prompt, max_new_tokens=n, request_id=f"{turn} {i}")
+            manager.add_request(prompt, max_new_tokens=n, request_id=f"{run} {i}")
         status.request_stop(status.FLUSH_AND_STOP, dist.get_rank())  # once all are served
         torch.cuda.synchronize()
         dist.barrier()
@@ -129,8 +129,10 @@ def served(model: Any, prompts: list[list[int]], outputs: list[int], mode: str) 
         manager._run_generation_loop()
         torch.cuda.synchronize()
         seconds = time.time() - start
-        made = [manager.get_result(timeout=1) for _ in prompts]
-        if [r and len(r.generated_tokens) for r in sorted(made, key=lambda r: int(r.request_id.split()[1]))] != outputs:
+        results = [manager.get_result(timeout=1) for _ in prompts]
+        if [
+            r and len(r.generated_tokens) for r in sorted(results, key=lambda r: int(r.request_id.split()[1]))
+        ] != outputs:
             raise RuntimeError(f"the loop of continuous batching has ended early: {status.fatal_error}")
     spent["launch"] -= spent["wait"]
     steps = manager.current_batch
@@ -157,10 +159,10 @@ def serve(models: dict[str, Any], a: argparse.Namespace, world: weft.World) -> N
     prompt_lengths, outputs = (decoder.lengths(stats, a.serve, rng) for stats in decoder.MIXES["ShareGPT"])
     outputs = [max(2, n // a.shorter) for n in outputs]
     prompts = [[rng.randrange(1, 1000) for _ in range(max(2, n // a.shorter))] for n in prompt_lengths]
-    own, woven = models["transformers"], models["weft"]
+    plain, woven = models["transformers"], models["weft"]
     woven._weft.two_parts = None
     for mode, method in ((mode, method) for mode in a.modes for method in a.served):
-        model = woven if method == "weft" else own
+        model = woven if method == "weft" else plain
         if method == "transformers":
             model.set_attn_implementation("sdpa")
             if mode != "eager":  # a mask of all tokens to the whole cache at each step
@@ -168,21 +170,21 @@ def serve(models: dict[str, Any], a: argparse.Namespace, world: weft.World) -> N
         else:
             weft.hf.paged(model)
         faulthandler.dump_traceback_later(a.patience, exit=True)
-        found = served(model, prompts, outputs, mode)
+        figures = served(model, prompts, outputs, mode)
         faulthandler.cancel_dump_traceback_later()
         model.set_attn_implementation("sdpa")
-        told = {name: round(value, 1) for name, value in found.items()}
-        note(a, world, f"{method} serves {told} {mode}", [
+        rounded = {name: round(value, 1) for name, value in figures.items()}
+        note(a, world, f"{method} serves {rounded} {mode}", [
             dict(op="hf", name="70B-serve-ShareGPT", M=a.serve, layers=a.layers, world=world.size, mode=mode, method=method,
-                 **told, outputs=sum(outputs), prompts=sum(map(len, prompts)), commit=commit())
+                 **rounded, outputs=sum(outputs), prompts=sum(map(len, prompts)), commit=commit())
         ])  # fmt: skip
 
 
 def note(
-    a: argparse.Namespace, world: weft.World, said: str, rows: list[dict[str, object]], file: str = "hf.jsonl"
+    a: argparse.Namespace, world: weft.World, text: str, rows: list[dict[str, object]], file: str = "hf.jsonl"
 ) -> None:
     if world.rank == 0:
-        print(f"{time.time() - a.start:.0f}s {said}", flush=True)
+        print(f"{time.time() - a.start:.0f}s {text}", flush=True)
         with open(a.out / file, "a") as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
 
@@ -190,8 +192,8 @@ def note(
 def note_errors(a: argparse.Namespace, world: weft.World, name: str, errors: dict[str, float]) -> None:
     fixed = dict(op="hf errors", name=name, layers=a.layers, world=world.size, commit=commit())
     rows = [dict(fixed, method=method, error=round(error, 5)) for method, error in errors.items()]
-    said = ", ".join(f"{method} {error:.4f}" for method, error in errors.items())
-    note(a, world, f"{name}: off float32 by {said}", rows, "hf_errors.jsonl")
+    figures = ", ".join(f"{method} {error:.4f}" for method, error in errors.items())
+    note(a, world, f"{name}: off float32 by {figures}", rows, "hf_errors.jsonl")
 
 
 def main() -> None:
@@ -227,30 +229,30 @@ def main() -> None:
             *(("prefill", n, lambda model, n=n: prefill(model, n)) for n in a.tokens),
             *(("decode", n, lambda model, n=n: decode(model, n, a.length)) for n in a.batches),
         ]
-        for what, m, make in todo:
+        for phase, m, make in todo:
             if max(world.exchange(time.time() - a.start)) > a.seconds:
                 break
             try:
-                fns = ways(models, make, what == "prefill")
+                fns = ways(models, make, phase == "prefill")
                 expected = make(exact)()
                 errors = {name: error_of(fn(), expected) for name, fn in fns.items()}
                 if a.errors:
-                    note_errors(a, world, f"70B-{what}-{m}", errors)
+                    note_errors(a, world, f"70B-{phase}-{m}", errors)
                     continue
                 times = {
                     mode: time_interleaved(fns, mode=mode, calls=1 if m > 2048 else 4, rounds=5)
                     for mode in ("eager", "graph")
                 }
             except Exception as e:  # one size that cannot be timed leaves the others
-                print(f"{what} {m}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
+                print(f"{phase} {m}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
                 continue
             for mode, us in times.items():
-                own = us["transformers"]
-                told = ", ".join(
-                    f"{method} {t:.0f} ({own / t:.3f}x), off {errors[method]:.4f}" for method, t in us.items()
+                base = us["transformers"]
+                figures = ", ".join(
+                    f"{method} {t:.0f} ({base / t:.3f}x), off {errors[method]:.4f}" for method, t in us.items()
                 )
-                note(a, world, f"{what} {m} {mode}: {told}", [
-                    dict(op="hf", name=f"70B-{what}-{m}", M=m, N=8192, K=28672, layers=a.layers, world=world.size, mode=mode,
+                note(a, world, f"{phase} {m} {mode}: {figures}", [
+                    dict(op="hf", name=f"70B-{phase}-{m}", M=m, N=8192, K=28672, layers=a.layers, world=world.size, mode=mode,
                          method=method, us=round(t, 1), error=round(errors[method], 5), length=a.length, commit=commit())
                     for method, t in us.items()
                 ])  # fmt: skip

@@ -83,25 +83,25 @@ def ways(models: dict[str, Any], make: Callable[[Any], Callable[[], torch.Tensor
     return fns
 
 
-def measured(name: str, what: str, m: int, fns: dict[str, Any], world: weft.World, a: argparse.Namespace) -> None:
+def measured(name: str, phase: str, m: int, fns: dict[str, Any], world: weft.World, a: argparse.Namespace) -> None:
     error = error_of(fns["weft"](), fns["transformers"]())
     for mode in a.modes:
         try:
             times = time_interleaved(fns, mode=mode, calls=4, rounds=a.rounds)
         except Exception as e:  # what cannot be captured leaves the rest
-            print(f"{name} {what} {m} {mode}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
+            print(f"{name} {phase} {m} {mode}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
             continue
         if world.rank:
             continue
         ratio = times["transformers"] / times["weft"]
-        said = ", ".join(f"{method} {us:.0f}" for method, us in times.items())
+        figures = ", ".join(f"{method} {us:.0f}" for method, us in times.items())
         print(
-            f"{time.time() - a.start:.0f}s {name} {what} {m} {mode}: {said} ({ratio:.3f}x), error {error:.4f}",
+            f"{time.time() - a.start:.0f}s {name} {phase} {m} {mode}: {figures} ({ratio:.3f}x), error {error:.4f}",
             flush=True,
         )
         with open(a.out / "hf_moe.jsonl", "a") as f:
             for method, us in times.items():
-                row = dict(op="hf_moe", name=f"{name}-{what}-{m}", M=m, layers=a.layers, world=world.size, mode=mode, method=method,
+                row = dict(op="hf_moe", name=f"{name}-{phase}-{m}", M=m, layers=a.layers, world=world.size, mode=mode, method=method,
                            us=round(us, 1), error=round(error, 5), length=a.length, transformers=transformers.__version__,
                            commit=commit())  # fmt: skip
                 f.write(json.dumps(row) + "\n")
@@ -127,21 +127,21 @@ def main() -> None:
     for name in a.models:
         with torch.no_grad():
             models = {"transformers": loaded(name, a.layers, world), "weft": loaded(name, a.layers, world)}
-            for mine, other in zip(models["weft"].parameters(), models["transformers"].parameters(), strict=True):
-                mine.copy_(other)
+            for copy, parameter in zip(models["weft"].parameters(), models["transformers"].parameters(), strict=True):
+                copy.copy_(parameter)
             weft.hf.weave(models["weft"], world)
             if world.rank == 0:
                 print(f"{time.time() - a.start:.0f}s {name}\n{weft.hf.report(models['weft'])}", flush=True)
             todo = [("prefill", n, functools.partial(prefill, tokens=n)) for n in a.tokens]
             todo += [("decode", n, functools.partial(decode, batch=n, length=a.length)) for n in a.batches]
-            for what, m, make in todo:
+            for phase, m, make in todo:
                 if max(world.exchange(time.time() - a.start)) > a.seconds:
                     break
                 try:
-                    fns = ways(models, make, a.forms and what == "prefill")
-                    measured(name, what, m, fns, world, a)
+                    fns = ways(models, make, a.forms and phase == "prefill")
+                    measured(name, phase, m, fns, world, a)
                 except Exception as e:  # one size that cannot be timed leaves the others
-                    print(f"{name} {what} {m}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
+                    print(f"{name} {phase} {m}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
         models.clear()
         gc.collect()
         torch.cuda.empty_cache()

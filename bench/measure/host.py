@@ -118,7 +118,7 @@ def others(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
 def in_turn(a: argparse.Namespace) -> None:
     """Time known calls of several versions of weft, each in processes of its own, in turns: medians over the rounds."""
     trees, seen = dict(tree.split("=", 1) for tree in a.trees), {}
-    for turn in range(a.rounds):
+    for round_index in range(a.rounds):
         for name, source in trees.items():
             with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as rows:
                 env = os.environ | {
@@ -129,7 +129,7 @@ def in_turn(a: argparse.Namespace) -> None:
                 for line in rows:
                     row = json.loads(line)
                     seen.setdefault((row["op"], row["method"]), {}).setdefault(name, []).append(row["us"])
-        print(f"round {turn + 1} of {a.rounds}", file=sys.stderr)
+        print(f"round {round_index + 1} of {a.rounds}", file=sys.stderr)
     with open(a.out, "w") as f:
         for (op, method), us in seen.items():
             medians = {name: round(statistics.median(rounds), 1) for name, rounds in us.items()}
@@ -218,8 +218,8 @@ def main() -> None:
     parts = dict(
         known=lambda: known(world, a.calls), new=lambda: new_sizes(world, a.sizes), auto=lambda: eager_auto(world)
     )
-    mine = [row for part in a.parts for row in parts[part]()]
-    seen = world.exchange(mine)
+    rank_rows = [row for part in a.parts for row in parts[part]()]
+    seen = world.exchange(rank_rows)
     if world.rank == 0:
         numbers = ("us", "p90", "worst")
         with open(a.out, "w") as f:

@@ -55,8 +55,8 @@ def dense(hidden: int, inner: int, heads: int, kv_heads: int = 0) -> dict[str, A
 
 
 def mixtral(hidden: int, inner: int, heads: int) -> dict[str, Any]:
-    of = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
-    return {**dense(hidden, inner, heads, 8), **of}
+    mixture = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    return {**dense(hidden, inner, heads, 8), **mixture}
 
 
 QWEN15 = dict(
@@ -98,35 +98,35 @@ def experts_here(
     """Return this rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2:
     as `weft.moe.moe` takes them, of the group-th so many experts, all their columns or some."""
     (local, hidden, inner), k = w2.shape, ids.shape[1]
-    own = ids.flatten() - group * local
-    own, order = own.masked_fill((own < 0) | (own >= local), local).sort(stable=True)
-    here = (own < local)[:, None]  # what the other rows hold is anything: they are of no expert here
-    last = torch.arange(local, dtype=own.dtype, device=own.device)
-    ends = torch.searchsorted(own, last, right=True, out_int32=True)
+    local_ids = ids.flatten() - group * local
+    local_ids, order = local_ids.masked_fill((local_ids < 0) | (local_ids >= local), local).sort(stable=True)
+    is_local = (local_ids < local)[:, None]  # what the other rows hold is anything: they are of no expert here
+    last = torch.arange(local, dtype=local_ids.dtype, device=local_ids.device)
+    ends = torch.searchsorted(local_ids, last, right=True, out_int32=True)
     back = order.argsort()
     rows = Picked.apply(full, order, back, k)
     if rows.requires_grad:
-        rows = torch.where(here, rows, 0)
-    both = torch._grouped_mm(rows, w13.flatten(1, 3).transpose(1, 2), offs=ends)
-    y = torch._grouped_mm(silu_mul_blocks(both, inner, world.scale.interleave, world), w2.transpose(1, 2), offs=ends)
-    y = torch.where(here, y, 0) * weights.flatten()[order, None].to(y.dtype)
+        rows = torch.where(is_local, rows, 0)
+    gate_up = torch._grouped_mm(rows, w13.flatten(1, 3).transpose(1, 2), offs=ends)
+    y = torch._grouped_mm(silu_mul_blocks(gate_up, inner, world.scale.interleave, world), w2.transpose(1, 2), offs=ends)
+    y = torch.where(is_local, y, 0) * weights.flatten()[order, None].to(y.dtype)
     return Picked.apply(y, back, order, 1).view(-1, k, hidden).sum(1)
 
 
-def experts_by_libraries(mlp: MixtureMLP, x: Tensor, rows: int, k: int, by: Collectives) -> Tensor:
+def experts_by_libraries(mlp: MixtureMLP, x: Tensor, rows: int, k: int, collectives: Collectives) -> Tensor:
     """Do what `mlp(x)` does: gather all ranks' tokens, apply this rank's experts, and return the sums of its own tokens."""
     world, experts = mlp.world, mlp.experts
-    full = by.gather(x, rows)
+    full = collectives.gather(x, rows)
     ids, weights = gate(full @ mlp.gate.weight.t(), k, world=world, renormalise=mlp.mixture.renormalise)
     partial = experts_here(world, world.rank, full, ids, weights, experts.w13, experts.w2)
     if mlp.mixture.shared_intermediate_size:
         shared = mlp.shared_expert
         middle = silu_mul_blocks(full @ shared.gate_up.t(), shared.inner, shared.block, world)
         partial += (middle @ shared.down.t()) * (full @ mlp.shared_expert_gate.weight.t()).sigmoid()
-    return by.sum(partial)
+    return collectives.sum(partial)
 
 
-def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, by: Collectives) -> Tensor:
+def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
     """Do what `model.hidden` does for a model with experts, whose rows are at their owners between the layers."""
     world, c, part, rows = model.world, model.config, layout.parts[0], layout.tokens
     norm = functools.partial(weft.rms_norm, world=world)
@@ -134,16 +134,16 @@ def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, by: Collecti
     assert c.mixture is not None
     x = model.model.embed_tokens.weight[ids].split(shards)[world.rank]
     residual, y = x, norm(x, *norms[0])
-    for at, layer in enumerate(model.model.layers):
-        qkv = by.gather(y, rows) @ layer.self_attn.qkv.t()
+    for index, layer in enumerate(model.model.layers):
+        qkv = collectives.gather(y, rows) @ layer.self_attn.qkv.t()
         out = torch.empty(rows, layer.self_attn.out.shape[1], dtype=qkv.dtype, device=qkv.device)
-        heads = model._heads(layer.self_attn, at, part, layout, qkv, out)
+        heads = model._heads(layer.self_attn, index, part, layout, qkv, out)
         world.finish(world.current_stream())
-        y = by.sum(heads @ layer.self_attn.out.t())
-        y, residual = norm(y, *norms[2 * at + 1], residual=residual)
-        y = experts_by_libraries(layer.mlp, y, rows, c.mixture.top_k, by)
-        y, residual = norm(y, *norms[2 * at + 2], residual=residual)
-    return by.gather(y, rows)
+        y = collectives.sum(heads @ layer.self_attn.out.t())
+        y, residual = norm(y, *norms[2 * index + 1], residual=residual)
+        y = experts_by_libraries(layer.mlp, y, rows, c.mixture.top_k, collectives)
+        y, residual = norm(y, *norms[2 * index + 2], residual=residual)
+    return collectives.gather(y, rows)
 
 
 def alone(
@@ -167,9 +167,9 @@ def ways(sms: int) -> dict[str, LayerPlan]:
 class Bench:
     def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
         self.world, self.a, self.start = world, a, time.time()
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.fixed = dict(
-            op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=now
+            op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=date
         )
 
     def plans(self, model: Llama, tokens: int) -> dict[str, LayerPlan]:
@@ -177,12 +177,12 @@ class Bench:
         auto = model.plan("auto", tokens)
         if model.config.mixture is not None:
             return {"sequence": auto}
-        made = {
+        plans = {
             name: model.plan(plan, tokens)
             for name, plan in ways(self.world.sm_count).items()
             if name in ("libraries", *self.a.methods)
         }
-        return made if auto in made.values() else {**made, "auto": auto}
+        return plans if auto in plans.values() else {**plans, "auto": auto}
 
     @torch.no_grad()
     def run(self, name: str) -> None:
@@ -194,27 +194,33 @@ class Bench:
         ids = torch.arange(batch.tokens, device=world.device) % WORDS
         plans = self.plans(model, batch.tokens)
 
-        def of(plan: LayerPlan) -> Callable[[], Tensor]:
+        def hidden_by(plan: LayerPlan) -> Callable[[], Tensor]:
             layout = model.layout(batch, cache, plan)
             return lambda: model.hidden(ids, layout)
 
-        todo = {method: of(plan) for method, plan in plans.items()}
+        todo = {method: hidden_by(plan) for method, plan in plans.items()}
         if model.config.mixture is None:
             layout = model.layout(batch, cache, "plain")
             todo[ALONE] = lambda: model.hidden(ids, layout, alone)
         else:
             layout, elided = model.layout(batch, cache, "sequence"), Elided(world)
-            by = functools.partial(mixture_by_libraries, model, ids, layout)
-            todo = {"libraries": lambda: by(Collectives(world)), **todo, ALONE: elided.passes(lambda: by(elided))}
-        want = todo["libraries"]().clone()
-        errors = {method: None if method == ALONE else round(error_of(fn(), want), 5) for method, fn in todo.items()}
+            hidden_with = functools.partial(mixture_by_libraries, model, ids, layout)
+            todo = {
+                "libraries": lambda: hidden_with(Collectives(world)),
+                **todo,
+                ALONE: elided.passes(lambda: hidden_with(elided)),
+            }
+        expected = todo["libraries"]().clone()
+        errors = {
+            method: None if method == ALONE else round(error_of(fn(), expected), 5) for method, fn in todo.items()
+        }
         times = time_interleaved(todo, mode="graph", calls=1, rounds=self.a.rounds)
         auto = model.plan("auto", batch.tokens)
         taken = next(method for method, plan in plans.items() if plan == auto)
         times["auto"], errors["auto"] = times[taken], errors[taken]
-        self.tell(name, batch.tokens, model, times, errors, taken)
+        self.record(name, batch.tokens, model, times, errors, taken)
 
-    def tell(
+    def record(
         self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float | None], taken: str
     ) -> None:
         """taken: the method that "auto" is."""
@@ -225,10 +231,10 @@ class Bench:
             shape |= dict(K=c.intermediate_size)
         else:
             shape |= dict(K=c.mixture.intermediate_size, E=c.mixture.num_experts, top_k=c.mixture.top_k)
-        said = " | ".join(
+        figures = " | ".join(
             f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]})" for method, us in times.items()
         )
-        print(f"{time.time() - self.start:.0f}s {name}: {said} ({taken})", flush=True)
+        print(f"{time.time() - self.start:.0f}s {name}: {figures} ({taken})", flush=True)
         with open(self.a.out / "models.jsonl", "a") as f:
             for method, us in times.items():
                 row = dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=errors[method],

@@ -69,24 +69,28 @@ LAYERS = {
 }
 
 
-def column(of: nn.Module, x: Tensor, by: Collectives) -> Tensor:
-    return F.linear(Gathered.apply(x, by), of.weight, of.bias)
+def column(module: nn.Module, x: Tensor, collectives: Collectives) -> Tensor:
+    return F.linear(Gathered.apply(x, collectives), module.weight, module.bias)
 
 
-def row(of: nn.Module, x: Tensor, by: Collectives) -> Tensor:
-    y = Scattered.apply(F.linear(x, of.weight), by)
-    return y if of.bias is None else y + of.bias
+def row(module: nn.Module, x: Tensor, collectives: Collectives) -> Tensor:
+    y = Scattered.apply(F.linear(x, module.weight), collectives)
+    return y if module.bias is None else y + module.bias
 
 
-def gated(of: nn.Module, x: Tensor, by: Collectives) -> Tensor:
-    both = F.linear(Gathered.apply(x, by), of.gate_up)
-    return Scattered.apply(F.linear(silu_mul_blocks(both, of.inner, of.block, of.world), of.down), by)
+def gated(module: nn.Module, x: Tensor, collectives: Collectives) -> Tensor:
+    gate_up = F.linear(Gathered.apply(x, collectives), module.gate_up)
+    return Scattered.apply(
+        F.linear(silu_mul_blocks(gate_up, module.inner, module.block, module.world), module.down), collectives
+    )
 
 
-def mixture(of: nn.Module, x: Tensor, by: Collectives) -> Tensor:
-    full = Gathered.apply(x, by)
-    ids, weights, _ = of.route(full)
-    return Scattered.apply(experts_here(of.world, of.split.group, full, ids, weights, of.w13, of.w2), by)
+def mixture(module: nn.Module, x: Tensor, collectives: Collectives) -> Tensor:
+    full = Gathered.apply(x, collectives)
+    ids, weights, _ = module.route(full)
+    return Scattered.apply(
+        experts_here(module.world, module.split.group, full, ids, weights, module.w13, module.w2), collectives
+    )
 
 
 BY_LIBRARIES = {
@@ -98,21 +102,21 @@ BY_LIBRARIES = {
 
 
 class LayerOf(nn.Module):
-    """x [m_r, H] -> [m_r, H], rows of this rank; by: the collectives beside the libraries' GEMMs, None for weft's ops."""
+    """x [m_r, H] -> [m_r, H], rows of this rank; collectives: beside the libraries' GEMMs, None for weft's ops."""
 
     def __init__(self, s: Sizes, world: weft.World) -> None:
         super().__init__()
         self.s, self.world, bias = s, world, s.video
-        made = functools.partial(weft.nn.ColumnParallelLinear, s.hidden, world=world, bias=bias, keep_gathered=True)
+        columns = functools.partial(weft.nn.ColumnParallelLinear, s.hidden, world=world, bias=bias, keep_gathered=True)
         back = functools.partial(weft.nn.RowParallelLinear, out_features=s.hidden, world=world, bias=bias)
-        self.qkv = made((s.heads + 2 * s.kv_heads) * s.head_dim)
+        self.qkv = columns((s.heads + 2 * s.kv_heads) * s.head_dim)
         self.out = back(s.heads * s.head_dim)
         if s.video:
-            self.mlp = nn.Sequential(made(s.inner), nn.GELU("tanh"), back(s.inner))
+            self.mlp = nn.Sequential(columns(s.inner), nn.GELU("tanh"), back(s.inner))
             self.modulation = nn.Parameter(torch.randn(6, s.hidden, dtype=torch.bfloat16, device=world.device) * 0.1)
         elif s.experts:
-            of = dict(world=world, parallel=SHARING.get(world.size, 1), keep="activation")
-            self.mlp = weft.moe.MoE(s.hidden, s.inner, s.experts, TOP_K, **of).requires_grad_()
+            options = dict(world=world, parallel=SHARING.get(world.size, 1), keep="activation")
+            self.mlp = weft.moe.MoE(s.hidden, s.inner, s.experts, TOP_K, **options).requires_grad_()
             with torch.no_grad():
                 self.mlp.router.normal_(generator=torch.Generator(world.device).manual_seed(1))
                 for w in (self.mlp.w13, self.mlp.w2):
@@ -128,28 +132,32 @@ class LayerOf(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=not s.video, enable_gqa=s.heads != s.kv_heads)
         return y.transpose(1, 2).reshape(s.sequences * s.tokens, -1)
 
-    def norm(self, x: Tensor, at: int) -> Tensor:
+    def norm(self, x: Tensor, offset: int) -> Tensor:
         if not self.s.video:
             return F.rms_norm(x, x.shape[1:])
-        shift, scale = self.modulation[at], self.modulation[at + 1]
+        shift, scale = self.modulation[offset], self.modulation[offset + 1]
         return torch.addcmul(shift, F.layer_norm(x, x.shape[1:]), 1 + scale)
 
-    def gate(self, y: Tensor, at: int) -> Tensor:
-        return y * self.modulation[at + 2] if self.s.video else y
+    def gate(self, y: Tensor, offset: int) -> Tensor:
+        return y * self.modulation[offset + 2] if self.s.video else y
 
-    def forward(self, x: Tensor, by: Collectives | None) -> Tensor:
-        def run(of: nn.Module, y: Tensor) -> Tensor:
-            if isinstance(of, nn.Sequential):
-                return functools.reduce(lambda y, part: run(part, y), of, y)
-            return of(y) if by is None or type(of) not in BY_LIBRARIES else BY_LIBRARIES[type(of)](of, y, by)
+    def forward(self, x: Tensor, collectives: Collectives | None) -> Tensor:
+        def run(module: nn.Module, y: Tensor) -> Tensor:
+            if isinstance(module, nn.Sequential):
+                return functools.reduce(lambda y, part: run(part, y), module, y)
+            return (
+                module(y)
+                if collectives is None or type(module) not in BY_LIBRARIES
+                else BY_LIBRARIES[type(module)](module, y, collectives)
+            )
 
         x = x + self.gate(run(self.out, self.attention(run(self.qkv, self.norm(x, 0)))), 0)
         return x + self.gate(run(self.mlp, self.norm(x, 3)), 3)
 
 
 class Layers(nn.ModuleList):
-    def forward(self, x: Tensor, by: Collectives | None) -> Tensor:
-        return functools.reduce(lambda x, layer: layer(x, by), self, x)
+    def forward(self, x: Tensor, collectives: Collectives | None) -> Tensor:
+        return functools.reduce(lambda x, layer: layer(x, collectives), self, x)
 
 
 class Step:
@@ -160,18 +168,18 @@ class Step:
 
     def __init__(self, world: weft.World, s: Sizes, layers: int) -> None:
         torch.manual_seed(1)
-        own = torch.Generator(world.device).manual_seed(2 + world.rank)
+        generator = torch.Generator(world.device).manual_seed(2 + world.rank)
         self.s, self.layers = s, Layers(LayerOf(s, world) for _ in range(layers))
         shape = s.sequences * s.tokens // world.size, s.hidden
-        made = functools.partial(torch.randn, shape, dtype=torch.bfloat16, device=world.device, generator=own)
-        self.x, self.dy = made(), made()
+        draw = functools.partial(torch.randn, shape, dtype=torch.bfloat16, device=world.device, generator=generator)
+        self.x, self.dy = draw(), draw()
 
-    def __call__(self, by: Collectives | None) -> tuple[Tensor, ...]:
+    def __call__(self, collectives: Collectives | None) -> tuple[Tensor, ...]:
         trained = not self.s.video
         x, *weights = (t.detach().requires_grad_(trained) for t in (self.x, *self.layers.parameters()))
         named = dict(zip((name for name, _ in self.layers.named_parameters()), weights, strict=True))
         with torch.set_grad_enabled(trained):
-            y = torch.func.functional_call(self.layers, named, (x, by))
+            y = torch.func.functional_call(self.layers, named, (x, collectives))
             return y.detach(), *(torch.autograd.grad(y, [x, *weights], self.dy) if trained else ())
 
 
@@ -181,12 +189,14 @@ def measure(world: weft.World, name: str, mode: str, a: argparse.Namespace) -> l
     elided = Elided(world)
     ways = {"libraries": lambda: step(Collectives(world)), "auto": lambda: step(None)}
     ways[ALONE] = elided.passes(lambda: step(elided))
-    want = [t.clone() for t in ways["libraries"]()[:3]]
-    error = max(error_of(got, t) for got, t in zip(ways["auto"](), want, strict=False))
+    expected = [t.clone() for t in ways["libraries"]()[:3]]
+    error = max(error_of(actual, t) for actual, t in zip(ways["auto"](), expected, strict=False))
     errors = {"libraries": 0.0, "auto": round(error, 5), ALONE: None}
     times = time_interleaved(ways, mode=mode, calls=1, rounds=a.rounds)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    fixed = dict(op="models", world=world.size, dtype="bfloat16", mode=mode, layers=a.layers, commit=commit(), date=now)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    fixed = dict(
+        op="models", world=world.size, dtype="bfloat16", mode=mode, layers=a.layers, commit=commit(), date=date
+    )
     shape = dict(name=name, M=s.sequences * s.tokens, N=s.hidden, K=s.inner)
     shape |= dict(E=s.experts, top_k=TOP_K) if s.experts else {}
     return [dict(shape, method=way, us=round(us, 1), error=errors[way], **fixed) for way, us in times.items()]
@@ -211,8 +221,10 @@ def main() -> None:
             with open(a.out / "models.jsonl", "a") as f:
                 f.writelines(json.dumps(row) + "\n" for row in rows)
             base = rows[0]["us"]
-            said = ", ".join(f"{r['method']} {r['us']:.0f} ({base / r['us']:.3f}x, error {r['error']})" for r in rows)
-            print(f"{time.time() - start:.0f}s {name}, {mode}: {said}", flush=True)
+            figures = ", ".join(
+                f"{r['method']} {r['us']:.0f} ({base / r['us']:.3f}x, error {r['error']})" for r in rows
+            )
+            print(f"{time.time() - start:.0f}s {name}, {mode}: {figures}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     dist.destroy_process_group()

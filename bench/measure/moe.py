@@ -93,36 +93,36 @@ ONE_LAUNCH: list[tuple[str, int, list[str]]] = [
 class Layer:
     """One layer's tensors on this rank, and routings that change."""
 
-    def __init__(self, world: weft.World, of: Model, tokens: int, zipf: float) -> None:
-        self.world, self.of, self.tokens, device = world, of, tokens, world.device
-        local = of.experts // world.size
-        own = torch.Generator(device).manual_seed(world.rank)
+    def __init__(self, world: weft.World, model: Model, tokens: int, zipf: float) -> None:
+        self.world, self.model, self.tokens, device = world, model, tokens, world.device
+        local = model.experts // world.size
+        rank_generator = torch.Generator(device).manual_seed(world.rank)
         same = torch.Generator(device).manual_seed(7)
 
-        def draw(*shape: int, by: torch.Generator = own) -> torch.Tensor:
-            return torch.randn(*shape, device=device, dtype=BF, generator=by)
+        def draw(*shape: int, generator: torch.Generator = rank_generator) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=BF, generator=generator)
 
-        self.router = draw(of.experts, of.hidden, by=same) * 0.02
-        skew = torch.arange(1, of.experts + 1, device=device, dtype=torch.float32).log() * -zipf
-        self.skew = skew[torch.randperm(of.experts, device=device, generator=same)]
-        self.xs = [draw(tokens, of.hidden) for _ in range(ROUTINGS)]
-        self.gated = of.activation != "gelu"
-        self.w13 = draw(local, (1 + self.gated) * of.inner, of.hidden) * 0.02
-        self.w2 = draw(local, of.hidden, of.inner) * 0.02
+        self.router = draw(model.experts, model.hidden, generator=same) * 0.02
+        skew = torch.arange(1, model.experts + 1, device=device, dtype=torch.float32).log() * -zipf
+        self.skew = skew[torch.randperm(model.experts, device=device, generator=same)]
+        self.xs = [draw(tokens, model.hidden) for _ in range(ROUTINGS)]
+        self.gated = model.activation != "gelu"
+        self.w13 = draw(local, (1 + self.gated) * model.inner, model.hidden) * 0.02
+        self.w2 = draw(local, model.hidden, model.inner) * 0.02
         self.packed = moe.pack(self.w13, world=world) if self.gated else self.w13
-        self.turn, self.even = 0, zipf == 0
+        self.call_index, self.even = 0, zipf == 0
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         y = F.linear(x, self.router)
         return y if self.even else (y + self.skew).to(BF)
 
     def routed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x, self.turn = self.xs[self.turn % ROUTINGS], self.turn + 1
-        return x, *moe.gate(self.logits(x), self.of.k, world=self.world)
+        x, self.call_index = self.xs[self.call_index % ROUTINGS], self.call_index + 1
+        return x, *moe.gate(self.logits(x), self.model.k, world=self.world)
 
     def run(self, plan: str | Plan) -> torch.Tensor:
         x, ids, weights = self.routed()
-        activation = self.of.activation
+        activation = self.model.activation
         return moe.moe(x, ids, weights, self.packed, self.w2, activation=activation, world=self.world, plan=plan)
 
 
@@ -131,43 +131,43 @@ class Library:
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.size = layer, layer.world.size
-        self.first, self.second = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
+        self.w13_t, self.w2_t = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
         self.fixed = self.counts(layer.xs[0])
 
     def gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        p, e = torch.topk(self.layer.logits(x).float().softmax(-1), self.layer.of.k)
+        p, e = torch.topk(self.layer.logits(x).float().softmax(-1), self.layer.model.k)
         return p / p.sum(-1, keepdim=True), e
 
     def counts(self, x: torch.Tensor) -> tuple:
         """Return weights, order of routes, rows to and from ranks, order by expert and its ends. Waits for the host."""
-        of, size = self.layer.of, self.size
-        local = of.experts // size
+        model, size = self.layer.model, self.size
+        local = model.experts // size
         p, e = self.gate(x)
         flat = e.flatten()
-        order, send = flat.argsort(stable=True), torch.bincount(flat, minlength=of.experts)
+        order, send = flat.argsort(stable=True), torch.bincount(flat, minlength=model.experts)
         recv = torch.empty_like(send)
         dist.all_to_all_single(recv, send)
         gives, gets = torch.stack([send.view(size, local).sum(1), recv.view(size, local).sum(1)]).tolist()
-        by = torch.repeat_interleave(torch.arange(local, device=x.device).repeat(size), recv)
-        ends = torch.bincount(by, minlength=local).cumsum(0).int()
-        place = by.argsort(stable=True)
+        expert_of_row = torch.repeat_interleave(torch.arange(local, device=x.device).repeat(size), recv)
+        ends = torch.bincount(expert_of_row, minlength=local).cumsum(0).int()
+        place = expert_of_row.argsort(stable=True)
         return p, order, gives, gets, place, place.argsort(), ends
 
     def experts(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        first = torch._grouped_mm(rows, self.first, offs=ends)
+        projected = torch._grouped_mm(rows, self.w13_t, offs=ends)
         if self.layer.gated:
-            a, b = first.chunk(2, -1)
+            a, b = projected.chunk(2, -1)
             hidden = F.silu(a) * b
         else:
-            hidden = F.gelu(first)
-        return torch._grouped_mm(hidden, self.second, offs=ends)
+            hidden = F.gelu(projected)
+        return torch._grouped_mm(hidden, self.w2_t, offs=ends)
 
     def layer_of(self, x: torch.Tensor, routed: tuple) -> torch.Tensor:
         p, order, gives, gets, place, back, ends = routed
         t, k = p.shape
-        came, z = x.new_empty(sum(gets), x.shape[1]), x.new_empty(t * k, x.shape[1])
-        dist.all_to_all_single(came, x[order // k], gets, gives)
-        dist.all_to_all_single(z, self.experts(came[place], ends)[back], gives, gets)
+        received, z = x.new_empty(sum(gets), x.shape[1]), x.new_empty(t * k, x.shape[1])
+        dist.all_to_all_single(received, x[order // k], gets, gives)
+        dist.all_to_all_single(z, self.experts(received[place], ends)[back], gives, gets)
         return (z[order.argsort()].view(t, k, -1) * p.to(BF)[:, :, None]).sum(1)
 
     def known(self) -> torch.Tensor:
@@ -180,22 +180,22 @@ class Library:
 
 def limits(layer: Layer, link: float) -> tuple[float, float]:
     """Return the us that the rank with most work needs for its FLOPs, and for the bytes of weights or rows. link: GB/s."""
-    of, world, size = layer.of, layer.world, layer.world.size
-    local, flops, touched, sent = of.experts // size, 0.0, 0.0, 0.0
-    matrix = (2 + layer.gated) * of.hidden * of.inner  # elements of an expert
+    model, world, size = layer.model, layer.world, layer.world.size
+    local, flops, touched, sent = model.experts // size, 0.0, 0.0, 0.0
+    matrix = (2 + layer.gated) * model.hidden * model.inner  # elements of an expert
     for x in layer.xs:
-        ids = layer.logits(x).float().topk(of.k).indices
-        rows = torch.bincount(ids.flatten(), minlength=of.experts)
+        ids = layer.logits(x).float().topk(model.k).indices
+        rows = torch.bincount(ids.flatten(), minlength=model.experts)
         dist.all_reduce(rows)
-        own = rows[world.rank * local :][:local]
-        flops += 2 * own.sum().item() * matrix
-        touched += 2 * (own > 0).sum().item() * matrix
+        local_rows = rows[world.rank * local :][:local]
+        flops += 2 * local_rows.sum().item() * matrix
+        touched += 2 * (local_rows > 0).sum().item() * matrix
         to = (
             torch.stack([(ids // local == r).any(1).sum() for r in range(size) if r != world.rank]).sum()
             if size > 1
             else 0
         )
-        sent += float(to) * of.hidden * 2
+        sent += float(to) * model.hidden * 2
     every = world.exchange((flops / RATE / 1e6, max(touched / MEMORY / 1e6, sent / link / 1e3)))
     return max(us for us, _ in every) / ROUTINGS, max(us for _, us in every) / ROUTINGS
 
@@ -204,23 +204,25 @@ def measure(
     world: weft.World, name: str, tokens: int, plans: Mapping[str, Plan], a: argparse.Namespace, link: float
 ) -> list[dict]:
     layer = Layer(world, KNOWN[name], tokens, a.zipf)
-    library, of = Library(layer), KNOWN[name]
+    library, model = Library(layer), KNOWN[name]
     ways: dict[str, str | Plan] = {"auto": "auto", **plans}
     fns: dict[str, Callable[[], object]] = {"library": library.known}
     fns |= {way: lambda plan=plan: layer.run(plan) for way, plan in ways.items()}
-    layer.turn = 0
-    want, error = library.known(), 0.0
+    layer.call_index = 0
+    expected, error = library.known(), 0.0
     for plan in ways.values():
-        layer.turn = 0
-        error = max(error, error_of(layer.run(plan), want))
+        layer.call_index = 0
+        error = max(error, error_of(layer.run(plan), expected))
     gemms = moe_alone.gemms_of(layer, library)
     fns |= gemms | {"tables": moe_alone.tables(layer)}
     calls = ROUTINGS if tokens > 2048 else 2 * ROUTINGS
     times = time_interleaved(fns, mode="graph", calls=calls, rounds=5)
     if a.eager:
         times["library, eager"] = time_interleaved({"": library.eager}, mode="eager", calls=5, rounds=5)[""]
-    shape = dict(op="moe", name=f"{name}-{tokens}", M=tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k)
-    shape["activation"] = of.activation
+    shape = dict(
+        op="moe", name=f"{name}-{tokens}", M=tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k
+    )
+    shape["activation"] = model.activation
     fixed = dict(
         world=world.size, mode="graph", zipf=a.zipf, error=round(error, 5), commit=commit(), link_gbs=round(link, 1)
     )
@@ -258,8 +260,8 @@ def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
     *parts, whole = times.double().mean(0).tolist()
     kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
     shares = {kind: round(part / whole, 4) for kind, part in zip(kinds, parts, strict=True)}
-    of = dict(op="moe stamps", name=f"{name}-{tokens}", method=way, world=world.size, commit=commit())
-    return of | dict(us=round(whole / calls / 1e3, 1), in_tasks=round(sum(parts) / whole, 4), **shares)
+    fixed = dict(op="moe stamps", name=f"{name}-{tokens}", method=way, world=world.size, commit=commit())
+    return fixed | dict(us=round(whole / calls / 1e3, 1), in_tasks=round(sum(parts) / whole, 4), **shares)
 
 
 def keep(path: Path, rows: list[dict], world: weft.World) -> None:
@@ -287,8 +289,10 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
     usual = json.loads(Dispatched().to_json())
-    given = {p: Plan.from_json(p if "kind" in json.loads(p) else json.dumps(usual | json.loads(p))) for p in a.plans}
-    sizes = [(name, tokens, given) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
+    plans_by_name = {
+        p: Plan.from_json(p if "kind" in json.loads(p) else json.dumps(usual | json.loads(p))) for p in a.plans
+    }
+    sizes = [(name, tokens, plans_by_name) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
     if a.one_launch:
         sizes = [(name, tokens, {way: PLANS[way] for way in ways}) for name, tokens, ways in ONE_LAUNCH]
     a.out.mkdir(parents=True, exist_ok=True)
@@ -312,10 +316,10 @@ def main() -> None:
             torch.cuda.empty_cache()
             keep(a.out / "moe.jsonl", [dict(row, plan=str(row["plan"])) for row in rows], world)
             if world.rank == 0:
-                said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows)
+                figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows)
                 if rows:
                     print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
-                          f"error {rows[0]['error']}: {said}", flush=True)  # fmt: skip
+                          f"error {rows[0]['error']}: {figures}", flush=True)  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -25,38 +25,38 @@ if TYPE_CHECKING:
 def library_gemms(library: Library) -> dict[str, Callable[[], object]]:
     """Return torch's grouped GEMMs, over rows in the order of the experts."""
     layer, (_, _, _, gets, _, _, ends) = library.layer, library.fixed
-    rows = layer.xs[0].new_empty(sum(gets), layer.of.hidden).normal_()
-    hidden = rows.new_empty(sum(gets), layer.of.inner).normal_()
+    rows = layer.xs[0].new_empty(sum(gets), layer.model.hidden).normal_()
+    hidden = rows.new_empty(sum(gets), layer.model.inner).normal_()
     return {
-        "first": lambda: torch._grouped_mm(rows, library.first, offs=ends),
-        "second": lambda: torch._grouped_mm(hidden, library.second, offs=ends),
+        "first": lambda: torch._grouped_mm(rows, library.w13_t, offs=ends),
+        "second": lambda: torch._grouped_mm(hidden, library.w2_t, offs=ends),
     }
 
 
 def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     """Return weft's grouped GEMMs, with the activation, as "dispatched" has them."""
     world, (x, ids, weights) = layer.world, layer.routed()
-    operands = MoeOperands(x, ids, weights, packed("moe", "w13", layer.packed, 5, layer.of.activation), layer.w2)
+    operands = MoeOperands(x, ids, weights, packed("moe", "w13", layer.packed, 5, layer.model.activation), layer.w2)
     w, call = (
         operands.experts,
-        MOE.check(world, operands, (None, layer.of.activation, None, None, "rows", False, False)),
+        MOE.check(world, operands, (None, layer.model.activation, None, None, "rows", False, False)),
     )
     kind, plan = call.layer, MOE.auto(world, call, "graph")
     plan = plan if isinstance(plan, Dispatched) else Dispatched()
     dispatched.run_dispatched(world, call, plan, operands, torch.empty_like(x))
     world.synchronize()
-    _, made, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
-    tables = route_tables.Tables(*(t.clone() for t in made))  # the next call's are another routing's
+    _, built, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
+    tables = route_tables.Tables(*(t.clone() for t in built))  # the next call's are another routing's
     dispatch_flags = world.channel("nobody to wait for", world.size, None)
     dispatch_flags.counters.fill_(1 << 30)
-    of = replace(dispatched.plan_state(world, kind, plan), dispatch_flags=dispatch_flags)
+    state = replace(dispatched.plan_state(world, kind, plan), dispatch_flags=dispatch_flags)
     inbox = torch.randn(world.size * kind.max_tokens_per_rank, kind.hidden, dtype=x.dtype, device=x.device)
-    hidden, y = (inbox.new_empty(of.rows, cols) for cols in (kind.inner, kind.hidden))
-    at = dispatched.LayerWorkspace(SimpleNamespace(local=inbox), None, hidden, y)
+    hidden, y = (inbox.new_empty(state.rows, cols) for cols in (kind.inner, kind.hidden))
+    workspace = dispatched.LayerWorkspace(SimpleNamespace(local=inbox), None, hidden, y)
     counters = torch.zeros(32, dtype=torch.int32, device=x.device)
     launches = dict(
-        first=dispatched.first_gemm(world, of, w, tables, at),
-        second=dispatched.grouped_gemm(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters),
+        first=dispatched.first_gemm(world, state, w, tables, workspace),
+        second=dispatched.grouped_gemm(world, state, tables, workspace.hidden, w.w2, w.b2, workspace.y, counters),
     )
     return {half: lambda step=step: step.on(world.current_stream()) for half, step in launches.items()}
 
@@ -70,16 +70,16 @@ def gemms_of(layer: Layer, library: Library) -> dict[str, Callable[[], object]]:
 def tables(layer: Layer) -> Callable[[], object]:
     """Return a function that runs the router, shares the routes with all ranks and makes the tables. Memory alternates between
     calls, since no rows come back that would show when a peer has read it."""
-    world, of, capacity = layer.world, layer.of, layer.tokens
-    sizes = route_tables.TableSizes(of.experts // world.size, capacity, Dispatched.tile.block_m)
-    shared = route_tables.routes_of(world, capacity, of.k, alternating=True)
+    world, model, capacity = layer.world, layer.model, layer.tokens
+    sizes = route_tables.TableSizes(model.experts // world.size, capacity, Dispatched.tile.block_m)
+    shared = route_tables.routes_of(world, capacity, model.k, alternating=True)
     builder = route_tables.make_builder(world, shared, sizes, cumulative_targets=False)
-    made = route_tables._tables(world, builder, sizes, list_tiles=True)
-    here = world.empty((world.size * capacity * of.k,), torch.float32)
+    outputs = route_tables._tables(world, builder, sizes, list_tiles=True)
+    weights_of_rows = world.empty((world.size * capacity * model.k,), torch.float32)
 
     def run() -> None:
         _, ids, weights = layer.routed()
         route_tables.share(world, ids, weights, capacity, alternating=True)
-        route_tables.run_builder(world, builder, made, here)
+        route_tables.run_builder(world, builder, outputs, weights_of_rows)
 
     return run

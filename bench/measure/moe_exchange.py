@@ -35,13 +35,13 @@ Phases = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
 
 def weft_phases(layer: Layer, **options: Any) -> Phases:
     """Return weft's dispatch and combine, for routings that change from call to call. Combine takes the arrived rows as y."""
-    routed = [moe.gate(layer.logits(x), layer.of.k, world=layer.world) for x in layer.xs]
+    routed = [moe.gate(layer.logits(x), layer.model.k, world=layer.world) for x in layer.xs]
 
     def dispatch() -> Any:
-        turn, layer.turn = layer.turn % ROUTINGS, layer.turn + 1
-        return moe.dispatch(layer.xs[turn], *routed[turn], experts=layer.of.experts, world=layer.world, **options)
+        index, layer.call_index = layer.call_index % ROUTINGS, layer.call_index + 1
+        return moe.dispatch(layer.xs[index], *routed[index], experts=layer.model.experts, world=layer.world, **options)
 
-    return dispatch, lambda made: moe.combine(*made)
+    return dispatch, lambda dispatched: moe.combine(*dispatched)
 
 
 def library_phases(layer: Layer) -> Phases:
@@ -49,9 +49,9 @@ def library_phases(layer: Layer) -> Phases:
     t, k = p.shape
 
     def dispatch() -> torch.Tensor:
-        came = x.new_empty(sum(gets), x.shape[1])
-        dist.all_to_all_single(came, x[order // k], gets, gives)
-        return came[place]
+        received = x.new_empty(sum(gets), x.shape[1])
+        dist.all_to_all_single(received, x[order // k], gets, gives)
+        return received[place]
 
     def combine(rows: torch.Tensor) -> torch.Tensor:
         z = x.new_empty(t * k, x.shape[1])
@@ -64,52 +64,52 @@ def library_phases(layer: Layer) -> Phases:
 def times(phases: Phases) -> tuple[float, float]:
     """Return the us of both on the slowest rank."""
     dispatch, combine = phases
-    found: tuple[list[float], list[float]] = ([], [])
+    us_of_phases: tuple[list[float], list[float]] = ([], [])
     combine(dispatch())
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         torch.cuda._sleep(AHEAD)
         dist.all_reduce(torch.empty(1, device="cuda"))
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(CALLS)]
-        for first, between, last in marks:
-            first.record()
-            made = dispatch()
+        for start, between, last in marks:
+            start.record()
+            received = dispatch()
             between.record()
-            combine(made)
+            combine(received)
             last.record()
         torch.cuda.synchronize()
-        for first, between, last in marks[1:]:
-            found[0].append(1e3 * first.elapsed_time(between))
-            found[1].append(1e3 * between.elapsed_time(last))
-    slowest = torch.tensor([statistics.median(each) for each in found], device="cuda")
+        for start, between, last in marks[1:]:
+            us_of_phases[0].append(1e3 * start.elapsed_time(between))
+            us_of_phases[1].append(1e3 * between.elapsed_time(last))
+    slowest = torch.tensor([statistics.median(samples) for samples in us_of_phases], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest[0].item(), slowest[1].item()
 
 
 def limit(layer: Layer, link: float) -> float:
     """Return the us of the links of the rank from which most rows leave. link: GB/s."""
-    world, of = layer.world, layer.of
-    local, sent = of.experts // world.size, 0
+    world, model = layer.world, layer.model
+    local, sent = model.experts // world.size, 0
     for x in layer.xs:
-        rank = layer.logits(x).float().topk(of.k).indices // local
+        rank = layer.logits(x).float().topk(model.k).indices // local
         sent += sum(int((rank == r).any(1).sum()) for r in range(world.size) if r != world.rank)
-    return max(world.exchange(sent * of.hidden * 2 / ROUTINGS / link / 1e3))
+    return max(world.exchange(sent * model.hidden * 2 / ROUTINGS / link / 1e3))
 
 
 def measure(world: weft.World, name: str, tokens: int, zipf: float, link: float) -> list[dict[str, Any]]:
-    of, layer = MODELS[name], Layer(world, MODELS[name], tokens, zipf)
+    model, layer = MODELS[name], Layer(world, MODELS[name], tokens, zipf)
     ways = {"library": library_phases(layer), "weft": weft_phases(layer)}
     if tokens <= 512:
         ways["weft, masked"] = weft_phases(layer, layout="masked", max_m=tokens)
     dispatch, combine = ways["library"]
-    want = combine(dispatch())
-    layer.turn, bound, out = 0, round(limit(layer, link), 1), []
+    expected = combine(dispatch())
+    layer.call_index, bound, out = 0, round(limit(layer, link), 1), []
     dispatch, combine = ways["weft"]
-    error = error_of(combine(dispatch()), want)
+    error = error_of(combine(dispatch()), expected)
     for way, phases in ways.items():
         for op, us in zip(("moe_dispatch", "moe_combine"), times(phases), strict=True):
             out.append(dict(
-                op=op, name=f"{name}-{tokens}", M=tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k, method=way, us=round(us, 1),
+                op=op, name=f"{name}-{tokens}", M=tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k, method=way, us=round(us, 1),
                 limit_us=bound, world=world.size, mode="eager", zipf=zipf, error=round(error, 5), commit=commit(), link_gbs=round(link, 1),
             ))  # fmt: skip
     return out
@@ -133,9 +133,9 @@ def main() -> None:
                 if world.rank == 0:
                     with open(a.out / "moe_exchange.jsonl", "a") as f:
                         f.writelines(json.dumps(row) + "\n" for row in rows)
-                    said = " | ".join(f"{r['method']} {r['op'][4:]} {r['us']:.0f}" for r in rows)
+                    text = " | ".join(f"{r['method']} {r['op'][4:]} {r['us']:.0f}" for r in rows)
                     print(
-                        f"{rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} error {rows[0]['error']}: {said}",
+                        f"{rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} error {rows[0]['error']}: {text}",
                         flush=True,
                     )
     dist.destroy_process_group()

@@ -57,8 +57,8 @@ PLANS: list[Plan] = [
 
 def by_torch(layer: Layer) -> Method:
     """Return the layer as one writes it with torch's grouped GEMM: nothing waits for the host."""
-    model, router, skew = layer.of, layer.router, None if layer.even else layer.skew
-    first, second = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
+    model, router, skew = layer.model, layer.router, None if layer.even else layer.skew
+    w13, w2 = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         logits = F.linear(x, router)
@@ -68,8 +68,8 @@ def by_torch(layer: Layer) -> Method:
         flat = ids.flatten()
         order = flat.argsort(stable=True)
         ends = torch.histc(flat.float(), bins=model.experts, min=0, max=model.experts - 1).cumsum(0).int()
-        gate, up = torch._grouped_mm(x[order // model.k], first, offs=ends).chunk(2, -1)
-        rows = torch._grouped_mm(F.silu(gate) * up, second, offs=ends)
+        gate, up = torch._grouped_mm(x[order // model.k], w13, offs=ends).chunk(2, -1)
+        rows = torch._grouped_mm(F.silu(gate) * up, w2, offs=ends)
         in_order = rows[order.argsort()].view(*ids.shape, -1)
         return (in_order * weights.to(x.dtype)[:, :, None]).sum(1)
 
@@ -83,7 +83,7 @@ def by_vllm(layer: Layer) -> Method:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         with set_current_vllm_config(VllmConfig()):
-            weights, ids, _ = fused_topk(x, layer.logits(x), layer.of.k, renormalize=True)
+            weights, ids, _ = fused_topk(x, layer.logits(x), layer.model.k, renormalize=True)
             return fused_experts(x, layer.w13, layer.w2, weights, ids)
 
     return run
@@ -91,10 +91,10 @@ def by_vllm(layer: Layer) -> Method:
 
 def by_quack(layer: Layer, forms: Sequence[Form]) -> Method:
     """quack's GEMMs in the forms that are the fastest for these tokens."""
-    experts = QuackExperts(layer.world, layer.w13, layer.w2, layer.of.k)
+    experts = QuackExperts(layer.world, layer.w13, layer.w2, layer.model.k)
     x = layer.xs[0]
     experts.tune(x, layer.logits(x), forms, lambda fns: time_interleaved(fns, mode="graph", calls=3, rounds=3))
-    print(f"  quack's forms: {experts.first} and {experts.second}", flush=True)
+    print(f"  quack's forms: {experts.gated_form} and {experts.down_form}", flush=True)
     return lambda x: experts(x, layer.logits(x))
 
 
@@ -102,9 +102,9 @@ def by_weft(layer: Layer, plan: str | Plan) -> Method:
     """`Layer.run` for given tokens."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        ids, weights = moe.gate(layer.logits(x), layer.of.k, world=layer.world)
+        ids, weights = moe.gate(layer.logits(x), layer.model.k, world=layer.world)
         return moe.moe(
-            x, ids, weights, layer.packed, layer.w2, activation=layer.of.activation, world=layer.world, plan=plan
+            x, ids, weights, layer.packed, layer.w2, activation=layer.model.activation, world=layer.world, plan=plan
         )
 
     return run
@@ -191,12 +191,12 @@ class Bench:
         runs, errors = self.prepared(size, layer)
         steps = dict.fromkeys(runs, 0)
 
-        def turn(name: str) -> object:
+        def run_next(name: str) -> object:
             steps[name] += 1
             return runs[name](layer.xs[steps[name] % ROUTINGS])
 
         calls = 2 * ROUTINGS if size.tokens <= 2048 else ROUTINGS
-        times = time_interleaved({name: partial(turn, name) for name in runs}, mode="graph", calls=calls, rounds=7)
+        times = time_interleaved({name: partial(run_next, name) for name in runs}, mode="graph", calls=calls, rounds=7)
         shape = dict(op="moe on one GPU", name=size.name, M=size.tokens, N=model.inner, K=model.hidden, E=model.experts)
         fixed = dict(top_k=model.k, zipf=size.zipf, mode="graph", gpu=torch.cuda.get_device_name())
         fixed |= dict(versions=self.versions, commit=commit())

@@ -61,42 +61,42 @@ MODELS["Flux"] = Model(8192, 8192, 32, 4, "gelu")  # its paper's size, of one ma
 class Layer:
     """One layer's tensors on this rank, and routings that change."""
 
-    def __init__(self, world: weft.World, of: Model) -> None:
-        self.world, self.of, device, size = world, of, world.device, world.size
-        self.inner, self.tokens = of.inner // size, of.tokens // size
-        own = torch.Generator(device).manual_seed(world.rank)
+    def __init__(self, world: weft.World, model: Model) -> None:
+        self.world, self.model, device, size = world, model, world.device, world.size
+        self.inner, self.tokens = model.inner // size, model.tokens // size
+        generator = torch.Generator(device).manual_seed(world.rank)
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device=device, dtype=BF, generator=own)
+            return torch.randn(*shape, device=device, dtype=BF, generator=generator)
 
-        wide = 1 if of.activation == "gelu" else 2
-        self.x = draw(self.tokens, of.hidden)
-        self.w13 = draw(of.experts, wide * self.inner, of.hidden) * 0.02
-        self.w2 = draw(of.experts, of.hidden, self.inner) * 0.02
+        wide = 1 if model.activation == "gelu" else 2
+        self.x = draw(self.tokens, model.hidden)
+        self.w13 = draw(model.experts, wide * self.inner, model.hidden) * 0.02
+        self.w2 = draw(model.experts, model.hidden, self.inner) * 0.02
         self.packed = self.w13 if wide == 1 else moe.pack(self.w13, world=world)
-        scores = [torch.rand(self.tokens, of.experts, device=device, generator=own) for _ in range(ROUTINGS)]
-        top = [s.topk(of.k) for s in scores]
+        scores = [torch.rand(self.tokens, model.experts, device=device, generator=generator) for _ in range(ROUTINGS)]
+        top = [s.topk(model.k) for s in scores]
         self.routes = [(t.indices.int(), t.values / t.values.sum(1, keepdim=True)) for t in top]
-        self.turn = 0
+        self.call_index = 0
 
-    def first(self, plan: str | Plan, turn: int | None = None) -> tuple[torch.Tensor, ...]:
-        if turn is None:
-            turn, self.turn = self.turn % ROUTINGS, self.turn + 1
-        ids, weights = self.routes[turn]
-        made = weft.all_gather_grouped_matmul(
+    def first_half(self, plan: str | Plan, index: int | None = None) -> tuple[torch.Tensor, ...]:
+        if index is None:
+            index, self.call_index = self.call_index % ROUTINGS, self.call_index + 1
+        ids, weights = self.routes[index]
+        outputs = weft.all_gather_grouped_matmul(
             self.x,
             ids,
             weights,
             self.packed,
             inner=self.inner,
-            activation=self.of.activation,
+            activation=self.model.activation,
             world=self.world,
             plan=plan,
         )
-        return *made, ids
+        return *outputs, ids
 
-    def second(self, plan: str | Plan, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return weft.grouped_matmul_reduce_scatter(*given, self.w2, world=self.world, plan=plan)
+    def second_half(self, plan: str | Plan, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return weft.grouped_matmul_reduce_scatter(*outputs, self.w2, world=self.world, plan=plan)
 
 
 class Library:
@@ -108,8 +108,8 @@ class Library:
         ids, weights = (self.gathered(t) for t in layer.routes[0])
         flat = ids.flatten().long()
         order = flat.argsort(stable=True)
-        self.rows, self.back, self.weights = order // layer.of.k, order.argsort(), weights.to(BF)[:, :, None]
-        self.ends = torch.bincount(flat, minlength=layer.of.experts).cumsum(0).int()
+        self.rows, self.back, self.weights = order // layer.model.k, order.argsort(), weights.to(BF)[:, :, None]
+        self.ends = torch.bincount(flat, minlength=layer.model.experts).cumsum(0).int()
         self.ordered = self.gathered(layer.x)[self.rows]
         self.hidden = self.activated(torch._grouped_mm(self.ordered, self.w13, offs=self.ends))
 
@@ -118,20 +118,20 @@ class Library:
         dist.all_gather_into_tensor(full, t.contiguous())
         return full
 
-    def activated(self, both: torch.Tensor) -> torch.Tensor:
-        if self.layer.of.activation == "gelu":
-            return F.gelu(both)
-        gate, up = both.chunk(2, -1)
+    def activated(self, projected: torch.Tensor) -> torch.Tensor:
+        if self.layer.model.activation == "gelu":
+            return F.gelu(projected)
+        gate, up = projected.chunk(2, -1)
         return F.silu(gate) * up
 
-    def first(self) -> torch.Tensor:
+    def first_half(self) -> torch.Tensor:
         return self.activated(torch._grouped_mm(self.gathered(self.layer.x)[self.rows], self.w13, offs=self.ends))
 
-    def second(self, hidden: torch.Tensor) -> torch.Tensor:
-        of = self.layer.of
+    def second_half(self, hidden: torch.Tensor) -> torch.Tensor:
+        model = self.layer.model
         y = torch._grouped_mm(hidden, self.w2, offs=self.ends)
-        part = (y[self.back].view(of.tokens, of.k, of.hidden) * self.weights).sum(1)
-        out = part.new_empty(self.layer.tokens, of.hidden)
+        part = (y[self.back].view(model.tokens, model.k, model.hidden) * self.weights).sum(1)
+        out = part.new_empty(self.layer.tokens, model.hidden)
         dist.reduce_scatter_tensor(out, part)
         return out
 
@@ -142,75 +142,75 @@ class Library:
         }
 
 
-def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
+def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """Return weft's GEMMs alone, for the routing of the last call, which returned `given`: they wait for nothing and run
     alone."""
-    world, (hidden, routes, ids) = layer.world, given
-    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.of.activation)
+    world, (hidden, routes, ids) = layer.world, outputs
+    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
     operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
-    call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size, "rows", False))
-    made = first_half_state(world, call.layer, DispatchedColumns())
+    call = FIRST_HALF.check(world, operands, (None, layer.model.activation, layer.inner, world.size, "rows", False))
+    state = first_half_state(world, call.layer, DispatchedColumns())
     dispatch_flags = world.channel("nobody to wait for", world.size, None)
     dispatch_flags.counters.fill_(1 << 30)
     counters = torch.zeros_like(dispatch_flags.counters)
-    of = replace(made.dispatched, dispatch_flags=dispatch_flags)
-    tables = made.tables(route_parts(world, call.layer, routes))
-    y, full = hidden.new_empty(hidden.shape[0], layer.of.hidden), library.gathered(layer.x)
-    at = dispatched.LayerWorkspace(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
+    dispatched_state = replace(state.dispatched, dispatch_flags=dispatch_flags)
+    tables = state.tables(route_parts(world, call.layer, routes))
+    y, full = hidden.new_empty(hidden.shape[0], layer.model.hidden), library.gathered(layer.x)
+    workspace = dispatched.LayerWorkspace(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
     w = Weights(w13, layer.w2)
     launches = dict(
-        first=dispatched.first_gemm(world, of, w, tables, at),
-        second=dispatched.grouped_gemm(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
+        first=dispatched.first_gemm(world, dispatched_state, w, tables, workspace),
+        second=dispatched.grouped_gemm(world, dispatched_state, tables, hidden, w.w2, w.b2, workspace.y, counters),
     )
     return {name: lambda step=step: step.on(world.current_stream()) for name, step in launches.items()}
 
 
-def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], object]:
+def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
     """Return a function that does what comes before the first GEMM of a call: the routes shared with all ranks, and the tables
     made of them."""
-    world, (_, routes, ids) = layer.world, given
+    world, (_, routes, ids) = layer.world, outputs
     weights, routes = layer.routes[0][1], routes.clone()
-    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.of.activation)
+    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
     operands = GatherOperands(layer.x, ids, weights, w13)
-    call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size, "rows", False))
-    made, at = first_half_state(world, call.layer, DispatchedColumns()), route_parts(world, call.layer, routes)
-    tables = made.tables(at)
+    call = FIRST_HALF.check(world, operands, (None, layer.model.activation, layer.inner, world.size, "rows", False))
+    state, parts = first_half_state(world, call.layer, DispatchedColumns()), route_parts(world, call.layer, routes)
+    tables = state.tables(parts)
 
     def run() -> None:
         route_tables.share(world, ids, weights, call.layer.max_tokens_per_rank, alternating=True)
-        route_tables.run_builder(world, made.builder, tables, at.weights)
+        route_tables.run_builder(world, state.builder, tables, parts.weights)
 
     return run
 
 
-def measure(world: weft.World, name: str, of: Model, a: argparse.Namespace, link: float) -> list[dict]:
-    layer = Layer(world, of)
+def measure(world: weft.World, name: str, model: Model, a: argparse.Namespace, link: float) -> list[dict]:
+    layer = Layer(world, model)
     library = Library(layer)
     ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in a.plans}
-    given = layer.first("auto", 0)
-    own = own_gemms(layer, library, given)
-    error = error_of(layer.second("auto", given), library.second(library.hidden))
+    outputs = layer.first_half("auto", 0)
+    gemm_fns = own_gemms(layer, library, outputs)
+    error = error_of(layer.second_half("auto", outputs), library.second_half(library.hidden))
     ops: dict[str, dict[str, Callable[[], object]]] = {
-        "all_gather_grouped_matmul": {"library": library.first},
-        "grouped_matmul_reduce_scatter": {"library": lambda: library.second(library.hidden)},
-        "moe_tp": {"library": lambda: library.second(library.first())},
+        "all_gather_grouped_matmul": {"library": library.first_half},
+        "grouped_matmul_reduce_scatter": {"library": lambda: library.second_half(library.hidden)},
+        "moe_tp": {"library": lambda: library.second_half(library.first_half())},
     }
     for way, plan in ways.items():
-        ops["all_gather_grouped_matmul"][way] = lambda plan=plan: layer.first(plan)
-        ops["grouped_matmul_reduce_scatter"][way] = lambda plan=plan: layer.second(plan, given)
-        ops["moe_tp"][way] = lambda plan=plan: layer.second(plan, layer.first(plan))
+        ops["all_gather_grouped_matmul"][way] = lambda plan=plan: layer.first_half(plan)
+        ops["grouped_matmul_reduce_scatter"][way] = lambda plan=plan: layer.second_half(plan, outputs)
+        ops["moe_tp"][way] = lambda plan=plan: layer.second_half(plan, layer.first_half(plan))
     every = {f"{op} {way}": fn for op, fns in ops.items() for way, fn in fns.items()}
     every |= {f"gemm {half} torch": fn for half, fn in library.gemms().items()}
-    every |= {f"gemm {half} weft": fn for half, fn in own.items()}
-    every["tables"] = tables_alone(layer, given)
+    every |= {f"gemm {half} weft": fn for half, fn in gemm_fns.items()}
+    every["tables"] = tables_alone(layer, outputs)
     times = time_interleaved(every, mode="graph", calls=2 * ROUTINGS, rounds=5)
 
-    moved = (world.size - 1) * layer.tokens * of.hidden * 2 / link / 1e3
+    moved = (world.size - 1) * layer.tokens * model.hidden * 2 / link / 1e3
     gemm = {half: min(times[f"gemm {half} {of_whom}"] for of_whom in ("torch", "weft")) for half in ("first", "second")}
     bounds = dict(zip(ops, (max(us, moved) for us in gemm.values()), strict=False))
     bounds["moe_tp"] = sum(bounds.values())
     gemms = dict(zip(ops, gemm.values(), strict=False)) | {"moe_tp": sum(gemm.values())}
-    shape = dict(name=name, M=of.tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k)
+    shape = dict(name=name, M=model.tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k)
     fixed = dict(world=world.size, mode="graph", error=round(error, 5), commit=commit(), link_gbs=round(link, 1))
     return [
         dict(
@@ -229,14 +229,17 @@ def measure(world: weft.World, name: str, of: Model, a: argparse.Namespace, link
     ]
 
 
-def say(rows: list[dict], seconds: float) -> None:
-    first = rows[0]
-    said = f"error {first['error']}, tables {first['tables_us']} us"
-    print(f"{seconds:.0f}s {first['name']}-{first['M']} x{first['world']} {said}", flush=True)
+def print_rows(rows: list[dict], seconds: float) -> None:
+    row = rows[0]
+    figures = f"error {row['error']}, tables {row['tables_us']} us"
+    print(f"{seconds:.0f}s {row['name']}-{row['M']} x{row['world']} {figures}", flush=True)
     for op in dict.fromkeys(r["op"] for r in rows):
-        mine = [r for r in rows if r["op"] == op]
-        said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in mine)
-        print(f"    {op}: limit {mine[0]['limit_us']:.0f} (GEMM {mine[0]['gemm_us']:.0f}): {said}", flush=True)
+        rows_of_op = [r for r in rows if r["op"] == op]
+        figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows_of_op)
+        print(
+            f"    {op}: limit {rows_of_op[0]['limit_us']:.0f} (GEMM {rows_of_op[0]['gemm_us']:.0f}): {figures}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -261,7 +264,7 @@ def main() -> None:
             if world.rank == 0:
                 with open(a.out / "moe_tensor.jsonl", "a") as f:
                     f.writelines(json.dumps(row) + "\n" for row in rows)
-                say(rows, time.time() - start)
+                print_rows(rows, time.time() - start)
     dist.destroy_process_group()
 
 

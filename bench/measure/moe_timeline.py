@@ -47,32 +47,32 @@ def traced(layer: moe.Layer) -> dict[str, list[float]]:
     with tempfile.NamedTemporaryFile(suffix=".json") as f:
         p.export_chrome_trace(f.name)
         events = json.loads(Path(f.name).read_text())["traceEvents"]
-    found: dict[str, list[float]] = defaultdict(list)
+    durations: dict[str, list[float]] = defaultdict(list)
     others = 0.0
     for e in events:
         if e.get("cat") == "kernel" and e["name"] in KERNELS:
-            found[e["name"]].append(e["dur"])
+            durations[e["name"]].append(e["dur"])
         elif e.get("cat") == "kernel":
             others += e["dur"]
-    found["gate"] = [others / len(found["share"])]
-    return found
+    durations["gate"] = [others / len(durations["share"])]
+    return durations
 
 
 def measure(world: weft.World, name: str, tokens: int) -> list[dict]:
     layer = moe.Layer(world, moe.KNOWN[name], tokens, 0.0)
     fns = {"whole": lambda: layer.run(Dispatched()), **moe_alone.gemms_of(layer, moe.Library(layer))}
     times = time_interleaved(fns, mode="graph", calls=CALLS, rounds=5)
-    found = traced(layer)
-    of = dict(
+    durations = traced(layer)
+    fixed = dict(
         op="moe timeline", name=f"{name}-{tokens}", world=world.size, commit=commit(), whole_us=round(times["whole"], 1)
     )
-    made = []
+    rows = []
     for kernel in ("gate", *KERNELS):
-        row = dict(of, kernel=kernel, us=round(statistics.median(found[kernel]), 1))
+        row = dict(fixed, kernel=kernel, us=round(statistics.median(durations[kernel]), 1))
         if kernel in ALONE:
             row |= {f"alone_{whose}_us": round(times[f"{ALONE[kernel]} {whose}"], 1) for whose in ("weft", "torch")}
-        made.append(row)
-    return made
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -86,10 +86,10 @@ def main() -> None:
     with torch.no_grad():
         for tokens in a.tokens:
             for name in a.models:
-                made = measure(world, name, tokens)
-                moe.keep(a.out / "moe_timeline.jsonl", made, world)
+                rows = measure(world, name, tokens)
+                moe.keep(a.out / "moe_timeline.jsonl", rows, world)
                 if world.rank == 0:
-                    print(made[0]["name"], " ".join(f"{r['kernel']} {r['us']}" for r in made), flush=True)
+                    print(rows[0]["name"], " ".join(f"{r['kernel']} {r['us']}" for r in rows), flush=True)
                 torch.cuda.empty_cache()
     dist.destroy_process_group()
 

@@ -38,9 +38,9 @@ class Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, gives: list[int], gets: list[int]) -> torch.Tensor:
         ctx.splits = gives, gets
-        came = rows.new_empty(sum(gets), rows.shape[1])
-        dist.all_to_all_single(came, rows.contiguous(), gets, gives)
-        return came
+        received = rows.new_empty(sum(gets), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), gets, gives)
+        return received
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -71,12 +71,12 @@ class Timed:
 
     def back(self, forward: Callable[[], tuple]) -> Callable[[], tuple[torch.Tensor, ...]]:
         """Return a function that runs the backward pass. Its first call runs the forward pass, on the stream of that call."""
-        made: list[tuple] = []
+        forward_outputs: list[tuple] = []
 
         def run() -> tuple[torch.Tensor, ...]:
-            if not made:
-                made.append(forward())
-            y, leaves = made[0]
+            if not forward_outputs:
+                forward_outputs.append(forward())
+            y, leaves = forward_outputs[0]
             return torch.autograd.grad(y, leaves, self.dy, retain_graph=True)
 
         return run
@@ -90,7 +90,7 @@ class Trained(Timed):
         x = layer.xs[0]
         self.x, self.dy = x.clone().requires_grad_(), torch.randn_like(x)
         with torch.no_grad():
-            self.ids, weights = moe.gate(layer.logits(x), layer.of.k, world=layer.world)
+            self.ids, weights = moe.gate(layer.logits(x), layer.model.k, world=layer.world)
         self.weights = weights.requires_grad_()
         self.w13, self.packed, self.w2 = (t.requires_grad_() for t in (layer.w13, layer.packed, layer.w2))
         p, *self.routed = self.library.fixed
@@ -103,10 +103,10 @@ class Trained(Timed):
 
     def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         order, gives, gets, place, back, ends = self.routed
-        (t, k), first, second = self.p.shape, self.w13.transpose(1, 2), self.w2.transpose(1, 2)
-        came = Exchanged.apply(self.x.index_select(0, order // k), gives, gets).index_select(0, place)
-        a, b = torch._grouped_mm(came, first, offs=ends).chunk(2, -1)
-        y = torch._grouped_mm(F.silu(a) * b, second, offs=ends)
+        (t, k), w13, w2 = self.p.shape, self.w13.transpose(1, 2), self.w2.transpose(1, 2)
+        received = Exchanged.apply(self.x.index_select(0, order // k), gives, gets).index_select(0, place)
+        a, b = torch._grouped_mm(received, w13, offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(a) * b, w2, offs=ends)
         z = Exchanged.apply(y.index_select(0, back), gets, gives).index_select(0, order.argsort()).view(t, k, -1)
         return (z * self.p.to(z.dtype)[:, :, None]).sum(1), (self.x, self.p, self.w13, self.w2)
 
@@ -114,24 +114,27 @@ class Trained(Timed):
 class InParts(Timed):
     """Of every expert's columns over ranks."""
 
-    def __init__(self, world: weft.World, of: Model, tokens: int) -> None:
-        self.world, self.k, self.inner, device = world, of.k, of.inner // world.size, world.device
-        self.by = Collectives(world)
-        own = torch.Generator(device).manual_seed(world.rank)
+    def __init__(self, world: weft.World, model: Model, tokens: int) -> None:
+        self.world, self.k, self.inner, device = world, model.k, model.inner // world.size, world.device
+        self.collectives = Collectives(world)
+        generator = torch.Generator(device).manual_seed(world.rank)
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=own)
+            return torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=generator)
 
-        self.x, self.dy = draw(tokens, of.hidden).requires_grad_(), draw(tokens, of.hidden)
-        w13 = draw(of.experts, 2 * self.inner, of.hidden) * 0.02
+        self.x, self.dy = draw(tokens, model.hidden).requires_grad_(), draw(tokens, model.hidden)
+        w13 = draw(model.experts, 2 * self.inner, model.hidden) * 0.02
         self.packed = moe.pack(w13, world=world).requires_grad_()
-        self.w13, self.w2 = w13.requires_grad_(), (draw(of.experts, of.hidden, self.inner) * 0.02).requires_grad_()
+        self.w13, self.w2 = (
+            w13.requires_grad_(),
+            (draw(model.experts, model.hidden, self.inner) * 0.02).requires_grad_(),
+        )
         with torch.no_grad():
-            self.ids, weights = moe.gate(draw(tokens, of.experts), of.k, world=world)
-            flat = Gathered.apply(self.ids, self.by).flatten().long()
+            self.ids, weights = moe.gate(draw(tokens, model.experts), model.k, world=world)
+            flat = Gathered.apply(self.ids, self.collectives).flatten().long()
         self.weights, self.order = weights.requires_grad_(), flat.argsort(stable=True)
-        self.ends = torch.bincount(flat, minlength=of.experts).cumsum(0).int()
-        self.rows, self.place = self.order // of.k, self.order.argsort()
+        self.ends = torch.bincount(flat, minlength=model.experts).cumsum(0).int()
+        self.rows, self.place = self.order // model.k, self.order.argsort()
 
     def weft(self, keep: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         common = dict(world=self.world, plan="dispatched")
@@ -142,33 +145,33 @@ class InParts(Timed):
         return y, (self.x, self.weights, self.packed, self.w2)
 
     def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        first, second = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
-        came = Gathered.apply(self.x, self.by).index_select(0, self.rows)
-        a, b = torch._grouped_mm(came, first, offs=self.ends).chunk(2, -1)
-        y = torch._grouped_mm(F.silu(a) * b, second, offs=self.ends).index_select(0, self.place)
-        weights = Gathered.apply(self.weights, self.by).to(y.dtype)[:, :, None]
+        w13, w2 = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
+        received = Gathered.apply(self.x, self.collectives).index_select(0, self.rows)
+        a, b = torch._grouped_mm(received, w13, offs=self.ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(a) * b, w2, offs=self.ends).index_select(0, self.place)
+        weights = Gathered.apply(self.weights, self.collectives).to(y.dtype)[:, :, None]
         part = (y.view(-1, self.k, y.shape[1]) * weights).sum(1)
-        return Scattered.apply(part, self.by), (self.x, self.weights, self.w13, self.w2)
+        return Scattered.apply(part, self.collectives), (self.x, self.weights, self.w13, self.w2)
 
 
 def measure(world: weft.World, name: str, tokens: int, parallel: str, a: argparse.Namespace) -> list[dict]:
-    of = MODELS[name]
-    it = Trained(Layer(world, of, tokens, 0.0)) if parallel == "expert" else InParts(world, of, tokens)
+    model = MODELS[name]
+    it = Trained(Layer(world, model, tokens, 0.0)) if parallel == "expert" else InParts(world, model, tokens)
     ways: dict[str, Callable[[], tuple]] = {"library": it.libraries}
     ways |= {f"weft, keep {keep}": lambda keep=keep: it.weft(keep) for keep in a.keep}
-    want, error = it.step(it.libraries)(), 0.0
+    expected, error = it.step(it.libraries)(), 0.0
     for way, forward in ways.items():
         if way != "library":
-            got = it.step(forward)()
-            error = max(error, error_of(got[0], want[0]), error_of(got[3], want[3]))
+            actual = it.step(forward)()
+            error = max(error, error_of(actual[0], expected[0]), error_of(actual[3], expected[3]))
     name = f"{name}-{tokens}" if parallel == "expert" else f"{name}-{parallel}-{tokens}"
-    shape = dict(name=name, M=tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k)
+    shape = dict(name=name, M=tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k)
     fixed = dict(world=world.size, mode="graph", zipf=0.0, error=round(error, 5), commit=commit())
     rows = []
-    for op, made, flops in (("moe_backward", it.back, 12), ("moe_step", it.step, 18)):
-        times = time_interleaved({way: made(f) for way, f in ways.items()}, mode="graph", calls=2, rounds=5)
+    for op, timed, flops in (("moe_backward", it.back, 12), ("moe_step", it.step, 18)):
+        times = time_interleaved({way: timed(f) for way, f in ways.items()}, mode="graph", calls=2, rounds=5)
         for way, us in times.items():
-            rate = flops * tokens * of.k * of.hidden * of.inner / us / 1e6
+            rate = flops * tokens * model.k * model.hidden * model.inner / us / 1e6
             rows.append(dict(shape, op=op, method=way, us=round(us, 1), tflops=round(rate, 1), **fixed))
         torch.cuda.empty_cache()
     if a.profile:
@@ -182,14 +185,14 @@ def profile(world: weft.World, it: Timed, a: argparse.Namespace) -> None:
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         run()
         torch.cuda.synchronize()
     if world.rank == 0:
-        kernels = sorted((e for e in found.events() if e.device_time > 5), key=lambda e: e.time_range.start)
-        first = kernels[0].time_range.start
+        kernels = sorted((e for e in trace.events() if e.device_time > 5), key=lambda e: e.time_range.start)
+        start = kernels[0].time_range.start
         for e in kernels:
-            print(f"  at {e.time_range.start - first:7.0f} for {e.device_time:7.0f} us: {e.name[:60]}", flush=True)
+            print(f"  at {e.time_range.start - start:7.0f} for {e.device_time:7.0f} us: {e.name[:60]}", flush=True)
 
 
 def main() -> None:

@@ -41,22 +41,22 @@ Method = tuple[Callable[[], Any], Callable[[], torch.Tensor]]  # a call, and its
 
 def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
     """Return the plans to time for a size: one shot where its memory is small, and two shots by way and programs."""
-    found: list[Plan] = []
+    candidates: list[Plan] = []
     if tokens * hidden * 2 <= 4 << 20:
-        found += [OneShot(warps=w) for w in (8, 16)]
+        candidates += [OneShot(warps=w) for w in (8, 16)]
     if tokens <= 1024:
-        found += [TwoShotLowLatency(warps=w) for w in (8, 16)]
+        candidates += [TwoShotLowLatency(warps=w) for w in (8, 16)]
     if tokens <= 256:
-        found += [
+        candidates += [
             TwoShotPush(spread=True),
             TwoShotPush(),
             TwoShotPull(),
         ]
-        return found
-    found += [Decomposed(), TwoShotPush(spread=True)]
+        return candidates
+    candidates += [Decomposed(), TwoShotPush(spread=True)]
     for programs in (0, 64, 32, 16):
-        found += [TwoShotPush(programs), TwoShotPull(programs)]
-    return found
+        candidates += [TwoShotPush(programs), TwoShotPull(programs)]
+    return candidates
 
 
 def brief(plan: Plan) -> str:
@@ -88,7 +88,7 @@ class Bench:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
 
-    def say(self, *text: Any) -> None:
+    def log(self, *text: Any) -> None:
         if self.world.rank == 0:
             print(f"{time.time() - self.start:4.0f}s", *text, flush=True)
 
@@ -100,28 +100,28 @@ class Bench:
         x = torch.randn(m, h, device="cuda").to(BF)
         torch.manual_seed(99)
         residual, weight = torch.randn(m, h, device="cuda").to(BF), torch.randn(h, device="cuda").to(BF)
-        own = residual[lo : lo + rows[world.rank]].clone()
+        residual_shard = residual[lo : lo + rows[world.rank]].clone()
         total = x.float()
         dist.all_reduce(total)
         total += residual.float()
-        want = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
-        methods = self.methods(m, h, x, residual, own, weight)
+        expected = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
+        methods = self.methods(m, h, x, residual, residual_shard, weight)
         calls: dict[str, Callable[[], Any]] = {}
         for name, (call, result) in methods.items():
-            error, said = 0.0, ""
+            error, message = 0.0, ""
             try:
                 for _ in range(2):
                     call()
                 world.synchronize()
-                error = error_of(result(), want)
+                error = error_of(result(), expected)
             except Exception as e:
-                error, said = float("inf"), repr(e)[:300]
+                error, message = float("inf"), repr(e)[:300]
             error = max(world.exchange(error))
             if error < RIGHT:
                 calls[name] = call
             else:
-                self.say("left out:", name, error, said)
-        del total, want
+                self.log("left out:", name, error, message)
+        del total, expected
         buffer = torch.zeros_like(x)
         out, kept = torch.empty_like(x), torch.empty_like(x)
         calls["nccl alone"] = lambda: dist.all_reduce(buffer)
@@ -130,28 +130,34 @@ class Bench:
             self.measure(m, h, mode, calls)
 
     def methods(
-        self, m: int, h: int, x: torch.Tensor, residual: torch.Tensor, own: torch.Tensor, weight: torch.Tensor
+        self,
+        m: int,
+        h: int,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        residual_shard: torch.Tensor,
+        weight: torch.Tensor,
     ) -> dict[str, Method]:
         world = self.world
-        found: dict[str, Method] = {}
+        methods: dict[str, Method] = {}
         out, kept = torch.empty_like(x), torch.empty_like(x)
         group = dist.group.WORLD.group_name
 
         def in_place(reduce: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Method:
             """The collective works in place, so the first call's result is kept: later ones sum sums."""
-            first: list[torch.Tensor] = []
+            results: list[torch.Tensor] = []
 
             def call() -> None:
-                if not first:
+                if not results:
                     part.copy_(x)
                 reduce(part)
                 self.norm(part, residual, weight, out, kept)
-                if not first:
-                    first.append(out.clone())
+                if not results:
+                    results.append(out.clone())
 
-            return call, lambda: first[0]
+            return call, lambda: results[0]
 
-        found["sequential"] = in_place(dist.all_reduce, torch.empty_like(x))
+        methods["sequential"] = in_place(dist.all_reduce, torch.empty_like(x))
         for name in ("two_shot", "one_shot"):
             if name == "one_shot" and m > 256:
                 continue
@@ -159,26 +165,26 @@ class Bench:
                 memory = world.cached(("torch", m, h), lambda: symm.empty(m, h, device="cuda", dtype=BF))
                 world.cached(("torch handle", m, h), lambda p=memory: symm.rendezvous(p, dist.group.WORLD))
             except Exception as e:
-                self.say("torch symm_mem:", repr(e)[:200])
+                self.log("torch symm_mem:", repr(e)[:200])
                 continue
             if name == "two_shot":
                 reduce: Any = lambda p: torch.ops.symm_mem.two_shot_all_reduce_(p, "sum", group)  # noqa: E731
-                found["torch two_shot"] = in_place(reduce, memory)
+                methods["torch two_shot"] = in_place(reduce, memory)
             else:
                 memory.copy_(x)
 
                 def call(memory: torch.Tensor = memory) -> None:
                     self.norm(torch.ops.symm_mem.one_shot_all_reduce(memory, "sum", group), residual, weight, out, kept)
 
-                found["torch one_shot"] = call, lambda: out
-        there = world.cached(("out", m, h), lambda: world.symmetric((m, h), BF, "normalised")).local
+                methods["torch one_shot"] = call, lambda: out
+        symmetric_out = world.cached(("out", m, h), lambda: world.symmetric((m, h), BF, "normalised")).local
         place = world.cached(("x", m, h), lambda: world.symmetric((m, h), BF, "partial")).local
         place.copy_(x)
         torch.cuda.synchronize()
-        todo: dict[str, tuple[torch.Tensor, torch.Tensor | None, Plan | str]] = {"auto": (place, there, "auto")}
+        todo: dict[str, tuple[torch.Tensor, torch.Tensor | None, Plan | str]] = {"auto": (place, symmetric_out, "auto")}
         for plan in plans(m, h, world.size):
             pull = isinstance(plan, Decomposed | TwoShotPull)
-            todo[plan.to_json()] = (place if pull else x, there, plan)
+            todo[plan.to_json()] = (place if pull else x, symmetric_out, plan)
             if plan in (TwoShotPush(), TwoShotPull()) and m > 256:
                 todo["private " + plan.to_json()] = (x, None, plan)
         todo["weft sequential"] = (x, None, Sequential())
@@ -188,10 +194,12 @@ class Bench:
             results: list[torch.Tensor] = [x]
 
             def call(part=part, to=to, plan=plan, results=results) -> None:
-                results[0], _ = weft.all_reduce_rms_norm(part, own, weight, EPS, out=to, world=world, plan=plan)
+                results[0], _ = weft.all_reduce_rms_norm(
+                    part, residual_shard, weight, EPS, out=to, world=world, plan=plan
+                )
 
-            found[name] = call, lambda results=results: results[0]
-        return found
+            methods[name] = call, lambda results=results: results[0]
+        return methods
 
     def measure(self, m: int, h: int, mode: str, calls: dict[str, Callable[[], Any]]) -> None:
         world = self.world
@@ -199,7 +207,7 @@ class Bench:
         try:
             times = time_interleaved(calls, mode=mode, calls=many, rounds=self.rounds)
         except Exception as e:
-            self.say(f"{m} tokens {mode}: {e!r}"[:500])
+            self.log(f"{m} tokens {mode}: {e!r}"[:500])
             return
         nccl, norm = times.pop("nccl alone"), times.pop("norm alone")
         limit = 2 * (world.size - 1) / world.size * m * h * 2 / LINK / 1e3
@@ -221,7 +229,7 @@ class Bench:
                 json.dumps(dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, world=world.size, mode=mode, times=tuned))
                 + "\n"
             )
-        self.say(f"{m} tokens, {mode}: sequential {seq:.1f} (nccl {nccl:.1f}, norm {norm:.1f}), limit {limit:.1f}")
+        self.log(f"{m} tokens, {mode}: sequential {seq:.1f} (nccl {nccl:.1f}, norm {norm:.1f}), limit {limit:.1f}")
         for name in sorted(times, key=lambda n: times[n]):
             us = times[name]
             shown = names.get(name) or name.replace('"', "")
@@ -243,10 +251,10 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     bench = Bench(world, a.out, a.rounds, a.plans)
-    bench.say(f"{world.size} GPUs, link {bench.link:.0f} GB/s")
+    bench.log(f"{world.size} GPUs, link {bench.link:.0f} GB/s")
     for m in a.tokens:
         if max(world.exchange(time.time() - bench.start)) > a.seconds:
-            bench.say("out of time at", m)
+            bench.log("out of time at", m)
             break
         try:
             bench.tokens(m, a.hidden, a.modes)

@@ -50,7 +50,7 @@ class Bench:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.fixed = dict(world=world.size, gpu=torch.cuda.get_device_name(), commit=commit(), date=date)
 
-    def say(self, *text: Any) -> None:
+    def log(self, *text: Any) -> None:
         if self.world.rank == 0:
             print(f"{time.time() - self.start:4.0f}s", *text, flush=True)
 
@@ -66,11 +66,11 @@ class Bench:
         """GB/s of copies of 32 MiB, which all ranks make at once."""
         world, rows, columns = self.world, 2048, 8192
         memory = world.symmetric((rows, columns), BF, "copied")
-        near, own = memory.local, torch.zeros(rows, columns, device="cuda", dtype=BF)
-        other = memory.peers[(world.rank + 1) % world.size]
+        near, buffer = memory.local, torch.zeros(rows, columns, device="cuda", dtype=BF)
+        peer = memory.peers[(world.rank + 1) % world.size]
         calls: dict[str, Callable[[], Any]] = {}
         for programs in self.programs:
-            for name, (source, target) in dict(local=(own, near), push=(own, other), pull=(other, own)).items():
+            for name, (source, target) in dict(local=(buffer, near), push=(buffer, peer), pull=(peer, buffer)).items():
                 calls[f"{name} {programs}"] = lambda p=programs, s=source, t=target: copy_rows[(p,)](
                     s, t, rows, columns, num_warps=16
                 )
@@ -79,25 +79,25 @@ class Bench:
         times = time_interleaved(calls, mode="graph", calls=4, rounds=self.rounds)
         for name in ("local", "push", "pull"):
             rates = {p: rows * columns * 2e-3 / times[f"{name} {p}"] for p in self.programs}
-            self.say(f"copy, {name}: " + ", ".join(f"{p}: {rate:.0f} GB/s" for p, rate in rates.items()))
+            self.log(f"copy, {name}: " + ", ".join(f"{p}: {rate:.0f} GB/s" for p, rate in rates.items()))
             self.write(copy=name, gbs=rates)
 
     def size(self, m: int, h: int) -> None:
         world = self.world
         rows = balanced_rows(m, world.size)
         lo = sum(rows[: world.rank])
-        own = slice(lo, lo + rows[world.rank])
+        shard = slice(lo, lo + rows[world.rank])
         torch.manual_seed(world.rank)
         x = world.cached(("x", m, h), lambda: world.symmetric((m, h), BF, "partial")).local
         x.copy_(torch.randn(m, h, device="cuda"))
         out = world.cached(("out", m, h), lambda: world.symmetric((m, h), BF, "normalised")).local
         torch.manual_seed(99)
         residual, weight = torch.randn(m, h, device="cuda").to(BF), torch.randn(h, device="cuda").to(BF)
-        kept = residual[own].clone()
+        kept = residual[shard].clone()
         total = x.float()
         dist.all_reduce(total)
         total += residual.float()
-        want = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
+        expected = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
         calls: dict[str, Callable[[], Any]] = {}
         errors: dict[str, float] = {}
         for programs in self.programs:
@@ -106,7 +106,7 @@ class Bench:
                     break
                 key = f"{name}|{programs}"
                 call = lambda p=plan: weft.all_reduce_rms_norm(x, kept, weight, EPS, out=out, world=world, plan=p)  # noqa: E731
-                error, said = 0.0, ""
+                error, message = 0.0, ""
                 try:
                     out.zero_()
                     world.synchronize()
@@ -114,15 +114,15 @@ class Bench:
                     _, new = call()
                     _, new = call()
                     world.synchronize()
-                    error = max(error_of(out, want), error_of(new, total[own]))
+                    error = max(error_of(out, expected), error_of(new, total[shard]))
                 except Exception as e:
-                    error, said = float("inf"), repr(e)[:300]
+                    error, message = float("inf"), repr(e)[:300]
                 errors[key] = max(world.exchange(error))
                 if errors[key] < RIGHT:
                     calls[key] = call
                 else:
-                    self.say("left out:", key, error, said)
-        del total, want
+                    self.log("left out:", key, error, message)
+        del total, expected
         buffer = torch.zeros_like(x)
         calls["nccl|0"] = lambda: dist.all_reduce(buffer)
         times = time_interleaved(calls, mode="graph", calls=10 if m <= 1024 else 4, rounds=self.rounds)
@@ -131,7 +131,7 @@ class Bench:
     def report(self, m: int, h: int, times: dict[str, float], errors: dict[str, float]) -> None:
         world = self.world
         limit = 2 * (world.size - 1) / world.size * m * h * 2 / LINK / 1e3
-        self.say(f"{m} tokens x {h}: limit {limit:.0f} us, NCCL alone {times.pop('nccl|0'):.0f} us; us by programs")
+        self.log(f"{m} tokens x {h}: limit {limit:.0f} us, NCCL alone {times.pop('nccl|0'):.0f} us; us by programs")
         if world.rank:
             return
         print(" " * 34 + "".join(f"{p:8d}" for p in self.programs))
@@ -163,7 +163,7 @@ def main() -> None:
     for h in a.hidden:
         for m in a.tokens:
             if bench.late():
-                bench.say(f"out of time at {m} tokens x {h}")
+                bench.log(f"out of time at {m} tokens x {h}")
                 continue
             try:
                 bench.size(m, h)

@@ -54,14 +54,14 @@ CHOSEN, MISTAKEN = "chosen", "wave size mistaken"  # tags; others are "groups of
 def partitions(waves: int, draw: random.Random) -> list[tuple[int, ...]]:
     """Return all ways to divide `waves` into groups, or FEW drawn ones."""
 
-    def of(cuts: Iterable[int]) -> tuple[int, ...]:
-        at = [0, *(c + 1 for c in cuts), waves]
-        return tuple(b - a for a, b in itertools.pairwise(at))
+    def sizes(cuts: Iterable[int]) -> tuple[int, ...]:
+        bounds = [0, *(c + 1 for c in cuts), waves]
+        return tuple(b - a for a, b in itertools.pairwise(bounds))
 
-    places = range(waves - 1)
-    if 1 << len(places) <= FEW:
-        return [of(c) for size in range(waves) for c in itertools.combinations(places, size)]
-    drawn = {of(sorted(draw.sample(places, draw.randint(1, min(len(places), 12))))) for _ in range(FEW)}
+    positions = range(waves - 1)
+    if 1 << len(positions) <= FEW:
+        return [sizes(c) for size in range(waves) for c in itertools.combinations(positions, size)]
+    drawn = {sizes(sorted(draw.sample(positions, draw.randint(1, min(len(positions), 12))))) for _ in range(FEW)}
     return sorted(drawn)
 
 
@@ -108,22 +108,24 @@ def measure(out: Path, profile: Profile, seconds: float) -> None:
     for op, (m, n, k) in cases:
         rows = m // world.size if op == "all_gather_matmul" else m
         a, b = x[: rows * k].view(rows, k), w[: n * k].view(n, k)
-        more: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if op == "matmul_all_to_all":
-            more["destinations"] = weft.route([i % world.size for i in range(m)], world=world)
+            options["destinations"] = weft.route([i % world.size for i in range(m)], world=world)
         for plan, tags in plans_to_run(profile, planner, op, m, n, k).items():
             if max(world.exchange(time.monotonic() - start)) > seconds:
                 break
-            said, us = "", 0.0
+            failure, us = "", 0.0
             try:
-                run = lambda plan=plan: getattr(weft, op)(a, b, world=world, plan=plan, **more)  # noqa: E731, B023
+                run = lambda plan=plan: getattr(weft, op)(a, b, world=world, plan=plan, **options)  # noqa: E731, B023
                 run()
                 us = timer.graph(run)
                 predicted = planner.predictor.time(op, plan, m, n, k)
             except (WeftError, RuntimeError, ValueError) as e:
-                said = f"{type(e).__name__}: {e}"
-            if any(world.exchange(said)):
-                print(f"left out: {op} {m} x {n} x {k} {brief(plan)}: {said}", flush=True) if world.rank == 0 else None
+                failure = f"{type(e).__name__}: {e}"
+            if any(world.exchange(failure)):
+                print(
+                    f"left out: {op} {m} x {n} x {k} {brief(plan)}: {failure}", flush=True
+                ) if world.rank == 0 else None
                 continue
             if world.rank == 0:
                 row = dict(

@@ -120,9 +120,9 @@ class Bench:
                 for form in library_gemm.FORMS
             }
             fns |= peers.quack(op, x, w, world.size)
-        other = peers.torch_fused(op, x, w)
-        if other:
-            fns["torch symm_mem"] = other
+        symm_mem = peers.torch_fused(op, x, w)
+        if symm_mem:
+            fns["torch symm_mem"] = symm_mem
         fns = {name: run for name, run in fns.items() if name in NEEDED or name.startswith(self.methods)}
         self.measure(op, shape, (m, n, k), fns, received, lambda mode: self.taken(op, m, n, k, mode))
 
@@ -163,7 +163,7 @@ class Bench:
         received = 2 * m * k * 2 * (world.size - 1) / world.size
         self.measure("parallel_mlp", shape, (m, n, k), fns, received, None)
 
-    def own(self, op: Op) -> None:
+    def time_registered(self, op: Op) -> None:
         """Time an op of somebody's own: every kind of plan that serves it, beside sequential, on its examples."""
         for name, (operands, options) in op.examples(self.world).items():
             call = op.check(self.world, operands, options)
@@ -221,9 +221,9 @@ class Bench:
                                comm_us=round(comm, 2), limit_us=round(limit, 2), plan=plan, **self.fixed)  # fmt: skip
                     f.write(json.dumps(row) + "\n")
             seq = times["sequential"]
-            said = " | ".join(f"{name} {us:.0f} ({seq / us:.2f}x)" for name, us in times.items())
+            figures = " | ".join(f"{name} {us:.0f} ({seq / us:.2f}x)" for name, us in times.items())
             print(
-                f"{time.time() - self.start:4.0f}s {op} {shape.name} x{self.world.size} {mode}: gemm {gemm:.0f} comm {comm:.0f} | {said}",
+                f"{time.time() - self.start:4.0f}s {op} {shape.name} x{self.world.size} {mode}: gemm {gemm:.0f} comm {comm:.0f} | {figures}",
                 flush=True,
             )
 
@@ -249,7 +249,7 @@ def main() -> None:
         sys.path.insert(0, str(a.file.parent))
         importlib.import_module(a.file.stem)
         for name in sorted(set(REGISTRY) - known):
-            bench.own(REGISTRY[name])
+            bench.time_registered(REGISTRY[name])
         dist.destroy_process_group()
         return
     for shape in sorted((s for s in shapes.ALL if s.name in a.shapes), key=lambda s: a.shapes.index(s.name)):

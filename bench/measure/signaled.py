@@ -114,7 +114,7 @@ class Bench:
     def late(self) -> bool:
         return max(self.world.exchange(time.time() - self.start)) > self.a.seconds
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if self.world.rank == 0:
             print(f"{time.time() - self.start:4.0f}s {text}", flush=True)
 
@@ -128,18 +128,18 @@ class Bench:
             n: round(us, 2) for n, us in time_interleaved(fns, mode=mode, calls=calls, rounds=self.a.rounds).items()
         }
 
-    def right(self, name: str, fn: Callable[[], torch.Tensor], want: torch.Tensor) -> bool:
+    def right(self, name: str, fn: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
         """Return whether two calls are right on every rank."""
-        worst, said = 0.0, ""
+        worst, message = 0.0, ""
         try:
             for _ in range(2):
-                worst = max(worst, error_of(fn(), want))
+                worst = max(worst, error_of(fn(), expected))
             self.world.synchronize()
         except weft.Unsupported as e:
-            worst, said = float("inf"), str(e)
+            worst, message = float("inf"), str(e)
         worst = max(self.world.exchange(worst))
         if worst > RIGHT:
-            self.say(f"left out: {name}: {worst} {said}")
+            self.log(f"left out: {name}: {worst} {message}")
         return worst <= RIGHT
 
     # -- parts
@@ -187,9 +187,9 @@ class Bench:
         for _ in range(30):
             for name in ("event", "kernel", "stream value"):
                 trial(name)
-        got = {name: sorted(v)[len(v) // 2] for name, v in ends.items()}
-        self.say(f"wait: {got}")
-        self.write([dict(part="wait", method=name, us=round(us, 2)) for name, us in got.items()])
+        medians = {name: sorted(v)[len(v) // 2] for name, v in ends.items()}
+        self.log(f"wait: {medians}")
+        self.write([dict(part="wait", method=name, us=round(us, 2)) for name, us in medians.items()])
 
     def nccl(self) -> None:
         world = self.world
@@ -206,7 +206,7 @@ class Bench:
                 us = self.times({op: fn}, "graph", 10 if nbytes < 64 * MI else 3)[op]
                 row = dict(part="nccl", op=op, bytes=nbytes, ctas=ctas, us=us)
                 self.write([row | ({"took": took[op]} if op in took else {})])
-            self.say(f"nccl, at most {ctas or 'any number of'} CTAs: took {took}")
+            self.log(f"nccl, at most {ctas or 'any number of'} CTAs: took {took}")
 
     def collective(self, op: str, nbytes: int, on: Any) -> Callable[[], object]:
         """Return a call of the library's collective on a communicator `on`. nbytes: the bytes of this rank's whole input."""
@@ -237,7 +237,7 @@ class Bench:
                 if "nccl" in e.get("name", "").lower() and "grid" in e.get("args", {})
             )
         except Exception as e:  # a profiler that is not there costs only this figure
-            self.say(f"CTAs not known: {e!r}"[:200])
+            self.log(f"CTAs not known: {e!r}"[:200])
             return None
         finally:
             path.unlink(missing_ok=True)
@@ -257,16 +257,16 @@ class Bench:
                 fns[f"{op}, {ctas} CTAs left"] = reordered(world, op, x, w, Signaled(ctas=ctas))
         fns[f"{AR}, in order, 8 CTAs left"] = reordered(world, AR, x, w, Signaled(ctas=8), y)
         fns[f"{AR}, a wave a group"] = reordered(world, AR, x, w, Signaled(ctas=8, groups=(1,) * 99))
-        want = x @ w.t()
+        expected = x @ w.t()
         plain(world, x, w, y, 8)
-        if not self.right("plain GEMM", lambda: y, want):
+        if not self.right("plain GEMM", lambda: y, expected):
             return
         for mode in self.a.modes:
             times = self.times(fns, mode, self.calls(m, n, k))
             self.write([dict(part="gemm", M=m, N=n, K=k, mode=mode, method=q, us=us) for q, us in times.items()])
             base = times["plain, 8 CTAs left"]
-            said = ", ".join(f"{q} {us:.0f} ({us / base - 1:+.1%})" for q, us in times.items())
-            self.say(f"gemm {m}x{n}x{k} {mode}: {said}")
+            figures = ", ".join(f"{q} {us:.0f} ({us / base - 1:+.1%})" for q, us in times.items())
+            self.log(f"gemm {m}x{n}x{k} {mode}: {figures}")
 
     def norm(self) -> None:
         for m, n in ((1024, 8192), (4096, 4096), (8192, 4096), (8192, 8192), (16384, 8192)):
@@ -292,17 +292,17 @@ class Bench:
         for mode in self.a.modes:
             times = self.times(fns, mode)
             self.write([dict(part="norm", M=m, N=n, mode=mode, method=q, us=us) for q, us in times.items()])
-            more = times["rms_norm, tiles"] / times["rms_norm, rows"] - 1
-            both = times["rms_norm + residual, tiles"] / times["rms_norm + residual, rows"] - 1
-            said = ", ".join(f"{q} {us:.1f}" for q, us in times.items())
-            self.say(f"norm {m}x{n} {mode}: remap {more:+.1%}, with residual {both:+.1%} | {said}")
+            overhead = times["rms_norm, tiles"] / times["rms_norm, rows"] - 1
+            residual_overhead = times["rms_norm + residual, tiles"] / times["rms_norm + residual, rows"] - 1
+            figures = ", ".join(f"{q} {us:.1f}" for q, us in times.items())
+            self.log(f"norm {m}x{n} {mode}: remap {overhead:+.1%}, with residual {residual_overhead:+.1%} | {figures}")
 
     def mnk(self) -> list[tuple[int, int, int]]:
         sizes = [(4096, 4096), (8192, 8192), (16384, 8192), (32768, 8192)]
-        found = [(m, n, k) for m, n in sizes for k in (1024, 2048, 4096, 8192)]
+        shapes_of_grid = [(m, n, k) for m, n in sizes for k in (1024, 2048, 4096, 8192)]
         if not self.a.grid:
-            found = []
-        return found + [s.row(self.world.size) for s in shapes.ALL if s.name in self.a.shapes]
+            shapes_of_grid = []
+        return shapes_of_grid + [s.row(self.world.size) for s in shapes.ALL if s.name in self.a.shapes]
 
     def calls(self, m: int, n: int, k: int) -> int:
         return 10 if m * n * k < 1 << 37 else 3
@@ -357,17 +357,17 @@ class Bench:
             routing = weft.route(to[world.rank], world=world)
             run = lambda plan: weft.matmul_all_to_all(x, w, destinations=routing, world=world, plan=plan)  # noqa: E731
             seq: Callable[[], Any] = lambda: run("sequential")  # noqa: E731
-            got = [counts[world.rank] for counts in routing.counts]
-            outs = torch.empty(sum(got), n, device="cuda", dtype=BF).split(got)
+            received = [counts[world.rank] for counts in routing.counts]
+            outs = torch.empty(sum(received), n, device="cuda", dtype=BF).split(received)
             parts = y.split(routing.counts[world.rank])
             comm: Callable[[], object] = lambda: world.all_to_all(outs, parts, world.current_stream())  # noqa: E731
         else:
             run = lambda plan: getattr(weft, op)(x, w, world=world, plan=plan)  # noqa: E731
             seq = peers.cublas_nccl(op, x, w, size)  # type: ignore[assignment]
             comm = peers.collective(op, m, n, k, size, BF)
-        want = seq()
+        expected = seq()
         plans = self.plans(m, n, size if op == RS else 1)
-        plans = {name: p for name, p in plans.items() if self.right(f"{op} {name}", lambda p=p: run(p), want)}
+        plans = {name: p for name, p in plans.items() if self.right(f"{op} {name}", lambda p=p: run(p), expected)}
         fns: Fns = {"sequential": seq, "gemm": lambda: torch.mm(x, w.t(), out=y), "comm": comm}
         fns |= {name: lambda p=p: run(p) for name, p in plans.items()}
         if op != A2A:  # what comes next reads the tiles
@@ -386,8 +386,8 @@ class Bench:
                     for name, us in times.items()
                 ]
             )  # fmt: skip
-            said = " | ".join(f"{name} {us:.0f} ({base / us:.2f}x)" for name, us in times.items())
-            self.say(f"{op} {m}x{n}x{k} {mode}: gemm {gemm:.0f} comm {alone:.0f} | {said}")
+            figures = " | ".join(f"{name} {us:.0f} ({base / us:.2f}x)" for name, us in times.items())
+            self.log(f"{op} {m}x{n}x{k} {mode}: gemm {gemm:.0f} comm {alone:.0f} | {figures}")
 
 
 def main() -> None:

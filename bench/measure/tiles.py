@@ -47,14 +47,14 @@ def measure(op: str, mnk: tuple[int, int, int], world: weft.World, rounds: int) 
     w = torch.randn(n, k, device="cuda", dtype=BF) * 0.02
     fn, sms = getattr(weft, op), world.sm_count
     run = lambda plan: fn(x, w, world=world, plan=plan)  # noqa: E731
-    want, fns, chosen = run("sequential"), {"sequential": peers.cublas_nccl(op, x, w, world.size)}, {}
+    expected, fns, chosen = run("sequential"), {"sequential": peers.cublas_nccl(op, x, w, world.size)}, {}
     for name, plan in plans(op).items():
         half = suited(plan, FEW[0] * world.size, FEW[1], sms)
         chosen[name] = "half" if suited(plan, balanced_rows(m, world.size), n, sms) != plan else "usual"
-        for tiles, of in (("usual", plan), ("half", half)):
-            error = max(error_of(run(of), want) for _ in range(2))
+        for tiles, tile_plan in (("usual", plan), ("half", half)):
+            error = max(error_of(run(tile_plan), expected) for _ in range(2))
             if max(world.exchange(error)) < RIGHT:
-                fns[f"{name} {tiles}"] = partial(run, of)
+                fns[f"{name} {tiles}"] = partial(run, tile_plan)
             elif world.rank == 0:
                 print("wrong:", op, mnk, name, tiles, error, flush=True)
     times = time_interleaved(fns, mode="graph", calls=5, rounds=rounds)
@@ -81,8 +81,8 @@ def main() -> None:
             if world.rank == 0:
                 with open(a.out / "tiles.jsonl", "a") as f:
                     f.write(json.dumps(row | fixed) + "\n")
-                said = " | ".join(f"{name} {us:.0f}" for name, us in row["us"].items())
-                print(f"{time.time() - start:4.0f}s {op} {mnk} {said} | {row['chosen']}", flush=True)
+                figures = " | ".join(f"{name} {us:.0f}" for name, us in row["us"].items())
+                print(f"{time.time() - start:4.0f}s {op} {mnk} {figures} | {row['chosen']}", flush=True)
     dist.destroy_process_group()
 
 

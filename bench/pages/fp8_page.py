@@ -5,7 +5,7 @@ Of the lines of one size the newest counts, which is the last in the file.
 
 from __future__ import annotations
 
-from bench.measure.fp8 import said
+from bench.measure.fp8 import plan_label
 from bench.pages.report import mean
 from bench.pages.tables import Rows, grid
 from weft.ops.scaled_gemm import PROMOTED, WIDE
@@ -32,8 +32,8 @@ def recipe_row(recipe: str, lines: Rows) -> list[str]:
     """Return a recipe's row of the table. Stored rows that have none of today's tiles are of an earlier kernel, and the table
     says so."""
     name, plans = RECIPES[recipe]
-    tiles = {said(plan) for plan in plans}
-    own, auto, rates, earlier = [], [], [], False
+    tiles = {plan_label(plan) for plan in plans}
+    best_ratios, auto, rates, earlier = [], [], [], False
     for r in lines:
         us = {way.removeprefix(f"{recipe}: "): t for way, t in r["us"].items() if way.startswith(f"{recipe}: ")}
         weft = {way: t for way, t in us.items() if way.startswith("weft ") and way != AUTO}
@@ -43,11 +43,11 @@ def recipe_row(recipe: str, lines: Rows) -> list[str]:
             continue
         earlier = earlier or not todays
         best, size = min(todays or weft.values()), f"{r['M']} x {r['N']} x {r['K']}"
-        own.append((library / best, size))
+        best_ratios.append((library / best, size))
         auto.append((library / us[AUTO], size))
         rates.append(2e-6 * r["M"] * r["N"] * r["K"] / best)
-    cells = [f"{name}{', an earlier kernel' * earlier}", str(len(own))]
-    for ratios in (own, auto):
+    cells = [f"{name}{', an earlier kernel' * earlier}", str(len(best_ratios))]
+    for ratios in (best_ratios, auto):
         least, size = min(ratios)
         cells += [f"{mean(ratio for ratio, _ in ratios) or 0:.2f}x", f"{least:.2f}x ({size})"]
     return [*cells, f"{mean(rates) or 0:.0f}"]

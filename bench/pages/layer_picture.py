@@ -31,14 +31,14 @@ class Times:
     sequential: float
     weft: float
     gather: float
-    first: float
-    second: float
+    gate_up: float
+    down: float
     scatter: float
 
     def rest(self, whole: float) -> float:
         """Return the us of a layer that are neither in a GEMM nor in a collective that is not hidden."""
         moved = self.gather + self.scatter if whole == self.sequential else 0.0
-        return whole - self.first - self.second - moved
+        return whole - self.gate_up - self.down - moved
 
 
 def times(rows: list[report.Row]) -> Times:
@@ -68,14 +68,14 @@ def picture(t: Times) -> Figure:
     axes = figure.subplots()
     parts: list[tuple[str, float, float, str]] = []
     for name, us, colour in (
-        ("all-gather", t.gather, MOVING), ("gate and up GEMM", t.first, COMPUTING), ("", t.rest(t.sequential), REST),
-        ("down GEMM", t.second, COMPUTING), ("reduce-scatter", t.scatter, MOVING),
+        ("all-gather", t.gather, MOVING), ("gate and up GEMM", t.gate_up, COMPUTING), ("", t.rest(t.sequential), REST),
+        ("down GEMM", t.down, COMPUTING), ("reduce-scatter", t.scatter, MOVING),
     ):  # fmt: skip
         parts.append((name, sum(p[2] for p in parts), us, colour))
     bars(axes, 3.2, parts)
     rest = t.rest(t.weft)
-    gemms = ("gate and up GEMM", 0, t.first, COMPUTING), ("down GEMM", t.first + rest, t.second, COMPUTING)
-    bars(axes, 1.4, [*gemms, ("", t.first, rest, REST)])
+    gemms = ("gate and up GEMM", 0, t.gate_up, COMPUTING), ("down GEMM", t.gate_up + rest, t.down, COMPUTING)
+    bars(axes, 1.4, [*gemms, ("", t.gate_up, rest, REST)])
     bars(axes, 0.5, [("all-gather", 0, t.gather, MOVING), ("reduce-scatter", t.weft - t.scatter, t.scatter, MOVING)])
     axes.set_yticks([3.2, 0.95], ["cuBLAS, then NCCL", "weft"], fontsize=9.5, fontweight="bold")
     for end, lane in ((t.sequential, 3.2), (t.weft, 1.4)):

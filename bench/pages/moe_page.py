@@ -145,7 +145,7 @@ def one_gpu_table(results: Path) -> str:
         named = {title: ratios for title, ratios in over.items() if ratios}
         if named:
             parts.append((path.parent.name.rpartition("-x")[0], ratio_rows(named)))
-    return "\n\n".join(f"{gpu}:\n\n{made}" for gpu, made in parts) if len(parts) > 1 else parts[0][1]
+    return "\n\n".join(f"{gpu}:\n\n{table}" for gpu, table in parts) if len(parts) > 1 else parts[0][1]
 
 
 def ratio_rows(over: dict[str, dict[int, dict[str, float]]]) -> str:
@@ -174,8 +174,8 @@ def one_gpu_sizes(results: Path) -> str:
         lines = lines_of(path)
         for zipf in sorted({r["zipf"] for r in lines}):
             routing = "" if zipf == 0 else f", routing by Zipf's law ({zipf})"
-            made = one_gpu_rows([r for r in lines if r["zipf"] == zipf])
-            parts.append(f"{path.parent.name}{routing}, us:\n\n{made}")
+            table = one_gpu_rows([r for r in lines if r["zipf"] == zipf])
+            parts.append(f"{path.parent.name}{routing}, us:\n\n{table}")
     return "\n\n".join(parts)
 
 
@@ -188,7 +188,7 @@ def one_gpu_rows(lines: list[dict]) -> str:
     for name in sorted({n for n, _ in us}, key=lambda n: (n.rpartition("-")[0], int(n.rpartition("-")[2]))):
         cells = [f"{us[name, m]:.0f}" if (name, m) in us else "" for m in methods]
         pairs = [(us.get((name, m)), us.get((name, "weft"))) for m in over]
-        cells += [f"{theirs / own:.2f}x" if theirs and own else "" for theirs, own in pairs]
+        cells += [f"{library_us / weft_us:.2f}x" if library_us and weft_us else "" for library_us, weft_us in pairs]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -215,8 +215,8 @@ def page(results: Path) -> str:
             parts.append(f"{where}:\n\n{table(some)}")
         ungated = [r for r in lines if UNGATED in r["name"]]
         if ungated:
-            said = "FlashMoE's experts as its paper has them (H = I = 2048, k = 2, GELU of two matrices, not gated)"
-            parts.append(f"{every}, {said}, us of weft, and of the libraries:\n\n{experts(ungated)}")
+            setup = "FlashMoE's experts as its paper has them (H = I = 2048, k = 2, GELU of two matrices, not gated)"
+            parts.append(f"{every}, {setup}, us of weft, and of the libraries:\n\n{experts(ungated)}")
     grown = scaling(results)
     return "\n\n".join([*parts, *([f"With as many tokens on each GPU, us:\n\n{grown}"] if grown else [])])
 
@@ -263,11 +263,11 @@ def timeline(results: Path) -> str:
         model, _, tokens = name.rpartition("-")
         cells = [f"{model}, {int(tokens):,}"]
         for step, kernels in STEPS.items():
-            of = [newest[machine, name, kernel] for kernel in kernels]
-            cells.append(f"{sum(r['us'] for r in of):.0f}")
+            kernel_rows = [newest[machine, name, kernel] for kernel in kernels]
+            cells.append(f"{sum(r['us'] for r in kernel_rows):.0f}")
             if "GEMM" in step:
-                cells.append(f"{of[0]['alone_weft_us']:.0f} / {of[0]['alone_torch_us']:.0f}")
-        rows.append("| " + " | ".join([*cells, f"{of[0]['whole_us']:.0f}"]) + " |")
+                cells.append(f"{kernel_rows[0]['alone_weft_us']:.0f} / {kernel_rows[0]['alone_torch_us']:.0f}")
+        rows.append("| " + " | ".join([*cells, f"{kernel_rows[0]['whole_us']:.0f}"]) + " |")
     return "\n".join(rows) if newest else "Not measured on GPUs yet."
 
 
@@ -276,18 +276,18 @@ def in_parts(lines: list[dict]) -> str:
     limit; means by op."""
     rows = ["| layer (H, I, E, k) | op | libraries | weft | ratio | limit | of the limit |", "| --- |" + " --- |" * 6]
     newest = {(r["name"], r["op"], r["method"]): r for r in lines}
-    found: dict[str, list[tuple[float, float]]] = {}
+    pairs_by_op: dict[str, list[tuple[float, float]]] = {}
     for (name, op, method), auto in newest.items():
         library = newest.get((name, op, "library"))
         if method != "auto" or library is None:
             continue
         ratio, share = library["us"] / auto["us"], auto["limit_us"] / auto["us"]
-        found.setdefault(op, []).append((ratio, share))
+        pairs_by_op.setdefault(op, []).append((ratio, share))
         sizes = f"{name} ({auto['K']}, {auto['N']}, {auto['E']}, {auto['top_k']})"
         rows.append(
             f"| {sizes} | {op} | {library['us']:.0f} | {auto['us']:.0f} | **{ratio:.2f}x** | {auto['limit_us']:.0f} | {100 * share:.0f}% |"
         )
-    for op, pairs in found.items():
+    for op, pairs in pairs_by_op.items():
         lowest, least = min(ratio for ratio, _ in pairs), min(share for _, share in pairs)
         rows += [
             "",
@@ -303,9 +303,9 @@ def page_in_parts(results: Path, sizes: bool = True) -> str:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for world, tokens in sorted({(r["world"], -r["M"]) for r in lines}):
             some = [r for r in lines if r["world"] == world and r["M"] == -tokens]
-            made = in_parts(some)
-            made = made if sizes else "\n".join(line for line in made.splitlines() if line.startswith("- "))
-            parts.append(f"{world} GPUs ({path.parent.name}), {-tokens:,} tokens in all{', us' * sizes}:\n\n{made}")
+            text = in_parts(some)
+            text = text if sizes else "\n".join(line for line in text.splitlines() if line.startswith("- "))
+            parts.append(f"{world} GPUs ({path.parent.name}), {-tokens:,} tokens in all{', us' * sizes}:\n\n{text}")
             alone = [r["tables_us"] for r in some if "tables_us" in r]
             if alone:
                 parts.append(
@@ -345,8 +345,8 @@ def training(results: Path, backward: bool = False) -> str:
         head = " | ".join(["| layer, tokens a GPU", "pass", *(name.removeprefix("weft, ") for name in TRAINED)]) + " |"
         rows = [head.replace("library", "libraries"), "| --- |" + " --- |" * (1 + len(TRAINED))]
         for name, op in dict.fromkeys((r["name"], r["op"]) for r in lines if backward or r["op"] != "moe_backward"):
-            found = (newest.get((name, op, method)) for method in TRAINED)
-            cells = ["" if r is None else f"{r['us']:.0f} us, {r['tflops']:.0f}" for r in found]
+            stored = (newest.get((name, op, method)) for method in TRAINED)
+            cells = ["" if r is None else f"{r['us']:.0f} us, {r['tflops']:.0f}" for r in stored]
             passes = "backward" if op == "moe_backward" else "forward and backward"
             layer = name.replace("-tensor-", ", columns over ranks, ") if "-tensor-" in name else name
             rows.append(" | ".join([f"| {layer}", passes, *cells]) + " |")
@@ -359,8 +359,8 @@ def between(text: str, begin: str, end: str, block: str) -> str:
 
 
 def filled(text: str, results: Path) -> str:
-    beside = "One GPU, beside vLLM's `fused_experts`, in a CUDA graph, balanced routing; vLLM over weft:"
-    text = between(text, BEGIN, END, f"{beside}\n\n{one_gpu_table(results)}\n\nPlan by plan, {of_all_plans(results)}")
+    caption = "One GPU, beside vLLM's `fused_experts`, in a CUDA graph, balanced routing; vLLM over weft:"
+    text = between(text, BEGIN, END, f"{caption}\n\n{one_gpu_table(results)}\n\nPlan by plan, {of_all_plans(results)}")
     text = between(text, MEMORY, MEMORY_END, memory_table())
     text = between(text, TRAINING, TRAINING_END, training(results))
     return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results, sizes=False))
@@ -382,4 +382,4 @@ def chapter(results: Path) -> str:
         "Where the time goes, step by step, us": timeline(results),
         "Where the time of the one launch goes, of calls that are launched one by one": stamps(results),
     }
-    return "\n".join([HEAD, *(f"## {title}\n\n{made}\n" for title, made in sections.items())])
+    return "\n".join([HEAD, *(f"## {title}\n\n{text}\n" for title, text in sections.items())])

@@ -153,7 +153,7 @@ def nccl_alone() -> str:
     return f"{time} us"
 
 
-def summed(way: str) -> str:
+def grouped_all_reduce(way: str) -> str:
     """Return how much longer an all-reduce by groups takes than the one whose copies push and pull, each with its better
     grouping."""
     best = [{q: min(r["us"][f"{q} 528 "], r["us"][f"{q} 528 w"]) for q in ("copy", "store", "pull")} for r in rows(2, "reduced-groups.jsonl")]  # fmt: skip
@@ -173,7 +173,7 @@ def signals(variant: str) -> str:
     return us(row["us"][f"{variant} o1"] - row["us"]["plain"])
 
 
-def told(op: str) -> str:
+def late_notify(op: str) -> str:
     return percent(r["times"][f"{op} fused new"] / r["times"][f"{op} fused old"] for r in rows(2, "telling-late.jsonl"))
 
 
@@ -183,7 +183,7 @@ def fences() -> str:
     return span((100 * (1 - t["after fused"] / t["before fused"]) for t in sums), lambda v: f"{v:.1f}%")
 
 
-def posted(tokens: Sequence[int]) -> str:
+def low_latency_rows(tokens: Sequence[int]) -> str:
     """Return the speedup of low-latency rows over counted ones with the lighter fences, two shots."""
     times = {int(r["what"].split()[1]): r["us"] for r in rows(2, "posted-rows.jsonl")}
     return span((times[n]["fences two"] / times[n]["posted post 16"] for n in tokens), x)
@@ -198,9 +198,9 @@ def collectives(kib: Sequence[int]) -> str:
     return span((known[w, n << 10] / known[f"one_shot {w}", n << 10] for w in whats for n in kib), x)
 
 
-def tiles(way: str, what: str, shape: str = "2048 2560 8192") -> str:
+def tiles(way: str, label: str, shape: str = "2048 2560 8192") -> str:
     (line,) = (line for line in log(1, "shared-tiles.log") if line.startswith(f"{way} {shape} "))
-    return us(float(re.search(rf"{what} ([\d.]+)", line)[1]))  # type: ignore[index]
+    return us(float(re.search(rf"{label} ([\d.]+)", line)[1]))  # type: ignore[index]
 
 
 def serialized() -> str:
@@ -353,11 +353,11 @@ def asleep(name: str) -> str:
     return x(us["as it is"] / us["longer sleeps"])
 
 
-def host_time(file: str, what: str) -> str:
+def host_time(file: str, part: str) -> str:
     """Return the host time of a sequential all-gather + GEMM on 2 GPUs."""
     stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
     (time,) = (
-        r["us"] for r in stored if (r["what"], r["op"], r["method"]) == (what, "all_gather_matmul", "sequential")
+        r["us"] for r in stored if (r["what"], r["op"], r["method"]) == (part, "all_gather_matmul", "sequential")
     )
     return us(time)
 
@@ -393,8 +393,8 @@ def attention_times(name: str) -> dict[str, float]:
     return times | {"nccl": times["communication alone"]}
 
 
-def attention_parts(what: str) -> str:
-    return us(attention_times("attention-parts.jsonl")[what])
+def attention_parts(part: str) -> str:
+    return us(attention_times("attention-parts.jsonl")[part])
 
 
 def attention_early(sixteenths: int) -> str:
@@ -551,17 +551,17 @@ FIGURES: dict[str, Callable[[], str]] = {
     "blocks-two": lambda: us(variants("join-and-in-flight.jsonl")["B32r64s2"]),
     "signaled-nccl": partial(signaled, RS, 4, False),
     "signaled-copies": partial(signaled, RS, 4, True),
-    "sums-stored": partial(summed, "store"),
-    "sums-pulled": partial(summed, "pull"),
+    "sums-stored": partial(grouped_all_reduce, "store"),
+    "sums-pulled": partial(grouped_all_reduce, "pull"),
     "second-stream": lambda: percent(
         r["us"]["RS dec 1 pri 0"] / r["us"]["RS dec 1 pri -1"] for r in rows(2, "second-stream.jsonl")
     ),
     "signals-behind": partial(signals, "now"),
     "signals-late": partial(signals, "lflat2"),
-    "told-late": partial(told, AR),
+    "told-late": partial(late_notify, AR),
     "fences": fences,
-    "posted-few": partial(posted, (1, 16, 32, 64, 128, 256)),
-    "posted-many": partial(posted, (2048,)),
+    "posted-few": partial(low_latency_rows, (1, 16, 32, 64, 128, 256)),
+    "posted-many": partial(low_latency_rows, (2048,)),
     "posted-collectives": partial(collectives, (64, 256, 1024)),
     "serialized": serialized,
     "tail-cublas": partial(tiles, "lines", "cublas"),
@@ -665,7 +665,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mix-two-asleep-decode": partial(asleep, "70B-decode-64"),
     "new-rows": partial(host_time, "experiments/new-rows-in-the-background.jsonl", "new M"),
     "known-rows": partial(host_time, "host.jsonl", "known"),
-    **{f"attention-{name}": partial(attention_parts, what) for name, what in ATTENTION.items()},
+    **{f"attention-{name}": partial(attention_parts, part) for name, part in ATTENTION.items()},
     "attention-pulled": partial(hidden, "attention-parts.jsonl", "today"),
     "attention-pushed": partial(hidden, "attention-early.jsonl", "Segmented()"),
     "attention-own": partial(own_attention, causal=False),

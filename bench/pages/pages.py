@@ -53,8 +53,8 @@ def measurements() -> str:
 
 
 def planner() -> str:
-    made = "\n".join([predict.digest(predict.runs_of(machines())), simulate.digest()]).rstrip()
-    return moe_page.between((ROOT / "docs/planner.md").read_text(), tables.BEGIN, tables.END, made)
+    digests = "\n".join([predict.digest(predict.runs_of(machines())), simulate.digest()]).rstrip()
+    return moe_page.between((ROOT / "docs/planner.md").read_text(), tables.BEGIN, tables.END, digests)
 
 
 def predictions() -> str:
@@ -76,12 +76,12 @@ def readme() -> str:
 
 
 def marked(name: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
-    made = "\n\n".join(tables.page(RESULTS, file, table) for file, table in made_of)
-    return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, made)
+    text = "\n\n".join(tables.page(RESULTS, file, table) for file, table in made_of)
+    return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, text)
 
 
-def filled(name: str, made: str, begin: str = tables.BEGIN) -> str:
-    return moe_page.between((ROOT / name).read_text(), begin, tables.END, made)
+def filled(name: str, text: str, begin: str = tables.BEGIN) -> str:
+    return moe_page.between((ROOT / name).read_text(), begin, tables.END, text)
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -113,9 +113,9 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def plots(folder: Path) -> list[Path]:
-    made = report.plots(report.load_all(RESULTS), folder) + signaled_page.plots(folder)
-    made += predict.plots(predict.runs_of(machines()), folder) + simulate.plots(folder)
-    return made + layer_picture.plots(RESULTS, folder)
+    paths = report.plots(report.load_all(RESULTS), folder) + signaled_page.plots(folder)
+    paths += predict.plots(predict.runs_of(machines()), folder) + simulate.plots(folder)
+    return paths + layer_picture.plots(RESULTS, folder)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ EARLIER = {  # by machine: what has changed since its rows of ops
 Row = dict[str, Any]
 Size = tuple[int, int, int]
 Cases = dict[Size, dict[str, Row]]
-Found = dict[tuple[str, int], Cases]  # by op and number of GPUs
+CasesByOp = dict[tuple[str, int], Cases]  # by op and number of GPUs
 
 INTRODUCTION = (
     "What plan kind [`signaled`](guide.md#signaled-plans) costs and gives. *The paper* is FlashOverlap, which measured other GPUs; its "
@@ -60,27 +60,27 @@ def load(folder: Path) -> list[Row]:
 
 def cases(rows: Sequence[Row], part: str, op: str | None = None, mode: str = "graph") -> Cases:
     """Return, by shape, the rows by method, all of the last run that has the shape."""
-    found: Cases = {}
+    rows_by_size: Cases = {}
     for row in rows:
         if (row["part"], row.get("op"), row.get("mode")) == (part, op, mode):
             size = row["M"], row["N"], row.get("K", 0)
-            if any(other["run"] != row["run"] for other in found.get(size, {}).values()):
-                del found[size]
-            found.setdefault(size, {})[row["method"]] = row
-    return found
+            if any(earlier["run"] != row["run"] for earlier in rows_by_size.get(size, {}).values()):
+                del rows_by_size[size]
+            rows_by_size.setdefault(size, {})[row["method"]] = row
+    return rows_by_size
 
 
-def of(size: Size) -> str:
+def shape_text(size: Size) -> str:
     return "×".join(str(s) for s in size if s)
 
 
-def more(ratio: float) -> str:
+def overhead(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f}%"
 
 
 def listed(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    *leading, last = names
+    return f"{', '.join(leading)} and {last}" if leading else last
 
 
 TABLES = "bench/results/signaled.md"
@@ -125,21 +125,24 @@ def size_of(nbytes: int) -> str:
 
 
 def nccl(rows: Sequence[Row]) -> str:
-    found = {(r["op"], r["ctas"], r["bytes"]): r for r in rows if r["part"] == "nccl"}
-    ops, limits, sizes = (list(dict.fromkeys(key[i] for key in found)) for i in range(3))
+    rows_by_call = {(r["op"], r["ctas"], r["bytes"]): r for r in rows if r["part"] == "nccl"}
+    ops, limits, sizes = (list(dict.fromkeys(key[i] for key in rows_by_call)) for i in range(3))
     most, lines = max(sizes), []
     for op in ops:
         for ctas in limits:
-            at = [found.get((op, ctas, s)) for s in sizes]
-            free, here = found[op, 0, most]["us"], found[op, ctas, most]
+            cells = [rows_by_call.get((op, ctas, s)) for s in sizes]
+            free, largest = rows_by_call[op, 0, most]["us"], rows_by_call[op, ctas, most]
             lines.append(
-                [op.replace("_", "-"), str(ctas or "no limit"), str(here.get("took") or "–")]
-                + [_us(r["us"]) if r else "–" for r in at]
-                + [_x(here["us"] / free)]
+                [op.replace("_", "-"), str(ctas or "no limit"), str(largest.get("took") or "–")]
+                + [_us(r["us"]) if r else "–" for r in cells]
+                + [_x(largest["us"] / free)]
             )
-    took = [f"{found[op, 0, most].get('took')} for {op.replace('_', '-')}" for op in ops]
+    took = [f"{rows_by_call[op, 0, most].get('took')} for {op.replace('_', '-')}" for op in ops]
     top = max(limits)
-    slower = [f"{more(found[op, top, most]['us'] / found[op, 0, most]['us'])} for {op.replace('_', '-')}" for op in ops]
+    slower = [
+        f"{overhead(rows_by_call[op, top, most]['us'] / rows_by_call[op, 0, most]['us'])} for {op.replace('_', '-')}"
+        for op in ops
+    ]
     return section(
         "What NCCL takes",
         f"Without a limit NCCL takes these CTAs at {size_of(most)}: {listed(took)}. Sizes are of one rank's whole input. The signaled "
@@ -151,35 +154,43 @@ def nccl(rows: Sequence[Row]) -> str:
 
 
 def gemm(rows: Sequence[Row], sms: int) -> str:
-    found = cases(rows, "gemm")
-    us = {size: {name: row["us"] for name, row in by.items()} for size, by in found.items()}
-    signaled = list(dict.fromkeys(n for by in us.values() for n in by if n.startswith("matmul")))
+    rows_by_size = cases(rows, "gemm")
+    us = {
+        size: {name: row["us"] for name, row in rows_by_method.items()} for size, rows_by_method in rows_by_size.items()
+    }
+    signaled = list(dict.fromkeys(n for times in us.values() for n in times if n.startswith("matmul")))
 
     def ctas(name: str) -> int:
         return int(name.split(", ")[-1].split()[0]) if name.endswith("CTAs left") else EQUAL
 
     def title(name: str) -> str:
         op, *rest = name.split(", ")
-        what = [r for r in rest if not r.endswith("CTAs left")] or ["to tiles"]
-        return f"{OPS[op]}, {what[0]}"
+        layout = [r for r in rest if not r.endswith("CTAs left")] or ["to tiles"]
+        return f"{OPS[op]}, {layout[0]}"
 
-    def beside(name: str, base: str = "") -> list[float]:
+    def ratios_to(name: str, base: str = "") -> list[float]:
         base = base or f"plain, {ctas(name)} CTAs left"
-        return [by[name] / by[base] for by in us.values() if name in by and base in by]
+        return [times[name] / times[base] for times in us.values() if name in times and base in times]
 
     lines = []
     for name in sorted(signaled, key=ctas):
-        own, library = beside(name), beside(name, "cublas")
-        under = sum(r - 1 < GEMM_GOAL for r in own)
+        overheads, library = ratios_to(name), ratios_to(name, "cublas")
+        under = sum(r - 1 < GEMM_GOAL for r in overheads)
         lines.append(
-            [title(name), str(ctas(name)), more(fmean(own)), more(max(own)), f"{under} of {len(own)}"]
-            + [more(fmean(library)), more(max(library))]
+            [
+                title(name),
+                str(ctas(name)),
+                overhead(fmean(overheads)),
+                overhead(max(overheads)),
+                f"{under} of {len(overheads)}",
+            ]
+            + [overhead(fmean(library)), overhead(max(library))]
         )
     for name in (f"plain, {c} CTAs left" for c in sorted({0} | {ctas(n) for n in signaled})):
-        library = beside(name, "cublas")
+        library = ratios_to(name, "cublas")
         if library:
             left = name.split(", ")[1].split()[0]
-            lines.append(["none, without signals", left, "", "", "", more(fmean(library)), more(max(library))])
+            lines.append(["none, without signals", left, "", "", "", overhead(fmean(library)), overhead(max(library))])
     usual_tile = Signaled.tile
     whole = {
         c: sum(-(-m // usual_tile.block_m) * -(-n // usual_tile.block_n) % (sms - c) == 0 for m, n, _ in us)
@@ -187,7 +198,7 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
     }
     divides = [f"{count} with {c} SMs left" for c, count in whole.items()]
     shown = [n for n in signaled if ctas(n) == EQUAL and "a wave a group" not in n]
-    usual = [r for n in signaled if "a wave a group" not in n for r in beside(n)]
+    usual = [r for n in signaled if "a wave a group" not in n for r in ratios_to(n)]
     under = sum(r - 1 < GEMM_GOAL for r in usual)
     mean, most = (x - 1 < GEMM_GOAL for x in (fmean(usual), max(usual)))
     reached = "Reached" if mean and most else "Reached on average, not by every shape" if mean else "Missed"
@@ -197,8 +208,8 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
         "is beside cuBLAS on all SMs. Nothing else ran.",
         _table(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines),
         f"Goal: under {GEMM_GOAL:.0%}; the paper: 0.07 to 0.7%. **{reached}**: with the default groups the mean is "
-        f"{more(fmean(usual))} and the most {more(max(usual))};\n{under} of {len(usual)} GEMMs stay under {GEMM_GOAL:.0%}. "
-        f"The least is {more(min(usual))}, so differences of that size are not all overhead.",
+        f"{overhead(fmean(usual))} and the most {overhead(max(usual))};\n{under} of {len(usual)} GEMMs stay under {GEMM_GOAL:.0%}. "
+        f"The least is {overhead(min(usual))}, so differences of that size are not all overhead.",
         f"Of {len(us)} shapes, these many have whole waves of tiles only: {listed(divides)}.",
         by_k(us, shown, f"plain, {EQUAL} CTAs left"),
     )
@@ -207,23 +218,26 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
 def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> str:
     """Return the mean overhead by K, where more than two shapes share it."""
     ks = sorted({size[2] for size in us})
-    same = {k: [by[n] / by[base] for size, by in us.items() if size[2] == k for n in names] for k in ks}
-    said = [f"{more(fmean(r))} at K = {k}" for k, r in same.items() if len(r) > 2 * len(names)]
-    return f"Mean overhead by K, default groups: {listed(said)}." if said else ""
+    same = {k: [times[n] / times[base] for size, times in us.items() if size[2] == k for n in names] for k in ks}
+    means = [f"{overhead(fmean(r))} at K = {k}" for k, r in same.items() if len(r) > 2 * len(names)]
+    return f"Mean overhead by K, default groups: {listed(means)}." if means else ""
 
 
 def norm(rows: Sequence[Row]) -> str:
-    us = {size: {name: row["us"] for name, row in by.items()} for size, by in cases(rows, "norm").items()}
+    us = {
+        size: {name: row["us"] for name, row in rows_by_method.items()}
+        for size, rows_by_method in cases(rows, "norm").items()
+    }
     kinds = ("rms_norm", "rms_norm + residual", "residual_add")
-    ratio = {kind: [by[f"{kind}{TILES}"] / by[f"{kind}, rows"] for by in us.values()] for kind in kinds}
+    ratio = {kind: [times[f"{kind}{TILES}"] / times[f"{kind}, rows"] for times in us.values()] for kind in kinds}
     head = ["kernel", "shapes", "mean overhead", "most"]
-    lines = [[kind, str(len(r)), more(fmean(r)), more(max(r))] for kind, r in ratio.items()]
+    lines = [[kind, str(len(r)), overhead(fmean(r)), overhead(max(r))] for kind, r in ratio.items()]
     most = max(max(r) for r in ratio.values())
     return section(
         "RMSNorm and residual add from tiles",
         "The kernels that read the result in the order in which it left the GEMM, beside the same from ordinary rows.",
         _table(head, lines),
-        f"Goal: under {NORM_GOAL:.0%}; the paper: 7 to 10%. **{'Reached' if most - 1 < NORM_GOAL else 'Missed'}**: the most is {more(most)}.",
+        f"Goal: under {NORM_GOAL:.0%}; the paper: 7 to 10%. **{'Reached' if most - 1 < NORM_GOAL else 'Missed'}**: the most is {overhead(most)}.",
     )
 
 
@@ -239,33 +253,35 @@ def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled:
     return schedule(tiles, programs, plan.groups, owners, unit).bounds
 
 
-def bound(gemm_us: float, comm_us: float, at: Sequence[int], own_last: bool = False) -> float:
+def bound(gemm_us: float, comm_us: float, ends: Sequence[int], own_last: bool = False) -> float:
     """Return the longer of the GEMM and then the last group's collective, and the first group's GEMM and then all collectives.
     own_last: the last group stays where it is, so that the GEMM may end it."""
-    first, last = at[1] / at[-1], 0 if own_last else (at[-1] - at[-2]) / at[-1]
-    return max(gemm_us + last * comm_us, first * gemm_us + comm_us)
+    first_share, last_share = ends[1] / ends[-1], 0 if own_last else (ends[-1] - ends[-2]) / ends[-1]
+    return max(gemm_us + last_share * comm_us, first_share * gemm_us + comm_us)
 
 
 def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
     """Return a row's fraction of the bound of its plan's groups, and of the bound of one wave a group."""
     plan = Plan.from_json(json.dumps(row["plan"]))
     assert isinstance(plan, Signaled)
-    at = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
-    tiles, programs = at[-1], sms - plan.ctas
+    ends = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
+    tiles, programs = ends[-1], sms - plan.ctas
     waves = (0, min(tiles, programs), (tiles - 1) // programs * programs, tiles)
     own_last = op == RS and plan.copies
-    of_groups, of_waves = (bound(row["gemm_us"], row["comm_us"], a, own_last) / row["us"] for a in (at, waves))
+    of_groups, of_waves = (bound(row["gemm_us"], row["comm_us"], a, own_last) / row["us"] for a in (ends, waves))
     return of_groups, of_waves
 
 
-def in_rows(by: dict[str, Row]) -> list[Row]:
+def in_rows(by_method: dict[str, Row]) -> list[Row]:
     """Return the signaled plans whose result is in ordinary order."""
-    return [r for r in by.values() if r["method"] != "sequential" and not r["method"].endswith(TILES)]
+    return [r for r in by_method.values() if r["method"] != "sequential" and not r["method"].endswith(TILES)]
 
 
-def fastest(by: dict[str, Row], copies: bool) -> Row | None:
+def fastest(by_method: dict[str, Row], copies: bool) -> Row | None:
     """Return the fastest of the plans whose groups copy engines, or NCCL, move."""
-    return min((r for r in in_rows(by) if bool(r["plan"].get("copies")) == copies), key=lambda r: r["us"], default=None)
+    return min(
+        (r for r in in_rows(by_method) if bool(r["plan"].get("copies")) == copies), key=lambda r: r["us"], default=None
+    )
 
 
 @dataclass
@@ -280,16 +296,16 @@ class Family:
     waves: list[float] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
-    def add(self, op: str, size: Size, by: dict[str, Row], sms: int) -> list[str]:
+    def add(self, op: str, size: Size, by_method: dict[str, Row], sms: int) -> list[str]:
         """Add the cells of a shape."""
-        best, base = fastest(by, self.copies) if by else None, by.get("sequential")
+        best, base = fastest(by_method, self.copies) if by_method else None, by_method.get("sequential")
         if best is None or base is None:
             return ["–"] * 2
         fraction, wave = judged(op, size, best, sms)
         self.speedups.append(base["us"] / best["us"])
         self.fractions.append(fraction)
         self.waves.append(wave)
-        self.lost += [of(size)] if best["us"] >= base["us"] else []
+        self.lost += [shape_text(size)] if best["us"] >= base["us"] else []
         x = _x(self.speedups[-1])
         return [f"**{x}**" if best["us"] < base["us"] else x, _percent(fraction)]
 
@@ -310,12 +326,12 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
     """Return the section of one op, a column group for each machine; and how its plans stand to the goal."""
     families = {machine: [Family("NCCL", False), Family("copies", True)] for machine in machines}
     lines = []
-    for size in dict.fromkeys(size for found in machines.values() for size in found):
-        cells = [of(size)]
-        for machine, found in machines.items():
-            by = found.get(size, {})
-            cells.append(_us(by["sequential"]["us"] if by else None))
-            cells += [c for f in families[machine] for c in f.add(op, size, by, sms)]
+    for size in dict.fromkeys(size for machine_cases in machines.values() for size in machine_cases):
+        cells = [shape_text(size)]
+        for machine, machine_cases in machines.items():
+            by_method = machine_cases.get(size, {})
+            cells.append(_us(by_method["sequential"]["us"] if by_method else None))
+            cells += [c for f in families[machine] for c in f.add(op, size, by_method, sms)]
         lines.append(cells)
     lines.append(
         ["mean", *(c for of_machine in families.values() for c in ["", *(m for f in of_machine for m in f.means())])]
@@ -328,55 +344,69 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
     return section(OPS[op], _table(head, lines), level=4), goals
 
 
-def by_ctas(found: Found) -> list[str]:
+def by_ctas(cases_by_op: CasesByOp) -> list[str]:
     """Return the mean speedup of the default groups by CTAs."""
     names = sorted(
-        {n for c in found.values() for by in c.values() for n in by if n.startswith("default") and n.endswith("CTAs")},
+        {
+            n
+            for c in cases_by_op.values()
+            for by_method in c.values()
+            for n in by_method
+            if n.startswith("default") and n.endswith("CTAs")
+        },
         key=lambda n: int(n.split()[1]),
     )
     lines = []
-    for (op, world), c in found.items():
-        means = [mean(by["sequential"]["us"] / by[n]["us"] for by in c.values() if n in by) for n in names]
+    for (op, world), c in cases_by_op.items():
+        means = [
+            mean(by_method["sequential"]["us"] / by_method[n]["us"] for by_method in c.values() if n in by_method)
+            for n in names
+        ]
         lines.append([OPS[op], str(world), *map(_x, means)])
     return _table(["op", "GPUs", *(n.removeprefix("default, ") for n in names)], lines)
 
 
-def left_in_tiles(found: Found) -> list[str]:
+def left_in_tiles(cases_by_op: CasesByOp) -> list[str]:
     """Time of plans whose result stays in tiles beside the same plans with it in ordinary order."""
     lines = []
-    for (op, world), c in found.items():
+    for (op, world), c in cases_by_op.items():
         pairs = [
-            by[n]["us"] / by[n.removesuffix(TILES)]["us"]
-            for by in c.values()
-            for n in by
-            if n.endswith(TILES) and n.removesuffix(TILES) in by
+            by_method[n]["us"] / by_method[n.removesuffix(TILES)]["us"]
+            for by_method in c.values()
+            for n in by_method
+            if n.endswith(TILES) and n.removesuffix(TILES) in by_method
         ]
         if pairs:
-            ratios = [more(mean(pairs) or 1), more(min(pairs)), more(max(pairs))]
+            ratios = [overhead(mean(pairs) or 1), overhead(min(pairs)), overhead(max(pairs))]
             lines.append([OPS[op], str(world), str(len(pairs)), *ratios])
     return _table(["op", "GPUs", "plans", "mean", "least", "most"], lines)
 
 
-def ablations(found: Found) -> list[str]:
+def ablations(cases_by_op: CasesByOp) -> list[str]:
     """Return the mean time with fixed groups over that with the default ones; last, over the best fixed ones of each shape."""
     lines, usual = [], f"default, {EQUAL} CTAs"
-    for (op, world), c in found.items():
-        tried = [by for by in c.values() if usual in by and any(n in by for n in FIXED)]
-        cells = [_x(mean(by[n]["us"] / by[usual]["us"] for by in tried if n in by)) for n in FIXED]
-        best = mean(min(by[n]["us"] for n in FIXED if n in by) / by[usual]["us"] for by in tried)
+    for (op, world), c in cases_by_op.items():
+        tried = [by_method for by_method in c.values() if usual in by_method and any(n in by_method for n in FIXED)]
+        cells = [
+            _x(mean(by_method[n]["us"] / by_method[usual]["us"] for by_method in tried if n in by_method))
+            for n in FIXED
+        ]
+        best = mean(
+            min(by_method[n]["us"] for n in FIXED if n in by_method) / by_method[usual]["us"] for by_method in tried
+        )
         lines.append([OPS[op], str(world), *cells, _x(best)])
     return _table(["op", "GPUs", *FIXED, "best of these"], lines)
 
 
-def plot(found: dict[str, Cases], world: int, path: Path) -> None:
+def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
     """Draw the speedup of the best signaled plan over K, a line for each M N and a panel for each op."""
     figure = Figure(figsize=(11, 3.1), layout="constrained")
     FigureCanvasSVG(figure)
-    panels = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
-    for axes, (op, c) in zip(panels, found.items(), strict=True):
+    panels = figure.subplots(1, len(cases_by_op), squeeze=False, sharey=True)[0]
+    for axes, (op, c) in zip(panels, cases_by_op.items(), strict=True):
         lines: dict[int, list[tuple[int, float]]] = {}
-        for (m, n, k), by in c.items():
-            speedup = by["sequential"]["us"] / min(r["us"] for r in in_rows(by))
+        for (m, n, k), by_method in c.items():
+            speedup = by_method["sequential"]["us"] / min(r["us"] for r in in_rows(by_method))
             lines.setdefault(m * n, []).append((k, speedup))
         for i, (mn, points) in enumerate(sorted(lines.items())):
             ks, speedups = zip(*sorted(points), strict=True)
@@ -419,9 +449,9 @@ def ops(machines: dict[str, list[Row]], sms: int) -> str:
         *(EARLIER[machine] for machine in machines if machine in EARLIER),
     )
     for op in (AR, RS, A2A):
-        found = {machine: of_op[op] for machine, of_op in by_machine.items() if op in of_op}
-        if found:
-            table, judgements = op_table(op, found, worlds, sms)
+        cases_by_machine = {machine: of_op[op] for machine, of_op in by_machine.items() if op in of_op}
+        if cases_by_machine:
+            table, judgements = op_table(op, cases_by_machine, worlds, sms)
             text, goals = text + table, goals + judgements
     return text + judged_and_varied(
         goals, {(op, worlds[m]): c for m, of_op in by_machine.items() for op, c in of_op.items()}
@@ -437,19 +467,19 @@ def against_the_goal(goals: list[list[str]]) -> list[str | list[str]]:
     ]
 
 
-def judged_and_varied(goals: list[list[str]], found: Found) -> str:
+def judged_and_varied(goals: list[list[str]], cases_by_op: CasesByOp) -> str:
     """Return what follows the ops' tables."""
     text = section("Against the goal", *against_the_goal(goals), level=4)
     text += section(
         "By CTAs",
         "Mean speedup of the default groups over cuBLAS + NCCL, by the CTAs that the communicator may take (as many SMs are left to it):",
-        by_ctas(found),
+        by_ctas(cases_by_op),
         level=4,
     )
     text += section(
         "Left in tiles",
         f"Time of plans with {EQUAL} CTAs that leave the result in tiles (`reorder=False`), beside the same plans in ordinary order:",
-        left_in_tiles(found),
+        left_in_tiles(cases_by_op),
         level=4,
     )
     return text + section(
@@ -457,7 +487,7 @@ def judged_and_varied(goals: list[list[str]], found: Found) -> str:
         f"Mean time with fixed groups beside the default ones (up to four groups, the last one wave), all with {EQUAL} CTAs; above 1 the "
         "default is faster (as in the paper's Figure 14). *A wave a group* ends at 16 groups, the last of which takes the other waves; "
         "*first wave* and *last wave* are two groups, one of which is that wave. The last column is a best of five.",
-        ablations(found),
+        ablations(cases_by_op),
         level=4,
     )
 
@@ -475,9 +505,9 @@ def digest(machines: dict[str, list[Row]], sms: int) -> str:
     """Return the part of the chapter that the page of measurements shows."""
     goals: list[list[str]] = []
     for op in (AR, RS, A2A):
-        found = {machine: cases(rows, "ops", op) for machine, rows in machines.items()}
+        cases_by_machine = {machine: cases(rows, "ops", op) for machine, rows in machines.items()}
         worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
-        goals += op_table(op, {machine: of_op for machine, of_op in found.items() if of_op}, worlds, sms)[1]
+        goals += op_table(op, {machine: of_op for machine, of_op in cases_by_machine.items() if of_op}, worlds, sms)[1]
     plots = (f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)" for machine in machines)
     every = f"Every size, and what waits, signals and reordering take, is in [tables](../{TABLES})."
     return "## Signaled plans\n\n" + blocks(*INTRODUCTION, *plots, *against_the_goal(goals), every)
@@ -488,7 +518,7 @@ def chapter(machines: dict[str, list[Row]], sms: int) -> str:
     for part, write in (("wait", waits), ("nccl", nccl), ("gemm", partial(gemm, sms=sms)), ("norm", norm)):
         last = max(
             (of_last_run([r for r in rows if r["part"] == part]) for rows in machines.values()),
-            key=lambda of: max((r["date"] for r in of), default=""),
+            key=lambda rows_of_run: max((r["date"] for r in rows_of_run), default=""),
         )
         if last:
             text += write(last) + "\n" + blocks(measured(last))
@@ -496,8 +526,8 @@ def chapter(machines: dict[str, list[Row]], sms: int) -> str:
 
 
 def op_cases(rows: Sequence[Row]) -> dict[str, Cases]:
-    found = {op: cases(rows, "ops", op) for op in (AR, RS, A2A)}
-    return {op: c for op, c in found.items() if c}
+    cases_by_op = {op: cases(rows, "ops", op) for op in (AR, RS, A2A)}
+    return {op: c for op, c in cases_by_op.items() if c}
 
 
 def machines() -> dict[str, list[Row]]:

@@ -96,11 +96,11 @@ def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     FigureCanvasSVG(figure)
     left, right = figure.subplots(1, 2)
-    for name, found in groups.items():
-        gpus = [s.topology.gpus for s in found]
-        (line,) = left.plot(gpus, [s.rows[0].us for s in found], marker="o", ms=3, label=name)
-        left.plot(gpus, [s.rows[0].sequential for s in found], ls=":", color=line.get_color())
-        right.plot(gpus, [s.rows[0].speedup for s in found], marker="o", ms=3, color=line.get_color())
+    for name, simulations in groups.items():
+        gpus = [s.topology.gpus for s in simulations]
+        (line,) = left.plot(gpus, [s.rows[0].us for s in simulations], marker="o", ms=3, label=name)
+        left.plot(gpus, [s.rows[0].sequential for s in simulations], ls=":", color=line.get_color())
+        right.plot(gpus, [s.rows[0].speedup for s in simulations], marker="o", ms=3, color=line.get_color())
     left.set(xscale="log", yscale="log", ylabel="us (dotted: sequential)", xlabel="GPUs")
     right.set(xscale="log", ylabel="times as fast as sequential", xlabel="GPUs")
     for axes in (left, right):
@@ -120,22 +120,22 @@ Errors = dict[tuple[int, str, str], list[float]]  # by number of GPUs, op and ki
 def errors_of_stored_calls() -> tuple[Errors, Errors]:
     """Return the errors of times, and of speedups over sequential, for stored calls on 2, 4 and 8 GPUs against the same links
     with as many."""
-    here, on = measured()
-    found: dict[tuple[str, int, str, tuple[int, ...]], dict[Plan, tuple[float, float]]] = defaultdict(dict)
+    predictor, on = measured()
+    times_by_plan: dict[tuple[str, int, str, tuple[int, ...]], dict[Plan, tuple[float, float]]] = defaultdict(dict)
     for folder in sorted(stored.RESULTS.glob("nvidia-h200-x*")):
         for r in stored.rows(folder.name):
             if r.call.mode != "graph" or r.run in stored.OLD:
                 continue
-            there = ScaledPredictor(here, on.resized(r.world), on) if r.world != here.world else here
+            scaled = ScaledPredictor(predictor, on.resized(r.world), on) if r.world != predictor.world else predictor
             plan = Plan.from_json(r.call.plan)
             try:
-                predicted = there.time(r.call.op, plan, *r.shape)
+                predicted = scaled.time(r.call.op, plan, *r.shape)
             except NotMeasured:
                 continue
-            found[r.run, r.world, r.call.op, r.shape][plan] = predicted, r.call.us
+            times_by_plan[r.run, r.world, r.call.op, r.shape][plan] = predicted, r.call.us
     errors: Errors = defaultdict(list)
     gains: Errors = defaultdict(list)
-    for (_, world, op, _), times in found.items():
+    for (_, world, op, _), times in times_by_plan.items():
         base = times.get(Sequential())
         for plan, (predicted, us) in times.items():
             errors[world, op, plan.kind].append(predicted / us - 1)
@@ -168,23 +168,23 @@ def validation() -> str:
 @cache
 def layers() -> dict[str, list[Simulation]]:
     """Return the layers that the plot and the second table show, by name."""
-    here, on = measured()
+    predictor, on = measured()
     size = (32768, *LAYER["a layer twice as wide"])
     whats = {"MLP, 50 GB/s a GPU": "mlp", "GEMM + all-reduce, 50 GB/s a GPU": "matmul_all_reduce"}
     return {
-        name: [simulate_from(here, cluster(c, gbs=50.0), what, [size], on) for c in COUNTS]
-        for name, what in whats.items()
+        name: [simulate_from(predictor, cluster(c, gbs=50.0), op, [size], on) for c in COUNTS]
+        for name, op in whats.items()
     }
 
 
 def decoders(names: Iterable[str] = tuple(DECODERS)) -> str:
     """Return the predictions of models over 2 to 128 nodes, from links as their maker states them."""
-    here, on = measured()
+    predictor, on = measured()
     rows = []
     for name in names:
         hidden, inner = DECODERS[name]
         for nodes in (2, 4, 8, 32, 128):
-            (r,) = simulate_from(here, cluster(8 * nodes, gbs=50.0), "decoder", [(32768, hidden, inner)], on).rows
+            (r,) = simulate_from(predictor, cluster(8 * nodes, gbs=50.0), "decoder", [(32768, hidden, inner)], on).rows
             kinds = ", ".join(dict.fromkeys(p.kind for p in r.plans))
             us = [f"{us:.0f}" for us in (r.sequential, r.us)]
             rows.append([name, str(nodes), *us, f"{r.speedup:.2f}x", f"{r.speedup / r.bound_share:.2f}x", kinds])
@@ -227,7 +227,8 @@ def digest() -> str:
     figures = []
     for world in sorted({key[0] for key in errors}):
         of_times, of_gains = (
-            [abs(e) for key, es in found.items() if key[0] == world for e in es] for found in (errors, gains)
+            [abs(e) for key, es in errors_by_key.items() if key[0] == world for e in es]
+            for errors_by_key in (errors, gains)
         )
         figures.append(
             f"{percent(fmean(of_times))} of a time and {percent(fmean(of_gains))} of a speedup on {world} GPUs ({len(of_times)} calls)"
@@ -239,13 +240,13 @@ def digest() -> str:
 
 
 def chapter() -> str:
-    here, on = measured()
+    predictor, on = measured()
     text = f"{INTRODUCTION}\n{of_profile()}"
 
     hidden, inner = LAYER["Llama-70B's"]
     sizes = [(m, hidden, inner) for m in (2048, 8192, 32768)]
     text += "\n### Other links in one node\n\nThe MLP of Llama-70B's size, hidden 8192, intermediate 28672.\n\n"
-    text += table(LINKS, lines_of([simulate_from(here, t, "mlp", sizes, on) for t in topologies()]), 1)
+    text += table(LINKS, lines_of([simulate_from(predictor, t, "mlp", sizes, on) for t in topologies()]), 1)
 
     text += f"\n### Decoder layers over many nodes\n\nNodes of 8 GPUs, 32768 tokens, 50 GB/s a GPU between nodes.\n\n{decoders()}"
     text += f"\n### Layers of models on 4 GPUs\n\nOne layer's four projections and their transfers alone:\n\n{projections(dense_models(), 4)}"

@@ -67,7 +67,7 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
     }
 
 
-def made(gpu: str) -> tuple[str, str]:
+def table_of(gpu: str) -> tuple[str, str]:
     """Return the table's text, and a sentence on it."""
     folders = sorted((ROOT / "bench/results").glob(f"{gpu}-x*"))
     best, known = tuned(folders), confirmed(folders)
@@ -86,9 +86,9 @@ def made(gpu: str) -> tuple[str, str]:
 
 def main() -> None:
     (gpu,) = sys.argv[1:]
-    text, said = made(gpu)
+    text, summary = table_of(gpu)
     (TABLES / f"{gpu}.json").write_text(text)
-    print(f"{said} -> {TABLES / gpu}.json")
+    print(f"{summary} -> {TABLES / gpu}.json")
 
 
 if __name__ == "__main__":

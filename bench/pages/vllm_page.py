@@ -35,8 +35,8 @@ def answers(results: Path) -> str:
         table.append([model, str(ranks), FORMS[form], *counts, f"{furthest:.4f}"])
     head = ["tiny model of random weights", "ranks", "form", "eager", "in CUDA graphs", "furthest log-probability"]
     versions = ", ".join(dict.fromkeys(row["vllm"] for row in newest.values()))
-    said = "ranks share a GPU; tokens as without the plugin, up to the first other one of an answer"
-    return f"vLLM {versions}, {said}:\n\n{grid(head, table)}"
+    note = "ranks share a GPU; tokens as without the plugin, up to the first other one of an answer"
+    return f"vLLM {versions}, {note}:\n\n{grid(head, table)}"
 
 
 def serving(lines: Rows) -> str:

@@ -49,7 +49,7 @@ def way(plan: dict) -> str:
 def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
     """Return, by op and number of GPUs, and for every shape of the mean, the speedup of each way in the newest run that has the
     shape."""
-    found: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
+    best_by_name: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
     for row in (r for path in sorted(results.glob("*/tuning/*.jsonl")) for r in lines_of(path)):
         if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MLPS:
             plans = {text: json.loads(text) for text in row["times"] if text.startswith("{")}
@@ -57,8 +57,8 @@ def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
             best: dict[str, float] = {}
             for text, plan in plans.items():
                 best[way(plan)] = max(base / row["times"][text], best.get(way(plan), 0))
-            found[row["op"], row["world"]][row["name"]] = best
-    return found
+            best_by_name[row["op"], row["world"]][row["name"]] = best
+    return best_by_name
 
 
 def ways(results: Path) -> str:
@@ -66,27 +66,27 @@ def ways(results: Path) -> str:
     for (op, world), shapes in sorted(tuned(results).items(), key=lambda f: (TUNED.index(f[0][0]), -f[0][1])):
         cells = []
         for name in WAYS:
-            first = sum(name == max((w for w in WAYS if w in best), key=lambda w: best[w]) for best in shapes.values())
+            wins = sum(name == max((w for w in WAYS if w in best), key=lambda w: best[w]) for best in shapes.values())
             reached = mean(best.get(name) for best in shapes.values())
-            cells.append(f"{_x(reached)} ({first})" if reached else "–")
+            cells.append(f"{_x(reached)} ({wins})" if reached else "–")
         lines.append([OPS[op], str(world), *cells])
     return WAYS_TEXT + "\n" + "\n".join(_table(["op", "GPUs", *WAYS], lines)) + "\n"
 
 
 def host(results: Path) -> str:
     methods = ["library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot"]
-    known, first, eager = [], [], []
+    known, new_sizes, eager = [], [], []
     for path in sorted(results.glob("*/host.jsonl")):
         rows = [r | {"op": OPS[r["op"]], "world": str(r["world"])} for r in lines_of(path)]
         for op, world in dict.fromkeys((r["op"], r["world"]) for r in rows):
-            here = [r for r in rows if (r["op"], r["world"]) == (op, world)]
-            us = {r["method"]: r["us"] for r in here if r["what"] == "known"}
+            of_op = [r for r in rows if (r["op"], r["world"]) == (op, world)]
+            us = {r["method"]: r["us"] for r in of_op if r["what"] == "known"}
             known.append([op, world, *(_us(us.get(m)) for m in methods)])
-            new = {r["method"]: r for r in here if r["what"] == "new M"}
+            new = {r["method"]: r for r in of_op if r["what"] == "new M"}
             cells = [f"{n['us']:.0f}, {n['p90']:.0f}, {n['worst']:.0f}" for n in map(new.get, ("library", "auto")) if n]
-            first += [[op, world, *cells]] if cells else []
+            new_sizes += [[op, world, *cells]] if cells else []
             sized: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
-            for r in here:
+            for r in of_op:
                 if r["what"] == "auto":
                     sized[r["M"], r["N"], r["K"]][r["method"]] = r["us"]
             ratios = [times["library"] / times["auto"] for times in sized.values()]
@@ -94,7 +94,7 @@ def host(results: Path) -> str:
             eager += [[op, world, _x(mean(ratios)), _x(min(ratios)), f"{low} of {len(ratios)}"]] if ratios else []
     chapters = [
         (HOST_TEXT, ["op", "GPUs", *methods], known),
-        (FIRST_TEXT, ["op", "GPUs", "library", "auto"], first),
+        (FIRST_TEXT, ["op", "GPUs", "library", "auto"], new_sizes),
         (EAGER_TEXT, ["op", "GPUs", "mean", "least", "below 0.98"], eager),
     ]
     return "\n".join(text + "\n" + "\n".join(_table(head, lines)) + "\n" for text, head, lines in chapters if lines)

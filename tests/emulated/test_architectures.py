@@ -19,7 +19,7 @@ from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
 from tests.emulated.cases_matmul_reduce import reduce_case
 from tests.emulated.cases_ops import FUSED, OPS
 from tests.gates import some
-from tests.planner.test_predict import MACHINE, made
+from tests.planner.test_predict import MACHINE, made_up_profile
 from weft import architectures
 from weft.backends import cuda
 from weft.backends.shared_gpu import RankDevice
@@ -203,7 +203,7 @@ def test_an_architecture_is_named_as_nvidia_does() -> None:
 def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_them() -> None:
     """The profile of a machine over PCIe has collectives and GEMMs alone."""
     moved = ("copy", "barrier", "one_shot", "two_shot")
-    whole = made(machine=replace(MACHINE, link="pcie"))
+    whole = made_up_profile(machine=replace(MACHINE, link="pcie"))
     profile = replace(whole, latencies=tuple(x for x in whole.latencies if not x.operation.startswith(moved)))
     planner = Planner(Predictor(profile))
     for op in (RS, AR, "matmul_all_to_all"):

@@ -103,15 +103,15 @@ def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def main(world: weft.World) -> None:
         layer = bench.Layer(world, bench.Model(32, 32 * world.size, 4, 2, tokens=32))
-        given = layer.first("auto", 0)
-        y = layer.second("auto", given).clone()
+        given = layer.first_half("auto", 0)
+        y = layer.second_half("auto", given).clone()
         world.synchronize()
         full = torch.cat(world.exchange(layer.x))
         own = bench.own_gemms(layer, SimpleNamespace(gathered=lambda t: full), given)
-        for part in (own["first"], own["second"], bench.tables_alone(layer, given), lambda: layer.first("auto")):
+        for part in (own["first"], own["second"], bench.tables_alone(layer, given), lambda: layer.first_half("auto")):
             part()
         world.synchronize()
-        assert torch.equal(layer.second("auto", given), y)
+        assert torch.equal(layer.second_half("auto", given), y)
         world.synchronize()
 
     weft.spmd(main, 2, backend="emulated")

@@ -65,9 +65,9 @@ def stub(size: int) -> Any:
     known = shipped(f"{GPU}-x{size}")
     planner = auto.planner_of(known) if known else None
     backend = SimpleNamespace(name="cuda", limits_ctas=True, shares_gpu=False)
-    said: list[str] = []
+    messages: list[str] = []
     return SimpleNamespace(
-        size=size, rank=0, device=None, backend=backend, cached=lambda key, make: planner, log_once=said.append
+        size=size, rank=0, device=None, backend=backend, cached=lambda key, make: planner, log_once=messages.append
     )
 
 
@@ -83,7 +83,7 @@ class Replayed(Chooser):
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_stored_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "gpu_model", lambda device: GPU)
 
 
@@ -144,11 +144,11 @@ def test_a_shape_without_its_row_is_served_as_fast_as_by_the_nearest_row(monkeyp
         if before not in sweep.times:
             continue
         monkeypatch.setattr(auto, "exact", lambda *shape: None)
-        now = sweep.times[chosen(sweep, unknown=True)]
+        chosen_us = sweep.times[chosen(sweep, unknown=True)]
         compared += 1
-        gained.append(sweep.times[before] / now)
-        if now > 1.01 * sweep.times[before]:
-            slower.append((sweep.shape, before, now / sweep.times[before]))
+        gained.append(sweep.times[before] / chosen_us)
+        if chosen_us > 1.01 * sweep.times[before]:
+            slower.append((sweep.shape, before, chosen_us / sweep.times[before]))
     assert not slower
     assert compared > 20 and math.prod(gained) > 1
 
@@ -158,11 +158,11 @@ def test_an_expected_moe_plan_is_the_fastest_that_was_timed() -> None:
     runs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in map(json.loads, (RESULTS / f"{GPU}-x2" / "moe.jsonl").read_text().splitlines()):
         runs.setdefault((row["name"], row["commit"]), {})[row["method"]] = row
-    both = [run for run in runs.values() if {"weft low latency", "weft dispatched"} <= run.keys()]
+    runs_of_both = [run for run in runs.values() if {"weft low latency", "weft dispatched"} <= run.keys()]
     world: Any = SimpleNamespace(size=2, sm_count=132, capability=90, scale=Scale())
-    assert len(both) >= 4
-    for run in both:
-        row, few = run["weft dispatched"], run["weft low latency"]["us"]
+    assert len(runs_of_both) >= 4
+    for run in runs_of_both:
+        row, low_latency_us = run["weft dispatched"], run["weft low latency"]["us"]
         layer = Layer(row["M"], row["E"], row["top_k"], row["K"], row["N"], torch.bfloat16, "swiglu", None)
         plan = MOE.expected(world, MoeCall(row["M"], None, layer), "graph")
-        assert isinstance(plan, LowLatency if few * WORTH < row["us"] else Dispatched), row["name"]
+        assert isinstance(plan, LowLatency if low_latency_us * WORTH < row["us"] else Dispatched), row["name"]

@@ -56,8 +56,8 @@ def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
         world: Any = self.ranks
         noted(world).append((choice.sizes[0], plan, times, ahead))
-        gpu, own = took[plan]
-        return CallTime(gpu + world.rank, own)
+        gpu, host = took[plan]
+        return CallTime(gpu + world.rank, host)
 
     timed_by(monkeypatch, time)
     monkeypatch.setattr(library_gemm, "FORMS", FORMS)
@@ -78,22 +78,22 @@ def noted(world: weft.World) -> list[Any]:
 
 def emulate(fn: Callable[[weft.World], Any], ranks: int = 2) -> Any:
     """What every rank found, which is the same."""
-    found = weft.spmd(fn, ranks, backend="emulated", sm_count=32)
-    assert all(theirs == found[0] for theirs in found)
-    return found[0]
+    results = weft.spmd(fn, ranks, backend="emulated", sm_count=32)
+    assert all(result == results[0] for result in results)
+    return results[0]
 
 
-def call_of(rows: int, world: weft.World, **more: Any) -> GatherCall:
-    given: dict[str, Any] = dict(dtype=torch.bfloat16, bias=False, gated=0, gathered=False) | more
-    return GatherCall((rows // world.size,) * world.size, N, K, **given)
+def call_of(rows: int, world: weft.World, **options: Any) -> GatherCall:
+    fields: dict[str, Any] = dict(dtype=torch.bfloat16, bias=False, gated=0, gathered=False) | options
+    return GatherCall((rows // world.size,) * world.size, N, K, **fields)
 
 
-def auto(world: weft.World, rows: int, **more: Any) -> float:
-    return all_gather_case(world, [rows // world.size] * world.size, N, K, "auto", **more)
+def auto(world: weft.World, rows: int, **options: Any) -> float:
+    return all_gather_case(world, [rows // world.size] * world.size, N, K, "auto", **options)
 
 
-def taken(world: weft.World, rows: int, **more: Any) -> list[Plan]:
-    return [OP.choose(world, call_of(rows, world, **more), "auto", capturing) for capturing in (False, True)]
+def taken(world: weft.World, rows: int, **options: Any) -> list[Plan]:
+    return [OP.choose(world, call_of(rows, world, **options), "auto", capturing) for capturing in (False, True)]
 
 
 def test_auto_takes_what_a_trial_found_fastest(us: dict) -> None:
@@ -125,8 +125,8 @@ def test_what_was_measured_or_predicted_is_what_a_plan_has_to_beat(us: dict) -> 
     assert emulate(rank) == [SECOND, Decomposed()]
 
 
-@pytest.mark.parametrize(("gpu", "turn"), [(14999.0, (2, 50.0)), (29.0, (10, 250.0))], ids=["long", "short"])
-def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, turn: tuple[int, float], us: dict) -> None:
+@pytest.mark.parametrize(("gpu", "timing"), [(14999.0, (2, 50.0)), (29.0, (10, 250.0))], ids=["long", "short"])
+def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, timing: tuple[int, float], us: dict) -> None:
     """By the first call, and by what each further one takes longer than on the GPU."""
     us[Sequential()] = (gpu, 50.0)
 
@@ -134,7 +134,7 @@ def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, turn: tuple[int, flo
         auto(world, 64)
         return [(times, ahead) for _, plan, times, ahead in noted(world) if plan == Sequential()]
 
-    assert emulate(rank) == [(1, chooser.LAUNCH), *[turn] * chooser.ROUNDS]
+    assert emulate(rank) == [(1, chooser.LAUNCH), *[timing] * chooser.ROUNDS]
 
 
 def test_no_plan_always_comes_behind_the_same(us: dict) -> None:
@@ -142,10 +142,10 @@ def test_no_plan_always_comes_behind_the_same(us: dict) -> None:
         auto(world, 64)
         return [plan for _, plan, _, _ in noted(world)][3:]
 
-    turns = emulate(rank)
-    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
-    assert len(rounds) == chooser.ROUNDS and all(len({*each}) == 3 for each in rounds)
-    assert len({(a, b) for a, b in itertools.pairwise(turns)}) > 3, "a round like the one before has 3 such pairs"
+    plans = emulate(rank)
+    rounds = [plans[i : i + 3] for i in range(0, len(plans), 3)]
+    assert len(rounds) == chooser.ROUNDS and all(len({*plans_of_round}) == 3 for plans_of_round in rounds)
+    assert len({(a, b) for a, b in itertools.pairwise(plans)}) > 3, "a round like the one before has 3 such pairs"
 
 
 def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
@@ -167,16 +167,16 @@ def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int]
     """And what they exchange for it, they exchange once."""
     ranks: dict[int, int] = {}
     monkeypatch.setattr(library_gemm, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
-    monkeypatch.setattr(library_gemm, "waits", lambda *given: pytest.fail("compiled"))
+    monkeypatch.setattr(library_gemm, "waits", lambda *args: pytest.fail("compiled"))
 
     def rank(world: weft.World) -> list[Any]:
         ranks[threading.get_ident()] = world.rank
         exchanged: list[Any] = []
         plain = world.backend.exchange
-        monkeypatch.setattr(world.backend, "exchange", lambda given: exchanged.append(given) or plain(given))
+        monkeypatch.setattr(world.backend, "exchange", lambda value: exchanged.append(value) or plain(value))
         for rows in (64, 96, 64, 40):
             assert auto(world, rows) < 5e-3
-        return [taken(world, 64), noted(world), sum(type(given) is bool for given in exchanged)]
+        return [taken(world, 64), noted(world), sum(type(value) is bool for value in exchanged)]
 
     assert emulate(rank) == [[Sequential()] * 2, [], 1]
 
@@ -188,11 +188,11 @@ def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
         capturing = [True]
         monkeypatch.setattr(world.backend, "capturing", lambda: capturing[0])
         world.choices.capturing = world.backend.capturing
-        found = [world.choices.trial(OP.choice(world, call, (x, w, None))), *taken(world, 64)]
+        choices = [world.choices.trial(OP.choice(world, call, (x, w, None))), *taken(world, 64)]
         capturing[0] = False
         world.choices.trial(OP.choice(world, call_of(96, world), (draw(world.rank, 48, K), w, None)))
         capturing[0] = True
-        return [*found, world.choices.trial(OP.choice(world, call, (x, w, None))), taken(world, 96)]
+        return [*choices, world.choices.trial(OP.choice(world, call, (x, w, None))), taken(world, 96)]
 
     learn([Measured(OP.name, 2, 64, N, K, mode, Sequential(), 1.0) for mode in ("eager", "graph")])
     assert emulate(rank) == [None, Sequential(), Sequential(), None, [SECOND] * 2]
@@ -201,12 +201,12 @@ def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
 def test_explain_says_what_was_timed(us: dict) -> None:
     def rank(world: weft.World) -> str:
         auto(world, 64)
-        found = world.choices.last(OP.name, (64, N, K))
-        assert found is not None and world.choices.last(OP.name, (96, N, K)) is None
-        return found.timings("graph")
+        trial = world.choices.last(OP.name, (64, N, K))
+        assert trial is not None and world.choices.last(OP.name, (96, N, K)) is None
+        return trial.timings("graph")
 
-    said = emulate(rank)
-    assert said.startswith(f"timed at the first call of this size: {SECOND} 81 us, {FIRST} 91 us, Sequential() 101 us")
+    text = emulate(rank)
+    assert text.startswith(f"timed at the first call of this size: {SECOND} 81 us, {FIRST} 91 us, Sequential() 101 us")
 
 
 def test_explain_of_a_world(us: dict) -> None:
@@ -282,21 +282,21 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
         operands = MoeOperands(x, ids, weights, w13, torch.randn(4, hidden, inner).bfloat16(), shared=x)
         monkeypatch.setattr(Moe, "execute", lambda self, world, call, plan, operands, out: None)
         monkeypatch.setattr(Moe, "check_same_on_all_ranks", lambda *_: None)
-        found = []
+        choices = []
         for most in (4096, 64):
             options = (None, "swiglu", most, 2048 if most == 64 else 16, "rows", False)
             call = MOE.check(world, operands, (*options, False))
-            timed, given = MOE.balanced(world, call, operands)
-            counts = torch.bincount(given.ids.flatten(), minlength=experts)
-            assert timed.own_tokens == len(given.x) and given.shared is None
+            timed, balanced_operands = MOE.balanced(world, call, operands)
+            counts = torch.bincount(balanced_operands.ids.flatten(), minlength=experts)
+            assert timed.own_tokens == len(balanced_operands.x) and balanced_operands.shared is None
             assert (counts.max() - counts.min() > 1) == (most == 64)
-            assert all(len({*row}) == k for row in given.ids.tolist())
-            found.append((timed.own_tokens, MOE.choose(world, call, "auto", True).kind))
+            assert all(len({*row}) == k for row in balanced_operands.ids.tolist())
+            choices.append((timed.own_tokens, MOE.choose(world, call, "auto", True).kind))
             world.choices.trial(MOE.choice(world, call, operands))
-            found.append(MOE.choose(world, call, "auto", True).kind)
+            choices.append(MOE.choose(world, call, "auto", True).kind)
             trained = MOE.check(world, operands, (*options, True))  # which not all of the timed plans serve
             assert MOE.choose(world, trained, "auto", True) == Dispatched() and not MOE.candidates(world, trained)
-        return found
+        return choices
 
     assert weft.spmd(main, 2, backend="emulated", sm_count=64)[0] == [
         (6, "dispatched"),
@@ -322,23 +322,30 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
 
     def main(world: weft.World) -> Any:
         monkeypatch.setattr(AllReduceRmsNorm, "execute", lambda self, world, call, plan, operands, out: None)
-        found = []
+        choices = []
         for m in (64, 1 << 14):
             call = SumCall(NORM, m, 4096, torch.bfloat16, torch.bfloat16, 1, 1e-5, 0, 0, False, False)
             trial = world.choices.trial(ALL_REDUCE_RMS_NORM.choice(world, call, None))
             assert trial is not None
-            found.append(
+            choices.append(
                 ({type(plan) for plan in trial.times}, ALL_REDUCE_RMS_NORM.choose(world, call, "auto", False).kind)
             )
-        said = weft.explain(NORM, 64, 4096, 1, world=world)
-        assert said.why.startswith("timed at the first call") and said.us == 60.0 and said.sequential == 100.0
+        explanation = weft.explain(NORM, 64, 4096, 1, world=world)
+        assert (
+            explanation.why.startswith("timed at the first call")
+            and explanation.us == 60.0
+            and explanation.sequential == 100.0
+        )
         with pytest.raises(ValueError, match="no such call was timed"):
             weft.explain(NORM, 65, 4096, 1, world=world)
-        return found
+        return choices
 
-    many = {Sequential, TwoShotPush, TwoShotPull}
-    few = {*many, OneShot, TwoShotLowLatency}
-    assert weft.spmd(main, 2, backend="emulated", sm_count=132)[0] == [(few, "two_shot"), (many, "sequential")]
+    many_rows_plans = {Sequential, TwoShotPush, TwoShotPull}
+    few_rows_plans = {*many_rows_plans, OneShot, TwoShotLowLatency}
+    assert weft.spmd(main, 2, backend="emulated", sm_count=132)[0] == [
+        (few_rows_plans, "two_shot"),
+        (many_rows_plans, "sequential"),
+    ]
 
 
 def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,19 +353,21 @@ def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyP
     slow, fast = (libraries.REFERENCE, replace(libraries.REFERENCE, name="fast"))
     took = {slow: 100.0, fast: 50.0}
     ran: list[str] = []
-    monkeypatch.setattr(libraries, "right", lambda *given: (slow, fast))
+    monkeypatch.setattr(libraries, "right", lambda *args: (slow, fast))
     monkeypatch.setattr(Chooser, "time", lambda self, choice, library, *_: CallTime(took[library], 1.0))
     monkeypatch.setattr(EmulatedBackend, "clock", True)
     monkeypatch.setattr(Chooser, "alone", Chooser(lambda *_: pytest.fail("really timed"), lambda: capturing[0]))
     capturing = [True]
 
     def main(world: weft.World) -> list[str]:
-        of = AttentionConfig((), 2, 2, 16, torch.bfloat16, 0.25)
-        found = []
+        config = AttentionConfig((), 2, 2, 16, torch.bfloat16, 0.25)
+        names = []
         for capturing[0], keys in ((True, 40), (False, 40), (True, 40), (True, 90), (False, 41)):
             took[fast] = 50.0 if keys != 41 else 99.5
-            found.append(of.library(world, "forward", (32, keys, False), lambda library: ran.append(library.name)).name)
-        return found
+            names.append(
+                config.library(world, "forward", (32, keys, False), lambda library: ran.append(library.name)).name
+            )
+        return names
 
     assert weft.spmd(main, 1, backend="emulated")[0] == ["plain", "fast", "fast", "plain", "plain"]
     assert {*ran} == {"plain", "fast"}

@@ -35,44 +35,44 @@ def parts(m: int, slower: float = 1.0) -> SignaledParts:
     return SignaledParts(tiles, -(-tiles // PROGRAMS), PROGRAMS, 1, wave, wave, 0.0, 0.0, tile, lambda n: slower * curve(n), 1.0)  # fmt: skip
 
 
-def us(of: SignaledParts, groups: Groups) -> float:
+def us(signaled: SignaledParts, groups: Groups) -> float:
     """The accumulate rule, written out: a transfer starts when its group is done and the one before has ended."""
     computed = moved = 0.0
     before = 0
-    for waves, end in zip(groups, of.ends(groups), strict=True):
-        computed += waves * of.alone
-        moved = max(computed, moved) + of.transfer(end - before)
+    for waves, end in zip(groups, signaled.ends(groups), strict=True):
+        computed += waves * signaled.alone
+        moved = max(computed, moved) + signaled.transfer(end - before)
         before = end
     return moved
 
 
-def of_weft(of: SignaledParts) -> Groups:
-    p: Any = SimpleNamespace(signaled_parts=lambda *a: of)
-    return min(groupings(p, "matmul_all_reduce", Signaled(), 1, 1, 1), key=lambda groups: us(of, groups))
+def of_weft(signaled: SignaledParts) -> Groups:
+    p: Any = SimpleNamespace(signaled_parts=lambda *a: signaled)
+    return min(groupings(p, "matmul_all_reduce", Signaled(), 1, 1, 1), key=lambda groups: us(signaled, groups))
 
 
 def of_theirs(m: int) -> Groups:
     return tuple(-(-tiles // PROGRAMS) for tiles in FOUND[m][1])
 
 
-def in_tenths(of: SignaledParts, m: int) -> list[Groups]:
+def in_tenths(signaled: SignaledParts, m: int) -> list[Groups]:
     """What they search: all partitions of ten steps of equally many waves, the last with what is left."""
     step, n = of_theirs(m)[0], len(of_theirs(m))
     cut = [c for size in range(n) for c in itertools.combinations(range(1, n), size)]
-    found = [tuple(step * (b - a) for a, b in itertools.pairwise((0, *c, n))) for c in cut]
-    return [(*groups[:-1], of.waves - sum(groups[:-1])) for groups in found]
+    candidates = [tuple(step * (b - a) for a, b in itertools.pairwise((0, *c, n))) for c in cut]
+    return [(*groups[:-1], signaled.waves - sum(groups[:-1])) for groups in candidates]
 
 
 @pytest.mark.parametrize("m", FOUND)
 def test_what_flashoverlap_found_is_the_best_of_its_steps_and_weft_ends_with_a_shorter_group(m: int) -> None:
     """The GEMM takes longer than the link, so the last group's transfer decides: of a tenth of the waves there, of less here."""
-    of = parts(m)
-    assert us(of, of_theirs(m)) == pytest.approx(min(us(of, groups) for groups in in_tenths(of, m)))
-    gain = us(of, of_theirs(m)) / us(of, of_weft(of))
+    signaled = parts(m)
+    assert us(signaled, of_theirs(m)) == pytest.approx(min(us(signaled, groups) for groups in in_tenths(signaled, m)))
+    gain = us(signaled, of_theirs(m)) / us(signaled, of_weft(signaled))
     assert 1.02 < gain < 1.03
-    assert of_weft(of)[-1] < of_theirs(m)[-1]
-    one = us(of, (of.waves,))
-    assert 1.35 < one / us(of, of_weft(of)) < 1.5, "against no overlap"
+    assert of_weft(signaled)[-1] < of_theirs(m)[-1]
+    one = us(signaled, (signaled.waves,))
+    assert 1.35 < one / us(signaled, of_weft(signaled)) < 1.5, "against no overlap"
 
 
 @pytest.mark.parametrize("slower", [4, 8, 16])
@@ -80,12 +80,12 @@ def test_what_flashoverlap_found_is_the_best_of_its_steps_and_weft_ends_with_a_s
 def test_where_the_link_is_slower_than_the_gemm_groups_grow(m: int, slower: float) -> None:
     """As over PCIe, whose curve they did not publish: so theirs, so many times as slow. The link never rests behind a short first group,
     and few transfers use it best; ten equal groups are slower than no overlap at all from some slowness on."""
-    of = parts(m, slower)
-    found = of_weft(of)
-    assert list(found) == sorted(found) and len(found) <= 6 and found[0] <= 4
-    best = us(of, found)
-    assert best <= min(us(of, groups) for groups in in_tenths(of, m)) + 1e-6
-    assert best < us(of, (of.waves,))
-    assert us(of, of_theirs(m)) > 1.09 * best
+    signaled = parts(m, slower)
+    weft_groups = of_weft(signaled)
+    assert list(weft_groups) == sorted(weft_groups) and len(weft_groups) <= 6 and weft_groups[0] <= 4
+    best = us(signaled, weft_groups)
+    assert best <= min(us(signaled, groups) for groups in in_tenths(signaled, m)) + 1e-6
+    assert best < us(signaled, (signaled.waves,))
+    assert us(signaled, of_theirs(m)) > 1.09 * best
     if slower == 16 and m < 32768:
-        assert us(of, of_theirs(m)) > us(of, (of.waves,))
+        assert us(signaled, of_theirs(m)) > us(signaled, (signaled.waves,))

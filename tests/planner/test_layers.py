@@ -27,9 +27,9 @@ GPUS = {world: f"nvidia-h200-x{world}" for world in (2, 4)}
 
 
 def profile_of(world: int) -> Profile:
-    found = shipped(GPUS[world])
-    assert found is not None
-    return found
+    profile = shipped(GPUS[world])
+    assert profile is not None
+    return profile
 
 
 @functools.cache
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     name: str
     mode: str
     tokens: int
-    of: DecoderSizes
+    sizes: DecoderSizes
     us: dict[Way, float]  # the fastest of every kind, SMs and norm
 
 
@@ -79,7 +79,7 @@ def cases() -> list[Case]:
 def chosen(case: Case) -> float | None:
     """us of what is predicted fastest; None where that way was not timed."""
     p = planner(case.world)
-    return case.us.get(LayerPredictor(p, case.of).best(near(case.tokens, p.predictor.world), case.mode))
+    return case.us.get(LayerPredictor(p, case.sizes).best(near(case.tokens, p.predictor.world), case.mode))
 
 
 def test_rows_of_other_models_are_there() -> None:
@@ -101,17 +101,17 @@ def test_sizes_that_nothing_was_fitted_to(case: Case) -> None:
 
 
 def test_sizes_that_the_constants_are_of() -> None:
-    found = [(us, c) for c in cases() if c.name.startswith(FITTED) and (us := chosen(c)) is not None]
-    behind = [min(c.us.values()) / us for us, c in found if c.mode == "graph"]
+    timed = [(us, c) for c in cases() if c.name.startswith(FITTED) and (us := chosen(c)) is not None]
+    behind = [min(c.us.values()) / us for us, c in timed if c.mode == "graph"]
     assert len(behind) > 30 and min(behind) > 0.94 and statistics.fmean(behind) > 0.985
-    assert all(us <= c.us[Way("plain")] / 0.98 for us, c in found)
+    assert all(us <= c.us[Way("plain")] / 0.98 for us, c in timed)
 
 
 def test_predicted_gains() -> None:
     """Of every way over plain, in graphs: half of them within 4% of the measured gain."""
     off = []
     for case in cases():
-        layer = LayerPredictor(planner(case.world), case.of)
+        layer = LayerPredictor(planner(case.world), case.sizes)
         for way in [w for w in layer.ways(case.tokens)[1:] if w in case.us and case.mode == "graph"]:
             gain = layer.time(Way("plain"), case.tokens) / layer.time(way, case.tokens)
             off.append(abs(gain * case.us[way] / case.us[Way("plain")] - 1))
@@ -157,16 +157,16 @@ def test_wefts_gemm_takes_whole_words_alone() -> None:
 class Machine:
     """A World, as far as the prediction asks."""
 
-    def __init__(self, found: Planner | None, reason: str | None = None) -> None:
-        self.kept: dict[Any, Any] = {"planner": found}
-        self.symmetric_reason, self.said = reason, [""]
+    def __init__(self, planner: Planner | None, reason: str | None = None) -> None:
+        self.kept: dict[Any, Any] = {"planner": planner}
+        self.symmetric_reason, self.messages = reason, [""]
         self.backend = SimpleNamespace(limits_ctas=True)
 
     def cached(self, key: Any, make: Any) -> Any:
         return self.kept.setdefault(key, None) or self.kept.update({key: make()}) or self.kept[key]
 
     def log_once(self, message: str) -> None:
-        self.said.append(message)
+        self.messages.append(message)
 
 
 def test_plain_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,4 +179,4 @@ def test_plain_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -
     assert way(Machine(planner(4))) != Way("plain")
     assert way(Machine(None)) == way(Machine(planner(4), "no peers")) == way(Machine(planner(4)), 0) == Way("plain")
     world = Machine(lacking)
-    assert way(world) == Way("plain") and "was not measured" in world.said[-1]
+    assert way(world) == Way("plain") and "was not measured" in world.messages[-1]

@@ -28,17 +28,17 @@ def forgotten() -> Iterator[None]:
     [(None, "not installed"), ("0.6.4", "not one of"), ("0.7.0", "not one of"), ("0.7.0rc1", "not one of"), ("0.6.5", "Hopper"), ("0.6.12", "Hopper")],
 )  # fmt: skip
 def test_other_versions_are_named_and_not_used(version: str | None, says: str, monkeypatch: Any) -> None:
-    def found(package: str) -> str:
+    def installed_version(package: str) -> str:
         assert package == "quack-kernels"
         if version is None:
             raise metadata.PackageNotFoundError(package)
         return version
 
-    monkeypatch.setattr(metadata, "version", found)
+    monkeypatch.setattr(metadata, "version", installed_version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    said = library_gemm.lacks()
-    assert said is not None and says in said
-    assert version is None or says == "Hopper" or version in said
+    reason = library_gemm.lacks()
+    assert reason is not None and says in reason
+    assert version is None or says == "Hopper" or version in reason
 
 
 def test_a_library_that_fails_at_its_import_is_named_and_not_used(monkeypatch: Any) -> None:
@@ -93,8 +93,8 @@ def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> Non
         counted.append(product)
         return CallTime(50.0 if product is right else 100.0, 1.0)
 
-    def captures(now: bool) -> None:
-        monkeypatch.setattr(Chooser.alone, "capturing", lambda: now)
+    def captures(capturing: bool) -> None:
+        monkeypatch.setattr(Chooser.alone, "capturing", lambda: capturing)
 
     def candidates(library: Any, operands: Any) -> list[Any]:
         assert not Chooser.alone.capturing(), "a look at the numbers, which no capture allows"
@@ -138,8 +138,8 @@ def of_groups(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize(("us", "by"), [(50.0, "quack"), (99.0, "torch")], ids=["faster", "hardly"])
-def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("us", "library"), [(50.0, "quack"), (99.0, "torch")], ids=["faster", "hardly"])
+def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any) -> None:
     """quack is given where the groups begin; what stands behind the last one is not compared."""
     ran: list[str] = []
 
@@ -170,7 +170,7 @@ def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> N
         ran.clear()
         y = library_gemm.multiply_groups(x, w, STARTS)
         assert torch.equal(y[:12], of_groups(x, w)[:12])
-        assert ran[-1] == ("torch" if lacks else by)
+        assert ran[-1] == ("torch" if lacks else library)
     library_gemm.multiply_groups(x, w.transpose(1, 2).contiguous().transpose(1, 2), STARTS)
     assert ran[-1] == "torch", "weights that are not contiguous"
 
@@ -206,5 +206,5 @@ def test_a_dequantized_product_is_that_of_the_values() -> None:
     rows, columns = (
         s.repeat_interleave(n, 0)[:m].repeat_interleave(128, 1) for s, n, m in ((xs, 1, 24), (ws, 128, 300))
     )
-    want = (x.double() * rows) @ (w.double() * columns).t() + bias.double()
-    assert ((out.double() - want).norm() / want.norm()).item() < 3e-3
+    expected = (x.double() * rows) @ (w.double() * columns).t() + bias.double()
+    assert ((out.double() - expected).norm() / expected.norm()).item() < 3e-3

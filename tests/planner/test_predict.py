@@ -89,11 +89,11 @@ def gemm_us(m: int, n: int, k: int) -> float:
     return 4 + math.ceil(math.ceil(m / 128) * math.ceil(n / 256) / 132) * (1.5 + 0.0112 * k)
 
 
-def moved_us(what: str, nbytes: int, ctas: int = 0) -> float:
-    return 14 + nbytes / {0: 320e3, 4: 150e3, 8: 290e3, 16: 315e3}[ctas] * (2 if what == "all_reduce" else 1)
+def moved_us(operation: str, nbytes: int, ctas: int = 0) -> float:
+    return 14 + nbytes / {0: 320e3, 4: 150e3, 8: 290e3, 16: 315e3}[ctas] * (2 if operation == "all_reduce" else 1)
 
 
-def made(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) -> Profile:
+def made_up_profile(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) -> Profile:
     """A profile of a machine that keeps to simple laws."""
     grid = itertools.product((64, 256, 1024, 2048, 4096, 8192, 16384), (1024, 2048, 4096, 8192), (1024, 4096, 8192))
     waves = [
@@ -105,16 +105,16 @@ def made(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) -> Profile:
     latencies += [Latency("local", 0, s, 2 + s / 1.7e6) for s in SIZES]
     latencies += [Latency("sum", 0, s, 5 + s / 0.4e6) for s in SIZES]
     latencies += [Latency("barrier", 0, 0, 8.0), Latency("check", 0, 0, 100.0)]
-    beside = [Slowdown("copy", 0, 1.1, 1.05), *(Slowdown(w, c, 1.06, 1.1) for w in COLLECTIVES for c in (4, 8, 16))]
+    slowdowns = [Slowdown("copy", 0, 1.1, 1.05), *(Slowdown(w, c, 1.06, 1.1) for w in COLLECTIVES for c in (4, 8, 16))]
     return Profile(
         machine, "2026-11-20T00:00:00", "made up", tuple(Gemm(m, n, k, gemm_us(m, n, k)) for m, n, k in grid),
-        tuple(waves), tuple(latencies), tuple(beside), (), tuple(ran),
+        tuple(waves), tuple(latencies), tuple(slowdowns), (), tuple(ran),
     )  # fmt: skip
 
 
 def with_fused() -> Profile:
     """And with calls of one fused variant, as REACHED would have it."""
-    p, rows = Predictor(made()), []
+    p, rows = Predictor(made_up_profile()), []
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for m, n, k in (
             (8192, 4096, 1536),
@@ -134,7 +134,7 @@ def with_fused() -> Profile:
                     fused_model.us(p, op, VARIANTS[op], m, n, k, REACHED, p.chunking),
                 )
             )
-    return made(rows)
+    return made_up_profile(rows)
 
 
 # -- profiles --------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_a_measurement_replaces_the_one_of_the_same_thing() -> None:
-    p = made()
+    p = made_up_profile()
     again = p + [replace(p.gemms[3], us=1.0), replace(p.latencies[5], us=2.0), Slowdown("copy", 0, 3.0, 4.0)]
     assert len(list(again.rows())) == len(list(p.rows()))
     assert again.gemms[3].us == 1.0 and again.latencies[5].us == 2.0
@@ -178,13 +178,13 @@ WRONG: dict[str, tuple[Any, str]] = {  # rows of the right types that nothing me
 
 
 def broken() -> dict[str, tuple[str, str]]:
-    text = made().to_json()
+    text = made_up_profile().to_json()
     data = json.loads(text)
-    first = json.dumps(data["gemms"][0])
+    gemm_row = json.dumps(data["gemms"][0])
 
     def row(new: str) -> str:
-        assert first in text
-        return text.replace(first, new, 1)
+        assert gemm_row in text
+        return text.replace(gemm_row, new, 1)
 
     without = {k: v for k, v in data.items() if k != "waves"}
     return {
@@ -201,16 +201,20 @@ def broken() -> dict[str, tuple[str, str]]:
         "a size that is none": (row("[64.5, 1024, 1024, 3.0]"), "m = 64.5"),
         "a plan of another version": (
             (
-                made() + [TimedCall("matmul_reduce_scatter", '{"kind": "signaled", "once": 1}', 8, 8, 8, "graph", 1.0)]
+                made_up_profile()
+                + [TimedCall("matmul_reduce_scatter", '{"kind": "signaled", "once": 1}', 8, 8, 8, "graph", 1.0)]
             ).to_json(),
             "'once'",
         ),
         "a machine without SMs": (text.replace('"sms": 132', '"ms": 132'), "lacks 'sms'"),
         "not text": ("\ud800", ""),
-        **{what: ((made() + [bad]).to_json(), says) for what, (bad, says) in WRONG.items()},
-        "a row twice": (replace(made(), gemms=(*made().gemms, made().gemms[0])).to_json(), "appears twice"),
-        "no SMs": (made(machine=replace(MACHINE, sms=0)).to_json(), "sms = 0"),
-        "no ranks": (made(machine=replace(MACHINE, world=0)).to_json(), "world = 0"),
+        **{defect: ((made_up_profile() + [bad]).to_json(), says) for defect, (bad, says) in WRONG.items()},
+        "a row twice": (
+            replace(made_up_profile(), gemms=(*made_up_profile().gemms, made_up_profile().gemms[0])).to_json(),
+            "appears twice",
+        ),
+        "no SMs": (made_up_profile(machine=replace(MACHINE, sms=0)).to_json(), "sms = 0"),
+        "no ranks": (made_up_profile(machine=replace(MACHINE, world=0)).to_json(), "world = 0"),
     }
 
 
@@ -218,16 +222,16 @@ def test_a_cached_profile_of_plans_as_they_were_is_refused_in_one_sentence(tmp_p
     once = '{"kind": "two_shot", "post": true, "programs": 0, "rows": 1, "warps": 16}'
     row = TimedCall("matmul_all_reduce", once, 8192, 4096, 4096, "graph", 500.0)
     path = tmp_path / "p.json"
-    path.write_text((made() + [row]).to_json().replace('"format": 3', '"format": 2'))
+    path.write_text((made_up_profile() + [row]).to_json().replace('"format": 3', '"format": 2'))
     with pytest.raises(ProfileError) as e:
         profile.read(path)
     says = "not a usable profile: its format is 2, this weft reads 3; move it away, or `weft tune --again`"
     assert str(e.value) == f"{path}: {says}"
 
 
-@pytest.mark.parametrize("what", broken())
-def test_a_file_that_is_no_profile_is_named_and_said_to_be(what: str, tmp_path: Path) -> None:
-    text, says = broken()[what]
+@pytest.mark.parametrize("defect", broken())
+def test_a_file_that_is_no_profile_is_named_and_said_to_be(defect: str, tmp_path: Path) -> None:
+    text, says = broken()[defect]
     path = tmp_path / "p.json"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ProfileError) as e:
@@ -259,13 +263,13 @@ def test_a_directory_that_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch
 
 def test_the_machines_own_profile_is_found(cache: Path) -> None:
     assert profile.find(MACHINE) is None
-    profile.write(made(), cache)
-    assert profile.find(MACHINE) == made()
+    profile.write(made_up_profile(), cache)
+    assert profile.find(MACHINE) == made_up_profile()
 
 
 @pytest.mark.parametrize("changed", [{"link": "pcie"}, {"torch": "2.12.0"}, {"world": 4}, {"sms": 114}])
 def test_a_profile_of_another_machine_is_refused(cache: Path, changed: dict[str, Any]) -> None:
-    profile.write(made(machine=replace(MACHINE, **changed)), cache)
+    profile.write(made_up_profile(machine=replace(MACHINE, **changed)), cache)
     with pytest.raises(ProfileError, match="another machine") as e:
         profile.find(MACHINE)
     ((name, value),) = changed.items()
@@ -275,18 +279,18 @@ def test_a_profile_of_another_machine_is_refused(cache: Path, changed: dict[str,
 def test_a_shipped_profile_serves_other_versions_but_no_other_links(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile, "shipped", {"nvidia-h200-x8": made()}.get)
-    assert profile.find(replace(MACHINE, torch="2.12.0")) == made()
+    monkeypatch.setattr(profile, "shipped", {"nvidia-h200-x8": made_up_profile()}.get)
+    assert profile.find(replace(MACHINE, torch="2.12.0")) == made_up_profile()
     assert profile.find(replace(MACHINE, link="pcie")) is None
     assert profile.find(replace(MACHINE, world=4)) is None
 
 
 def test_the_cache_keeps_machines_apart() -> None:
     pytest.importorskip("platformdirs")
-    other = [
+    others = [
         replace(MACHINE, **{n: v}) for n, v in (("world", 4), ("link", "pcie"), ("torch", "2.12.0"), ("nccl", "3"))
     ]
-    paths = {profile.cache_path(m) for m in [MACHINE, *other]}
+    paths = {profile.cache_path(m) for m in [MACHINE, *others]}
     assert len(paths) == 5 and all(p is not None and p.parent.parent.name == "weft" for p in paths)
 
 
@@ -367,15 +371,15 @@ def test_waves_are_whole_or_half_where_two_programs_share_an_sm(
 
 
 def test_gemm_times_pass_through_measured_ones_and_go_on_sensibly() -> None:
-    g = Gemms(made().gemms, 132)
-    for known in made().gemms[::5]:
+    g = Gemms(made_up_profile().gemms, 132)
+    for known in made_up_profile().gemms[::5]:
         assert g(known.m, known.n, known.k) == known.us
     sizes = [8, 64, 1024, 8192, 65536]
     assert all(g(a, 4096, 4096) <= 1.02 * g(b, 4096, 4096) for a, b in itertools.pairwise(sizes))
     assert all(g(4096, a, 4096) <= 1.02 * g(4096, b, 4096) for a, b in itertools.pairwise(sizes))
     assert all(g(4096, 4096, a) <= 1.02 * g(4096, 4096, b) for a, b in itertools.pairwise(sizes))
     with pytest.raises(NotMeasured):
-        Gemms(made().gemms[:3], 132)
+        Gemms(made_up_profile().gemms[:3], 132)
 
 
 def test_gemm_times_respect_waves() -> None:
@@ -395,14 +399,14 @@ def test_gemm_times_respect_waves() -> None:
 
 
 def test_tiles_recover_the_law_of_their_waves() -> None:
-    t = Tiles([w for w in made().waves if w.per_sm == 1])
+    t = Tiles([w for w in made_up_profile().waves if w.per_sm == 1])
     for tiles, k in ((264, 2048), (792, 6144), (400, 4096)):
         assert t(tiles, 132, 1, k) == pytest.approx(6 + math.ceil(tiles / 132) * (1.5 + 0.0114 * k), rel=0.03)
 
 
 # -- the models ------------------------------------------------------------------------------------------------------
 def test_sequential_is_the_sum_of_its_parts() -> None:
-    p = Predictor(made())
+    p = Predictor(made_up_profile())
     assert p.time("all_gather_matmul", Sequential(), 8192, 4096, 4096) == pytest.approx(
         gemm_us(8192, 4096, 4096) + moved_us("all_gather", 8192 * 4096 * 2)
     )
@@ -413,39 +417,43 @@ def test_sequential_is_the_sum_of_its_parts() -> None:
 
 def test_a_slower_clock_slows_gemms_and_not_transfers() -> None:
     shape = (8192, 4096, 4096)
-    once, twice = (Predictor(made(), clock).time("all_gather_matmul", Sequential(), *shape) for clock in (1, 2))
+    once, twice = (
+        Predictor(made_up_profile(), clock).time("all_gather_matmul", Sequential(), *shape) for clock in (1, 2)
+    )
     assert twice - once == pytest.approx(gemm_us(*shape))
 
 
 def test_signaled_follows_the_accumulate_rule() -> None:
     """Computed here once more, group by group."""
     m, n, k = 8192, 8192, 4096
-    p, plan = Predictor(made()), Signaled(groups=(2, 3, 5, 7), ctas=8)
+    p, plan = Predictor(made_up_profile()), Signaled(groups=(2, 3, 5, 7), ctas=8)
     tiles, programs = 64 * 32, 132 - 8
     waves = math.ceil(tiles / programs)
     assert waves == 17
     alone = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) / waves
-    more, gemm = p.signaling("matmul_all_reduce"), alone * (2 + 15 * 1.06)
-    done, at = -more.gap, 0.0
+    signaling, gemm = p.signaling("matmul_all_reduce"), alone * (2 + 15 * 1.06)
+    done, gemm_end = -signaling.gap, 0.0
     ends = [0, 192, 576, 1152, tiles]  # 248, 620, 1240 in whole groups of 3 rows of 32 tiles
     for i, g in enumerate((2, 3, 5, 7)):
-        at += g * alone * (1.06 if i else 1.0)
+        gemm_end += g * alone * (1.06 if i else 1.0)
         count = ends[i + 1] - ends[i]
         us = moved_us("all_reduce", count * 128 * 256 * 2, 8)
-        begin = max(at + more.signal, done + more.gap)
+        begin = max(gemm_end + signaling.signal, done + signaling.gap)
         under = min(max(gemm - begin, 0.0), us * 1.1)  # slowed for as long as the GEMM runs
         done = begin + under + us - under / 1.1
     assert p.time("matmul_all_reduce", plan, m, n, k) == pytest.approx(done)
     steps = p.steps("matmul_all_reduce", plan, m, n, k)
     for queue in ("gemm", "comm"):
-        own = [s for s in steps if s.queue == queue]
-        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own)), "a queue runs one thing at a time"
+        queue_steps = [s for s in steps if s.queue == queue]
+        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(queue_steps)), (
+            "a queue runs one thing at a time"
+        )
 
 
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("shape", [(8192, 8192, 64), (1000, 520, 64), (100, 4096, 64)])
 def test_groups_are_those_of_the_ops_schedule(op: str, shape: tuple[int, int, int]) -> None:
-    p, plan = Predictor(made()), Signaled(ctas=8)
+    p, plan = Predictor(made_up_profile()), Signaled(ctas=8)
     part = p.signaled_parts(op, plan, *shape)
     m, n, _ = shape
     owners = 8 if op == "matmul_reduce_scatter" else 1
@@ -458,9 +466,9 @@ def test_groups_are_those_of_the_ops_schedule(op: str, shape: tuple[int, int, in
 
 
 def test_fewer_sms_for_the_gemm_mean_more_waves() -> None:
-    p = Predictor(made())
-    few, many = (p.signaled_parts("matmul_all_reduce", Signaled(ctas=c), 8192, 8192, 4096) for c in (4, 16))
-    assert (few.waves, many.waves) == (16, 18) and few.tiles == many.tiles
+    p = Predictor(made_up_profile())
+    few_ctas, many_ctas = (p.signaled_parts("matmul_all_reduce", Signaled(ctas=c), 8192, 8192, 4096) for c in (4, 16))
+    assert (few_ctas.waves, many_ctas.waves) == (16, 18) and few_ctas.tiles == many_ctas.tiles
 
 
 @pytest.mark.parametrize(
@@ -481,7 +489,7 @@ def test_groups_of_other_gemms_still_mean_something(
 
 
 def test_all_to_all_waits_for_the_busiest_rank() -> None:
-    p = Predictor(made())
+    p = Predictor(made_up_profile())
     for plan in (Sequential(), Signaled()):
         even, uneven = (p.time("matmul_all_to_all", plan, 8192, 4096, 2048, received=r) for r in (None, 16384))
         assert uneven > even
@@ -489,7 +497,7 @@ def test_all_to_all_waits_for_the_busiest_rank() -> None:
 
 
 def test_decomposed_chunks_wait_for_their_shards() -> None:
-    p = Predictor(made())
+    p = Predictor(made_up_profile())
     for groups in ((1,) * 8, (1, 1, 2, 4), (8,)):
         steps = p.steps("all_gather_matmul", Decomposed(groups), 8192, 4096, 8192)
         gemms = [s for s in steps if s.name.startswith("gemm")]
@@ -498,16 +506,16 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
         for g, c in zip(gemms[groups[0] == 1 :], copies, strict=True):
             assert g.start >= c.end - 1e-9
         assert sum(g.end - g.start for g in gemms) >= sum(gemm_us(g * 1024, 4096, 8192) for g in groups) * 0.99
-        for pieces in (1, 2):
-            pushed = p.steps("matmul_reduce_scatter", Decomposed(groups, pieces), 8192, 8192, 4096)
-            times = pieces if groups == (1,) * 8 else 1
+        for passes in (1, 2):
+            pushed = p.steps("matmul_reduce_scatter", Decomposed(groups, passes), 8192, 8192, 4096)
+            times = passes if groups == (1,) * 8 else 1
             assert [s.name for s in pushed].count("sum") == times and pushed[-1].name == "sum"
             assert [s.name for s in pushed if s.name.startswith("gemm")] == [
                 f"gemm {i}" for i in range(len(groups))
             ] * times
             for queue in ("gemm", "comm", "sum"):
-                own = [s for s in pushed if s.queue == queue]
-                assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own)), (
+                queue_steps = [s for s in pushed if s.queue == queue]
+                assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(queue_steps)), (
                     "a queue runs one thing at a time"
                 )
 
@@ -517,23 +525,23 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
     plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     m, n, k = 8192, 4096, 4096
     size = m // 8 * k * 2
-    p = Predictor(made() + [Latency("copy", 0, s, s / 20e3) for s in SIZES])
+    p = Predictor(made_up_profile() + [Latency("copy", 0, s, s / 20e3) for s in SIZES])
     gemm, staged = p.tiles(Occupancy(plan.tile), 131, 64 * 16, m, n, k), 2 + size / 1.7e6
-    met = staged + 8.0 + p.chunking.gap
+    all_staged = staged + 8.0 + p.chunking.gap
     slow = fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking)
-    assert slow == pytest.approx(10 + met + 7 * size / 20e3 + gemm / 8, rel=1e-3)
-    p = Predictor(made() + [Latency("copy", 0, s, s / 1e6) for s in SIZES])
+    assert slow == pytest.approx(10 + all_staged + 7 * size / 20e3 + gemm / 8, rel=1e-3)
+    p = Predictor(made_up_profile() + [Latency("copy", 0, s, s / 1e6) for s in SIZES])
     assert fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking) == pytest.approx(
         10 + staged + gemm, rel=0.01
     )
-    p = Predictor(made() + [TimedCall("all_gather_matmul", q.to_json(), m, n, k, "graph", 900.0) for q in (plan, FusedGather())])  # fmt: skip
+    p = Predictor(made_up_profile() + [TimedCall("all_gather_matmul", q.to_json(), m, n, k, "graph", 900.0) for q in (plan, FusedGather())])  # fmt: skip
     for even in (True, False):
         fused = [q for q in candidates(p, "all_gather_matmul", m, n, k, even) if isinstance(q, Fused)]
         assert set(fused) == ({plan, FusedGather()} if even else {FusedGather()})
 
 
 def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
-    p, k, drain = Predictor(made()), 4096, 100.0
+    p, k, drain = Predictor(made_up_profile()), 4096, 100.0
     plan = FusedReduceScatter()
     pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else keeps the programs that pull
     for columns in (17, 32):  # 8 ranks' row of tiles each: 136 tiles, four in a second wave, and 256, 124 there
@@ -547,31 +555,35 @@ def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
 def test_an_all_gather_waits_for_whole_waves() -> None:
     """Tiles that wait for a shard keep their programs: the GEMM ends as many waves after it as they then have to do."""
     plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
-    p = Predictor(made())
+    p = Predictor(made_up_profile())
     n, k = 4096, 8192
     us = lambda m: fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking)  # noqa: E731
-    met = 2 + 8.0 + p.chunking.gap
+    all_staged = 2 + 8.0 + p.chunking.gap
     wave = 1.5 + 0.0114 * k
     # 128 tiles in one wave, which waits for the last shard; 256 in two, whose first waits for the third
-    assert us(1024) == pytest.approx(10 + met + 128 * k * 2 / 1.7e6 + 7 * (6 + 128 * k * 2 / 376e3) + wave, rel=0.1)
-    assert us(2048) == pytest.approx(10 + met + 256 * k * 2 / 1.7e6 + 3 * (6 + 256 * k * 2 / 376e3) + 2 * wave, rel=0.1)
+    assert us(1024) == pytest.approx(
+        10 + all_staged + 128 * k * 2 / 1.7e6 + 7 * (6 + 128 * k * 2 / 376e3) + wave, rel=0.1
+    )
+    assert us(2048) == pytest.approx(
+        10 + all_staged + 256 * k * 2 / 1.7e6 + 3 * (6 + 256 * k * 2 / 376e3) + 2 * wave, rel=0.1
+    )
 
 
 def test_side_by_side_both_are_slowed_until_the_shorter_ends() -> None:
-    both = Slowdown("copy", 0, 2.0, 1.5)
-    ends = lambda *works, beside=both: [s.end for s in side_by_side(works, beside)]  # noqa: E731
+    while_copying = Slowdown("copy", 0, 2.0, 1.5)
+    ends = lambda *works, slowdown=while_copying: [s.end for s in side_by_side(works, slowdown)]  # noqa: E731
     assert ends(Work("gemm", "", 100.0)) == [100.0]
     # the copy takes 60, in which the GEMM does 30
     assert ends(Work("gemm", "", 100.0), Work("comm", "", 40.0)) == pytest.approx([130.0, 60.0])
-    assert Predictor(made()).slowdown("all_gather", 0) == Slowdown("all_gather", 0, 1.0, 1.0)  # not measured
+    assert Predictor(made_up_profile()).slowdown("all_gather", 0) == Slowdown("all_gather", 0, 1.0, 1.0)  # not measured
 
 
 def test_gemms_on_two_streams_share_the_sms() -> None:
     """So that both of equal length end when the second of a single stream would."""
     alone = Slowdown("copy", 0, 1.0, 1.0)
-    first, second, third = Work("gemm", "", 30.0), Work("gemm 2", "", 30.0), Work("gemm", "", 10.0)
-    copy = Work("comm", "", 5.0, first)
-    steps = side_by_side([first, second, third, copy], alone)
+    gemm_1, gemm_2, gemm_3 = Work("gemm", "", 30.0), Work("gemm 2", "", 30.0), Work("gemm", "", 10.0)
+    copy = Work("comm", "", 5.0, gemm_1)
+    steps = side_by_side([gemm_1, gemm_2, gemm_3, copy], alone)
     assert [(s.start, s.end) for s in steps] == [(0, 60), (0, 60), (60, 70), (60, 65)]
     late = Work("gemm 2", "", 30.0, Work("comm", "", 20.0))
     steps = side_by_side([Work("gemm", "", 40.0), late.after, late], alone)
@@ -580,30 +592,30 @@ def test_gemms_on_two_streams_share_the_sms() -> None:
 
 def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
     """A machine whose copies are faster in a call than in a chain."""
-    here = Predictor(made())
-    here._chunking = Chunking(copy=0.8)
+    predictor = Predictor(made_up_profile())
+    predictor._chunking = Chunking(copy=0.8)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 8192), (16384, 2048, 2048))
     calls = [
-        TimedCall(op, plan.to_json(), *s, "graph", here.model(op, plan, *s))
+        TimedCall(op, plan.to_json(), *s, "graph", predictor.model(op, plan, *s))
         for op in ("all_gather_matmul", "matmul_reduce_scatter") for plan in (Decomposed(), Decomposed((1, 1, 2, 4))) for s in shapes
     ]  # fmt: skip
-    assert Predictor(made(calls)).chunking.copy == pytest.approx(0.8, rel=0.05)
-    assert Predictor(made()).chunking == Chunking()
+    assert Predictor(made_up_profile(calls)).chunking.copy == pytest.approx(0.8, rel=0.05)
+    assert Predictor(made_up_profile()).chunking == Chunking()
 
 
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_all_to_all"])
 def test_one_group_that_copies_move_takes_the_sum_of_its_steps(op: str) -> None:
-    p, plan, (m, n, k) = Predictor(made()), Signaled(ctas=4, copies=True, groups=(99,)), (8192, 4096, 2048)
+    p, plan, (m, n, k) = Predictor(made_up_profile()), Signaled(ctas=4, copies=True, groups=(99,)), (8192, 4096, 2048)
     part, barrier = m * n * 2 * 7 / 8, p.latency("barrier") + Moving().gap
-    want = (
+    expected = (
         p.tiles(Occupancy(plan.tile), 128, 64 * 16, m, n, k)
         + SIGNAL_COST
         + 2 * barrier
         + p.latency("copy", part) * Moving().copy
     )
     if op == "matmul_all_reduce":
-        want += part * p.latency("copy", LARGE_COPY) / LARGE_COPY
-    assert p.model(op, plan, m, n, k) == pytest.approx(want)
+        expected += part * p.latency("copy", LARGE_COPY) / LARGE_COPY
+    assert p.model(op, plan, m, n, k) == pytest.approx(expected)
     several = p.steps(op, replace(plan, groups=(2, 2, 2, 2)), m, n, k)
     gemms = [s for s in several if s.name.startswith("group")]
     assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(gemms)), "the GEMM goes on"
@@ -613,13 +625,13 @@ def test_one_group_that_copies_move_takes_the_sum_of_its_steps(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_all_to_all"])
 def test_what_copied_groups_cost_is_fitted_to_their_calls(op: str) -> None:
-    here, kind = Predictor(made()), Signaled(ctas=4, copies=True)
-    here._moving[op] = Moving(gap=20.0)
+    predictor, kind = Predictor(made_up_profile()), Signaled(ctas=4, copies=True)
+    predictor._moving[op] = Moving(gap=20.0)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 2048), (16384, 2048, 2048))
     plans = (kind, replace(kind, groups=(1,) * 16))
-    calls = [TimedCall(op, q.to_json(), *s, "graph", here.model(op, q, *s)) for q in plans for s in shapes]
-    assert Predictor(made(calls)).moving(op).gap == pytest.approx(20.0, rel=0.1)
-    assert Predictor(made()).moving(op) == Moving()
+    calls = [TimedCall(op, q.to_json(), *s, "graph", predictor.model(op, q, *s)) for q in plans for s in shapes]
+    assert Predictor(made_up_profile(calls)).moving(op).gap == pytest.approx(20.0, rel=0.1)
+    assert Predictor(made_up_profile()).moving(op) == Moving()
 
 
 def test_a_fused_variant_is_fitted_to_its_calls() -> None:
@@ -628,16 +640,16 @@ def test_a_fused_variant_is_fitted_to_its_calls() -> None:
         pull = p.pulling(op, VARIANTS[op])
         assert pull.slow == pytest.approx(REACHED.slow, rel=0.05)
         for m, n, k in ((8192, 4096, 2048), (4096, 8192, 4096), (16384, 4096, 2048)):
-            want = fused_model.us(Predictor(made()), op, VARIANTS[op], m, n, k, REACHED, Chunking())
-            assert p.time(op, VARIANTS[op], m, n, k) == pytest.approx(want, rel=0.05)
+            expected = fused_model.us(Predictor(made_up_profile()), op, VARIANTS[op], m, n, k, REACHED, Chunking())
+            assert p.time(op, VARIANTS[op], m, n, k) == pytest.approx(expected, rel=0.05)
     with pytest.raises(NotMeasured, match="no call of matmul_all_reduce"):
         p.time("matmul_all_reduce", FusedAllReduce(pull_programs=77), 8192, 4096, 2048)
 
 
 def test_what_ran_corrects_what_is_predicted_near_it() -> None:
     plan, shape = Sequential().to_json(), (8192, 4096, 4096)
-    bare = Predictor(made()).time("matmul_all_reduce", Sequential(), *shape)
-    p = Predictor(made([TimedCall("matmul_all_reduce", plan, *shape, "graph", bare * 1.2)]))
+    bare = Predictor(made_up_profile()).time("matmul_all_reduce", Sequential(), *shape)
+    p = Predictor(made_up_profile([TimedCall("matmul_all_reduce", plan, *shape, "graph", bare * 1.2)]))
     assert p.time("matmul_all_reduce", Sequential(), *shape) == pytest.approx(bare * 1.2, rel=0.01)
     far = (64, 1024, 1024)
     assert p.time("matmul_all_reduce", Sequential(), *far) < 1.12 * p.model("matmul_all_reduce", Sequential(), *far)
@@ -646,13 +658,13 @@ def test_what_ran_corrects_what_is_predicted_near_it() -> None:
 def test_a_slow_host_chooses_other_plans_for_eager_calls() -> None:
     """Of a profile that says 2 or 10 us a launch: fewer parts, or none, and a graph's calls as before."""
     op, shapes = "all_gather_matmul", [(8192, 2816, 1024), (8192, 4096, 1024)]
-    fast, slow = (Planner(Predictor(made() + [Latency("launch", 0, 0, us)])) for us in (2.0, 10.0))
+    fast, slow = (Planner(Predictor(made_up_profile() + [Latency("launch", 0, 0, us)])) for us in (2.0, 10.0))
     for shape in shapes:
         assert fast.decide(op, *shape, "graph").plan == slow.decide(op, *shape, "graph").plan
         plans = [planner.decide(op, *shape, "eager").plan for planner in (fast, slow)]
         assert isinstance(plans[0], Decomposed)
-        many, few = (fast.predictor.operations(op, plan) for plan in plans)
-        assert many > few
+        many_operations, few_operations = (fast.predictor.operations(op, plan) for plan in plans)
+        assert many_operations > few_operations
     assert plans[1] != plans[0] and slow.decide(op, *shapes[0], "eager").plan == Sequential()
 
 
@@ -660,7 +672,7 @@ def test_a_slow_host_chooses_other_plans_for_eager_calls() -> None:
 def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(op: str) -> None:
     plans = [Decomposed(), Decomposed((1, 1, 2)), Decomposed((2, 2))]
     plans += [Decomposed((1,) * 4, 2)] if op == "matmul_reduce_scatter" else []
-    predictor = Predictor(replace(made(), machine=replace(MACHINE, world=4)))
+    predictor = Predictor(replace(made_up_profile(), machine=replace(MACHINE, world=4)))
 
     def main(world: weft.World) -> list[int]:
         backend: Any = world.backend
@@ -669,12 +681,12 @@ def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(o
             counts = name not in ("call", "wait_event")
             setattr(backend, name, lambda *a, counts=counts, name=name, **k: seen.append(name) if counts else None)
         x, w = torch.zeros(8 if op == "all_gather_matmul" else 32, 64), torch.zeros(64, 64)
-        found = []
+        operation_counts = []
         for plan in plans:
             seen.clear()
             getattr(weft, op)(x.bfloat16(), w.bfloat16(), world=world, plan=plan)
-            found.append(len(seen))
-        return found
+            operation_counts.append(len(seen))
+        return operation_counts
 
     for counts in weft.spmd(main, 4, backend="emulated"):
         assert counts == [predictor.operations(op, plan) for plan in plans]
@@ -683,11 +695,13 @@ def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(o
 def test_the_host_as_it_is_now_is_what_counts() -> None:
     """Not as it was when the profile was made; and a measured bound of the host's time moves with it."""
     op, plan, shape = "matmul_all_reduce", Decomposed(), (128, 256, 256)
-    known = made([TimedCall(op, plan.to_json(), *shape, "eager", 300.0)]) + [Latency("launch", 0, 0, 4.0)]
-    then, now = Predictor(known), Predictor(known, launch=8.0)
-    assert then.time(op, plan, *shape, "eager") == pytest.approx(300.0)
-    assert now.time(op, plan, *shape, "eager") == pytest.approx(600.0)
-    assert Predictor(made(), launch=50.0).time(op, plan, *shape, "eager") == 50.0 * then.operations(op, plan)
+    known = made_up_profile([TimedCall(op, plan.to_json(), *shape, "eager", 300.0)]) + [Latency("launch", 0, 0, 4.0)]
+    as_profiled, on_slower_host = Predictor(known), Predictor(known, launch=8.0)
+    assert as_profiled.time(op, plan, *shape, "eager") == pytest.approx(300.0)
+    assert on_slower_host.time(op, plan, *shape, "eager") == pytest.approx(600.0)
+    assert Predictor(made_up_profile(), launch=50.0).time(op, plan, *shape, "eager") == 50.0 * as_profiled.operations(
+        op, plan
+    )
 
 
 def test_ranks_take_the_slowest_host() -> None:
@@ -698,7 +712,7 @@ def test_ranks_take_the_slowest_host() -> None:
 
 def test_eager_calls_take_the_hosts_time_at_least() -> None:
     plan = Sequential().to_json()
-    p = Predictor(made([
+    p = Predictor(made_up_profile([
         TimedCall("matmul_all_reduce", plan, 128, 256, 256, "eager", 300.0),
         TimedCall("matmul_all_reduce", plan, 8192, 4096, 4096, "eager", 1000.0),
         TimedCall("matmul_all_reduce", plan, 8192, 4096, 4096, "graph", 980.0),
@@ -708,28 +722,28 @@ def test_eager_calls_take_the_hosts_time_at_least() -> None:
 
 
 def test_what_was_not_measured_is_named() -> None:
-    p = Predictor(replace(made(), latencies=()))
+    p = Predictor(replace(made_up_profile(), latencies=()))
     with pytest.raises(NotMeasured, match="all_reduce was not measured on nvidia-h200-x8"):
         p.time("matmul_all_reduce", Sequential(), 8192, 4096, 4096)
     with pytest.raises(NotMeasured, match="with 12 CTAs"):
-        Predictor(made()).time("matmul_all_reduce", Signaled(ctas=12), 8192, 4096, 4096)
+        Predictor(made_up_profile()).time("matmul_all_reduce", Signaled(ctas=12), 8192, 4096, 4096)
     with pytest.raises(NotMeasured, match="no waves"):
-        Predictor(replace(made(), waves=())).time("matmul_all_reduce", Signaled(), 8192, 4096, 4096)
+        Predictor(replace(made_up_profile(), waves=())).time("matmul_all_reduce", Signaled(), 8192, 4096, 4096)
     with pytest.raises(ValueError, match="none of 132 SMs"):
-        Predictor(made()).time("matmul_all_reduce", Signaled(ctas=132), 8192, 4096, 4096)
+        Predictor(made_up_profile()).time("matmul_all_reduce", Signaled(ctas=132), 8192, 4096, 4096)
 
 
 # -- the search ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_divisions_are_all_that_the_op_takes(size: int) -> None:
-    found = set(divisions(size))
+    all_divisions = set(divisions(size))
     for count in range(2, size + 1):
         for groups in itertools.product((1, 2, 4, 8), repeat=count):
             try:
                 group_steps(Decomposed(groups), size)
-                assert groups in found
+                assert groups in all_divisions
             except ValueError:
-                assert groups not in found
+                assert groups not in all_divisions
 
 
 @pytest.mark.parametrize("size", [3, 6, 16, 32, 128])
@@ -742,7 +756,7 @@ def test_divisions_of_other_worlds_are_valid(size: int) -> None:
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("shape", [(4096, 4096, 8192), (4096, 8192, 1024), (8192, 4096, 1536), (2048, 8192, 16384)])
 def test_groupings_hold_the_best_of_all_partitions(op: str, shape: tuple[int, int, int]) -> None:
-    p, plan = Predictor(made()), Signaled(ctas=8)
+    p, plan = Predictor(made_up_profile()), Signaled(ctas=8)
     waves = p.signaled_parts(op, plan, *shape).waves
     assert 3 < waves < 12
     every = [
@@ -750,13 +764,13 @@ def test_groupings_hold_the_best_of_all_partitions(op: str, shape: tuple[int, in
         for size in range(waves) for cuts in itertools.combinations(range(1, waves), size)
     ]  # fmt: skip
     us = lambda groups: p.time(op, replace(plan, groups=groups), *shape)  # noqa: E731
-    found = groupings(p, op, plan, *shape)
-    assert all(sum(g) == waves and min(g) > 0 for g in found)
-    assert min(map(us, found)) == pytest.approx(min(map(us, every)))
+    candidates = groupings(p, op, plan, *shape)
+    assert all(sum(g) == waves and min(g) > 0 for g in candidates)
+    assert min(map(us, candidates)) == pytest.approx(min(map(us, every)))
 
 
 def test_groupings_of_many_waves_are_not_many_groups_too_coarse() -> None:
-    p, plan = Predictor(made()), Signaled(ctas=8)
+    p, plan = Predictor(made_up_profile()), Signaled(ctas=8)
     shape = (65536, 8192, 2048)
     waves = p.signaled_parts("matmul_all_reduce", plan, *shape).waves
     best = min(
@@ -774,10 +788,10 @@ SHAPES = [(op, m, n, k) for op in ("all_gather_matmul", "matmul_reduce_scatter",
 
 
 def steps_of_python(count: int = 100_000) -> int:
-    made = 0
+    total = 0
     for i in range(count):
-        made += i * i % 7
-    return made
+        total += i * i % 7
+    return total
 
 
 def test_a_decision_takes_as_long_as_170_thousand_steps_of_python() -> None:
@@ -834,7 +848,7 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
     planner = Planner(Predictor(with_fused()))
     decided: list[int] = []
     inner = planner.decide
-    planner.decide = lambda op, m, *a, **more: (decided.append(m), inner(op, m, *a, **more))[1]  # type: ignore[assignment, func-returns-value]
+    planner.decide = lambda op, m, *a, **options: (decided.append(m), inner(op, m, *a, **options))[1]  # type: ignore[assignment, func-returns-value]
     for m in range(1, 8193):
         planner.nearest("matmul_all_reduce", m, 8192, 3584, "graph")
     for m, near in zip(range(1, 8193), decided, strict=True):
@@ -848,8 +862,8 @@ def just_over() -> list[tuple[str, int, int, int]]:
     """Shapes of a few rows more than a whole number of tiles, which take a wave more."""
     ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     return [
-        (op, tiles * 128 + more, n, k)
-        for op in ops for tiles in (5, 9, 13, 17, 18, 25, 33) for more in (4, 7) for n, k in ((2560, 8192), (8192, 7168))
+        (op, tiles * 128 + rows, n, k)
+        for op in ops for tiles in (5, 9, 13, 17, 18, 25, 33) for rows in (4, 7) for n, k in ((2560, 8192), (8192, 7168))
     ]  # fmt: skip
 
 
@@ -862,7 +876,7 @@ def test_the_plan_of_another_m_is_taken_only_where_it_is_faster_at_this_one() ->
         if not isinstance(plan, Sequential):
             assert p.time(op, plan, m, n, k) * table.GAIN < p.time(op, Sequential(), m, n, k), (op, m, n, k, plan)
     assert kept > len(just_over()) / 2
-    planner.decide = lambda *a, **more: replace(p_slow, op=a[0])  # type: ignore[assignment]
+    planner.decide = lambda *a, **options: replace(p_slow, op=a[0])  # type: ignore[assignment]
     p_slow = search.Decision("", 1, 1, 1, 4, "graph", Decomposed((1,) * 4), "")
     assert planner.nearest("matmul_all_reduce", 33, 256, 256, "graph") == Sequential(), "slower at this M"
 
@@ -870,17 +884,21 @@ def test_the_plan_of_another_m_is_taken_only_where_it_is_faster_at_this_one() ->
 def few_rows() -> Profile:
     """One shot is fastest up to 2 MiB, two shots beyond; all-gathers and reduce-scatters alike; nobody measured more than 8 MiB."""
     sizes = [1 << i for i in range(16, 24)]
-    rows = [Latency(f"one_shot {what}", 0, s, 3 + s / 3e5) for what in ("all_gather", "reduce_scatter") for s in sizes]
+    rows = [
+        Latency(f"one_shot {operation}", 0, s, 3 + s / 3e5)
+        for operation in ("all_gather", "reduce_scatter")
+        for s in sizes
+    ]
     rows += [Latency("one_shot all_reduce", 0, s, 3 + s / 2e5) for s in sizes]
     rows += [Latency("two_shot all_reduce", 0, s, 8 + s / 4e5) for s in sizes]
-    return made() + rows
+    return made_up_profile() + rows
 
 
 def test_posted_rows_are_predicted_where_they_were_measured() -> None:
     p = Predictor(few_rows())
     for op, nbytes in (("all_gather_matmul", 128 * 8192 * 2), ("matmul_reduce_scatter", 128 * 4096 * 2)):
-        want = p.gemm(128, 4096, 8192) + 3 + nbytes / 3e5
-        assert p.time(op, OneShot(), 128, 4096, 8192) == pytest.approx(want)
+        expected = p.gemm(128, 4096, 8192) + 3 + nbytes / 3e5
+        assert p.time(op, OneShot(), 128, 4096, 8192) == pytest.approx(expected)
         with pytest.raises(NotMeasured):
             p.time(op, TwoShotLowLatency(), 128, 4096, 8192)
         assert [q for q in candidates(p, op, 128, 4096, 8192) if q.kind in ("one_shot", "two_shot")] == [OneShot()]
@@ -897,24 +915,26 @@ def test_posted_rows_are_predicted_where_they_were_measured() -> None:
             p.time("matmul_all_reduce", plan, 128, 4096, 8192)
 
 
-def test_a_sum_alone_goes_by_what_was_measured(here: Callable[[Any], None]) -> None:
-    here(few_rows())
+def test_a_sum_alone_goes_by_what_was_measured(find_returns: Callable[[Any], None]) -> None:
+    find_returns(few_rows())
     sizes = [1 << 16, 1 << 20, 6 << 20, 16 << 20]  # elements are of 2 bytes
-    found = [auto(Stub(), "all_reduce", (1, nbytes // 2, 1)) for nbytes in sizes]
-    assert found == [OneShot(), OneShot(), TwoShotLowLatency(), Sequential()]
-    here(made())
+    plans = [auto(Stub(), "all_reduce", (1, nbytes // 2, 1)) for nbytes in sizes]
+    assert plans == [OneShot(), OneShot(), TwoShotLowLatency(), Sequential()]
+    find_returns(made_up_profile())
     assert auto(Stub(), "all_reduce", (1, 1 << 16, 1)) == Sequential()
-    here(replace(made(), latencies=()))
+    find_returns(replace(made_up_profile(), latencies=()))
     assert auto(Stub(), "all_reduce", (1, 1 << 16, 1)) == Sequential()
 
 
 def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
     """A wave of tiles says nothing of the memory: no plan's GEMM reads the weight faster than the library's."""
-    p = Predictor(made() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 210.0)])
+    p = Predictor(made_up_profile() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 210.0)])
     rate = min(g.us / (g.m * g.k + g.n * g.k + g.m * g.n) for g in p.profile.gemms)
     two, (m, n, k) = Occupancy(NARROW, 2), (16, 32768, 8192)
     assert p.tiles(two, 264, 256, m, n, k) == 210 > p._tiles_us(two, 264, 256, k)
-    p = Predictor(made() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 900.0)])  # no measure of the memory
+    p = Predictor(
+        made_up_profile() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 900.0)]
+    )  # no measure of the memory
     assert p.tiles(two, 264, 256, m, n, k) == pytest.approx(rate * (m * k + n * k + m * n))
     wide = (8192, 4096, 4096)
     assert p.tiles(two, 264, 2048, *wide) == p._tiles_us(two, 264, 2048, wide[2])
@@ -939,24 +959,24 @@ def test_copies_are_for_rows_that_they_can_move() -> None:
         TimedCall("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)
         for shape in ((1024, 4096, 1024), (2048, 4096, 2048))
     ]
-    planner = Planner(Predictor(made(ran)))
+    planner = Planner(Predictor(made_up_profile(ran)))
     size = planner.predictor.world
     shape = (128 * size, 4096, 1024)
     assert isinstance(planner.nearest("matmul_reduce_scatter", *shape, "graph"), Signaled)
     assert planner.nearest("matmul_reduce_scatter", *shape, "graph").copies  # type: ignore[attr-defined]
-    for more in (2, size):
-        other = planner.nearest("matmul_reduce_scatter", shape[0] + more, *shape[1:], "graph")
-        assert not (isinstance(other, Signaled) and other.copies)
+    for rows_over in (2, size):
+        nearest_plan = planner.nearest("matmul_reduce_scatter", shape[0] + rows_over, *shape[1:], "graph")
+        assert not (isinstance(nearest_plan, Signaled) and nearest_plan.copies)
 
 
 def test_a_decision_prints_itself() -> None:
     d = _shared_planner().decide("matmul_all_reduce", 8192, 8192, 3584)
-    said = str(d).splitlines()
-    assert said[0].startswith("matmul_all_reduce, M 8192, N 8192, K 3584, 8 GPUs, in a CUDA graph: ")
-    assert search.brief(d.plan) in said[0] and "made up" in said[1]
+    lines = str(d).splitlines()
+    assert lines[0].startswith("matmul_all_reduce, M 8192, N 8192, K 3584, 8 GPUs, in a CUDA graph: ")
+    assert search.brief(d.plan) in lines[0] and "made up" in lines[1]
     for kind in ("sequential", "decomposed", "fused", "signaled"):
-        assert any(kind in line and " us " in line for line in said[2:])
-    assert sum(line.startswith("  >") for line in said) == 1
+        assert any(kind in line and " us " in line for line in lines[2:])
+    assert sum(line.startswith("  >") for line in lines) == 1
 
 
 # -- weft.explain(..) and auto ------------------------------------------------------------------------------------------
@@ -966,24 +986,24 @@ def test_the_plan_package_is_a_function_too() -> None:
     assert d == weft.explain("matmul_reduce_scatter", 5000, 4096, 1376, profile=with_fused())
     assert "predicted" in d.why
     with pytest.raises(ValueError, match="not 'matmul'"):
-        weft.explain("matmul", 1, 1, 1, profile=made())
+        weft.explain("matmul", 1, 1, 1, profile=made_up_profile())
     with pytest.raises(ValueError, match="mode"):
-        weft.explain("matmul_all_reduce", 1, 1, 1, mode="fast", profile=made())
+        weft.explain("matmul_all_reduce", 1, 1, 1, mode="fast", profile=made_up_profile())
     with pytest.raises(ValueError, match="M 0, N 1 and K 1"):
-        weft.explain("matmul_all_reduce", 0, 1, 1, profile=made())
+        weft.explain("matmul_all_reduce", 0, 1, 1, profile=made_up_profile())
     with pytest.raises(ProfileError, match="nor a profile that ships with weft: nvidia-h200-x2"):
         weft.explain("matmul_all_reduce", 1, 1, 1, profile="nvidia-h200-x3")
     with pytest.raises(ProfileError, match="not of 4 GPUs"):
-        weft.explain("matmul_all_reduce", 1, 1, 1, world=4, profile=made())
+        weft.explain("matmul_all_reduce", 1, 1, 1, world=4, profile=made_up_profile())
     with pytest.raises(AttributeError, match="nothing"):
         weft.plans.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_what_is_shown_is_what_auto_runs(here: Callable[[Any], None], mode: str) -> None:
+def test_what_is_shown_is_what_auto_runs(find_returns: Callable[[Any], None], mode: str) -> None:
     """Also where the plan of a larger M serves, or the table has the shape, or nothing is faster."""
     known = profile.shipped("nvidia-h200-x4")
-    here(known)
+    find_returns(known)
     world, near = Stub(), 0
     world.size = 4
     measured = [(r.op, r.m, r.n, r.k) for r in table.load("nvidia-h200") if r.world == 4 and r.mode == mode][:9]
@@ -1015,12 +1035,12 @@ class Stub:
     size, sm_count, device, rank = 8, 132, torch.device("cpu"), 3
 
     def __init__(
-        self, backend: str = "cuda", theirs: Callable[[Any], list[Any]] = lambda mine: [mine] * 8, limits: bool = True,
+        self, backend: str = "cuda", exchange: Callable[[Any], list[Any]] = lambda v: [v] * 8, limits: bool = True,
         shares: bool = False,
     ) -> None:  # fmt: skip
-        self.exchange = theirs
+        self.exchange = exchange
         self.backend = type("Backend", (), {"name": backend, "limits_ctas": limits, "shares_gpu": shares})
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.kept: dict[Any, Any] = {}
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -1029,11 +1049,11 @@ class Stub:
         return self.kept[key]
 
     def log_once(self, message: str) -> None:
-        if message not in self.said:
-            self.said.append(message)
+        if message not in self.messages:
+            self.messages.append(message)
 
-    def check_same_on_all_ranks(self, what: str) -> None:
-        assert what == 'the first call with plan="auto"'
+    def check_same_on_all_ranks(self, title: str) -> None:
+        assert title == 'the first call with plan="auto"'
 
 
 def auto(
@@ -1043,42 +1063,42 @@ def auto(
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+def find_returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Says what `find` finds on a machine of 8 H200s."""
     monkeypatch.setattr(table, "gpu_model", lambda device: "nvidia-h200")
     monkeypatch.setattr(weft_auto, "this_machine", lambda device, world: MACHINE)
     monkeypatch.setattr(weft_auto, "time_check", lambda device: 101.0)
 
-    def finds(what: Any) -> None:
+    def finds(result: Any) -> None:
         def find(machine: Hardware) -> Any:
-            if isinstance(what, Exception):
-                raise what
-            return what
+            if isinstance(result, Exception):
+                raise result
+            return result
 
         monkeypatch.setattr(weft_auto, "find", find)
 
     return finds
 
 
-def test_auto_asks_the_table_then_the_profile(here: Callable[[Any], None]) -> None:
-    here(with_fused())
+def test_auto_asks_the_table_then_the_profile(find_returns: Callable[[Any], None]) -> None:
+    find_returns(with_fused())
     world = Stub()
     row = next(r for r in table.load("nvidia-h200") if r.world == 8 and r.mode == "graph" and r.speedup > 1.1)
     assert auto(world, row.op, (row.m, row.n, row.k)) == row.plan
     shape = (8192, 5120, 3072)
     assert auto(world) == _shared_planner().decide("matmul_all_reduce", *shape).plan
-    assert not world.said
-    here(None)
+    assert not world.messages
+    find_returns(None)
     assert auto(Stub()) == Sequential(), "until it is timed"
-    here(with_fused())
+    find_returns(with_fused())
     assert auto(Stub("emulated")) == Sequential()
 
 
 def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
-    here: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its profile, without a time of their own; the model's own rows, or those of one that has rows; and explain says so."""
-    here(None)  # which is not asked
+    find_returns(None)  # which is not asked
     monkeypatch.setattr(weft_auto, "time_launch", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "time_check", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "nearest_machine", lambda machine: with_fused())
@@ -1095,8 +1115,8 @@ def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
 
 def test_the_nearest_machine_has_as_many_gpus() -> None:
     h100 = replace(MACHINE, gpu="nvidia-h100", world=4, link="network")
-    found = nearest_machine(h100)
-    assert found is not None and found.machine.name == "nvidia-h200-x4"
+    nearest = nearest_machine(h100)
+    assert nearest is not None and nearest.machine.name == "nvidia-h200-x4"
     assert nearest_machine(replace(h100, world=3)) is None
 
 
@@ -1113,8 +1133,8 @@ def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> N
 
     def main(world: weft.World, reason: str | None) -> tuple[Plan, str]:
         world.nodes_reason = reason
-        found = weft.explain("matmul_all_reduce", 8192, 5120, 3072, world=world, profile="nvidia-h200-x2")
-        return found.plan, found.why
+        explanation = weft.explain("matmul_all_reduce", 8192, 5120, 3072, world=world, profile="nvidia-h200-x2")
+        return explanation.plan, explanation.why
 
     assert weft.spmd(main, 2, backend="emulated", args=(None,))[0][0] != Sequential()
     plan, why = weft.spmd(main, 2, backend="emulated", args=("its ranks are on 2 nodes, 1 each",))[0]
@@ -1123,37 +1143,37 @@ def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> N
 
 def test_an_op_that_was_measured_in_graphs_alone_is_eager_by_those() -> None:
     """Until somebody measures it eagerly."""
-    of = "nvidia-h200", "all_reduce_rms_norm", 2, 16, 8192, 1
-    taken = table.exact(*of, "graph")
-    assert isinstance(taken, OneShot) and table.exact(*of, "eager") == taken
-    table.learn([table.Measured(*of[1:], "eager", OneShot(), 0.9)])
-    assert table.exact(*of, "eager") == Sequential() and table.exact(*of, "graph") == taken
+    key = "nvidia-h200", "all_reduce_rms_norm", 2, 16, 8192, 1
+    taken = table.exact(*key, "graph")
+    assert isinstance(taken, OneShot) and table.exact(*key, "eager") == taken
+    table.learn([table.Measured(*key[1:], "eager", OneShot(), 0.9)])
+    assert table.exact(*key, "eager") == Sequential() and table.exact(*key, "graph") == taken
 
 
-def test_a_measured_loser_stays_sequential(here: Callable[[Any], None]) -> None:
-    here(with_fused())
+def test_a_measured_loser_stays_sequential(find_returns: Callable[[Any], None]) -> None:
+    find_returns(with_fused())
     table.learn([table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", FusedAllReduce(), 0.9)])
     assert auto(Stub(), shape=(8192, 5120, 3080)) == Sequential()
 
 
-def test_an_unusable_profile_is_said_and_auto_is_sequential(here: Callable[[Any], None]) -> None:
-    here(ProfileError("p.json: not a usable profile: cut off"))
+def test_an_unusable_profile_is_said_and_auto_is_sequential(find_returns: Callable[[Any], None]) -> None:
+    find_returns(ProfileError("p.json: not a usable profile: cut off"))
     world = Stub()
     assert auto(world) == Sequential() and auto(world, "all_gather_matmul") == Sequential()
-    assert len(world.said) == 1 and "p.json: not a usable profile: cut off" in world.said[0]
+    assert len(world.messages) == 1 and "p.json: not a usable profile: cut off" in world.messages[0]
 
 
 def test_a_profile_that_the_planner_breaks_on_is_said_and_auto_is_sequential(
-    here: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here(made() + [Gemm(3, 3, 3, 3.0)])  # one that no test has asked for
+    find_returns(made_up_profile() + [Gemm(3, 3, 3, 3.0)])  # one that no test has asked for
     monkeypatch.setattr(weft_auto, "Predictor", lambda profile, launch: 1 / 0)
     world = Stub()
     assert auto(world) == Sequential()
-    assert len(world.said) == 1 and "ZeroDivisionError" in world.said[0]
-    here(replace(made(), gemms=()))
+    assert len(world.messages) == 1 and "ZeroDivisionError" in world.messages[0]
+    find_returns(replace(made_up_profile(), gemms=()))
     monkeypatch.setattr(weft_auto, "Predictor", Predictor)
-    assert auto(world := Stub()) == Sequential() and "sequential: 0 GEMMs measured" in " ".join(world.said)
+    assert auto(world := Stub()) == Sequential() and "sequential: 0 GEMMs measured" in " ".join(world.messages)
 
 
 def test_ranks_meet_at_the_profile_before_they_can_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1176,22 +1196,22 @@ def test_ranks_meet_at_the_profile_before_they_can_differ(monkeypatch: pytest.Mo
         return str(e.value)
 
     for rank_1 in (dict(rows=m + 2), dict(rows=0), dict(rows=m, plan="sequential")):
-        said = weft.spmd(
-            lambda world, other=rank_1: call(world, **(other if world.rank else dict(rows=m))),
+        errors = weft.spmd(
+            lambda world, changed=rank_1: call(world, **(changed if world.rank else dict(rows=m))),
             2, backend="emulated", sm_count=132,
         )  # fmt: skip
-        assert all("rank 0: " in s and "rank 1: " in s for s in said)
+        assert all("rank 0: " in s and "rank 1: " in s for s in errors)
 
 
-def test_worlds_share_a_planner(here: Callable[[Any], None]) -> None:
-    here(made())
+def test_worlds_share_a_planner(find_returns: Callable[[Any], None]) -> None:
+    find_returns(made_up_profile())
     a, b = Stub(), Stub()
     auto(a), auto(b)
     assert a.kept["planner"] is b.kept["planner"]
 
 
-def test_a_world_that_cannot_limit_ctas_gets_no_plan_that_counts_on_it(here: Callable[[Any], None]) -> None:
-    here(made())
+def test_a_world_that_cannot_limit_ctas_gets_no_plan_that_counts_on_it(find_returns: Callable[[Any], None]) -> None:
+    find_returns(made_up_profile())
     limited, shapes = Signaled(ctas=8), [(8190, 5120, 3072), (8190, 8192, 3584)]  # uneven: nothing is decomposed
     assert all(isinstance(auto(Stub(), shape=s), Signaled) for s in shapes)
     table.learn([table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", limited, 1.5)])
@@ -1206,55 +1226,64 @@ def test_the_self_check_leaves_the_users_numbers_and_memory(monkeypatch: pytest.
 
         record = synchronize = lambda self, stream=None: None  # noqa: E731
 
-        def elapsed_time(self, other: Any) -> float:
+        def elapsed_time(self, end_event: Any) -> float:
             return 1.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(weft_auto, "CHECK", (8, 8, 8))
     before = torch.get_rng_state()
-    assert weft_auto.self_check(made(), torch.device("cpu")) == pytest.approx(50 / 100)
+    assert weft_auto.self_check(made_up_profile(), torch.device("cpu")) == pytest.approx(50 / 100)
     assert torch.equal(torch.get_rng_state(), before)
 
-    def full(*size: int, **more: Any) -> torch.Tensor:
+    def full(*size: int, **options: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "randn", full)
-    assert weft_auto.self_check(made(), torch.device("cpu")) is None
+    assert weft_auto.self_check(made_up_profile(), torch.device("cpu")) is None
 
 
-def test_ranks_with_different_profiles_are_sequential(here: Callable[[Any], None]) -> None:
-    other = (made() + [Gemm(1, 1, 1, 1.0)]).digest
-    for mine, theirs in ((made(), other), (made(), None), (None, other), (made(), "q.json: broken")):
-        here(mine)
-        world = Stub(theirs=lambda own, theirs=theirs: [own] * 7 + [(theirs, None)])
+def test_ranks_with_different_profiles_are_sequential(find_returns: Callable[[Any], None]) -> None:
+    other_digest = (made_up_profile() + [Gemm(1, 1, 1, 1.0)]).digest
+    for own_profile, peer_digest in (
+        (made_up_profile(), other_digest),
+        (made_up_profile(), None),
+        (None, other_digest),
+        (made_up_profile(), "q.json: broken"),
+    ):
+        find_returns(own_profile)
+        world = Stub(exchange=lambda value, peer=peer_digest: [value] * 7 + [(peer, None)])
         assert auto(world) == Sequential()
-        assert len(world.said) == 1 and '"auto" is sequential' in world.said[0]
+        assert len(world.messages) == 1 and '"auto" is sequential' in world.messages[0]
 
 
-def test_a_profile_that_lacks_something_is_sequential_there(here: Callable[[Any], None]) -> None:
-    here(replace(made(), latencies=tuple(x for x in made().latencies if x.operation != "all_reduce")))
+def test_a_profile_that_lacks_something_is_sequential_there(find_returns: Callable[[Any], None]) -> None:
+    find_returns(
+        replace(
+            made_up_profile(), latencies=tuple(x for x in made_up_profile().latencies if x.operation != "all_reduce")
+        )
+    )
     world = Stub()
     assert auto(world) == Sequential()
-    assert any("all_reduce was not measured" in s for s in world.said)
+    assert any("all_reduce was not measured" in s for s in world.messages)
     assert auto(world, "all_gather_matmul").kind != "sequential"
 
 
 @pytest.mark.parametrize(("us", "says"), [(105.0, False), (93.0, False), (125.0, True), (80.0, True)])
 def test_changed_clocks_are_noticed(
-    here: Callable[[Any], None],
+    find_returns: Callable[[Any], None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     us: float,
     says: bool,
 ) -> None:
-    here(with_fused())
+    find_returns(with_fused())
     monkeypatch.setattr(weft_auto, "time_check", lambda device: us)
     with caplog.at_level(logging.WARNING, "weft"):
         auto(Stub())
-    said = [r.getMessage() for r in caplog.records if "clocks" in r.getMessage()]
-    assert bool(said) == says
+    warnings = [r.getMessage() for r in caplog.records if "clocks" in r.getMessage()]
+    assert bool(warnings) == says
     if says:
-        assert f"{us:.0f}% of its time" in said[0] and "rank 3" in said[0] and "weft tune" in said[0]
+        assert f"{us:.0f}% of its time" in warnings[0] and "rank 3" in warnings[0] and "weft tune" in warnings[0]
 
 
 def test_the_emulator_never_looks_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1269,18 +1298,18 @@ def test_the_emulator_never_looks_for_a_profile(monkeypatch: pytest.MonkeyPatch)
 # -- other machines --------------------------------------------------------------------------------------------------
 def test_the_measured_machine_is_simulated_as_it_was_measured() -> None:
     p = Predictor(with_fused())
-    there = ScaledPredictor(p, nvlink(8), nvlink(8))
+    scaled = ScaledPredictor(p, nvlink(8), nvlink(8))
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for plan in (Sequential(), Decomposed((1, 1, 2, 4)), VARIANTS[op], Signaled()):
             if op != "all_gather_matmul" or plan.kind != "signaled":
-                assert there.time(op, plan, 8192, 4096, 2048) == pytest.approx(
+                assert scaled.time(op, plan, 8192, 4096, 2048) == pytest.approx(
                     p.time(op, plan, 8192, 4096, 2048), rel=0.01
                 )
 
 
 def test_slower_links_and_more_hops_take_longer() -> None:
     p = Predictor(with_fused())
-    us = lambda t, what="mlp": simulate_from(p, t, what, [(8192, 8192, 28672)], nvlink(8)).rows[0]  # noqa: E731
+    us = lambda t, layer="mlp": simulate_from(p, t, layer, [(8192, 8192, 28672)], nvlink(8)).rows[0]  # noqa: E731
     links = [us(t) for t in (nvlink(8), nvlink(8, 12), nvlink(8, 6), pcie(8, 5), pcie(8, 4))]
     assert all(a.us < b.us and a.sequential < b.sequential for a, b in itertools.pairwise(links))
     nodes = [us(cluster(64, gbs=g), "matmul_all_reduce") for g in (100.0, 50.0, 25.0)]
@@ -1302,20 +1331,20 @@ def test_two_levels_are_predicted_over_nodes() -> None:
     assert {plan.kind for plan in two.plans} == {"two_level"} and many.us <= many.sequential
     assert two.speedup > 1.2 > many.speedup and two.bound_share <= 1
     assert row(2, 100.0).us < two.us < row(2, 25.0).us
-    there = ScaledPredictor(p, cluster(16), nvlink(8))
+    scaled = ScaledPredictor(p, cluster(16), nvlink(8))
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        steps = there.steps(op, TwoLevel(2), 32768, 4096, 4096)
+        steps = scaled.steps(op, TwoLevel(2), 32768, 4096, 4096)
         gemms, sends = ([s for s in steps if s.queue == queue] for queue in ("gemm", "comm"))
-        assert all(a.end <= b.start for each in (gemms, sends) for a, b in itertools.pairwise(each))
+        assert all(a.end <= b.start for queue_steps in (gemms, sends) for a, b in itertools.pairwise(queue_steps))
         assert any(a.start < b.end and b.start < a.end for a in gemms for b in sends), "they overlap"
-        lone = there.over_nodes
+        lone = scaled.over_nodes
         assert lone is not None and lone.nodes == 2
-        least = max(sum(s.end - s.start for s in each) for each in (gemms, sends))
-        assert least <= there.time(op, TwoLevel(2), 32768, 4096, 4096) <= sum(s.end - s.start for s in steps)
+        least = max(sum(s.end - s.start for s in queue_steps) for queue_steps in (gemms, sends))
+        assert least <= scaled.time(op, TwoLevel(2), 32768, 4096, 4096) <= sum(s.end - s.start for s in steps)
     with pytest.raises(NotMeasured, match="no model of"):
-        there.time("matmul_all_to_all", TwoLevel(), 32768, 4096, 4096)
-    for other in (nvlink(8), cluster(8, per_node=1), Topology("net", (Level(8, 5.0, 50.0),), peer_access=False)):
-        assert ScaledPredictor(p, other, nvlink(8)).over_nodes is None
+        scaled.time("matmul_all_to_all", TwoLevel(), 32768, 4096, 4096)
+    for topology in (nvlink(8), cluster(8, per_node=1), Topology("net", (Level(8, 5.0, 50.0),), peer_access=False)):
+        assert ScaledPredictor(p, topology, nvlink(8)).over_nodes is None
     with pytest.raises(NotMeasured):
         p.time("all_gather_matmul", TwoLevel(), 32768, 4096, 4096)
 
@@ -1324,10 +1353,10 @@ def test_noise_at_short_copies_is_not_scaled_to_a_fast_link() -> None:
     """Measured times of short copies fall with the size now and then."""
     p = with_fused()
     noisy = [replace(x, us=x.us - 2) if (x.operation, x.nbytes) == ("copy", 1 << 17) else x for x in p.latencies]
-    there = ScaledPredictor(Predictor(replace(p, latencies=tuple(noisy))), pcie(8, 4), nvlink(8))
-    copies = there.curves["copy", 0]
+    scaled = ScaledPredictor(Predictor(replace(p, latencies=tuple(noisy))), pcie(8, 4), nvlink(8))
+    copies = scaled.curves["copy", 0]
     assert all(us >= copies.us[0] for us in copies.us)
-    assert there.pulling("all_gather_matmul", VARIANT).rate < 32
+    assert scaled.pulling("all_gather_matmul", VARIANT).rate < 32
 
 
 def test_a_topology_counts_its_gpus() -> None:
@@ -1347,8 +1376,8 @@ def test_a_network_is_no_nvlink_also_where_nodes_have_one_gpu() -> None:
     p, size = Predictor(with_fused()), [(8192, 8192, 28672)]
     alone, network = cluster(8, per_node=1), Topology("net", (Level(8, 5.0, 50.0),), peer_access=False)
     assert not alone.one_level and not cluster(64).resized(5).one_level and cluster(8).one_level
-    found = [simulate_from(p, t, "mlp", size, nvlink(8)).rows[0] for t in (alone, network)]
-    assert found[0].us == pytest.approx(found[1].us) and found[0].plans == found[1].plans
+    rows = [simulate_from(p, t, "mlp", size, nvlink(8)).rows[0] for t in (alone, network)]
+    assert rows[0].us == pytest.approx(rows[1].us) and rows[0].plans == rows[1].plans
 
 
 def test_as_many_gpus_as_asked_for_are_simulated() -> None:
@@ -1377,7 +1406,9 @@ def test_simulate_says_and_draws(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="three numbers"):
         weft.simulate(cluster(32), "mlp", [(8192, 0, 1)], profile=with_fused())
     with pytest.raises(ValueError, match="measured_on"):
-        weft.simulate(cluster(32), "mlp", [(1, 8, 8)], profile=made(machine=replace(MACHINE, link="unknown")))
+        weft.simulate(
+            cluster(32), "mlp", [(1, 8, 8)], profile=made_up_profile(machine=replace(MACHINE, link="unknown"))
+        )
 
 
 # -- against what was measured ---------------------------------------------------------------------------------------
@@ -1415,10 +1446,10 @@ def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> Non
     op = "matmul_reduce_scatter"
     sizes = [(m, 12288, 24576) for m in (1152, 1536, 2048, 4096)]
     for m, n, k in sizes:
-        made = planner.decide(op, m, n, k, "eager")
-        assert made.sequential is not None and made.us is not None
-        ratio = made.sequential / made.options[0].us
-        assert isinstance(made.plan, Sequential) == (ratio <= search.EAGER_GAIN)
+        decision = planner.decide(op, m, n, k, "eager")
+        assert decision.sequential is not None and decision.us is not None
+        ratio = decision.sequential / decision.options[0].us
+        assert isinstance(decision.plan, Sequential) == (ratio <= search.EAGER_GAIN)
     kept = [isinstance(planner.decide(op, *size, "eager").plan, Sequential) for size in sizes]
     assert True in kept and False in kept
 

@@ -18,8 +18,8 @@ from weft.planner.search import Planner, near
 @pytest.mark.parametrize("world, multiple", [(2, 2), (4, 4), (2, 1), (4, 1), (1, 1)])
 def test_sizes_have_every_size_that_is_decided_for(world: int, multiple: int) -> None:
     rows = 3000
-    made = {near(m, world) for m in sizes(rows, multiple, world)}
-    assert made == {near(m, world) for m in range(multiple, rows + 1, multiple)}
+    nearest_sizes = {near(m, world) for m in sizes(rows, multiple, world)}
+    assert nearest_sizes == {near(m, world) for m in range(multiple, rows + 1, multiple)}
     assert all(m % multiple == 0 and 0 < m <= rows for m in sizes(rows, multiple, world))
     assert len(sizes(rows, multiple, world)) < 320 * 2
 

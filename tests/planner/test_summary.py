@@ -15,9 +15,9 @@ PREDICTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    found = shipped("nvidia-h200-x4")
-    assert found is not None
-    return found
+    shipped_profile = shipped("nvidia-h200-x4")
+    assert shipped_profile is not None
+    return shipped_profile
 
 
 def test_gains_are_those_that_explain_has(profile: Profile) -> None:

@@ -91,21 +91,27 @@ def test_every_fused_variant_gets_them(op: str) -> None:
         if getattr(plan, "per_sm", 1) == 2:
             assert suited(plan, *FEW, SMS) == plan, "not compared in a whole op"
             continue
-        got = suited(plan, *FEW, SMS)
-        assert isinstance(got, Fused) and (got.tile.block_m, got.tile.block_n, got.tile.warps) == (64, 256, 4)
+        suited_plan = suited(plan, *FEW, SMS)
+        assert isinstance(suited_plan, Fused) and (
+            suited_plan.tile.block_m,
+            suited_plan.tile.block_n,
+            suited_plan.tile.warps,
+        ) == (64, 256, 4)
         if isinstance(plan, FusedGather):
-            assert got == replace(plan, tile=got.tile, pull_rows=64, pull_stages=10), "as many bytes under way"
+            assert suited_plan == replace(plan, tile=suited_plan.tile, pull_rows=64, pull_stages=10), (
+                "as many bytes under way"
+            )
         else:
-            assert got == replace(plan, tile=got.tile)
-        assert got.tile.stages == (4 if isinstance(plan, FusedReduce) else 5), "room for what sums beside it"
+            assert suited_plan == replace(plan, tile=suited_plan.tile)
+        assert suited_plan.tile.stages == (4 if isinstance(plan, FusedReduce) else 5), "room for what sums beside it"
         assert suited(plan, [4096, 4096], 4096, SMS) == plan, "many waves"
-        assert suited(got, *FEW, SMS) == got
+        assert suited(suited_plan, *FEW, SMS) == suited_plan
 
 
 OTHERS: list[Plan] = [
     Sequential(), Decomposed(), OneShot(), Signaled(groups=(1, 1)),
-    *(of(tile=tile) for tile in (GemmTile(block_m=64), GemmTile(block_n=128, warps=4))
-      for of in (FusedGather, FusedGatherByCopies, FusedReduceScatter, Signaled)),
+    *(plan_class(tile=tile) for tile in (GemmTile(block_m=64), GemmTile(block_n=128, warps=4))
+      for plan_class in (FusedGather, FusedGatherByCopies, FusedReduceScatter, Signaled)),
 ]  # fmt: skip
 
 
@@ -126,6 +132,6 @@ def test_kinds_by_name_get_them_and_plans_do_not() -> None:
         call = op.check(world, op.typed((x, w, None)), (None, 0, False, None, False))
         return [op.choose(world, call, asked, False) for asked in ("fused", FusedGather())]
 
-    for named, given in weft.spmd(main, 2, backend="emulated", sm_count=SMS):
+    for named, unchanged in weft.spmd(main, 2, backend="emulated", sm_count=SMS):
         assert isinstance(named, FusedGather) and named.tile.block_m == 64
-        assert given == FusedGather()
+        assert unchanged == FusedGather()

@@ -80,10 +80,10 @@ class Nobody:
     def eager(self, fn: Callable[[], object]) -> float:
         return self.graph(fn, 2)
 
-    def together(self, fn: Callable[[], object], other: Callable[[Any], object]) -> tuple[float, float]:
+    def together(self, fn: Callable[[], object], transfer: Callable[[Any], object]) -> tuple[float, float]:
         side = self.world.side_stream("tune")
         self.world.wait_event(side, self.world.record(self.world.current_stream()))
-        other(side)
+        transfer(side)
         fn()
         self.world.synchronize()
         return 1.5, 1.25
@@ -91,8 +91,8 @@ class Nobody:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {op: (plan, changed(plan, pull_programs=1)) for op, plan in SMALL_FUSED.items()}
-    monkeypatch.setattr(calls, "variants", lambda capability=90: few)
+    variants_by_op = {op: (plan, changed(plan, pull_programs=1)) for op, plan in SMALL_FUSED.items()}
+    monkeypatch.setattr(calls, "variants", lambda capability=90: variants_by_op)
 
 
 def empty() -> Profile:
@@ -103,15 +103,15 @@ def tuned(
     seconds: float = 1e9, start: Profile | None = None, keep: str = ""
 ) -> tuple[Profile, list[tuple[int, int, str]], list[Probe]]:
     """What two emulated ranks make of the probes whose name has `keep`."""
-    said: list[tuple[int, int, str]] = []
+    progress: list[tuple[int, int, str]] = []
 
     def rank(world: weft.World) -> tuple[Profile, list[Probe]]:
         probes = [p for p in probes_of(Bench(world, Nobody(world), TINY)) if re.search(keep, p.name)]
-        return measure(world, start or empty(), seconds, probes, lambda p: None, lambda *x: said.append(x)), probes
+        return measure(world, start or empty(), seconds, probes, lambda p: None, lambda *x: progress.append(x)), probes
 
-    ((profile, probes), (other, _)) = weft.spmd(rank, 2, backend="emulated", races=False)
-    assert identical(profile, other)
-    return profile, said, probes
+    ((profile, probes), (other_profile, _)) = weft.spmd(rank, 2, backend="emulated", races=False)
+    assert identical(profile, other_profile)
+    return profile, progress, probes
 
 
 def identical(a: Profile, b: Profile) -> bool:
@@ -119,9 +119,9 @@ def identical(a: Profile, b: Profile) -> bool:
 
 
 def test_every_probe_runs_and_gives_what_it_says() -> None:
-    profile, said, probes = tuned()
-    assert not [line for line in said if line[2].startswith("left out")]
-    assert len(said) == len({frozenset(map(identity, p.rows)) for p in probes}), "each once"
+    profile, progress, probes = tuned()
+    assert not [line for line in progress if line[2].startswith("left out")]
+    assert len(progress) == len({frozenset(map(identity, p.rows)) for p in probes}), "each once"
     assert {identity(row) for p in probes for row in p.rows} == {identity(row) for row in profile.rows()}
     whats = {x.operation for x in profile.latencies}
     assert whats >= {"check", "barrier", "all_gather", "reduce_scatter", "all_reduce", "copy", "local", "sum"}
@@ -150,17 +150,17 @@ def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
     """Of the sizes that GPUs are measured with, without running them."""
 
     def rank(world: weft.World) -> list[tuple]:
-        made = Bench.__new__(Bench)
-        made.world, made.timer, made.sizes, made.copies = world, Nobody(world), SIZES, True
-        made.x = made.w = made.out = torch.empty(1 << 28, dtype=torch.bfloat16, device="meta")
-        made.full = made.part = torch.empty(1 << 29, dtype=torch.bfloat16, device="meta")
-        return [(p.name, p.rows) for p in probes_of(made)]
+        bench = Bench.__new__(Bench)
+        bench.world, bench.timer, bench.sizes, bench.copies = world, Nobody(world), SIZES, True
+        bench.x = bench.w = bench.out = torch.empty(1 << 28, dtype=torch.bfloat16, device="meta")
+        bench.full = bench.part = torch.empty(1 << 29, dtype=torch.bfloat16, device="meta")
+        return [(p.name, p.rows) for p in probes_of(bench)]
 
     probes = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
     every = [row for _, gives in probes for row in gives]
-    first = [row for _, gives in probes[: len(probes) // 4] for row in gives]
-    assert {type(r) for r in first} >= {Gemm, Wave, Latency}
-    assert {r.operation for r in first if isinstance(r, Latency)} >= {
+    first_rows = [row for _, gives in probes[: len(probes) // 4] for row in gives]
+    assert {type(r) for r in first_rows} >= {Gemm, Wave, Latency}
+    assert {r.operation for r in first_rows if isinstance(r, Latency)} >= {
         "barrier",
         "copy",
         "all_gather",
@@ -182,19 +182,19 @@ def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
 def test_a_file_is_continued() -> None:
     half, _, _ = tuned(keep="GEMM")
     start = replace(half, gemms=half.gemms[:2])
-    again, said, _ = tuned(start=start, keep="GEMM")
+    again, progress, _ = tuned(start=start, keep="GEMM")
     assert identical(again, half)
     assert [g for g in again.gemms if g in start.gemms] == list(start.gemms), "what was measured is not measured again"
-    assert said[0][1] == len(said) == 2
+    assert progress[0][1] == len(progress) == 2
 
 
 def test_time_is_bounded() -> None:
-    profile, said, _ = tuned(seconds=-1.0, keep="GEMM")
-    assert not list(profile.rows()) and not said
+    profile, progress, _ = tuned(seconds=-1.0, keep="GEMM")
+    assert not list(profile.rows()) and not progress
 
 
 def test_a_probe_that_fails_on_one_rank_is_left_out_on_all() -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def rank(world: weft.World) -> Profile:
         def run() -> list[Any]:
@@ -204,28 +204,28 @@ def test_a_probe_that_fails_on_one_rank_is_left_out_on_all() -> None:
 
         good = Probe("good", (Gemm(2, 2, 2, 1.0),), lambda: [Gemm(2, 2, 2, 6.0)])
         bad = Probe("bad", (Gemm(1, 1, 1, 1.0),), run)
-        return measure(world, empty(), 1e9, [bad, good], lambda p: None, lambda i, n, what: said.append(what))
+        return measure(world, empty(), 1e9, [bad, good], lambda p: None, lambda i, n, message: messages.append(message))
 
     profiles = weft.spmd(rank, 2, backend="emulated")
     assert all(p.gemms == (Gemm(2, 2, 2, 6.0),) for p in profiles)
-    assert said == ["bad", "left out: bad: Unsupported: no such thing here", "good"]
+    assert messages == ["bad", "left out: bad: Unsupported: no such thing here", "good"]
 
 
 def test_a_probe_that_fails_while_others_exchange_times_is_left_out_on_all() -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def rank(world: weft.World) -> Profile:
-        def run(first: float) -> list[Any]:
-            if first == 1 and world.rank == 1:
+        def run(m: float) -> list[Any]:
+            if m == 1 and world.rank == 1:
                 raise RuntimeError("out of memory")
-            return [Gemm(int(first), 1, 1, max(exchanged(world, "time", 5.0) + exchanged(world, "time", first)))]
+            return [Gemm(int(m), 1, 1, max(exchanged(world, "time", 5.0) + exchanged(world, "time", m)))]
 
         probes = [Probe(f"{n}", (Gemm(n, 1, 1, 1.0),), partial(run, float(n))) for n in (1, 2)]
-        return measure(world, empty(), 1e9, probes, lambda p: None, lambda i, n, what: said.append(what))
+        return measure(world, empty(), 1e9, probes, lambda p: None, lambda i, n, message: messages.append(message))
 
     profiles = weft.spmd(rank, 3, backend="emulated")
     assert all(p.gemms == (Gemm(2, 1, 1, 5.0),) for p in profiles)
-    assert said == ["1", "left out: 1: RuntimeError: another rank failed", "2"]
+    assert messages == ["1", "left out: 1: RuntimeError: another rank failed", "2"]
 
 
 def test_the_file_is_saved_on_the_first_rank_only(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_a_file_of_another_machine_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="not a usable profile"):
         start_of(MACHINE, path)
     write(replace(empty(), created="2020-01-01", gemms=(Gemm(1, 1, 1, 1.0),)), path)
-    more = start_of(MACHINE, path)
-    assert more.gemms == (Gemm(1, 1, 1, 1.0),) and more.created == "2020-01-01", "what it has is of that day"
+    continued = start_of(MACHINE, path)
+    assert continued.gemms == (Gemm(1, 1, 1, 1.0),) and continued.created == "2020-01-01", "what it has is of that day"
 
 
 def test_again_measures_what_the_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,20 +278,20 @@ class Gone:
 
     rank, size, asked = 0, 2, 0
 
-    def __init__(self, at: int) -> None:
-        self.at = at
+    def __init__(self, failing_exchange: int) -> None:
+        self.failing_exchange = failing_exchange
 
     def exchange(self, value: Any) -> list[Any]:
         self.asked += 1
-        if self.asked == self.at:
+        if self.asked == self.failing_exchange:
             raise weft.Timeout("rank 0: the connection to a rank is lost")
-        assert self.asked < self.at, "asked again"
+        assert self.asked < self.failing_exchange, "asked again"
         return [value, value]
 
 
-@pytest.mark.parametrize("at", [2, 3])
-def test_a_rank_that_is_gone_ends_the_run(at: int) -> None:
-    world: Any = Gone(at)
+@pytest.mark.parametrize("failing_exchange", [2, 3])
+def test_a_rank_that_is_gone_ends_the_run(failing_exchange: int) -> None:
+    world: Any = Gone(failing_exchange)
 
     def run() -> list[Any]:
         world.exchange("time")
@@ -302,7 +302,7 @@ def test_a_rank_that_is_gone_ends_the_run(at: int) -> None:
 
 
 def test_a_probe_that_triton_cannot_launch_is_left_out() -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def rank(world: weft.World) -> Profile:
         def large() -> list[Any]:
@@ -312,10 +312,10 @@ def test_a_probe_that_triton_cannot_launch_is_left_out() -> None:
             Probe("large", (Gemm(1, 1, 1, 1.0),), large),
             Probe("good", (Gemm(2, 2, 2, 1.0),), lambda: [Gemm(2, 2, 2, 6.0)]),
         ]
-        return measure(world, empty(), 1e9, probes, lambda p: None, lambda i, n, what: said.append(what))
+        return measure(world, empty(), 1e9, probes, lambda p: None, lambda i, n, message: messages.append(message))
 
     assert all(p.gemms == (Gemm(2, 2, 2, 6.0),) for p in weft.spmd(rank, 2, backend="emulated"))
-    assert "left out: large: OutOfResources: out of resource: shared memory" in said[1]
+    assert "left out: large: OutOfResources: out of resource: shared memory" in messages[1]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="says what happens with too few GPUs")
@@ -334,8 +334,8 @@ def test_the_plain_gemm_is_right() -> None:
         probes.out = world.empty((m * n,), torch.bfloat16)
         gemms.run_tiles(probes, SMALL_TILE, 5, m, n, k)
         world.finish(world.current_stream())
-        want = probes.x.double() @ probes.w.double().t()
-        return ((probes.out.view(m, n).double() - want).norm() / want.norm()).item()
+        expected = probes.x.double() @ probes.w.double().t()
+        return ((probes.out.view(m, n).double() - expected).norm() / expected.norm()).item()
 
     assert weft.spmd(rank, 1, backend="emulated")[0] < 5e-3
 

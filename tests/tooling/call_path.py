@@ -42,8 +42,8 @@ def attention(world: weft.World) -> Callable[[], object]:
 
 
 def moe(world: weft.World) -> Callable[[], object]:
-    x, first = torch.randn(8, 64).to(BF), torch.randint(0, 4, (8,), dtype=torch.int32)
-    ids, weights = torch.stack([first, (first + 1) % 4], 1), torch.rand(8, 2)
+    x, first_ids = torch.randn(8, 64).to(BF), torch.randint(0, 4, (8,), dtype=torch.int32)
+    ids, weights = torch.stack([first_ids, (first_ids + 1) % 4], 1), torch.rand(8, 2)
     w13, w2 = weft.moe.pack(torch.randn(2, 64, 64).to(BF), world=world), torch.randn(2, 64, 32).to(BF)
     return lambda: weft.moe.moe(x, ids, weights, w13, w2, world=world, plan="dispatched")
 

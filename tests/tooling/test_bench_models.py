@@ -41,21 +41,21 @@ def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
         cache = Cache(config, world=world, slots=2, max_len=7, dtype=FLOAT16)
         layout = model.layout(Batch.prefill(lengths), cache, "sequence")
         with torch.no_grad():
-            by = functools.partial(bench.mixture_by_libraries, model, ids, layout)
-            got = by(collectives.Collectives(world)).clone()
-            want = model.hidden(ids, layout)
+            hidden_with = functools.partial(bench.mixture_by_libraries, model, ids, layout)
+            actual = hidden_with(collectives.Collectives(world)).clone()
+            expected = model.hidden(ids, layout)
             elided = collectives.Elided(world)
-            alone(world, elided.passes(lambda: by(elided)))
-        return distance(got, want)
+            alone(world, elided.passes(lambda: hidden_with(elided)))
+        return distance(actual, expected)
 
     assert max(emulate(rank, 2)) < HALF
 
 
 def alone(world: weft.World, fn: Callable[[], torch.Tensor]) -> None:
     """A pass without communication: rank 0 makes one more than the others, which are not there to answer, of the same values."""
-    first = fn().clone()
+    result = fn().clone()
     if world.rank == 0:
-        assert torch.equal(fn(), first)
+        assert torch.equal(fn(), result)
     world.synchronize()
 
 
@@ -76,10 +76,10 @@ def test_a_dense_pass_without_communication_is_of_this_ranks_parts() -> None:
 
 
 def test_a_dense_model_runs_by_every_method_and_auto() -> None:
-    given = argparse.Namespace(layers=1, methods=["fused", "woven own"])
+    arguments = argparse.Namespace(layers=1, methods=["fused", "woven own"])
 
     def rank(world: weft.World) -> dict[str, str]:
-        plans = bench.Bench(world, given).plans(made(world, TINY), 16)
+        plans = bench.Bench(world, arguments).plans(made(world, TINY), 16)
         return {method: plan.kind for method, plan in plans.items()}
 
     assert emulate(rank, 2) == [{"libraries": "plain", "fused": "fused", "woven own": "woven"}] * 2
@@ -104,8 +104,8 @@ def test_a_model_is_measured_by_every_method(name: str, monkeypatch: pytest.Monk
     monkeypatch.setitem(bench.MODELS, name, (config | small | dict(vocab_size=96), (8, 8)))
     monkeypatch.setattr(bench, "time_interleaved", once)
     monkeypatch.setattr(bench, "WORDS", 96)
-    given = argparse.Namespace(layers=1, methods=["woven"], rounds=1, out=tmp_path)
-    emulate(lambda world: bench.Bench(world, given).run(name), 2)
+    arguments = argparse.Namespace(layers=1, methods=["woven"], rounds=1, out=tmp_path)
+    emulate(lambda world: bench.Bench(world, arguments).run(name), 2)
     rows = [json.loads(line) for line in (tmp_path / "models.jsonl").read_text().splitlines()]
     assert [r["method"] for r in rows] == METHODS[name]
     assert all((r["error"] is None) == (r["method"] == tables.ALONE) for r in rows)
@@ -115,16 +115,18 @@ def test_a_model_is_measured_by_every_method(name: str, monkeypatch: pytest.Monk
 def test_a_layer_is_measured_by_both_sides_and_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(training.LAYERS, name, small_layer(name))
     monkeypatch.setattr(training, "time_interleaved", once)
-    given = argparse.Namespace(layers=1, rounds=1)
-    rows = emulate(lambda world: training.measure(world, name, "graph", given), 2)[0]
+    arguments = argparse.Namespace(layers=1, rounds=1)
+    rows = emulate(lambda world: training.measure(world, name, "graph", arguments), 2)[0]
     assert [r["method"] for r in rows] == ["libraries", "auto", tables.ALONE]
     assert all(r["us"] == 1.0 and r["M"] == 8 * training.LAYERS[name].sequences for r in rows)
 
 
 def small_layer(name: str) -> training.Sizes:
-    of = training.LAYERS[name]
-    kv_heads = 8 if of.video else 4
-    return of._replace(hidden=64, inner=96, heads=8, kv_heads=kv_heads, tokens=8, head_dim=16, experts=of.experts // 2)
+    layer_sizes = training.LAYERS[name]
+    kv_heads = 8 if layer_sizes.video else 4
+    return layer_sizes._replace(
+        hidden=64, inner=96, heads=8, kv_heads=kv_heads, tokens=8, head_dim=16, experts=layer_sizes.experts // 2
+    )
 
 
 def marks(leaf: torch.Tensor) -> dict[str, bool]:
@@ -137,69 +139,81 @@ def marks(leaf: torch.Tensor) -> dict[str, bool]:
 def test_a_step_of_libraries_is_a_step_of_weft(name: str, ranks: int) -> None:
     """The result, and of a training step the gradients of x and of every weight. Of the router each side has other
     addends on a rank: their sums are compared. And the leaves of a step's graph are its own."""
-    of = sizes = small_layer(name)
+    sizes = small_layer(name)
 
     def rank(world: weft.World) -> list[float]:
         step, elided = training.Step(world, sizes, 1), collectives.Elided(world)
         weight = step.layers[0].out.weight
         step.layers[0].register_forward_hook(lambda *_: marks(weight).update(seen=True))
         results = []
-        for by in (collectives.Collectives(world), None):
-            results.append([t.clone() for t in step(by)])
+        for side_collectives in (collectives.Collectives(world), None):
+            results.append([t.clone() for t in step(side_collectives)])
             assert marks(weight) == {} and not any(t.requires_grad for t in results[-1])
         alone(world, elided.passes(lambda: torch.cat([t.flatten() for t in step(elided)])))
-        want, got = results
+        expected, actual = results
         names = ["y", "x", *(n for n, _ in step.layers.named_parameters())]
-        assert len(got) == (1 if of.video else len(names)) and all(t.norm() > 0 for t in want)
-        pairs = zip(names, got, want, strict=False)
+        assert len(actual) == (1 if sizes.video else len(names)) and all(t.norm() > 0 for t in expected)
+        pairs = zip(names, actual, expected, strict=False)
         whole = [tuple(map(sum, map(world.exchange, pair))) if "router" in n else pair for n, *pair in pairs]
         return [distance(a, b) for a, b in whole]
 
     assert max(max(errors) for errors in emulate(rank, ranks)) < 3e-2
 
 
-def heads_in_float64(of: training.Sizes, qkv: torch.Tensor, ranks: int) -> torch.Tensor:
+def heads_in_float64(layer_sizes: training.Sizes, qkv: torch.Tensor, ranks: int) -> torch.Tensor:
     """Causal attention of one rank's heads, [M, .. D], from its queries, keys and values."""
     q, k, v = (
-        t.view(of.sequences, of.tokens, -1, of.head_dim).transpose(1, 2)
-        for t in qkv.split([n // ranks * of.head_dim for n in (of.heads, of.kv_heads, of.kv_heads)], 1)
+        t.view(layer_sizes.sequences, layer_sizes.tokens, -1, layer_sizes.head_dim).transpose(1, 2)
+        for t in qkv.split(
+            [
+                n // ranks * layer_sizes.head_dim
+                for n in (layer_sizes.heads, layer_sizes.kv_heads, layer_sizes.kv_heads)
+            ],
+            1,
+        )
     )
-    k, v = (t.repeat_interleave(of.heads // of.kv_heads, 1) for t in (k, v))
-    scores = q @ k.transpose(2, 3) * of.head_dim**-0.5
-    later = torch.ones(of.tokens, of.tokens).triu(1).bool()
-    return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2).reshape(of.sequences * of.tokens, -1)
+    k, v = (t.repeat_interleave(layer_sizes.heads // layer_sizes.kv_heads, 1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * layer_sizes.head_dim**-0.5
+    later = torch.ones(layer_sizes.tokens, layer_sizes.tokens).triu(1).bool()
+    return (
+        (scores.masked_fill(later, -torch.inf).softmax(-1) @ v)
+        .transpose(1, 2)
+        .reshape(layer_sizes.sequences * layer_sizes.tokens, -1)
+    )
 
 
 def experts_in_float64(
     x: torch.Tensor, routing: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: int
 ) -> torch.Tensor:
     """What one rank's columns of its experts add to the result. routing [M, experts of the rank]."""
-    inner, made = w2.shape[2], torch.zeros_like(x)
+    inner, total = w2.shape[2], torch.zeros_like(x)
     for e in range(len(w2)):
         gate, up = (x @ w13[e].flatten(0, -2).t()).view(len(x), -1, 2, block).unbind(2)
         hidden = (F.silu(gate) * up).reshape(len(x), -1)[:, :inner]
-        made = made + routing[:, e, None] * (hidden @ w2[e].t())
-    return made
+        total = total + routing[:, e, None] * (hidden @ w2[e].t())
+    return total
 
 
 def test_experts_over_two_groups_of_two_ranks_train_as_the_whole_layer_in_float64() -> None:
     """EP 2 x TP 2 on four ranks: the result and the gradients of x and of every weight, of both sides of the benchmark."""
-    ranks, of = 4, training.LAYERS["Mixtral training"]
-    of = of._replace(hidden=64, inner=96, heads=16, kv_heads=8, sequences=2, tokens=10, head_dim=16, experts=4)
+    ranks, layer_sizes = 4, training.LAYERS["Mixtral training"]
+    layer_sizes = layer_sizes._replace(
+        hidden=64, inner=96, heads=16, kv_heads=8, sequences=2, tokens=10, head_dim=16, experts=4
+    )
 
     def whole(world: weft.World, step: training.Step) -> list[torch.Tensor]:
         """This rank's part of everything."""
         layer, me = step.layers[0], world.rank
-        assert (layer.mlp.split.experts, layer.mlp.split.columns) == (of.experts // 2, of.inner // 2)
-        mine = [t.detach().clone() for t in (step.x, step.dy, *step.layers.parameters())]
+        assert (layer.mlp.split.experts, layer.mlp.split.columns) == (layer_sizes.experts // 2, layer_sizes.inner // 2)
+        rank_tensors = [t.detach().clone() for t in (step.x, step.dy, *step.layers.parameters())]
         (xs, dys, *weights) = (
-            [t.double().requires_grad_() for t in every] for every in zip(*world.exchange(mine), strict=True)
+            [t.double().requires_grad_() for t in every] for every in zip(*world.exchange(rank_tensors), strict=True)
         )
         named = dict(zip((name.removeprefix("0.") for name, _ in step.layers.named_parameters()), weights, strict=True))
         x = torch.cat(xs)
         y = F.rms_norm(x, x.shape[1:])
         parts = zip(named["qkv.weight"], named["out.weight"], strict=True)
-        x = x + sum(heads_in_float64(of, y @ qkv.t(), ranks) @ out.t() for qkv, out in parts)
+        x = x + sum(heads_in_float64(layer_sizes, y @ qkv.t(), ranks) @ out.t() for qkv, out in parts)
         y = F.rms_norm(x, x.shape[1:])
         top = (
             torch.cat(  # every rank's own copy of the router, for its own tokens
@@ -208,7 +222,7 @@ def test_experts_over_two_groups_of_two_ranks_train_as_the_whole_layer_in_float6
             .softmax(1)
             .topk(training.TOP_K)
         )
-        routing = torch.zeros(len(x), of.experts, dtype=torch.float64)
+        routing = torch.zeros(len(x), layer_sizes.experts, dtype=torch.float64)
         routing = routing.scatter(1, top.indices, top.values / top.values.sum(1, keepdim=True)).chunk(2, 1)
         parts = zip(named["mlp.w13"], named["mlp.w2"], strict=True)
         block = world.scale.interleave
@@ -217,13 +231,13 @@ def test_experts_over_two_groups_of_two_ranks_train_as_the_whole_layer_in_float6
         return [x.chunk(ranks)[me].detach(), *torch.autograd.grad(x, wanted, torch.cat(dys).detach())]
 
     def rank(world: weft.World) -> dict[str, float]:
-        step = training.Step(world, of, 1)
-        names, want = ["y", "x", *(n for n, _ in step.layers.named_parameters())], whole(world, step)
+        step = training.Step(world, layer_sizes, 1)
+        names, expected = ["y", "x", *(n for n, _ in step.layers.named_parameters())], whole(world, step)
         errors = {}
-        for side, by in (("weft", None), ("libraries", collectives.Collectives(world))):
-            got = [t.clone() for t in step(by)]
+        for side, side_collectives in (("weft", None), ("libraries", collectives.Collectives(world))):
+            actual = [t.clone() for t in step(side_collectives)]
             world.synchronize()
-            for name, a, b in zip(names, got, want, strict=True):
+            for name, a, b in zip(names, actual, expected, strict=True):
                 if "router" in name:  # the libraries' is of all tokens, through the rank's own experts and columns
                     a, b = (sum(world.exchange(t.double())) for t in (a, b))
                 errors[f"{side}: {name}"] = distance(a, b)
@@ -240,7 +254,7 @@ def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
     }
     shape = dict(mode="graph", M=1024, N=64, K=96, layers=2)
     taken = {"dense": dict(taken="woven"), "step": dict(E=8, top_k=2)}
-    rows = [dict(shape, name=n, method=m, us=t, **taken[n]) for n, of in us.items() for m, t in of.items()]
+    rows = [dict(shape, name=n, method=m, us=t, **taken[n]) for n, times in us.items() for m, t in times.items()]
     before = [dict(rows[0], us=99.0, date="then"), dict(rows[0], method="fused", us=1.0, date="then")]
     dense, step = tables.models([*before, *rows]).splitlines()[-2:]
     assert dense == (
@@ -263,9 +277,9 @@ def stored() -> dict[tuple[int, str], dict[str, float]]:
 def test_what_is_predicted_fastest_was_at_most_3_percent_slower(key: tuple[int, str]) -> None:
     (world, name), us = key, stored()[key]
     config, lengths = bench.MODELS[name]
-    heads = (config[f"num_{of}_heads"] for of in ("attention", "key_value"))
-    of = sizes(config["hidden_size"], config["intermediate_size"], *heads, config["head_dim"], world)
+    heads = (config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    decoder_sizes = sizes(config["hidden_size"], config["intermediate_size"], *heads, config["head_dim"], world)
     p = planner(world)
-    way = LayerPredictor(p, of).best(near(sum(lengths), p.predictor.world))
+    way = LayerPredictor(p, decoder_sizes).best(near(sum(lengths), p.predictor.world))
     methods = {Way(w.kind, w.split, w.sms, w.norm): method for method, w in bench.ways(p.predictor.sms).items()}
     assert us[methods[way]] <= min(us.values()) / 0.97 and us[methods[way]] < us["libraries"]

@@ -130,11 +130,13 @@ def test_without_greenlet_it_says_what_to_install(command: str, tmp_path: Path) 
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_GREENLET, *command.split()], cwd=tmp_path, capture_output=True, text=True
     )
-    said = " ".join(run.stdout.split())
-    assert "the emulator needs greenlet, which is not installed: pip install greenlet" in said, run.stdout + run.stderr
+    output = " ".join(run.stdout.split())
+    assert "the emulator needs greenlet, which is not installed: pip install greenlet" in output, (
+        run.stdout + run.stderr
+    )
     assert "Traceback" not in run.stderr
     if command.startswith("doctor"):
-        assert run.returncode == 0 and "greenlet not installed" in said and "weft will use nothing: " in said
+        assert run.returncode == 0 and "greenlet not installed" in output and "weft will use nothing: " in output
     else:
         assert run.returncode == 1
 
@@ -142,10 +144,10 @@ def test_without_greenlet_it_says_what_to_install(command: str, tmp_path: Path) 
 def test_check_passes_a_good_kernel(kernel) -> None:
     result = weft("check", kernel(), "--seeds", 3)
     assert result.exit_code == 0, result.output
-    said = result.output.splitlines()
-    assert [line.partition(" seeds")[0] for line in said[:3]] == [f"clean with {n} ranks: 3" for n in (2, 3, 4)]
+    lines = result.output.splitlines()
+    assert [line.partition(" seeds")[0] for line in lines[:3]] == [f"clean with {n} ranks: 3" for n in (2, 3, 4)]
     figures = r"\d+ registers, 0 bytes spilled, \d+ bytes of shared memory"
-    for size, line in zip((2, 3, 4), said[3:], strict=True):
+    for size, line in zip((2, 3, 4), lines[3:], strict=True):
         assert re.fullmatch(rf"compiled shift \(ch.world = {size}\): {figures}", line), result.output
 
 
@@ -180,10 +182,10 @@ REFUSED = {  # code behind START of the kernel, or before it; the line of it tha
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_check_fails_on_what_triton_refuses(kernel, what: str) -> None:
+@pytest.mark.parametrize("construct", REFUSED)
+def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
     """Python takes all of it, and so does the emulator."""
-    code, line, says = REFUSED[what]
+    code, line, says = REFUSED[construct]
     path = kernel("@weft.jit\n", code + "@weft.jit\n") if code == HELPER else kernel(START, START + code)
     if code == HELPER:
         path.write_text(path.read_text().replace(START, START + "    helper(me)\n"))
@@ -204,15 +206,15 @@ def test_check_fails_on_what_does_not_fit(kernel, monkeypatch: pytest.MonkeyPatc
 def test_check_compiles_for_the_target(kernel) -> None:
     unknown = weft("check", kernel(), "--target", "gfx942")
     assert unknown.exit_code == 1 and "gfx942: no GPU that weft compiles for" in unknown.output
-    other = weft("check", kernel(), "--seeds", 1, "--world", 2, "--target", "sm_100a")
-    assert other.exit_code == 0 and "compiled shift: " in other.output
+    result = weft("check", kernel(), "--seeds", 1, "--world", 2, "--target", "sm_100a")
+    assert result.exit_code == 0 and "compiled shift: " in result.output
 
 
 def test_check_names_a_missing_file_and_function(kernel) -> None:
     missing = weft("check", "nowhere.py")
     assert missing.exit_code == 1 and "nowhere.py: no such file" in missing.output
-    other = weft("check", f"{kernel()}:other")
-    assert other.exit_code == 1 and "defines no function other(world)" in other.output
+    result = weft("check", f"{kernel()}:other")
+    assert result.exit_code == 1 and "defines no function other(world)" in result.output
 
 
 def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
@@ -250,10 +252,10 @@ def test_check_leaves_its_arguments_to_itself(kernel) -> None:
 def test_what_check_prints_to_repeat_can_be_pasted(tmp_path: Path) -> None:
     path = tmp_path / "a [red]b[green].py"
     path.write_text("def main(world):\n    raise ValueError('no [red]')\n")
-    said = weft("check", path, "--world", 2)
-    again = shlex.split(said.output.split("The same again: weft ")[1])
-    assert again[:2] == ["check", str(path)] and "no [red]" in said.output
-    assert weft(*again).output == said.output
+    result = weft("check", path, "--world", 2)
+    again = shlex.split(result.output.split("The same again: weft ")[1])
+    assert again[:2] == ["check", str(path)] and "no [red]" in result.output
+    assert weft(*again).output == result.output
 
 
 def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ def test_demo_asks_for_its_folder_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(*a: object, **more: object) -> None:
+    def hang(*a: object, **options: object) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", 60)
 
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
@@ -359,8 +361,8 @@ def test_trace_leaves_no_file_unasked(kernel, tmp_path: Path, monkeypatch: pytes
 
 
 def test_version() -> None:
-    said = weft("--version")
-    assert said.exit_code == 0 and said.output.strip() == metadata.version("weft") == package.__version__
+    result = weft("--version")
+    assert result.exit_code == 0 and result.output.strip() == metadata.version("weft") == package.__version__
 
 
 def test_trace_writes_json_and_picture(kernel, tmp_path: Path) -> None:
@@ -394,9 +396,9 @@ def test_doctor_says_what_triton_cannot_build_its_stub_with(monkeypatch: pytest.
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
-    said = f"no gcc or clang (apt install gcc), no {tmp_path}/Python.h (apt install python3-dev)"
-    assert dict(doctor._versions())["C compiler, Python's headers"] == said
-    assert doctor._verdict(2) == ("nothing", f"Triton cannot build its stub of the driver: {said}")
+    missing = f"no gcc or clang (apt install gcc), no {tmp_path}/Python.h (apt install python3-dev)"
+    assert dict(doctor._versions())["C compiler, Python's headers"] == missing
+    assert doctor._verdict(2) == ("nothing", f"Triton cannot build its stub of the driver: {missing}")
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert doctor._lacks_for_stub() is None
@@ -414,9 +416,9 @@ def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.Mo
         return {CUDNN: "" if use == "forward" else "refuses", FLASH: ""}
 
     monkeypatch.setattr(doctor.libraries, "library_errors", library_errors)
-    said = dict(doctor._attention())
+    libraries = dict(doctor._attention())
     neither = "none; cudnn: no memory; flash: no memory"
-    assert said == dict(forward="cudnn", backward="flash; cudnn: refuses", packed=neither, packed_backward=neither)
+    assert libraries == dict(forward="cudnn", backward="flash; cudnn: refuses", packed=neither, packed_backward=neither)
 
 
 def test_doctor_offers_to_share_one_gpu() -> None:

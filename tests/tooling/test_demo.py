@@ -68,22 +68,22 @@ def sequential(start: float, wait: float, late: float) -> Events:
     """131 + 1395 + 98 + 702 + 163 us, 12 us after the barrier and 2 us apart; rank 1's GEMM is `late`, so that its last
     collective has less to wait for."""
     stages = ((GATHER, 131.0), (UP, 1395 + late), ("silu_mul", 98.0), (DOWN, 702.0), (SCATTER, 163 - late))
-    events, at = before(start, wait), start + 12
+    events, begin = before(start, wait), start + 12
     for name, us in stages:
-        events.append(event(name, at, us))
-        at += us + 2
+        events.append(event(name, begin, us))
+        begin += us + 2
     return events
 
 
 def overlapped(start: float, wait: float, late: float) -> Events:
     """Two GEMMs on two streams beside a copy, then the two launches of one kernel: one sums the other's tiles."""
-    at = start + 11
+    t0 = start + 11
     return [
         *before(start, wait),
-        event(OWN, at, 19), event("barrier", at + 20, 5 + late, 21, 1, 32), event(PUSH, at + 27 + late, 88, 21),
-        event("barrier", at + 117 + late, 4, 21, 1, 32), event(UP, at + 20, 705), event(UP, at + 690, 700, 22),
-        event("silu_mul", at + 1393, 98), event("gemm_reduce", at + 1494, 732, 23, 64, 128),
-        event("gemm_reduce", at + 1493, 715),
+        event(OWN, t0, 19), event("barrier", t0 + 20, 5 + late, 21, 1, 32), event(PUSH, t0 + 27 + late, 88, 21),
+        event("barrier", t0 + 117 + late, 4, 21, 1, 32), event(UP, t0 + 20, 705), event(UP, t0 + 690, 700, 22),
+        event("silu_mul", t0 + 1393, 98), event("gemm_reduce", t0 + 1494, 732, 23, 64, 128),
+        event("gemm_reduce", t0 + 1493, 715),
     ]  # fmt: skip
 
 
@@ -102,27 +102,27 @@ def texts(figure: Figure) -> Iterator[Text]:
     """All that is drawn; matplotlib also keeps labels of ticks beyond an axis."""
     ticks = [tick for axes in figure.axes for tick in axes.xaxis.get_major_ticks()]
     beyond = {tick.label1 for tick in ticks if not 0 <= tick.get_loc() <= figure.axes[0].get_xlim()[1]}
-    for found in figure.findobj(Text):
-        if isinstance(found, Text) and found.get_visible() and found.get_text() and found not in beyond:
-            yield found
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and text.get_visible() and text.get_text() and text not in beyond:
+            yield text
 
 
 def lanes_of(spans: list[Span], rank: int = 0) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    names_by_lane: dict[str, list[str]] = {}
     for s in sorted(spans, key=lambda s: s.start):
         if s.rank == rank:
-            found.setdefault(s.track, []).append(s.name)
-    return found
+            names_by_lane.setdefault(s.track, []).append(s.name)
+    return names_by_lane
 
 
-@pytest.mark.parametrize(("plan", "first", "last"), [(sequential, 12, 2509), (overlapped, 11, 2237)])
-def test_a_call_starts_where_all_ranks_left_the_barrier(plan: Callable[..., Events], first: float, last: float) -> None:
+@pytest.mark.parametrize(("plan", "start", "end"), [(sequential, 12, 2509), (overlapped, 11, 2237)])
+def test_a_call_starts_where_all_ranks_left_the_barrier(plan: Callable[..., Events], start: float, end: float) -> None:
     """One rank waited 94 ms for another whose clock is 40 ms ahead; neither is seen."""
     for rank, wait in enumerate((FIRST_WAIT, 3.0)):
         spans = spans_of(rank, plan(CLOCKS[rank], wait, 0.0))
         assert {s.rank for s in spans} == {rank}
-        assert min(s.start for s in spans) == pytest.approx(first, abs=0.01)
-        assert max(s.end for s in spans) == pytest.approx(last, abs=0.01)
+        assert min(s.start for s in spans) == pytest.approx(start, abs=0.01)
+        assert max(s.end for s in spans) == pytest.approx(end, abs=0.01)
         assert not any("spin" in s.detail or "AllReduce" in s.detail for s in spans)
 
 
@@ -229,33 +229,33 @@ def test_no_text_lies_over_another_or_leaves_the_page(ranks: int) -> None:
 
 def test_the_profiler_starts_before_the_ranks_meet_and_records_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU: the first call is not recorded, and each follows a host barrier, a sleep and a device barrier."""
-    said: list[str] = []
+    steps: list[str] = []
     calls = iter((torch.sin, torch.cos))
 
     def call() -> None:
-        said.append("call")
+        steps.append("call")
         next(calls)(torch.ones(4))
 
     monkeypatch.setattr(profile, "ACTIVITIES", (ProfilerActivity.CPU,))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: steps.append("sleep"))
     world = SimpleNamespace(
         rank=0, zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype), current_stream=lambda: None,
-        exchange=lambda what: said.append("hosts"), all_reduce=lambda word, stream: said.append("GPUs"),
-        synchronize=lambda: said.append("done"),
+        exchange=lambda value: steps.append("hosts"), all_reduce=lambda word, stream: steps.append("GPUs"),
+        synchronize=lambda: steps.append("done"),
     )  # fmt: skip
     ran = {e["name"] for e in recorded(world, call) if e.get("cat") == "cpu_op"}  # type: ignore[arg-type]
     assert "aten::cos" in ran and "aten::sin" not in ran
-    assert said == ["hosts", "sleep", "GPUs", "call", "done"] * 2
+    assert steps == ["hosts", "sleep", "GPUs", "call", "done"] * 2
 
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_the_demo_on_gpus_writes_its_picture_if_anything_was_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
-    got = results()
+    rank_results = results()
     if not seen:
-        got[1]["auto"].spans = []
-    monkeypatch.setattr(demo, "spmd", lambda fn, ranks: got)
+        rank_results[1]["auto"].spans = []
+    monkeypatch.setattr(demo, "spmd", lambda fn, ranks: rank_results)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     result = on_gpus(3, tmp_path / "demo.png", Progress(disable=True))
     assert result.ok and (tmp_path / "demo.png").exists() == seen

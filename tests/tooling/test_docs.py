@@ -40,10 +40,10 @@ def test_the_tutorial_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[
     names: dict[str, Any] = {"__name__": "layer"}
     for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(), re.S):
         exec(code, names)
-    first, *plans = capsys.readouterr().out.splitlines()
+    printed_error, *plans = capsys.readouterr().out.splitlines()
     shown = {plan: float(error) for plan, error in map(str.split, plans[:3])}
     assert shown.keys() == {"sequential", "decomposed", "fused"} and all(
-        1e-4 < e < 5e-3 for e in (float(first), *shown.values())
+        1e-4 < e < 5e-3 for e in (float(printed_error), *shown.values())
     )
     assert "matmul_reduce_scatter" in plans[3] and any("sequential" in line for line in plans[4:-1])
     assert plans[-1].startswith(

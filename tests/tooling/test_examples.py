@@ -134,9 +134,9 @@ def test_call_that_is_not_ended_is_found(seed: int, tmp_path: Path) -> None:
 
 def variants(path: Path, ranks: int) -> tuple[Ran, list[Variant]]:
     """What a run of the file launches."""
-    found = check.search(check.load(str(path)), ranks, range(1))
-    assert not found.findings
-    return found.ran, list(found.ran.variants.values())
+    result = check.search(check.load(str(path)), ranks, range(1))
+    assert not result.findings
+    return result.ran, list(result.ran.variants.values())
 
 
 @pytest.mark.parametrize("name", ["all_gather_rowwise", "all_to_all_table", "gemm_ring_reduce_scatter"])
@@ -151,8 +151,8 @@ def test_kernel_compiles_and_waits_before_it_loads(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_wrong_with_what_is_compiled(name: str) -> None:
-    made, refused = check.compile_and_check(variants(EXAMPLES / f"{name}.py", 3)[0], 90)
-    assert made and refused == [] and [one.problems for one in made] == [[]] * len(made)
+    checked, refused = check.compile_and_check(variants(EXAMPLES / f"{name}.py", 3)[0], 90)
+    assert checked and refused == [] and [one.problems for one in checked] == [[]] * len(checked)
 
 
 # -- docs/writing-kernels.md -------------------------------------------------------------------------------------------
@@ -163,10 +163,10 @@ BLOCKS = re.findall(r"(?:<!-- (.*?) -->\n)?```(\w*)\n(.*?)```", PAGE, re.S)
 
 def test_the_page_quotes_the_examples() -> None:
     quoted = [(mark, code) for mark, language, code in BLOCKS if language == "python"]
-    first = [code for mark, code in quoted if not mark]
+    unmarked = [code for mark, code in quoted if not mark]
     others = [(mark, code) for mark, code in quoted if mark.startswith(("examples/", "src/"))]
-    assert len(first) == 3 and len(others) == 2
-    for name, code in [*((f"examples/{FIRST.name}", code) for code in first), *others]:
+    assert len(unmarked) == 3 and len(others) == 2
+    for name, code in [*((f"examples/{FIRST.name}", code) for code in unmarked), *others]:
         assert code in (ROOT / name).read_text(), code
 
 
@@ -229,9 +229,9 @@ def test_the_page_shows_what_is_said_of_compiled_code() -> None:
     (shown,) = (text.removeprefix("compiled ") for mark, _, text in BLOCKS if mark == "compiled")
     ran, _ = variants(FIRST, 2)
     ran.add(variants(FIRST, 3)[0])
-    made, _ = check.compile_and_check(ran, 90)
+    checked, _ = check.compile_and_check(ran, 90)
     figure = r"\d+(?= reg| bytes of)"
-    assert re.sub(figure, "#", shown.strip()) == re.sub(figure, "#", str(made[0]))
+    assert re.sub(figure, "#", shown.strip()) == re.sub(figure, "#", str(checked[0]))
 
 
 def test_the_kernel_on_the_page_compiles() -> None:
@@ -253,8 +253,8 @@ def shape(line: str) -> str:
 def test_the_page_shows_what_weft_check_says(bug: str, shown: str, planted: Callable[[str], Path]) -> None:
     with pytest.raises(BUGS[bug][2]) as caught:
         emulate(planted(bug), 2, 0)
-    first, *lines = (line for line in shown.splitlines() if not line.startswith("The same again"))
-    assert first == f"{type(caught.value).__name__} with 2 ranks, seed 0:"
+    headline, *lines = (line for line in shown.splitlines() if not line.startswith("The same again"))
+    assert headline == f"{type(caught.value).__name__} with 2 ranks, seed 0:"
     assert list(map(shape, lines)) == list(map(shape, str(caught.value).splitlines()[: len(lines)]))
 
 
@@ -262,11 +262,11 @@ def test_the_page_prints_the_signatures_of_the_primitives() -> None:
     reference = PAGE[PAGE.index("## Reference: primitives") : PAGE.index("## Reference: the World")]
     shown = re.findall(r"`(\w+)\(([^`]*)\)`", "".join(re.findall(r"^\| (`.*?) \|", reference, re.M)))
     assert len(shown) > 25
-    for name, given in shown:
+    for name, signature in shown:
         fn = getattr(weft.lang, name)
         parameters = inspect.signature(getattr(fn, "fn", fn)).parameters.values()
         real = [p.name if p.default is p.empty else f"{p.name}={_default(p.default)}" for p in parameters]
-        assert given.replace("ch.mapping", "m").replace('"', "'") == ", ".join(real), name
+        assert signature.replace("ch.mapping", "m").replace('"', "'") == ", ".join(real), name
 
 
 def _default(value: Any) -> str:
@@ -275,8 +275,10 @@ def _default(value: Any) -> str:
 
 def test_what_examples_import_is_installed_by_weft_or_an_extra() -> None:
     project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + [each for extra in project["optional-dependencies"].values() for each in extra]
-    packages = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in wanted}
+    wanted = project["dependencies"] + [
+        requirement for extra in project["optional-dependencies"].values() for requirement in extra
+    ]
+    packages = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in wanted}
     for example in EXAMPLES.glob("*.py"):
         imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", example.read_text(), re.M)}
         assert imported - packages - sys.stdlib_module_names <= {"weft", "vllm"}, example.name  # which finds weft

@@ -26,11 +26,13 @@ def test_every_case_that_is_left_is_covered_by_one_that_is_run() -> None:
     everything, run = (
         {
             line.removeprefix("tests/")
-            for line in subprocess.run([*collect, *more], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+            for line in subprocess.run(
+                [*collect, *options], cwd=ROOT, capture_output=True, text=True
+            ).stdout.splitlines()
         }
-        for more in ([], ["-m", "not gate"])
+        for options in ([], ["-m", "not gate"])
     )
-    left = {case: by for case in everything if (by := covered_by(case))}
+    left = {case: covering for case in everything if (covering := covered_by(case))}
     assert not left.keys() & run
-    assert {by for by in left.values() if by not in run} == set()
+    assert {covering for covering in left.values() if covering not in run} == set()
     assert [p.pattern for p, _ in PATTERNS if not any(p.fullmatch(case) for case in left)] == []

@@ -41,7 +41,7 @@ WITHOUT: Calls = {  # by what is said of None
 }  # fmt: skip
 
 
-def said(call: Callable[[weft.World], object], *errors: type[Exception]) -> str:
+def error_text(call: Callable[[weft.World], object], *errors: type[Exception]) -> str:
     """By both of two ranks."""
 
     def main(world: weft.World) -> str:
@@ -49,26 +49,26 @@ def said(call: Callable[[weft.World], object], *errors: type[Exception]) -> str:
             call(world)
         return str(caught.value)
 
-    first, second = weft.spmd(main, 2, backend="emulated")
-    assert first == second
-    return first
+    message, peer_message = weft.spmd(main, 2, backend="emulated")
+    assert message == peer_message
+    return message
 
 
-@pytest.mark.parametrize("what", WITHOUT)
-def test_none_in_place_of_an_operand(what: str) -> None:
-    assert said(WITHOUT[what], TypeError).startswith(f"{what} must be a tensor")
+@pytest.mark.parametrize("operand", WITHOUT)
+def test_none_in_place_of_an_operand(operand: str) -> None:
+    assert error_text(WITHOUT[operand], TypeError).startswith(f"{operand} must be a tensor")
 
 
 def test_none_in_place_of_matrices_to_pack() -> None:
-    assert said(lambda world: moe.pack(None, world=world), TypeError) == "pack: tensors are needed, not NoneType"
+    assert error_text(lambda world: moe.pack(None, world=world), TypeError) == "pack: tensors are needed, not NoneType"
 
 
 def test_errors_of_training_name_the_function_that_was_called() -> None:
     def call(world: weft.World, **options: Any) -> object:
         return moe.moe(X.clone().requires_grad_(), IDS, WEIGHTS, W13, W2, world=world, **options)
 
-    assert said(lambda world: call(world, keep="x"), ValueError).startswith("moe: keep 'x'")
-    assert said(lambda world: call(world, plan="x"), ValueError).startswith("moe: plan 'x'")
+    assert error_text(lambda world: call(world, keep="x"), ValueError).startswith("moe: keep 'x'")
+    assert error_text(lambda world: call(world, plan="x"), ValueError).startswith("moe: plan 'x'")
 
 
 def test_a_rank_with_and_one_without_gradients_are_told_by_the_functions_name() -> None:
@@ -86,7 +86,7 @@ def test_a_layer_of_experts_says_what_it_takes(x: torch.Tensor) -> None:
         return moe.MoE(32, 16, 4, 2, world=world)(x)
 
     shape = f"MoE: x {list(x.shape)} {str(x.dtype).removeprefix('torch.')} on cpu must be [T, 32] bfloat16"
-    assert said(call, ValueError).startswith(shape)
+    assert error_text(call, ValueError).startswith(shape)
 
 
 @pytest.mark.parametrize("target", ["sm_99", "sm_110", "sm_75"])

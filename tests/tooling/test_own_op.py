@@ -30,7 +30,7 @@ def loaded() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def own() -> dict[str, Any]:
+def own_op() -> dict[str, Any]:
     return loaded()
 
 
@@ -52,40 +52,40 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
-def test_a_compiled_graph_holds_it(own: dict[str, Any]) -> None:
+def test_a_compiled_graph_holds_it(own_op: dict[str, Any]) -> None:
     def rank(world: weft.World) -> None:
-        op = own["all_gather_rms_norm"]
+        op = own_op["all_gather_rms_norm"]
         compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
-        for plan in ("auto", "sequential", own["Pushed"](rows=2)):
+        for plan in ("auto", "sequential", own_op["Pushed"](rows=2)):
             assert torch.equal(compiled(shard(world), world=world, plan=plan), op(shard(world), world=world, plan=plan))
 
     weft.spmd(rank, 2, backend="emulated")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_its_gradient(own: dict[str, Any], compiled: bool) -> None:
+def test_its_gradient(own_op: dict[str, Any], compiled: bool) -> None:
     def rank(world: weft.World) -> float:
-        op = own["all_gather_rms_norm"]
+        op = own_op["all_gather_rms_norm"]
         op = torch.compile(op, backend="aot_eager", fullgraph=True) if compiled else op
         dys = torch.randn(world.size, world.size * 4, 64, generator=torch.Generator().manual_seed(9))
         x = shard(world).requires_grad_()
         op(x, world=world).backward(dys[world.rank].bfloat16().to(world.device))
         world.synchronize()
         leaf = shard(world).double().requires_grad_()
-        mine = slice(world.rank * 4, world.rank * 4 + 4)
-        torch.rms_norm(leaf, (64,), eps=1e-6).backward(dys.bfloat16().double().sum(0)[mine])
+        shard_rows = slice(world.rank * 4, world.rank * 4 + 4)
+        torch.rms_norm(leaf, (64,), eps=1e-6).backward(dys.bfloat16().double().sum(0)[shard_rows])
         assert x.grad is not None and leaf.grad is not None
         return float((x.grad.double() - leaf.grad).norm() / leaf.grad.norm())
 
     assert max(weft.spmd(rank, 3, backend="emulated")) < 1e-2
 
 
-def kept_norm(own: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
+def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
     """The op once more, whose runs keep the norm's scale where a gradient is asked for; `backwards` gets what each backward
     pass had."""
 
     @dataclass(frozen=True)
-    class KeptCall(own["GatherNormCall"]):  # type: ignore[misc]
+    class KeptCall(own_op["GatherNormCall"]):  # type: ignore[misc]
         gradient: bool
 
     def keeping(run: Any) -> Any:
@@ -100,11 +100,11 @@ def kept_norm(own: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
 
         return run_and_keep
 
-    class KeptNorm(own["GatherNorm"]):  # type: ignore[misc]
+    class KeptNorm(own_op["GatherNorm"]):  # type: ignore[misc]
         name = "all_gather_rms_norm_kept"
         signature = "Tensor x, bool gradient"
         keeps = 1
-        runs = {kind: keeping(run) for kind, run in own["GatherNorm"].runs.items()}
+        runs = {kind: keeping(run) for kind, run in own_op["GatherNorm"].runs.items()}
 
         def check(self, world: weft.World, operands: Any, options: Any) -> Any:
             call = super().check(world, operands, ())
@@ -113,15 +113,15 @@ def kept_norm(own: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
         def kept(self, world: weft.World, call: Any, plan: Any) -> Any:
             return [((call.m, 1), torch.float32)] if call.gradient else []
 
-        def returned(self, world: weft.World, call: Any, result: torch.Tensor, more: Any) -> Any:
-            return result if more is None else (result, more)
+        def returned(self, world: weft.World, call: Any, result: torch.Tensor, extra: Any) -> Any:
+            return result if extra is None else (result, extra)
 
         def saved(self, operands: Any, results: Any, options: Any, needs: Any) -> Any:
             return *operands, *results[1:]
 
-        def backward(self, world: weft.World, given: Any) -> Any:
-            (x, scale), (dy,) = given.saved, given.gradients
-            backwards.append((given.call, given.plan, scale.shape))
+        def backward(self, world: weft.World, context: Any) -> Any:
+            (x, scale), (dy,) = context.saved, context.gradients
+            backwards.append((context.call, context.plan, scale.shape))
             dx, g, stream = world.empty(x.shape, x.dtype), world.empty(x.shape, dy.dtype), world.current_stream()
             world.reduce_scatter(g, dy.contiguous(), stream)
             through_norm = lambda: dx.copy_(scale * (g - x * scale * (g * x * scale).mean(1, keepdim=True)))  # noqa: E731
@@ -133,12 +133,12 @@ def kept_norm(own: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_a_run_keeps_and_what_the_forward_pass_ran_reach_the_backward_pass(
-    own: dict[str, Any], compiled: bool
+    own_op: dict[str, Any], compiled: bool
 ) -> None:
     """The call and the plan that was chosen, whatever was asked for; nothing is kept without a gradient."""
     backwards: list[tuple[Any, ...]] = []
-    op, kept_call = kept_norm(own, backwards)
-    pushed = own["Pushed"]
+    op, kept_call = kept_norm(own_op, backwards)
+    pushed = own_op["Pushed"]
     chosen = {
         "auto": pushed(rows=2),
         "sequential": Sequential(),
@@ -154,11 +154,11 @@ def test_what_a_run_keeps_and_what_the_forward_pass_ran_reach_the_backward_pass(
         with torch.no_grad():
             assert all(torch.equal(call(leaves[plan], plan), y) for plan, y in results.items())
         for plan, y in results.items():
-            want = shard(world).requires_grad_()
+            expected_leaf = shard(world).requires_grad_()
             dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(world.rank)).bfloat16()
-            own["all_gather_rms_norm"](want, world=world, plan=plan).backward(dy)
+            own_op["all_gather_rms_norm"](expected_leaf, world=world, plan=plan).backward(dy)
             y.backward(dy)
-            assert torch.equal(leaves[plan].grad, want.grad) and want.grad.norm() > 0  # type: ignore[arg-type, union-attr]
+            assert torch.equal(leaves[plan].grad, expected_leaf.grad) and expected_leaf.grad.norm() > 0  # type: ignore[arg-type, union-attr]
 
     weft.spmd(rank, 2, backend="emulated")
     assert [plan for _, plan, _ in backwards[::2]] == list(chosen.values())
@@ -166,12 +166,12 @@ def test_what_a_run_keeps_and_what_the_forward_pass_ran_reach_the_backward_pass(
     assert {shape for *_, shape in backwards} == {(4, 1)}
 
 
-def test_errors_and_plans_that_do_not_fit(own: dict[str, Any]) -> None:
+def test_errors_and_plans_that_do_not_fit(own_op: dict[str, Any]) -> None:
     def rank(world: weft.World) -> None:
-        op = own["all_gather_rms_norm"]
+        op = own_op["all_gather_rms_norm"]
         with pytest.raises(ValueError, match=r"x must be \[m, H\]"):
             op(shard(world)[0], world=world)
-        uneven = op(shard(world, rows=3), world=world, plan=own["Pushed"](rows=2))  # sequential, and says so
+        uneven = op(shard(world, rows=3), world=world, plan=own_op["Pushed"](rows=2))  # sequential, and says so
         assert uneven.shape == (3 * world.size, 64)
         with pytest.raises(ValueError, match="fused.*is not"):
             op(shard(world), world=world, plan="fused")
@@ -179,31 +179,31 @@ def test_errors_and_plans_that_do_not_fit(own: dict[str, Any]) -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_its_plan_travels_as_any_other(own: dict[str, Any]) -> None:
-    plan = own["Pushed"](rows=8)
+def test_its_plan_travels_as_any_other(own_op: dict[str, Any]) -> None:
+    plan = own_op["Pushed"](rows=8)
     assert KINDS["pushed"] is type(plan) and Plan.from_json(plan.to_json()) == plan
     assert text_of(plan) == "Pushed;rows=8"
 
 
-def test_auto_takes_what_was_fastest(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_was_fastest(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The slowest rank counts, and a gain below WORTH does not, over sequential or over a plan that the op names before."""
-    op, plans = own["GATHER_NORM"], (own["Pushed"](), own["Pushed"](rows=1))
+    op, plans = own_op["GATHER_NORM"], (own_op["Pushed"](), own_op["Pushed"](rows=1))
     monkeypatch.setattr(
         "weft.planner.auto._planner_or_unusable", lambda world: pytest.fail("a planner, which has no model of it")
     )
     monkeypatch.setattr(EmulatedBackend, "clock", True)
-    found = weft.spmd(lambda world: _four(world, op, plans, monkeypatch), 2, backend="emulated", sm_count=32)
-    assert found[0] == found[1] == [plans[1], Sequential(), Sequential(), plans[0]]
+    plans_by_rank = weft.spmd(lambda world: _four(world, op, plans, monkeypatch), 2, backend="emulated", sm_count=32)
+    assert plans_by_rank[0] == plans_by_rank[1] == [plans[1], Sequential(), Sequential(), plans[0]]
 
 
 def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    first = {2: 90.0, 4: 200.0, 6: 200.0, 8: 50.4}  # us, by rows
+    first_us = {2: 90.0, 4: 200.0, 6: 200.0, 8: 50.4}  # us, by rows
     pushed = {2: (50.0, 50.0), 4: (99.5, 99.5), 6: (50.0, 150.0), 8: (50.0, 50.0)}  # of each rank
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
         m = choice.sizes[0] // world.size
-        mine: Any = self.ranks
-        us = {Sequential(): 100.0, plans[0]: first[m], plans[1]: pushed[m][mine.rank]}.get(plan, 200.0)
+        ranks: Any = self.ranks
+        us = {Sequential(): 100.0, plans[0]: first_us[m], plans[1]: pushed[m][ranks.rank]}.get(plan, 200.0)
         return CallTime(us, us)
 
     monkeypatch.setattr(Chooser, "time", time)
@@ -213,21 +213,21 @@ def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pyt
     return [op.choose(world, call, "auto", False) for call, _ in calls]
 
 
-def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_of_long_calls_has_as_many_rounds(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of fewer calls: one round says too little of what differs from call to call."""
-    op, asked = own["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
-    turns = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
+    op, asked = own_op["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
+    call_us = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
-        m, mine = choice.sizes[0] // 2, self.ranks
-        asked[m] += [times] if plan == Sequential() and not mine.rank else []  # type: ignore[union-attr]
-        return CallTime(turns[m], 0.0)
+        m, ranks = choice.sizes[0] // 2, self.ranks
+        asked[m] += [times] if plan == Sequential() and not ranks.rank else []  # type: ignore[union-attr]
+        return CallTime(call_us[m], 0.0)
 
     monkeypatch.setattr(Chooser, "time", time)
     monkeypatch.setattr(EmulatedBackend, "clock", True)
 
     def main(world: weft.World) -> None:
-        for x in (shard(world, rows) for rows in turns):
+        for x in (shard(world, rows) for rows in call_us):
             world.choices.trial(op.choice(world, op.check(world, (x,), ()), (x,)))
 
     weft.spmd(main, 2, backend="emulated", sm_count=32)
@@ -253,12 +253,12 @@ def test_on_gpus() -> None:
 
 
 def main() -> None:
-    own = loaded()
-    world, op = weft.init(), own["all_gather_rms_norm"]
+    own_op = loaded()
+    world, op = weft.init(), own_op["all_gather_rms_norm"]
     for rows in (16, 100, 512):
         whole = torch.randn(2 * rows, 4096, generator=torch.Generator().manual_seed(rows)).bfloat16()
         x = whole.view(2, rows, 4096)[world.rank].to(world.device)
-        want = torch.rms_norm(whole.float(), (4096,), eps=1e-6).to(world.device)
+        expected = torch.rms_norm(whole.float(), (4096,), eps=1e-6).to(world.device)
         for plan in ("auto", "pushed", "sequential"):
             torch._dynamo.reset()
             for _ in range(20):
@@ -270,8 +270,8 @@ def main() -> None:
                 graph.replay()
             compiled = torch.compile(op, backend="aot_eager", fullgraph=True)(x, world=world, plan=plan)
             torch.cuda.synchronize()
-            for got in (y, again, compiled):
-                assert (got.float() - want).abs().max() < 0.04, (rows, plan)
+            for actual in (y, again, compiled):
+                assert (actual.float() - expected).abs().max() < 0.04, (rows, plan)
         leaf = x.detach().requires_grad_()
         op(leaf, world=world).float().square().sum().backward()  # of a norm it does not depend on x
         assert leaf.grad is not None and leaf.grad.abs().max() < 0.2

@@ -28,7 +28,7 @@ def test_a_page_is_what_its_maker_makes(name: str) -> None:
 
 
 def test_the_shipped_table_is_what_its_maker_makes() -> None:
-    text, _ = table.made("nvidia-h200")
+    text, _ = table.table_of("nvidia-h200")
     assert text == (table.TABLES / "nvidia-h200.json").read_text(), "python -m bench.pages.table nvidia-h200"
 
 
@@ -52,7 +52,7 @@ def test_every_picture_is_shown_and_every_one_shown_is_there() -> None:
 def test_the_readmes_picture_is_of_stored_rows(tmp_path: Path) -> None:
     """What is left of a layer beside its GEMMs and what of the collectives is not hidden takes time, and little."""
     t = layer_picture.times(report.load(ROOT / "bench/results" / layer_picture.MACHINE))
-    assert t.weft < t.sequential and max(t.gather, t.scatter) < t.first
+    assert t.weft < t.sequential and max(t.gather, t.scatter) < t.gate_up
     assert all(0 < t.rest(whole) < 0.15 * whole for whole in (t.sequential, t.weft))
     (path,) = layer_picture.plots(ROOT / "bench/results", tmp_path)
     assert path.read_bytes() == (ROOT / "docs/img" / path.name).read_bytes(), "make pages"
@@ -77,7 +77,7 @@ def stored_rows(machine: str, file: str) -> list[dict]:
 
 def ratios_of(machine: str, title: str, mode: str) -> dict[str, tuple[float, str]]:
     """By size, how many times as fast weft was, and its plan: from the stored rows, by other code than the page's maker."""
-    op, _, few = title.partition(", ≤512 tokens")
+    op = title.partition(", ≤512 tokens")[0]
     file, base, method, counts = LAYERS.get(title) or (
         OPS[op],
         "sequential",
@@ -85,7 +85,7 @@ def ratios_of(machine: str, title: str, mode: str) -> dict[str, tuple[float, str
         lambda r: (r["M"] <= 512) == ("≤" in title),
     )
     rows = [r for r in stored_rows(machine, file) if counts(r) and r.get("mode", "graph") == mode]
-    found = {}
+    ratios = {}
     for name in {r["name"] for r in rows}:
         run = [r for r in rows if r["name"] == name]
         last = max(r.get("date", "") for r in run) if title not in LAYERS else None
@@ -93,8 +93,8 @@ def ratios_of(machine: str, title: str, mode: str) -> dict[str, tuple[float, str
             r["method"]: r for r in run if last is None or r["date"] == last
         }  # of rows without a date the last of the file
         if base in us and method in us:
-            found[name] = us[base]["us"] / us[method]["us"], us[method].get("plan") or ""
-    return found
+            ratios[name] = us[base]["us"] / us[method]["us"], us[method].get("plan") or ""
+    return ratios
 
 
 def test_the_readmes_means_are_those_of_the_stored_rows() -> None:
@@ -104,12 +104,13 @@ def test_the_readmes_means_are_those_of_the_stored_rows() -> None:
     for title, _, *cells, lowest in (line.split(" | ") for line in table):
         every = [ratios_of(machine, title, mode) for machine in MACHINES for mode in ("graph", "eager")]
         means = [
-            f"**{statistics.geometric_mean(r for r, _ in found.values()):.2f}x**" if found else "–" for found in every
+            f"**{statistics.geometric_mean(r for r, _ in ratios.values()):.2f}x**" if ratios else "–"
+            for ratios in every
         ]
         assert means == cells, title
-        least = min((r, name, plan) for found in every for name, (r, plan) in found.items())
+        least = min((r, name, plan) for ratios in every for name, (r, plan) in ratios.items())
         assert lowest.startswith(f"{least[0]:.2f}x ({least[1]}, "), title
-        assert all('"sequential"' in plan for found in every for r, plan in found.values() if r < 0.995), title
+        assert all('"sequential"' in plan for ratios in every for r, plan in ratios.values() if r < 0.995), title
 
 
 def test_each_table_of_means_names_the_commits_of_its_rows() -> None:
@@ -150,12 +151,12 @@ def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
         for r in stored_rows("nvidia-h200-x2", "hf")
         if r["name"] == "70B-prefill-8192"
     }
-    own, woven = (min(t for (_, m), t in us.items() if (m == "transformers") == which) for which in (True, False))
+    plain, woven = (min(t for (_, m), t in us.items() if (m == "transformers") == which) for which in (True, False))
     decoder = [
         r for r in stored_rows("nvidia-h200-x2", "decoder") if (r["name"], r["mode"]) == ("70B-prefill-8192", "graph")
     ]
     last = {r["method"]: r["us"] for r in decoder if r["date"] == max(r["date"] for r in decoder)}
-    assert f"**{own / woven:.2f}x**" in text and f"**{last['sequential'] / last['auto']:.2f}x** is overlap" in text
+    assert f"**{plain / woven:.2f}x**" in text and f"**{last['sequential'] / last['auto']:.2f}x** is overlap" in text
 
 
 def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
@@ -185,9 +186,9 @@ def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
 def test_every_experiment_is_told_of() -> None:
     """The notes' figures, and what the predictor's tests are fitted to, are made of all that is kept."""
     makers = "".join((ROOT / "bench" / name).read_text() for name in ("pages/notes.py", "common/stored.py"))
-    said = (ROOT / "docs/design-notes.md").read_text()
+    notes = (ROOT / "docs/design-notes.md").read_text()
     kept = [path for path in (ROOT / "bench/results").glob("*/experiments/*")]
-    assert kept and [path.name for path in kept if path.name not in makers + said] == []
+    assert kept and [path.name for path in kept if path.name not in makers + notes] == []
 
 
 def test_figures_of_the_design_notes_are_filled_in() -> None:

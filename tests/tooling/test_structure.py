@@ -20,8 +20,8 @@ PLANNER = sorted((SOURCE / "planner").rglob("*.py"))
 def test_the_planner_names_no_op(path: Path) -> None:
     """But for the collectives, of which one has the name of an op."""
     names = set(REGISTRY) - set(collectives().values())
-    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-    assert not [f"{path.name}:{node.lineno}" for node in found if node.value in names]
+    constants = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    assert not [f"{path.name}:{node.lineno}" for node in constants if node.value in names]
 
 
 def test_the_planner_imports_no_module_of_an_op() -> None:
@@ -76,71 +76,71 @@ def test_the_source_is_within_its_limits() -> None:
 def test_upward_imports_are_found(tmp_path: Path) -> None:
     lazy = "def f():\n    from .top import x\n"
     checked = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .top import x\n"
-    found = planted(tmp_path, base=lazy, left="from . import right, base\n", right=checked, top="import weft.left\n")
-    said = structure.upward(found, LAYERS, {})
-    assert [line.rpartition(": ")[2] for line in said] == [
+    modules = planted(tmp_path, base=lazy, left="from . import right, base\n", right=checked, top="import weft.left\n")
+    violations = structure.upward(modules, LAYERS, {})
+    assert [line.rpartition(": ")[2] for line in violations] == [
         "base imports top, which is no layer below its own",
         "left imports right, which is no layer below its own",
     ]
-    assert structure.upward(found, (*LAYERS, ("else",)), {("base", "top"): "why", ("left", "right"): "why"}) == [
+    assert structure.upward(modules, (*LAYERS, ("else",)), {("base", "top"): "why", ("left", "right"): "why"}) == [
         f"{tmp_path / 'left.py'}:1: the door from left to right is inside a function only"
     ]
-    assert "take the door out" in structure.upward(found, LAYERS, {("base", "left"): "why"})[-1]
+    assert "take the door out" in structure.upward(modules, LAYERS, {("base", "left"): "why"})[-1]
 
 
 def test_modules_of_no_layer_are_found(tmp_path: Path) -> None:
-    found = planted(tmp_path, base="", other="")
-    assert structure.upward(found, LAYERS, {}) == [f"{tmp_path / 'other.py'}: other is in no layer"]
+    modules = planted(tmp_path, base="", other="")
+    assert structure.upward(modules, LAYERS, {}) == [f"{tmp_path / 'other.py'}: other is in no layer"]
 
 
 def test_circles_are_found(tmp_path: Path) -> None:
-    found = planted(
+    modules = planted(
         tmp_path,
         base="def f():\n    from . import top__inner\n    from .left import x\n",
         left="from .right import x\n",
         right="from .base import f\n",
         top="from .base import f\n",
     )
-    assert structure.circles(found, {}) == ["a circle of imports: base -> left -> right -> base"]
-    assert structure.circles(found, {("base", "left"): "why"}) == []
+    assert structure.circles(modules, {}) == ["a circle of imports: base -> left -> right -> base"]
+    assert structure.circles(modules, {("base", "left"): "why"}) == []
 
 
 def test_packages_are_told_from_what_is_in_them(tmp_path: Path) -> None:
     inner = {"top/__init__": "from . import a\nfrom .a import x\n", "top/a": "from .. import base\n"}
-    found = planted(tmp_path, inner, base="")
-    assert found["top"].imports == [("top.a", 1), ("top.a", 2)]
-    assert found["top.a"].imports == [("base", 1)]
+    modules = planted(tmp_path, inner, base="")
+    assert modules["top"].imports == [("top.a", 1), ("top.a", 2)]
+    assert modules["top.a"].imports == [("base", 1)]
 
 
 def test_long_functions_are_found(tmp_path: Path) -> None:
     body = "    x = 1\n" * 60
     device = "    x = 1\n" * 79
-    found = planted(
+    modules = planted(
         tmp_path,
         a=f"class C:\n    def short(self):\n        '''Said\n        at length.'''\n{body[:-10].replace('    x', '        x')}",
         b=f"def long():\n{body}",
         c=f"@weft.jit(do_not_specialize=('n',))\ndef kernel():\n{device}",
         d=f"@jit\ndef longer():\n{device}    y = 1\n",
     )
-    said = structure.long_functions(found, {})
-    assert [line.rpartition(": ")[2] for line in said] == [
+    violations = structure.long_functions(modules, {})
+    assert [line.rpartition(": ")[2] for line in violations] == [
         "b.long has 61 lines, at most 60",
         "d.longer has 81 lines, at most 80",
     ]
     allowed = {"b.long": (61, "why"), "d.longer": (80, "why"), "a.C.short": (70, "why")}
-    longer, needless = structure.long_functions(found, allowed)
+    longer, needless = structure.long_functions(modules, allowed)
     assert longer.endswith("d.longer has 81 lines, at most 80")
     assert needless == "a.C.short is within the limit of lines: take it out"
 
 
 def test_parameters_are_counted_of_device_functions_alone(tmp_path: Path) -> None:
     many = ", ".join(f"a{i}" for i in range(17))
-    found = planted(tmp_path, a=f"@jit\ndef kernel({many}):\n    pass\n\ndef host({many}):\n    pass\n")
-    assert [line.rpartition(": ")[2] for line in structure.many_parameters(found, {})] == [
+    modules = planted(tmp_path, a=f"@jit\ndef kernel({many}):\n    pass\n\ndef host({many}):\n    pass\n")
+    assert [line.rpartition(": ")[2] for line in structure.many_parameters(modules, {})] == [
         "a.kernel has 17 parameters, at most 16"
     ]
-    assert structure.many_parameters(found, {"a.kernel": 17}) == []
-    assert "take it out" in structure.many_parameters(found, {"a.kernel": 17, "a.host": 17})[0]
+    assert structure.many_parameters(modules, {"a.kernel": 17}) == []
+    assert "take it out" in structure.many_parameters(modules, {"a.kernel": 17, "a.host": 17})[0]
 
 
 def test_lines_are_counted(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ z = "{"z" * 116}"
 
 
 def test_names_of_two_modules_are_found(tmp_path: Path) -> None:
-    found = planted(tmp_path, a="class C: ...\nN, M = 1, 2\n_P = 1\n", b="class C: ...\nN: int = 1\n_P = 1\nm = 1\n")
-    assert structure.shared_names(found) == {"C": ["a", "b"], "N": ["a", "b"]}
+    modules = planted(tmp_path, a="class C: ...\nN, M = 1, 2\n_P = 1\n", b="class C: ...\nN: int = 1\n_P = 1\nm = 1\n")
+    assert structure.shared_names(modules) == {"C": ["a", "b"], "N": ["a", "b"]}
 
 
 def test_docstrings_without_a_subject_are_found(tmp_path: Path) -> None:
@@ -198,8 +198,33 @@ def test_banned_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:
     """
     module = planted(tmp_path, words=inspect.cleandoc(text))["words"]
     assert [name for _, name in structure.banned_names(module)] == ["of", "other", "_found", "at", "here", "told"]
-    said = structure.without_meaning(planted(tmp_path, words=inspect.cleandoc(text), clean="x = 1\n"))
-    assert len(said) == 6 and all("words.py:" in line for line in said)
+    violations = structure.without_meaning(planted(tmp_path, words=inspect.cleandoc(text), clean="x = 1\n"))
+    assert len(violations) == 6 and all("words.py:" in line for line in violations)
+
+
+@pytest.mark.parametrize("directory", structure.NAMED)
+def test_names_beside_the_source_say_what_they_hold(directory: str) -> None:
+    modules = structure.modules_beside_source((directory,))
+    assert modules and structure.without_meaning(modules) == []
+
+
+def test_the_lint_refuses_banned_names_beside_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every one of the directories and below it, and nowhere else."""
+    text = "def good(row):\n    found = row\n"
+    for directory in (*structure.NAMED, "docs"):
+        (tmp_path / directory / "inner").mkdir(parents=True)
+        (tmp_path / directory / "a.py").write_text(text)
+        (tmp_path / directory / "inner/b.py").write_text(text)
+    monkeypatch.setattr(structure, "ROOT", tmp_path)
+    assert structure.main() == 1
+    lines = capsys.readouterr().err.split("broken:\n")[1].splitlines()
+    assert lines == [
+        f"{tmp_path / directory / file}:2: `found` says nothing of what it holds"
+        for directory in structure.NAMED
+        for file in ("a.py", "inner/b.py")
+    ]
 
 
 def test_names_of_different_things_and_aliases_of_one_type_are_found(tmp_path: Path) -> None:
@@ -207,9 +232,9 @@ def test_names_of_different_things_and_aliases_of_one_type_are_found(tmp_path: P
     right = (
         "from torch import Tensor as T\nTensor = torch.Tensor\nCall = tuple[int]\nRow = tuple[int, ...]\n_Own = int\n"
     )
-    found = planted(tmp_path, left=left, right=right, top="class _Own: ...\n")
-    assert structure.shared_names(found) == {"Call": ["left", "right"]}
-    assert structure.shared_aliases(found) == {"torch.Tensor": ["left", "right"]}
+    modules = planted(tmp_path, left=left, right=right, top="class _Own: ...\n")
+    assert structure.shared_names(modules) == {"Call": ["left", "right"]}
+    assert structure.shared_aliases(modules) == {"torch.Tensor": ["left", "right"]}
 
 
 def test_rows_of_a_table_that_were_wrapped_as_prose_are_found(tmp_path: Path) -> None:
@@ -217,5 +242,5 @@ def test_rows_of_a_table_that_were_wrapped_as_prose_are_found(tmp_path: Path) ->
     rest = "                    only this GPU"
     broken = f'"""Title.\n\n{row}\n    only\n{rest}\n"""\n'
     whole = f'"""Title.\n\n{row}\n{rest}\n    pullers         sum\n\nArgs:\n    x: more\n        of it\n"""\n'
-    found = planted(tmp_path, left=broken, right=whole)
-    assert [structure.broken_tables(module) for module in found.values()] == [[4], []]
+    modules = planted(tmp_path, left=broken, right=whole)
+    assert [structure.broken_tables(module) for module in modules.values()] == [[4], []]

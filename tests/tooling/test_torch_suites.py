@@ -72,23 +72,23 @@ def test_every_way_of_two_small_suites(ranks: int, tmp_path: Path) -> None:
     done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "torch_suites.jsonl").read_text().splitlines()]
-    said = {
+    outcomes = {
         (r["way"], r["suite"], r["test"]): (
             r["outcome"],
-            *(sum(r.get(by, {}).values()) for by in ("served", "fell_through")),
+            *(sum(r.get(side, {}).values()) for side in ("served", "fell_through")),
         )
         for r in rows
     }
-    assert {r["world"] for r in rows} == {ranks} and len(said) == len(rows)
+    assert {r["world"] for r in rows} == {ranks} and len(outcomes) == len(rows)
     if ranks == 1:
         suites = ("MicroPipelineTPTest", "MicroPipelineTP4GPUTest")
-        assert said == {("torch", s, "scatter"): ("failed", 0, 0) for s in suites} | {
+        assert outcomes == {("torch", s, "scatter"): ("failed", 0, 0) for s in suites} | {
             ("weft", s, "scatter"): ("passed", 0, 1) for s in suites
         }, "torch has none of a CPU's, weft what torch computes in its stead"
         return
     gather, alone, scaled = (("AsyncTPTest", test) for test in ("gather", "of_one_rank", "scaled"))
     # weft serves a gloo group in bfloat16; in float32 torch computes.
-    assert said == {
+    assert outcomes == {
         ("torch", *gather): ("failed", 0, 0), ("weft", *gather): ("passed", 0, 1), ("bfloat16", *gather): ("passed", 1, 0),
         **{(way, *alone): ("failed", 0, 0) for way in ("torch", "weft", "bfloat16")},  # on the second
         **{(way, *scaled): ("skipped", 0, 0) for way in ("torch", "weft")},

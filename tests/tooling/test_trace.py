@@ -38,28 +38,32 @@ def test_a_releaser_that_did_nothing_else_has_a_lane() -> None:
 
 
 def test_perfetto_slices_keep_times_and_a_wait_has_an_arrow_from_its_releaser() -> None:
-    got = events(SPANS)
-    slices = {e["name"]: e for e in got if e["ph"] == "X"}
+    trace_events = events(SPANS)
+    slices = {e["name"]: e for e in trace_events if e["ph"] == "X"}
     assert (slices["gemm"]["ts"], slices["gemm"]["dur"], slices["gemm"]["cat"]) == (0.0, 3.0, "compute")
     assert slices["wait"]["args"] == {"detail": "tile 7, channel 1", "ended by": "rank 1 stream:copy"}
-    start, end = (next(e for e in got if e["ph"] == phase) for phase in "sf")
+    start, end = (next(e for e in trace_events if e["ph"] == phase) for phase in "sf")
     assert start["id"] == end["id"] and start["ts"] == end["ts"] == 5.0
     assert (start["pid"], start["tid"]) == (1, slices["pull"]["tid"])
     assert (end["pid"], end["tid"]) == (0, slices["wait"]["tid"])
-    names = {(e["pid"], e["args"]["name"]) for e in got if e["name"] == "process_name"}
+    names = {(e["pid"], e["args"]["name"]) for e in trace_events if e["name"] == "process_name"}
     assert names == {(0, "rank 0"), (1, "rank 1")}
 
 
 def test_perfetto_lanes_have_names_and_keep_their_order() -> None:
     """Every lane, also that of a releaser without a slice of its own."""
     for spans in (SPANS, [WAIT]):
-        got = events(spans)
-        named = {(e["pid"], e["tid"]): e["args"]["name"] for e in got if e["name"] == "thread_name"}
-        order = {(e["pid"], e["tid"]): e["args"]["sort_index"] for e in got if e["name"] == "thread_sort_index"}
-        assert [(rank, named[rank, thread]) for rank, thread in sorted(named, key=lambda at: order[at])] == lanes(spans)
+        trace_events = events(spans)
+        named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace_events if e["name"] == "thread_name"}
+        order = {
+            (e["pid"], e["tid"]): e["args"]["sort_index"] for e in trace_events if e["name"] == "thread_sort_index"
+        }
+        assert [(rank, named[rank, thread]) for rank, thread in sorted(named, key=lambda lane: order[lane])] == lanes(
+            spans
+        )
         for span in spans:
-            (at,) = {(e["pid"], e["tid"]) for e in got if e["ph"] == "X" and e["name"] == span.name}
-            assert (at[0], named[at]) == (span.rank, span.track)
+            (lane,) = {(e["pid"], e["tid"]) for e in trace_events if e["ph"] == "X" and e["name"] == span.name}
+            assert (lane[0], named[lane]) == (span.rank, span.track)
 
 
 def test_json_is_what_chrome_reads(tmp_path: Path) -> None:
@@ -81,12 +85,12 @@ def test_programs_of_kernels_that_run_side_by_side_have_lanes_of_their_own() -> 
         world.synchronize()
 
     _, report = spmd(main, 2, record=True)
-    by: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    extents_by_lane: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for s in stacked(report.timeline):
         if s.kind == "compute":
-            by.setdefault((s.rank, s.track), []).append((s.start, s.end))
-    assert any(track.startswith("gemm_reduce (pull):") for _, track in by)
-    for extents in by.values():
+            extents_by_lane.setdefault((s.rank, s.track), []).append((s.start, s.end))
+    assert any(track.startswith("gemm_reduce (pull):") for _, track in extents_by_lane)
+    for extents in extents_by_lane.values():
         assert all(a[1] <= b[0] for a, b in pairwise(sorted(extents)))
 
 

@@ -125,12 +125,12 @@ def test_a_users_file_passes(mypy: Callable[[str], str]) -> None:
 
 def test_what_cannot_be_is_refused(mypy: Callable[[str], str]) -> None:
     last = "    return weft.all_reduce("
-    said = mypy(USER.replace(last, "".join(f"    {line}\n" for line in WRONG) + last))
-    first = USER[: USER.index(last)].count("\n") + 1
-    for number, (line, says) in enumerate(WRONG.items(), first):
-        found = re.findall(rf"^user.py:{number}: error: (.*)$", said, re.M)
-        assert any(says in text for text in found), (line, found)
-    assert len(set(re.findall(r"^user.py:(\d+): error", said, re.M))) == len(WRONG), said
+    output = mypy(USER.replace(last, "".join(f"    {line}\n" for line in WRONG) + last))
+    first_line = USER[: USER.index(last)].count("\n") + 1
+    for number, (line, says) in enumerate(WRONG.items(), first_line):
+        errors = re.findall(rf"^user.py:{number}: error: (.*)$", output, re.M)
+        assert any(says in text for text in errors), (line, errors)
+    assert len(set(re.findall(r"^user.py:(\d+): error", output, re.M))) == len(WRONG), output
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -19,12 +19,12 @@ FILE = Path(__file__).parents[1] / "trends.csv"
 KEPT = 10
 
 
-def note(what: str, minutes: float, tree: str, date: str = "") -> None:
+def note(name: str, minutes: float, tree: str, date: str = "") -> None:
     date = date or time.strftime("%Y-%m-%d")
     old = [row for row in csv.reader(FILE.read_text().splitlines()) if row] if FILE.exists() else []
-    same = [row for row in old if row[1] == what and row[0] != date]
-    new = [date, what, f"{minutes:.1f}", str(os.cpu_count()), tree[:12]]
-    rest = [row for row in old if row[1] != what]
+    same = [row for row in old if row[1] == name and row[0] != date]
+    new = [date, name, f"{minutes:.1f}", str(os.cpu_count()), tree[:12]]
+    rest = [row for row in old if row[1] != name]
     with FILE.open("w") as file:
         csv.writer(file, lineterminator="\n").writerows(
             sorted([*rest, *same[-KEPT + 1 :], new], key=lambda row: (row[1], row[0]))
