@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.emulated.cases import distance
-from tests.emulated.cases_attention import Given, Shape, attention_case, gradients_case
+from tests.emulated.cases_attention import Inputs, Shape, attention_case, gradients_case
 from weft.plans import HeadParallel, Plan, Segmented
 
 BOUND = 8e-3  # of 16-bit results; of one pass some 3e-3, a merge adds as much at most
@@ -29,8 +29,8 @@ MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, la
 
 def graph_replays(world: weft.World, of: Shape, plan: str | Plan) -> float:
     """A CUDA graph of two calls with other operands in every replay, as eager calls have them, to the bit."""
-    held = Given(world, of, 0).there()
-    options = Given(world, of, 0).options() | dict(plan=plan)
+    held = Inputs(world, of, 0).local_qkv()
+    options = Inputs(world, of, 0).options() | dict(plan=plan)
 
     def twice() -> torch.Tensor:
         return weft.gathered_attention(weft.gathered_attention(*held, **options), *held[1:], **options)
@@ -41,7 +41,7 @@ def graph_replays(world: weft.World, of: Shape, plan: str | Plan) -> float:
         out = twice()
     wrong = 0
     for call in range(1, 6):
-        for t, new in zip(held, Given(world, of, 100 * call).there(), strict=True):
+        for t, new in zip(held, Inputs(world, of, 100 * call).local_qkv(), strict=True):
             t.copy_(new)
         want = twice().clone()
         for _ in range(3):
@@ -53,8 +53,8 @@ def graph_replays(world: weft.World, of: Shape, plan: str | Plan) -> float:
 
 def many_calls(world: weft.World, of: Shape, plan: str | Plan, count: int) -> float:
     """Three operands in turn, ranks late by chance: the same bits every time."""
-    options = Given(world, of, 0).options() | dict(plan=plan)
-    given = [Given(world, of, 100 * i).there() for i in range(3)]
+    options = Inputs(world, of, 0).options() | dict(plan=plan)
+    given = [Inputs(world, of, 100 * i).local_qkv() for i in range(3)]
     want = [weft.gathered_attention(*g, **options).clone() for g in given]
     rng = random.Random(world.rank)
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
@@ -68,8 +68,8 @@ def many_calls(world: weft.World, of: Shape, plan: str | Plan, count: int) -> fl
 
 def long(world: weft.World, of: Shape) -> float:
     """Plans against each other, where a reference of all scores would take too much memory; "auto" too."""
-    given = Given(world, of, 0)
-    operands, options = given.there(), given.options()
+    given = Inputs(world, of, 0)
+    operands, options = given.local_qkv(), given.options()
     want = weft.gathered_attention(*operands, **options, plan="sequential").float()
     found = [weft.gathered_attention(*operands, **options, plan=plan) for plan in ("auto", *PLANS.values())]
     world.synchronize()
@@ -78,18 +78,20 @@ def long(world: weft.World, of: Shape) -> float:
 
 def batched(world: weft.World, of: Shape) -> float:
     """Three entries at once, as one after the other."""
-    given = [Given(world, of, 100 * i) for i in range(3)]
+    given = [Inputs(world, of, 100 * i) for i in range(3)]
     options = given[0].options()
-    got = weft.gathered_attention(*(torch.stack(ts) for ts in zip(*(g.there() for g in given), strict=True)), **options)
-    return max(distance(out.float(), g.want()[0]) for out, g in zip(got, given, strict=True))
+    got = weft.gathered_attention(
+        *(torch.stack(ts) for ts in zip(*(g.local_qkv() for g in given), strict=True)), **options
+    )
+    return max(distance(out.float(), g.expected()[0]) for out, g in zip(got, given, strict=True))
 
 
 def with_other_ops(world: weft.World, of: Shape) -> float:
     """Between calls of an op that stages rows in the same memory, without a synchronisation."""
     x = torch.ones(512, 1024, device=world.device, dtype=torch.bfloat16)
     w = torch.full((256, 1024), 1 / 1024, device=world.device, dtype=torch.bfloat16)
-    given = Given(world, of, 0)
-    operands, options = given.there(), given.options() | dict(plan=Segmented())
+    given = Inputs(world, of, 0)
+    operands, options = given.local_qkv(), given.options() | dict(plan=Segmented())
     want = weft.gathered_attention(*operands, **options).clone()
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for _ in range(20):
@@ -101,13 +103,13 @@ def with_other_ops(world: weft.World, of: Shape) -> float:
 
 def compiled(world: weft.World, of: Shape) -> float:
     """torch.compile(fullgraph=True), with gradients, against eager calls."""
-    given, made = Given(world, of, 0), []
+    given, made = Inputs(world, of, 0), []
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return weft.gathered_attention(2 * q, k, v, causal=True, layout="zigzag", world=world, plan="segmented")
 
     for fn in (layer, torch.compile(layer, fullgraph=True)):
-        leaves = [t.requires_grad_() for t in given.there()]
+        leaves = [t.requires_grad_() for t in given.local_qkv()]
         out = fn(*leaves)
         out.float().square().sum().backward()
         made.append([out.detach(), *(t.grad for t in leaves)])
@@ -117,7 +119,7 @@ def compiled(world: weft.World, of: Shape) -> float:
 
 def trained_in_a_graph(world: weft.World, of: Shape) -> float:
     """Forward and backward captured, replayed with other operands, against eager calls. Libraries sum in no fixed order."""
-    held, options = [t.requires_grad_() for t in Given(world, of, 0).there()], Given(world, of, 0).options()
+    held, options = [t.requires_grad_() for t in Inputs(world, of, 0).local_qkv()], Inputs(world, of, 0).options()
 
     def trained() -> list[torch.Tensor]:
         out = weft.gathered_attention(*held, **options, plan="segmented")
@@ -129,7 +131,7 @@ def trained_in_a_graph(world: weft.World, of: Shape) -> float:
         made = trained()
     for call in (1, 2):
         with torch.no_grad():
-            for t, new in zip(held, Given(world, of, 100 * call).there(), strict=True):
+            for t, new in zip(held, Inputs(world, of, 100 * call).local_qkv(), strict=True):
                 t.copy_(new)
         want = [t.clone() for t in trained()]
         graph.replay()

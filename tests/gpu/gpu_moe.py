@@ -27,7 +27,7 @@ def routed(world: weft.World, layer: Layer, tokens: int, call: int, ids_of: Call
 
 
 def by(model: Model, world: weft.World, given: tuple, plan: str | Plan, rows: list[int] | None = None) -> torch.Tensor:
-    w = model.own
+    w = model.local_weights
     return moe.moe(
         *given, w.w13, w.w2, b13=w.b13, b2=w.b2, activation=model.layer.activation, rows=rows, world=world, plan=plan
     )
@@ -132,7 +132,7 @@ def of_any_length(world: weft.World, plan: str) -> float:
     model, kept, made = Model(world, layer, False), [], set()
     for call, tokens in enumerate((300, 0, 7, 299, 1, 128)):
         given = routed(world, layer, (tokens + 31 * world.rank) % 301, call)
-        got = moe.moe(*given, *model.own[:2], max_tokens=300, world=world, plan=plan)
+        got = moe.moe(*given, *model.local_weights[:2], max_tokens=300, world=world, plan=plan)
         made.add((len(world._cache), len(world._channels)))
         kept.append((got, model(*(t.cpu() for t in given))))
     world.synchronize()
@@ -149,7 +149,9 @@ def left_out(world: weft.World) -> float:
     ids.fill_(-1)
 
     def call() -> torch.Tensor:
-        return moe.moe(x, ids, weights, *model.own[:2], max_rows=128, received=received, world=world, plan="dispatched")
+        return moe.moe(
+            x, ids, weights, *model.local_weights[:2], max_rows=128, received=received, world=world, plan="dispatched"
+        )
 
     call()
     graph = torch.cuda.CUDAGraph()
