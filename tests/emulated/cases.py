@@ -29,14 +29,14 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.T
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative Frobenius error; NaN counts as infinite."""
-    if got.shape != want.shape:
-        raise AssertionError(f"shape {list(got.shape)}, expected {list(want.shape)}")
-    if want.numel() == 0:
+    if actual.shape != expected.shape:
+        raise AssertionError(f"shape {list(actual.shape)}, expected {list(expected.shape)}")
+    if expected.numel() == 0:
         return 0.0
-    got, want = got.to(want.device).to(want.dtype), want
-    error = ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
+    actual = actual.to(expected.device).to(expected.dtype)
+    error = ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
     return error if error == error else float("inf")
 
 

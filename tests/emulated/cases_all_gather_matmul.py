@@ -29,16 +29,16 @@ def all_gather_case(
         if views:
             x_there, w_there = strided(x_there), strided(w_there)
         out = world.zeros((m, n), dtype) if into else None
-        got, gathered = weft.all_gather_matmul(
+        actual, gathered = weft.all_gather_matmul(
             x_there, w_there, b_there, world=world, plan=plan, out=out, return_gathered=True,
             rows=None if len(set(shards)) == 1 else shards,
         )  # fmt: skip
         world.synchronize()
         if into:
-            assert got is out
+            assert actual is out
         full = torch.cat(parts)
-        want = product(full, w, world)
+        expected = product(full, w, world)
         if b is not None:
-            want = want + b.to(want)
-        worst = max(worst, distance(got, want), distance(gathered, full.to(want)))
+            expected = expected + b.to(expected)
+        worst = max(worst, distance(actual, expected), distance(gathered, full.to(expected)))
     return worst

@@ -30,15 +30,15 @@ def reference(
 
 
 def requantized(
-    want: torch.Tensor, got: torch.Tensor, scales: torch.Tensor, recipe: str | None
+    expected: torch.Tensor, actual: torch.Tensor, scales: torch.Tensor, recipe: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the rows are when quantized, and what they are: dequantized."""
-    group = want.shape[1] if recipe == "row" else 128
-    parts = want.float().view(len(want), -1, group)
+    group = expected.shape[1] if recipe == "row" else 128
+    parts = expected.float().view(len(expected), -1, group)
     scale = parts.abs().amax(2, keepdim=True).clamp_min(1e-12) / 448
-    assert scales.shape == scale.shape[:2] and got.dtype == FP8 and distance(scales, scale[:, :, 0]) < 1e-2
+    assert scales.shape == scale.shape[:2] and actual.dtype == FP8 and distance(scales, scale[:, :, 0]) < 1e-2
     rounded = (parts / scale).to(FP8).float() * scale
-    return rounded.view(want.shape), (got.float().view(parts.shape) * scales[:, :, None]).view(want.shape)
+    return rounded.view(expected.shape), (actual.float().view(parts.shape) * scales[:, :, None]).view(expected.shape)
 
 
 def norm_case(
@@ -54,7 +54,7 @@ def norm_case(
     worst, device, eps = 0.0, world.device, 1e-5
     rows = balanced_rows(m, world.size)
     lo = sum(rows[: world.rank])
-    own = slice(0, m) if full else slice(lo, lo + rows[world.rank])
+    own_rows = slice(0, m) if full else slice(lo, lo + rows[world.rank])
     to = FP8 if quantize else out_dtype or dtype
     scale = torch.tensor([SCALE], device=device) if to == FP8 and not quantize else None
     out = place = None
@@ -70,13 +70,13 @@ def norm_case(
         old = draw(s + 50, m, h, dtype=dtype) if residual else None
         weight = draw(s + 51, h, dtype=weights or dtype).to(device)
         shift = draw(s + 52, h, dtype=weights or dtype).to(device) if bias else None
-        x, given = xs[world.rank].to(device), None if old is None else old[own].to(device)
+        x, old_rows = xs[world.rank].to(device), None if old is None else old[own_rows].to(device)
         if views:
-            x, given = strided(x), None if given is None else strided(given)
+            x, old_rows = strided(x), None if old_rows is None else strided(old_rows)
         if place is not None:
             x = place.copy_(x)
         y, new, *scales = weft.all_reduce_rms_norm(
-            x, given, weight, eps, bias=shift, norm=norm, out_dtype=out_dtype, scale=scale, full_residual=full, out=out,
+            x, old_rows, weight, eps, bias=shift, norm=norm, out_dtype=out_dtype, scale=scale, full_residual=full, out=out,
             world=world, plan=plan, quantize=quantize,
         )  # fmt: skip
         world.synchronize()
@@ -85,12 +85,12 @@ def norm_case(
         total = sum(part.to(wide) for part in xs)
         if old is not None:
             total = total + old.to(wide)
-        want = reference(
+        expected = reference(
             total, weight.cpu(), None if shift is None else shift.cpu(), norm, eps, dtype if scales else to
         )
         if scales:
-            want, y = requantized(want, y.cpu(), scales[0].cpu(), quantize)
-        worst = max(worst, distance(new.cpu(), total[own]), distance(y.cpu().to(wide), want))
+            expected, y = requantized(expected, y.cpu(), scales[0].cpu(), quantize)
+        worst = max(worst, distance(new.cpu(), total[own_rows]), distance(y.cpu().to(wide), expected))
         if place is not None or into == "symmetric":
             world.exchange(None)  # the host writes there next
     return worst
@@ -126,14 +126,14 @@ def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, wi
     seed = rng.randrange(1000)
     if rng.random() < 0.25:
         return sum_case(world, (m, h), plan, dtype=dtype, seed=seed, views=rng.random() < 0.3) / bound(dtype)
-    more: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         norm=rng.choice(["rms", "layer"]), bias=rng.random() < 0.5, residual=rng.random() < 0.8, full=rng.random() < 0.4,
         weights=rng.choice([None, torch.float32]), out_dtype=rng.choice([None, None, FP8]), into=rng.choice(["", "plain", "symmetric"]),
         symmetric=rng.random() < 0.3, views=rng.random() < 0.2, seed=seed,
     )  # fmt: skip
-    if more["out_dtype"] == FP8 and rng.random() < 0.7:
-        more["quantize"] = "row" if h % 128 or rng.random() < 0.5 else "block"
-    return norm_case(world, m, h, plan, dtype=dtype, **more) / bound(more["out_dtype"] or dtype)
+    if options["out_dtype"] == FP8 and rng.random() < 0.7:
+        options["quantize"] = "row" if h % 128 or rng.random() < 0.5 else "block"
+    return norm_case(world, m, h, plan, dtype=dtype, **options) / bound(options["out_dtype"] or dtype)
 
 
 def bound(dtype: torch.dtype) -> float:

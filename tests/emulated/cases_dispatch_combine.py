@@ -26,19 +26,24 @@ def scaled(x: torch.Tensor, expert: torch.Tensor | int) -> torch.Tensor:
     return x * 2.0 ** (torch.as_tensor(expert) % 5)
 
 
-@weft.jit(do_not_specialize=("first",))
+@weft.jit(do_not_specialize=("first_expert",))
 def scale_rows(
-    rows, y, offsets, counts, padding, first, EL: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr
+    rows, y, offsets, counts, padding, first_expert, EL: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
-    """y = `scaled` rows of the experts from `first` on; padding [EL]: how many words behind them are not zero."""
+    """y = `scaled` rows of the experts from `first_expert` on; padding [EL]: words behind them that are not zero."""
     cols = tl.arange(0, P)
     for e in range(tl.program_id(0), EL, tl.num_programs(0)):
         begin = tl.load(offsets + e)
         end = begin + tl.load(counts + e)
         for row in range(begin, end):
-            at = row.to(tl.int64) * H + cols
-            x = tl.load(rows + at, mask=cols < H, other=0.0).to(tl.float32)
-            tl.store(y + at, (x * (1 << ((first + e) % 5)).to(tl.float32)).to(y.dtype.element_ty), mask=cols < H)
+            row_offsets = row.to(tl.int64) * H + cols
+            x = tl.load(rows + row_offsets, mask=cols < H, other=0.0).to(tl.float32)
+            tl.store(
+                y + row_offsets,
+                (x * (1 << ((first_expert + e) % 5)).to(tl.float32)).to(y.dtype.element_ty),
+                mask=cols < H,
+            )
         if PADDED:
             wrong = 0
             for lo in range(end, tl.load(offsets + e + 1), 16):
@@ -49,8 +54,8 @@ def scale_rows(
             tl.store(padding + e, wrong)
 
 
-def summed(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, more: torch.Tensor, experts: int, ranks: int
+def expected_combine(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor, experts: int, ranks: int
 ) -> Any:
     """A rank's sum in the order of the slots, rounded; the ranks' sums in the order of the ranks."""
     total, local = torch.zeros(x.shape), experts // ranks
@@ -58,10 +63,12 @@ def summed(
         part = torch.zeros(x.shape)
         for slot in range(ids.shape[1]):
             expert = ids[:, slot]
-            here = (expert >= 0) & (expert // local == rank)
-            part += torch.where(here, weights[:, slot], 0.0)[:, None] * scaled(x.float(), expert.clamp(min=0)[:, None])
+            on_rank = (expert >= 0) & (expert // local == rank)
+            part += torch.where(on_rank, weights[:, slot], 0.0)[:, None] * scaled(
+                x.float(), expert.clamp(min=0)[:, None]
+            )
         total += part.to(x.dtype).float()
-    return (total + more.float()).to(x.dtype)
+    return (total + shared.float()).to(x.dtype)
 
 
 @dataclass
@@ -81,20 +88,20 @@ class Routed:
             ids_all[r, : len(ids)] = ids
         local = self.experts // ranks
         rows = ids_all.numel() + (local + 1) * self.alignment
-        made = tables_of(ids_all, rank, local, rows, self.alignment)
+        tables = tables_of(ids_all, rank, local, rows, self.alignment)
         if self.most:
-            starts, received = made["offsets"][:-1], made["received"]
-            made["counts"] = received.clamp(max=self.most)
+            starts, received = tables["offsets"][:-1], tables["received"]
+            tables["counts"] = received.clamp(max=self.most)
             place = torch.arange(self.most)
-            at = (starts[:, None] + place).clamp(max=rows - 1)
-            made["sources"] = torch.where(place < received[:, None], made["sources"][at], -1)
-            made["offsets"] = torch.arange(local + 1) * self.most
-            slots = made["route_rows"].view(ids_all.shape)
+            row_indices = (starts[:, None] + place).clamp(max=rows - 1)
+            tables["sources"] = torch.where(place < received[:, None], tables["sources"][row_indices], -1)
+            tables["offsets"] = torch.arange(local + 1) * self.most
+            slots = tables["route_rows"].view(ids_all.shape)
             expert = (ids_all - rank * local).clamp(0, local - 1)
-            made["kept"] = (slots < 0) | (slots - starts[expert] < self.most)
+            tables["kept"] = (slots < 0) | (slots - starts[expert] < self.most)
         else:
-            made["counts"], made["kept"] = made["received"], torch.ones(ids_all.shape, dtype=torch.bool)
-        return made
+            tables["counts"], tables["kept"] = tables["received"], torch.ones(ids_all.shape, dtype=torch.bool)
+        return tables
 
     def kept(self, rank: int) -> torch.Tensor:
         """A rank's ids, -1 where another rank had no more room for them."""
@@ -110,9 +117,11 @@ def launch_dispatch(
     call = op.DISPATCH_OP.check(world, operands, options)
     plan = op.DISPATCH_OP.choose(world, call, "auto", False)
     rows = world.empty(call.exchange.shape(world), operands.x.dtype)
-    more = op.run_dispatch(world, call, plan, operands, rows)
-    made: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCH_OP.wrapped(world, plan, operands, options, (rows, *more))
-    return made
+    handle_tensors = op.run_dispatch(world, call, plan, operands, rows)
+    rows_and_handle: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCH_OP.wrapped(
+        world, plan, operands, options, (rows, *handle_tensors)
+    )
+    return rows_and_handle
 
 
 def launch_combine(
@@ -137,10 +146,10 @@ class Caller:
     alignment: int
     max_m: int
     dropped: int = 0
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # what came, and what should have
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # results, and what they must be
 
-    def see(self, got: torch.Tensor, want: torch.Tensor) -> None:
-        self.seen.append((self.memory.copy(got), want))
+    def see(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        self.seen.append((self.memory.copy(actual), expected))
 
     def dispatch(self, call: int, place: int) -> tuple[Any, ...]:
         """place: whose memory the inputs have."""
@@ -152,36 +161,36 @@ class Caller:
         x = draw(10 * call + me, counts[me], layer.hidden, dtype=layer.dtype)
         weights = draw(10 * call + 5 + me, counts[me], layer.k, dtype=torch.float32)
         values = dict(x=x, ids=routes.ids[me], weights=weights)
-        given = [self.memory.write((place, name), t) for name, t in values.items()]
+        operands = [self.memory.write((place, name), t) for name, t in values.items()]
         options = (counts, layer.experts, self.layout, self.alignment, self.max_m or None, None)
-        rows, handle = launch_dispatch(world, op.DispatchOperands(*given), options)
+        rows, handle = launch_dispatch(world, op.DispatchOperands(*operands), options)
         self.memory.write((place, "ids"), torch.full_like(values["ids"], 99))  # the caller's again
         tables = routes.tables(me)
         self.dropped += int((tables["received"] - tables["counts"]).sum())
         for name in ("counts", "offsets", "sources"):
-            got = getattr(handle, name)
-            self.see(got, tables[name].flatten()[: got.numel()].view(got.shape))
-        want = summed(x, routes.kept(me), weights, draw(call, *x.shape), layer.experts, world.size)
-        return rows, handle, self.memory.write((place, "shared"), draw(call, *x.shape)), want
+            actual = getattr(handle, name)
+            self.see(actual, tables[name].flatten()[: actual.numel()].view(actual.shape))
+        expected = expected_combine(x, routes.kept(me), weights, draw(call, *x.shape), layer.experts, world.size)
+        return rows, handle, self.memory.write((place, "shared"), draw(call, *x.shape)), expected
 
     def experts(self, rows: torch.Tensor, handle: weft.moe.Handle) -> torch.Tensor:
         """Of the rows that the experts have; the others hold what nobody may read. Padding is zero."""
         world, local = self.world, self.layer.experts // self.world.size
         y, padding = world.empty(rows.shape, rows.dtype), world.zeros((local,), torch.int32)
         args = dict(
-            rows=rows, y=y, offsets=handle.offsets, counts=handle.counts, padding=padding, first=world.rank * local, EL=local,
-            H=self.layer.hidden, P=dispatched.power(self.layer.hidden), PADDED=self.layout == "contiguous",
+            rows=rows, y=y, offsets=handle.offsets, counts=handle.counts, padding=padding, first_expert=world.rank * local,
+            EL=local, H=self.layer.hidden, P=dispatched.power(self.layer.hidden), PADDED=self.layout == "contiguous",
         )  # fmt: skip
         world.launch(scale_rows, min(local, world.sm_count), args, dict(num_warps=4), world.current_stream())
         self.see(padding, torch.zeros(local))
         return y
 
     def combine(
-        self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, want: torch.Tensor, place: int
+        self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, expected: torch.Tensor, place: int
     ) -> None:
-        out = self.memory.write((place, "out"), torch.zeros_like(want))
+        out = self.memory.write((place, "out"), torch.zeros_like(expected))
         launch_combine(self.world, y, handle, shared, out)
-        self.see(out, want)
+        self.see(out, expected)
 
 
 def noticed(world: weft.World) -> int:
@@ -211,15 +220,15 @@ def exchange_case(
     layer = Layer(max(tokens), experts, k, hidden, 8, BF)
     caller = Caller(world, Memory(world), layer, tokens, ids_of, layout, alignment, max_m)
     for call in range(calls):
-        made = []
+        in_flight = []
         for j in range(flight):
             with on_stream(world, streams[(flight * call + j) % len(streams)]):
-                made.append(caller.dispatch(flight * call + j, j))
-        for j, (rows, handle, shared, want) in enumerate(made):
+                in_flight.append(caller.dispatch(flight * call + j, j))
+        for j, (rows, handle, shared, expected) in enumerate(in_flight):
             with on_stream(world, streams[(flight * call + j) % len(streams)]):
-                caller.combine(caller.experts(rows, handle), handle, shared, want, j)
+                caller.combine(caller.experts(rows, handle), handle, shared, expected, j)
     assert noticed(world) == caller.dropped
-    return sum(not torch.equal(got, want.to(got.dtype)) for got, want in caller.seen)
+    return sum(not torch.equal(actual, expected.to(actual.dtype)) for actual, expected in caller.seen)
 
 
 # -- with gradients, by experts of the library's -----------------------------------------------------------------------
@@ -243,12 +252,13 @@ def two_under_way(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of two microbatches' results, one of them twice; and what their handles count."""
     experts = w1.shape[0] * world.size
-    (a, first), (b, second) = (
-        weft.moe.dispatch(*each, experts=experts, world=world, **options) for each in microbatches(world, routes, w1)
+    (a, handle_a), (b, handle_b) = (
+        weft.moe.dispatch(*microbatch, experts=experts, world=world, **options)
+        for microbatch in microbatches(world, routes, w1)
     )
-    counts = first.counts + second.counts
-    y = weft.moe.combine(by_grouped_gemm(a, first, w1, w2), first, shared=routes[0])
-    return y + 2 * weft.moe.combine(by_grouped_gemm(b, second, w1, w2), second, shared=routes[0]), counts
+    counts = handle_a.counts + handle_b.counts
+    y = weft.moe.combine(by_grouped_gemm(a, handle_a, w1, w2), handle_a, shared=routes[0])
+    return y + 2 * weft.moe.combine(by_grouped_gemm(b, handle_b, w1, w2), handle_b, shared=routes[0]), counts
 
 
 def one_by_one(
@@ -256,8 +266,8 @@ def one_by_one(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`two_under_way`, of calls that follow one another."""
     results, counts = [], []
-    for each in microbatches(world, routes, w1):
-        rows, handle = weft.moe.dispatch(*each, experts=w1.shape[0] * world.size, world=world, **options)
+    for microbatch in microbatches(world, routes, w1):
+        rows, handle = weft.moe.dispatch(*microbatch, experts=w1.shape[0] * world.size, world=world, **options)
         counts.append(handle.counts.clone())
         results.append(weft.moe.combine(by_grouped_gemm(rows, handle, w1, w2), handle, shared=routes[0]))
     return results[0] + 2 * results[1], counts[0] + counts[1]
@@ -286,8 +296,8 @@ def exchanged(world: weft.World, wants: tuple[str, ...], **options: Any) -> floa
     counts, experts, k, h = [[9, 5, 7, 0][r % 4] for r in range(world.size)], 2 * world.size, 2, 32
     layer, kept = Layer(max(counts), experts, k, h, 8, torch.bfloat16), []
     for call in range(2):
-        given = routed(call, world.rank, counts[world.rank], layer, world.size, some_nowhere)
-        x, ids, weights, shared, dy = (t.to(world.device) for t in given)
+        operands = routed(call, world.rank, counts[world.rank], layer, world.size, some_nowhere)
+        x, ids, weights, shared, dy = (t.to(world.device) for t in operands)
         leaves = dict(x=x, weights=weights, shared=shared)
         leaves = {name: t.clone().requires_grad_(name in wants) for name, t in leaves.items()}
         rows, handle = moe.dispatch(
@@ -301,4 +311,4 @@ def exchanged(world: weft.World, wants: tuple[str, ...], **options: Any) -> floa
         (3 * weight * wide["x"] + wide["shared"]).backward(dy.double())
         kept += [(leaves[name].grad, wide[name].grad) for name in wants]
     world.synchronize()
-    return max((distance(got, want) for got, want in kept if got.numel()), default=0.0)  # type: ignore[arg-type, union-attr]
+    return max((distance(actual, expected) for actual, expected in kept if actual.numel()), default=0.0)  # type: ignore[arg-type, union-attr]

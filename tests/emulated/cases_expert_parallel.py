@@ -52,11 +52,11 @@ def no_room_case(world: weft.World) -> None:
     for call, fits in enumerate((True, False, True, False)):
         ids = torch.arange(20, dtype=torch.int32)[:, None] % 2 * fits
         operands = routed(call, world.rank, 20, layer, world.size, at_random)._replace(ids=ids)
-        _, made = gradients(world, whole_experts, model, operands, plan="dispatched", max_rows=16)
+        _, grads = gradients(world, whole_experts, model, operands, plan="dispatched", max_rows=16)
         full = world.rank == 0 and not fits
         with pytest.raises(weft.Overflow) if full else contextlib.nullcontext():
             world.synchronize()
         lost = 8 if world.rank == 1 and not fits else 0
-        dx, dweights = made["x"], made["weights"]
+        dx, dweights = grads["x"], grads["weights"]
         assert dx is not None and dweights is not None
         assert int((dweights == 0).sum()) == lost == int((dx == 0).all(1).sum()), call

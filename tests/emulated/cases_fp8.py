@@ -7,6 +7,7 @@ that of sums and of the result's rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,39 +64,43 @@ def matmul_case(
     """weft.matmul. by_columns: x's scales are laid out column after column."""
     x, w, xs, ws = factors(seed * 10, m, n, k, scaling, world.device)
     b = draw(seed * 10 + 5, n, dtype=dtype).to(world.device) if bias else None
-    given = xs.t().contiguous().t() if by_columns else xs
-    got = weft.matmul(
-        x, w, b, x_scale=given, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan
+    x_scale = xs.t().contiguous().t() if by_columns else xs
+    actual = weft.matmul(
+        x, w, b, x_scale=x_scale, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan
     )
     world.synchronize()
-    want = wanted(x, w, xs, ws, scaling)
-    assert got.dtype == dtype
-    return distance(got, want if b is None else want + b.to(want))
+    expected = wanted(x, w, xs, ws, scaling)
+    assert actual.dtype == dtype
+    return distance(actual, expected if b is None else expected + b.to(expected))
 
 
 def quantize_case(
     world: weft.World, m: int, k: int, scaling: str, *, gated: bool = False, weight: bool = False, by_columns: bool = False,
-    given: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
+    with_scale: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
     """weft.quantize, or silu_mul with quantize: the error of the dequantized rows, beside which scales must be right."""
     x = (draw(seed, m, 2 * k if gated else k) * torch.exp(draw(seed + 1, m, 1))).to(dtype)
-    scale = torch.tensor([0.02], device=world.device) if given else None
+    scale = torch.tensor([0.02], device=world.device) if with_scale else None
     if gated:
-        got, scales = weft.silu_mul(x.to(world.device), world=world, quantize=scaling, scale=scale)
-        want = torch.nn.functional.silu(x[:, :k].float()) * x[:, k:].float()
+        actual, scales = weft.silu_mul(x.to(world.device), world=world, quantize=scaling, scale=scale)
+        expected = torch.nn.functional.silu(x[:, :k].float()) * x[:, k:].float()
     else:
-        got, scales = weft.quantize(
+        actual, scales = weft.quantize(
             x.to(world.device), scaling, scale=scale, weight=weight, by_columns=by_columns, world=world
         )
-        want = x.float()
+        expected = x.float()
     world.synchronize()
     rows = 128 if weight else 1
-    (rounded, should), at = scaled(want, scaling, rows), got.cpu()
+    (rounded, expected_scales), actual_on_host = scaled(expected, scaling, rows), actual.cpu()
     assert scales.t().is_contiguous() if by_columns else scales.is_contiguous()
-    if given:
-        should, rounded = torch.tensor([0.02]), (want / 0.02).clamp(-LARGEST, LARGEST).to(E4M3)
-    assert got.dtype == E4M3 and scales.shape == should.shape and distance(scales.cpu(), should) < 1e-5
-    return distance(dequantized(at, scales.cpu(), rows), dequantized(rounded, should, rows))
+    if with_scale:
+        expected_scales, rounded = torch.tensor([0.02]), (expected / 0.02).clamp(-LARGEST, LARGEST).to(E4M3)
+    assert (
+        actual.dtype == E4M3
+        and scales.shape == expected_scales.shape
+        and distance(scales.cpu(), expected_scales) < 1e-5
+    )
+    return distance(dequantized(actual_on_host, scales.cpu(), rows), dequantized(rounded, expected_scales, rows))
 
 
 def all_gather_case(
@@ -110,15 +115,15 @@ def all_gather_case(
         x, _, xs, _ = factors(s, m, 8, k, scaling, world.device)
         _, w, _, ws = factors(s + 7 * me, 8, n, k, scaling, world.device)
         b = draw(s + 5 + 7 * me, n, dtype=dtype).to(world.device) if bias else None
-        own = slice(sum(shards[:me]), sum(shards[: me + 1]))
-        mine = (x[own].clone(), xs if scaling == "tensor" else xs[own].clone())
-        got, rows, scales = weft.all_gather_matmul(
-            mine[0], w, b, x_scale=mine[1], weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world,
+        own_rows = slice(sum(shards[:me]), sum(shards[: me + 1]))
+        x_shard, x_scale = x[own_rows].clone(), xs if scaling == "tensor" else xs[own_rows].clone()
+        actual, rows, scales = weft.all_gather_matmul(
+            x_shard, w, b, x_scale=x_scale, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world,
             plan=plan, return_gathered=True, rows=None if len(set(shards)) == 1 else shards,
         )  # fmt: skip
         world.synchronize()
-        want = wanted(x, w, xs, ws, scaling)
-        worst = max(worst, distance(got, want if b is None else want + b.to(want)))
+        expected = wanted(x, w, xs, ws, scaling)
+        worst = max(worst, distance(actual, expected if b is None else expected + b.to(expected)))
         same = torch.equal(rows.view(torch.uint8), x.view(torch.uint8))
         assert same and (scales is None if scaling == "tensor" else torch.equal(scales, xs)), "what was gathered"
     return worst
@@ -138,24 +143,22 @@ def reduce_case(
         parts = [factors(s + 10 * r, m, n, k, scaling, world.device) for r in range(world.size)]
         b = draw(s + 99, n, dtype=dtype).to(world.device) if bias else None
         x, w, xs, ws = parts[me]
-        more = {} if rows is None else {"rows": rows}
-        got = op(
-            x, w, b, x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan, **more
-        )
+        run = op if rows is None else partial(op, rows=rows)
+        actual = run(x, w, b, x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan)
         world.synchronize()
-        want = sum(wanted(*part, scaling) for part in parts)
-        want = want if b is None else want + b.to(want)
-        worst = max(worst, distance(got, want if everywhere else want.split(shards)[me]))
+        expected = sum(wanted(*part, scaling) for part in parts)
+        expected = expected if b is None else expected + b.to(expected)
+        worst = max(worst, distance(actual, expected if everywhere else expected.split(shards)[me]))
     return worst
 
 
 def case(
-    world: weft.World, op: str, rows: Sequence[int], n: int, k: int, scaling: str, plan: Any, **more: Any
+    world: weft.World, op: str, rows: Sequence[int], n: int, k: int, scaling: str, plan: Any, **options: Any
 ) -> float:
     """One op over `rows` of every rank; M is their sum."""
     if op == "all_gather_matmul":
-        return all_gather_case(world, rows, n, k, scaling, plan, **more)
+        return all_gather_case(world, rows, n, k, scaling, plan, **options)
     everywhere = op == "matmul_all_reduce"
     balanced = everywhere or list(rows) == balanced_rows(sum(rows), world.size)
     named = None if balanced else rows
-    return reduce_case(world, sum(rows), n, k, scaling, plan, everywhere, rows=named, **more)
+    return reduce_case(world, sum(rows), n, k, scaling, plan, everywhere, rows=named, **options)

@@ -22,22 +22,22 @@ N, PARTS, STAGES = 32, 4, 3
 
 
 @weft.jit
-def with_pointers(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexpr):
+def with_pointers(received, received_desc, w, w_desc, ch, parts, N: tl.constexpr):
     index = tl.arange(0, N)
     block = index[:, None] * N + index[None, :]
     total = tl.zeros((N, N), tl.float32)
     for part in range(parts):
         wl.peer_tile_wait(ch, part, -1)
-        total += tl.dot(tl.load(mine + part * N * N + block), tl.load(w + part * N * N + block))
+        total += tl.dot(tl.load(received + part * N * N + block), tl.load(w + part * N * N + block))
     return total
 
 
 @weft.jit
-def with_moving_pointers(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexpr):
+def with_moving_pointers(received, received_desc, w, w_desc, ch, parts, N: tl.constexpr):
     index = tl.arange(0, N)
     block = index[:, None] * N + index[None, :]
     total = tl.zeros((N, N), tl.float32)
-    a, b = mine + block, w + block
+    a, b = received + block, w + block
     for part in range(parts):
         wl.peer_tile_wait(ch, part, -1)
         total += tl.dot(tl.load(a), tl.load(b))
@@ -47,26 +47,26 @@ def with_moving_pointers(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexpr)
 
 
 @weft.jit
-def with_descriptors(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexpr):
+def with_descriptors(received, received_desc, w, w_desc, ch, parts, N: tl.constexpr):
     total = tl.zeros((N, N), tl.float32)
     for part in range(parts):
         wl.peer_tile_wait(ch, part, -1)
-        total += tl.dot(mine_desc.load([part * N, 0]), w_desc.load([part * N, 0]))
+        total += tl.dot(received_desc.load([part * N, 0]), w_desc.load([part * N, 0]))
     return total
 
 
 @weft.jit
-def for_the_next_iteration(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexpr):
+def for_the_next_iteration(received, received_desc, w, w_desc, ch, parts, N: tl.constexpr):
     total = tl.zeros((N, N), tl.float32)
     wl.peer_tile_wait(ch, 0, -1)
     for part in range(parts):
-        total += tl.dot(mine_desc.load([part * N, 0]), w_desc.load([part * N, 0]))
+        total += tl.dot(received_desc.load([part * N, 0]), w_desc.load([part * N, 0]))
         wl.peer_tile_wait(ch, min(part + 1, parts - 1), -1)
     return total
 
 
 @weft.jit
-def for_several_iterations(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexpr):
+def for_several_iterations(received, received_desc, w, w_desc, ch, parts, N: tl.constexpr):
     index = tl.arange(0, N)
     block = index[:, None] * N + index[None, :]
     total = tl.zeros((N, N), tl.float32)
@@ -74,18 +74,18 @@ def for_several_iterations(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexp
         if part % 2 == 0:
             wl.peer_tile_wait(ch, part, -1)
             wl.peer_tile_wait(ch, part + 1, -1)
-        total += tl.dot(tl.load(mine + part * N * N + block), tl.load(w + part * N * N + block))
+        total += tl.dot(tl.load(received + part * N * N + block), tl.load(w + part * N * N + block))
     return total
 
 
 @weft.jit
-def in_a_loop_within_an_if(mine, mine_desc, w, w_desc, ch, parts, N: tl.constexpr):
+def in_a_loop_within_an_if(received, received_desc, w, w_desc, ch, parts, N: tl.constexpr):
     total = tl.zeros((N, N), tl.float32)
     for part in range(parts):
         if part % 2 == 0:
             for awaited in range(part, part + 2):
                 wl.peer_tile_wait(ch, awaited, -1)
-        total += tl.dot(mine_desc.load([part * N, 0]), w_desc.load([part * N, 0]))
+        total += tl.dot(received_desc.load([part * N, 0]), w_desc.load([part * N, 0]))
     return total
 
 
@@ -99,9 +99,9 @@ FORMS = {
 
 
 def exchange_and_sum(
-    w, mine, boxes, mine_desc, w_desc, out, delays, epoch, ch, parts, total_of: tl.constexpr, N: tl.constexpr
+    w, received, boxes, received_desc, w_desc, out, delays, epoch, ch, parts, total_of: tl.constexpr, N: tl.constexpr
 ):
-    """out [N, N] = sum over parts of mine [parts, N, N] @ w [parts, N, N], where `mine` is the w of the rank before. One
+    """out [N, N] = sum over parts of received [parts, N, N] @ w [parts, N, N], where `received` is the w of the rank before. One
     program sends the parts, each after delays [parts + 1] atomics, while the other sums."""
     index = tl.arange(0, N)
     block = index[:, None] * N + index[None, :]
@@ -113,11 +113,11 @@ def exchange_and_sum(
             wl.tile_push_data(boxes, to, part * N * N + block, tl.load(w + part * N * N + block), None)
             wl.peer_tile_notify(ch, part, to, False)
     else:
-        tl.store(out + block, total_of(mine, mine_desc, w, w_desc, ch, parts, N))
+        tl.store(out + block, total_of(received, received_desc, w, w_desc, ch, parts, N))
     wl.end_call(ch, epoch, 2)
 
 
-def summed(
+def count_wrong_sums(
     world: World,
     form: str,
     kernel: Kernel,
@@ -130,9 +130,11 @@ def summed(
     weights = [torch.randint(-2, 3, (parts, n, n), generator=g).bfloat16().to(world.device) for g in generators]
     w, before = weights[world.rank], weights[world.rank - 1]
     expected = torch.bmm(before.float(), w.float()).sum(0)  # whole numbers, exact in any order
-    mine, out = world.symmetric((parts, n, n), torch.bfloat16, f"mine {n}"), world.empty((n, n), torch.float32)
-    blocks = [TensorDescriptor.from_tensor(t.view(parts * n, n), [n, n]) for t in (mine.local, w)]
-    args = dict(w=w, mine=mine.local, boxes=mine.addresses, mine_desc=blocks[0], w_desc=blocks[1], out=out)
+    received, out = world.symmetric((parts, n, n), torch.bfloat16, f"received {n}"), world.empty((n, n), torch.float32)
+    blocks = [TensorDescriptor.from_tensor(t.view(parts * n, n), [n, n]) for t in (received.local, w)]
+    args = dict(
+        w=w, received=received.local, boxes=received.addresses, received_desc=blocks[0], w_desc=blocks[1], out=out
+    )
     args |= dict(
         epoch=world.zeros((1,), torch.int32), ch=world.channel(f"sum of {form}, {n}", parts, None), parts=parts
     )
@@ -142,7 +144,7 @@ def summed(
         if call:  # what came with the call before is not to pass for this call's
             world.synchronize()
             world.exchange(None)
-            mine.local.zero_()
+            received.local.zero_()
             world.synchronize()
             world.exchange(None)
         args["delays"].copy_(torch.tensor([*ahead_of_part, 0]))
@@ -156,7 +158,7 @@ def summing(form: str, guard: bool) -> Callable[[World], None]:
     kernel = weft.jit(guard_loads=guard)(exchange_and_sum)
 
     def main(world: World) -> None:
-        assert summed(world, form, kernel) == 0
+        assert count_wrong_sums(world, form, kernel) == 0
 
     return main
 

@@ -32,18 +32,18 @@ def all_to_all_case(
         bs = [draw(s + 300000 * (r + 1), n, dtype=dtype) if bias else None for r in range(size)]
         out = world.zeros((sum(list(d).count(me) for d in to), n), dtype) if into else None
         b = bs[me]
-        got = weft.matmul_all_to_all(
+        actual = weft.matmul_all_to_all(
             xs[me].to(world.device), ws[me].to(world.device), None if b is None else b.to(world.device),
             destinations=routing or to[me], world=world, plan=plan, out=out,
         )  # fmt: skip
         world.synchronize()
-        assert out is None or got is out
+        assert out is None or actual is out
         parts = []
         for r in range(size):
             y = xs[r].double() @ ws[r].double().t() + (0 if bs[r] is None else bs[r].double())  # type: ignore[union-attr]
             parts.append(y[[i for i, d in enumerate(to[r]) if d == me]])
-        want = torch.cat(parts)
-        worst = max(worst, distance(got, want))
-        bound = 2.0**-7 * want.abs() + 2.0**-7 * want.abs().max() if want.numel() else want
-        assert ((got.double().cpu() - want).abs() <= bound).all(), "element by element"
+        expected = torch.cat(parts)
+        worst = max(worst, distance(actual, expected))
+        bound = 2.0**-7 * expected.abs() + 2.0**-7 * expected.abs().max() if expected.numel() else expected
+        assert ((actual.double().cpu() - expected).abs() <= bound).all(), "element by element"
     return worst

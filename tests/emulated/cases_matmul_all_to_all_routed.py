@@ -119,9 +119,9 @@ class Caller:
             douts = [draw(100 * seed + 90 + r, *wanted.shape, dtype=self.dtype) for r in range(world.size)]
             dy = sent_back(routing, douts, me).double()
             gradients = torch.autograd.grad(result, operands, self.put("dout", douts[me]))
-            wants = dy @ ws[me].double(), dy.t() @ xs[me].double(), dy.sum(0)
-            for name, t, want in zip(("dx", "dw", "db"), gradients, wants, strict=False):
-                self.see(name, t, want)
+            expected_grads = dy @ ws[me].double(), dy.t() @ xs[me].double(), dy.sum(0)
+            for name, t, expected_grad in zip(("dx", "dw", "db"), gradients, expected_grads, strict=False):
+                self.see(name, t, expected_grad)
 
     def error(self) -> float:
         """The largest error of the results; counts and rows that are zero must be exact."""

@@ -30,15 +30,15 @@ def reduce_case(
         if views:
             x_there, w_there = strided(x_there), strided(w_there)
         out = world.zeros((m if everywhere else shards[me], n), dtype) if into else None
-        more = {} if rows is None else {"rows": rows}
-        got = op(x_there, w_there, b_there, world=world, plan=plan, out=out, **more)
+        rows_arg = {} if rows is None else {"rows": rows}
+        actual = op(x_there, w_there, b_there, world=world, plan=plan, out=out, **rows_arg)
         world.synchronize()
         if into:
-            assert got is out
-        want = sum(product(x, w, world) for x, w in zip(xs, ws, strict=True))
+            assert actual is out
+        expected = sum(product(x, w, world) for x, w in zip(xs, ws, strict=True))
         if b is not None:
-            want = want + b.to(want)
+            expected = expected + b.to(expected)
         if not everywhere:
-            want = want[sum(shards[:me]) : sum(shards[: me + 1])]
-        worst = max(worst, distance(got, want))
+            expected = expected[sum(shards[:me]) : sum(shards[: me + 1])]
+        worst = max(worst, distance(actual, expected))
     return worst

@@ -72,11 +72,11 @@ def _state(c: Config, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     for layer in range(c.num_hidden_layers):
         for name, shape in (("q", (q, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, q))):
             shapes[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = shape
-        at = f"model.layers.{layer}."
+        prefix = f"model.layers.{layer}."
         if c.qkv_bias:
-            shapes |= {f"{at}self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
-        shapes |= {at + "mlp." + name: shape for name, shape in _mlp_shapes(c, layer).items()}
-    made = {
+            shapes |= {f"{prefix}self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
+        shapes |= {prefix + "mlp." + name: shape for name, shape in _mlp_shapes(c, layer).items()}
+    weights = {
         name: (
             draw(seed * 1000 + n, *shape, dtype=torch.float32) * (1.5 * shape[-1] ** -0.5 if len(shape) > 1 else 0.5)
         ).to(dtype)
@@ -84,14 +84,14 @@ def _state(c: Config, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     }
     norms = [f"model.layers.{n}.{which}_layernorm.weight" for n in range(c.num_hidden_layers) for which in ("input", "post_attention")]  # fmt: skip
     for n, name in enumerate([*norms, "model.norm.weight"]):
-        made[name] = (1 + 0.1 * draw(seed * 1000 + 500 + n, h, dtype=torch.float32)).to(dtype)
+        weights[name] = (1 + 0.1 * draw(seed * 1000 + 500 + n, h, dtype=torch.float32)).to(dtype)
     if c.qk_norm:
         for n in range(2 * c.num_hidden_layers):
             name = f"model.layers.{n // 2}.self_attn.{'qk'[n % 2]}_norm.weight"
-            made[name] = (1 + 0.3 * draw(seed * 1000 + 700 + n, c.head_dim, dtype=torch.float32)).to(dtype)
+            weights[name] = (1 + 0.3 * draw(seed * 1000 + 700 + n, c.head_dim, dtype=torch.float32)).to(dtype)
     if c.mixture:
-        _decide(c, made, seed)
-    return made
+        _decide(c, weights, seed)
+    return weights
 
 
 def _mlp_shapes(c: Config, layer: int) -> dict[str, tuple[int, ...]]:
@@ -111,21 +111,23 @@ def _mlp_shapes(c: Config, layer: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _decide(c: Config, made: dict[str, Tensor], seed: int) -> None:
+def _decide(c: Config, weights: dict[str, Tensor], seed: int) -> None:
     """Routers and embeddings such that a token's id says which experts it gets, in every layer others, by far more than
     rounding could change: else two experts that are nearly equal swap, and the logits with them."""
     assert c.mixture is not None
-    e, k, at = c.mixture.num_experts, c.mixture.top_k, "model.embed_tokens.weight"
+    e, k, embedding = c.mixture.num_experts, c.mixture.top_k, "model.embed_tokens.weight"
     towards = (
         torch.linalg.qr(draw(seed * 1000 + 900, c.hidden_size, e, dtype=torch.float32))[0].t() * c.hidden_size**0.5
     )
-    of = torch.arange(c.vocab_size)
-    pulled = sum((1 - 0.5 * j / k) * towards[(of + j) % e] for j in range(k))
-    made[at] = (draw(seed * 1000 + 901, *made[at].shape, dtype=torch.float32) + 4 * pulled).to(made[at].dtype)
-    for name in made:
+    token_ids = torch.arange(c.vocab_size)
+    pulled = sum((1 - 0.5 * j / k) * towards[(token_ids + j) % e] for j in range(k))
+    weights[embedding] = (draw(seed * 1000 + 901, *weights[embedding].shape, dtype=torch.float32) + 4 * pulled).to(
+        weights[embedding].dtype
+    )
+    for name in weights:
         if name.endswith("mlp.gate.weight"):
             router = 6 * towards.roll(int(name.split(".")[2]), 0) / c.hidden_size
-            made[name] = router.to(made[name].dtype)
+            weights[name] = router.to(weights[name].dtype)
 
 
 def rotary(config: Any, length: int) -> tuple[Tensor, Tensor]:
@@ -185,36 +187,40 @@ def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torc
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).rsqrt() * w[name]
 
-    def turned(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         a, b = x[..., : d // 2], x[..., d // 2 :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     x = w["model.embed_tokens.weight"][ids]
     later = torch.ones(t, t, dtype=torch.bool, device=device).triu(1)
     for layer in range(c.num_hidden_layers):
-        at = f"model.layers.{layer}."
-        y = norm(x, at + "input_layernorm.weight")
+        prefix = f"model.layers.{layer}."
+        y = norm(x, prefix + "input_layernorm.weight")
         q, k, v = (
-            (y @ w[f"{at}self_attn.{n}_proj.weight"].t() + w.get(f"{at}self_attn.{n}_proj.bias", 0)).view(t, -1, d)
+            (y @ w[f"{prefix}self_attn.{n}_proj.weight"].t() + w.get(f"{prefix}self_attn.{n}_proj.bias", 0)).view(
+                t, -1, d
+            )
             for n in "qkv"
         )
         if c.qk_norm:
-            q, k = norm(q, at + "self_attn.q_norm.weight"), norm(k, at + "self_attn.k_norm.weight")
-        q, k = turned(q), turned(k)
+            q, k = norm(q, prefix + "self_attn.q_norm.weight"), norm(k, prefix + "self_attn.k_norm.weight")
+        q, k = rotate(q), rotate(k)
         share = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
         seen = scores.masked_fill(later, float("-inf")).softmax(-1)
-        x = x + torch.einsum("hqk,khd->qhd", seen, v).flatten(1) @ w[at + "self_attn.o_proj.weight"].t()
-        y = norm(x, at + "post_attention_layernorm.weight")
+        x = x + torch.einsum("hqk,khd->qhd", seen, v).flatten(1) @ w[prefix + "self_attn.o_proj.weight"].t()
+        y = norm(x, prefix + "post_attention_layernorm.weight")
         if c.mixture is None or layer in c.mixture.dense_layers:
-            x = x + swiglu(y, *(w[f"{at}mlp.{n}_proj.weight"] for n in ("gate", "up", "down")))
+            x = x + swiglu(y, *(w[f"{prefix}mlp.{n}_proj.weight"] for n in ("gate", "up", "down")))
         else:
-            x = x + mixture(c, {n.removeprefix(at + "mlp."): v for n, v in w.items() if n.startswith(at + "mlp.")}, y)
+            x = x + mixture(
+                c, {n.removeprefix(prefix + "mlp."): v for n, v in w.items() if n.startswith(prefix + "mlp.")}, y
+            )
     return (norm(x, "model.norm.weight") @ w["lm_head.weight"].t()).cpu()
 
 
-def made(
+def build_llama(
     world: weft.World, config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16, sure: bool = False,
     parallel: str = "expert",
 ) -> Llama:  # fmt: skip
@@ -270,14 +276,14 @@ def chunked(
     """Random requests in random chunks, mixed with single tokens: the logits of every chunk's last token beside the
     reference's; the largest error of a step."""
     c = Config.from_hf(config)
-    model = made(world, c, seed, dtype, parallel=parallel)
+    model = build_llama(world, c, seed, dtype, parallel=parallel)
     cache = Cache(c, world=world, slots=count + 2, max_len=longest + 3, dtype=dtype)
     requests, rng, worst = Requests.random(seed, count, longest, c.vocab_size, cache.slots), random.Random(seed), 0.0
     whole = [reference(c, state(c, seed, dtype), ids, world.device) for ids in requests.prompts]
     for ids, batch, chosen in requests.steps(rng):
-        got = model(ids.to(world.device), batch, cache, plan)
+        logits = model(ids.to(world.device), batch, cache, plan)
         world.synchronize()
-        worst = max(worst, distance(got.cpu(), torch.stack([whole[r][requests.done[r] - 1] for r in chosen])))
+        worst = max(worst, distance(logits.cpu(), torch.stack([whole[r][requests.done[r] - 1] for r in chosen])))
     return worst
 
 
@@ -288,30 +294,30 @@ def halves(
     """A woven batch is its prefix and its suffix as two batches, one after the other, not woven: the same calls of the same
     kernels, so the same bits, in the logits and in the cache. With history: half of every request came before. Returns 0."""
     c = Config.from_hf(config)
-    model = made(world, c, seed, parallel=parallel)
+    model = build_llama(world, c, seed, parallel=parallel)
     caches = [Cache(c, world=world, slots=len(lengths), max_len=max(lengths) + 1) for _ in range(2)]
     requests = Requests.random(seed, len(lengths), 1, c.vocab_size, len(lengths))
     requests.prompts = [torch.arange(n) * 7 % c.vocab_size for n in lengths]
-    first = requests.batch({r: n // 2 for r, n in enumerate(lengths)})
+    history = requests.batch({r: n // 2 for r, n in enumerate(lengths)})
     ids, batch = requests.batch({r: n - n // 2 for r, n in enumerate(lengths)})
     apart = LayerPlan("fused", sms=plan.sms, norm=plan.norm)
     for cache in caches:
-        model(first[0].to(world.device), first[1], cache, apart)
+        model(history[0].to(world.device), history[1], cache, apart)
     ids = ids.to(world.device)
-    got = model(ids, batch, caches[0], plan)
-    pieces = batch.split(plan.split)
-    ends = [model(i, b, caches[1], apart) for i, b in zip(ids.split([b.tokens for b in pieces]), pieces, strict=True)]
-    straddles = pieces[0].requests + pieces[1].requests > batch.requests
-    want = torch.cat([ends[0][: pieces[0].requests - straddles], ends[1]])
+    woven_logits = model(ids, batch, caches[0], plan)
+    parts = batch.split(plan.split)
+    ends = [model(i, b, caches[1], apart) for i, b in zip(ids.split([b.tokens for b in parts]), parts, strict=True)]
+    straddles = parts[0].requests + parts[1].requests > batch.requests
+    expected = torch.cat([ends[0][: parts[0].requests - straddles], ends[1]])
     world.synchronize()
-    same = torch.equal(got, want) and all(torch.equal(getattr(caches[0], n), getattr(caches[1], n)) for n in ("keys", "values"))  # fmt: skip
+    same = torch.equal(woven_logits, expected) and all(torch.equal(getattr(caches[0], n), getattr(caches[1], n)) for n in ("keys", "values"))  # fmt: skip
     return 0.0 if same else float("inf")
 
 
 def greedy(
     world: weft.World,
     plan: str | LayerPlan,
-    other: str | LayerPlan,
+    other_plan: str | LayerPlan,
     config: Any = TINY,
     *,
     steps: int = 6,
@@ -320,16 +326,16 @@ def greedy(
 ) -> float:
     """The share of tokens that differ when two plans decode greedily from the same prompts."""
     tokens, c = [], Config.from_hf(config)
-    model = made(world, c, seed, sure=True)
-    for p in (plan, other):
+    model = build_llama(world, c, seed, sure=True)
+    for p in (plan, other_plan):
         cache = Cache(c, world=world, slots=len(lengths), max_len=max(lengths) + steps)
         ids = torch.cat([torch.arange(n) * 5 % c.vocab_size for n in lengths]).to(world.device)
-        logits, out, at = model(ids, Batch.prefill(lengths), cache, p), [], list(lengths)
+        logits, out, positions = model(ids, Batch.prefill(lengths), cache, p), [], list(lengths)
         for _ in range(steps):
             world.synchronize()
             out.append(logits.argmax(-1))
-            logits = model(out[-1], Batch.decode(at), cache, p)
-            at = [n + 1 for n in at]
+            logits = model(out[-1], Batch.decode(positions), cache, p)
+            positions = [n + 1 for n in positions]
         world.synchronize()
         tokens.append(torch.stack(out))
     return (tokens[0] != tokens[1]).float().mean().item()
@@ -348,14 +354,14 @@ def padded(
 ) -> float:
     """`Graphs`, batch after batch in the same few sizes, beside the reference."""
     c = Config.from_hf(config)
-    model, cache = made(world, c, seed, parallel=parallel), Cache(c, world=world, slots=count, max_len=longest)
+    model, cache = build_llama(world, c, seed, parallel=parallel), Cache(c, world=world, slots=count, max_len=longest)
     graphs = Graphs(model, cache, sizes=sizes, several=count, plan=plan)
     requests, rng, worst = Requests.random(seed, count, longest, c.vocab_size, count), random.Random(seed), 0.0
     whole = [reference(c, state(c, seed), ids, world.device) for ids in requests.prompts]
     for ids, batch, chosen in requests.steps(rng):
-        got = graphs(ids.to(world.device), batch)
+        logits = graphs(ids.to(world.device), batch)
         world.synchronize()
-        worst = max(worst, distance(got.cpu(), torch.stack([whole[r][requests.done[r] - 1] for r in chosen])))
+        worst = max(worst, distance(logits.cpu(), torch.stack([whole[r][requests.done[r] - 1] for r in chosen])))
     return worst
 
 
@@ -363,7 +369,7 @@ def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> f
     """A prompt of `long` tokens beside the second chunk of one twice as long, and, where one kernel attends to single
     tokens, one of those: beside the reference. On GPUs the pass is captured, and replayed."""
     c = Config.from_hf(config)
-    model, cache = made(world, c), Cache(c, world=world, slots=4, max_len=2 * long + 8)
+    model, cache = build_llama(world, c), Cache(c, world=world, slots=4, max_len=2 * long + 8)
     requests, worst = Requests.random(0, 3, 1, c.vocab_size, 4), 0.0
     requests.prompts = [torch.arange(n) * 7 % c.vocab_size for n in (4, 2 * long, long)]
     whole = [reference(c, state(c), ids, world.device) for ids in requests.prompts]
@@ -373,14 +379,14 @@ def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> f
         ids, batch = requests.batch(lengths)
         ids, layout = ids.to(world.device), model.layout(batch, cache, plan if len(lengths) > 1 else "plain")
         assert layout.parts[-1].long == (0 not in lengths or len(lengths) > 1)
-        got = model(ids, layout)
+        logits = model(ids, layout)
         if world.device.type == "cuda" and len(lengths) > 1:
-            got, replay = captured(lambda ids=ids, layout=layout: model(ids, layout))
-            got.zero_()
+            logits, replay = captured(lambda ids=ids, layout=layout: model(ids, layout))
+            logits.zero_()
             replay()
         world.synchronize()
-        want = torch.stack([whole[r][requests.done[r] - 1] for r in lengths])
-        worst = max(worst, distance(got.cpu(), want))
+        expected = torch.stack([whole[r][requests.done[r] - 1] for r in lengths])
+        worst = max(worst, distance(logits.cpu(), expected))
     return worst
 
 
@@ -400,15 +406,15 @@ def delays(world: weft.World, plans: Sequence[LayerPlan], config: Any, calls: in
     """Random ranks start late, call after call, plan after plan: the same bits every time as with that plan at first.
     Returns 0."""
     c, rng = Config.from_hf(config), random.Random(100 + world.rank)
-    model, cache = made(world, c), Cache(c, world=world, slots=len(lengths), max_len=max(lengths))
+    model, cache = build_llama(world, c), Cache(c, world=world, slots=len(lengths), max_len=max(lengths))
     ids, batch = (torch.arange(sum(lengths)) * 7 % c.vocab_size).to(world.device), Batch.prefill(lengths)
     layouts = [model.layout(batch, cache, plan) for plan in plans]
-    first = [model(ids, layout).clone() for layout in layouts]
+    first_logits = [model(ids, layout).clone() for layout in layouts]
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for i in range(calls):
         if rng.random() < 0.4:
             torch.cuda._sleep(rng.randrange(1000, 600000))
-        wrong += (model(ids, layouts[i % len(plans)]) != first[i % len(plans)]).any()
+        wrong += (model(ids, layouts[i % len(plans)]) != first_logits[i % len(plans)]).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
 
@@ -430,11 +436,11 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
             8 * HALF,
             partial(padded, world, plan, SMALL, longest=300, sizes=(4, 128, 512, 1200)),
         )
-    for at in (64, 150, 200):
+    for split in (64, 150, 200):
         for n in (0, sms):
-            plan = LayerPlan("woven", at, n)
+            plan = LayerPlan("woven", split, n)
             yield (
-                f"decoder halves at {at}, {n or 'all'} SMs",
+                f"decoder halves at {split}, {n or 'all'} SMs",
                 0.0,
                 partial(halves, world, plan, SMALL, lengths=(300, 211, 64)),
             )
@@ -485,10 +491,10 @@ def woven_mixture_cases(world: weft.World, kind: str) -> Iterator[tuple[str, flo
     """Experts split whole and by columns, whose rows are on every rank, in two parts."""
     config, lengths = larger(kind), (300, 211, 64)
     for parallel in ("expert", "tensor"):
-        of = dict(config=config, parallel=parallel)
-        big = partial(chunked, world, "woven", count=4, longest=300, dtype=torch.float16, **of)
+        options = dict(config=config, parallel=parallel)
+        big = partial(chunked, world, "woven", count=4, longest=300, dtype=torch.float16, **options)
         yield f"decoder {kind} woven, {parallel}, chunked", HALF, big
-        graphs = partial(padded, world, "woven", longest=200, sizes=(4, 128, 512, 1200), **of)
+        graphs = partial(padded, world, "woven", longest=200, sizes=(4, 128, 512, 1200), **options)
         yield f"decoder {kind} woven, {parallel}, graphs", 8 * HALF, graphs
-        parts = partial(halves, world, LayerPlan("woven", 150), lengths=lengths, **of)
+        parts = partial(halves, world, LayerPlan("woven", 150), lengths=lengths, **options)
         yield f"decoder {kind} woven, {parallel}, halves", 0.0, parts

@@ -67,21 +67,21 @@ def interleaved(w: torch.Tensor, block: int) -> torch.Tensor:
     gate, up = w.chunk(2, 1)
     inner = gate.shape[1]
     blocks = -(-inner // block)
-    both = w.new_zeros(w.shape[0], 2, blocks * block, *w.shape[2:])
-    both[:, 0, :inner], both[:, 1, :inner] = gate, up
-    return both.view(w.shape[0], 2, blocks, block, *w.shape[2:]).transpose(1, 2).contiguous()
+    gate_up = w.new_zeros(w.shape[0], 2, blocks * block, *w.shape[2:])
+    gate_up[:, 0, :inner], gate_up[:, 1, :inner] = gate, up
+    return gate_up.view(w.shape[0], 2, blocks, block, *w.shape[2:]).transpose(1, 2).contiguous()
 
 
 def expert(
     x: torch.Tensor, w13: Any, w2: Any, b13: Any, b2: Any, activation: str, kept: torch.dtype | None = None
 ) -> torch.Tensor:
     """kept: what the input of the activation is rounded to, of which its gradient takes no notice."""
-    both = x @ w13.t() + b13
+    gate_up = x @ w13.t() + b13
     if kept is not None:
-        both = both.detach().to(kept).to(both.dtype) + (both - both.detach())
+        gate_up = gate_up.detach().to(kept).to(gate_up.dtype) + (gate_up - gate_up.detach())
     if activation == "gelu":
-        return torch.nn.functional.gelu(both) @ w2.t() + b2
-    gate, up = both.chunk(2, -1)
+        return torch.nn.functional.gelu(gate_up) @ w2.t() + b2
+    gate, up = gate_up.chunk(2, -1)
     if activation == "gpt_oss":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ w2.t() + b2
@@ -103,7 +103,7 @@ class Model:
             self.w13 *= 8  # so that some are clamped
         w13, w2, b13, b2 = (t.contiguous().to(world.device) for t in self.part(*self.whole))
         adds_b2 = biases and self.rank % tp_size == 0
-        self.own = Weights(w13, w2, b13 if biases else None, b2 if adds_b2 else None)
+        self.local_weights = Weights(w13, w2, b13 if biases else None, b2 if adds_b2 else None)
 
     @property
     def whole(self) -> tuple[torch.Tensor, ...]:
@@ -117,18 +117,18 @@ class Model:
         group, part = divmod(self.rank, self.tp_size)
         experts, columns = slice(group * local, (group + 1) * local), slice(part * self.inner, (part + 1) * self.inner)
 
-        def first(t: torch.Tensor) -> torch.Tensor:
+        def part_of_w13(t: torch.Tensor) -> torch.Tensor:
             if self.layer.activation == "gelu":
                 return t[experts, columns]
             halves = [half[:, columns] for half in t[experts].chunk(2, 1)]
             return interleaved(torch.cat(halves, 1), self.block)
 
-        return first(w13), w2[experts][:, :, columns], first(b13), b2[experts]
+        return part_of_w13(w13), w2[experts][:, :, columns], part_of_w13(b13), b2[experts]
 
     @property
     def flat(self) -> Weights:
         """As the steps take them."""
-        w13, w2, b13, b2 = self.own
+        w13, w2, b13, b2 = self.local_weights
         local, h = w13.shape[0], w13.shape[-1]
         return Weights(w13.reshape(local, -1, h), w2, None if b13 is None else b13.reshape(local, -1), b2)
 
@@ -171,7 +171,7 @@ def counts_of(tokens: Sequence[int], call: int, ranks: int) -> list[int]:
 def values_of(model: Model, operands: Sequence[torch.Tensor]) -> dict[str, torch.Tensor | None]:
     """What a `Run` takes, by NAMES: of x, weights, shared, and the model's own."""
     x, weights, shared = operands
-    return dict(zip(NAMES, (x, weights, *model.own, shared), strict=True))
+    return dict(zip(NAMES, (x, weights, *model.local_weights, shared), strict=True))
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -199,12 +199,14 @@ class Memory:
         self, run: Run, model: Model, operands: Routed, shared: bool = False, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The result of a layer, and what it must be."""
-        x, ids, weights, more, _ = operands
-        values = values_of(model, [self.write("x", x), self.write("weights", weights), self.write("shared", more)])
+        x, ids, weights, shared_out, _ = operands
+        values = values_of(
+            model, [self.write("x", x), self.write("weights", weights), self.write("shared", shared_out)]
+        )
         values |= dict(out=self.write("out", x)) | ({} if shared else dict(shared=None))
-        got = self.copy(run(self.world, model, self.write("ids", ids), values, **options))
-        want = model(x, ids, weights)
-        return got, want + more.float() if shared else want
+        actual = self.copy(run(self.world, model, self.write("ids", ids), values, **options))
+        expected = model(x, ids, weights)
+        return actual, expected + shared_out.float() if shared else expected
 
 
 def layer_case(
@@ -232,7 +234,7 @@ def layer_case(
                 chosen = plans[len(pairs) % len(plans)]
                 pairs.append(memory.call(run, model, operands, shared, rows=counts, plan=chosen, **options))
     world.synchronize()
-    return max((distance(got, want) for got, want in pairs if got.numel()), default=0.0)
+    return max((distance(actual, expected) for actual, expected in pairs if actual.numel()), default=0.0)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -252,8 +254,8 @@ def reference_gradients(model: Model, operands: Sequence[Routed]) -> dict[str, t
             y = expert(x[t], *(w[e] for w in experts), model.layer.activation, model.layer.dtype)
             total = total + (weight[t, slot, None] * y * o.dy.double()[t]).sum()
     wanted = [xs[me], weights[me], *experts]
-    found = torch.autograd.grad(total, wanted, allow_unused=True)
-    dx, dweights, *of_experts = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+    grads = torch.autograd.grad(total, wanted, allow_unused=True)
+    dx, dweights, *of_experts = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, grads, strict=True)]
     return dict(zip(NAMES, (dx, dweights, *model.part(*of_experts), operands[me].dy), strict=True))
 
 
@@ -285,14 +287,14 @@ def training_case(
         counts = counts_of(tokens, call, world.size)
         operands = [routed(call, r, t, layer, world.size, ids_of) for r, t in enumerate(counts)]
         kept = keep[call % len(keep)]
-        _, got = gradients(world, run, model, operands[world.rank], wants, rows=counts, plan=plan, keep=kept)
-        pairs.append((got, reference_gradients(model, operands)))
+        _, grads = gradients(world, run, model, operands[world.rank], wants, rows=counts, plan=plan, keep=kept)
+        pairs.append((grads, reference_gradients(model, operands)))
     world.synchronize()
     worst = dict.fromkeys(wants, 0.0)
-    for got, want in pairs:
+    for grads, expected in pairs:
         for name in NAMES:
-            gradient, has = got[name], getattr(model.own, name, 0) is not None
+            gradient, has = grads[name], getattr(model.local_weights, name, 0) is not None
             assert (gradient is not None) == (name in wants and has)
             if gradient is not None and gradient.numel():
-                worst[name] = max(worst[name], distance(gradient.cpu(), want[name]))
+                worst[name] = max(worst[name], distance(gradient.cpu(), expected[name]))
     return worst

@@ -24,18 +24,18 @@ def leaf(t: Tensor, world: weft.World, wanted: bool = True) -> Tensor:
     return t.detach().to(world.device, copy=True).requires_grad_(wanted)
 
 
-def own(world: weft.World, t: Tensor, shards: Sequence[int]) -> Tensor:
+def rows_of_rank(world: weft.World, t: Tensor, shards: Sequence[int]) -> Tensor:
     return t.split(list(shards))[world.rank]
 
 
 def worst(*pairs: tuple[Tensor | None, Tensor | None]) -> float:
     """Largest distance; a gradient that is there and not wanted, or wanted and not there, is infinitely far."""
     errors = [0.0]
-    for got, want in pairs:
-        if got is None or want is None:
-            errors.append(0.0 if got is None and want is None else float("inf"))
+    for actual, expected in pairs:
+        if actual is None or expected is None:
+            errors.append(0.0 if actual is None and expected is None else float("inf"))
         else:
-            errors.append(distance(got.detach().double().cpu(), want.detach().double().cpu()))
+            errors.append(distance(actual.detach().double().cpu(), expected.detach().double().cpu()))
     return max(errors)
 
 
@@ -53,7 +53,7 @@ def all_gather_grads(
     gs = [draw(seed + 30 + r, m, n, dtype=dtype) for r in range(world.size)]
     hs = [draw(seed + 40 + r, m, k, dtype=dtype) for r in range(world.size)]
 
-    x, w, b = leaf(own(world, xs, shards), world, "x" in wants), leaf(ws[me], world, "w" in wants), None
+    x, w, b = leaf(rows_of_rank(world, xs, shards), world, "x" in wants), leaf(ws[me], world, "w" in wants), None
     if "b" in wants:
         b = leaf(bs[me], world)
     g, h = gs[me].to(world.device), hs[me].to(world.device)
@@ -76,7 +76,7 @@ def all_gather_grads(
         total = total + sum((rx * h.double()).sum() for h in hs)
     total.backward()  # type: ignore[union-attr]
     scale = passes
-    dx = None if rx.grad is None else own(world, rx.grad, shards) * scale
+    dx = None if rx.grad is None else rows_of_rank(world, rx.grad, shards) * scale
     dw = None if rw[me].grad is None else rw[me].grad * scale
     db = rb[me].grad * scale if b is not None else None
     return worst((y, ys[me]), (x.grad, dx), (w.grad, dw), (b.grad if b is not None else None, db))
@@ -94,13 +94,13 @@ def reduce_grads(
 
     x, w = leaf(xs[me], world, "x" in wants), leaf(ws[me], world, "w" in wants)
     b = leaf(bias.clone(), world) if "b" in wants else None
-    mine = (g if everywhere else own(world, g, shards)).to(world.device)
+    dy = (g if everywhere else rows_of_rank(world, g, shards)).to(world.device)
     for _ in range(passes):
         if everywhere:
             y = weft.matmul_all_reduce(x, w, b, world=world, plan=plan)
         else:
             y = weft.matmul_reduce_scatter(x, w, b, world=world, plan=plan, rows=rows)
-        (y * mine).sum().backward()
+        (y * dy).sum().backward()
     world.synchronize()
 
     rx = [t.double().requires_grad_("x" in wants) for t in xs]
@@ -110,8 +110,8 @@ def reduce_grads(
     (whole * g.double()).sum().backward()  # type: ignore[union-attr]
     dx, dw = (None if t.grad is None else t.grad * passes for t in (rx[me], rw[me]))
     db = rb.grad * passes if b is not None and rb.grad is not None else None
-    want = whole if everywhere else own(world, whole, shards)  # type: ignore[arg-type]
-    return worst((y, want), (x.grad, dx), (w.grad, dw), (b.grad if b is not None else None, db))
+    expected = whole if everywhere else rows_of_rank(world, whole, shards)  # type: ignore[arg-type]
+    return worst((y, expected), (x.grad, dx), (w.grad, dw), (b.grad if b is not None else None, db))
 
 
 def silu_grads(world: weft.World, m: int, columns: int, block: int = 0, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -131,14 +131,14 @@ def silu_grads(world: weft.World, m: int, columns: int, block: int = 0, dtype: t
     world.synchronize()
     assert x.grad is not None
     a, b = gate.double().requires_grad_(), up.double().requires_grad_()
-    want = torch.nn.functional.silu(a) * b
-    (want * g.double()).sum().backward()
+    expected = torch.nn.functional.silu(a) * b
+    (expected * g.double()).sum().backward()
     if not block:
-        return worst((y, want), (x.grad, torch.cat([a.grad, b.grad], 1)))  # type: ignore[list-item]
+        return worst((y, expected), (x.grad, torch.cat([a.grad, b.grad], 1)))  # type: ignore[list-item]
     blocks = x.grad.view(m, -1, 2, block)
-    got = [blocks[:, :, i].flatten(1) for i in (0, 1)]
-    assert not any(t[:, columns:].any() for t in got), "padding has a gradient"
-    return worst((y, want), (got[0][:, :columns], a.grad), (got[1][:, :columns], b.grad))
+    gate_up_grads = [blocks[:, :, i].flatten(1) for i in (0, 1)]
+    assert not any(t[:, columns:].any() for t in gate_up_grads), "padding has a gradient"
+    return worst((y, expected), (gate_up_grads[0][:, :columns], a.grad), (gate_up_grads[1][:, :columns], b.grad))
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -182,27 +182,29 @@ def mlp_training(
     worst_ratio = 0.0
     for step in range(steps):
         whole_x, g = (draw(s + step, sum(shards), hidden).to(device) for s in (100, 200))
-        x = leaf(own(world, whole_x, shards), world)
+        x = leaf(rows_of_rank(world, whole_x, shards), world)
         for optimizer in optimizers:
             optimizer.zero_grad()
         y = run(x, rows)
-        (y * own(world, g, shards)).sum().backward()
+        (y * rows_of_rank(world, g, shards)).sum().backward()
         ours = [y, x.grad, *weight_grads(mlp)]
-        theirs = []
+        references = []
         for module, dtype in ((exact, torch.float64), (rounded, torch.bfloat16)):
             tx = whole_x.to(dtype, copy=True).requires_grad_()
             ty = module(tx)
             (ty * g.to(dtype)).sum().backward()
-            theirs.append([own(world, ty, shards), own(world, tx.grad, shards), *own_weight_grads(mlp, module)])
+            references.append(
+                [rows_of_rank(world, ty, shards), rows_of_rank(world, tx.grad, shards), *own_weight_grads(mlp, module)]
+            )
         for optimizer in optimizers:
             optimizer.step()
         world.synchronize()
         after = weft.nn.full_state_dict(mlp)
         ours += [after[name] for name in state]
-        for their, module in zip(theirs, (exact, rounded), strict=True):
-            their += [module.state_dict()[name] for name in state]
-        for got, want, base in zip(ours, *theirs, strict=True):
-            worst_ratio = max(worst_ratio, worst((got, want)) / max(worst((base, want)), 1e-3))
+        for reference, module in zip(references, (exact, rounded), strict=True):
+            reference += [module.state_dict()[name] for name in state]
+        for actual, expected, base in zip(ours, *references, strict=True):
+            worst_ratio = max(worst_ratio, worst((actual, expected)) / max(worst((base, expected)), 1e-3))
     moved = min(distance(exact.state_dict()[name], value.double().to(device)) for name, value in state.items())
     assert moved > 0.05, f"the weights moved by {moved} only"
     return worst_ratio
@@ -232,13 +234,13 @@ def mlp_inference(world: weft.World, shards: Sequence[int], hidden: int, inner: 
     ref = WholeMLP(hidden, inner).double()
     ref.load_state_dict({k: v.double() for k, v in state.items()})
     whole_x = draw(100, sum(shards), hidden)
-    x, rows = own(world, whole_x, shards).to(world.device), None if len(set(shards)) == 1 else list(shards)
+    x, rows = rows_of_rank(world, whole_x, shards).to(world.device), None if len(set(shards)) == 1 else list(shards)
     errors = []
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             y = mlp(x, rows)
         world.synchronize()
-        errors.append(worst((y, own(world, ref(whole_x.double()), shards))))
+        errors.append(worst((y, rows_of_rank(world, ref(whole_x.double()), shards))))
     return max(errors)
 
 
@@ -248,29 +250,29 @@ def linear_pair(
     """Column-, then row-parallel linear with biases, from whole ones, beside them: outputs and all gradients."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        first, second = torch.nn.Linear(width, inner).bfloat16(), torch.nn.Linear(inner, width).bfloat16()
-    column = weft.nn.ColumnParallelLinear.from_linear(first, world=world, keep_gathered=keep)
-    row = weft.nn.RowParallelLinear.from_linear(second, world=world, reduce=reduce)
+        up_proj, down_proj = torch.nn.Linear(width, inner).bfloat16(), torch.nn.Linear(inner, width).bfloat16()
+    column = weft.nn.ColumnParallelLinear.from_linear(up_proj, world=world, keep_gathered=keep)
+    row = weft.nn.RowParallelLinear.from_linear(down_proj, world=world, reduce=reduce)
     whole_x, g = draw(1, sum(shards), width), draw(2, sum(shards), width)
-    x = leaf(own(world, whole_x, shards).clone(), world)
+    x = leaf(rows_of_rank(world, whole_x, shards).clone(), world)
     rows = None if len(set(shards)) == 1 else list(shards)
     y = row(column(x, rows), rows)
-    (y * (g if reduce == "all" else own(world, g, shards)).to(world.device)).sum().backward()
+    (y * (g if reduce == "all" else rows_of_rank(world, g, shards)).to(world.device)).sum().backward()
     world.synchronize()
     rx = whole_x.double().requires_grad_()
-    first, second = first.double(), second.double()
-    want = second(first(rx))
-    (want * g.double()).sum().backward()
+    up_proj, down_proj = up_proj.double(), down_proj.double()
+    expected = down_proj(up_proj(rx))
+    (expected * g.double()).sum().backward()
     n = inner // world.size
     part = slice(world.rank * n, (world.rank + 1) * n)
     assert rx.grad is not None
     return worst(
-        (y, want if reduce == "all" else own(world, want, shards)),
-        (x.grad, own(world, rx.grad, shards)),
-        (column.weight.grad, first.weight.grad[part]),  # type: ignore[index]
-        (column.bias.grad, first.bias.grad[part]),  # type: ignore[index]
-        (row.weight.grad, second.weight.grad[:, part]),  # type: ignore[index]
-        (row.bias.grad, second.bias.grad),
+        (y, expected if reduce == "all" else rows_of_rank(world, expected, shards)),
+        (x.grad, rows_of_rank(world, rx.grad, shards)),
+        (column.weight.grad, up_proj.weight.grad[part]),  # type: ignore[index]
+        (column.bias.grad, up_proj.bias.grad[part]),  # type: ignore[index]
+        (row.weight.grad, down_proj.weight.grad[:, part]),  # type: ignore[index]
+        (row.bias.grad, down_proj.bias.grad),
     )
 
 
@@ -320,9 +322,13 @@ def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | 
                 z, _ = call(*leaves)
             results.append([y, full, z, *(t.grad for t in leaves)])
         world.synchronize()
-        for eager, other in zip(*results, strict=True):
+        for eager, compiled_result in zip(*results, strict=True):
             # Inductor keeps what it fuses in float32
-            assert torch.equal(eager, other) if backend == "aot_eager" else distance(other, eager.double()) < 1e-2
+            assert (
+                torch.equal(eager, compiled_result)
+                if backend == "aot_eager"
+                else distance(compiled_result, eager.double()) < 1e-2
+            )
     return 0.0
 
 
@@ -369,11 +375,11 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
     even, uneven, odd = [256] * w, balanced_rows(1000, w), [0, 300, *[33] * (w - 2)]
     for plan in ("auto", "sequential", "decomposed", "fused"):
         for name, s in (("even", even), ("uneven", uneven), ("odd", odd)):
-            what = f"{plan}, {name}"
-            yield f"all-gather grads {what}", 5e-3, partial(all_gather_grads, world, s, 520, 264, plan)
-            yield f"reduce-scatter grads {what}", 5e-3, partial(reduce_grads, world, sum(s), 520, 264, plan, rows=s)
-            yield f"mlp training {what}", 1.5, partial(mlp_training, world, s, 256, inner, plan)
-            yield f"mlp inference {what}", 1e-2, partial(mlp_inference, world, s, 256, inner, plan)
+            label = f"{plan}, {name}"
+            yield f"all-gather grads {label}", 5e-3, partial(all_gather_grads, world, s, 520, 264, plan)
+            yield f"reduce-scatter grads {label}", 5e-3, partial(reduce_grads, world, sum(s), 520, 264, plan, rows=s)
+            yield f"mlp training {label}", 1.5, partial(mlp_training, world, s, 256, inner, plan)
+            yield f"mlp inference {label}", 1e-2, partial(mlp_inference, world, s, 256, inner, plan)
         yield f"all-reduce grads {plan}", 5e-3, partial(reduce_grads, world, 1000, 520, 264, plan, everywhere=True)
     yield "gathered kept", 5e-3, partial(all_gather_grads, world, even, 520, 264, through=True, passes=2)
     yield "mlp training, gathered kept", 1.5, partial(mlp_training, world, even, 256, inner, keep=True)

@@ -16,22 +16,22 @@ def tiles_case(world: weft.World, op: str, m: int, n: int, k: int, plan: str | P
     from tiles, against torch's; returns its error."""
     device, fn = world.device, getattr(weft, op)
     x, w, b = (t.to(device) for t in (draw(world.rank, m, k), draw(50 + world.rank, n, k), draw(9, n)))
-    want = fn(x, w, b, world=world, plan=plan)
+    ordered = fn(x, w, b, world=world, plan=plan)
     tiles, remap = fn(x, w, b, world=world, plan=plan, reorder=False)
     assert tuple(tiles.shape) == remap.shape
-    weight, residual = draw(11, n).to(device), draw(12 + world.rank, *want.shape).to(device)
-    there = tiles.flatten()[remap.index().to(device)]  # the same rows, from tiles
+    weight, residual = draw(11, n).to(device), draw(12 + world.rank, *ordered.shape).to(device)
+    from_tiles = tiles.flatten()[remap.index().to(device)]  # the same rows, from tiles
     same: list[tuple[torch.Tensor, torch.Tensor]] = []
     norms: list[Any] = []
-    for rows, order, plain in ((want, None, want), (tiles, remap, there)):
-        both = plain + residual
+    for rows, order, plain in ((ordered, None, ordered), (tiles, remap, from_tiles)):
+        with_residual = plain + residual
         out, total = weft.rms_norm(rows, weight, 1e-5, world=world, remap=order, residual=residual)
-        same += [(total, both), (weft.residual_add(rows, residual, world=world, remap=order), both)]
-        norms += [(out, both), (weft.rms_norm(rows, weight, 1e-5, world=world, remap=order), plain)]
+        same += [(total, with_residual), (weft.residual_add(rows, residual, world=world, remap=order), with_residual)]
+        norms += [(out, with_residual), (weft.rms_norm(rows, weight, 1e-5, world=world, remap=order), plain)]
     world.synchronize()
-    assert all(torch.equal(got, expected) for got, expected in same)
+    assert all(torch.equal(actual, expected) for actual, expected in same)
     # NCCL's all-reduce may sum in an order that depends on where in its buffer an element lies, which is what differs here.
-    apart = distance(there, want)
+    apart = distance(from_tiles, ordered)
     assert apart == 0 or (world.backend.name == "cuda" and op == "matmul_all_reduce")
     return max(
         apart,

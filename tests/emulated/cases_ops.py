@@ -26,21 +26,23 @@ def shared_case(world: weft.World, op: str, rows: int, n: int, plan: object) -> 
     xs, w = [draw(r, rows, n) for r in range(world.size)], draw(9, n, n) * 0.1
     if op == "all_gather_matmul":
         out = world.zeros((rows * world.size, n), w.dtype)
-        x, want = out[rows * world.rank :][:rows], product(torch.cat(xs), w, world)
+        x, expected = out[rows * world.rank :][:rows], product(torch.cat(xs), w, world)
     else:
         out = x = world.zeros((rows, n), w.dtype)
-        want = sum(product(x, w, world) for x in xs)
+        expected = sum(product(x, w, world) for x in xs)
     x.copy_(xs[world.rank])
     assert getattr(weft, op)(x, w.to(world.device), world=world, plan=plan, out=out) is out
     world.synchronize()
-    return distance(out, want)
+    return distance(out, expected)
 
 
-def case(world: weft.World, op: str, rows: Sequence[int], n: int, k: int, plan: object = "fused", **more: Any) -> float:
+def case(
+    world: weft.World, op: str, rows: Sequence[int], n: int, k: int, plan: object = "fused", **options: Any
+) -> float:
     """One op over `rows` of every rank; M is their sum. An all-reduce, and an all-gather of no rows named, need only M."""
     if op == "all_gather_matmul":
-        return all_gather_case(world, rows, n, k, plan, **more)
+        return all_gather_case(world, rows, n, k, plan, **options)
     if op == "matmul_all_reduce":
-        return reduce_case(world, sum(rows), n, k, plan, everywhere=True, **more)
+        return reduce_case(world, sum(rows), n, k, plan, everywhere=True, **options)
     balanced = list(rows) == balanced_rows(sum(rows), world.size)
-    return reduce_case(world, sum(rows), n, k, plan, rows=None if balanced else rows, **more)
+    return reduce_case(world, sum(rows), n, k, plan, rows=None if balanced else rows, **options)

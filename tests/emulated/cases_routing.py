@@ -39,7 +39,7 @@ def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
     listed, lost = [], 0
     for e in range(el):
-        mine = [
+        own_routes = [
             (wave, s, t, slot)
             for wave, s in enumerate((rank - j) % w for j in range(w))
             for t, chosen in enumerate(ids[s])
@@ -47,18 +47,18 @@ def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
             if x == rank * el + e
         ]
         room = layer.rows - offsets[-1]
-        for i, (_, s, t, slot) in enumerate(mine):
+        for i, (_, s, t, slot) in enumerate(own_routes):
             slots[(s * c + t) * layer.k + slot] = offsets[-1] + i if i < room else -2
-        lost += len(mine[room:])
-        mine = mine[:room]
-        for first in range(0, len(mine), bm):
-            waves = [wave for wave, *_ in mine[first : first + bm]]
-            listed.append((max(waves), e, offsets[-1] + first, min(waves)))
-        rows += [s * c + t for _, s, t, _ in mine] + [-1] * (-len(mine) % bm)
+        lost += len(own_routes[room:])
+        own_routes = own_routes[:room]
+        for tile_start in range(0, len(own_routes), bm):
+            waves = [wave for wave, *_ in own_routes[tile_start : tile_start + bm]]
+            listed.append((max(waves), e, offsets[-1] + tile_start, min(waves)))
+        rows += [s * c + t for _, s, t, _ in own_routes] + [-1] * (-len(own_routes) % bm)
         offsets.append(len(rows))
-        received.append(len(mine))
-    tiles = [[row, e, first, last] for last, e, row, first in sorted(listed)]
-    touched = [sum(first <= j <= last for *_, first, last in tiles) for j in range(w)]
+        received.append(len(own_routes))
+    tiles = [[row, e, first_step, last_step] for last_step, e, row, first_step in sorted(listed)]
+    touched = [sum(first_step <= j <= last_step for *_, first_step, last_step in tiles) for j in range(w)]
     until = [sum(last <= j for *_, last in tiles) for j in range(w)]
     return dict(route_rows=slots, sources=rows, offsets=offsets, tiles=tiles, tile_count=[len(tiles)], cumulative_tiles=until, received=received, touched=touched, lost=lost)  # fmt: skip
 
@@ -80,31 +80,33 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
     def main(world: World) -> None:
         seen = []
         for n in range(layer.calls):
-            mine = routed(n)[world.rank]
-            ids = torch.tensor(mine, dtype=torch.int32).view(len(mine), layer.k)
+            own_ids = routed(n)[world.rank]
+            ids = torch.tensor(own_ids, dtype=torch.int32).view(len(own_ids), layer.k)
             ids_all, weights_all = share(world, ids, weights_of(ids, world.rank), layer.max_tokens_per_rank)
-            made = build_tables(world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows)
-            seen.append(copied(world, made, ids_all, weights_all))
+            tables = build_tables(
+                world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows
+            )
+            seen.append(copied(world, tables, ids_all, weights_all))
             world.barrier()  # nobody shares again before all have read this
         lost = sum(reference(layer, world.rank, routed(n))["lost"] for n in range(layer.calls))
-        said = ""
+        message = ""
         try:
             world.synchronize()
         except Overflow as e:
-            said = str(e)
-        assert said.startswith(f"rank {world.rank}: its experts received {lost} rows more") if lost else not said
+            message = str(e)
+        assert message.startswith(f"rank {world.rank}: its experts received {lost} rows more") if lost else not message
         targets = [0] * layer.ranks
-        for n, (ids_all, weights_all, *made) in enumerate(seen):
+        for n, (ids_all, weights_all, *tables) in enumerate(seen):
             ids = routed(n)
-            for source, given in enumerate(ids):
-                none = layer.max_tokens_per_rank - len(given)
-                assert ids_all[source].tolist() == given + [[-1] * layer.k] * none
-                weights = weights_of(torch.tensor(given).view(len(given), layer.k), source)
+            for source, source_ids in enumerate(ids):
+                none = layer.max_tokens_per_rank - len(source_ids)
+                assert ids_all[source].tolist() == source_ids + [[-1] * layer.k] * none
+                weights = weights_of(torch.tensor(source_ids).view(len(source_ids), layer.k), source)
                 assert weights_all[source].tolist() == weights.tolist() + [[0.0] * layer.k] * none
-            want = reference(layer, world.rank, ids)
-            want.pop("lost")
-            targets = [a + b for a, b in zip(targets, want.pop("touched"), strict=True)]
-            assert numbers(made) == dict(want, targets=targets), f"rank {world.rank}, call {n}"
+            expected = reference(layer, world.rank, ids)
+            expected.pop("lost")
+            targets = [a + b for a, b in zip(targets, expected.pop("touched"), strict=True)]
+            assert numbers(tables) == dict(expected, targets=targets), f"rank {world.rank}, call {n}"
 
     return main
 
@@ -113,17 +115,17 @@ def weights_of(ids: torch.Tensor, rank: int) -> torch.Tensor:
     return (ids * 8 + rank + 1).float()
 
 
-def copied(world: World, made: Tables, *others: torch.Tensor) -> list[torch.Tensor]:
+def copied(world: World, tables: Tables, *others: torch.Tensor) -> list[torch.Tensor]:
     """What stands there in the stream's turn: the others, then the tables."""
-    now = [*others, *made]
-    kept = [torch.empty_like(t) for t in now]
-    world.call(lambda: [a.copy_(b) for a, b in zip(kept, now, strict=True)], now, kept, world.current_stream())
+    tensors = [*others, *tables]
+    kept = [torch.empty_like(t) for t in tensors]
+    world.call(lambda: [a.copy_(b) for a, b in zip(kept, tensors, strict=True)], tensors, kept, world.current_stream())
     return kept
 
 
-def numbers(made: list[torch.Tensor]) -> dict[str, Any]:
+def numbers(tables: list[torch.Tensor]) -> dict[str, Any]:
     """Tables by name, without what means nothing."""
-    out = {name: t.tolist() for name, t in zip(Tables._fields, made, strict=True)}
+    out = {name: t.tolist() for name, t in zip(Tables._fields, tables, strict=True)}
     rows = out["offsets"][-1]
     assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)
     return dict(out, sources=out["sources"][:rows], tiles=out["tiles"][: out["tile_count"][0]])
@@ -135,7 +137,7 @@ def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: in
     slots, sources = torch.full((ranks, capacity, k), -1), torch.full((rows,), -1)
     offsets, tiles, received, targets, row = [0], [], [], torch.zeros(ranks, dtype=torch.int64), 0
     for expert in range(local):
-        first, of_row = row, []
+        expert_start, of_row = row, []
         for wave in range(ranks):
             source = (me - wave) % ranks
             for t, slot in (ids_all[source] == me * local + expert).nonzero().tolist():
@@ -144,12 +146,12 @@ def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: in
                 row += 1
         for lo in range(0, len(of_row), block_m):
             inside = of_row[lo : lo + block_m]
-            tiles.append((inside[-1], expert, first + lo, inside[0]))
+            tiles.append((inside[-1], expert, expert_start + lo, inside[0]))
             targets[inside[0] : inside[-1] + 1] += 1
-        received.append(row - first)
+        received.append(row - expert_start)
         row = -(-row // block_m) * block_m
         offsets.append(row)
-    listed = [(first, expert, lo, last) for last, expert, first, lo in sorted(tiles)]
+    listed = [(first_step, expert, lo, last_step) for last_step, expert, first_step, lo in sorted(tiles)]
     return dict(
         route_rows=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
         tile_count=torch.tensor([len(listed)]), cumulative_tiles=torch.tensor([sum(t[3] <= j for t in listed) for j in range(ranks)]), received=torch.tensor(received), targets=targets,

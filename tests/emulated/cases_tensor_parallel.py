@@ -47,18 +47,22 @@ def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: i
     layer = Layer(18, 2, 1, 40, 16 * world.size, torch.bfloat16)
     model, stream = Model(world, layer, False, tp_size=world.size), world.current_stream()
     held = [world.empty(t.shape, t.dtype) for t in operands_of(layer, world, 18, 0, in_turn)]
-    w, made = model.own, []
+    w, first_results = model.local_weights, []
     for call in range(calls):
-        given = operands_of(layer, world, 18, call, in_turn)
-        for t, new in zip(held, given, strict=True):
+        operands = operands_of(layer, world, 18, call, in_turn)
+        for t, new in zip(held, operands, strict=True):
             world.call(lambda t=t, new=new: t.copy_(new), [], [t], stream)
-        made.append((*weft.all_gather_grouped_matmul(*held, w.w13, inner=model.inner, world=world, plan=plan), given))
+        first_results.append(
+            (*weft.all_gather_grouped_matmul(*held, w.w13, inner=model.inner, world=world, plan=plan), operands)
+        )
     world.synchronize()
     errors = []
-    for hidden, routes, given in reversed(made):
-        y = weft.grouped_matmul_reduce_scatter(hidden, routes, given[1].to(world.device), w.w2, world=world, plan=then)
+    for hidden, routes, operands in reversed(first_results):
+        y = weft.grouped_matmul_reduce_scatter(
+            hidden, routes, operands[1].to(world.device), w.w2, world=world, plan=then
+        )
         world.synchronize()
-        errors.append(distance(y, model(*given)))
+        errors.append(distance(y, model(*operands)))
     return max(errors)
 
 
@@ -68,7 +72,7 @@ def around_layer(world: weft.World, calls: int = 3) -> float:
     tokens, kept = 5, []
     layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
     split, whole = Model(world, layer, False, tp_size=world.size), Model(world, layer, False, 10)
-    w, memory, common = split.own, Memory(world), dict(world=world, plan="dispatched")
+    w, memory, common = split.local_weights, Memory(world), dict(world=world, plan="dispatched")
     for call in range(calls):
         x, ids, weights = operands_of(layer, world, tokens, call, at_random)
         hidden, routes = weft.all_gather_grouped_matmul(x, ids, weights, w.w13, inner=split.inner, **common)
@@ -78,19 +82,21 @@ def around_layer(world: weft.World, calls: int = 3) -> float:
             y = weft.grouped_matmul_reduce_scatter(hidden, routes, ids, w.w2, **common)
             kept.append((y, split(x, ids, weights)))
     world.synchronize()
-    return max(distance(got, want) for got, want in kept)
+    return max(distance(actual, expected) for actual, expected in kept)
 
 
 def other_second_halves(world: weft.World) -> None:
     """Layers of as many sizes as there are ranks, and in the end on every rank the second half of another one."""
-    made = []
+    second_operands = []
     for tokens in range(4, 4 + world.size):
         layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
         split = Model(world, layer, False, tp_size=world.size)
-        given, w = operands_of(layer, world, tokens, 0, at_random), split.own
-        first = weft.all_gather_grouped_matmul(*given, w.w13, inner=split.inner, world=world, plan="dispatched")
-        made.append((*first, given[1], w.w2))
-    for second in (*made, made[world.rank]):
+        operands, w = operands_of(layer, world, tokens, 0, at_random), split.local_weights
+        hidden_and_routes = weft.all_gather_grouped_matmul(
+            *operands, w.w13, inner=split.inner, world=world, plan="dispatched"
+        )
+        second_operands.append((*hidden_and_routes, operands[1], w.w2))
+    for second in (*second_operands, second_operands[world.rank]):
         weft.grouped_matmul_reduce_scatter(*second, world=world, plan="dispatched")
     world.synchronize()
 
@@ -100,30 +106,31 @@ def routes_case(world: weft.World, plan: str, tokens: Sequence[int], tp_size: in
     layer = Layer(max(tokens), 4, 2, 32, 16 * world.size, torch.bfloat16)
     model, me = Model(world, layer, False, tp_size=tp_size), world.rank
     every = [ids_of(0, r, t, layer, world.size).tolist() for r, t in enumerate(tokens)]
-    w, given = model.own, operands_of(layer, world, tokens[me], 0, ids_of)
+    w, operands = model.local_weights, operands_of(layer, world, tokens[me], 0, ids_of)
     hidden, routes = weft.all_gather_grouped_matmul(
-        *given, w.w13, inner=model.inner, rows=tokens, tp_size=tp_size, world=world, plan=plan
+        *operands, w.w13, inner=model.inner, rows=tokens, tp_size=tp_size, world=world, plan=plan
     )
     world.synchronize()
     split = Split(layer.max_tokens_per_rank, 4, 2, 32, model.inner, layer.dtype, tp_size=tp_size, tile=16)
-    made = route_parts(world, split, routes)
+    tables = route_parts(world, split, routes)
     local = split.local(world)
     group = [[[e - me // tp_size * local for e in t] for t in ids] for ids in every]
-    want = reference(Routes(world.size, local, 2, layer.max_tokens_per_rank, 16), 0, group)
-    del want["sources"], want["received"]
-    want = rotated(want, group, Routes(world.size, local, 2, layer.max_tokens_per_rank, 16), me)
+    expected = rotated(group, Routes(world.size, local, 2, layer.max_tokens_per_rank, 16), me)
     assert hidden.shape[0] == split.rows(world)
-    assert made.route_rows.tolist()[: len(want["route_rows"])] == want["route_rows"]
-    assert made.offsets.tolist()[: local + 1] == want["offsets"]
-    assert made.tile_count[0] == want["tile_count"][0] and made.targets.tolist()[: world.size] == want["touched"]
-    assert made.tiles.view(-1, 4)[: want["tile_count"][0]].tolist() == want["tiles"]
+    assert tables.route_rows.tolist()[: len(expected["route_rows"])] == expected["route_rows"]
+    assert tables.offsets.tolist()[: local + 1] == expected["offsets"]
+    assert (
+        tables.tile_count[0] == expected["tile_count"][0]
+        and tables.targets.tolist()[: world.size] == expected["touched"]
+    )
+    assert tables.tiles.view(-1, 4)[: expected["tile_count"][0]].tolist() == expected["tiles"]
 
 
-def rotated(want: dict[str, Any], ids: list[Any], layer: Routes, me: int) -> dict[str, Any]:
+def rotated(ids: list[Any], layer: Routes, me: int) -> dict[str, Any]:
     """The tables as rank `me` has them of experts that are numbered from its own first on."""
-    turned = [ids[(s + me) % layer.ranks] for s in range(layer.ranks)]
-    made = reference(layer, 0, turned)
-    each = layer.max_tokens_per_rank * layer.k
-    by = [made["route_rows"][s * each : (s + 1) * each] for s in range(layer.ranks)]
-    slots = [slot for s in range(layer.ranks) for slot in by[(s - me) % layer.ranks]]
-    return dict(made, route_rows=slots)
+    rotated_ids = [ids[(s + me) % layer.ranks] for s in range(layer.ranks)]
+    tables = reference(layer, 0, rotated_ids)
+    routes_per_rank = layer.max_tokens_per_rank * layer.k
+    rows_by_source = [tables["route_rows"][s * routes_per_rank : (s + 1) * routes_per_rank] for s in range(layer.ranks)]
+    slots = [slot for s in range(layer.ranks) for slot in rows_by_source[(s - me) % layer.ranks]]
+    return dict(tables, route_rows=slots)

@@ -51,7 +51,7 @@ def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, **option
 @pytest.mark.parametrize("name", EVERY)
 def test_every_plan_against_torch(name: str, ranks: int) -> None:
     plan = EVERY[name]
-    for seed, (m, h, more) in enumerate(
+    for seed, (m, h, options) in enumerate(
         [
             (8, 64, {}),
             (1, 64, {}),
@@ -61,12 +61,12 @@ def test_every_plan_against_torch(name: str, ranks: int) -> None:
             (5, 192, dict(dtype=torch.float16, into="plain", full=True)),
         ]
     ):
-        assert max(emulate(lambda w, m=m, h=h, k=more: norm_case(w, m, h, plan, **k), ranks, seed)) < BF16
+        assert max(emulate(lambda w, m=m, h=h, k=options: norm_case(w, m, h, plan, **k), ranks, seed)) < BF16
     assert max(emulate(lambda w: norm_case(w, 5, 32, plan, dtype=torch.float32), ranks)) < 1e-5
     assert max(emulate(lambda w: norm_case(w, 5, 128, plan, out_dtype=FP8), ranks)) < bound(FP8) * 1.5
     for recipe, h in (("row", 136), ("block", 384)):
-        more = dict(quantize=recipe, full=recipe == "row")
-        assert max(emulate(lambda w, h=h, k=more: norm_case(w, 5, h, plan, **k), ranks)) < bound(FP8) * 1.5
+        options = dict(quantize=recipe, full=recipe == "row")
+        assert max(emulate(lambda w, h=h, k=options: norm_case(w, 5, h, plan, **k), ranks)) < bound(FP8) * 1.5
     for shape in ((7, 24), (3, 2, 16), (8,), (0, 8)):
         assert max(emulate(lambda w, s=shape: sum_case(w, s, plan), ranks)) < BF16
 
@@ -75,8 +75,8 @@ def test_every_plan_against_torch(name: str, ranks: int) -> None:
 def test_symmetric_operands(name: str) -> None:
     """Results stored by the peers in the caller's own symmetric memory; partial rows read from it."""
     for m in (1, 9):
-        more = dict(into="symmetric", symmetric=True, calls=3)
-        assert max(emulate(lambda w, m=m, k=more: norm_case(w, m, 64, PLANS[name], **k), 3)) < BF16
+        options = dict(into="symmetric", symmetric=True, calls=3)
+        assert max(emulate(lambda w, m=m, k=options: norm_case(w, m, 64, PLANS[name], **k), 3)) < BF16
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -113,13 +113,13 @@ def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int
         return x.double(), y.clone(), total.clone()
 
     bits = torch.int32 if dtype == torch.float32 else torch.int16
-    found = emulate(main, 3, seed)
-    want = sum(x for x, _, _ in found)
-    for _, y, total in found:
-        assert torch.equal(y.view(bits), found[0][1].view(bits)) and torch.equal(
-            total.view(bits), found[0][2].view(bits)
+    results = emulate(main, 3, seed)
+    expected = sum(x for x, _, _ in results)
+    for _, y, total in results:
+        assert torch.equal(y.view(bits), results[0][1].view(bits)) and torch.equal(
+            total.view(bits), results[0][2].view(bits)
         )
-        assert distance(total[:4], want[:4]) < BF16 and torch.equal(y[0], torch.zeros_like(y[0]))
+        assert distance(total[:4], expected[:4]) < BF16 and torch.equal(y[0], torch.zeros_like(y[0]))
         assert total[4].isinf().nonzero().tolist() == [[1]] and total[4].isnan().nonzero().tolist() == [[9]]
 
 
@@ -131,8 +131,8 @@ def test_posted_results_that_round_to_negative_zeros(plan: Plan, full: bool) -> 
             x = torch.zeros(4, 64, dtype=dtype)
             x[:, 0], x[:, 2:4] = 100, small
             rows = 4 if full else balanced_rows(4, world.size)[world.rank]
-            given = x, torch.zeros(rows, 64, dtype=dtype), torch.ones(64, dtype=dtype)
-            y, kept = weft.all_reduce_rms_norm(*given, world=world, plan=plan, full_residual=full)
+            operands = x, torch.zeros(rows, 64, dtype=dtype), torch.ones(64, dtype=dtype)
+            y, kept = weft.all_reduce_rms_norm(*operands, world=world, plan=plan, full_residual=full)
             world.synchronize()
             assert y[:, 0].float().sub(8).abs().max() < 0.1 and kept[:, 0].eq(100 * world.size).all()
             assert y[:, 2:].abs().max() < 1e-6
@@ -150,11 +150,11 @@ def test_in_place(name: str, seed: int) -> None:
             xs = [draw(10 * seed + r, 9, 64) for r in range(world.size)]
             x = xs[world.rank].clone()
             assert weft.all_reduce(x, world=world, plan=PLANS[name], out=x) is x
-            both = torch.cat([xs[world.rank], torch.zeros(9, 64, dtype=x.dtype)])
-            weft.all_reduce(both[:9], world=world, plan=PLANS[name], out=both[9:])
+            buffer = torch.cat([xs[world.rank], torch.zeros(9, 64, dtype=x.dtype)])
+            weft.all_reduce(buffer[:9], world=world, plan=PLANS[name], out=buffer[9:])
             world.synchronize()
-            want = sum(x.double() for x in xs)
-            assert max(distance(x, want), distance(both[9:], want)) < BF16
+            expected = sum(x.double() for x in xs)
+            assert max(distance(x, expected), distance(buffer[9:], expected)) < BF16
 
     emulate(main, 3, seed, preempt=0.2)
 
@@ -170,17 +170,17 @@ def test_out_may_share_memory_with_the_residual(name: str, seed: int) -> None:
         for full in (False, True):
             xs, old = [draw(r, m, h) for r in range(world.size)], draw(8, m, h)
             buffer, weight = world.zeros((m + 1, h), xs[0].dtype), torch.ones(h, dtype=xs[0].dtype)
-            own = slice(0, m) if full else slice(lo, lo + balanced_rows(m, world.size)[world.rank])
-            residual = buffer[own]
-            residual.copy_(old[own])
+            own_rows = slice(0, m) if full else slice(lo, lo + balanced_rows(m, world.size)[world.rank])
+            residual = buffer[own_rows]
+            residual.copy_(old[own_rows])
             y, new = weft.all_reduce_rms_norm(
                 xs[world.rank], residual, weight, 1e-6, world=world, plan=PLANS[name], out=buffer[1:] if full else buffer[:m],
                 full_residual=full,
             )  # fmt: skip
             world.synchronize()
             total = sum(x.double() for x in xs) + old.double()
-            want = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6)
-            worst = max(worst, distance(y, want), distance(new, total[own]))
+            expected = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6)
+            worst = max(worst, distance(y, expected), distance(new, total[own_rows]))
         return worst
 
     assert max(emulate(main, 3, seed)) < BF16
@@ -205,8 +205,8 @@ def test_what_is_prepared_for_captures_leaves_a_residual_alone(monkeypatch: pyte
 def test_residuals_at_odd_addresses_of_ranks_without_rows(name: str) -> None:
     def main(world: weft.World) -> float:
         x, flat = torch.ones(2, 64).bfloat16(), torch.zeros(2 * 64 + 1).bfloat16()[1:].view(2, 64)
-        own = slice(min(world.rank, 2), min(world.rank + 1, 2))
-        y, _ = weft.all_reduce_rms_norm(x, flat[own], x[0], 1e-6, world=world, plan=PLANS[name])
+        own_rows = slice(min(world.rank, 2), min(world.rank + 1, 2))
+        y, _ = weft.all_reduce_rms_norm(x, flat[own_rows], x[0], 1e-6, world=world, plan=PLANS[name])
         world.synchronize()
         return distance(y, torch.ones(2, 64).double())
 
@@ -221,11 +221,11 @@ def test_peers_are_told_of_whole_words_alone(plan: Plan) -> None:
         x, launch = draw(world.rank, 6, 64), world.backend.launch
         out = world.symmetric((6 * 64 + 8,), x.dtype).local[1:][: 6 * 64].view(6, 64)
 
-        def look(kernel: Any, grid: int, args: Any, *more: Any) -> None:
-            given = args() if callable(args) else args
+        def look(kernel: Any, grid: int, args: Any, *options_and_stream: Any) -> None:
+            values = args() if callable(args) else args
             for name in ("landings", "windows"):
-                assert name not in given or not (given[name] % 16).any()
-            launch(kernel, grid, given, *more)
+                assert name not in values or not (values[name] % 16).any()
+            launch(kernel, grid, values, *options_and_stream)
 
         world.backend.launch = look  # type: ignore[method-assign]
         weft.all_reduce_rms_norm(x, None, torch.ones(64).bfloat16(), 1e-6, world=world, plan=plan, out=out)
@@ -243,12 +243,12 @@ def test_sums_again() -> None:
         for plan in (OneShot(programs=2, warps=4), TwoShotLowLatency(programs=3, warps=4)):
             for call in range(4):
                 xs = [draw(10 * call + r, 7, 64) for r in range(world.size)]
-                want, x = sum(x.double() for x in xs), xs[world.rank].clone()
+                expected, x = sum(x.double() for x in xs), xs[world.rank].clone()
                 into = world.zeros((1 + 7 * 64,), x.dtype)[1:].view(7, 64)
-                got = [weft.all_reduce(x, world=world, plan=plan)]
-                got += [weft.all_reduce(x, world=world, plan=plan, out=o) for o in (into, x)]
+                results = [weft.all_reduce(x, world=world, plan=plan)]
+                results += [weft.all_reduce(x, world=world, plan=plan, out=o) for o in (into, x)]
                 world.synchronize()
-                assert got[1] is into and got[2] is x and max(distance(y, want) for y in got) < BF16
+                assert results[1] is into and results[2] is x and max(distance(y, expected) for y in results) < BF16
                 with pytest.raises(ValueError, match="must be contiguous"):
                     weft.all_reduce(x, world=world, plan=plan, out=x.float())
 
@@ -269,14 +269,14 @@ def test_two_streams_of_one_capture_are_put_in_order(seed: int) -> None:
         with on_stream(world, "second"):
             total()
         world.synchronize()
-        first, second = world.current_stream(), world.side_stream("second")
-        backend.capturing, backend.captures = lambda: True, lambda stream: stream in (first, second)
+        first_stream, second_stream = world.current_stream(), world.side_stream("second")
+        backend.capturing, backend.captures = lambda: True, lambda stream: stream in (first_stream, second_stream)
         for _ in range(4):
-            world.wait_event(second, world.record(first))
+            world.wait_event(second_stream, world.record(first_stream))
             a = gather()
             with on_stream(world, "second"):
                 b = total()
-            world.wait_event(first, world.record(second))
+            world.wait_event(first_stream, world.record(second_stream))
             world.synchronize()
             assert distance(a, torch.cat([draw(r, 4, 64) for r in range(world.size)]).double()) < BF16
             assert distance(b, sum(draw(10 + r, 4, 64).double() for r in range(world.size))) < BF16
@@ -304,14 +304,14 @@ def test_weights_of_another_dtype_in_the_same_place(plan: str) -> None:
 
     def main(world: weft.World) -> None:
         x, memory, out = draw(world.rank, 4, 64), torch.zeros(64 * 4, dtype=torch.uint8), draw(9, 4, 64)
-        want = None
+        expected = None
         for dtype in (torch.bfloat16, torch.float32):
             w = memory.view(dtype)[:64]
             w.copy_(torch.arange(64))
             for _ in range(30):  # until the new residual comes to lie where one lay
                 weft.all_reduce_rms_norm(x, None, w, world=world, plan=plan, out=out)
-            want = out.double() if want is None else want
-        assert distance(out, want) < BF16
+            expected = out.double() if expected is None else expected
+        assert distance(out, expected) < BF16
 
     emulate(main, 2)
 
@@ -336,11 +336,11 @@ def test_posted_memory_grows_by_doubling() -> None:
 def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     def main(world: weft.World) -> list[str]:
         world.backend.sm_count, world.backend.scale = 132, Scale()
-        found = []
+        kinds = []
         for shape in ((128, 8192), (31, 5120), (1000000,), (160, 48), (1000008,), (3, 16392), (2, 7), ()):
             x = torch.empty(shape, dtype=torch.bfloat16)
-            found.append(reduce_plans.ALL_REDUCE.choose(world, sum_call(world, x.shape, x.dtype), "auto", True).kind)
-        return found
+            kinds.append(reduce_plans.ALL_REDUCE.choose(world, sum_call(world, x.shape, x.dtype), "auto", True).kind)
+        return kinds
 
     monkeypatch.setattr(planner, "auto", lambda *a: TwoShotLowLatency())
     posts, library = "two_shot", "sequential"
@@ -353,7 +353,7 @@ def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
     """After a call two thirds are as they were at first, whatever the calls were."""
 
     def main(world: weft.World) -> None:
-        turn = 0
+        call_count = 0
         for i, (op, plan, rows, n, k) in enumerate(
             [
                 ("matmul_all_reduce", OneShot(programs=3, warps=4), [9, 4, 6], 64, 16),
@@ -367,17 +367,17 @@ def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
         ):
             for _ in range(1 + i % 2):
                 assert case(world, op, rows, n, k, plan) < BF16
-                turn += 1
+                call_count += 1
             full = i % 3 == 0
             norm_case(
                 world, 7, 64, TwoShotLowLatency(programs=4, warps=4) if full else OneShot(warps=4), full=full, calls=1
             )
-            turn += 1
+            call_count += 1
             world.exchange(None)
             words = world.buffer("low-latency rows", 1).local.view(torch.int32)
             third = words.numel() // 192 * 64
-            for other in (turn % 3, (turn + 1) % 3):
-                assert (words[other * third :][:third] == EMPTY.value).all(), (i, op, other)
+            for buffer_index in (call_count % 3, (call_count + 1) % 3):
+                assert (words[buffer_index * third :][:third] == EMPTY.value).all(), (i, op, buffer_index)
             world.exchange(None)
 
     def start(world: weft.World) -> None:
@@ -455,10 +455,14 @@ def in_one_shot() -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_same_bits_on_every_rank_and_in_every_schedule(name: str, seed: int) -> None:
     """And from every plan: all of them sum in the order of the ranks."""
-    got = emulate(lambda w: [t.clone() for t in calls_of(w, PLANS[name], 2)], 3, seed)
-    for mine, first, its in zip(got, [got[0]] * 3, in_one_shot(), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
-        assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(mine, first, strict=True)) if i % 3 != 1)
+    results_by_rank = emulate(lambda w: [t.clone() for t in calls_of(w, PLANS[name], 2)], 3, seed)
+    for results, rank_0_results, one_shot_results in zip(
+        results_by_rank, [results_by_rank[0]] * 3, in_one_shot(), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(results, one_shot_results, strict=True))
+        assert all(
+            torch.equal(a, b) for i, (a, b) in enumerate(zip(results, rank_0_results, strict=True)) if i % 3 != 1
+        )
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -485,16 +489,16 @@ def test_two_streams(name: str, seed: int) -> None:
         for i in range(6):
             full, weight = i // 2 == 1, draw(i * 10 + 9, 64)
             xs, old = [draw(i * 10 + r, 5, 64) for r in range(world.size)], draw(i * 10 + 8, 5, 64)
-            own = slice(0, 5) if full else slice(lo, lo + rows[world.rank])
+            own_rows = slice(0, 5) if full else slice(lo, lo + rows[world.rank])
             with on_stream(world, ("main", "second")[i % 2]):
-                got = weft.all_reduce_rms_norm(
-                    xs[world.rank], old[own], weight, world=world, plan=PLANS[name], full_residual=full
+                actual = weft.all_reduce_rms_norm(
+                    xs[world.rank], old[own_rows], weight, world=world, plan=PLANS[name], full_residual=full
                 )
             total = sum(x.double() for x in xs) + old.double()
-            want = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double()
-            results += zip(got, (want, total[own]), strict=True)
+            expected = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double()
+            results += zip(actual, (expected, total[own_rows]), strict=True)
         world.synchronize()
-        return max(distance(y, want) for y, want in results)
+        return max(distance(y, expected) for y, expected in results)
 
     assert max(emulate(main, 2, seed)) < BF16
 
@@ -513,7 +517,7 @@ def test_a_symmetric_output_is_the_callers_until_its_next_call(seed: int) -> Non
             world.call(lambda k=kept, y=y: k.copy_(y), [y], [kept], stream)
             ok.append((kept, sum(draw(i * 10 + r, 6, 32).double() for r in range(world.size))))
         world.synchronize()
-        return all((k.double() - want).norm() / want.norm() < BF16 for k, want in ok)
+        return all((k.double() - expected).norm() / expected.norm() < BF16 for k, expected in ok)
 
     assert all(emulate(main, 3, seed, preempt=0.2))
 
@@ -533,8 +537,8 @@ def test_auto_takes_what_was_measured() -> None:
         learn([Measured(NORM, 2, 64, 8192, 1, "graph", OneShot(), 1.4)])
         learn([Measured(NORM, 2, 4096, 8192, 1, "graph", TwoShotPush(), 1.2)])
         learn([Measured(NORM, 2, 4096, 8192, 1, "eager", Sequential(), 1.0)])
-        found = [resolve(NORM, m, True).kind for m in (64, 256, 4096)]
-        return [*found, *(resolve(op, 4096, False).kind for op in (NORM, SUM))]
+        kinds = [resolve(NORM, m, True).kind for m in (64, 256, 4096)]
+        return [*kinds, *(resolve(op, 4096, False).kind for op in (NORM, SUM))]
 
     assert emulate(main, 2)[0] == ["one_shot", "sequential", "two_shot", "sequential", "sequential"]
 
@@ -550,13 +554,13 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
         weight = draw(9, 64)
         for mode, plan in (("eager", OneShot(programs=2, warps=4)), ("graph", TwoShotPull(programs=2, warps=4))):
             learn([Measured("all_reduce_rms_norm", 2, 6, 64, 1, mode, plan, 1.5)])
-        want = weft.all_reduce_rms_norm(x, None, weight, 1e-6, world=world, out=out)[0].clone()
+        expected = weft.all_reduce_rms_norm(x, None, weight, 1e-6, world=world, out=out)[0].clone()
         out.zero_()
         world.exchange(None)  # peers write there next
         backend.capturing, exchange, backend.exchange = lambda: True, backend.exchange, None
-        got = weft.all_reduce_rms_norm(x, None, weight, 1e-6, world=world, out=out)[0]
+        actual = weft.all_reduce_rms_norm(x, None, weight, 1e-6, world=world, out=out)[0]
         backend.exchange = exchange
-        return torch.equal(got, want)
+        return torch.equal(actual, expected)
 
     assert all(emulate(main, 2))
 
@@ -581,10 +585,10 @@ def test_plans_survive_json() -> None:
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-def raises(error: type[Exception], match: str, *args: Any, ranks: int = 2, **more: Any) -> None:
+def raises(error: type[Exception], match: str, *args: Any, ranks: int = 2, **options: Any) -> None:
     def main(world: weft.World) -> None:
         with pytest.raises(error, match=match):
-            weft.all_reduce_rms_norm(*args, world=world, **more)
+            weft.all_reduce_rms_norm(*args, world=world, **options)
 
     emulate(main, ranks)
 
@@ -627,15 +631,15 @@ def test_every_op_says_that_an_earlier_wait_expired(op: str, before: bool) -> No
     """Before it does anything, also where it has been prepared."""
 
     def main(world: weft.World) -> None:
-        x, w, more = draw(world.rank, 8, 64), draw(9, 64, 64), {}
-        given: tuple[Any, ...] = (x, w)
+        x, w, options = draw(world.rank, 8, 64), draw(9, 64, 64), {}
+        operands: tuple[Any, ...] = (x, w)
         if op == "matmul_all_to_all":
-            more = dict(destinations=weft.route([0, 1] * 4, world=world))
+            options = dict(destinations=weft.route([0, 1] * 4, world=world))
         elif op == "all_reduce":
-            given, more = (x,), dict(plan=OneShot(programs=2, warps=4))
+            operands, options = (x,), dict(plan=OneShot(programs=2, warps=4))
         elif op == "all_reduce_rms_norm":
-            given = (x, None, w[0])
-        call = lambda: getattr(weft, op)(*given, world=world, **more)  # noqa: E731
+            operands = (x, None, w[0])
+        call = lambda: getattr(weft, op)(*operands, world=world, **options)  # noqa: E731
         if before:
             call(), call()
 
@@ -693,7 +697,7 @@ def test_compiles_as_one_graph(ranks: int) -> None:
         ):
             with pytest.raises(Exception, match="requires a gradient"):
                 torch.compile(wrong, fullgraph=True, backend="aot_eager")(x.clone().requires_grad_())
-        got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, r)
-        assert all(torch.equal(a, b) for a, b in zip(got, layer(x, r), strict=True))
+        compiled_results = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, r)
+        assert all(torch.equal(a, b) for a, b in zip(compiled_results, layer(x, r), strict=True))
 
     emulate(main, ranks)

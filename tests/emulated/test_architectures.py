@@ -60,11 +60,11 @@ def without_peers(world: weft.World) -> None:
     backend.symmetric = None
 
 
-def run(world: weft.World, op: str, plan: Plan | str, rows: int, n: int, k: int, **more: Any) -> float:
+def run(world: weft.World, op: str, plan: Plan | str, rows: int, n: int, k: int, **options: Any) -> float:
     """rows: of every rank."""
     if op == AG:
-        return all_gather_case(world, [rows] * world.size, n, k, plan, **more)
-    return reduce_case(world, rows * world.size, n, k, plan, everywhere=op == AR, **more)
+        return all_gather_case(world, [rows] * world.size, n, k, plan, **options)
+    return reduce_case(world, rows * world.size, n, k, plan, everywhere=op == AR, **options)
 
 
 @pytest.mark.parametrize("ranks", some([2, 3, 4], 2))
@@ -93,8 +93,8 @@ def test_a_decomposed_all_gather_returns_what_it_gathered_without_symmetric_memo
         x, w = torch.full((5, 16), world.rank + 1.0).bfloat16(), torch.ones(8, 16).bfloat16()
         y, full = weft.all_gather_matmul(x, w, world=world, plan=Decomposed(), return_gathered=True)
         world.synchronize()
-        want = torch.cat([torch.full((5, 16), r + 1.0) for r in range(world.size)])
-        return torch.equal(full.float(), want) and torch.equal(y.float(), want @ w.float().t())
+        expected = torch.cat([torch.full((5, 16), r + 1.0) for r in range(world.size)])
+        return torch.equal(full.float(), expected) and torch.equal(y.float(), expected @ w.float().t())
 
     assert all(emulate(main, 3))
 
@@ -116,10 +116,10 @@ def test_what_only_stores_needs_no_atomics_over_the_link(caplog: Any) -> None:
         return max(worst, run(world, AG, "fused", 8, 32, 32)), counting
 
     with caplog.at_level(logging.WARNING, "weft"):
-        found = emulate(main)
-    assert max(worst for worst, _ in found) < BF16
-    said = {r.getMessage() for r in caplog.records}
-    assert said == {f"{op}: sequential instead of {kind}: {NO_ATOMICS}" for op, kind in (("all_reduce", "two_shot"), (AG, "fused"))}  # fmt: skip
+        results = emulate(main)
+    assert max(worst for worst, _ in results) < BF16
+    messages = {r.getMessage() for r in caplog.records}
+    assert messages == {f"{op}: sequential instead of {kind}: {NO_ATOMICS}" for op, kind in (("all_reduce", "two_shot"), (AG, "fused"))}  # fmt: skip
 
 
 def test_multicast_needs_hopper(caplog: Any) -> None:
@@ -164,17 +164,17 @@ def test_tiles_fit_the_memory_of_the_architecture(
     capability: int, signaled: tuple[int, ...], fused: tuple[int, ...]
 ) -> None:
     for plan, tile in ((Signaled(), signaled), *((plan, fused) for plan in FUSED.values())):
-        of: Any = suited(plan, [4096], 8192, 132, capability)
-        assert (of.tile.block_m, of.tile.block_n, of.tile.block_k) == tile
-    given = Signaled(tile=GemmTile(block_m=64, block_n=128))
-    assert fitting(given, capability) == given, "tiles that somebody chose stay"
+        suited_plan: Any = suited(plan, [4096], 8192, 132, capability)
+        assert (suited_plan.tile.block_m, suited_plan.tile.block_n, suited_plan.tile.block_k) == tile
+    chosen_plan = Signaled(tile=GemmTile(block_m=64, block_n=128))
+    assert fitting(chosen_plan, capability) == chosen_plan, "tiles that somebody chose stay"
 
 
 def test_why_ranks_cannot_count_in_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the driver says; where several ranks share a GPU, and where there is no driver to ask, they can."""
     two = [RankDevice("host", ("a", "b"), index, None) for index in (0, 1)]
 
-    def of(atomics: int) -> Any:
+    def fake_driver(atomics: int) -> Any:
         def attribute(value: Any, which: int, a: int, b: int) -> int:
             assert which == 3 and {a, b} == {0, 1}
             ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = atomics
@@ -182,10 +182,10 @@ def test_why_ranks_cannot_count_in_each_others_memory(monkeypatch: pytest.Monkey
 
         return lambda name: SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
 
-    monkeypatch.setattr(cuda.ctypes, "CDLL", of(0))
+    monkeypatch.setattr(cuda.ctypes, "CDLL", fake_driver(0))
     assert cuda._why_no_atomics(two) == f"{NO_ATOMICS} (rank 0)"
     assert cuda._why_no_atomics([two[0], two[0]]) is None
-    monkeypatch.setattr(cuda.ctypes, "CDLL", of(1))
+    monkeypatch.setattr(cuda.ctypes, "CDLL", fake_driver(1))
     assert cuda._why_no_atomics(two) is None
 
     def missing(name: str) -> None:
@@ -219,7 +219,10 @@ def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_tuning_measures_the_tiles_that_plans_have_there(capability: int) -> None:
     sizes = fitted(SIZES, capability)
-    plans = [*(plan for of in variants(capability).values() for plan in of if isinstance(plan, Fused)), sizes.signaled]
+    plans = [
+        *(plan for op_plans in variants(capability).values() for plan in op_plans if isinstance(plan, Fused)),
+        sizes.signaled,
+    ]
     assert all(fitting(plan, capability) == plan for plan in plans)
     measured = {(tile.block_m, tile.block_n, tile.block_k) for tile, _ in sizes.tiles}
     tile = sizes.signaled.tile

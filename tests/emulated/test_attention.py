@@ -13,7 +13,7 @@ import torch
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_attention import Given, Shape, attention, attention_case, gradients_case
+from tests.emulated.cases_attention import Inputs, Shape, attention, attention_case, gradients_case
 from tests.gates import some
 from tests.offline import test_offline as offline
 from weft.check import ptx
@@ -32,9 +32,11 @@ PLANS = [Sequential(), Segmented(), ONCE, PUSHED]
 RIGHT = 5e-3
 
 
-def errors(of: Shape, plan: str | Plan = "segmented", seed: int = 0, preempt: float = 0.05, **more: Any) -> list[float]:
+def errors(
+    shape: Shape, plan: str | Plan = "segmented", seed: int = 0, preempt: float = 0.05, **options: Any
+) -> list[float]:
     return weft.spmd(
-        lambda world: attention_case(world, of, plan, **more), len(of.rows), backend="emulated", seed=seed, preempt=preempt
+        lambda world: attention_case(world, shape, plan, **options), len(shape.rows), backend="emulated", seed=seed, preempt=preempt
     )  # fmt: skip
 
 
@@ -42,8 +44,8 @@ def errors(of: Shape, plan: str | Plan = "segmented", seed: int = 0, preempt: fl
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
 def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
     for ranks in (1, 2, 3, 4):
-        of = Shape((10,) * ranks, causal=causal, layout=layout)
-        assert max(errors(of, plan)) < RIGHT
+        shape = Shape((10,) * ranks, causal=causal, layout=layout)
+        assert max(errors(shape, plan)) < RIGHT
 
 
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
@@ -51,8 +53,8 @@ def test_by_heads(causal: bool, layout: str) -> None:
     """Heads that the ranks divide, and the same ones by themselves where they do not."""
     for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
         rows = zigzag_rows(sum(rows), ranks) if layout == "zigzag" else rows
-        of = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
-        assert max(errors(of, HeadParallel(programs=2), ranks, 0.2, calls=3, into=True)) < RIGHT
+        shape = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
+        assert max(errors(shape, HeadParallel(programs=2), ranks, 0.2, calls=3, into=True)) < RIGHT
     assert max(errors(Shape((5,) * 3, 4, 2, causal=causal, layout=layout), HeadParallel())) < RIGHT
 
 
@@ -63,10 +65,12 @@ def test_sizes_in_turn_by_heads(seed: int) -> None:
     def main(world: weft.World) -> float:
         kept = []
         for call, rows in enumerate((12, 3, 9, 2, 12)):
-            given = Given(world, Shape((rows,) * 3, 6, 3, causal=True), 100 * call)
-            kept.append((weft.gathered_attention(*given.there(), **given.options(), plan="head_parallel"), given))
+            inputs = Inputs(world, Shape((rows,) * 3, 6, 3, causal=True), 100 * call)
+            kept.append(
+                (weft.gathered_attention(*inputs.local_qkv(), **inputs.options(), plan="head_parallel"), inputs)
+            )
         world.synchronize()
-        return max(distance(got, given.want()[0]) for got, given in kept)
+        return max(distance(actual, inputs.expected()[0]) for actual, inputs in kept)
 
     assert max(weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2)) < RIGHT
 
@@ -76,9 +80,9 @@ def test_sizes_in_turn_by_heads(seed: int) -> None:
     ["packed", "packed, window", "window, fewer queries", "fewer queries", "half", "packed, sinks, fewer queries"],
 )
 def test_shapes_by_heads(name: str) -> None:
-    of = SHAPES[name]
-    ranks = len(of.rows)
-    assert max(errors(replace(of, heads=2 * ranks, kv_heads=ranks), HeadParallel())) < RIGHT
+    shape = SHAPES[name]
+    ranks = len(shape.rows)
+    assert max(errors(replace(shape, heads=2 * ranks, kv_heads=ranks), HeadParallel())) < RIGHT
 
 
 SHAPES = {
@@ -119,8 +123,8 @@ def test_shapes(name: str) -> None:
 def test_schedules(seed: int) -> None:
     for plan in (Segmented(), PUSHED, ONCE):
         layout, rows = (("contiguous", (7, 4, 5)), ("zigzag", (5, 5, 6)))[seed % 2]
-        of = Shape(rows, causal=True, layout=layout)
-        assert max(errors(of, plan, seed, 0.2, calls=4, into=True)) < RIGHT
+        shape = Shape(rows, causal=True, layout=layout)
+        assert max(errors(shape, plan, seed, 0.2, calls=4, into=True)) < RIGHT
 
 
 @pytest.mark.parametrize("seed", some(range(8), 2))
@@ -130,21 +134,21 @@ def test_calls_on_two_streams(seed: int) -> None:
 
 def test_the_result_does_not_depend_on_the_schedule() -> None:
     def main(world: weft.World) -> torch.Tensor:
-        given = Given(world, Shape((9, 8, 8), causal=True, layout="zigzag"), 3)
-        return weft.gathered_attention(*given.there(), **given.options(), plan="segmented").clone()
+        inputs = Inputs(world, Shape((9, 8, 8), causal=True, layout="zigzag"), 3)
+        return weft.gathered_attention(*inputs.local_qkv(), **inputs.options(), plan="segmented").clone()
 
-    first, *others = (weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2) for seed in range(4))
-    assert all(torch.equal(a, b) for made in others for a, b in zip(first, made, strict=True))
+    first_run, *others = (weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2) for seed in range(4))
+    assert all(torch.equal(a, b) for run in others for a, b in zip(first_run, run, strict=True))
 
 
 def test_merging_is_exact_to_its_rounding() -> None:
     """Of a partial result the rounding to 16 bits is all that is lost: against one pass, less than 1.5 times its error."""
 
     def main(world: weft.World) -> tuple[float, float]:
-        given = Given(world, Shape((64,) * 4, dim=64), 5)
-        want, out = given.want()[0], []
+        inputs = Inputs(world, Shape((64,) * 4, dim=64), 5)
+        expected, out = inputs.expected()[0], []
         for plan in ("sequential", Segmented(calls=3)):
-            out.append(distance(weft.gathered_attention(*given.there(), **given.options(), plan=plan), want))
+            out.append(distance(weft.gathered_attention(*inputs.local_qkv(), **inputs.options(), plan=plan), expected))
         return out[0], out[1]
 
     for once, merge_partials in weft.spmd(main, 4, backend="emulated"):
@@ -153,12 +157,12 @@ def test_merging_is_exact_to_its_rounding() -> None:
 
 def test_out_may_hold_q() -> None:
     def main(world: weft.World) -> float:
-        given, worst = Given(world, Shape((6, 6), causal=True), 7), 0.0
+        inputs, worst = Inputs(world, Shape((6, 6), causal=True), 7), 0.0
         for plan in PLANS:
-            q, k, v = given.there()
-            got = weft.gathered_attention(q, k, v, **given.options(), plan=plan, out=q)
-            assert got is q
-            worst = max(worst, distance(got, given.want()[0]))
+            q, k, v = inputs.local_qkv()
+            actual = weft.gathered_attention(q, k, v, **inputs.options(), plan=plan, out=q)
+            assert actual is q
+            worst = max(worst, distance(actual, inputs.expected()[0]))
         return worst
 
     assert max(weft.spmd(main, 2, backend="emulated")) < RIGHT
@@ -169,18 +173,18 @@ def test_batches(batch: int) -> None:
     """As one entry after the other, and so are their gradients."""
 
     def main(world: weft.World) -> None:
-        given = [Given(world, Shape((5, 6), causal=True, layout="zigzag", sinks=True), i) for i in range(batch)]
-        options = given[0].options() | dict(plan="segmented")
-        leaves = [torch.stack(ts).requires_grad_() for ts in zip(*(g.there() for g in given), strict=True)]
+        entries = [Inputs(world, Shape((5, 6), causal=True, layout="zigzag", sinks=True), i) for i in range(batch)]
+        options = entries[0].options() | dict(plan="segmented")
+        leaves = [torch.stack(ts).requires_grad_() for ts in zip(*(g.local_qkv() for g in entries), strict=True)]
         out, lse = weft.gathered_attention(*leaves, **options, return_lse=True)
-        want = [weft.gathered_attention(*ts, **options, return_lse=True) for ts in zip(*leaves, strict=True)]
-        assert torch.equal(out, torch.stack([a for a, _ in want])) and torch.equal(
-            lse, torch.stack([b for _, b in want])
+        by_entry = [weft.gathered_attention(*ts, **options, return_lse=True) for ts in zip(*leaves, strict=True)]
+        assert torch.equal(out, torch.stack([a for a, _ in by_entry])) and torch.equal(
+            lse, torch.stack([b for _, b in by_entry])
         )
-        found, expected = (
-            torch.autograd.grad(t.float().square().sum(), leaves) for t in (out, torch.stack([a for a, _ in want]))
+        grads, expected = (
+            torch.autograd.grad(t.float().square().sum(), leaves) for t in (out, torch.stack([a for a, _ in by_entry]))
         )
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
         q, k, v = (t.detach() for t in leaves)
         if batch == 1:
             assert weft.gathered_attention(q, k, v, **options, out=q) is q and torch.equal(q, out)
@@ -195,10 +199,10 @@ def test_batches(batch: int) -> None:
 
 def test_operands_that_are_not_contiguous() -> None:
     def main(world: weft.World) -> float:
-        given = Given(world, Shape((6, 6), kv_heads=4), 7)
-        both = torch.stack(given.there(), 1)
-        got = weft.gathered_attention(*both.unbind(1), **given.options(), plan="segmented")
-        return distance(got, given.want()[0])
+        inputs = Inputs(world, Shape((6, 6), kv_heads=4), 7)
+        stacked = torch.stack(inputs.local_qkv(), 1)
+        actual = weft.gathered_attention(*stacked.unbind(1), **inputs.options(), plan="segmented")
+        return distance(actual, inputs.expected()[0])
 
     assert max(weft.spmd(main, 2, backend="emulated")) < RIGHT
 
@@ -206,22 +210,22 @@ def test_operands_that_are_not_contiguous() -> None:
 def test_what_no_query_sees_does_not_travel() -> None:
     """Rows of keys that a rank pushes to others."""
 
-    def main(world: weft.World, of: Shape) -> int:
+    def main(world: weft.World, shape: Shape) -> int:
         copied, copy = [], world.backend.copy
-        given = Given(world, of, 0)
+        inputs = Inputs(world, shape, 0)
 
         def counted(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
             copied.append((dst.data_ptr(), len(src)))
             copy(dst, src, stream)
 
         world.backend.copy = counted  # type: ignore[method-assign]
-        weft.gathered_attention(*given.there(), **given.options(), plan="segmented")
-        mine = world.buffer(segmented.KEYS, 0).local
-        inside = range(mine.data_ptr(), mine.data_ptr() + mine.numel())
-        return sum(rows for at, rows in copied if at not in inside) // 2
+        weft.gathered_attention(*inputs.local_qkv(), **inputs.options(), plan="segmented")
+        own_keys = world.buffer(segmented.KEYS, 0).local
+        inside = range(own_keys.data_ptr(), own_keys.data_ptr() + own_keys.numel())
+        return sum(rows for address, rows in copied if address not in inside) // 2
 
-    def rows(of: Shape) -> list[int]:
-        return weft.spmd(lambda world: main(world, of), len(of.rows), backend="emulated")
+    def rows(shape: Shape) -> list[int]:
+        return weft.spmd(lambda world: main(world, shape), len(shape.rows), backend="emulated")
 
     assert rows(Shape((8,) * 4)) == [24] * 4
     assert rows(Shape((8,) * 4, causal=True)) == [24, 16, 8, 0]
@@ -236,27 +240,27 @@ def test_what_no_query_sees_does_not_travel() -> None:
 def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
     """Every pair of a query and a key that it sees is in one block, and no other pair is."""
     for causal, layout in ((False, "contiguous"), (True, "contiguous"), (True, "zigzag")):
-        of = Shape(rows, causal=causal, layout=layout)
+        shape = Shape(rows, causal=causal, layout=layout)
         for rank in range(len(rows)):
             seen = causal_key_ranges(rank, rows, rows[rank], causal, layout == "zigzag")
             for calls in (1, 2, 9):
-                found = torch.zeros(rows[rank], sum(rows), dtype=torch.int)
-                mine = of.positions(rank)
+                coverage = torch.zeros(rows[rank], sum(rows), dtype=torch.int)
+                key_positions = shape.positions(rank)
                 for block in seen.local:
                     whole = torch.ones(rows[rank], block.hi - block.lo, dtype=torch.int)
-                    found[:, mine[block.lo : block.hi]] += whole.tril() if block.causal else whole
-                for first, pieces in split_groups(seen.remote, calls):
-                    for piece in pieces:
-                        assert piece.source != rank
-                        found[first:, of.positions(piece.source)[piece.lo : piece.hi]] += 1
-                assert torch.equal(found, of.sees(rank).int())
+                    coverage[:, key_positions[block.lo : block.hi]] += whole.tril() if block.causal else whole
+                for first_query, key_ranges in split_groups(seen.remote, calls):
+                    for key_range in key_ranges:
+                        assert key_range.source != rank
+                        coverage[first_query:, shape.positions(key_range.source)[key_range.lo : key_range.hi]] += 1
+                assert torch.equal(coverage, shape.sees(rank).int())
 
 
 def test_at_every_step_each_rank_reads_what_another_one_pushes() -> None:
     for size in (2, 3, 4, 8):
         seen = [causal_key_ranges(rank, (4,) * size, 4, False, False).remote[0].ranges for rank in range(size)]
         for step in range(size - 1):
-            assert len({pieces[step].source for pieces in seen}) == size
+            assert len({key_ranges[step].source for key_ranges in seen}) == size
 
 
 def test_zigzag_shares_the_work() -> None:
@@ -264,7 +268,9 @@ def test_zigzag_shares_the_work() -> None:
         work = []
         for rank in range(size):
             seen = causal_key_ranges(rank, (8,) * size, 8, True, True)
-            work.append(sum((8 - first) * sum(p.hi - p.lo for p in pieces) for first, pieces in seen.remote))
+            work.append(
+                sum((8 - first_query) * sum(p.hi - p.lo for p in key_ranges) for first_query, key_ranges in seen.remote)
+            )
             assert len(seen.remote) <= 2
         assert len(set(work)) == 1
 
@@ -279,14 +285,14 @@ def test_packed_sequences_by_hand() -> None:
 def test_zigzag_split_and_restore() -> None:
     def main(world: weft.World, length: int) -> None:
         x = draw(1, length, 3, 2)
-        mine = weft.zigzag_split(x, world)
-        assert len(mine) == zigzag_rows(length, world.size)[world.rank]
-        assert torch.equal(mine, x[weft.zigzag_positions(length, world)])
-        assert torch.equal(weft.zigzag_restore(mine, world, length), x)
+        shard = weft.zigzag_split(x, world)
+        assert len(shard) == zigzag_rows(length, world.size)[world.rank]
+        assert torch.equal(shard, x[weft.zigzag_positions(length, world)])
+        assert torch.equal(weft.zigzag_restore(shard, world, length), x)
         flat = x[:, 0, 0]
         assert torch.equal(weft.zigzag_restore(weft.zigzag_split(flat, world), world, length), flat)
         if length % world.size == 0 and len(set(zigzag_rows(length, world.size))) == 1:
-            assert torch.equal(weft.zigzag_restore(mine, world), x)
+            assert torch.equal(weft.zigzag_restore(shard, world), x)
         with pytest.raises(ValueError, match="must have"):
             weft.zigzag_restore(x[:0].new_zeros(length + 1, 3, 2), world, length)
 
@@ -296,11 +302,11 @@ def test_zigzag_split_and_restore() -> None:
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 def refused(
-    world: weft.World, match: str, error: type = ValueError, q: Any = (4, 4, 16), k: Any = (4, 2, 16), **more: Any
+    world: weft.World, match: str, error: type = ValueError, q: Any = (4, 4, 16), k: Any = (4, 2, 16), **options: Any
 ) -> None:
     q, k = (torch.zeros(t, dtype=BF) if isinstance(t, tuple) else t for t in (q, k))
     with pytest.raises(error, match=match):
-        weft.gathered_attention(q, k, more.pop("v", k), **more, world=world)
+        weft.gathered_attention(q, k, options.pop("v", k), **options, world=world)
 
 
 def test_what_is_refused() -> None:
@@ -315,10 +321,10 @@ def test_what_is_refused() -> None:
         refused(world, "must be a tensor", TypeError, q=[1])
         refused(world, "at most as many queries as keys", q=(5, 4, 16), causal=True)
         refused(world, "need as many queries as keys", q=(3, 4, 16), causal=True, layout="zigzag")
-        mine = 4 + world.rank
+        local_rows = 4 + world.rank
         refused(
             world, r"rows \[4, 5\] are no zigzag split of 9, which leaves the ranks \[5, 4\]",
-            q=(mine, 4, 16), k=(mine, 2, 16), causal=True, layout="zigzag", rows=[4, 5],
+            q=(local_rows, 4, 16), k=(local_rows, 2, 16), causal=True, layout="zigzag", rows=[4, 5],
         )  # fmt: skip
         refused(world, "'ring' is not one of", layout="ring")
         refused(world, "window 0 must be at least 1", causal=True, window=0)
@@ -336,7 +342,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "shapes", "options"),
+    ("pattern", "shapes", "options"),
     [
         ("heads=", ((4, 4, 16), (4, 2, 16)), [{}, {}]),
         ("D=", ((4, 2, 16), (4, 2, 24)), [{}, {}]),
@@ -349,10 +355,10 @@ def test_what_is_refused() -> None:
         ("plan=", ((4, 2, 16),) * 2, [{"plan": "sequential"}, {"plan": "segmented"}]),
     ],
 )  # fmt: skip
-def test_ranks_that_disagree(what: str, shapes: Any, options: Any) -> None:
+def test_ranks_that_disagree(pattern: str, shapes: Any, options: Any) -> None:
     def main(world: weft.World) -> None:
         t = torch.zeros(shapes[world.rank], dtype=BF)
-        with pytest.raises(weft.Mismatch, match=what):
+        with pytest.raises(weft.Mismatch, match=pattern):
             weft.gathered_attention(t, t, t, **options[world.rank], world=world)
 
     weft.spmd(main, 2, backend="emulated")
@@ -373,25 +379,29 @@ def test_ranks_that_disagree_on_heads_of_keys_or_the_dtype() -> None:
 def test_what_auto_tries() -> None:
     """No two plans that come to the same: a rank of two has one piece of others."""
 
-    def main(world: weft.World, of: Shape) -> list[str]:
-        op, options = REGISTRY["gathered_attention"], (of.causal, None, of.window or 0, of.bounds, None, of.layout)
-        q, kv = (torch.empty(of.rows[world.rank], heads, of.dim, dtype=of.dtype) for heads in (of.heads, of.kv_heads))
+    def main(world: weft.World, shape: Shape) -> list[str]:
+        op = REGISTRY["gathered_attention"]
+        options = shape.causal, None, shape.window or 0, shape.bounds, None, shape.layout
+        q, kv = (
+            torch.empty(shape.rows[world.rank], heads, shape.dim, dtype=shape.dtype)
+            for heads in (shape.heads, shape.kv_heads)
+        )
         call = op.check(world, (q, kv, kv, None), options)
         return [str(plan) for plan in op.candidates(world, call)]
 
-    def tries(of: Shape) -> list[str]:
-        first, *others = weft.spmd(lambda world: main(world, of), len(of.rows), backend="emulated")
-        assert all(found == first for found in others)
-        return first
+    def tries(shape: Shape) -> list[str]:
+        plans, *others = weft.spmd(lambda world: main(world, shape), len(shape.rows), backend="emulated")
+        assert all(rank_plans == plans for rank_plans in others)
+        return plans
 
-    few = ["Segmented(push_programs=16)"]
-    assert tries(Shape((8, 8))) == ["Segmented()", *few]
-    assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)", *few]
-    assert tries(Shape((8, 8), causal=True, layout="zigzag")) == ["Segmented()", *few]
+    with_pushes = ["Segmented(push_programs=16)"]
+    assert tries(Shape((8, 8))) == ["Segmented()", *with_pushes]
+    assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)", *with_pushes]
+    assert tries(Shape((8, 8), causal=True, layout="zigzag")) == ["Segmented()", *with_pushes]
     for options in (dict(), dict(window=3), dict(bounds=(0, 3, 16))):
-        assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *few, "HeadParallel()"]
-    assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()", *few]
-    assert tries(Shape((8200,) * 2, 8, 8, 128)) == ["Segmented()", *few]
+        assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *with_pushes, "HeadParallel()"]
+    assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()", *with_pushes]
+    assert tries(Shape((8200,) * 2, 8, 8, 128)) == ["Segmented()", *with_pushes]
 
 
 def test_no_rows_at_all() -> None:
@@ -406,7 +416,7 @@ def test_no_rows_at_all() -> None:
 # -- libraries ---------------------------------------------------------------------------------------------------------
 def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those tried, the first whose numbers are right; and where none is, what each said."""
-    given = torch.device("cpu"), BF, 4, 2, 16
+    call_shape = torch.device("cpu"), BF, 4, 2, 16
 
     def library(name: str, forward: Any) -> libraries.AttentionLibrary:
         return libraries.AttentionLibrary(name, forward, libraries.REFERENCE.backward)
@@ -420,22 +430,25 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(libraries, "CUDNN", library("first", refuses))
     monkeypatch.setattr(libraries, "FLASH", library("second", in_base_2))
-    said = {of.name: reason for of, reason in libraries.library_errors("forward", *given).items()}
-    assert said["first"] == "no kernel" and said["second"].startswith("results are off by")
-    assert set(libraries.library_errors("backward", *given).values()) == {""}
+    reasons = {candidate.name: reason for candidate, reason in libraries.library_errors("forward", *call_shape).items()}
+    assert reasons["first"] == "no kernel" and reasons["second"].startswith("results are off by")
+    assert set(libraries.library_errors("backward", *call_shape).values()) == {""}
     for use in ("packed", "packed_backward"):
-        assert set(libraries.library_errors(use, *given).values()) == {"the library has no such call"}
+        assert set(libraries.library_errors(use, *call_shape).values()) == {"the library has no such call"}
     wrong = replace(
         library("second", refuses),
-        packed_backward=lambda of, *more: libraries.REFERENCE.packed(*of[:3], *more) * 2,
+        packed_backward=lambda operands, *packed: libraries.REFERENCE.packed(*operands[:3], *packed) * 2,
     )
     monkeypatch.setattr(libraries, "FLASH", wrong)
     assert (
         "off by"
-        in {of.name: reason for of, reason in libraries.library_errors("packed_backward", *given).items()}["second"]
+        in {
+            candidate.name: reason
+            for candidate, reason in libraries.library_errors("packed_backward", *call_shape).items()
+        }["second"]
     )
     monkeypatch.setattr(libraries, "FLASH", library("second", libraries.REFERENCE.forward))
-    assert [reason for reason in libraries.library_errors("forward", *given).values()] == ["no kernel", ""]
+    assert [reason for reason in libraries.library_errors("forward", *call_shape).values()] == ["no kernel", ""]
 
 
 # -- the kernels, compiled ---------------------------------------------------------------------------------------------
@@ -451,34 +464,40 @@ LAUNCHES = {
 @pytest.mark.gate
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
-    of, plan = LAUNCHES[name]
+    shape, plan = LAUNCHES[name]
 
     def main(world: weft.World) -> None:
-        given = Given(world, of, 0)
-        weft.gathered_attention(*given.there(), **given.options(), plan=plan)
+        inputs = Inputs(world, shape, 0)
+        weft.gathered_attention(*inputs.local_qkv(), **inputs.options(), plan=plan)
 
-    by_rank = offline.launches(main, len(of.rows))
+    by_rank = offline.launches(main, len(shape.rows))
     modules = segmented.merge.__module__, sm_push_kernels.__name__
-    own = [[a for a in made if a.kernel.__module__ in modules] for made in by_rank]
+    launches_by_rank = [[a for a in launches if a.kernel.__module__ in modules] for launches in by_rank]
     by_heads = isinstance(plan, HeadParallel)
-    assert {a.kernel.__name__ for a in own[0]} == (
+    assert {a.kernel.__name__ for a in launches_by_rank[0]} == (
         {"push_blocks"} if by_heads else {"merge", "push_rows"} if plan.push_programs else {"merge"}
     )
-    for launch in own[0]:
-        made = compile_kernel(launch.kernel, launch.args, launch.options)
-        record_property("kernel", (f"attention {name}: {launch.kernel.__name__}", made.registers, made.shared))
-        offline.fits(launch, made)
-        assert ptx.broken_rules(made.ptx, lambda step: False) == [] and ptx.signals_not_by_thread_zero(made.ptx) == []
-        found = ptx.steps_of(made.ptx)
+    for launch in launches_by_rank[0]:
+        compiled = compile_kernel(launch.kernel, launch.args, launch.options)
+        record_property("kernel", (f"attention {name}: {launch.kernel.__name__}", compiled.registers, compiled.shared))
+        offline.fits(launch, compiled)
+        assert (
+            ptx.broken_rules(compiled.ptx, lambda step: False) == []
+            and ptx.signals_not_by_thread_zero(compiled.ptx) == []
+        )
+        steps = ptx.steps_of(compiled.ptx)
         moved = "outs[n]", "x + offset", "y + offset", "dst + offset", "dst + y_offset", "x + src_start", "dst + row"
         rows = [
-            s for s in found if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)
+            s for s in steps if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)
         ]
         if by_heads and launch.args["x"].dtype == torch.float32:
             continue  # one number a query and head
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
-    pushes = [[offline.specialised(a) for a in made if a.kernel is sm_push_kernels.push_rows] for made in own]
-    assert len({repr(p) for made in pushes for p in made}) <= 1  # which rows, and whose, is not compiled in
+    pushes = [
+        [offline.specialised(a) for a in launches if a.kernel is sm_push_kernels.push_rows]
+        for launches in launches_by_rank
+    ]
+    assert len({repr(p) for launches in pushes for p in launches}) <= 1  # which rows, and whose, is not compiled in
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -500,26 +519,29 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(name: str) -> None:
-    of = GRADIENTS[name]
+    shape = GRADIENTS[name]
     for seed in range(2):
-        found = weft.spmd(
-            lambda world, seed=seed: gradients_case(world, of, seed=seed), len(of.rows), backend="emulated", seed=seed
+        grad_errors = weft.spmd(
+            lambda world, seed=seed: gradients_case(world, shape, seed=seed),
+            len(shape.rows),
+            backend="emulated",
+            seed=seed,
         )
-        assert max(found) < 8e-3, found
+        assert max(grad_errors) < 8e-3, grad_errors
 
 
 def test_gradients_do_not_depend_on_the_schedule() -> None:
     def main(world: weft.World) -> list[torch.Tensor]:
-        given = Given(world, Shape((6, 6, 6), causal=True, layout="zigzag"), 3)
-        leaves = [t.requires_grad_() for t in given.there()]
-        weft.gathered_attention(*leaves, **given.options()).float().square().sum().backward()
+        inputs = Inputs(world, Shape((6, 6, 6), causal=True, layout="zigzag"), 3)
+        leaves = [t.requires_grad_() for t in inputs.local_qkv()]
+        weft.gathered_attention(*leaves, **inputs.options()).float().square().sum().backward()
         return [t.grad.clone() for t in leaves if t.grad is not None]
 
-    first, *others = (weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2) for seed in range(3))
+    first_run, *others = (weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2) for seed in range(3))
     assert all(
         torch.equal(x, y)
-        for made in others
-        for a, b in zip(first, made, strict=True)
+        for run in others
+        for a, b in zip(first_run, run, strict=True)
         for x, y in zip(a, b, strict=True)
     )
 
@@ -537,11 +559,11 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
         return moved.copy_(t)
 
     def main(world: weft.World) -> None:
-        given = Given(world, Shape((6, 6), causal=True, layout="zigzag"), 3)
+        inputs = Inputs(world, Shape((6, 6), causal=True, layout="zigzag"), 3)
         grads = []
         for place in (torch.clone, off):
-            leaves = [place(t).requires_grad_() for t in given.there()]
-            out = weft.gathered_attention(*leaves, **given.options())
+            leaves = [place(t).requires_grad_() for t in inputs.local_qkv()]
+            out = weft.gathered_attention(*leaves, **inputs.options())
             grads.append(torch.autograd.grad(out, leaves, place(draw(7, *out.shape, dtype=out.dtype))))
         assert all(map(torch.equal, *grads))
 
@@ -552,31 +574,31 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
 
 def test_gradients_that_nobody_asks_for_and_that_there_are_not() -> None:
     def main(world: weft.World) -> None:
-        given = Given(world, Shape((6, 6), causal=True), 3)
-        q, k, v = given.there()
-        weft.gathered_attention(q.requires_grad_(), k, v, **given.options()).sum().backward()
+        inputs = Inputs(world, Shape((6, 6), causal=True), 3)
+        q, k, v = inputs.local_qkv()
+        weft.gathered_attention(q.requires_grad_(), k, v, **inputs.options()).sum().backward()
         assert q.grad is not None and k.grad is None
-        out, lse = weft.gathered_attention(q, k, v, **given.options(), return_lse=True)
+        out, lse = weft.gathered_attention(q, k, v, **inputs.options(), return_lse=True)
         with pytest.raises(RuntimeError, match="lse .* has no gradient"):
             (out.sum() + lse.sum()).backward()
-        few = q.detach()[:5].requires_grad_()
-        for more in (dict(window=3), dict(cu_seqlens=(0, 12))):
+        short_q = q.detach()[:5].requires_grad_()
+        for options in (dict(window=3), dict(cu_seqlens=(0, 12))):
             with pytest.raises(RuntimeError, match="as many queries as keys"):
-                weft.gathered_attention(few, k, v, causal=True, **more, world=world)
+                weft.gathered_attention(short_q, k, v, causal=True, **options, world=world)
 
     weft.spmd(main, 2, backend="emulated")
 
 
 def test_compiled_calls_have_gradients() -> None:
     def main(world: weft.World) -> float:
-        given = Given(world, Shape((6, 6), causal=True, layout="zigzag"), 3)
+        inputs = Inputs(world, Shape((6, 6), causal=True, layout="zigzag"), 3)
         grads = []
         for compiled in (False, True):
 
             def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                return weft.gathered_attention(q, k, v, **given.options()) * 2
+                return weft.gathered_attention(q, k, v, **inputs.options()) * 2
 
-            leaves = [t.requires_grad_() for t in given.there()]
+            leaves = [t.requires_grad_() for t in inputs.local_qkv()]
             fn = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
             fn(*leaves).sum().backward()
             grads.append([t.grad for t in leaves])
@@ -596,9 +618,9 @@ def test_the_code_in_the_document_runs() -> None:
         names: dict[str, Any] = {"world": world}
         exec(source, names)
         q, k, v = names["x"].double()
-        want = attention(q, k, v, Shape((24,), causal=True).sees(0), 16**-0.5, None)[0]
-        assert distance(names["whole"], want) < RIGHT
+        expected = attention(q, k, v, Shape((24,), causal=True).sees(0), 16**-0.5, None)[0]
+        assert distance(names["whole"], expected) < RIGHT
         return names["whole"]
 
-    first, second = weft.spmd(rank, 2, backend="emulated")
-    assert torch.equal(first, second)
+    on_rank_0, on_rank_1 = weft.spmd(rank, 2, backend="emulated")
+    assert torch.equal(on_rank_0, on_rank_1)

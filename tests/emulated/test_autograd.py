@@ -25,16 +25,16 @@ CASES = [(ranks, rows) for ranks, splits in ROWS.items() for rows in splits]
 
 @pytest.mark.parametrize("ranks, rows", some(CASES, 6))
 def test_all_gather_matmul(ranks: int, rows: list[int]) -> None:
-    for seed, more in enumerate(({}, {"keep": True}, {"through": True, "passes": 2})):
-        errors = emulate(lambda world, more=more: all_gather_grads(world, rows, 48, 64, **more), ranks, seed)
-        assert max(errors) < BOUND, f"{more}: {errors}"
+    for seed, options in enumerate(({}, {"keep": True}, {"through": True, "passes": 2})):
+        errors = emulate(lambda world, options=options: all_gather_grads(world, rows, 48, 64, **options), ranks, seed)
+        assert max(errors) < BOUND, f"{options}: {errors}"
 
 
 @pytest.mark.parametrize("ranks, rows", some(CASES, 6))
 def test_matmul_reduce_scatter(ranks: int, rows: list[int]) -> None:
-    for seed, more in enumerate(({"rows": rows}, {"passes": 2})):
-        errors = emulate(lambda world, more=more: reduce_grads(world, sum(rows), 48, 64, **more), ranks, seed)
-        assert max(errors) < BOUND, f"{more}: {errors}"
+    for seed, options in enumerate(({"rows": rows}, {"passes": 2})):
+        errors = emulate(lambda world, options=options: reduce_grads(world, sum(rows), 48, 64, **options), ranks, seed)
+        assert max(errors) < BOUND, f"{options}: {errors}"
 
 
 @pytest.mark.parametrize("ranks, m", [(2, 33), (3, 48), (4, 5)])
@@ -156,7 +156,7 @@ def test_rows_are_read_once() -> None:
             assert w.grad is not None
             grads.append(w.grad.clone())
             decided = decided if len(grads) > 2 else len(world.decided)  # the second call prepares a graph's plan
-        assert all(torch.equal(grads[0], other) for other in grads[1:])
+        assert all(torch.equal(grads[0], grad) for grad in grads[1:])
         assert len(world.decided) == decided, "each call is decided once"
 
     emulate(rank, 2)
@@ -234,6 +234,6 @@ def test_errors() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_on_gpus(ranks: int) -> None:
     """Ops, modules, compiled and captured, on as many GPUs as there are, which are shared where they are fewer."""
-    for found in weft.spmd(gpu_errors, ranks, backend="shared"):
-        bad = {name: error for name, (error, bound) in found.items() if not error <= bound}
+    for results in weft.spmd(gpu_errors, ranks, backend="shared"):
+        bad = {name: error for name, (error, bound) in results.items() if not error <= bound}
         assert not bad, bad

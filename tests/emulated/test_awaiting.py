@@ -20,55 +20,64 @@ PLAN = Awaiting(tile_m=8, cluster_m=1)
 
 def noted(monkeypatch: Any, ranks: int) -> list[list[tuple[str, str, tuple[Any, ...]]]]:
     """By rank, the stream operations of a second call in the order given: (what, stream, arguments)."""
-    told: list[list[tuple[str, str, tuple[Any, ...]]]] = [[] for _ in range(ranks)]
+    ops_by_rank: list[list[tuple[str, str, tuple[Any, ...]]]] = [[] for _ in range(ranks)]
 
-    def listening(what: str, at: int) -> None:
-        plain: Callable[..., Any] = getattr(EmulatedBackend, what)
+    def listening(method: str, stream_index: int) -> None:
+        plain: Callable[..., Any] = getattr(EmulatedBackend, method)
 
-        def heard(self: EmulatedBackend, *args: Any) -> Any:
-            told[self.rank].append((what, args[at].name, args))
+        def record(self: EmulatedBackend, *args: Any) -> Any:
+            ops_by_rank[self.rank].append((method, args[stream_index].name, args))
             return plain(self, *args)
 
-        monkeypatch.setattr(EmulatedBackend, what, heard)
+        monkeypatch.setattr(EmulatedBackend, method, record)
 
     def rank(world: weft.World) -> float:
         worst = all_gather_case(world, [16] * ranks, 16, 24, PLAN)
-        told[world.rank].clear()
+        ops_by_rank[world.rank].clear()
         return max(worst, all_gather_case(world, [16] * ranks, 16, 24, PLAN))
 
-    for what, at in (("copy", 2), ("signal", 2), ("wait", 2), ("wait_event", 0), ("launch", 4), ("call", 3)):
-        listening(what, at)
+    for method, stream_index in (
+        ("copy", 2),
+        ("signal", 2),
+        ("wait", 2),
+        ("wait_event", 0),
+        ("launch", 4),
+        ("call", 3),
+    ):
+        listening(method, stream_index)
     assert max(weft.spmd(rank, ranks, backend="emulated")) < 5e-3
-    return told
+    return ops_by_rank
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_flags_stand_behind_a_bounded_barrier_alone_and_before_the_gemm(ranks: int, monkeypatch: Any) -> None:
-    for me, told in enumerate(noted(monkeypatch, ranks)):
-        copies = [(what, args) for what, stream, args in told if "copy" in stream]
-        whats = [what for what, _ in copies]
-        staged = whats.index("launch")  # the barrier
-        assert whats[:staged] == ["wait_event"], "behind x, which is staged"
-        assert whats[staged + 1 : staged + 2 * ranks - 1] == ["copy", "signal"] * (ranks - 1)
-        flags = [args for what, args in copies if what == "signal"]
+    for me, stream_ops in enumerate(noted(monkeypatch, ranks)):
+        copies = [(op, args) for op, stream, args in stream_ops if "copy" in stream]
+        copy_ops = [op for op, _ in copies]
+        staged = copy_ops.index("launch")  # the barrier
+        assert copy_ops[:staged] == ["wait_event"], "behind x, which is staged"
+        assert copy_ops[staged + 1 : staged + 2 * ranks - 1] == ["copy", "signal"] * (ranks - 1)
+        flags = [args for op, args in copies if op == "signal"]
         words = [word.data_ptr() for word, _, _ in flags]
         assert words == [words[0] + 4 * ((me + 1 + j) % ranks - (me + 1) % ranks) for j in range(ranks - 1)]
-        first = words[0] - 4 * ((me + 1) % ranks)
-        copied = [args for what, stream, args in told if what == "copy" and "copy" not in stream]
-        (own,) = [source for to, source, _ in copied if to.data_ptr() == first]
-        assert own.tolist() == [int(rank == me) for rank in range(ranks)], "its own is set, the others are cleared"
-        assert all(value.data_ptr() != own[me].data_ptr() for _, value, _ in flags), "copied from peers"
-        order = [what for what, _, _ in told]
-        last = max(i for i, what in enumerate(order) if what == "signal")
+        first_word = words[0] - 4 * ((me + 1) % ranks)
+        copied = [args for op, stream, args in stream_ops if op == "copy" and "copy" not in stream]
+        (own_flags,) = [source for to, source, _ in copied if to.data_ptr() == first_word]
+        assert own_flags.tolist() == [int(rank == me) for rank in range(ranks)], (
+            "its own is set, the others are cleared"
+        )
+        assert all(value.data_ptr() != own_flags[me].data_ptr() for _, value, _ in flags), "copied from peers"
+        order = [op for op, _, _ in stream_ops]
+        last = max(i for i, op in enumerate(order) if op == "signal")
         assert last < order.index("wait"), "and given before the GEMM, which waits"
 
 
 def test_one_call_of_the_library(monkeypatch: Any) -> None:
     """What it is given: the flags, the call's number, and the shard that is there."""
-    given: dict[str, Any] = {}
+    gemm_args: dict[str, Any] = {}
 
     def gemm(x: Any, weight: Any, out: Any, c: Any, ticket: Any, *tile: int, pingpong: bool, ag_args: Any) -> None:
-        given.update(tile=tile, pingpong=pingpong, ag=ag_args, x=x)
+        gemm_args.update(tile=tile, pingpong=pingpong, ag=ag_args, x=x)
 
     class Module:
         AllGatherArguments = staticmethod(lambda *args: args)
@@ -79,18 +88,18 @@ def test_one_call_of_the_library(monkeypatch: Any) -> None:
     x, w, out = torch.ones(8, 4), torch.ones(6, 4), torch.empty(8, 6)
     flags, call = torch.zeros(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     library_gemm.awaiting(x, w, out, flags, call, 1, library_gemm.Form(128, 160, 2, True))
-    assert given["tile"] == (128, 160, 2, 1) and given["pingpong"] and given["x"] is x
-    assert given["ag"][0] is flags and given["ag"][1] is call and given["ag"][2:] == (2, 1)
+    assert gemm_args["tile"] == (128, 160, 2, 1) and gemm_args["pingpong"] and gemm_args["x"] is x
+    assert gemm_args["ag"][0] is flags and gemm_args["ag"][1] is call and gemm_args["ag"][2:] == (2, 1)
 
 
 def test_a_first_call_under_inference_mode_leaves_flags_that_later_calls_may_write(monkeypatch: Any) -> None:
     """torch lets nobody write in place, outside inference mode, to what was made inside it."""
     written: list[bool] = []
-    own = EmulatedBackend.signal
+    plain_signal = EmulatedBackend.signal
 
     def signal(self: EmulatedBackend, word: torch.Tensor, *args: Any) -> None:
         written.append(word.is_inference())
-        own(self, word, *args)
+        plain_signal(self, word, *args)
 
     monkeypatch.setattr(EmulatedBackend, "signal", signal)
 

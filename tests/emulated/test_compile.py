@@ -44,7 +44,7 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
         return t(*shape).requires_grad_()
 
     rows = [8 + 2 * (r == 0) for r in range(w)]
-    mine, m = rows[world.rank], sum(rows)
+    m_local, m = rows[world.rank], sum(rows)
     text = text_of(SMALL_GATHER)
     x8, w8, xs, ws = factors(1, 7, 24, 256, "row", world.device)
     eight_bits = x8, w8, None, xs, ws
@@ -57,29 +57,29 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
         dtypes = " ".join("torch.bfloat16" if shape else "none" for shape in shapes)
         return op, (saved, dys, sizes, dims, dtypes, needs, name, plan, *options)
 
-    gather, scatter, both = ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce
+    gather, scatter, all_reduce = ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce
     weight, bias, unscaled = [24, 16], [24], (None, None)
     return [
         (gather, (p(8, 16), p(24, 16), p(24), *unscaled, None, 0, True, None, False, name, "auto")),
-        (gather, (p(mine, 16), p(24, 16), None, *unscaled, rows, 0, False, None, False, name, text)),
+        (gather, (p(m_local, 16), p(24, 16), None, *unscaled, rows, 0, False, None, False, name, text)),
         (scatter, (p(9, 16), p(24, 16), p(24), *unscaled, None, True, None, False, name, "auto")),
         (scatter, (p(m, 16), p(24, 16), p(24), *unscaled, rows, True, None, False, name, "auto")),
-        (both, (p(9, 16), p(24, 16), p(24), *unscaled, True, None, False, name, "auto")),
+        (all_reduce, (p(9, 16), p(24, 16), p(24), *unscaled, True, None, False, name, "auto")),
         (ops.silu_mul, (p(10, 64), 24, 16, name, "auto")),
         (gather, (t(8, 16), t(64, 16), None, *unscaled, None, 24, False, None, False, name, "auto")),
         (gather, (*eight_bits, None, 0, True, None, False, name, "auto")),
         (scatter, (*eight_bits, None, True, torch.float16, True, name, "auto")),
-        (both, (*eight_bits, True, None, False, name, "auto")),
+        (all_reduce, (*eight_bits, True, None, False, name, "auto")),
         grads(
             ops.all_gather_matmul_backward, [t(8 * w, 16), t(24, 16)], [t(8 * w, 24), t(8 * w, 16), None],
             [[8, 16], weight, bias, [], []], [True] * 3 + [False] * 2, "auto", None, 0, True, None, False,
         ),
         grads(
-            ops.all_gather_matmul_backward, [t(mine, 16), None], [t(m, 24), None, None],
-            [[mine, 16], weight, [], [], []], [False, True, False, False, False], text, rows, 0, False, None, False,
+            ops.all_gather_matmul_backward, [t(m_local, 16), None], [t(m, 24), None, None],
+            [[m_local, 16], weight, [], [], []], [False, True, False, False, False], text, rows, 0, False, None, False,
         ),
         grads(
-            ops.matmul_reduce_scatter_backward, [t(m, 16), t(24, 16)], [t(mine, 24)],
+            ops.matmul_reduce_scatter_backward, [t(m, 16), t(24, 16)], [t(m_local, 24)],
             [[m, 16], weight, bias, [], []], [True] * 3 + [False] * 2, "auto", rows, True, None, False,
         ),
         grads(
@@ -110,7 +110,7 @@ def test_fakes_have_the_shapes_of_the_real(ranks: int) -> None:
 
             def fake_of(a: Any, mode: FakeTensorMode = mode) -> Any:
                 if isinstance(a, list):
-                    return [fake_of(each) for each in a]
+                    return [fake_of(item) for item in a]
                 return mode.from_tensor(a.detach()) if isinstance(a, torch.Tensor) else a
 
             fakes = [fake_of(a) for a in args]
@@ -126,10 +126,14 @@ WRONG = dict(dtype=lambda t: t.float(), rows=lambda t: t[:1].clone(), strides=la
 
 
 @pytest.mark.parametrize(
-    ("what", "compiled"), [*((what, False) for what in WRONG), *some([(what, True) for what in WRONG])]
+    ("wrong_property", "compiled"),
+    [
+        *((wrong_property, False) for wrong_property in WRONG),
+        *some([(wrong_property, True) for wrong_property in WRONG]),
+    ],
 )
-def test_out_must_be_what_an_eager_call_takes(what: str, compiled: bool) -> None:
-    wrong = WRONG[what]
+def test_out_must_be_what_an_eager_call_takes(wrong_property: str, compiled: bool) -> None:
+    wrong = WRONG[wrong_property]
 
     def rank(world: weft.World) -> None:
         x, w, y = draw(1, 8, 64), draw(2, 32, 64), torch.zeros(8, 64).bfloat16()

@@ -120,14 +120,16 @@ class AllAtOnce(EachPart):
 
 
 def states_of(world: weft.World, how: str) -> HiddenStates:
-    first = lambda x: weft.rms_norm(x, NORMS[0], EPS, world=world)  # noqa: E731
+    first_norm = lambda x: weft.rms_norm(x, NORMS[0], EPS, world=world)  # noqa: E731
     if how == "sharded":
-        own = own_rows(HIDDEN, world)
-        return ShardedStates(world, own, first(own), HIDDEN.shape)
+        shard = own_rows(HIDDEN, world)
+        return ShardedStates(world, shard, first_norm(shard), HIDDEN.shape)
     parts = {"two parts": (5, TOKENS - 5)}.get(how, ())
     if how == "plain":
-        return ReplicatedStates(world, HIDDEN, first(HIDDEN), full_residual=True, allreduce_norm=all_reduce_then_norm)
-    return ReplicatedStates(world, HIDDEN, first(HIDDEN), parts, full_residual=how == "whole")
+        return ReplicatedStates(
+            world, HIDDEN, first_norm(HIDDEN), full_residual=True, allreduce_norm=all_reduce_then_norm
+        )
+    return ReplicatedStates(world, HIDDEN, first_norm(HIDDEN), parts, full_residual=how == "whole")
 
 
 def last_norm(world: weft.World, how: str, attention: Callable[[weft.World], EachPart], layers: int = 2) -> Tensor:
@@ -148,17 +150,17 @@ HOW = ("one part", "whole", "plain", "two parts", "sharded")
 @pytest.mark.parametrize("how", HOW)
 def test_every_way_gives_the_layers_definition(how: str, attention: type[EachPart], ranks: int) -> None:
     """Of 13 tokens, which ranks share unevenly."""
-    found = emulate(lambda world: last_norm(world, how, attention), ranks)
-    assert all(torch.equal(y, found[0]) for y in found)
-    assert distance(found[0], definition(2)) < 2e-3
+    results = emulate(lambda world: last_norm(world, how, attention), ranks)
+    assert all(torch.equal(y, results[0]) for y in results)
+    assert distance(results[0], definition(2)) < 2e-3
 
 
 def test_the_last_rows_outlive_the_next_pass() -> None:
     def rank(world: weft.World) -> bool:
-        first = last_norm(world, "two parts", AllAtOnce)
-        kept = first.clone()
+        first_pass = last_norm(world, "two parts", AllAtOnce)
+        kept = first_pass.clone()
         last_norm(world, "two parts", AllAtOnce, layers=1)
-        return torch.equal(first, kept)
+        return torch.equal(first_pass, kept)
 
     assert emulate(rank, 2) == [True, True]
 

@@ -80,8 +80,8 @@ def test_known_calls_of_other_rows_raise(op: str, plan: str, seed: int) -> None:
 
     with pytest.raises(Mismatch, match=rf"rank 0: {op} .*rank 1: {op} ") as raised:
         weft.spmd(main, 2, backend="emulated", seed=seed, sm_count=4)
-    said = str(raised.value)
-    assert "4" in said and "5" in said, said
+    message = str(raised.value)
+    assert "4" in message and "5" in message, message
 
 
 # Plans whose kernels compare; those of the others that wait wait for a channel of this very call.
@@ -107,8 +107,8 @@ def test_kernels_compare_what_they_are_launched_for(
     with pytest.raises(Mismatch, match=rf"ranks disagree on this call: rank 0: {op} .*rank 1: {op} ") as raised:
         # Some plans push rows before the barrier that compares, which is a race where ranks disagree.
         weft.spmd(main, 2, backend="emulated", seed=seed, sm_count=4, races=plan != "head_parallel")
-    said = str(raised.value)
-    assert "4" in said and "5" in said, said
+    message = str(raised.value)
+    assert "4" in message and "5" in message, message
 
 
 CALLS: dict[str, Callable[[World], Any]] = {
@@ -123,14 +123,14 @@ CALLS: dict[str, Callable[[World], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(CALLS, 2)))
-def test_known_calls_of_another_op_dtype_or_plan_raise(one: str, other: str) -> None:
+@pytest.mark.parametrize(("rank_0_call", "rank_1_call"), list(itertools.combinations(CALLS, 2)))
+def test_known_calls_of_another_op_dtype_or_plan_raise(rank_0_call: str, rank_1_call: str) -> None:
     def main(world: World) -> None:
         for _ in range(2):
-            CALLS[one](world)
-            CALLS[other](world)
+            CALLS[rank_0_call](world)
+            CALLS[rank_1_call](world)
         world.synchronize()
-        CALLS[other if world.rank else one](world)
+        CALLS[rank_1_call if world.rank else rank_0_call](world)
         world.synchronize()
 
     with pytest.raises(Mismatch, match="ranks disagree on this call: rank 0: .*; rank 1: "):
@@ -139,9 +139,9 @@ def test_known_calls_of_another_op_dtype_or_plan_raise(one: str, other: str) -> 
 
 def test_worlds_of_a_part_of_the_ranks_make_calls_of_their_own() -> None:
     def main(world: World) -> None:
-        one, other = world.split(world.rank // 2), world.split(world.rank // 2)
+        split_a, split_b = world.split(world.rank // 2), world.split(world.rank // 2)
         for _ in range(2):
-            for part, m in ((one, 3 + world.rank // 2), (other, 5)):
+            for part, m in ((split_a, 3 + world.rank // 2), (split_b, 5)):
                 OPS["all_reduce"][0](part, m, "sequential")
         world.synchronize()
 
@@ -154,13 +154,15 @@ def test_a_launch_that_ranks_make_known_ones_of_raises() -> None:
     def main(world: World) -> None:
         ch = world.channel("own", world.size, None)
         for grid in (1, 2, 1 + world.rank):
-            world.launch(own, grid, dict(ch=ch), dict(num_warps=1), world.current_stream())
+            world.launch(end_of_call, grid, dict(ch=ch), dict(num_warps=1), world.current_stream())
         world.synchronize()
 
-    with pytest.raises(Mismatch, match="rank 0: launch of own by 1 programs.*rank 1: launch of own by 2"):
+    with pytest.raises(
+        Mismatch, match="rank 0: launch of end_of_call by 1 programs.*rank 1: launch of end_of_call by 2"
+    ):
         weft.spmd(main, 2, backend="emulated")
 
 
 @weft.jit
-def own(ch):  # type: ignore[no-untyped-def]
+def end_of_call(ch):  # type: ignore[no-untyped-def]
     end_call(ch, None, tl.num_programs(0))

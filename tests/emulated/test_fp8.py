@@ -60,17 +60,17 @@ def test_shapes_of_scales_say_the_recipe() -> None:
 
     def rank(world: weft.World) -> None:
         x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
-        got = [
+        row_results = [
             weft.matmul(x, w, x_scale=a, weight_scale=b, world=world, plan="persistent")
             for a, b in ((xs, ws), (xs.view(-1), ws.view(-1)), (xs, ws.view(1, -1)))
         ]
         x, w, xs, ws = factors(1, 24, 40, 256, "tensor", world.device)
-        other = [
+        tensor_results = [
             weft.matmul(x, w, x_scale=a, weight_scale=b, world=world, plan="persistent")
             for a, b in ((xs, ws), (xs.view(()), ws.view(1, 1)))
         ]
         world.synchronize()
-        assert all(torch.equal(y, got[0]) for y in got) and torch.equal(*other)
+        assert all(torch.equal(y, row_results[0]) for y in row_results) and torch.equal(*tensor_results)
 
     alone(rank)
 
@@ -78,9 +78,11 @@ def test_shapes_of_scales_say_the_recipe() -> None:
 def refused(error: type[Exception], match: str, **changes: Any) -> None:
     def rank(world: weft.World) -> None:
         x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
-        given = dict(x=x, weight=w, x_scale=xs, weight_scale=ws) | changes
+        arguments = dict(x=x, weight=w, x_scale=xs, weight_scale=ws) | changes
         with pytest.raises(error, match=match):
-            weft.matmul(given.pop("x"), given.pop("weight"), given.pop("bias", None), world=world, **given)
+            weft.matmul(
+                arguments.pop("x"), arguments.pop("weight"), arguments.pop("bias", None), world=world, **arguments
+            )
 
     alone(rank)
 
@@ -125,9 +127,9 @@ def test_a_gpu_without_8_bit_products_says_so() -> None:
 def test_16_bit_operands() -> None:
     def rank(world: weft.World) -> None:
         x, w = torch.randn(5, 24).bfloat16(), torch.randn(7, 24).bfloat16()
-        got = weft.matmul(x, w, world=world)
+        actual = weft.matmul(x, w, world=world)
         world.synchronize()
-        assert torch.equal(got, x @ w.t())
+        assert torch.equal(actual, x @ w.t())
 
     alone(rank)
 
@@ -141,10 +143,12 @@ ROUNDED = 5e-3  # a quotient at the middle between two elements may fall to eith
     by_columns=st.booleans(), half=st.booleans(), seed=st.integers(0, 9),
 )  # fmt: skip
 def test_quantized_rows(m: int, k: int, scaling: str, gated: bool, by_columns: bool, half: bool, seed: int) -> None:
-    more = dict(gated=gated, seed=seed, dtype=torch.float16 if half else torch.bfloat16)
-    more |= dict(by_columns=by_columns and scaling == "block" and not gated, given=scaling == "tensor" and gated)
+    options = dict(gated=gated, seed=seed, dtype=torch.float16 if half else torch.bfloat16)
+    options |= dict(
+        by_columns=by_columns and scaling == "block" and not gated, with_scale=scaling == "tensor" and gated
+    )
     size = 128 * (k % 4 + 1) if scaling == "block" else 8 * k
-    assert alone(lambda w: quantize_case(w, m, size, scaling, **more)) < ROUNDED
+    assert alone(lambda w: quantize_case(w, m, size, scaling, **options)) < ROUNDED
 
 
 def test_weights_and_long_rows() -> None:
@@ -152,13 +156,13 @@ def test_weights_and_long_rows() -> None:
     assert alone(lambda w: quantize_case(w, 300, 384, "block", weight=True)) < ROUNDED
     for gated in (False, True):
         assert alone(lambda w, gated=gated: quantize_case(w, 2, 16384 + 520, "row", gated=gated)) < ROUNDED
-    assert alone(lambda w: quantize_case(w, 5, 72, "tensor", given=True)) < ROUNDED
+    assert alone(lambda w: quantize_case(w, 5, 72, "tensor", with_scale=True)) < ROUNDED
 
     def zeros(world: weft.World) -> None:
         for recipe in SCALINGS:
-            got, scales = weft.quantize(torch.zeros(3, 256).bfloat16(), recipe, world=world)
+            quantized, scales = weft.quantize(torch.zeros(3, 256).bfloat16(), recipe, world=world)
             world.synchronize()
-            assert not got.float().any() and scales.isfinite().all() and (scales > 0).all()
+            assert not quantized.float().any() and scales.isfinite().all() and (scales > 0).all()
         assert weft.quantize(torch.zeros(0, 256).bfloat16(), "row", world=world)[1].shape == (0, 1)
 
     alone(zeros)
@@ -190,9 +194,9 @@ def test_what_cannot_be_quantized_is_quoted() -> None:
 SUMMED = 5e-3  # of bfloat16 sums of partial products, which are rounded before
 
 
-def errors(op: str, rows: Any, n: int, k: int, scaling: str, plan: str | Plan, seed: int = 0, **more: Any) -> float:
+def errors(op: str, rows: Any, n: int, k: int, scaling: str, plan: str | Plan, seed: int = 0, **options: Any) -> float:
     return max(
-        weft.spmd(lambda w: case(w, op, rows, n, k, scaling, plan, **more), len(rows), backend="emulated", seed=seed)
+        weft.spmd(lambda w: case(w, op, rows, n, k, scaling, plan, **options), len(rows), backend="emulated", seed=seed)
     )
 
 
@@ -291,14 +295,22 @@ def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyP
         }[op]
         plan = REGISTRY[op].call(world, "auto", ScaledFactors(x, w, None, xs, ws), options, None)
         m = 1024 if op == OPS[0] else 512
-        said = weft.explain(op, m, 512, 512, world=world, recipe="block")
-        other = weft.explain(op, m, 512, 512, world=world, recipe="row")
+        block_explanation = weft.explain(op, m, 512, 512, world=world, recipe="block")
+        row_explanation = weft.explain(op, m, 512, 512, world=world, recipe="row")
         world.backend.name = "emulated"
-        return plan, said, other
+        return plan, block_explanation, row_explanation
 
-    plan, said, other = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
-    assert plan == best == said.plan and "timed at the first call" in said.why and said.options[0].us == 50
-    assert other.plan.kind == "sequential" and "no profile has rates" in other.why and not other.options
+    plan, block_explanation, row_explanation = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
+    assert (
+        plan == best == block_explanation.plan
+        and "timed at the first call" in block_explanation.why
+        and block_explanation.options[0].us == 50
+    )
+    assert (
+        row_explanation.plan.kind == "sequential"
+        and "no profile has rates" in row_explanation.why
+        and not row_explanation.options
+    )
     with pytest.raises(ValueError, match="recipe 'column' is not one of"):
         weft.explain(op, 512, 512, 512, world=2, recipe="column")
 
@@ -307,10 +319,8 @@ def test_a_simulation_of_8_bits_says_what_it_rests_on() -> None:
     from weft.planner.simulate import nvlink
 
     size = [(8192, 8192, 28672)]
-    for what in ("matmul_reduce_scatter", "mlp"):
-        half, wide = (
-            weft.simulate(nvlink(8), what, size, profile="nvidia-h200-x4", eight_bits=e) for e in (True, False)
-        )
+    for op in ("matmul_reduce_scatter", "mlp"):
+        half, wide = (weft.simulate(nvlink(8), op, size, profile="nvidia-h200-x4", eight_bits=e) for e in (True, False))
         assert "GEMMs not measured" in str(half) and "not measured" not in str(wide)
         assert half.rows[0].gemm < 0.7 * wide.rows[0].gemm and half.rows[0].speedup > wide.rows[0].speedup
         assert all(plan.kind != "signaled" for plan in half.rows[0].plans)
@@ -367,14 +377,14 @@ def test_linears_of_16_bit_ones_and_back(recipe: str) -> None:
         whole = weft.nn.RowParallelLinear.from_linear(linear, world=world, recipe=recipe, reduce="all")
         middle = column(xs[world.rank])
         y, z = row(middle), whole(middle)
-        other = weft.nn.RowParallelLinear(256, 256, world=world, recipe=recipe)
-        other.load_state_dict(row.state_dict())
-        again = other(middle)
+        reloaded = weft.nn.RowParallelLinear(256, 256, world=world, recipe=recipe)
+        reloaded.load_state_dict(row.state_dict())
+        again = reloaded(middle)
         world.synchronize()
         assert torch.equal(again, y) and not any(p.requires_grad for p in row.parameters())
         with torch.no_grad():
-            want = linear.double()(linear.double()(torch.cat(xs).double()))
-        return max(distance(y, want.chunk(2)[world.rank]), distance(z, want))
+            expected = linear.double()(linear.double()(torch.cat(xs).double()))
+        return max(distance(y, expected.chunk(2)[world.rank]), distance(z, expected))
 
     assert max(weft.spmd(rank, 2, backend="emulated")) < CLOSE
 
@@ -428,9 +438,9 @@ def test_a_decoder_of_a_checkpoint(recipe: str) -> None:
             world.synchronize()
             return y.clone()
 
-        want = logits(wide, "plain")
+        expected = logits(wide, "plain")
         with pytest.raises(ValueError, match="weights have 8 bits"):
             model.plan(LayerPlan("woven", sms=5), 12)
-        return max(distance(logits(model, plan), want) for plan in ("plain", "fused", "woven", "sequence"))
+        return max(distance(logits(model, plan), expected) for plan in ("plain", "fused", "woven", "sequence"))
 
     assert max(weft.spmd(rank, 2, backend="emulated")) < 2 * CLOSE

@@ -49,8 +49,8 @@ def gemms_and_sums(world: weft.World) -> Iterator[Case]:
     to = [[(i + r) % world.size for i in range(11 + r)] for r in range(world.size)]
     yield "matmul_all_to_all", BF16, lambda: all_to_all_case(world, to, 48, 64, "auto", bias=True)
     for norm, full in (("rms", False), ("layer", True)):
-        more = dict(norm=norm, full=full, bias=full)
-        yield f"all_reduce_rms_norm, {norm}", BF16, lambda more=more: norm_case(world, 7, 64, "auto", **more)
+        options = dict(norm=norm, full=full, bias=full)
+        yield f"all_reduce_rms_norm, {norm}", BF16, lambda options=options: norm_case(world, 7, 64, "auto", **options)
     yield "all_reduce_rms_norm of fp8", 2e-2, lambda: norm_case(world, 7, 64, "auto", out_dtype=torch.float8_e4m3fn)
     yield "all_reduce", BF16, lambda: sum_case(world, (5, 24), "auto", views=True)
     yield "all_reduce of float32", 1e-5, lambda: sum_case(world, (3, 5), "one_shot", dtype=torch.float32, into=True)
@@ -60,27 +60,31 @@ def mixtures(world: weft.World) -> Iterator[Case]:
     experts = 2 * world.size
     for layout in ("contiguous", "masked"):
         for ids_of in (to_few, nowhere, some_nowhere):
-            more = dict(layout=layout, ids_of=ids_of, experts=experts)
-            yield f"exchange, {layout}, {ids_of.__name__}", 0.0, lambda more=more: exchange_case(world, **more)
+            options = dict(layout=layout, ids_of=ids_of, experts=experts)
+            yield f"exchange, {layout}, {ids_of.__name__}", 0.0, lambda options=options: exchange_case(world, **options)
     yield "exchange, rows left out", 0.0, lambda: exchange_case(world, experts, layout="masked", max_m=3)
     yield "exchange, aligned", 0.0, lambda: exchange_case(world, experts, alignment=16)
     wants = ("x", "weights", "shared")
     yield "exchange, gradients", EXPERTS, lambda: exchanged(world, wants, layout="masked")
     halves = dict(inner=16, tp_size=world.size, plan="auto")
     for ids_of in (some_nowhere, to_few):
-        more = dict(ids_of=ids_of, biases=True)
+        options = dict(ids_of=ids_of, biases=True)
         kind = ids_of.__name__
         yield (
             f"tensor-parallel, {kind}",
             EXPERTS,
-            lambda more=more: layer_case(world, both_halves, shared=True, **halves, **more),
+            lambda options=options: layer_case(world, both_halves, shared=True, **halves, **options),
         )
         yield (
             f"moe, {kind}",
             EXPERTS,
-            lambda more=more: largest(training_case(world, whole_experts, experts, plan="auto", **more)),
+            lambda options=options: largest(training_case(world, whole_experts, experts, plan="auto", **options)),
         )
-        yield f"parts, {kind}", EXPERTS, lambda more=more: largest(training_case(world, both_halves, **halves, **more))
+        yield (
+            f"parts, {kind}",
+            EXPERTS,
+            lambda options=options: largest(training_case(world, both_halves, **halves, **options)),
+        )
     yield "routes", 0.0, lambda: routes_case(world, "auto", (20, 7, 0)[: world.size], world.size) or 0.0
 
 
@@ -91,9 +95,9 @@ def attention_and_modules(world: weft.World) -> Iterator[Case]:
         zigzag=Shape((8,) * world.size, causal=True, layout="zigzag"),
         window=Shape(rows, causal=True, window=5, sinks=True),
     )
-    for name, of in shapes.items():
-        yield f"attention, {name}", BF16, lambda of=of: attention_case(world, of, "auto")
-        yield f"attention, {name}, gradients", EXPERTS, lambda of=of: gradients_case(world, of, "auto")
+    for name, shape in shapes.items():
+        yield f"attention, {name}", BF16, lambda shape=shape: attention_case(world, shape, "auto")
+        yield f"attention, {name}, gradients", EXPERTS, lambda shape=shape: gradients_case(world, shape, "auto")
     yield (
         "all_gather_matmul, gradients",
         BF16,
@@ -117,9 +121,11 @@ def largest(errors: dict[str, float]) -> float:
 
 def wrong(world: weft.World, cases: Any) -> dict[str, Any]:
     """What is over its bound, and how many cases there were."""
-    found: dict[str, Any] = {name: (error, bound) for name, bound, run in cases(world) if not (error := run()) <= bound}
+    failures: dict[str, Any] = {
+        name: (error, bound) for name, bound, run in cases(world) if not (error := run()) <= bound
+    }
     world.synchronize()
-    return found
+    return failures
 
 
 def all_ops(world: weft.World) -> list[dict[str, Any]]:
@@ -145,7 +151,7 @@ def checks(world: weft.World) -> list[str]:
     me, x, w = world.rank, draw(1, 8, 64), draw(2, 32, 64)
     gate = moe.pack(draw(3, 1, 48, 64), world=world), draw(4, 1, 64, 24)
     ids, weights = torch.zeros(8, 1, dtype=torch.int32), torch.ones(8, 1)
-    said = [
+    messages = [
         raised(lambda: weft.all_reduce(draw(1, 8 + me), world=world)),
         raised(lambda: weft.all_gather_matmul(draw(1, 8, 64 + 64 * me), draw(2, 32, 64 + 64 * me), world=world)),
         raised(lambda: weft.all_reduce(x, world=world) if me else weft.matmul_all_reduce(x, w, world=world)),
@@ -160,7 +166,7 @@ def checks(world: weft.World) -> list[str]:
         raised(lambda: world.channel("mine", 1, None)),
     ]
     assert distance(weft.all_reduce(x, world=world), 2 * x.double()) < BF16, "what was refused left nothing behind"
-    return said
+    return messages
 
 
 CHECKS = (
@@ -182,17 +188,17 @@ CHECKS = (
 def test_agreement_and_errors() -> None:
     import re
 
-    for said in weft.spmd(checks, 2, backend="gloo"):
-        assert len(said) == len(CHECKS)
-        for text, pattern in zip(said, CHECKS, strict=True):
+    for messages in weft.spmd(checks, 2, backend="gloo"):
+        assert len(messages) == len(CHECKS)
+        for text, pattern in zip(messages, CHECKS, strict=True):
             assert re.fullmatch(pattern, text, re.DOTALL), text
 
 
 # -- Worlds ------------------------------------------------------------------------------------------------------------
 def parts(world: weft.World) -> tuple[Any, ...]:
     """Of split Worlds, which may be of several sizes, and of a group that somebody else made."""
-    own = world.split(world.rank == 0)
-    sums = [weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=w)[0].item() for w in (world, own)]
+    part = world.split(world.rank == 0)
+    sums = [weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=w)[0].item() for w in (world, part)]
     group = dist.new_group([0, 2])
     if world.rank != 1:
         some = weft.init(group)
@@ -200,19 +206,19 @@ def parts(world: weft.World) -> tuple[Any, ...]:
         if world.rank == 2:  # a World of one rank is made by that rank alone
             assert some.alone.size == 1 and some.alone is some.alone and some.alone.alone is some.alone
             assert weft.all_reduce(torch.full((8,), 3.0), world=some.alone)[0].item() == 3.0
-    refused = raised(lambda: own.split(0))
-    return own.rank, own.size, sums, refused, repr(world)
+    refused = raised(lambda: part.split(0))
+    return part.rank, part.size, sums, refused, repr(world)
 
 
 def test_worlds_of_parts() -> None:
-    first, second, third = weft.spmd(parts, 3, backend="gloo")
+    rank_0, rank_1, rank_2 = weft.spmd(parts, 3, backend="gloo")
     assert (
-        first[:3] == (0, 1, [6.0, 1.0, 4.0])
-        and second[:3] == (0, 2, [6.0, 5.0])
-        and third[:3] == (1, 2, [6.0, 5.0, 4.0])
+        rank_0[:3] == (0, 1, [6.0, 1.0, 4.0])
+        and rank_1[:3] == (0, 2, [6.0, 5.0])
+        and rank_2[:3] == (1, 2, [6.0, 5.0, 4.0])
     )
-    assert "a World of 2 of torch.distributed's ranks cannot be split" in second[3]
-    assert second[4] == "World(rank=1, size=3, backend='gloo', device='cpu')"
+    assert "a World of 2 of torch.distributed's ranks cannot be split" in rank_1[3]
+    assert rank_1[4] == "World(rank=1, size=3, backend='gloo', device='cpu')"
 
 
 def stays_away(rank: int, store: str, out: str) -> None:

@@ -33,12 +33,12 @@ def watched(world: weft.World) -> list[str]:
         depth -= 1
 
     def watch(name: str, make: Any) -> Any:
-        def made(*args: Any) -> Any:
+        def make_outside(*args: Any) -> Any:
             if not depth:
                 outside.append(name)
             return make(*args)
 
-        return made
+        return make_outside
 
     def views(*args: Any, make: Any = backend.table) -> Any:
         with persistent_allocation():
@@ -100,7 +100,7 @@ def test_a_rank_that_rehearses_a_capture_alone_is_a_mismatch(monkeypatch: pytest
 
 def test_what_lasts_lies_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the caller's stream; and on the default stream, on which nothing can be captured, where it is."""
-    backend, said = CudaBackend.__new__(CudaBackend), []  # type: ignore[var-annotated]
+    backend, log = CudaBackend.__new__(CudaBackend), []  # type: ignore[var-annotated]
     current = ["caller"]
 
     @contextmanager
@@ -114,18 +114,18 @@ def test_what_lasts_lies_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
         side_stream=lambda name, urgent: name,
         on_side_stream=lambda: current[0] != "default",
         record=lambda stream: f"all of {stream}",
-        wait_event=lambda stream, event: said.append(f"{stream} waits for {event}"),
+        wait_event=lambda stream, event: log.append(f"{stream} waits for {event}"),
         on=on,
     ).items():
         monkeypatch.setattr(backend, name, as_if, raising=False)
     with backend.persistent_allocation():
-        said.append(f"on {current[0]}")
+        log.append(f"on {current[0]}")
         with backend.persistent_allocation():
-            said.append(f"on {current[0]}")
+            log.append(f"on {current[0]}")
     waits = ["persistent waits for all of caller", "caller waits for all of persistent"]
-    assert said == [waits[0], "on persistent", "on persistent", waits[1]]
-    said.clear()
+    assert log == [waits[0], "on persistent", "on persistent", waits[1]]
+    log.clear()
     current[0] = "default"
     with backend.persistent_allocation():
-        said.append(f"on {current[0]}")
-    assert said == ["on default"]
+        log.append(f"on {current[0]}")
+    assert log == ["on default"]

@@ -24,18 +24,18 @@ H200: Any = SimpleNamespace(sm_count=132, scale=Scale())
 )  # fmt: skip
 def test_against_torch(m: int, n: int, k: int, programs: int, seed: int) -> None:
     def rank(world: weft.World) -> None:
-        got = []
+        results = []
         for call in range(2):
             x, w = draw(seed + call, m, 8 * k), draw(seed + 20, 8 * n, 8 * k) * 0.1
             out = world.empty((m, 8 * n), x.dtype)
             matmul(x, w, out, world, programs)
             world.synchronize()
             assert distance(out, x.double() @ w.double().t()) < 3e-3
-            got.append(out)
+            results.append(out)
         again = world.empty((m, 8 * n), x.dtype)
         matmul(x, w, again, world, programs)
         world.synchronize()
-        assert torch.equal(again, got[1]), "the parts are added in one order"
+        assert torch.equal(again, results[1]), "the parts are added in one order"
 
     weft.spmd(rank, 1, backend="emulated", seed=seed)
 
@@ -51,8 +51,8 @@ def test_gated(programs: int) -> None:
             out = world.empty((m, 32), x.dtype)
             matmul(x, weight, out, world, programs, gated=32)
             world.synchronize()
-            want = torch.nn.functional.silu(x.double() @ gate.double().t()) * (x.double() @ up.double().t())
-            assert distance(out, want) < 5e-3
+            expected = torch.nn.functional.silu(x.double() @ gate.double().t()) * (x.double() @ up.double().t())
+            assert distance(out, expected) < 5e-3
 
     weft.spmd(rank, 1, backend="emulated")
 

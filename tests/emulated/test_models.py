@@ -11,7 +11,18 @@ import torch.nn.functional as F
 
 import weft
 from tests.emulated.cases import distance
-from tests.emulated.cases_models import TINY, chunked, greedy, halves, lengthy, made, padded, reference, rotary, state
+from tests.emulated.cases_models import (
+    TINY,
+    build_llama,
+    chunked,
+    greedy,
+    halves,
+    lengthy,
+    padded,
+    reference,
+    rotary,
+    state,
+)
 from tests.emulated.cases_nn import emulate
 from tests.gates import some
 from weft.models import Batch, Cache, Config, Graphs, Llama
@@ -43,10 +54,10 @@ def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
     def main(world: weft.World) -> tuple[float, set[str]]:
         return chunked(world, NORMS[plan], count=3), {name for name in world._buffers if name.startswith("two-shot")}
 
-    found = emulate(main, 2)
-    assert max(error for error, _ in found) < BF16
+    results = emulate(main, 2)
+    assert max(error for error, _ in results) < BF16
     copied = {"two-shot all-reduce, x", "two-shot all-reduce, out"}
-    assert not any(copied & buffers for _, buffers in found), "partial and normalised rows are symmetric themselves"
+    assert not any(copied & buffers for _, buffers in results), "partial and normalised rows are symmetric themselves"
 
 
 @pytest.mark.parametrize("seed", some(range(1, 5)))
@@ -58,11 +69,11 @@ def test_random_splits_and_schedules(seed: int) -> None:
     assert max(emulate(run, 1, seed)) < 4e-3
 
 
-@pytest.mark.parametrize("at", some([5, 6, 8]))
+@pytest.mark.parametrize("split", some([5, 6, 8]))
 @pytest.mark.parametrize("sms", [0, 5])
-def test_woven_is_bit_for_bit_its_two_halves(at: int, sms: int) -> None:
+def test_woven_is_bit_for_bit_its_two_halves(split: int, sms: int) -> None:
     """Requests of 5, 6 and 2 tokens: between two, inside one, after one token of one."""
-    assert emulate(lambda world: halves(world, LayerPlan("woven", at, sms)), 2, at) == [0.0] * 2
+    assert emulate(lambda world: halves(world, LayerPlan("woven", split, sms)), 2, split) == [0.0] * 2
 
 
 @pytest.mark.gate
@@ -92,9 +103,9 @@ def by_tables(
     """Attention as a flash kernel finds its way: by the tables alone."""
     d, regions = keys.shape[-1], (part.single, part.several)
 
-    def each() -> None:
+    def attend() -> None:
         out.zero_()
-        at = 0
+        first_row = 0
         for region in regions:
             k, v = keys.flatten(0, 1), values.flatten(0, 1)
             assert region.cu_q[0] == 0 and region.cu_q[-1] <= region.rows
@@ -102,15 +113,15 @@ def by_tables(
                 (lo, hi), end, start = region.cu_q[r : r + 2].tolist(), region.kv_len[r], region.kv_at[r]
                 assert hi - lo <= region.max_q and end <= region.max_k
                 if hi > lo and end:
-                    q = qkv[at + lo : at + hi, : heads * d].view(-1, heads, d).transpose(0, 1)[None]
+                    q = qkv[first_row + lo : first_row + hi, : heads * d].view(-1, heads, d).transpose(0, 1)[None]
                     seen = torch.ones(hi - lo, int(end), dtype=torch.bool).tril(int(end) - (hi - lo))
-                    mine = (t[start : start + end].transpose(0, 1)[None] for t in (k, v))
-                    y = F.scaled_dot_product_attention(q, *mine, attn_mask=seen, enable_gqa=True)
-                    out[at + lo : at + hi] = y[0].transpose(0, 1).flatten(1)
-            at += region.rows
+                    keys_values = (t[start : start + end].transpose(0, 1)[None] for t in (k, v))
+                    y = F.scaled_dot_product_attention(q, *keys_values, attn_mask=seen, enable_gqa=True)
+                    out[first_row + lo : first_row + hi] = y[0].transpose(0, 1).flatten(1)
+            first_row += region.rows
 
     tables = [t for r in regions for t in (r.cu_q, r.kv_at, r.kv_len) if t.numel()]
-    world.call(each, [qkv, keys, values, *tables], [out], world.current_stream())
+    world.call(attend, [qkv, keys, values, *tables], [out], world.current_stream())
     return out
 
 
@@ -128,7 +139,7 @@ def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: p
     merges = []
     monkeypatch.setattr("weft.models.cache.LONG_PROMPT", 4)
     monkeypatch.setattr("weft.models.cache.LENGTH_STEP", 2)
-    monkeypatch.setattr("weft.models.attention.fastest", lambda world, of: True)
+    monkeypatch.setattr("weft.models.attention.fastest", lambda world, config: True)
     monkeypatch.setattr("weft.models.attention.merge_partials", lambda *a: merges.append(a) or merge_partials(*a))
     assert max(emulate(lambda world: lengthy(world, plan, long=6), 2)) < BF16
     assert len(merges) == 2 * TINY["num_hidden_layers"], "the second chunk, in every layer on both ranks"
@@ -170,9 +181,9 @@ def test_rotary_scaling_and_tied_embeddings() -> None:
     def rank(world: weft.World) -> float:
         model = Llama(config, world=world)
         assert model.load_state_dict(weights).missing_keys == []
-        got = model(ids, Batch.prefill([20]), Cache(config, world=world, slots=1, max_len=20))
+        logits = model(ids, Batch.prefill([20]), Cache(config, world=world, slots=1, max_len=20))
         world.synchronize()
-        return distance(got, reference(config, weights, ids)[-1:])
+        return distance(logits, reference(config, weights, ids)[-1:])
 
     assert max(emulate(rank, 2)) < BF16
     plain = Config.from_hf(dict(TINY)).rotary(20, torch.device("cpu"))
@@ -193,8 +204,8 @@ def test_rotary_positions_are_hugging_faces(scaling: dict[str, Any]) -> None:
     cos, sin = rotary(config, 3000)
     assert (Config.from_hf(config).rotary(3000, torch.device("cpu")) - torch.cat([cos, sin], 1)).abs().max() < 1e-6
     if scaling:
-        plain, first = rotary(config | dict(rope_scaling={}), 2)[1][1].asin(), sin[1].asin()
-        slower = plain / first  # by frequency, of one position
+        plain, scaled = rotary(config | dict(rope_scaling={}), 2)[1][1].asin(), sin[1].asin()
+        slower = plain / scaled  # by frequency, of one position
         assert slower[-1] == pytest.approx(scaling["factor"])
         if scaling["rope_type"] == "llama3":
             between = (slower > 1.001) & (slower < 0.999 * scaling["factor"])
@@ -221,15 +232,15 @@ def test_a_tied_head_is_in_the_state_dict_and_is_ignored_when_loaded() -> None:
 
 def test_the_dtype_follows_the_weights() -> None:
     def rank(world: weft.World) -> None:
-        model = made(world, TINY)
+        model = build_llama(world, TINY)
         model.load_state_dict({k: v.float() for k, v in state(TINY).items()}, assign=True)
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "loading leaves it"
         ids, batch, half = torch.arange(4), Batch.prefill([4]), copy.deepcopy(model).half()
         assert half.dtype == torch.float16 and model.dtype == torch.bfloat16
         cache = Cache(TINY, world=world, slots=2, max_len=8, dtype=torch.float16)
-        got = half(ids, batch, cache)
-        assert got.dtype == torch.float16
-        assert distance(got, reference(TINY, state(TINY), ids)[-1:]) < BF16
+        logits = half(ids, batch, cache)
+        assert logits.dtype == torch.float16
+        assert distance(logits, reference(TINY, state(TINY), ids)[-1:]) < BF16
         with pytest.raises(TypeError, match="dtype torch.float32"):
             Llama(TINY, world=world, dtype=torch.float32)
 
@@ -239,7 +250,7 @@ def test_the_dtype_follows_the_weights() -> None:
 def test_state_dict_round_trip() -> None:
     def rank(world: weft.World) -> None:
         whole = state(TINY)
-        model = made(world, TINY)
+        model = build_llama(world, TINY)
         full = weft.nn.full_state_dict(model)
         assert full.keys() == whole.keys()
         assert all(torch.equal(full[k], whole[k]) for k in whole)
@@ -324,17 +335,17 @@ def test_beside_transformers() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(**TINY, attn_implementation="eager")
     torch.manual_seed(0)
-    other = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    hf_model = transformers.LlamaForCausalLM(config).bfloat16().eval()
     ids = torch.arange(17) * 5 % 96
     with torch.no_grad():
-        want = other.float()(ids[None]).logits[0, -1:].double()
+        expected = hf_model.float()(ids[None]).logits[0, -1:].double()
 
     def rank(world: weft.World) -> float:
         model = Llama(config, world=world)
-        model.load_state_dict(other.state_dict())
-        got = model(ids, Batch.prefill([17]), Cache(config, world=world, slots=1, max_len=17), "woven")
+        model.load_state_dict(hf_model.state_dict())
+        logits = model(ids, Batch.prefill([17]), Cache(config, world=world, slots=1, max_len=17), "woven")
         world.synchronize()
-        return distance(got, want)
+        return distance(logits, expected)
 
     assert max(emulate(rank, 2)) < BF16
 
@@ -343,27 +354,27 @@ def test_beside_transformers() -> None:
 def test_ranks_given_other_ids_or_another_batch_disagree(plan: str) -> None:
     def main(world: weft.World, ids: torch.Tensor, lengths: tuple[int, ...]) -> None:
         cache = Cache(TINY, world=world, slots=2, max_len=8)
-        made(world, TINY)(ids, Batch.prefill(lengths), cache, plan)
+        build_llama(world, TINY)(ids, Batch.prefill(lengths), cache, plan)
 
     ids = torch.arange(8)
-    for theirs, lengths, says in (
+    for rank_1_ids, lengths, says in (
         (ids.flip(0), (3, 5), r"rank 0: decoder ids=\[0, 1, 2.*; rank 1: decoder ids=\[7, 6, 5"),
         (ids, (5, 3), r"rank 0: decoder batch=.*; rank 1: decoder batch="),
         (torch.arange(6), (3, 3), r"rank 0: decoder tokens=8 .*; rank 1: decoder tokens=6 "),
     ):
-        given = [(ids, (3, 5)), (theirs, lengths)]
+        batches = [(ids, (3, 5)), (rank_1_ids, lengths)]
         with pytest.raises(weft.Mismatch, match=says):
-            emulate(lambda world, given=given: main(world, *given[world.rank]), 2)
+            emulate(lambda world, batches=batches: main(world, *batches[world.rank]), 2)
 
 
 def test_ids_of_padded_rows_may_differ() -> None:
     def main(world: weft.World) -> torch.Tensor:
-        model, batch = made(world, TINY), Batch.prefill([3])
+        model, batch = build_llama(world, TINY), Batch.prefill([3])
         layout = model.layout(batch, Cache(TINY, world=world, slots=1, max_len=8), "plain", (5, 0, 1))
         return model(torch.tensor([1, 2, 3, world.rank, world.rank]), layout)
 
-    first, second = emulate(main, 2)
-    assert torch.equal(first, second)
+    rank_0_logits, rank_1_logits = emulate(main, 2)
+    assert torch.equal(rank_0_logits, rank_1_logits)
 
 
 def test_graphs_take_what_fits_their_largest_size() -> None:
@@ -371,7 +382,7 @@ def test_graphs_take_what_fits_their_largest_size() -> None:
 
     def main(world: weft.World) -> bool:
         cache = Cache(TINY, world=world, slots=6, max_len=8)
-        graphs = Graphs(made(world, TINY), cache, sizes=(4, 8), several=1, plan="fused")
+        graphs = Graphs(build_llama(world, TINY), cache, sizes=(4, 8), several=1, plan="fused")
         batch = Batch((1,) * 5 + (2,), (0,) * 6, tuple(range(6)))
         return bool(graphs(torch.arange(7), batch).isfinite().all())
 
@@ -384,7 +395,7 @@ def test_graphs_of_a_full_budget_are_few() -> None:
 
     def main(world: weft.World) -> None:
         cache = Cache(TINY, world=world, slots=17, max_len=20)
-        graphs = Graphs(made(world, TINY), cache, sizes=sizes, several=2, plan="plain")
+        graphs = Graphs(build_llama(world, TINY), cache, sizes=sizes, several=2, plan="plain")
         for singles in range(budget + 1):
             rest = budget - singles
             lengths = (1,) * singles + tuple(n for n in (rest - rest // 2, rest // 2) if n)
@@ -400,7 +411,7 @@ def test_graphs_of_a_full_budget_are_few() -> None:
 
 def test_graphs_refuse_what_is_not_theirs() -> None:
     def main(world: weft.World) -> None:
-        model, cache = made(world, TINY), Cache(TINY, world=world, slots=6, max_len=8)
+        model, cache = build_llama(world, TINY), Cache(TINY, world=world, slots=6, max_len=8)
         for sizes, several in (((), 2), ((8, 4), 2), ((4, 4), 2), ((0, 4), 2), ((4,), -1)):
             with pytest.raises(ValueError, match="sizes must rise"):
                 Graphs(model, cache, sizes=sizes, several=several)
@@ -414,27 +425,27 @@ def test_graphs_refuse_what_is_not_theirs() -> None:
 
 def test_what_is_made_in_inference_mode_serves_outside_it() -> None:
     def main(world: weft.World) -> None:
-        model = made(world, TINY)
+        model = build_llama(world, TINY)
         with torch.inference_mode():
             cache = Cache(TINY, world=world, slots=2, max_len=8)
             graphs = Graphs(model, cache, sizes=(8,), several=2)
-            first = graphs(torch.arange(4), Batch.prefill([4])).clone()
+            inference_logits = graphs(torch.arange(4), Batch.prefill([4])).clone()
             layout = model.layout(Batch.prefill([4]), cache, room=(8, 0, 2))
         assert not layout.table.is_inference() and not cache.keys.is_inference()
         layout.filling(Batch.prefill([5]))()
-        assert torch.equal(graphs(torch.arange(4), Batch.prefill([4])), first)
+        assert torch.equal(graphs(torch.arange(4), Batch.prefill([4])), inference_logits)
 
     emulate(main, 2)
 
 
 @pytest.mark.parametrize(
-    "other", [dict(num_key_value_heads=8), dict(num_key_value_heads=2, head_dim=32), dict(num_hidden_layers=3)]
+    "changes", [dict(num_key_value_heads=8), dict(num_key_value_heads=2, head_dim=32), dict(num_hidden_layers=3)]
 )
-def test_a_cache_of_another_config_is_refused(other: dict[str, int]) -> None:
+def test_a_cache_of_another_config_is_refused(changes: dict[str, int]) -> None:
     def main(world: weft.World) -> None:
-        model, cache = made(world, TINY), Cache({**TINY, **other}, world=world, slots=2, max_len=8)
+        model, cache = build_llama(world, TINY), Cache({**TINY, **changes}, world=world, slots=2, max_len=8)
         ids, batch = torch.arange(4), Batch.prefill([4])
-        layout = Llama({**TINY, **other}, world=world).layout(batch, cache)
+        layout = Llama({**TINY, **changes}, world=world).layout(batch, cache)
         for call in (
             lambda: model(ids, batch, cache), lambda: model(ids, layout),
             lambda: Graphs(model, cache, sizes=(4,), several=1)(ids, batch),
@@ -449,7 +460,7 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
     def main(world: weft.World) -> None:
         cache = Cache(TINY, world=world, slots=2, max_len=8, dtype=torch.float16)
         with pytest.raises(ValueError, match=r"a cache of torch.float16 for a model of torch.bfloat16"):
-            made(world, TINY)(torch.arange(2), Batch.prefill([2]), cache)
+            build_llama(world, TINY)(torch.arange(2), Batch.prefill([2]), cache)
 
     weft.spmd(main, 2, backend="emulated")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import weft
 from tests.emulated.cases import distance
-from tests.emulated.cases_models import DENSE, MIXTURES, chunked, halves, made, padded, reference, state
+from tests.emulated.cases_models import DENSE, MIXTURES, build_llama, chunked, halves, padded, reference, state
 from tests.emulated.cases_nn import emulate
 from tests.gates import some
 from weft.backends.emulated import EmulatedBackend
@@ -28,10 +28,10 @@ def of_transformers(config: dict[str, Any]) -> Any:
     """Their model with `state`'s weights, in float64, and its config."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     name = CLASSES[config["model_type"]]
-    given = getattr(transformers, f"{name}Config")(
+    hf_config = getattr(transformers, f"{name}Config")(
         **config, attn_implementation="eager", experts_implementation="eager"
     )
-    model = getattr(transformers, f"{name}ForCausalLM")(given).double().eval()
+    model = getattr(transformers, f"{name}ForCausalLM")(hf_config).double().eval()
     model.load_state_dict({k: v.double() for k, v in state(config, dtype=FLOAT16).items()})
     return model
 
@@ -43,25 +43,25 @@ def test_the_definition_is_transformers(kind: str) -> None:
     config = (DENSE | MIXTURES)[kind]
     model, ids = of_transformers(config), torch.arange(23) * 5 % 96
     with torch.no_grad():
-        want = model(ids[None]).logits[0].double()
-    assert distance(reference(config, state(config, dtype=FLOAT16), ids), want) < 2e-5
+        expected = model(ids[None]).logits[0].double()
+    assert distance(reference(config, state(config, dtype=FLOAT16), ids), expected) < 2e-5
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_prompt_and_decode_steps_beside_transformers(kind: str) -> None:
     """Two ranks, a prompt of nine tokens, then two alone, of which one rank has none."""
-    other, ids = of_transformers(MIXTURES[kind]), torch.arange(11) * 5 % 96
+    hf_model, ids = of_transformers(MIXTURES[kind]), torch.arange(11) * 5 % 96
     with torch.no_grad():
-        want = other(ids[None]).logits[0, 8:].double()
+        expected = hf_model(ids[None]).logits[0, 8:].double()
 
     def rank(world: weft.World) -> float:
-        model = Llama(other.config, world=world, dtype=FLOAT16)
-        assert model.load_state_dict(other.state_dict()).missing_keys == []
-        cache = Cache(other.config, world=world, slots=1, max_len=11, dtype=FLOAT16)
-        got = [model(ids[:9], Batch.prefill([9]), cache).clone()]
-        got += [model(ids[at : at + 1], Batch.decode([at]), cache).clone() for at in (9, 10)]
+        model = Llama(hf_model.config, world=world, dtype=FLOAT16)
+        assert model.load_state_dict(hf_model.state_dict()).missing_keys == []
+        cache = Cache(hf_model.config, world=world, slots=1, max_len=11, dtype=FLOAT16)
+        logits = [model(ids[:9], Batch.prefill([9]), cache).clone()]
+        logits += [model(ids[position : position + 1], Batch.decode([position]), cache).clone() for position in (9, 10)]
         world.synchronize()
-        return distance(torch.cat(got), want)
+        return distance(torch.cat(logits), expected)
 
     assert max(emulate(rank, 2)) < HALF
 
@@ -102,13 +102,13 @@ def test_padding_goes_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.nn.split.moe", kept)
 
     def rank(world: weft.World) -> float:
-        model = made(world, config, dtype=FLOAT16)
+        model = build_llama(world, config, dtype=FLOAT16)
         cache, ids = Cache(config, world=world, slots=1, max_len=8, dtype=FLOAT16), torch.arange(3)
         model.model.embed_tokens.weight[95] = float("nan")
         layout = model.layout(Batch.prefill([3]), cache, room=(6, 0, 1))
-        got = model(torch.tensor([0, 1, 2, 95, 95, 95]), layout)
+        logits = model(torch.tensor([0, 1, 2, 95, 95, 95]), layout)
         world.synchronize()
-        return distance(got, reference(config, state(config, dtype=FLOAT16), ids)[-1:])
+        return distance(logits, reference(config, state(config, dtype=FLOAT16), ids)[-1:])
 
     assert max(emulate(rank, 2)) < HALF
     assert all(((ids < 0) == (rank == 1)).all() for ids, rank in routed) and len(routed) == 4
@@ -155,10 +155,10 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, enable_gqa: bool = False) -> torch.Tensor:
         ends = [k.shape[2]] if attn_mask is None else attn_mask.sum(1).tolist()
-        each = (own(q[:, :, i : i + 1].double(), *(t[:, :, :n].double() for t in (k, v)), enable_gqa=enable_gqa) for i, n in enumerate(ends))  # fmt: skip
-        return torch.cat(list(each), 2).to(q.dtype)
+        row_outputs = (sdpa(q[:, :, i : i + 1].double(), *(t[:, :, :n].double() for t in (k, v)), enable_gqa=enable_gqa) for i, n in enumerate(ends))  # fmt: skip
+        return torch.cat(list(row_outputs), 2).to(q.dtype)
 
-    own = F.scaled_dot_product_attention
+    sdpa = F.scaled_dot_product_attention
     monkeypatch.setattr("weft.world.World.linear", linear)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
@@ -173,22 +173,22 @@ def test_woven_is_bit_for_bit_what_is_not_woven(ranks: int, parallel: str, monke
     norms = ["two_shot", "one_shot", "decomposed", "sequential"] if ranks == 2 else ["auto"]
 
     def rank(world: weft.World) -> None:
-        model = made(world, config, parallel=parallel)
+        model = build_llama(world, config, parallel=parallel)
 
         def logits(plan: LayerPlan) -> torch.Tensor:
             cache = Cache(config, world=world, slots=2, max_len=9)
-            got = model(ids, Batch.prefill([9, 8]), cache, plan).clone()
+            result = model(ids, Batch.prefill([9, 8]), cache, plan).clone()
             world.synchronize()
-            return got
+            return result
 
         for norm in norms:
-            want = logits(LayerPlan("fused", norm=norm))
+            expected = logits(LayerPlan("fused", norm=norm))
             for split in (0, 5):
-                got = logits(LayerPlan("woven", split, norm=norm))
+                actual = logits(LayerPlan("woven", split, norm=norm))
                 if norm == "sequential":
-                    assert distance(got, want) < 8 * HALF
+                    assert distance(actual, expected) < 8 * HALF
                 else:
-                    assert torch.equal(got, want), (norm, split)
+                    assert torch.equal(actual, expected), (norm, split)
 
     emulate(rank, ranks)
 
@@ -205,7 +205,7 @@ def test_experts_beside_a_norm_wait_for_no_other_rank(monkeypatch: pytest.Monkey
         monkeypatch.setattr(f"{module}.moe", seen)
 
     def rank(world: weft.World) -> None:
-        model, ids = made(world, MIXTURES["mixtral"]), torch.arange(6)
+        model, ids = build_llama(world, MIXTURES["mixtral"]), torch.arange(6)
         for plan in ("woven", "auto"):
             model(ids, Batch.prefill([6]), Cache(MIXTURES["mixtral"], world=world, slots=1, max_len=6), plan)
 
@@ -214,13 +214,15 @@ def test_experts_beside_a_norm_wait_for_no_other_rank(monkeypatch: pytest.Monkey
 
 
 def test_a_part_that_is_read_too_early_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = EmulatedBackend.wait_event
+    wait_event = EmulatedBackend.wait_event
     side = lambda self, stream: stream == self.side_stream("weave")  # noqa: E731
-    monkeypatch.setattr(EmulatedBackend, "wait_event", lambda self, s, e: None if side(self, s) else own(self, s, e))
+    monkeypatch.setattr(
+        EmulatedBackend, "wait_event", lambda self, s, e: None if side(self, s) else wait_event(self, s, e)
+    )
 
     def rank(world: weft.World) -> None:
         cache = Cache(MIXTURES["mixtral"], world=world, slots=1, max_len=6)
-        made(world, MIXTURES["mixtral"])(torch.arange(6), Batch.prefill([6]), cache, "woven")
+        build_llama(world, MIXTURES["mixtral"])(torch.arange(6), Batch.prefill([6]), cache, "woven")
 
     with pytest.raises(weft.WeftError, match="race"):
         emulate(rank, 2)
@@ -249,7 +251,7 @@ def test_state_dict_round_trip(kind: str, parallel: str) -> None:
     whole = state(config)
 
     def rank(world: weft.World) -> None:
-        model = made(world, config, parallel=parallel)
+        model = build_llama(world, config, parallel=parallel)
         full = weft.nn.full_state_dict(model)
         assert full.keys() == whole.keys()
         assert all(torch.equal(full[k], whole[k]) for k in whole)
@@ -265,18 +267,18 @@ def test_checkpoints_with_experts_one_by_one(kind: str) -> None:
     config, one_by_one = MIXTURES[kind], {}
     block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if kind == "mixtral" else ("mlp", ("gate_proj", "up_proj", "down_proj"))  # fmt: skip
     for name, t in state(config).items():
-        place, of, tensor = name.partition(".experts.")
-        place = place.replace(".mlp", f".{block}") if ".mlp" in place and of + tensor + block != "mlp" else place
-        for e, part in enumerate(t if of else ()):
-            pieces = zip(names[:2], part.chunk(2), strict=True) if tensor == "gate_up_proj" else [(names[2], part)]
-            one_by_one |= {f"{place}.experts.{e}.{n}.weight": p for n, p in pieces}
-        if not of:
+        place, separator, tensor = name.partition(".experts.")
+        place = place.replace(".mlp", f".{block}") if ".mlp" in place and separator + tensor + block != "mlp" else place
+        for e, part in enumerate(t if separator else ()):
+            projections = zip(names[:2], part.chunk(2), strict=True) if tensor == "gate_up_proj" else [(names[2], part)]
+            one_by_one |= {f"{place}.experts.{e}.{n}.weight": p for n, p in projections}
+        if not separator:
             one_by_one[place] = t
 
     def rank(world: weft.World) -> None:
-        model, want = Llama(config, world=world), made(world, config)
+        model, expected = Llama(config, world=world), build_llama(world, config)
         model.load_state_dict(one_by_one)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
         with pytest.raises(RuntimeError, match="experts.gate_up_proj"):
             model.load_state_dict({k: v for k, v in state(config).items() if "gate_up_proj" not in k})
 

@@ -23,7 +23,7 @@ BOUND = 1.2e-2  # two roundings to bf16 on the way
 def test_the_same_bits_by_any_schedule() -> None:
     def rank(world: weft.World) -> torch.Tensor:
         layer = Layer(6, 4, 2, 32, 24, torch.bfloat16)
-        w = Model(world, layer, False).own
+        w = Model(world, layer, False).local_weights
         x, weights = draw(world.rank, 6, 32).to(world.device), torch.rand(6, 2).to(world.device)
         ids = at_random(0, world.rank, 6, layer, world.size).int().to(world.device)
         weights.copy_(draw(7 + world.rank, 6, 2, dtype=torch.float32).abs())
@@ -31,24 +31,24 @@ def test_the_same_bits_by_any_schedule() -> None:
         world.synchronize()
         return y.clone()
 
-    first = weft.spmd(rank, 2, backend="emulated")
+    first_run = weft.spmd(rank, 2, backend="emulated")
     for seed in range(1, 4):
-        for a, b in zip(first, weft.spmd(rank, 2, backend="emulated", seed=seed), strict=True):
+        for a, b in zip(first_run, weft.spmd(rank, 2, backend="emulated", seed=seed), strict=True):
             assert torch.equal(a, b)
 
 
 def test_compiled_whole() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(5, 4, 2, 32, 24, torch.bfloat16)
-        w = Model(world, layer, False).own
+        w = Model(world, layer, False).local_weights
         x, weights = draw(world.rank, 5, 32), draw(3, 5, 2, dtype=torch.float32).abs()
         ids = at_random(0, world.rank, 5, layer, world.size).int()
         fn = torch.compile(
             lambda x: moe.moe(x, ids, weights, w.w13, w.w2, world=world) * 2, backend="aot_eager", fullgraph=True
         )
-        got, want = fn(x), moe.moe(x, ids, weights, w.w13, w.w2, world=world) * 2
+        actual, expected = fn(x), moe.moe(x, ids, weights, w.w13, w.w2, world=world) * 2
         world.synchronize()
-        assert torch.equal(got, want)
+        assert torch.equal(actual, expected)
 
     torch._dynamo.reset()
     weft.spmd(rank, 2, backend="emulated")
@@ -57,13 +57,13 @@ def test_compiled_whole() -> None:
 def test_errors_quote_what_was_given() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(4, 4, 2, 32, 24, torch.bfloat16)
-        w = Model(world, layer, False).own
+        w = Model(world, layer, False).local_weights
         x, ids, weights = draw(1, 4, 32), torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 2)
 
         def wrong(error: type[Exception], match: str, **changes: Any) -> None:
-            given = dict(x=x, ids=ids, weights=weights, w13=w.w13, w2=w.w2) | changes
+            arguments = dict(x=x, ids=ids, weights=weights, w13=w.w13, w2=w.w2) | changes
             with pytest.raises(error, match=match):
-                moe.moe(**given, world=world)
+                moe.moe(**arguments, world=world)
 
         wrong(TypeError, "ids .*int64.* must be torch.int32", ids=ids.long())
         wrong(ValueError, r"ids .* must be \[T, k\]", ids=ids[:3])
@@ -85,7 +85,7 @@ def test_errors_quote_what_was_given() -> None:
 def test_ranks_that_disagree() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(4, 4, 1 + world.rank, 32, 24, torch.bfloat16)
-        w = Model(world, layer, False).own
+        w = Model(world, layer, False).local_weights
         k = layer.k
         with pytest.raises(weft.Mismatch, match="k="):
             moe.moe(draw(1, 4, 32), torch.zeros(4, k, dtype=torch.int32), torch.zeros(4, k), w.w13, w.w2, world=world)
@@ -94,24 +94,25 @@ def test_ranks_that_disagree() -> None:
 
 
 def checkpoint(kind: str, e: int, h: int, i: int) -> dict[str, torch.Tensor]:
-    first, second = draw(1, e, 2 * i, h) * 0.2, draw(2, e, h, i) * 0.2
+    w13, w2 = draw(1, e, 2 * i, h) * 0.2, draw(2, e, h, i) * 0.2
     state = {"mlp.gate.weight": draw(3, e, h)}
     for n in range(e):
-        gate, up = first[n].chunk(2)
+        gate, up = w13[n].chunk(2)
         if kind == "mixtral":
-            parts = dict(w1=gate, w3=up, w2=second[n])
+            parts = dict(w1=gate, w3=up, w2=w2[n])
         elif kind == "qwen":
-            parts = dict(gate_proj=gate, up_proj=up, down_proj=second[n])
+            parts = dict(gate_proj=gate, up_proj=up, down_proj=w2[n])
         else:
             parts = {}
         state |= {f"mlp.experts.{n}.{name}.weight": t for name, t in parts.items()}
     if kind == "stacked":
-        state |= {"mlp.experts.gate_up_proj": first, "mlp.experts.down_proj": second}
+        state |= {"mlp.experts.gate_up_proj": w13, "mlp.experts.down_proj": w2}
     if kind == "gpt_oss":
-        turns = torch.stack(first.chunk(2, 1), 2).flatten(1, 2)  # gate and up in turn
+        interleaved = torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)  # gate and up in turn
         state = {"mlp.router.weight": state["mlp.gate.weight"], "mlp.router.bias": draw(4, e)} | {
-            "mlp.experts.gate_up_proj": turns.transpose(1, 2), "mlp.experts.gate_up_proj_bias": torch.zeros(e, 2 * i),
-            "mlp.experts.down_proj": second.transpose(1, 2), "mlp.experts.down_proj_bias": torch.zeros(e, h),
+            "mlp.experts.gate_up_proj": interleaved.transpose(1, 2),
+            "mlp.experts.gate_up_proj_bias": torch.zeros(e, 2 * i), "mlp.experts.down_proj": w2.transpose(1, 2),
+            "mlp.experts.down_proj_bias": torch.zeros(e, h),
         }  # fmt: skip
     return state
 
@@ -121,7 +122,7 @@ def checkpoint(kind: str, e: int, h: int, i: int) -> dict[str, torch.Tensor]:
 def test_the_module_takes_a_checkpoint(kind: str, parallel: str) -> None:
     e, h, i, k = 4, 32, 32, 2
     state, oss = checkpoint(kind, e, h, i), kind == "gpt_oss"
-    first, second = draw(1, e, 2 * i, h) * 0.2, draw(2, e, h, i) * 0.2
+    w13, w2 = draw(1, e, 2 * i, h) * 0.2, draw(2, e, h, i) * 0.2
 
     def rank(world: weft.World) -> float:
         shared = nn.Linear(h, h, bias=False).bfloat16().to(world.device).requires_grad_(False)
@@ -140,18 +141,18 @@ def test_the_module_takes_a_checkpoint(kind: str, parallel: str) -> None:
         score = logits.float() if oss else logits.float().softmax(-1)
         top, ids = score.topk(k, -1)
         weights = top.softmax(-1) if oss else top / top.sum(-1, keepdim=True)
-        want = shared(x).float()
+        expected = shared(x).float()
         for t in range(6):
             for slot in range(k):
                 n = ids[t, slot]
-                gate, up = (x[t].float() @ first[n].float().t()).chunk(2)
+                gate, up = (x[t].float() @ w13[n].float().t()).chunk(2)
                 if oss:
                     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
                     inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
                 else:
                     inner = torch.nn.functional.silu(gate) * up
-                want[t] += weights[t, slot] * (inner @ second[n].float().t())
-        return distance(y, want)
+                expected[t] += weights[t, slot] * (inner @ w2[n].float().t())
+        return distance(y, expected)
 
     assert max(weft.spmd(rank, 2, backend="emulated")) < 2e-2
 
@@ -161,7 +162,7 @@ def test_the_module_says_what_is_missing() -> None:
         layer = moe.MoE(32, 24, 4, 2, world=world)
         state = checkpoint("qwen", 4, 32, 24)
         only = {"mlp.gate.weight": state["mlp.gate.weight"]}
-        for given, prefix, says in (
+        for partial_state, prefix, says in (
             ({}, "", r"router.weight \(or gate.weight\) is missing; the checkpoint is empty"),
             (state, "mpl.", r"mpl.router.weight .* nothing that begins with 'mpl.', but mlp.gate.weight, "),
             (only, "mlp.", r"mlp.experts.gate_up_proj \(or experts one by one\) .* has mlp.gate.weight, .."),
@@ -172,7 +173,7 @@ def test_the_module_says_what_is_missing() -> None:
             ),
         ):
             with pytest.raises(KeyError, match=says):
-                layer.load_experts(given, prefix)
+                layer.load_experts(partial_state, prefix)
         with pytest.raises(ValueError, match="must be"):
             layer.load_experts(checkpoint("qwen", 4, 40, 24), "mlp.")
         assert "experts=2 of 4" in repr(layer) and state
@@ -193,11 +194,11 @@ def test_the_module_says_what_is_missing() -> None:
 
 def test_a_plan_of_another_op_is_refused() -> None:
     def rank(world: weft.World) -> None:
-        w = Model(world, Layer(4, 4, 1, 32, 24, torch.bfloat16), False).own
-        given = draw(1, 4, 32), torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1), w.w13, w.w2
+        w = Model(world, Layer(4, 4, 1, 32, 24, torch.bfloat16), False).local_weights
+        operands = draw(1, 4, 32), torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1), w.w13, w.w2
         with pytest.raises(ValueError, match="one_shot"):
-            moe.moe(*given, world=world, plan="one_shot")
-        moe.moe(*given, world=world, plan=SMALL_DISPATCHED)
+            moe.moe(*operands, world=world, plan="one_shot")
+        moe.moe(*operands, world=world, plan=SMALL_DISPATCHED)
 
     weft.spmd(rank, 2, backend="emulated")
 

@@ -57,15 +57,15 @@ def test_routings(ids_of: Any, layout: str) -> None:
     assert wrong(3, experts=3, k=1, ids_of=ids_of, layout=layout, tokens=(18, 3, 0), calls=1, flight=1) == 0
 
 
-@pytest.mark.parametrize("more", [dict(), dict(alignment=16), dict(layout="masked"), dict(layout="masked", max_m=3)])
+@pytest.mark.parametrize("options", [dict(), dict(alignment=16), dict(layout="masked"), dict(layout="masked", max_m=3)])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_without_symmetric_memory_by_the_librarys_collectives(ranks: int, more: dict[str, Any]) -> None:
+def test_without_symmetric_memory_by_the_librarys_collectives(ranks: int, options: dict[str, Any]) -> None:
     """The same rows, results, and rows left out; on two streams."""
 
     def rank(world: weft.World) -> int:
         world.backend.symmetric_reason = "GPU 0 has no peer access to GPUs [1]"
         world.backend.symmetric = None  # type: ignore[assignment,method-assign]
-        return exchange_case(world, experts=2 * world.size, streams=STREAMS, **more)
+        return exchange_case(world, experts=2 * world.size, streams=STREAMS, **options)
 
     assert weft.spmd(rank, ranks, backend="emulated", preempt=0.2) == [0] * ranks
 
@@ -114,14 +114,14 @@ def test_the_bits_of_a_layer() -> None:
         scales = [2.0 ** (e % 5) for e in range(2 * world.rank, 2 * world.rank + 2)]
         w13, w2 = torch.eye(32, dtype=BF).repeat(2, 1, 1), torch.stack([torch.eye(32, dtype=BF) * s for s in scales])
         shared = draw(50 + world.rank, 6, 32)
-        want = moe.moe(x, ids, weights, w13, w2, shared=shared, activation="gelu", world=world)
+        expected = moe.moe(x, ids, weights, w13, w2, shared=shared, activation="gelu", world=world)
         for layout in op.ROW_LAYOUTS:
             rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world, layout=layout)
             y, flat = torch.empty_like(rows).view(-1, 32), rows.view(-1, 32)
             for e, scale in enumerate(scales):
                 lo, n = int(handle.offsets[e]), int(handle.counts[e])
                 y[lo : lo + n] = flat[lo : lo + n] * scale
-            assert torch.equal(moe.combine(y.view(rows.shape), handle, shared=shared), want)
+            assert torch.equal(moe.combine(y.view(rows.shape), handle, shared=shared), expected)
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -134,10 +134,10 @@ def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
         rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world, expert_alignment=alignment)
         assert all(int(lo) % alignment == 0 for lo in handle.offsets)
         ends = handle.offsets[1:]
-        hidden = torch._grouped_mm(rows, model.own.w13.transpose(1, 2), offs=ends)
-        y = torch._grouped_mm(torch.nn.functional.gelu(hidden), model.own.w2.transpose(1, 2), offs=ends)
-        got, want = moe.combine(y, handle), model(x, ids, weights)
-        assert ((got - want).norm() / want.norm()) < 1.2e-2
+        hidden = torch._grouped_mm(rows, model.local_weights.w13.transpose(1, 2), offs=ends)
+        y = torch._grouped_mm(torch.nn.functional.gelu(hidden), model.local_weights.w2.transpose(1, 2), offs=ends)
+        actual, expected = moe.combine(y, handle), model(x, ids, weights)
+        assert ((actual - expected).norm() / expected.norm()) < 1.2e-2
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -146,27 +146,27 @@ def test_handles() -> None:
     """Two handles may be pending; each is used once, in their order, in its World; the caller may choose the buffer."""
 
     def rank(world: weft.World) -> None:
-        given = routed(world)
-        (a, first), (b, second) = (moe.dispatch(*given, experts=4, world=world) for _ in range(2))
-        assert (first.buffer_index, second.buffer_index) == (0, 1)
+        operands = routed(world)
+        (a, handle_a), (b, handle_b) = (moe.dispatch(*operands, experts=4, world=world) for _ in range(2))
+        assert (handle_a.buffer_index, handle_b.buffer_index) == (0, 1)
         with pytest.raises(weft.WeftError, match=r"buffers \[0, 1\] are in use; a handle has to be combined"):
-            moe.dispatch(*given, experts=4, world=world)
+            moe.dispatch(*operands, experts=4, world=world)
         with pytest.raises(weft.WeftError, match="buffer 1 is out of order: that of buffer 0 was dispatched before"):
-            moe.combine(b, second)
-        one = moe.combine(a, first).clone()
+            moe.combine(b, handle_b)
+        one = moe.combine(a, handle_a).clone()
         with pytest.raises(weft.WeftError, match="buffer 0 was combined already"):
-            moe.combine(a, first)
+            moe.combine(a, handle_a)
         with pytest.raises(weft.WeftError, match="buffer 1 is in use"):
-            moe.dispatch(*given, experts=4, world=world, buffer_index=1)
-        assert torch.equal(moe.combine(b, second), one)
-        a, first = moe.dispatch(*given, experts=4, world=world, buffer_index=1)
-        assert first.buffer_index == 1
+            moe.dispatch(*operands, experts=4, world=world, buffer_index=1)
+        assert torch.equal(moe.combine(b, handle_b), one)
+        a, handle_a = moe.dispatch(*operands, experts=4, world=world, buffer_index=1)
+        assert handle_a.buffer_index == 1
         with pytest.raises(weft.WeftError, match=r"the handle is of World\(rank="):
-            moe.combine(a, first, world=weft.World(world.backend))
+            moe.combine(a, handle_a, world=weft.World(world.backend))
         with pytest.raises(TypeError, match="must be what weft.moe.dispatch returned, got int"):
             moe.combine(a, 3)  # type: ignore[arg-type]
         out = torch.empty(6, 32, dtype=BF)
-        assert moe.combine(a, first, out=out) is out and torch.equal(out, one)
+        assert moe.combine(a, handle_a, out=out) is out and torch.equal(out, one)
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -179,15 +179,17 @@ def test_handles_outlive_a_mismatch_that_is_caught() -> None:
     """The buffer stays in use, and the handle is combined."""
 
     def rank(world: weft.World) -> None:
-        given = routed(world)
-        want = moe.combine(*moe.dispatch(*given, experts=4, world=world))
-        rows, first = moe.dispatch(*given, experts=4, world=world)
+        operands = routed(world)
+        expected = moe.combine(*moe.dispatch(*operands, experts=4, world=world))
+        rows, first_handle = moe.dispatch(*operands, experts=4, world=world)
         with pytest.raises(weft.Mismatch):
             weft.all_reduce(draw(0, 8 + 8 * world.rank, 64), world=world)
             world.synchronize()
-        more, second = moe.dispatch(*given, experts=4, world=world)
-        assert (first.buffer_index, second.buffer_index) == (0, 1)
-        assert torch.equal(moe.combine(rows, first), want) and torch.equal(moe.combine(more, second), want)
+        second_rows, second_handle = moe.dispatch(*operands, experts=4, world=world)
+        assert (first_handle.buffer_index, second_handle.buffer_index) == (0, 1)
+        assert torch.equal(moe.combine(rows, first_handle), expected) and torch.equal(
+            moe.combine(second_rows, second_handle), expected
+        )
 
     rank_calls(rank)
 
@@ -198,25 +200,25 @@ def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int
     """In the order of the dispatches, and what another one brought stays."""
 
     def rank(world: weft.World) -> None:
-        given = routed(world)
+        operands = routed(world)
 
         def dispatch() -> tuple[torch.Tensor, moe.Handle]:
-            return moe.dispatch(*given, experts=4, world=world, layout=layout)
+            return moe.dispatch(*operands, experts=4, world=world, layout=layout)
 
-        want = moe.combine(*dispatch())
+        expected = moe.combine(*dispatch())
         for _ in range(2):
-            (_, first), (rows, second) = dispatch(), dispatch()
+            (_, first_handle), (rows, second_handle) = dispatch(), dispatch()
             with pytest.raises(weft.WeftError, match="out of order"):
-                second.cancel()
-            first.cancel()
+                second_handle.cancel()
+            first_handle.cancel()
             with pytest.raises(weft.WeftError, match="buffer 0 was combined already"):
-                first.cancel()
-            assert torch.equal(moe.combine(rows, second), want)
+                first_handle.cancel()
+            assert torch.equal(moe.combine(rows, second_handle), expected)
         for _ in range(3):
             dispatch()
-        (_, first), (rows, second) = dispatch(), dispatch()
-        del first
-        assert torch.equal(moe.combine(rows, second), want)
+        (_, first_handle), (rows, second_handle) = dispatch(), dispatch()
+        del first_handle
+        assert torch.equal(moe.combine(rows, second_handle), expected)
 
     rank_calls(rank, seed=seed, preempt=0.2)
 
@@ -233,10 +235,10 @@ def test_a_gradient_of_the_experts_alone_gives_its_slot_back() -> None:
                 rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
                 y = y + moe.combine(torch.where((handle.sources >= 0)[:, None], rows, 0) * scale, handle) / calls
             if alone:
-                (got,) = torch.autograd.grad(y.float().sum(), scale)
+                (scale_grad,) = torch.autograd.grad(y.float().sum(), scale)
             else:
                 y.float().sum().backward()
-                assert torch.equal(scale.grad, got) and x.grad is not None and x.grad.any()
+                assert torch.equal(scale.grad, scale_grad) and x.grad is not None and x.grad.any()
         assert not op.pending_dispatches(world)
 
     rank_calls(rank)
@@ -270,9 +272,9 @@ def test_errors_quote_what_was_given() -> None:
         x, ids, weights = routed(world)
 
         def refused(error: type[Exception], match: str, **changes: Any) -> None:
-            given = dict(x=x, ids=ids, weights=weights, experts=4) | changes
+            arguments = dict(x=x, ids=ids, weights=weights, experts=4) | changes
             with pytest.raises(error, match=match):
-                moe.dispatch(**given, world=world)
+                moe.dispatch(**arguments, world=world)
 
         refused(TypeError, "moe.dispatch: ids .*int64.* must be torch.int32", ids=ids.long())
         refused(ValueError, r"ids .* must be \[T, k\]", ids=ids[:3])
@@ -285,14 +287,14 @@ def test_errors_quote_what_was_given() -> None:
         refused(ValueError, "buffer_index 2 is not 0, 1 or None", buffer_index=2)
         refused(ValueError, "k 5 of ids", ids=torch.zeros(6, 5, dtype=torch.int32), weights=torch.zeros(6, 5))
         rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
-        for error, match, y, more in (
+        for error, match, y, options in (
             (ValueError, r"y .* must be \[", rows[1:], {}),
             (TypeError, "what was dispatched torch.bfloat16", rows.half(), {}),
             (ValueError, r"shared .* must be \[6, 32\]", rows, dict(shared=x[1:])),
             (ValueError, "out= has no gradient", rows.clone().requires_grad_(), dict(out=torch.empty_like(x))),
         ):
             with pytest.raises(error, match=match):
-                moe.combine(y, handle, **more)
+                moe.combine(y, handle, **options)
         moe.combine(rows, handle)
 
     weft.spmd(rank, 2, backend="emulated")
@@ -341,13 +343,13 @@ def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options
     """Forward and backward, without a break: the bits of eager calls, and of calls one by one; no buffer stays in use."""
 
     def rank(world: weft.World) -> None:
-        given, local = routed(world), 4 // world.size
+        routes, local = routed(world), 4 // world.size
         w1, w2 = draw(3 + world.rank, local, 32, 16), draw(5 + world.rank, local, 16, 32)
-        want = trained(world, one_by_one, given, w1, w2, wants, **options)
-        assert all(t.norm() > 0 for t in want[2:])
+        expected = trained(world, one_by_one, routes, w1, w2, wants, **options)
+        assert all(t.norm() > 0 for t in expected[2:])
         for way in (two_under_way, torch.compile(two_under_way, backend="aot_eager", fullgraph=True)):
-            got = trained(world, way, given, w1, w2, wants, **options)
-            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), way
+            actual = trained(world, way, routes, w1, w2, wants, **options)
+            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), way
         assert not op.pending_dispatches(world)
 
     torch._dynamo.reset()
@@ -367,18 +369,18 @@ def offloaded(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Ten
         return two_under_way(world, routes, w1, w2)
 
 
-def halves_compiled(first: bool, second: bool) -> Callable[..., Any]:
+def halves_compiled(dispatch_compiled: bool, combine_compiled: bool) -> Callable[..., Any]:
     """Dispatch and combine, each in a graph of its own or in none: handles go from the one to the other."""
 
     def graph(fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
         return torch.compile(fn, backend="aot_eager", fullgraph=True) if compiled else fn
 
     def step(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor) -> Any:
-        sends = graph(lambda *given: moe.dispatch(*given, experts=4, world=world), first)
-        sums = graph(lambda y, handle: moe.combine(y, handle, shared=routes[0]), second)
+        sends = graph(lambda *operands: moe.dispatch(*operands, experts=4, world=world), dispatch_compiled)
+        sums = graph(lambda y, handle: moe.combine(y, handle, shared=routes[0]), combine_compiled)
         results, counts = [], torch.zeros(w1.shape[0], dtype=torch.int32)
-        for given in microbatches(world, routes, w1):
-            rows, handle = sends(*given)
+        for microbatch in microbatches(world, routes, w1):
+            rows, handle = sends(*microbatch)
             counts = counts + handle.counts
             results.append(sums(by_grouped_gemm(rows, handle, w1, w2), handle))
         return results[0] + 2 * results[1], counts
@@ -397,9 +399,9 @@ WAYS = dict(
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_backward_pass_keeps_of_them_may_be_made_again_or_moved(way: str) -> None:
     def rank(world: weft.World) -> None:
-        given, w1, w2 = routed(world), draw(3 + world.rank, 2, 32, 16), draw(5 + world.rank, 2, 16, 32)
-        want = trained(world, one_by_one, given, w1, w2)
-        assert all(torch.equal(a, b) for a, b in zip(trained(world, WAYS[way], given, w1, w2), want, strict=True))
+        routes, w1, w2 = routed(world), draw(3 + world.rank, 2, 32, 16), draw(5 + world.rank, 2, 16, 32)
+        expected = trained(world, one_by_one, routes, w1, w2)
+        assert all(torch.equal(a, b) for a, b in zip(trained(world, WAYS[way], routes, w1, w2), expected, strict=True))
         assert not op.pending_dispatches(world)
 
     torch._dynamo.reset()
@@ -431,11 +433,11 @@ WAITING = {
 @pytest.mark.parametrize(("ranks", "h", "experts", "k"), [(8, 2048, 128, 8), (2, 2880, 128, 4), (4, 7168, 256, 8)])
 def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k: int, layout: str) -> None:
     by_rank = offline.launches(launching(ranks, h, experts, k, layout), ranks)
-    made = {}
+    kernels = {}
     for launch in by_rank[0]:
         compiled = compile_kernel(launch.kernel, launch.args, launch.options)
         name = launch.kernel.__name__
-        made[name] = launch, compiled
+        kernels[name] = launch, compiled
         offline.fits(launch, compiled)
         assert (name in WAITING or name == "share") == ("ld.acquire" in compiled.ptx), (
             "share compares calls, and reads no rows"
@@ -444,14 +446,14 @@ def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k:
         waits = lambda step: text is not None and text in step.source  # noqa: B023, E731
         assert any(waits(step) for step in ptx.steps_of(compiled.ptx)) == (text is not None)
         assert ptx.broken_rules(compiled.ptx, waits) == [] and ptx.signals_not_by_thread_zero(compiled.ptx) == []
-    assert len(made) == 7 + (layout == "masked")
-    an_sm = {name: -(-a.grid // offline.SMS) for name, (a, _) in made.items()}
-    held = {n: an_sm[n] * -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for n, (a, c) in made.items()}
+    assert len(kernels) == 7 + (layout == "masked")
+    an_sm = {name: -(-a.grid // offline.SMS) for name, (a, _) in kernels.items()}
+    held = {n: an_sm[n] * -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for n, (a, c) in kernels.items()}
     waiting = max(held[name] for name in WAITING if name != "combine_rows")
     assert 2 * waiting + held["dispatch_rows"] <= 65536, f"two buffers wait, and none could send: {held}"
     rows = [
         s
-        for s in ptx.steps_of(made["place_rows"][1].ptx)
+        for s in ptx.steps_of(kernels["place_rows"][1].ptx)
         if "st.global" in s.text and "tl.store(rows + offsets, part" in s.source
     ]
     assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]

@@ -32,7 +32,7 @@ def test_the_bits_of_the_other_plans() -> None:
 
     def rank(world: weft.World) -> None:
         layer = Layer(20, 6, 3, 40, 24, BF)
-        w, kept = Model(world, layer, True).own, []
+        w, kept = Model(world, layer, True).local_weights, []
         for call in range(3):
             x, weights = draw(10 * call + world.rank, 20, 40), draw(call + 7, 20, 3, dtype=torch.float32).abs()
             ids = some_nowhere(call, world.rank, 20, layer, world.size).int()
@@ -79,10 +79,10 @@ def launching(name: str) -> Callable[[weft.World], None]:
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
         t = 10 + world.rank
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
-        own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
+        expert_weights = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         shared, out = x if biases else None, torch.empty_like(x)
         received = torch.zeros(local, dtype=torch.int32) if biases else None
-        operands = MoeOperands(x, ids, weights, *own, shared=shared, received=received)
+        operands = MoeOperands(x, ids, weights, *expert_weights, shared=shared, received=received)
         low_latency.run_low_latency(world, MoeCall(t, None, layer), plan, operands, out)
 
     return main
@@ -118,4 +118,4 @@ def test_a_missing_wait_is_found_in_the_code() -> None:
     launch = offline.launches(launching("Qwen3-30B"), 2)[0][0]
     text = compile_kernel(launch.kernel, launch.args, launch.options).ptx
     broken = ptx.broken_rules(text.replace("ld.acquire.sys", "ld.relaxed.sys"), awaited)
-    assert any(said.startswith("acquire: ") for said in broken)
+    assert any(violation.startswith("acquire: ") for violation in broken)

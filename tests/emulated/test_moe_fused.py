@@ -51,12 +51,15 @@ def test_what_a_plan_cannot_serve() -> None:
 def test_memory_is_what_a_call_takes() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
-        of, want = fused.plan_state(world, layer, S), dispatched.memory(world, layer, S.tile.block_m)
-        at, routes = dispatched.make_workspace(world, layer, of.rows), of.builder.routes
-        shared = (at.inbox, at.outbox, routes.shared_ids, routes.shared_weights)
-        assert sum(t.local.nbytes for t in shared) == want.symmetric
-        assert sum(t.nbytes for t in (of.tables.route_rows, of.tables.sources, of.tables.tiles)) == want.tables
-        assert at.hidden.nbytes + at.y.nbytes == want.scratch
+        state, expected = fused.plan_state(world, layer, S), dispatched.memory(world, layer, S.tile.block_m)
+        workspace, routes = dispatched.make_workspace(world, layer, state.rows), state.builder.routes
+        shared = (workspace.inbox, workspace.outbox, routes.shared_ids, routes.shared_weights)
+        assert sum(t.local.nbytes for t in shared) == expected.symmetric
+        assert (
+            sum(t.nbytes for t in (state.tables.route_rows, state.tables.sources, state.tables.tiles))
+            == expected.tables
+        )
+        assert workspace.hidden.nbytes + workspace.y.nbytes == expected.scratch
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -85,9 +88,11 @@ def launching(name: str) -> Callable[[weft.World], None]:
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
         t = 30 + world.rank
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
-        own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
+        expert_weights = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         shared, out = x if biases else None, torch.empty_like(x)
-        fused.run_fused(world, MoeCall(t, None, layer), plan, MoeOperands(x, ids, weights, *own, shared=shared), out)
+        fused.run_fused(
+            world, MoeCall(t, None, layer), plan, MoeOperands(x, ids, weights, *expert_weights, shared=shared), out
+        )
 
     return main
 
@@ -122,4 +127,4 @@ def test_a_missing_wait_is_found_in_the_code() -> None:
     launch = offline.launches(launching("odd"), 8)[0][-1]
     text = compile_kernel(launch.kernel, launch.args, launch.options).ptx
     broken = ptx.broken_rules(text.replace("ld.acquire.", "ld.relaxed."), awaited)
-    assert any(said.startswith("acquire: ") for said in broken)
+    assert any(violation.startswith("acquire: ") for violation in broken)

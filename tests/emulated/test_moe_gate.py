@@ -46,10 +46,10 @@ def reference(
 
 def same(logits: torch.Tensor, k: int, **options: Any) -> None:
     ids, weights = emulate(lambda world: gate(logits, k, world=world, **options))
-    want, want_weights = reference(logits, k, **options)
+    expected, expected_weights = reference(logits, k, **options)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32
-    assert torch.equal(ids, want)
-    torch.testing.assert_close(weights, want_weights, rtol=2e-6, atol=1e-9)
+    assert torch.equal(ids, expected)
+    torch.testing.assert_close(weights, expected_weights, rtol=2e-6, atol=1e-9)
 
 
 def drawn(t: int, e: int, seed: int, tied: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_ids_are_distinct_whatever_the_logits_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         (dict(k=0), "k must be from 1 to 8"),
         (dict(k=9), "k must be from 1 to 8"),
@@ -112,9 +112,9 @@ def test_ids_are_distinct_whatever_the_logits_are() -> None:
         (dict(ids=torch.zeros(2, 3, dtype=torch.int32)), r"ids \[2, 3\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> None:
-    given = dict(dict(logits=torch.zeros(2, 8), k=2), **options)
-    with pytest.raises(ValueError, match=said):
-        emulate(lambda world: gate(world=world, **given))
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    arguments = dict(dict(logits=torch.zeros(2, 8), k=2), **options)
+    with pytest.raises(ValueError, match=message):
+        emulate(lambda world: gate(world=world, **arguments))
     with pytest.raises(TypeError, match="are supported"):
         emulate(lambda world: gate(torch.zeros(2, 8, dtype=torch.float64), 2, world=world))

@@ -22,7 +22,7 @@ IDS = torch.tensor(
 )
 
 
-def given(world: weft.World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def local_operands(world: weft.World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return draw(world.rank, T, 32), IDS.roll(world.rank, 0), draw(5 + world.rank, T, 3, dtype=torch.float32).abs()
 
 
@@ -31,8 +31,8 @@ def test_an_expert_twice_and_ids_out_of_range(plan: str) -> None:
     """Both weights count, and what is no expert's goes nowhere."""
 
     def main(world: weft.World) -> float:
-        model, (x, ids, weights) = Model(world, LAYER, False), given(world)
-        y = moe.moe(x, ids, weights, *model.own[:2], max_rows=2 * T * 3, world=world, plan=plan)
+        model, (x, ids, weights) = Model(world, LAYER, False), local_operands(world)
+        y = moe.moe(x, ids, weights, *model.local_weights[:2], max_rows=2 * T * 3, world=world, plan=plan)
         world.synchronize()
         return distance(y, model(x, ids, weights))
 
@@ -42,14 +42,14 @@ def test_an_expert_twice_and_ids_out_of_range(plan: str) -> None:
 @pytest.mark.parametrize("plan", ("sequential", "dispatched"))
 def test_their_gradients(plan: str) -> None:
     def main(world: weft.World) -> float:
-        model, (x, ids, weights) = Model(world, LAYER, False), given(world)
+        model, (x, ids, weights) = Model(world, LAYER, False), local_operands(world)
         x, weights = x.requires_grad_(), weights.requires_grad_()
-        y = moe.moe(x, ids, weights, *model.own[:2], max_rows=2 * T * 3, world=world, plan=plan)
+        y = moe.moe(x, ids, weights, *model.local_weights[:2], max_rows=2 * T * 3, world=world, plan=plan)
         y.float().sum().backward()
-        wide, of = x.detach().float().requires_grad_(), weights.detach().clone().requires_grad_()
-        model_sum(model, wide, ids, of).backward()
+        wide_x, weights_leaf = x.detach().float().requires_grad_(), weights.detach().clone().requires_grad_()
+        model_sum(model, wide_x, ids, weights_leaf).backward()
         world.synchronize()
-        return max(distance(x.grad, wide.grad), distance(weights.grad, of.grad))  # type: ignore[arg-type]
+        return max(distance(x.grad, wide_x.grad), distance(weights.grad, weights_leaf.grad))  # type: ignore[arg-type]
 
     assert max(weft.spmd(main, 2, backend="emulated")) < BOUND
 
@@ -67,7 +67,7 @@ def model_sum(model: Model, x: torch.Tensor, ids: torch.Tensor, weights: torch.T
 @pytest.mark.parametrize("plan", REGISTRY["all_gather_grouped_matmul"].kinds)
 def test_where_columns_are_split(plan: str) -> None:
     def main(world: weft.World) -> float:
-        model, (x, ids, weights) = Model(world, LAYER, False), given(world)
+        model, (x, ids, weights) = Model(world, LAYER, False), local_operands(world)
         half = slice(12 * world.rank, 12 * (world.rank + 1))
         w13 = torch.cat([part[:, half] for part in model.w13.chunk(2, 1)], 1)
         how: dict[str, Any] = dict(world=world, plan=plan)
@@ -90,11 +90,11 @@ def test_logits_that_are_nan() -> None:
         ids, weights = moe.gate(logits, 3, world=world)
         assert ((ids >= -1) & (ids < 4)).all()
         others = [t for t in range(T) if t not in (1, 2)]
-        want = model(x[others], ids[others], weights[others])
+        expected = model(x[others], ids[others], weights[others])
         for plan in REGISTRY["moe"].kinds:
-            y = moe.moe(x, ids, weights, *model.own[:2], max_rows=2 * T * 3, world=world, plan=plan)
+            y = moe.moe(x, ids, weights, *model.local_weights[:2], max_rows=2 * T * 3, world=world, plan=plan)
             world.synchronize()
-            assert distance(y[others], want) < BOUND, plan
+            assert distance(y[others], expected) < BOUND, plan
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -103,9 +103,9 @@ def test_logits_that_are_nan() -> None:
 def test_other_numbers_of_experts_on_ranks_are_a_mismatch(plan: str) -> None:
     def main(world: weft.World) -> None:
         layer = Layer(T, 4 + 2 * world.rank, 3, 32, 24, torch.bfloat16)
-        own, (x, ids, weights) = Model(world, layer, False).own, given(world)
+        expert_weights, (x, ids, weights) = Model(world, layer, False).local_weights, local_operands(world)
         with pytest.raises(weft.Mismatch, match="rank 0: moe .*experts=4.*rank 1: moe .*experts=6"):
-            moe.moe(x, ids, weights, *own[:2], world=world, plan=plan)
+            moe.moe(x, ids, weights, *expert_weights[:2], world=world, plan=plan)
             world.synchronize()
 
     weft.spmd(main, 2, backend="emulated")
@@ -115,7 +115,7 @@ def test_experts_that_the_ranks_do_not_divide_are_an_error() -> None:
     def main(world: weft.World) -> None:
         with pytest.raises(ValueError, match="num_experts 5 is not divisible by the world size 2"):
             moe.MoE(32, 24, 5, 2, world=world)
-        x, ids, weights = given(world)
+        x, ids, weights = local_operands(world)
         with pytest.raises(ValueError, match="5 experts over 2 ranks"):
             moe.dispatch(x, ids, weights, experts=5, world=world)
 

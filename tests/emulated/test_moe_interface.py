@@ -19,7 +19,7 @@ BOUND = 1.2e-2
 LAYER = Layer(6, 8, 2, 32, 24, torch.bfloat16)
 
 
-def given(
+def local_operands(
     world: weft.World, layer: Layer, tokens: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, ids, weights of this rank, by its number in the World."""
@@ -44,8 +44,8 @@ def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
         group, across = world.split(world.rank // 2), world.split(world.rank % 2)
         model, worst = Model(group, LAYER, False), 0.0
         for call in range(3):
-            x, ids, weights = given(world, LAYER, (5, 2, 0, 6)[(world.rank + call) % 4], call)
-            y = moe.moe(x, ids, weights, *model.own[:2], max_tokens=6, world=group, plan=plan)
+            x, ids, weights = local_operands(world, LAYER, (5, 2, 0, 6)[(world.rank + call) % 4], call)
+            y = moe.moe(x, ids, weights, *model.local_weights[:2], max_tokens=6, world=group, plan=plan)
             worst = max([worst, distance(y, model(x, ids, weights))] if y.numel() else [worst])
             whole = weft.all_reduce(torch.full((2, 8), 1.0 + world.rank, dtype=torch.bfloat16), world=world)
             pair = weft.all_reduce(torch.full((2, 8), 1.0 + world.rank, dtype=torch.bfloat16), world=across)
@@ -66,27 +66,27 @@ def test_one_workspace_for_any_number_of_tokens(plan: str) -> None:
     def main(world: weft.World) -> float:
         model, kept = Model(world, LAYER, False), []
         for call, counts in enumerate([(6, 6), (0, 3), (5, 0), (0, 0), (1, 6)]):
-            x, ids, weights = given(world, LAYER, counts[world.rank], call)
+            x, ids, weights = local_operands(world, LAYER, counts[world.rank], call)
             if call:
                 world.backend.exchange = lambda *_: pytest.fail("agrees on what was agreed")  # type: ignore[method-assign]
-            made = len(world._cache), len(world._channels)
-            y = moe.moe(x, ids, weights, *model.own[:2], max_tokens=6, world=world, plan=plan)
-            assert not call or made == (len(world._cache), len(world._channels))
+            sizes_before = len(world._cache), len(world._channels)
+            y = moe.moe(x, ids, weights, *model.local_weights[:2], max_tokens=6, world=world, plan=plan)
+            assert not call or sizes_before == (len(world._cache), len(world._channels))
             kept.append((y, model(x, ids, weights)))
         del world.backend.exchange
         world.synchronize()
-        return max(distance(y, want) for y, want in kept if y.numel())
+        return max(distance(y, expected) for y, expected in kept if y.numel())
 
     assert max(emulate(main)) < BOUND
 
 
 def test_more_tokens_than_max_tokens() -> None:
     def main(world: weft.World) -> None:
-        own = Model(world, LAYER, False).own[:2]
+        expert_weights = Model(world, LAYER, False).local_weights[:2]
         with pytest.raises(ValueError, match="6 tokens of a rank are more than max_tokens 5"):
-            moe.moe(*given(world, LAYER, 6), *own, max_tokens=5, world=world)
+            moe.moe(*local_operands(world, LAYER, 6), *expert_weights, max_tokens=5, world=world)
         with pytest.raises(ValueError, match="max_rows -1"):
-            moe.moe(*given(world, LAYER, 6), *own, max_rows=-1, world=world)
+            moe.moe(*local_operands(world, LAYER, 6), *expert_weights, max_rows=-1, world=world)
 
     emulate(main)
 
@@ -94,9 +94,9 @@ def test_more_tokens_than_max_tokens() -> None:
 @pytest.mark.parametrize("differ", ["max_tokens", "max_rows"])
 def test_ranks_that_disagree_on_a_limit(differ: str) -> None:
     def main(world: weft.World) -> None:
-        own = Model(world, LAYER, False).own[:2]
+        expert_weights = Model(world, LAYER, False).local_weights[:2]
         with pytest.raises(weft.Mismatch, match=f"{differ}=2{world.rank}"):
-            moe.moe(*given(world, LAYER, 6), *own, **{differ: 20 + world.rank}, world=world)
+            moe.moe(*local_operands(world, LAYER, 6), *expert_weights, **{differ: 20 + world.rank}, world=world)
 
     emulate(main)
 
@@ -117,11 +117,11 @@ def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> No
         x, ids, weights = all_to(world, 1, tokens)
 
         def call(ids: torch.Tensor) -> torch.Tensor:
-            return moe.moe(x, ids, weights, *model.own[:2], max_rows=16, received=received, world=world)
+            return moe.moe(x, ids, weights, *model.local_weights[:2], max_rows=16, received=received, world=world)
 
         call((ids + 4) * (world.rank == 0))  # what comes from it stands in the outboxes: it must not come again
         world.synchronize()
-        got = call(ids).clone()
+        actual = call(ids).clone()
         assert received.tolist() == ([0, 80, 0, 0] if world.rank == 0 else [0, 0, 0, 0])
         if world.rank == 0:
             with pytest.raises(
@@ -130,8 +130,8 @@ def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> No
                 world.synchronize()
         world.synchronize()  # it is said once
         kept = tokens if world.rank == 0 else 30
-        want = model(x, ids, weights)
-        assert distance(got[:kept], want[:kept]) < BOUND and not got[kept:].any()
+        expected = model(x, ids, weights)
+        assert distance(actual[:kept], expected[:kept]) < BOUND and not actual[kept:].any()
         again = call(torch.arange(tokens, dtype=torch.int32)[:, None] % 8)  # and the World goes on
         world.synchronize()
         assert distance(again, model(x, torch.arange(tokens)[:, None] % 8, weights)) < BOUND
@@ -145,7 +145,7 @@ def test_room_for_max_rows_however_they_fall() -> None:
         for ids_of in (lambda t: t * 0, lambda t: t % 4, lambda t: (t * t) % 8):
             x, _, weights = all_to(world, 0, 17)
             ids = ids_of(torch.arange(17, dtype=torch.int32))[:, None]
-            y = moe.moe(x, ids, weights, *model.own[:2], max_rows=34, world=world)
+            y = moe.moe(x, ids, weights, *model.local_weights[:2], max_rows=34, world=world)
             world.synchronize()
             worst = max(worst, distance(y, model(x, ids, weights)))
         return worst
@@ -155,8 +155,8 @@ def test_room_for_max_rows_however_they_fall() -> None:
 
 def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
     def main(world: weft.World) -> None:
-        own = Model(world, LAYER, False).own[:2]
-        moe.moe(*all_to(world, 4, 50), *own, max_rows=0, world=world)
+        expert_weights = Model(world, LAYER, False).local_weights[:2]
+        moe.moe(*all_to(world, 4, 50), *expert_weights, max_rows=0, world=world)
         if world.rank == 1:
             with pytest.raises(weft.Overflow, match="rank 1: its experts received 36 rows"):
                 weft.silu_mul(torch.ones(2, 32, dtype=torch.bfloat16), world=world)
@@ -171,21 +171,21 @@ def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
 
     def main(world: weft.World) -> list[str]:
         x, ids, weights = all_to(world, 4, 50)
-        own, said = Model(world, LAYER, False).own[:2], []
-        want = moe.moe(x, ids, weights, *own, world=world, plan="sequential").clone()
-        moe.moe(x, ids, weights, *own, max_rows=4, world=world, plan="dispatched")
+        expert_weights, messages = Model(world, LAYER, False).local_weights[:2], []
+        expected = moe.moe(x, ids, weights, *expert_weights, world=world, plan="sequential").clone()
+        moe.moe(x, ids, weights, *expert_weights, max_rows=4, world=world, plan="dispatched")
         for _ in range(3):
             try:
-                y = moe.moe(x, ids, weights, *own, world=world, plan=plan)
+                y = moe.moe(x, ids, weights, *expert_weights, world=world, plan=plan)
             except weft.Overflow as e:
-                said.append(str(e))
+                messages.append(str(e))
                 y = e.result
-            assert distance(y, want) < BOUND
+            assert distance(y, expected) < BOUND
         world.synchronize()
-        return said
+        return messages
 
-    said = emulate(main, seed=seed)
-    assert [len(each) for each in said] == [0, 1] and "rank 1" in said[1][0]
+    messages_by_rank = emulate(main, seed=seed)
+    assert [len(messages) for messages in messages_by_rank] == [0, 1] and "rank 1" in messages_by_rank[1][0]
 
 
 def test_rows_left_out_before_a_wait_inside_a_call_are_told_behind_it() -> None:
@@ -193,8 +193,8 @@ def test_rows_left_out_before_a_wait_inside_a_call_are_told_behind_it() -> None:
 
     def main(world: weft.World) -> int:
         x, ids, weights = all_to(world, 4, 50)
-        own, raised, backend = Model(world, LAYER, False).own[:2], 0, world.backend
-        moe.moe(x, ids, weights, *own, max_rows=4, world=world, plan="dispatched")
+        expert_weights, raised, backend = Model(world, LAYER, False).local_weights[:2], 0, world.backend
+        moe.moe(x, ids, weights, *expert_weights, max_rows=4, world=world, plan="dispatched")
         counted, calls = backend.left_out, [0]
 
         def late() -> int:
@@ -204,7 +204,7 @@ def test_rows_left_out_before_a_wait_inside_a_call_are_told_behind_it() -> None:
         backend.left_out = late  # type: ignore[method-assign]
         for _ in range(3):
             try:
-                moe.moe(x, ids, weights, *own, world=world, plan="sequential")
+                moe.moe(x, ids, weights, *expert_weights, world=world, plan="sequential")
             except weft.Overflow:
                 raised += 1
         return raised
@@ -214,16 +214,16 @@ def test_rows_left_out_before_a_wait_inside_a_call_are_told_behind_it() -> None:
 
 def test_the_worst_case_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def main(world: weft.World) -> None:
-        own = Model(world, LAYER, False).own[:2]
-        for more in (dict(max_rows=20), {}, {}):
-            moe.moe(*given(world, LAYER, 6), *own, **more, world=world)
+        expert_weights = Model(world, LAYER, False).local_weights[:2]
+        for options in (dict(max_rows=20), {}, {}):
+            moe.moe(*local_operands(world, LAYER, 6), *expert_weights, **options, world=world)
 
     with caplog.at_level(logging.INFO, "weft"):
         emulate(main)
     most = 8 * 8 // (2 * 2)  # tokens of a rank, where few may differ in number
     rows = 2 * most * 2 + 4 * 16  # in tiles of 16
-    said = [r.message for r in caplog.records if "max_rows" in r.message]
-    assert len(said) == 1 and all(f"for the {rows} rows of the worst case" in line for line in said)
+    messages = [r.message for r in caplog.records if "max_rows" in r.message]
+    assert len(messages) == 1 and all(f"for the {rows} rows of the worst case" in line for line in messages)
 
 
 # -- counts, and experts that come twice -------------------------------------------------------------------------------
@@ -234,13 +234,16 @@ def test_the_worst_case_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
 def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
     def main(world: weft.World) -> None:
         local, all_ids = 8 // world.size, [at_random(3, r, 6, LAYER, world.size) for r in range(world.size)]
-        own, received = Model(world, LAYER, False).own[:2], torch.full((local,), -1, dtype=torch.int32)
-        moe.moe(*given(world, LAYER, 6, 3), *own, received=received, world=world, plan=plan)
+        expert_weights, received = (
+            Model(world, LAYER, False).local_weights[:2],
+            torch.full((local,), -1, dtype=torch.int32),
+        )
+        moe.moe(*local_operands(world, LAYER, 6, 3), *expert_weights, received=received, world=world, plan=plan)
         world.synchronize()
-        want = torch.stack(all_ids).flatten().bincount(minlength=8)[world.rank * local :][:local]
-        assert received.tolist() == want.tolist()
+        expected = torch.stack(all_ids).flatten().bincount(minlength=8)[world.rank * local :][:local]
+        assert received.tolist() == expected.tolist()
         with pytest.raises(ValueError, match=rf"received .* must be int32 \[{local}\]"):
-            moe.moe(*given(world, LAYER, 6), *own, received=received.long(), world=world)
+            moe.moe(*local_operands(world, LAYER, 6), *expert_weights, received=received.long(), world=world)
 
     emulate(main, ranks)
 
@@ -252,10 +255,10 @@ def test_rows_received_in_calls_one_behind_another(plan: str, seed: int) -> None
     calls = 3
 
     def main(world: weft.World) -> None:
-        local, own = LAYER.experts // world.size, Model(world, LAYER, False).own[:2]
+        local, expert_weights = LAYER.experts // world.size, Model(world, LAYER, False).local_weights[:2]
         counts = [torch.full((local,), -1, dtype=torch.int32) for _ in range(calls)]
         for i, received in enumerate(counts):
-            moe.moe(*given(world, LAYER, 6, i), *own, received=received, world=world, plan=plan)
+            moe.moe(*local_operands(world, LAYER, 6, i), *expert_weights, received=received, world=world, plan=plan)
         world.synchronize()
         for i, received in enumerate(counts):
             ids = torch.cat([at_random(i, r, 6, LAYER, world.size).flatten() for r in range(world.size)])
@@ -266,16 +269,19 @@ def test_rows_received_in_calls_one_behind_another(plan: str, seed: int) -> None
 
 def test_counts_under_torch_compile() -> None:
     def main(world: weft.World) -> None:
-        own, (x, ids, weights) = Model(world, LAYER, False).own[:2], given(world, LAYER, 6)
+        expert_weights, (x, ids, weights) = (
+            Model(world, LAYER, False).local_weights[:2],
+            local_operands(world, LAYER, 6),
+        )
 
         def fn(x: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-            y = moe.moe(x, ids, weights, *own, received=received, max_tokens=8, max_rows=40, world=world)
+            y = moe.moe(x, ids, weights, *expert_weights, received=received, max_tokens=8, max_rows=40, world=world)
             return y * received.sum()
 
         eager, compiled = (torch.zeros(4, dtype=torch.int32) for _ in range(2))
-        want, got = fn(x, eager), torch.compile(fn, backend="aot_eager", fullgraph=True)(x, compiled)
+        expected, actual = fn(x, eager), torch.compile(fn, backend="aot_eager", fullgraph=True)(x, compiled)
         world.synchronize()
-        assert torch.equal(got, want) and torch.equal(eager, compiled) and eager.any()
+        assert torch.equal(actual, expected) and torch.equal(eager, compiled) and eager.any()
 
     torch._dynamo.reset()
     emulate(main)
@@ -293,7 +299,7 @@ def test_an_expert_that_comes_twice_counts_twice(plan: str) -> None:
         worst = 0.0
         for t in (3, 40):
             ids = torch.zeros(t, 2, dtype=torch.int32)
-            y = moe.moe(x[:t], ids, weights[:t], *model.own[:2], world=world, plan=plan)
+            y = moe.moe(x[:t], ids, weights[:t], *model.local_weights[:2], world=world, plan=plan)
             if t == 40 and plan == "dispatched" and world.rank == 0:
                 with pytest.raises(
                     weft.Overflow, match="rank 0: its experts received 64 rows"
@@ -322,8 +328,8 @@ def module_case(world: weft.World, **options: Any) -> tuple[moe.MoE, torch.Tenso
     plain = moe.MoE(h, i, e, 2, world=world)
     plain.load_experts(state)
     with torch.no_grad():
-        got, want = layer(x).clone(), plain(x)
-    return layer, got, want
+        actual, expected = layer(x).clone(), plain(x)
+    return layer, actual, expected
 
 
 def test_the_module_moves_experts() -> None:
@@ -331,8 +337,8 @@ def test_the_module_moves_experts() -> None:
 
     def main(world: weft.World) -> None:
         table = torch.tensor([[3, 0, -1], [1, -1, -1], [2, 4, 5], [6, 7, -1]], dtype=torch.int32)
-        layer, got, want = module_case(world, placement=table, count_received=True)
-        assert distance(got, want) < BOUND and tuple(layer.w2.shape[:1]) == (4,)
+        layer, actual, expected = module_case(world, placement=table, count_received=True)
+        assert distance(actual, expected) < BOUND and tuple(layer.w2.shape[:1]) == (4,)
         assert int(sum(world.exchange(int(layer.received.sum())))) == 2 * 9 * 2
         assert layer._own_experts(4) == ([0, 1, 2, 0] if world.rank == 0 else [2, 2, 3, 3])
         layer.placement.copy_(table.flip(0))
@@ -340,7 +346,7 @@ def test_the_module_moves_experts() -> None:
         layer.load_experts(state | {"experts.down_proj": draw(2, 4, 32, 24) * 0.2})
         with torch.no_grad():
             again = layer(draw(50 + world.rank, 9, 32))
-        assert distance(again, want) < BOUND and "placement" in layer.state_dict()
+        assert distance(again, expected) < BOUND and "placement" in layer.state_dict()
         for wrong in ([[0, 1], [2, -1], [3, 3], [4, 5]], [[-1, 0], [1, 2], [3, -1], [4, 5]], [[0], [1], [2]]):
             with pytest.raises(ValueError, match="placement"):
                 module_case(world, placement=torch.tensor(wrong, dtype=torch.int32))
@@ -358,11 +364,11 @@ def test_a_fresh_module_is_initialised(parallel: str) -> None:
             return moe.MoE(32, 48, 4, 2, world=world, bias=True, activation="gelu", parallel=parallel).requires_grad_()
 
         torch.manual_seed(world.rank)
-        layer, other = fresh(), fresh()
+        layer, other_layer = fresh(), fresh()
         for name, p in layer.named_parameters():
             bound = (48 if name in ("w2", "b2") else 32) ** -0.5
             assert 0.5 * bound < p.detach().abs().max() <= bound and p.unique().numel() > 1, name
-            assert not torch.equal(p, dict(other.named_parameters())[name]), name
+            assert not torch.equal(p, dict(other_layer.named_parameters())[name]), name
         layer(draw(world.rank, 9, 32)).float().square().sum().backward()
         world.synchronize()
         assert all(p.grad is not None and p.grad.any() for name, p in layer.named_parameters() if "router" not in name)
@@ -377,10 +383,10 @@ def test_a_fresh_module_is_initialised(parallel: str) -> None:
 def test_the_module_over_a_group_with_limits() -> None:
     def main(world: weft.World) -> None:
         group = world.split(world.rank // 2)
-        layer, got, want = module_case(world, expert_group=group, max_tokens=9, max_rows=40, capacity_factor=9.0)
-        assert distance(got, want) < BOUND and not layer.dropped.any() and "experts=2 of 4" in repr(layer)
-        layer, got, want = module_case(world, expert_group=group, capacity_factor=0.25, drop="probability")
-        assert layer.dropped.sum() >= 9 * 2 - 4 * 2 and distance(got, want) > BOUND
+        layer, actual, expected = module_case(world, expert_group=group, max_tokens=9, max_rows=40, capacity_factor=9.0)
+        assert distance(actual, expected) < BOUND and not layer.dropped.any() and "experts=2 of 4" in repr(layer)
+        layer, actual, expected = module_case(world, expert_group=group, capacity_factor=0.25, drop="probability")
+        assert layer.dropped.sum() >= 9 * 2 - 4 * 2 and distance(actual, expected) > BOUND
         assert layer.received is None and (layer.max_tokens, layer.max_rows) == (None, None)
 
     emulate(main, 4)

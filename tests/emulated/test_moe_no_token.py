@@ -45,21 +45,21 @@ def routed(world: weft.World, bad: float) -> dict[str, torch.Tensor]:
     """x, ids and weights: some routes, and all of some tokens, go nowhere; their weights, and those tokens, are
     `bad`."""
     ids = ids_of(world, world.rank)
-    there = (ids >= 0) & (ids < 4)
-    weights = torch.where(there, draw(3 + world.rank, T, 2, dtype=torch.float32).abs(), bad)
-    return dict(x=torch.where(there.any(1, keepdim=True), draw(world.rank, T, H), bad), ids=ids, weights=weights)
+    has_expert = (ids >= 0) & (ids < 4)
+    weights = torch.where(has_expert, draw(3 + world.rank, T, 2, dtype=torch.float32).abs(), bad)
+    return dict(x=torch.where(has_expert.any(1, keepdim=True), draw(world.rank, T, H), bad), ids=ids, weights=weights)
 
 
-def leaves(given: dict[str, torch.Tensor], trains: bool) -> dict[str, torch.Tensor]:
-    return {n: t.clone().requires_grad_(trains and t.is_floating_point()) for n, t in given.items()}
+def leaves(operands: dict[str, torch.Tensor], trains: bool) -> dict[str, torch.Tensor]:
+    return {n: t.clone().requires_grad_(trains and t.is_floating_point()) for n, t in operands.items()}
 
 
-def results(y: torch.Tensor, given: dict[str, torch.Tensor], world: weft.World, trains: bool) -> list[torch.Tensor]:
+def results(y: torch.Tensor, operands: dict[str, torch.Tensor], world: weft.World, trains: bool) -> list[torch.Tensor]:
     """The result, and the gradients of what requires one."""
     if trains:
         y.backward(draw(70 + world.rank, *y.shape))
     world.synchronize()
-    return [y.detach().clone(), *(t.grad for t in given.values() if trains and t.grad is not None)]
+    return [y.detach().clone(), *(t.grad for t in operands.values() if trains and t.grad is not None)]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -69,49 +69,49 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def layer_case(world: weft.World, plan: str, keep: str | None, bad: float) -> list[torch.Tensor]:
     model, trains = Model(world, LAYER, True), keep is not None
     names = ("w13", "w2", "b13", "b2")
-    given = leaves(routed(world, bad) | dict(zip(names, model.own, strict=True)), trains)
+    operands = leaves(routed(world, bad) | dict(zip(names, model.local_weights, strict=True)), trains)
     options: dict[str, Any] = dict(keep=keep) if keep else {}
     for _ in range(2):
         if bad != 0:
             poison(world)
-        y = moe.moe(**given, world=world, plan=plan, **options)
+        y = moe.moe(**operands, world=world, plan=plan, **options)
     if bad != 0 and trains:
         poison(world)
-    return results(y, given, world, trains)
+    return results(y, operands, world, trains)
 
 
 def halves_case(world: weft.World, plan: str, keep: str, bad: float) -> list[torch.Tensor]:
     model = Model(world, Layer(T, 4, 2, H, 32, BF), True, tp_size=world.size)
-    w13, w2, b13, b2 = (None if t is None else t.clone().requires_grad_() for t in model.own)
-    given = leaves(routed(world, bad), True)
+    w13, w2, b13, b2 = (None if t is None else t.clone().requires_grad_() for t in model.local_weights)
+    operands = leaves(routed(world, bad), True)
     common: dict[str, Any] = dict(world=world, plan=plan)
-    hidden, routes = weft.all_gather_grouped_matmul(**given, w13=w13, b13=b13, keep=keep, **common)
+    hidden, routes = weft.all_gather_grouped_matmul(**operands, w13=w13, b13=b13, keep=keep, **common)
     world.synchronize()
     real = real_rows(world, hidden.shape[0])
     hidden = torch.where(real[:, None], hidden, bad)
     if bad != 0:
         poison(world)
-    y = weft.grouped_matmul_reduce_scatter(hidden, routes, given["ids"], w2, b2=b2, **common)
+    y = weft.grouped_matmul_reduce_scatter(hidden, routes, operands["ids"], w2, b2=b2, **common)
     if bad != 0:
         poison(world)
-    more = {n: t for n, t in dict(w13=w13, w2=w2, b13=b13, b2=b2).items() if t is not None}
-    return results(y, given | more, world, True)
+    weights = {n: t for n, t in dict(w13=w13, w2=w2, b13=b13, b2=b2).items() if t is not None}
+    return results(y, operands | weights, world, True)
 
 
 def real_rows(world: weft.World, rows: int, tile: int = 16) -> torch.Tensor:
     """bool [rows]: which rows of hidden are of a token; experts begin at whole tiles."""
     ids = torch.cat([ids_of(world, r) for r in range(world.size)]).flatten()
-    real, first = torch.zeros(rows, dtype=torch.bool), 0
+    real, first_row = torch.zeros(rows, dtype=torch.bool), 0
     for count in ids[(ids >= 0) & (ids < 4)].bincount(minlength=4).tolist():
-        real[first : first + count] = True
-        first += -(-count // tile) * tile
+        real[first_row : first_row + count] = True
+        first_row += -(-count // tile) * tile
     return real
 
 
 def exchange_case(world: weft.World, layout: str, alignment: int, bad: float) -> list[torch.Tensor]:
-    given = leaves(routed(world, bad), True)
+    operands = leaves(routed(world, bad), True)
     for _ in range(2):
-        rows, handle = moe.dispatch(**given, experts=4, world=world, layout=layout, expert_alignment=alignment)
+        rows, handle = moe.dispatch(**operands, experts=4, world=world, layout=layout, expert_alignment=alignment)
         real = (handle.sources >= 0).view(-1)[: rows.numel() // H].view(*rows.shape[:-1], 1)
         y = rows * torch.where(real, 3.0, bad).to(BF)  # so that the rows' gradient is `bad` there too
         if bad != 0:
@@ -119,7 +119,7 @@ def exchange_case(world: weft.World, layout: str, alignment: int, bad: float) ->
         out = moe.combine(y, handle)
     if bad != 0:
         poison(world)
-    return results(out, given, world, True)
+    return results(out, operands, world, True)
 
 
 CASES = {f"moe, {plan}": (layer_case, plan, None) for plan in REGISTRY["moe"].kinds}

@@ -30,21 +30,21 @@ def bits(world: weft.World) -> list[torch.Tensor]:
     """Of the same call by everything that may be kept: the result and the gradients."""
     layer = Layer(5, 4, 2, 32, 16 * world.size, BF)
     model = Model(world, layer, True, tp_size=world.size)
-    given = routed(0, world.rank, 5, layer, world.size, at_random)
+    operands = routed(0, world.rank, 5, layer, world.size, at_random)
     kept = []
     for keep in (*moe.KEEPS, "rows"):
-        y, made = gradients(world, both_halves, model, given, keep=keep)
+        y, grads = gradients(world, both_halves, model, operands, keep=keep)
         world.synchronize()
-        kept.append([y.clone(), *(t.clone() for t in made.values() if t is not None)])
+        kept.append([y.clone(), *(t.clone() for t in grads.values() if t is not None)])
     for others in kept[1:]:
         assert all(torch.equal(a, b) for a, b in zip(kept[0], others, strict=True))
     return kept[0]
 
 
 def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
-    first, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(2)]
-    for other in others:
-        for a, b in zip(first, other, strict=True):
+    first_run, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(2)]
+    for run in others:
+        for a, b in zip(first_run, run, strict=True):
             assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
@@ -53,10 +53,10 @@ def between_and_twice(world: weft.World, plan: str) -> float:
     layer = Layer(9, 4, 2, 32, 16 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     x, ids, weights, _, dy = routed(0, world.rank, 9, layer, world.size, at_random)
-    w, common = model.own, dict(world=world, plan=plan)
+    w, common = model.local_weights, dict(world=world, plan=plan)
     errors = []
     leaves = [t.clone().requires_grad_() for t in (x, weights, w.w13, w.w2)]
-    made = []
+    grads_by_halves = []
     for halves in (1, 2):
         hidden, routes = weft.all_gather_grouped_matmul(
             leaves[0], ids, leaves[1], leaves[2], inner=model.inner, **common
@@ -65,9 +65,9 @@ def between_and_twice(world: weft.World, plan: str) -> float:
             weft.grouped_matmul_reduce_scatter(hidden * (2.0 / halves), routes, ids, leaves[3], **common)
             for _ in range(halves)
         ]
-        made.append([t.clone() for t in torch.autograd.grad(ys, leaves, [dy] * halves)])
+        grads_by_halves.append([t.clone() for t in torch.autograd.grad(ys, leaves, [dy] * halves)])
         world.synchronize()
-    for a, b in zip(*made, strict=True):
+    for a, b in zip(*grads_by_halves, strict=True):
         errors.append(distance(a, b))
     return max(errors)
 
@@ -84,12 +84,12 @@ def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(world: weft.World) -> None:
         it = bench.InParts(world, bench.Model(32, 16 * world.size, 4, 2), 20)
         y, leaves = it.weft("rows")
-        first, second = (torch.autograd.grad(y, leaves, it.dy, retain_graph=True) for _ in range(2))
+        grads, grads_again = (torch.autograd.grad(y, leaves, it.dy, retain_graph=True) for _ in range(2))
         world.synchronize()
-        assert all(torch.equal(a, b) and a.norm() > 0 for a, b in zip(first, second, strict=True))
-        want, (x, weights, *_) = it.libraries()
-        of_x, of_weights, *_ = torch.autograd.grad(want, (x, weights), it.dy)
-        assert max(distance(y, want), distance(first[0], of_x), distance(first[1], of_weights)) < BOUND
+        assert all(torch.equal(a, b) and a.norm() > 0 for a, b in zip(grads, grads_again, strict=True))
+        expected, (x, weights, *_) = it.libraries()
+        of_x, of_weights, *_ = torch.autograd.grad(expected, (x, weights), it.dy)
+        assert max(distance(y, expected), distance(grads[0], of_x), distance(grads[1], of_weights)) < BOUND
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -121,10 +121,10 @@ def launching(name: str) -> Callable[[weft.World], None]:
         w13, w2 = held(e, n, h), held(e, h, i)
         b13, b2 = (held(e, n), held(e, h)) if biases else (None, None)
         call = FirstHalfCall(tuple(30 + r for r in range(world.size)), layer, keep)
-        first, plan = GatherOperands(x, ids, held(t, k, dtype=torch.float32), w13, b13), DispatchedColumns()
-        routes, *kept = dispatched.run_gather(world, call, plan, first, hidden)
+        operands, plan = GatherOperands(x, ids, held(t, k, dtype=torch.float32), w13, b13), DispatchedColumns()
+        routes, *kept = dispatched.run_gather(world, call, plan, operands, hidden)
         backward.second_half(world, layer, plan, x, ScatterOperands(hidden, routes, ids, w2, b2), True)
-        backward.first_half(world, layer, hidden, first, routes, plan, Kept(*kept), True, True)
+        backward.first_half(world, layer, hidden, operands, routes, plan, Kept(*kept), True, True)
 
     return main
 
@@ -136,13 +136,13 @@ AWAITED = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ra
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
     by_rank = offline.launches(launching(name), CASES[name][4])
-    made: dict[str, tuple[Any, Compiled]] = {}
+    kernels: dict[str, tuple[Any, Compiled]] = {}
     for launch in by_rank[0]:
         kernel = launch.kernel.__name__
         if kernel in ("share", "count_routes", "place_routes"):
             continue  # test_offline.py
         k = compile_kernel(launch.kernel, launch.args, launch.options)
-        made[kernel] = launch, k
+        kernels[kernel] = launch, k
         record_property("kernel", (f"moe parts backward {name}: {kernel}", k.registers, k.shared))
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == (kernel in ("grouped_gemm_in", "grouped_gemm_out", "grouped_wgrad"))
@@ -155,10 +155,10 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
     biases, keep = CASES[name][6], CASES[name][8]
     missing = (set() if biases else {"row_sums"}) | ({"keep_shards"} if keep == "nothing" else set())
-    assert NEW - missing <= set(made)
+    assert NEW - missing <= set(kernels)
     pairs = [("combine_rows", "grouped_gemm_out"), ("combine_rows", "grouped_wgrad"), ("push_shard", "place_rows")]
     pairs += [("activation_backward", "grouped_wgrad"), ("activation_gradient", "grouped_gemm_out")]
-    for pair in [(made[small], made[large]) for small, large in pairs]:
+    for pair in [(kernels[small], kernels[large]) for small, large in pairs]:
         assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"
         assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in pair) <= 65536
     for others in by_rank[1:]:

@@ -185,17 +185,17 @@ def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("seed", some(range(4), 2))
-@pytest.mark.parametrize("other", [D, L], ids=lambda plan: plan.kind)
-def test_a_smaller_layer_behind_it_by_another_plan(other: Plan, seed: int) -> None:
+@pytest.mark.parametrize("preceding_plan", [D, L], ids=lambda plan: plan.kind)
+def test_a_smaller_layer_behind_it_by_another_plan(preceding_plan: Plan, seed: int) -> None:
     """Whose rows a rank may send while others still read what had come for the larger one: in one inbox they would meet."""
-    case = dict(experts=3, k=1, hidden=16, inner=16, layers=2, calls=2, tokens=(36,) * 3, plan=(other, F))
+    case = dict(experts=3, k=1, hidden=16, inner=16, layers=2, calls=2, tokens=(36,) * 3, plan=(preceding_plan, F))
     assert right(WAYS["fused"], 3, seed, 0.2, **case)
 
 
 @pytest.mark.parametrize("second", ["sequential", C])
 def test_halves_of_different_plans(second: Any) -> None:
-    first = C if second == "sequential" else "sequential"
-    assert right(WAYS["columns"], 2, plan=first, second=second, tokens=(21, 9))
+    first_plan = C if second == "sequential" else "sequential"
+    assert right(WAYS["columns"], 2, plan=first_plan, second=second, tokens=(21, 9))
 
 
 @pytest.mark.parametrize("way", [WAYS["columns"], Way(whole_experts, "dispatched")], ids=["columns", "whole"])

@@ -80,28 +80,31 @@ def test_schedules(seed: int) -> None:
 
 def test_layers_of_several_sizes_take_turns() -> None:
     """Of one capacity and k the shared memory is one, the tables are not; `name` tells two layers of one size apart."""
-    first, second = Layer(2, 2, 2, 5), Layer(2, 3, 2, 5, block_m=8)
+    two_experts, three_experts = Layer(2, 2, 2, 5), Layer(2, 3, 2, 5, block_m=8)
 
     def main(world: weft.World) -> list[dict[str, Any]]:
-        made = []
-        for n, (layer, name) in enumerate([(first, None), (second, None), (first, "b"), (first, None), (first, "b")]):
+        tables = []
+        for n, (layer, name) in enumerate(
+            [(two_experts, None), (three_experts, None), (two_experts, "b"), (two_experts, None), (two_experts, "b")]
+        ):
             ids = torch.tensor(drawn(layer, 2 * n + 1)[world.rank], dtype=torch.int32)
             ids_all, _ = share(world, ids, ids.float(), layer.max_tokens_per_rank)
             out = build_tables(world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, name=name)
-            made.append(copied(world, out))
+            tables.append(copied(world, out))
             world.barrier()
         world.synchronize()
-        return [numbers(build_tables) for build_tables in made]
+        return [numbers(call_tables) for call_tables in tables]
 
-    for rank, made in enumerate(weft.spmd(main, 2, backend="emulated")):
-        want = [reference(layer, rank, drawn(layer, 2 * n + 1)) for n, layer in enumerate([first, second, first, first, first])]  # fmt: skip
+    for rank, tables in enumerate(weft.spmd(main, 2, backend="emulated")):
+        expected = [reference(layer, rank, drawn(layer, 2 * n + 1)) for n, layer in enumerate([two_experts, three_experts, two_experts, two_experts, two_experts])]  # fmt: skip
         assert all(
-            m["route_rows"] == w["route_rows"] and m["offsets"] == w["offsets"] for m, w in zip(made, want, strict=True)
+            m["route_rows"] == w["route_rows"] and m["offsets"] == w["offsets"]
+            for m, w in zip(tables, expected, strict=True)
         )
-        added = [w["touched"] for w in want]
-        assert [made[1]["targets"], made[2]["targets"]] == [added[1], added[2]]
-        assert made[3]["targets"] == [a + b for a, b in zip(added[0], added[3], strict=True)]
-        assert made[4]["targets"] == [a + b for a, b in zip(added[2], added[4], strict=True)]
+        added = [w["touched"] for w in expected]
+        assert [tables[1]["targets"], tables[2]["targets"]] == [added[1], added[2]]
+        assert tables[3]["targets"] == [a + b for a, b in zip(added[0], added[3], strict=True)]
+        assert tables[4]["targets"] == [a + b for a, b in zip(added[2], added[4], strict=True)]
 
 
 def test_what_does_not_fit_is_refused() -> None:

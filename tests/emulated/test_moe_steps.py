@@ -53,8 +53,8 @@ def test_the_result_does_not_depend_on_the_schedule() -> None:
         world.synchronize()
         return out.clone()
 
-    first, *others = [weft.spmd(main, 2, backend="emulated", seed=seed) for seed in range(3)]
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    first_run, *others = [weft.spmd(main, 2, backend="emulated", seed=seed) for seed in range(3)]
+    assert all(torch.equal(a, b) for run in others for a, b in zip(first_run, run, strict=True))
 
 
 def test_out_may_hold_x() -> None:
@@ -62,10 +62,10 @@ def test_out_may_hold_x() -> None:
         layer = Layer(9, 4, 2, 32, 24, BF)
         model, x = Model(world, layer, False), draw(world.rank, 9, 32)
         routes = at_random(0, world.rank, 9, layer, 2).int(), torch.ones(9, 2)
-        want = model(x, *routes) + x.float()
+        expected = model(x, *routes) + x.float()
         run_dispatched(world, MoeCall(9, None, layer), S, MoeOperands(x, *routes, *model.flat, shared=x), x)
         world.synchronize()
-        return distance(x, want)
+        return distance(x, expected)
 
     assert max(weft.spmd(main, 2, backend="emulated")) < 5e-3
 
@@ -84,11 +84,11 @@ def test_memory_grows_and_is_shared() -> None:
 
 def test_counters_are_those_of_their_targets() -> None:
     def main(world: weft.World) -> None:
-        one, other = world.zeros((2,), torch.int32), world.zeros((2,), torch.int32)
+        counters_a, counters_b = world.zeros((2,), torch.int32), world.zeros((2,), torch.int32)
         assert (
-            step_counters(world, one).data_ptr()
-            == step_counters(world, one).data_ptr()
-            != step_counters(world, other).data_ptr()
+            step_counters(world, counters_a).data_ptr()
+            == step_counters(world, counters_a).data_ptr()
+            != step_counters(world, counters_b).data_ptr()
         )
 
     weft.spmd(main, 2, backend="emulated")
@@ -110,10 +110,10 @@ def test_what_a_plan_cannot_serve() -> None:
             fits(world, layer, S),
         ]
 
-    said = weft.spmd(main, 2, backend="emulated")[0]
-    for reason, words in zip(said, ("H 36", "I 20", "5 experts", "H 1048576", "tiles of 16 columns"), strict=False):
+    reasons = weft.spmd(main, 2, backend="emulated")[0]
+    for reason, words in zip(reasons, ("H 36", "I 20", "5 experts", "H 1048576", "tiles of 16 columns"), strict=False):
         assert words in reason
-    assert said[-2:] == [None, None]
+    assert reasons[-2:] == [None, None]
 
 
 def test_a_plan_as_text() -> None:
@@ -128,11 +128,11 @@ def test_a_plan_as_text() -> None:
 
 def test_tables_by_hand() -> None:
     """Of rank 1 of 2, with one expert of its own, rows in the order of its waves: its own first."""
-    made = tables_of(torch.tensor([[[1], [0], [1]], [[-1], [1], [1]]]), 1, 1, 8, 2)
-    assert made["route_rows"].tolist() == [2, -1, 3, -1, 0, 1]
-    assert made["sources"].tolist() == [4, 5, 0, 2, -1, -1, -1, -1]
-    assert made["tiles"].tolist() == [[0, 0, 0, 0], [2, 0, 1, 1]]
-    assert made["targets"].tolist() == [1, 1] and made["offsets"].tolist() == [0, 4]
+    tables = tables_of(torch.tensor([[[1], [0], [1]], [[-1], [1], [1]]]), 1, 1, 8, 2)
+    assert tables["route_rows"].tolist() == [2, -1, 3, -1, 0, 1]
+    assert tables["sources"].tolist() == [4, 5, 0, 2, -1, -1, -1, -1]
+    assert tables["tiles"].tolist() == [[0, 0, 0, 0], [2, 0, 1, 1]]
+    assert tables["targets"].tolist() == [1, 1] and tables["offsets"].tolist() == [0, 4]
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ def launching(name: str) -> Callable[[weft.World], None]:
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
         t = 30 + world.rank
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
-        own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
-        operands = MoeOperands(x, ids, weights, *own, shared=x if biases else None)
+        expert_weights = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
+        operands = MoeOperands(x, ids, weights, *expert_weights, shared=x if biases else None)
         run_dispatched(world, MoeCall(t, None, layer), plan, operands, torch.empty_like(x))
 
     return main
@@ -193,11 +193,11 @@ def awaited(name: str) -> Callable[[Any], bool]:
 def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
     plan, ranks = CASES[name][3:]
     by_rank = offline.launches(launching(name), ranks)
-    made: dict[str, tuple[Any, Compiled]] = {}
+    kernels: dict[str, tuple[Any, Compiled]] = {}
     for launch in by_rank[0]:
         k = compile_kernel(launch.kernel, launch.args, launch.options)
         kernel = launch.kernel.__name__
-        made[kernel] = launch, k
+        kernels[kernel] = launch, k
         record_property("kernel", (f"moe {name}: {kernel}", k.registers, k.shared))
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == ("gemm" in kernel)
@@ -207,10 +207,10 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         )
         assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
         assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
-    assert len(made) == 5 + 3, "of the layer, and of its routes"
-    tiles_come_as_planned(made, plan)
+    assert len(kernels) == 5 + 3, "of the layer, and of its routes"
+    tiles_come_as_planned(kernels, plan)
     for small, large in (("dispatch_rows", "grouped_gemm_in"), ("combine_rows", "grouped_gemm_out")):
-        pair = made[small], made[large]
+        pair = kernels[small], kernels[large]
         assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"
         assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in pair) <= 65536
     for others in by_rank[1:]:  # the rank is read from memory: no integer that differs makes another kernel
@@ -218,11 +218,14 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
             assert offline.specialised(a) == offline.specialised(b)
 
 
-def tiles_come_as_planned(made: dict[str, tuple[Any, Compiled]], plan: Dispatched) -> None:
+def tiles_come_as_planned(kernels: dict[str, tuple[Any, Compiled]], plan: Dispatched) -> None:
     """As many stages of both operands as planned, by TMA or in whole 16-byte words; and the sides' rows in such words."""
-    steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in made.items()}
-    bulk = {name: sum("cp.async.bulk.tensor.2d.shared" in s.text for s in found) for name, found in steps.items()}
-    stages = {name: launch.options["num_stages"] for name, (launch, _) in made.items() if "gemm" in name}
+    steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
+    bulk = {
+        name: sum("cp.async.bulk.tensor.2d.shared" in s.text for s in kernel_steps)
+        for name, kernel_steps in steps.items()
+    }
+    stages = {name: launch.options["num_stages"] for name, (launch, _) in kernels.items() if "gemm" in name}
     assert bulk["grouped_gemm_in"] == stages["grouped_gemm_in"]
     assert bulk["grouped_gemm_out"] == 2 * stages["grouped_gemm_out"]
     gathered = sum(
@@ -231,7 +234,7 @@ def tiles_come_as_planned(made: dict[str, tuple[Any, Compiled]], plan: Dispatche
     assert gathered == stages["grouped_gemm_in"] * plan.tile.block_m * plan.tile.block_k * 2 // (
         plan.tile.warps * 32 * 16
     )
-    assert made["grouped_gemm_in"][1].ttgir.count("tt.flatten") == plan.flatten
+    assert kernels["grouped_gemm_in"][1].ttgir.count("tt.flatten") == plan.flatten
     for name in ("dispatch_rows", "combine_rows", "sum_ranks"):
         stores = [
             s
@@ -247,21 +250,21 @@ def test_a_missing_wait_is_found_in_the_code() -> None:
     launch = next(a for a in offline.launches(launching("odd"), 8)[0] if a.kernel is kernels.grouped_gemm_in)
     text = compile_kernel(launch.kernel, launch.args, launch.options).ptx
     broken = ptx.broken_rules(text.replace("ld.acquire.sys", "ld.relaxed.sys"), awaited("grouped_gemm_in"))
-    assert any(said.startswith("acquire: ") for said in broken)
+    assert any(violation.startswith("acquire: ") for violation in broken)
 
 
 def test_stages_leave_room_for_the_side() -> None:
     """Of a layer as wide as Qwen3-30B's: a gated epilogue of 64 columns and one of 128, beside 8 KiB of rows and none."""
 
     def main(world: weft.World) -> None:
-        of = plan_state(world, Layer(8, 4, 2, 2048, 24, BF), Dispatched())
-        found = [
-            of.gemm(DISPATCH_REGISTERS, columns, sending)["num_stages"]
+        state = plan_state(world, Layer(8, 4, 2, 2048, 24, BF), Dispatched())
+        stage_counts = [
+            state.gemm(DISPATCH_REGISTERS, columns, sending)["num_stages"]
             for columns, sending in ((64, True), (128, True), (128, False))
         ]
-        assert found == [4, 3, 4]
+        assert stage_counts == [4, 3, 4]
         assert (
-            plan_state(world, of.layer, Dispatched(tile=GemmTile(stages=2))).gemm(DISPATCH_REGISTERS, 64, True)[
+            plan_state(world, state.layer, Dispatched(tile=GemmTile(stages=2))).gemm(DISPATCH_REGISTERS, 64, True)[
                 "num_stages"
             ]
             == 2
@@ -272,11 +275,14 @@ def test_stages_leave_room_for_the_side() -> None:
 
 def test_registers_leave_room_for_the_side() -> None:
     def main(world: weft.World) -> None:
-        for plan, first, second in ((Dispatched(), 208, 192), (Dispatched(tile=GemmTile(stages=4, warps=4)), 255, 255)):
-            of = plan_state(world, Layer(8, 4, 2, 32, 24, BF), plan)
-            assert [of.gemm(side, 128, True)["maxnreg"] for side in (DISPATCH_REGISTERS, COMBINE_REGISTERS)] == [
-                first,
-                second,
+        for plan, dispatch_registers, combine_registers in (
+            (Dispatched(), 208, 192),
+            (Dispatched(tile=GemmTile(stages=4, warps=4)), 255, 255),
+        ):
+            state = plan_state(world, Layer(8, 4, 2, 32, 24, BF), plan)
+            assert [state.gemm(side, 128, True)["maxnreg"] for side in (DISPATCH_REGISTERS, COMBINE_REGISTERS)] == [
+                dispatch_registers,
+                combine_registers,
             ]
 
     weft.spmd(main, 2, backend="emulated")

@@ -44,7 +44,7 @@ def one(world: weft.World, seed: int = 0, **changes: Any) -> tuple[Model, tuple[
 def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """By plan "auto"."""
     x, ids, weights = operands
-    w = model.own
+    w = model.local_weights
     return both_halves(world, model, ids, dict(x=x, weights=weights, shared=None, **w._asdict()), plan="auto")
 
 
@@ -57,14 +57,14 @@ def test_the_first_half_again_and_again(seed: int) -> None:
 
 def test_the_same_bits_by_any_schedule() -> None:
     def main(world: weft.World) -> torch.Tensor:
-        model, given = one(world)
-        y = halves(world, model, given)
+        model, operands = one(world)
+        y = halves(world, model, operands)
         world.synchronize()
         return y.clone()
 
-    want = weft.spmd(main, 2, backend="emulated")
+    expected = weft.spmd(main, 2, backend="emulated")
     for seed in range(1, 3):
-        for a, b in zip(want, weft.spmd(main, 2, backend="emulated", seed=seed), strict=True):
+        for a, b in zip(expected, weft.spmd(main, 2, backend="emulated", seed=seed), strict=True):
             assert torch.equal(a, b)
 
 
@@ -72,9 +72,9 @@ def test_compiled_whole() -> None:
     def main(world: weft.World) -> None:
         model, (x, ids, weights) = one(world)
         fn = torch.compile(lambda x: halves(world, model, (x, ids, weights)) * 2, backend="aot_eager", fullgraph=True)
-        got, want = fn(x), halves(world, model, (x, ids, weights)) * 2
+        actual, expected = fn(x), halves(world, model, (x, ids, weights)) * 2
         world.synchronize()
-        assert torch.equal(got, want)
+        assert torch.equal(actual, expected)
 
     torch._dynamo.reset()
     weft.spmd(main, 2, backend="emulated")
@@ -86,11 +86,19 @@ def test_the_code_on_the_page_runs() -> None:
 
     def main(world: weft.World) -> None:
         model, (x, ids, weights) = one(world, inner=2 * world.scale.interleave * world.size)
-        names = dict(weft=weft, world=world, x=x, ids=ids, weights=weights, w13=model.own.w13, w2=model.own.w2)
+        names = dict(
+            weft=weft,
+            world=world,
+            x=x,
+            ids=ids,
+            weights=weights,
+            w13=model.local_weights.w13,
+            w2=model.local_weights.w2,
+        )
         exec(code, names)
         world.synchronize()
-        want = model(x, ids, weights)
-        assert (names["y"].float() - want).norm() < BOUND * want.norm()  # type: ignore[attr-defined]
+        expected = model(x, ids, weights)
+        assert (names["y"].float() - expected).norm() < BOUND * expected.norm()  # type: ignore[attr-defined]
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -103,15 +111,20 @@ def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def main(world: weft.World) -> None:
         layer = bench.Layer(world, bench.Model(32, 32 * world.size, 4, 2, tokens=32))
-        given = layer.first_half("auto", 0)
-        y = layer.second_half("auto", given).clone()
+        first_half = layer.first_half("auto", 0)
+        y = layer.second_half("auto", first_half).clone()
         world.synchronize()
         full = torch.cat(world.exchange(layer.x))
-        own = bench.own_gemms(layer, SimpleNamespace(gathered=lambda t: full), given)
-        for part in (own["first"], own["second"], bench.tables_alone(layer, given), lambda: layer.first_half("auto")):
+        gemms = bench.own_gemms(layer, SimpleNamespace(gathered=lambda t: full), first_half)
+        for part in (
+            gemms["first"],
+            gemms["second"],
+            bench.tables_alone(layer, first_half),
+            lambda: layer.first_half("auto"),
+        ):
             part()
         world.synchronize()
-        assert torch.equal(layer.second_half("auto", given), y)
+        assert torch.equal(layer.second_half("auto", first_half), y)
         world.synchronize()
 
     weft.spmd(main, 2, backend="emulated")
@@ -120,38 +133,38 @@ def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_quote_what_was_given() -> None:
     def main(world: weft.World) -> None:
         model, (x, ids, weights) = one(world)
-        w, inner = model.own, model.inner
+        w, inner = model.local_weights, model.inner
 
-        def first(error: type[Exception], match: str, **changes: Any) -> None:
-            given = dict(x=x, ids=ids, weights=weights, w13=w.w13, inner=inner) | changes
+        def first_refuses(error: type[Exception], match: str, **changes: Any) -> None:
+            arguments = dict(x=x, ids=ids, weights=weights, w13=w.w13, inner=inner) | changes
             with pytest.raises(error, match=match):
-                weft.all_gather_grouped_matmul(**given, world=world)
+                weft.all_gather_grouped_matmul(**arguments, world=world)
 
-        first(TypeError, "ids .*int64.* must be torch.int32", ids=ids.long())
-        first(ValueError, r"ids .* must be \[6, 2\]", ids=ids[:3])
-        first(TypeError, "weights .* must be torch.float32", weights=weights.bfloat16())
-        first(ValueError, "activation 'relu' is not one of", activation="relu")
-        first(ValueError, r"w13 .* must be \[any, any, 32\]", w13=w.w13[..., :-8])
-        first(ValueError, "w13 .* is not what weft.moe.pack makes", w13=w.w13.flatten(1, 3))
-        first(ValueError, "not what weft.moe.pack makes of 40 columns", inner=40)
-        first(ValueError, "k 9 of ids", ids=torch.zeros(6, 9, dtype=torch.int32), weights=torch.zeros(6, 9))
-        first(ValueError, "tp_size 3 does not divide 2 ranks", tp_size=3)
-        first(ValueError, "rows .* must name 2 ranks", rows=[6])
-        first(ValueError, "keep 'all' is not one of", x=x.clone().requires_grad_(), keep="all")
-        first(ValueError, "out= has no gradient", x=x.clone().requires_grad_(), out=x)
+        first_refuses(TypeError, "ids .*int64.* must be torch.int32", ids=ids.long())
+        first_refuses(ValueError, r"ids .* must be \[6, 2\]", ids=ids[:3])
+        first_refuses(TypeError, "weights .* must be torch.float32", weights=weights.bfloat16())
+        first_refuses(ValueError, "activation 'relu' is not one of", activation="relu")
+        first_refuses(ValueError, r"w13 .* must be \[any, any, 32\]", w13=w.w13[..., :-8])
+        first_refuses(ValueError, "w13 .* is not what weft.moe.pack makes", w13=w.w13.flatten(1, 3))
+        first_refuses(ValueError, "not what weft.moe.pack makes of 40 columns", inner=40)
+        first_refuses(ValueError, "k 9 of ids", ids=torch.zeros(6, 9, dtype=torch.int32), weights=torch.zeros(6, 9))
+        first_refuses(ValueError, "tp_size 3 does not divide 2 ranks", tp_size=3)
+        first_refuses(ValueError, "rows .* must name 2 ranks", rows=[6])
+        first_refuses(ValueError, "keep 'all' is not one of", x=x.clone().requires_grad_(), keep="all")
+        first_refuses(ValueError, "out= has no gradient", x=x.clone().requires_grad_(), out=x)
 
         hidden, routes = weft.all_gather_grouped_matmul(x, ids, weights, w.w13, inner=inner, world=world)
 
-        def second(error: type[Exception], match: str, **changes: Any) -> None:
-            given = dict(hidden=hidden, routes=routes, ids=ids, w2=w.w2) | changes
+        def second_refuses(error: type[Exception], match: str, **changes: Any) -> None:
+            arguments = dict(hidden=hidden, routes=routes, ids=ids, w2=w.w2) | changes
             with pytest.raises(error, match=match):
-                weft.grouped_matmul_reduce_scatter(**given, world=world)
+                weft.grouped_matmul_reduce_scatter(**arguments, world=world)
 
-        second(ValueError, r"hidden .* must be \[", hidden=hidden[:-1])
-        second(ValueError, r"routes .* must be \[", routes=routes[:-4])
-        second(TypeError, "w2 .* must be torch.bfloat16", w2=w.w2.half())
-        second(ValueError, r"shared .* must be \[6, 32\]", shared=x[:2])
-        second(ValueError, "fused", plan="fused")
+        second_refuses(ValueError, r"hidden .* must be \[", hidden=hidden[:-1])
+        second_refuses(ValueError, r"routes .* must be \[", routes=routes[:-4])
+        second_refuses(TypeError, "w2 .* must be torch.bfloat16", w2=w.w2.half())
+        second_refuses(ValueError, r"shared .* must be \[6, 32\]", shared=x[:2])
+        second_refuses(ValueError, "fused", plan="fused")
         world.synchronize()
 
     weft.spmd(main, 2, backend="emulated")
@@ -162,7 +175,9 @@ def test_ranks_that_disagree() -> None:
         model, (x, ids, weights) = one(world)
         k = 1 + world.rank
         with pytest.raises(weft.Mismatch, match="k="):
-            weft.all_gather_grouped_matmul(x, ids[:, :k], weights[:, :k], model.own.w13, inner=model.inner, world=world)
+            weft.all_gather_grouped_matmul(
+                x, ids[:, :k], weights[:, :k], model.local_weights.w13, inner=model.inner, world=world
+            )
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -237,12 +252,12 @@ AWAITED = {"grouped_gemm_in": "tl.load(pointers + k", "combine_rows": "tl.load(y
 @pytest.mark.gate
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
-    plan, made = CASES[name][-1], {}
+    plan, kernels = CASES[name][-1], {}
     by_rank = offline.launches(launching(name), CASES[name][4])
     for launch in by_rank[0]:
         k = compile_kernel(launch.kernel, launch.args, launch.options)
         kernel = launch.kernel.__name__
-        made[kernel] = launch, k
+        kernels[kernel] = launch, k
         record_property("kernel", (f"moe in parts, {name}: {kernel}", k.registers, k.shared))
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == ("gemm" in kernel)
@@ -254,10 +269,10 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
         assert any(waits(step) for step in ptx.steps_of(k.ptx)) == (kernel in AWAITED)
         assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
-    assert len(made) == 8
-    pipelined(made, plan)
+    assert len(kernels) == 8
+    pipelined(kernels, plan)
     for small, large in (("push_shard", "grouped_gemm_in"), ("combine_rows", "grouped_gemm_out")):
-        pair = made[small], made[large]
+        pair = kernels[small], kernels[large]
         assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"
         assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in pair) <= 65536
     for others in by_rank[1:]:
@@ -266,14 +281,13 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
                 assert offline.specialised(a) == offline.specialised(b)
 
 
-def pipelined(made: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) -> None:
+def pipelined(kernels: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) -> None:
     """Both operands in as many stages as planned: by TMA, or gathered in whole 16-byte words; and shards in such words."""
-    steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in made.items()}
+    steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
     gathered = sum(
         "cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in steps["grouped_gemm_in"]
     )
-    assert gathered == made["grouped_gemm_in"][0].options["num_stages"] * plan.tile.block_m * plan.tile.block_k * 2 // (
-        plan.tile.warps * 32 * 16
-    )
+    stages = kernels["grouped_gemm_in"][0].options["num_stages"]
+    assert gathered == stages * plan.tile.block_m * plan.tile.block_k * 2 // (plan.tile.warps * 32 * 16)
     stores = [s for s in steps["push_shard"] if "st.global" in s.text and "tl.store(dst +" in s.source]
     assert stores and all("v4.b32" in s.text or "v2.b64" in s.text for s in stores), [str(s) for s in stores][:2]

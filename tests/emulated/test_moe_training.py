@@ -71,7 +71,9 @@ WANTS = {
 }
 
 
-@pytest.mark.parametrize(("way", "wants"), [(way, each) for way, wants in WANTS.items() for each in wants], ids=str)
+@pytest.mark.parametrize(
+    ("way", "wants"), [(way, operands) for way, wants in WANTS.items() for operands in wants], ids=str
+)
 def test_only_some_operands(way: str, wants: tuple[str, ...]) -> None:
     keep = moe.KEEPS if way == "whole" else ("nothing",)
     for plan in ("sequential", "dispatched"):
@@ -104,12 +106,16 @@ def test_shared_rows_that_are_not_contiguous() -> None:
         layer = Layer(9, 4, 2, 32, 24, BF)
         model = Model(world, layer, False)
         x, ids, weights, shared, _ = routed(0, world.rank, 9, layer, world.size, at_random)
-        own, turned = model.own, shared.t().contiguous().t()
-        want = moe.moe(x, ids, weights, own.w13, own.w2, shared=shared, world=world, plan="dispatched")
+        local_weights, strided_shared = model.local_weights, shared.t().contiguous().t()
+        expected = moe.moe(
+            x, ids, weights, local_weights.w13, local_weights.w2, shared=shared, world=world, plan="dispatched"
+        )
         x.requires_grad_()
-        y = moe.moe(x, ids, weights, own.w13, own.w2, shared=turned, world=world, plan="dispatched")
+        y = moe.moe(
+            x, ids, weights, local_weights.w13, local_weights.w2, shared=strided_shared, world=world, plan="dispatched"
+        )
         world.synchronize()
-        return torch.equal(y, want)
+        return torch.equal(y, expected)
 
     assert all(weft.spmd(rank, 2, backend="emulated"))
 
@@ -118,12 +124,12 @@ def bits(world: weft.World) -> list[torch.Tensor]:
     """Of the same call by everything that may be kept: the result and the gradients."""
     layer = Layer(21, 4, 2, 32, 24, BF)
     model = Model(world, layer, True)
-    given = routed(0, world.rank, 21, layer, world.size, at_random)
+    operands = routed(0, world.rank, 21, layer, world.size, at_random)
     kept = []
     for keep in (*moe.KEEPS, "rows"):
-        y, made = gradients(world, whole_experts, model, given, plan="dispatched", keep=keep)
+        y, grads = gradients(world, whole_experts, model, operands, plan="dispatched", keep=keep)
         world.synchronize()
-        kept.append([y.clone(), *(made[name].clone() for name in NAMES)])  # type: ignore[union-attr]
+        kept.append([y.clone(), *(grads[name].clone() for name in NAMES)])  # type: ignore[union-attr]
     for others in kept[1:]:
         assert all(torch.equal(a, b) for a, b in zip(kept[0], others, strict=True))
     return kept[0]
@@ -131,9 +137,9 @@ def bits(world: weft.World) -> list[torch.Tensor]:
 
 @pytest.mark.gate
 def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
-    first, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(3)]
-    for other in others:
-        for a, b in zip(first, other, strict=True):
+    first_run, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(3)]
+    for run in others:
+        for a, b in zip(first_run, run, strict=True):
             assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
@@ -171,8 +177,8 @@ def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor
 
     def loss_of(x: torch.Tensor) -> torch.Tensor:
         ids, weights, logits = layer.route(x)
-        more = moe.load_balancing_loss(logits, ids, world=layer.world) + moe.z_loss(logits, world=layer.world)
-        return layer(x, routes=(ids, weights)).float().square().sum() + more
+        aux_loss = moe.load_balancing_loss(logits, ids, world=layer.world) + moe.z_loss(logits, world=layer.world)
+        return layer(x, routes=(ids, weights)).float().square().sum() + aux_loss
 
     loss = (loss_of if call is None else call(loss_of))(x)
     loss.backward()
@@ -186,10 +192,10 @@ def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor
 def test_the_module_trains_compiled_as_in_eager(parallel: str, inner: int, keep: str) -> None:
     def rank(world: weft.World) -> None:
         layer, x = layer_of(world, parallel, inner, keep=keep), draw(world.rank, 9, 32)
-        want = step(layer, x)
-        got = step(layer, x, lambda fn: torch.compile(fn, backend="aot_eager", fullgraph=True))
-        assert all(t.norm() > 0 for t in want[1:])
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        expected = step(layer, x)
+        actual = step(layer, x, lambda fn: torch.compile(fn, backend="aot_eager", fullgraph=True))
+        assert all(t.norm() > 0 for t in expected[1:])
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
     torch._dynamo.reset()
     weft.spmd(rank, 2, backend="emulated")
@@ -223,9 +229,9 @@ def test_checkpointed_and_replayed(parallel: str, inner: int) -> None:
         def again(x: torch.Tensor) -> torch.Tensor:
             return torch.utils.checkpoint.checkpoint(replayed, x, use_reentrant=False)  # type: ignore[no-any-return]
 
-        first, *others = [step(layer, x, lambda _, fn=fn: fn) for fn in (alone, replayed, again)]
-        for other in others:
-            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+        first_grads, *others = [step(layer, x, lambda _, fn=fn: fn) for fn in (alone, replayed, again)]
+        for grads in others:
+            assert all(torch.equal(a, b) for a, b in zip(first_grads, grads, strict=True))
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -256,7 +262,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         block, local, t = world.scale.interleave, e // ranks, 30 + world.rank
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
-        own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
+        expert_weights = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         empty = torch.zeros(1, dtype=dtype)
         rows = layer_rows(world, layer, Dispatched().tile.block_m)
@@ -264,7 +270,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
             None if keep == "nothing" else empty.expand(ranks, 64, h),
             empty.expand(rows, n) if keep == "activation" else None,
         )
-        backward.backward(world, layer, Dispatched(), x, MoeOperands(x, ids, weights, *own), kept, True)
+        backward.backward(world, layer, Dispatched(), x, MoeOperands(x, ids, weights, *expert_weights), kept, True)
 
     return main
 
@@ -279,21 +285,21 @@ def awaited(name: str) -> Callable[[Any], bool]:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
     by_rank = offline.launches(launching(name), CASES[name][3])
-    made: dict[str, tuple[Any, Compiled]] = {}
+    kernels: dict[str, tuple[Any, Compiled]] = {}
     for launch in by_rank[0]:
         kernel = launch.kernel.__name__
         if kernel not in NEW | {"grouped_gemm_out", "dispatch_rows", "combine_rows"}:
             continue
         k = compile_kernel(launch.kernel, launch.args, launch.options)
-        made[kernel] = launch, k
+        kernels[kernel] = launch, k
         record_property("kernel", (f"moe backward {name}: {kernel}", k.registers, k.shared))
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == (kernel in ("grouped_gemm_out", "grouped_wgrad"))
         assert ptx.broken_rules(k.ptx, awaited(kernel)) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
-    assert NEW - (set() if CASES[name][1] else {"row_sums"}) <= set(made)
+    assert NEW - (set() if CASES[name][1] else {"row_sums"}) <= set(kernels)
     for small in ("dispatch_rows", "combine_rows"):
         for large in ("grouped_gemm_out", "grouped_wgrad"):
-            pair = made[small], made[large]
+            pair = kernels[small], kernels[large]
             assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"
             if small == "combine_rows":
                 assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in pair) <= 65536

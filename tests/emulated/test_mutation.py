@@ -23,7 +23,7 @@ import triton.language as tl
 import weft
 from tests.emulated.cases import distance, draw
 from tests.emulated.cases_all_reduce import PLANS
-from tests.emulated.cases_attention import Given, Shape, attention, attention_case
+from tests.emulated.cases_attention import Inputs, Shape, attention, attention_case
 from tests.emulated.cases_dispatch_combine import exchange_case, overfull
 from tests.emulated.cases_expert_parallel import no_room_case, steps, whole_experts
 from tests.emulated.cases_fp8 import factors, wanted
@@ -96,7 +96,7 @@ Main = Callable[[World], None]
 # -- the protocols -----------------------------------------------------------------------------------------------------
 
 
-def meet(world: World) -> None:
+def read_neighbour(world: World) -> None:
     """Every rank reads its neighbour's box between two barriers, three times over."""
     box, out = world.symmetric((8,), torch.float32, "box"), world.empty((8,), torch.float32)
     stream, to = world.current_stream(), (world.rank + 1) % world.size
@@ -114,33 +114,33 @@ class Caller:
 
     def __init__(self, world: World, dtype: torch.dtype = torch.bfloat16) -> None:
         self.world, self.dtype = world, dtype
-        self.made: dict[Any, torch.Tensor] = {}
+        self.tensors: dict[Any, torch.Tensor] = {}
         self.results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def tensor(self, key: Any, values: torch.Tensor) -> torch.Tensor:
         """One tensor a key, written again for every call, as an activation buffer is."""
         dtype = values.dtype if values.dtype in (torch.float8_e4m3fn, torch.float32) else self.dtype
-        t = self.made.setdefault((key, values.shape), self.world.empty(values.shape, dtype))
+        t = self.tensors.setdefault((key, values.shape), self.world.empty(values.shape, dtype))
         self.world.call(lambda: t.copy_(values), [], [t], self.world.current_stream())
         return t
 
-    def use(self, got: torch.Tensor, want: torch.Tensor) -> None:
-        kept = self.world.empty(got.shape, self.dtype)
-        self.world.call(lambda: kept.copy_(got), [got], [kept], self.world.current_stream())
-        self.results.append((kept, want))
+    def use(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        kept = self.world.empty(actual.shape, self.dtype)
+        self.world.call(lambda: kept.copy_(actual), [actual], [kept], self.world.current_stream())
+        self.results.append((kept, expected))
 
     def check(self) -> None:
         self.world.synchronize()
-        for got, want in self.results:
-            assert distance(got, want) < 5e-3
+        for actual, expected in self.results:
+            assert distance(actual, expected) < 5e-3
 
     def all_gather_matmul(self, seed: int, shards: tuple[int, ...], n: int, k: int, plan: str | Plan) -> None:
         parts = [draw(seed * 100 + r, rows, k) for r, rows in enumerate(shards)]
         w = draw(seed * 100 + 50, n, k) * 0.1
         x, w_there = self.tensor("shard", parts[self.world.rank]), self.tensor("weight", w)
         rows = None if len(set(shards)) == 1 else shards
-        got, full = weft.all_gather_matmul(x, w_there, world=self.world, plan=plan, rows=rows, return_gathered=True)
-        self.use(got, torch.cat(parts).double() @ w.double().t())
+        actual, full = weft.all_gather_matmul(x, w_there, world=self.world, plan=plan, rows=rows, return_gathered=True)
+        self.use(actual, torch.cat(parts).double() @ w.double().t())
         self.use(full, torch.cat(parts))
 
     def reduce(self, seed: int, m: int, n: int, k: int, plan: str | Plan, everywhere: bool) -> None:
@@ -150,10 +150,10 @@ class Caller:
         bias = draw(seed * 100 + 99, n)
         op = weft.matmul_all_reduce if everywhere else weft.matmul_reduce_scatter
         x, w = self.tensor("x", xs[world.rank]), self.tensor("w", ws[world.rank])
-        got = op(x, w, self.tensor("bias", bias), world=world, plan=plan)
-        want = sum(x.double() @ w.double().t() for x, w in zip(xs, ws, strict=True)) + bias.double()
+        actual = op(x, w, self.tensor("bias", bias), world=world, plan=plan)
+        expected = sum(x.double() @ w.double().t() for x, w in zip(xs, ws, strict=True)) + bias.double()
         rows = balanced_rows(m, world.size)
-        self.use(got, want if everywhere else want.split(rows)[world.rank])
+        self.use(actual, expected if everywhere else expected.split(rows)[world.rank])
 
     def of_8_bits(
         self, op: str, seed: int, shards: tuple[int, ...], n: int, k: int, plan: str | Plan, scaling: str
@@ -163,16 +163,16 @@ class Caller:
         (x, w, xs, ws), gather = parts[me], op == AG
         rows = slice(sum(shards[:me]), sum(shards[: me + 1])) if gather else slice(0, m)
         x, xs = (parts[0][0][rows], parts[0][2][rows]) if gather else (x, xs)
-        given = {name: self.tensor(name, t) for name, t in dict(x=x, w=w, xs=xs, ws=ws).items()}
-        got = getattr(weft, op)(
-            given["x"], given["w"], x_scale=given["xs"], weight_scale=given["ws"], world=world, plan=plan,
+        operands = {name: self.tensor(name, t) for name, t in dict(x=x, w=w, xs=xs, ws=ws).items()}
+        actual = getattr(weft, op)(
+            operands["x"], operands["w"], x_scale=operands["xs"], weight_scale=operands["ws"], world=world, plan=plan,
             **({"rows": shards} if op != AR and len(set(shards)) > 1 else {}),
         )  # fmt: skip
         if gather:
-            self.use(got, wanted(parts[0][0], w, parts[0][2], ws, scaling))
+            self.use(actual, wanted(parts[0][0], w, parts[0][2], ws, scaling))
         else:
-            want = sum(wanted(*part, scaling) for part in parts)
-            self.use(got, want if op == AR else want.split(shards)[me])
+            expected = sum(wanted(*part, scaling) for part in parts)
+            self.use(actual, expected if op == AR else expected.split(shards)[me])
 
     def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool, quantize: str | None = None) -> None:
         """Alternately into a fresh output and into one symmetric tensor, which the caller and the next call write again. quantize:
@@ -181,21 +181,21 @@ class Caller:
         xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
         lo = 0 if full else sum(rows[: world.rank])
-        own = slice(lo, m if full else lo + rows[world.rank])
+        own_rows = slice(lo, m if full else lo + rows[world.rank])
         out, dtype = None, torch.float8_e4m3fn if quantize else self.dtype
         if seed % 3 and world.nodes_reason is None:
             out = world.cached(("out", m, h), lambda: world.symmetric((m, h), dtype, "out").local)
-        x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own])
+        x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own_rows])
         y, new, *scales = weft.all_reduce_rms_norm(
             x, r, weight, world=world, plan=plan, full_residual=full, out=out, quantize=quantize
         )
         total = sum(x.double() for x in xs) + old.double()
-        want = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double()
+        expected = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double()
         if scales:
-            self.use(scales[0], want.abs().amax(1, keepdim=True) / 448)
+            self.use(scales[0], expected.abs().amax(1, keepdim=True) / 448)
         else:
-            self.use(y, want)
-        self.use(new, total[own])
+            self.use(y, expected)
+        self.use(new, total[own_rows])
         if out is not None:  # the caller's until its next call
             world.call(lambda: out.zero_(), [], [out], world.current_stream())
 
@@ -317,12 +317,12 @@ def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
         routings = [weft.route(to[me], world=world) for to in drawn]
         outs = [world.empty((sum(d == me for part in to for d in part), n), caller.dtype) for to in drawn]
         for i in range(calls):
-            now = (0, 1, 1, 0)[i % 4]
-            to, out = drawn[now], outs[now]
+            routing_index = (0, 1, 1, 0)[i % 4]
+            to, out = drawn[routing_index], outs[routing_index]
             xs = [draw(i * 100 + r, len(part), k) for r, part in enumerate(to)]
             ws = [draw(i * 100 + 50 + r, n, k) * 0.1 for r in range(world.size)]
             x, w = caller.tensor("x", xs[me]), caller.tensor("w", ws[me])
-            weft.matmul_all_to_all(x, w, destinations=routings[now], world=world, plan=plan, out=out)
+            weft.matmul_all_to_all(x, w, destinations=routings[routing_index], world=world, plan=plan, out=out)
             ys = [(x.double() @ w.double().t()) for x, w in zip(xs, ws, strict=True)]
             caller.use(out, torch.cat([y[[j for j, d in enumerate(to[r]) if d == me]] for r, y in enumerate(ys)]))
         caller.check()
@@ -427,11 +427,11 @@ def around(world: World) -> None:
     assert around_layer(world) < 1.2e-2
 
 
-def attending(of: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
+def attending(shape: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
     def main(world: World) -> None:
         if streams:  # as on a GPU: no call waits for the one before
             world.backend.finish = lambda stream: None  # type: ignore[method-assign]
-        assert attention_case(world, of, plan, calls=4, into=True, streams=streams) < 5e-3
+        assert attention_case(world, shape, plan, calls=4, into=True, streams=streams) < 5e-3
 
     return main
 
@@ -439,16 +439,21 @@ def attending(of: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
 def attention_gradients(world: World) -> None:
     """Of queries alone, so that no all-to-all of the keys' gradients holds ranks together; keys and values in memory that is
     written again."""
-    of, held = Shape((4, 4), causal=True, layout="zigzag"), [world.empty((4, 2, 16), torch.bfloat16) for _ in range(2)]
+    shape, held = (
+        Shape((4, 4), causal=True, layout="zigzag"),
+        [world.empty((4, 2, 16), torch.bfloat16) for _ in range(2)],
+    )
     for seed in range(3):
-        given, dout = Given(world, of, 100 * seed), draw(seed, 4, of.heads, of.dim)
-        q, *keys = given.there()
+        inputs, dout = Inputs(world, shape, 100 * seed), draw(seed, 4, shape.heads, shape.dim)
+        q, *keys = inputs.local_qkv()
         for to, t in zip(held, keys, strict=True):
             world.call(lambda to=to, t=t: to.copy_(t), [], [to], world.current_stream())
         k, v = held
-        weft.gathered_attention(q.requires_grad_(), k, v, **given.options(), plan="segmented").backward(dout)
-        scale, wide = of.dim**-0.5, given.q.double().requires_grad_()
-        attention(wide, given.k.double(), given.v.double(), of.sees(world.rank), scale, None)[0].backward(dout.double())
+        weft.gathered_attention(q.requires_grad_(), k, v, **inputs.options(), plan="segmented").backward(dout)
+        scale, wide = shape.dim**-0.5, inputs.q.double().requires_grad_()
+        attention(wide, inputs.k.double(), inputs.v.double(), shape.sees(world.rank), scale, None)[0].backward(
+            dout.double()
+        )
         assert q.grad is not None and wide.grad is not None and distance(q.grad, wide.grad) < 8e-3
 
 
@@ -458,9 +463,9 @@ def sharing_tiles(*streams: str) -> Main:
 
     def main(world: World) -> None:
         world.backend.finish = lambda stream: None  # type: ignore[method-assign]
-        for tiles, each, parts in ((2, 1, 3), (4, 2, 2)):
+        for tiles, tiles_per_helper, parts in ((2, 1, 3), (4, 2, 2)):
             shares = Shares.choose(world, tiles, 6, 6)
-            assert (shares.shared_tiles, shares.tiles_per_helper, shares.parts) == (tiles, each, parts)
+            assert (shares.shared_tiles, shares.tiles_per_helper, shares.parts) == (tiles, tiles_per_helper, parts)
         callers = {name: Caller(world) for name in streams}
         for i in range(6):
             name = streams[i % len(streams)]
@@ -468,7 +473,7 @@ def sharing_tiles(*streams: str) -> Main:
                 caller, (m, n, k) = callers[name], ((16, 64, 192), (32, 64, 192))[i // len(streams) % 2]
                 x, w = draw(i, m, k), draw(i + 50, n, k) * 0.1
                 x_there, w_there = caller.tensor("x", x), caller.tensor("w", w)
-                out = caller.made.setdefault(("out", m, n), world.empty((m, n), caller.dtype))
+                out = caller.tensors.setdefault(("out", m, n), world.empty((m, n), caller.dtype))
                 matmul(x_there, w_there, out, world, 6)
                 caller.use(out, x.double() @ w.double().t())
         for caller in callers.values():
@@ -477,7 +482,7 @@ def sharing_tiles(*streams: str) -> Main:
     return main
 
 
-def weaving(world: World) -> None:
+def woven_stages(world: World) -> None:
     """Three stages of two parts, twice over; every rank sums half of a part's rows."""
     w, main = torch.full((16, 16), 1 / 32), world.current_stream()
     norm = torch.ones(16)
@@ -491,24 +496,24 @@ def weaving(world: World) -> None:
     for _ in range(2):
         ys = [draw(i, 4, 16, dtype=torch.float32) for i in range(2)]
         residuals = [y[2 * world.rank :][:2].clone() for y in ys]
-        want = [y.double() for y in ys]
+        expected = [y.double() for y in ys]
         for i in range(2):
-            y, kept = want[i], want[i]
+            y, kept = expected[i], expected[i]
             for _ in range(3):
                 kept = kept + world.size * (y @ w.double())
                 y = kept * (kept.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
-            want[i] = y
+            expected[i] = y
 
         def reduce(k: int, i: int, partial: torch.Tensor, residuals: list[torch.Tensor] = residuals) -> torch.Tensor:
             y, residuals[i] = weft.all_reduce_rms_norm(partial, residuals[i], norm, 1e-5, world=world)
             return y
 
-        for got, right in zip(run(world, ys, [compute] * 3, reduce), want, strict=True):
+        for actual, right in zip(run(world, ys, [compute] * 3, reduce), expected, strict=True):
             kept = world.empty((4, 16), torch.float32)
-            world.call(lambda got=got, kept=kept: kept.copy_(got), [got], [kept], main)
+            world.call(lambda actual=actual, kept=kept: kept.copy_(actual), [actual], [kept], main)
             results.append((kept, right))
     world.synchronize()
-    assert max(distance(got, right) for got, right in results) < 1e-5
+    assert max(distance(actual, right) for actual, right in results) < 1e-5
 
 
 @dataclass(frozen=True)
@@ -526,7 +531,7 @@ FEW = OneShot(programs=3, warps=4)
 COPIES = replace(SMALL_SIGNALED, copies=True)
 AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
 CASES = {
-    "World.barrier": Case(meet, 3),
+    "World.barrier": Case(read_neighbour, 3),
     f"{AG} fused": Case(gathering("fused", ((16, 16), 32, 128)), 2),
     f"{AG} fused, split": Case(gathering(replace(SMALL_GATHER, split=2), ((16, 16), 32, 128)), 2),
     f"{AG} fused, uneven": Case(gathering("fused", ((20, 0, 12), 40, 128)), 3),
@@ -560,7 +565,7 @@ CASES = {
     "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
     "posted, two streams": Case(two_streams(FEW), 2, kernels=False),
-    "weave": Case(weaving, 2, kernels=False),
+    "weave": Case(woven_stages, 2, kernels=False),
     "moe dispatched": Case(moe("main"), 2),
     "gradients of experts": Case(moe_gradients, 2, kernels=(place_rows,)),
     "gradients of experts in parts": Case(gradients_in_parts, 2, kernels=(place_rows, keep_shards)),
@@ -661,9 +666,9 @@ class Replace(Mutation):
             raise LookupError(f"{self}: {list(left)} not found in the source")
 
 
-def instead(fn: Any, what: str, *edits: tuple[str, str]) -> Replace:
+def instead(fn: Any, description: str, *edits: tuple[str, str]) -> Replace:
     code = fn.fn.__code__
-    return Replace(code.co_filename, code.co_firstlineno, what, "replace", fn.fn.__qualname__, edits=edits)
+    return Replace(code.co_filename, code.co_firstlineno, description, "replace", fn.fn.__qualname__, edits=edits)
 
 
 ONE_HALF = "use one half of the arena in every call", ("tl.load(arena.epoch) & 1", "0 * tl.load(arena.epoch)")
@@ -763,17 +768,17 @@ EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot
 EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}
 for name, plan in NORMS.items():
     if isinstance(plan, Decomposed):
-        continue  # its only counters are those of `meet`
+        continue  # its only counters are those of `read_neighbour`
     if isinstance(plan, Multicast):
-        found = MULTICAST
+        mutations = MULTICAST
     elif isinstance(plan, TwoShot) and not plan.low_latency:
-        found = [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
+        mutations = [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
     else:
-        found = [*POSTED, LAST_ROW, LAST, OWNER]
-    EPOCHS[name] = found
+        mutations = [*POSTED, LAST_ROW, LAST, OWNER]
+    EPOCHS[name] = mutations
     # With two ranks a peer goes on only after nearly all programs here have cleared; a full residual is not posted.
     seldom = [CLEAR_NEXT, *([OWNER.description] if isinstance(plan, OneShot) else [])]
-    EPOCHS[f"{name}, full"] = [m for m in found if m.description not in seldom]
+    EPOCHS[f"{name}, full"] = [m for m in mutations if m.description not in seldom]
 
 
 # -- what changes nothing ----------------------------------------------------------------------------------------------
@@ -782,7 +787,7 @@ for name, plan in NORMS.items():
 @dataclass(frozen=True)
 class Equivalent:
     cases: tuple[str, ...]
-    what: str
+    description: str
     code: str  # in the mutated line
     why: str
     function: str = ""  # that the line is in, where several have it
@@ -853,9 +858,9 @@ EQUIVALENT = [
     ),
     *[
         Equivalent(
-            cases, what, code, "the ranks of these cases make one call: those that do not are in test_disagree.py", function
+            cases, description, code, "the ranks of these cases make one call: those that do not are in test_disagree.py", function
         )
-        for cases, what, code, function in (
+        for cases, description, code, function in (
             (POSTING, "remove compare_calls(...)", "compare_calls(calls", ""),
             (POSTING, "remove same_call(...)", "same_call(calls", "compare_calls"),
             (("MoE of few tokens",), "remove same_call(...)", "same_call(memory.calls", "low_latency_gemm"),
@@ -899,10 +904,10 @@ EQUIVALENT = [
     ),
     *[
         Equivalent(
-            EXCHANGE, what, "wait_until(",
+            EXCHANGE, description, "wait_until(",
             "y is there by the stream's order: counters and targets are zero, and stay so", function="combine_rows",
         )
-        for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
+        for description in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
     Equivalent(
         ("MoE in one launch", "moe dispatched"), "remove count_lost(...)", "count_lost(guard",
@@ -955,7 +960,7 @@ class Planted:
 
 def by_wave(call: int, rank: int, t: int, layer: Any, world: int) -> torch.Tensor:
     """Every token to both other ranks of three, which have an expert for each rank that sends."""
-    ids = [2 * other + (other - rank) % 3 - 1 for other in range(3) if other != rank]
+    ids = [2 * peer + (peer - rank) % 3 - 1 for peer in range(3) if peer != rank]
     return torch.tensor(ids).expand(t, -1)
 
 
@@ -1007,8 +1012,8 @@ def test_a_planted_fault_is_caught(name: str) -> None:
         planted.run(World(backend))
 
     spmd(run, planted.ranks)
-    ((_, found),) = kill_rate(run, planted.ranks, [planted.fault], SEEDS)
-    assert found is not None and "LookupError" not in found
+    ((_, failure),) = kill_rate(run, planted.ranks, [planted.fault], SEEDS)
+    assert failure is not None and "LookupError" not in failure
 
 
 def test_second_halves_are_compared() -> None:
@@ -1066,24 +1071,26 @@ def every_mutation_is_caught(
             (
                 e
                 for e in unused
-                if e.what == mutation.description and e.code in line_of(mutation) and e.function in mutation.function
+                if e.description == mutation.description
+                and e.code in line_of(mutation)
+                and e.function in mutation.function
             ),
             None,
         )
         seeds = SEEDS if entry is None else SEEDS[:8]
-        ((_, found),) = kill_rate(run, case.ranks, [mutation], seeds, nodes=case.nodes)
-        if found is None and entry is None:
-            ((_, found),) = kill_rate(run, case.ranks, [mutation], MORE, nodes=case.nodes)
-        caught += found is not None
+        ((_, failure),) = kill_rate(run, case.ranks, [mutation], seeds, nodes=case.nodes)
+        if failure is None and entry is None:
+            ((_, failure),) = kill_rate(run, case.ranks, [mutation], MORE, nodes=case.nodes)
+        caught += failure is not None
         if entry is not None:
             unused.remove(entry)
-        if found is None and entry is None:
+        if failure is None and entry is None:
             wrong.append(f"not caught: {mutation}: {line_of(mutation)}")
-        if found is not None and found.startswith("LookupError"):
-            wrong.append(f"not made: {mutation}: {found}")
-        if found is not None and entry is not None:
-            wrong.append(f"listed as equivalent, but caught: {mutation}: {found}")
-    wrong += [f"listed as equivalent, but not there: {e.what}: {e.code}" for e in unused]
+        if failure is not None and failure.startswith("LookupError"):
+            wrong.append(f"not made: {mutation}: {failure}")
+        if failure is not None and entry is not None:
+            wrong.append(f"listed as equivalent, but caught: {mutation}: {failure}")
+    wrong += [f"listed as equivalent, but not there: {e.description}: {e.code}" for e in unused]
     equivalent = len(mutations) - caught - sum(w.startswith("not caught") for w in wrong)
     record_property("mutations", (name, len(mutations), caught, equivalent))
     assert not wrong, "\n".join(wrong)

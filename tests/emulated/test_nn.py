@@ -20,8 +20,8 @@ from tests.emulated.cases_nn import (
     linear_pair,
     mlp_inference,
     mlp_training,
-    own,
     round_trip,
+    rows_of_rank,
     whole_mlp,
 )
 from weft.backends.cuda import CudaBackend
@@ -120,33 +120,33 @@ class Adapted(weft.nn.ColumnParallelLinear):
 
     def __init__(self, world: weft.World) -> None:
         super().__init__(64, 80, world=world)
-        self.first = torch.nn.Parameter(torch.randn(2, 64))
-        self.second = torch.nn.Linear(2, 4)
+        self.lora_a = torch.nn.Parameter(torch.randn(2, 64))
+        self.lora_b = torch.nn.Linear(2, 4)
         self.register_buffer("scale", torch.randn(1))
 
 
 def test_a_subclass_saves_and_loads_what_it_adds() -> None:
     def rank(world: weft.World) -> None:
         torch.manual_seed(0)
-        made, again = (torch.nn.Sequential(Adapted(world)) for _ in range(2))
+        saved, again = (torch.nn.Sequential(Adapted(world)) for _ in range(2))
         calls: list[str] = []
         again[0].register_load_state_dict_pre_hook(lambda *_: calls.append("before"))
         order = [name for name, _ in again.named_parameters()]
-        for state in (made.state_dict(), weft.nn.full_state_dict(made)):
+        for state in (saved.state_dict(), weft.nn.full_state_dict(saved)):
             assert {k.removeprefix("0.") for k in state} == {
-                "weight", "bias", "first", "second.weight", "second.bias", "scale"
+                "weight", "bias", "lora_a", "lora_b.weight", "lora_b.bias", "scale"
             }  # fmt: skip
             again.load_state_dict(copy.deepcopy(state))
             loaded = again.state_dict()
-            assert all(torch.equal(loaded[k], v) for k, v in made.state_dict().items())
+            assert all(torch.equal(loaded[k], v) for k, v in saved.state_dict().items())
         assert calls == ["before"] * 2
-        again.load_state_dict({k: v.double() for k, v in made.state_dict().items()}, assign=True)
-        assert again[0].first.dtype == torch.float64 and again[0].weight.dtype == torch.bfloat16
+        again.load_state_dict({k: v.double() for k, v in saved.state_dict().items()}, assign=True)
+        assert again[0].lora_a.dtype == torch.float64 and again[0].weight.dtype == torch.bfloat16
         assert order == [name for name, _ in again.named_parameters()], "as an optimizer's state has them"
-        with pytest.raises(RuntimeError, match=r'Missing key.*"0.first"'):
-            again.load_state_dict({k: v for k, v in made.state_dict().items() if k != "0.first"})
+        with pytest.raises(RuntimeError, match=r'Missing key.*"0.lora_a"'):
+            again.load_state_dict({k: v for k, v in saved.state_dict().items() if k != "0.lora_a"})
         with pytest.raises(RuntimeError, match=r'Unexpected key.* "weight"'):
-            again.load_state_dict({**made.state_dict(), "weight": torch.zeros(1)})
+            again.load_state_dict({**saved.state_dict(), "weight": torch.zeros(1)})
 
     emulate(rank, 2)
 
@@ -180,13 +180,13 @@ def test_clipped_by_the_norm_of_the_whole_model() -> None:
         for p, g in zip(model.parameters(), gradient.parameters(), strict=True):
             p.grad = g.detach().clone()
         total = torch.cat([t.double().flatten() for t in whole.values()]).norm()
-        got = weft.nn.clip_grad_norm_(model, 2 * float(total), world=world)
-        assert abs(got / total - 1) < 1e-5
+        norm = weft.nn.clip_grad_norm_(model, 2 * float(total), world=world)
+        assert abs(norm / total - 1) < 1e-5
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradient.parameters(), strict=True))
-        assert torch.equal(weft.nn.clip_grad_norm_(model, 1.0, world=world), got), "the norm before"
+        assert torch.equal(weft.nn.clip_grad_norm_(model, 1.0, world=world), norm), "the norm before"
         again = weft.nn.clip_grad_norm_(model, 1.0, world=world)
         assert abs(again - 1) < 1e-2
-        return torch.cat([model[1].bias.grad, got[None]])
+        return torch.cat([model[1].bias.grad, norm[None]])
 
     assert len({tuple(t.tolist()) for t in emulate(rank, 4)}) == 1, "the same factor on every rank"
 
@@ -253,9 +253,9 @@ def test_from_linear_keeps_what_is_frozen_and_takes_a_dtype() -> None:
     def rank(world: weft.World) -> None:
         linear = torch.nn.Linear(64, 80)
         linear.weight.requires_grad_(False)
-        made = weft.nn.ColumnParallelLinear.from_linear(linear, world=world, dtype=torch.float16)
-        assert torch.equal(made.weight, own(world, linear.weight, [40, 40]).half())
-        assert not made.weight.requires_grad and made.bias.requires_grad  # type: ignore[union-attr]
+        column = weft.nn.ColumnParallelLinear.from_linear(linear, world=world, dtype=torch.float16)
+        assert torch.equal(column.weight, rows_of_rank(world, linear.weight, [40, 40]).half())
+        assert not column.weight.requires_grad and column.bias.requires_grad  # type: ignore[union-attr]
         with pytest.raises(TypeError, match="ColumnParallelLinear: dtype torch.float32; bfloat16 and float16"):
             weft.nn.ColumnParallelLinear.from_linear(linear, world=world)
         with pytest.raises(TypeError, match="ParallelMLP: dtype torch.float32"):
@@ -266,13 +266,13 @@ def test_from_linear_keeps_what_is_frozen_and_takes_a_dtype() -> None:
 
 def test_autocast_does_not_reach_the_librarys_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """F.linear under autocast would give another dtype than the op has made its output for."""
-    made = CudaBackend.__new__(CudaBackend)
-    made.device, made._like = torch.device("cpu"), {}
+    backend = CudaBackend.__new__(CudaBackend)
+    backend.device, backend._like = torch.device("cpu"), {}
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("rewritten by autocast"))
     x, w = draw(1, 8, 64), draw(2, 16, 64)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
-    assert torch.equal(made.linear(x, w, None, SimpleNamespace(cuda_stream=0)), x @ w.t())
+    assert torch.equal(backend.linear(x, w, None, SimpleNamespace(cuda_stream=0)), x @ w.t())
 
 
 def test_bad_input() -> None:
@@ -293,8 +293,8 @@ def test_bad_input() -> None:
         with pytest.raises(RuntimeError, match='Unexpected key.*"up_proj.bias"'):
             mlp.load_state_dict({**state, "up_proj.bias": torch.zeros(80)})
         some = {"down_proj.weight": state["down_proj.weight"], "other": torch.zeros(1)}
-        found = mlp.load_state_dict(some, strict=False)
-        assert sorted(found.missing_keys) == ["gate_proj.weight", "up_proj.weight"]
-        assert found.unexpected_keys == ["other"]
+        incompatible = mlp.load_state_dict(some, strict=False)
+        assert sorted(incompatible.missing_keys) == ["gate_proj.weight", "up_proj.weight"]
+        assert incompatible.unexpected_keys == ["other"]
 
     emulate(rank, 2)

@@ -51,10 +51,10 @@ def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers of one host have one boot's number and names of their own."""
     monkeypatch.delenv("WEFT_NODE", raising=False)
     monkeypatch.setattr("platform.node", lambda: "pod-1")
-    own = host_name()
-    assert own == host_name() and own.startswith("pod-1 ")
+    host = host_name()
+    assert host == host_name() and host.startswith("pod-1 ")
     monkeypatch.setattr("platform.node", lambda: "pod-2")
-    assert host_name() != own and host_name().split()[1:] == own.split()[1:]
+    assert host_name() != host and host_name().split()[1:] == host.split()[1:]
     monkeypatch.setenv("WEFT_NODE", "first")
     assert host_name() == "first"
 
@@ -111,32 +111,32 @@ class Lines(logging.Handler):
             self.lines.append(record.getMessage())
 
 
-def ops_of_several_nodes(world: weft.World, heard: Lines) -> None:
+def ops_of_several_nodes(world: weft.World, log: Lines) -> None:
     """Right by every plan that is asked for, and one line says why it is the library's."""
     rows = [9, 16, 0, 5, 8, 3]
     for plan in ("sequential", "auto", "fused"):
         assert case(world, "all_gather_matmul", rows, 48, 64, plan, bias=True) < 5e-3
-        assert bool(heard.lines) == (plan != "sequential" and world.rank == 0)
+        assert bool(log.lines) == (plan != "sequential" and world.rank == 0)
     assert case(world, "matmul_reduce_scatter", rows, 48, 64, "auto", bias=True) < 5e-3
     assert weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=world, plan="one_shot")[0].item() == 21
     weft.silu_mul(torch.ones(2, 64, dtype=torch.bfloat16), world=world)
     if world.rank == 0:
-        (line,) = heard.lines
+        (line,) = log.lines
         assert "by its sequential plan: its ranks are on 2 nodes, 4 + 2; " in line and "world.split(world.node)" in line
 
 
-def worlds_inside(world: weft.World, heard: Lines) -> None:
+def worlds_inside(world: weft.World, log: Lines) -> None:
     """Those of a node, and those of one rank a node, of which nodes of unequal size leave some alone."""
-    heard.lines.clear()
+    log.lines.clear()
     node = world.split(world.node)
     assert (node.size, node.rank, node.nodes_reason) == ((4, 2)[world.node], world.rank - 4 * world.node, None)
     assert case(node, "matmul_all_reduce", [8] * node.size, 48, 64, "auto", bias=True) < 5e-3
-    assert not heard.lines
+    assert not log.lines
     across = world.split(node.rank)
     assert across.nodes == ((0, 1) if node.rank < 2 else (0,))
-    found = weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=across)[0].item()
-    assert found == (2 * node.rank + 6 if node.rank < 2 else world.rank + 1)
-    assert bool(heard.lines) == (world.rank < 2)
+    total = weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=across)[0].item()
+    assert total == (2 * node.rank + 6 if node.rank < 2 else world.rank + 1)
+    assert bool(log.lines) == (world.rank < 2)
 
 
 def gpus_of_nodes(rank: int, store: Path) -> None:
@@ -168,9 +168,9 @@ def of_six(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 6), rank=rank, world_size=6)
     world = weft.init()
     assert world.nodes == NODES and world.node == NODES[rank]
-    heard = Lines()
-    ops_of_several_nodes(world, heard)
-    worlds_inside(world, heard)
+    log = Lines()
+    ops_of_several_nodes(world, log)
+    worlds_inside(world, log)
     gpus_of_nodes(rank, Path(store))
     dist.barrier()
     dist.destroy_process_group()
@@ -220,11 +220,11 @@ def of_four(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ["WEFT_NODE"] = "ab"[rank // 2]
     dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
-    world, heard = weft.init(), Lines()
+    world, log = weft.init(), Lines()
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         assert case(world, op, [5, 9, 0, 2], 48, 64, "two_level", bias=True) < 5e-3
     says = "its ranks are on 2 nodes, 2 each, and ranks are CPU processes, which have no symmetric memory; to overlap"
-    assert world.rank or (len(heard.lines) == 1 and says in heard.lines[0])
+    assert world.rank or (len(log.lines) == 1 and says in log.lines[0])
     gpus_of_nodes_alike(rank, Path(store))
     dist.barrier()
     dist.destroy_process_group()

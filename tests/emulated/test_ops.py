@@ -38,22 +38,24 @@ def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, **option
     return weft.spmd(fn, ranks, backend="emulated", seed=seed, **options)
 
 
-def errors(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **more: Any) -> list[float]:
-    return emulate(lambda world: case(world, op, rows, n, k, plan, **more), len(rows), run)
+def errors(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **options: Any) -> list[float]:
+    return emulate(lambda world: case(world, op, rows, n, k, plan, **options), len(rows), run)
 
 
 @functools.cache
-def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, **more: Any) -> list[float]:
-    return errors(op, rows, n, k, "sequential", run, **more)
+def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, **options: Any) -> list[float]:
+    return errors(op, rows, n, k, "sequential", run, **options)
 
 
-def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **more: Any) -> None:
+def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **options: Any) -> None:
     """The plan's error on every rank beside sequential's."""
-    got = errors(op, rows, n, k, plan, run, **more)
-    base = sequential_errors(op, tuple(rows), n, k, run, **more)
+    plan_errors = errors(op, rows, n, k, plan, run, **options)
+    base = sequential_errors(op, tuple(rows), n, k, run, **options)
     assert max(base) < 5e-3
-    for mine, its in zip(got, base, strict=True):
-        assert mine <= 1.5 * its + 1e-9, f"{op} {plan} {list(rows)} x {n} x {k}: {got}, sequential {base}"
+    for plan_error, base_error in zip(plan_errors, base, strict=True):
+        assert plan_error <= 1.5 * base_error + 1e-9, (
+            f"{op} {plan} {list(rows)} x {n} x {k}: {plan_errors}, sequential {base}"
+        )
 
 
 SPLITS = {
@@ -118,7 +120,9 @@ MORE: dict[str, list[dict[str, Any]]] = {  # of TILES
     OPS[2]: [dict(forward_programs=f, lag=lag) for f, lag in ((2, 0), (1, 3), (2, 6), (2, 9), (2, 6))],
 }
 PLANS_OF: dict[str, list[Plan]] = {
-    op: [type(FUSED[op])(tile=tile, **pull, **more) for tile, pull, more in zip(TILES, PULLS, MORE[op], strict=True)]
+    op: [
+        type(FUSED[op])(tile=tile, **pull, **fields) for tile, pull, fields in zip(TILES, PULLS, MORE[op], strict=True)
+    ]
     for op in OPS
 }
 PLANS_OF[OPS[0]] += [FusedGatherByCopies(tile=GemmTile(16, 32, 32, 4, 2, 3))]
@@ -145,8 +149,8 @@ def test_random_shapes(op: str, kind: str, rows: list[int], n: int, k: int, bias
 def test_schedules(op: str, seed: int) -> None:
     """Several calls, often preempted: nothing is reported, and the result is right."""
     for kind, rows in (("fused", [17, 16, 16]), ("fused", [20, 20, 20]), ("decomposed", [9, 9, 9]))[seed % 2 :]:
-        found = emulate(lambda w, r=rows, k=kind: case(w, op, r, 40, 24, k, calls=3), 3, seed, preempt=0.2)
-        assert max(found) < 5e-3
+        rank_errors = emulate(lambda w, r=rows, k=kind: case(w, op, r, 40, 24, k, calls=3), 3, seed, preempt=0.2)
+        assert max(rank_errors) < 5e-3
 
 
 # -- many calls on one world -------------------------------------------------------------------------------------------
@@ -238,13 +242,15 @@ def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> N
         for rows, n, k in ((16, 32, 48), (7, 40, 24), (1, 8, 16)):
             x, w = draw(world.rank, rows if op == "all_gather_matmul" else rows * world.size, k), draw(9, n, k)
             lying = w.t().contiguous().t()
-            of = REGISTRY[op]
-            kind = next((kind for kind in of.runs if kind.kind == plan), None)
-            taken = of.default(world, kind) if kind else plan
-            assert (of.dense_operands(taken, (x, lying, None))[1] is lying) == (type(taken) not in (Awaiting, Signaled))
-            made = [getattr(weft, op)(x, t, world=world, plan=plan) for t in (w, lying, w, lying)]
+            op_entry = REGISTRY[op]
+            kind = next((kind for kind in op_entry.runs if kind.kind == plan), None)
+            taken = op_entry.default(world, kind) if kind else plan
+            assert (op_entry.dense_operands(taken, (x, lying, None))[1] is lying) == (
+                type(taken) not in (Awaiting, Signaled)
+            )
+            results = [getattr(weft, op)(x, t, world=world, plan=plan) for t in (w, lying, w, lying)]
             world.synchronize()
-            assert all(torch.equal(y, made[0]) for y in made) and made[0].norm() > 0
+            assert all(torch.equal(y, results[0]) for y in results) and results[0].norm() > 0
 
     emulate(main, 2)
 
@@ -266,8 +272,8 @@ def test_same_inputs_same_bits(op: str, kind: str) -> None:
 
     runs = [emulate(main, 3, seed) for seed in range(4)]
     for rank in range(3):
-        first = runs[0][rank][0]
-        assert all(torch.equal(first, again) for run in runs for again in run[rank])
+        first_result = runs[0][rank][0]
+        assert all(torch.equal(first_result, again) for run in runs for again in run[rank])
     if op == "matmul_all_reduce":
         assert all(torch.equal(runs[0][0][0], runs[0][rank][0]) for rank in range(3))
 
@@ -297,13 +303,13 @@ def test_the_librarys_gemm_behind_shards_that_copies_bring(seed: int) -> None:
     """What feeds it: flags behind their rows, and the call's number behind the GEMM. Here it waits shard by shard."""
     plan = Awaiting(tile_m=8, cluster_m=2)
     for ranks, bias in ((2, True), (4, False)):
-        found = emulate(
+        rank_errors = emulate(
             lambda w, r=ranks, b=bias: case(w, OPS[0], [16] * r, 40, 24, plan, bias=b, calls=3),
             ranks,
             seed,
             preempt=0.2,
         )
-        assert max(found) < 5e-3
+        assert max(rank_errors) < 5e-3
 
 
 @pytest.mark.parametrize(
@@ -355,10 +361,10 @@ def test_tensors_at_odd_addresses() -> None:
         flat = draw(world.rank, 1 + 8 * 16).flatten()
         x = flat[world.rank : world.rank + 8 * 16].view(8, 16)
         w = draw(7, 16, 16)
-        got = weft.all_gather_matmul(x, w, world=world, plan="fused")
-        want = torch.cat([draw(r, 1 + 8 * 16).flatten()[r : r + 8 * 16].view(8, 16) for r in range(world.size)])
+        actual = weft.all_gather_matmul(x, w, world=world, plan="fused")
+        expected = torch.cat([draw(r, 1 + 8 * 16).flatten()[r : r + 8 * 16].view(8, 16) for r in range(world.size)])
         world.synchronize()
-        return torch.allclose(got.float(), want.float() @ w.float().t(), rtol=2e-2, atol=2e-2)
+        return torch.allclose(actual.float(), expected.float() @ w.float().t(), rtol=2e-2, atol=2e-2)
 
     assert all(emulate(main, 2))
 
@@ -384,15 +390,15 @@ def test_out_at_an_odd_address() -> None:
         out = torch.zeros(1 + 16 * 16, dtype=torch.bfloat16)[1:].view(16, 16)
         for plan in (OneShot(warps=4), TwoShotLowLatency(warps=4)):
             x, w = draw(world.rank, 16, 16), draw(7, 16, 16)
-            want = weft.matmul_all_reduce(x, w, world=world, plan="sequential")
+            expected = weft.matmul_all_reduce(x, w, world=world, plan="sequential")
             weft.matmul_all_reduce(x, w, world=world, plan=plan, out=out)
             world.synchronize()
-            assert torch.allclose(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+            assert torch.allclose(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
         x, w = draw(world.rank, 8, 16), draw(7, 16, 16)
         weft.all_gather_matmul(x, w, world=world, plan="fused", out=out)
-        want = weft.all_gather_matmul(x, w, world=world, plan="sequential")
+        expected = weft.all_gather_matmul(x, w, world=world, plan="sequential")
         world.synchronize()
-        return torch.allclose(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+        return torch.allclose(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
     assert all(emulate(main, 2))
 
@@ -472,10 +478,10 @@ def test_one_descriptor_over_all_ranks() -> None:
 def test_small_is_what_a_small_world_gets() -> None:
     def main(world: weft.World) -> None:
         assert world.sm_count < 32
-        got = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="fused")
+        result = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="fused")
         again = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=SMALL_GATHER)
         world.synchronize()
-        assert torch.equal(got, again)
+        assert torch.equal(result, again)
 
     emulate(main, 2)
 
@@ -490,14 +496,14 @@ def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
             parts = [draw(10 * i + r, 16, 32) for r in range(world.size)]
             w = draw(10 * i + 9, 32, 32) * 0.1
             if i % 2:
-                got = weft.all_gather_matmul(parts[world.rank], w, world=world, plan=plan)
-                want = torch.cat(parts).double() @ w.double().t()
+                actual = weft.all_gather_matmul(parts[world.rank], w, world=world, plan=plan)
+                expected = torch.cat(parts).double() @ w.double().t()
             else:
-                got = all_gather_swiglu(parts[world.rank], w, 16, world=world, plan=plan, rows=None)
-                both = (torch.cat(parts).double() @ w.double().t()).view(-1, 1, 2, 16)
-                want = (torch.nn.functional.silu(both[:, :, 0]) * both[:, :, 1]).flatten(1)
+                actual = all_gather_swiglu(parts[world.rank], w, 16, world=world, plan=plan, rows=None)
+                gate_up = (torch.cat(parts).double() @ w.double().t()).view(-1, 1, 2, 16)
+                expected = (torch.nn.functional.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).flatten(1)
             world.synchronize()
-            worst = max(worst, distance(got, want))
+            worst = max(worst, distance(actual, expected))
         return worst
 
     assert max(emulate(main, 2)) < 5e-3
@@ -516,13 +522,13 @@ def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
             aligned = tuple(n for n, v in args.items() if isinstance(v, torch.Tensor) and v.data_ptr() % 16 == 0)
             return kernel.fn.__name__, aligned, tuple((n, str(v)) for n, v in args.items() if n.isupper())
 
-        def check(kernel: Any, grid: int, args: Any, *more: Any) -> None:
+        def check(kernel: Any, grid: int, args: Any, *options_and_stream: Any) -> None:
             nonlocal checked
             values = args() if callable(args) else args
             if kernel in (gemm_reduce, copied_gemm):
                 checked += 1
                 assert variant(kernel, values) in loaded
-            launch(kernel, grid, values, *more)
+            launch(kernel, grid, values, *options_and_stream)
 
         backend.launch = check
         backend.load = lambda kernel, grid, args, options: loaded.add(variant(kernel, args))

@@ -39,43 +39,43 @@ def of_op(name: str, world: weft.World, plan: str) -> tuple[Operands, Function]:
     if name.startswith("moe."):
         return of_moe(name, world, plan)
     if name == "gathered_attention":
-        given = {n: draw(3 * i + r, T, heads, 16) for i, (n, heads) in enumerate(dict(q=4, k=2, v=2).items())}
-        return given, lambda t, out: weft.gathered_attention(**t, out=out, causal=True, **how)  # type: ignore[call-overload]
+        operands = {n: draw(3 * i + r, T, heads, 16) for i, (n, heads) in enumerate(dict(q=4, k=2, v=2).items())}
+        return operands, lambda t, out: weft.gathered_attention(**t, out=out, causal=True, **how)  # type: ignore[call-overload]
     if name == "all_reduce":
         return dict(x=draw(r, T, H)), lambda t, out: weft.all_reduce(**t, out=out, **how)
     if name == "all_reduce_rms_norm":
-        given = dict(x=draw(r, T, H), residual=draw(7, T, H), weight=draw(8, H))
-        return given, lambda t, out: weft.all_reduce_rms_norm(**t, full_residual=True, out=out, **how)[0]
+        operands = dict(x=draw(r, T, H), residual=draw(7, T, H), weight=draw(8, H))
+        return operands, lambda t, out: weft.all_reduce_rms_norm(**t, full_residual=True, out=out, **how)[0]
     if name.endswith("grouped_matmul") or name.startswith("grouped_matmul"):
         return of_half(name, world, how)
-    given = dict(x=draw(r, T, H), weight=draw(9 + r, 2 * H, H), bias=draw(20, 2 * H))
+    operands = dict(x=draw(r, T, H), weight=draw(9 + r, 2 * H, H), bias=draw(20, 2 * H))
     if name == "matmul_all_to_all":
         to = [(3 * t + r) % world.size for t in range(T)]
-        return given, lambda t, out: weft.matmul_all_to_all(**t, destinations=to, out=out, **how)
+        return operands, lambda t, out: weft.matmul_all_to_all(**t, destinations=to, out=out, **how)
     if name == "matmul_all_to_all_routed":
-        given["destinations"] = (torch.arange(T, dtype=torch.int32) * 3 + r) % world.size
-        return given, lambda t, out: weft.matmul_all_to_all_routed(**t, out=out, **how)[0]
+        operands["destinations"] = (torch.arange(T, dtype=torch.int32) * 3 + r) % world.size
+        return operands, lambda t, out: weft.matmul_all_to_all_routed(**t, out=out, **how)[0]
     function = getattr(weft, name)
-    return given, lambda t, out: function(*t.values(), out=out, **how)
+    return operands, lambda t, out: function(*t.values(), out=out, **how)
 
 
 def of_half(name: str, world: weft.World, how: dict[str, Any]) -> tuple[Operands, Function]:
-    given = routes(world) | dict(x=draw(world.rank, T, H))
+    operands = routes(world) | dict(x=draw(world.rank, T, H))
     w13 = moe.pack(draw(1, EXPERTS, 2 * INNER, H), world=world)
     if name.startswith("all_gather"):
-        first = lambda t, out: weft.all_gather_grouped_matmul(**t, w13=w13, out=out, **how)[0]  # noqa: E731
-        return given, lambda t, out: there(first(t, out), world)
-    hidden, words = weft.all_gather_grouped_matmul(**given, w13=w13, **how)
-    given = dict(hidden=hidden.clone(), w2=draw(2, EXPERTS, H, INNER), shared=draw(3, T, H))
+        first_half = lambda t, out: weft.all_gather_grouped_matmul(**t, w13=w13, out=out, **how)[0]  # noqa: E731
+        return operands, lambda t, out: expert_rows(first_half(t, out), world)
+    hidden, words = weft.all_gather_grouped_matmul(**operands, w13=w13, **how)
+    operands = dict(hidden=hidden.clone(), w2=draw(2, EXPERTS, H, INNER), shared=draw(3, T, H))
     ids = routes(world)["ids"]
-    return given, lambda t, out: weft.grouped_matmul_reduce_scatter(routes=words, ids=ids, **t, out=out, **how)
+    return operands, lambda t, out: weft.grouped_matmul_reduce_scatter(routes=words, ids=ids, **t, out=out, **how)
 
 
 def first_half_rows(world: weft.World) -> int:
     return route_tables.rows_of(world, T, K, EXPERTS, TILE)
 
 
-def there(hidden: torch.Tensor, world: weft.World) -> torch.Tensor:
+def expert_rows(hidden: torch.Tensor, world: weft.World) -> torch.Tensor:
     """The rows of the experts, which begin at whole tiles; between them lies what nobody reads."""
     world.synchronize()
     ids = torch.cat([at_random(0, r, T, LAYER, world.size) for r in range(world.size)])
@@ -86,11 +86,11 @@ def there(hidden: torch.Tensor, world: weft.World) -> torch.Tensor:
 
 def of_moe(name: str, world: weft.World, plan: str) -> tuple[Operands, Function]:
     local, shared = EXPERTS // world.size, draw(50 + world.rank, T, H)
-    given = dict(x=draw(world.rank, T, H), shared=shared, **routes(world))
+    operands = dict(x=draw(world.rank, T, H), shared=shared, **routes(world))
     if name == "moe.combine":
-        sent = {n: given.pop(n) for n in ("x", "ids", "weights")}
+        sent = {n: operands.pop(n) for n in ("x", "ids", "weights")}
         rows, handle = moe.dispatch(**sent, experts=EXPERTS, world=world, layout=plan)
-        given["y"] = torch.zeros_like(rows)
+        operands["y"] = torch.zeros_like(rows)
         handle.cancel()
 
         def combine(t: Operands, out: torch.Tensor | None) -> torch.Tensor:
@@ -98,9 +98,9 @@ def of_moe(name: str, world: weft.World, plan: str) -> tuple[Operands, Function]
             t["y"].copy_(rows)
             return moe.combine(t["y"], handle, shared=t["shared"], out=out)
 
-        return given, combine
-    given["w13"] = moe.pack(draw(1 + world.rank, local, 2 * INNER, H), world=world)
-    given["w2"] = draw(2 + world.rank, local, H, INNER)
+        return operands, combine
+    operands["w13"] = moe.pack(draw(1 + world.rank, local, 2 * INNER, H), world=world)
+    operands["w2"] = draw(2 + world.rank, local, H, INNER)
     if name == "moe.moe received":
 
         def counts(t: Operands, out: torch.Tensor | None) -> torch.Tensor:
@@ -108,8 +108,8 @@ def of_moe(name: str, world: weft.World, plan: str) -> tuple[Operands, Function]
             moe.moe(**t, received=out, world=world, plan=plan)
             return out
 
-        return given, counts
-    return given, lambda t, out: moe.moe(**t, out=out, world=world, plan=plan)
+        return operands, counts
+    return operands, lambda t, out: moe.moe(**t, out=out, world=world, plan=plan)
 
 
 OPS = (
@@ -124,48 +124,48 @@ FUNCTIONS["matmul"] = ["sequential"]
 
 
 def test_every_function_that_writes_what_it_is_given_is_here() -> None:
-    found = set()
+    writing = set()
     for prefix, module in (("", weft), ("moe.", moe)):
         for name in module.__all__:
             function = getattr(module, name)
             names = inspect.signature(function).parameters if inspect.isfunction(function) else {}
-            found |= {f"{prefix}{name}"} if "out" in names else set()
-            found |= {f"{prefix}{name} received"} if "received" in names and "out" in names else set()
-    assert found == set(FUNCTIONS)
+            writing |= {f"{prefix}{name}"} if "out" in names else set()
+            writing |= {f"{prefix}{name} received"} if "received" in names and "out" in names else set()
+    assert writing == set(FUNCTIONS)
 
 
-def over(operand: torch.Tensor, want: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+def over(operand: torch.Tensor, result: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A copy of the operand, and a place for the result so many bytes behind its start, in one memory."""
     size = lambda t: t.numel() * t.element_size()  # noqa: E731
-    memory = torch.zeros(size(operand) + shift + size(want) + 64, dtype=torch.uint8)
+    memory = torch.zeros(size(operand) + shift + size(result) + 64, dtype=torch.uint8)
     copy = memory[: size(operand)].view(operand.dtype).view(operand.shape).copy_(operand)
-    return copy, memory[shift : shift + size(want)].view(want.dtype).view(want.shape)
+    return copy, memory[shift : shift + size(result)].view(result.dtype).view(result.shape)
 
 
-def places(given: Operands, want: torch.Tensor) -> Iterator[tuple[str, Operands, torch.Tensor]]:
-    unaligned = torch.empty(want.numel() + 1, dtype=want.dtype)[1:].view(want.shape)
-    yield "unaligned", {n: t.clone() for n, t in given.items()}, unaligned
-    for name, operand in given.items():
+def output_locations(operands: Operands, result: torch.Tensor) -> Iterator[tuple[str, Operands, torch.Tensor]]:
+    unaligned = torch.empty(result.numel() + 1, dtype=result.dtype)[1:].view(result.shape)
+    yield "unaligned", {n: t.clone() for n, t in operands.items()}, unaligned
+    for name, operand in operands.items():
         for shift in (0, 16):
-            copy, out = over(operand, want, shift)
-            yield f"{shift} bytes into {name}", {n: copy if n == name else t.clone() for n, t in given.items()}, out
+            copy, out = over(operand, result, shift)
+            yield f"{shift} bytes into {name}", {n: copy if n == name else t.clone() for n, t in operands.items()}, out
 
 
 @pytest.mark.parametrize(("name", "plan"), [(name, plan) for name, plans in FUNCTIONS.items() for plan in plans])
 def test_where_results_lie(name: str, plan: str) -> None:
     def rank(world: weft.World) -> list[str]:
-        given, function = of_op(name, world, plan)
-        want = function({n: t.clone() for n, t in given.items()}, None).clone()
-        result = torch.empty(first_half_rows(world), INNER, dtype=want.dtype) if name == OPS[7] else want
+        inputs, function = of_op(name, world, plan)
+        expected = function({n: t.clone() for n, t in inputs.items()}, None).clone()
+        result = torch.empty(first_half_rows(world), INNER, dtype=expected.dtype) if name == OPS[7] else expected
         wrong = []
-        for place, operands, out in places(given, result):
-            got = function(operands, out)
+        for place, operands, out in output_locations(inputs, result):
+            actual = function(operands, out)
             world.synchronize()
-            if not torch.equal(got, want):
+            if not torch.equal(actual, expected):
                 wrong.append(place)
-        strided = torch.empty(*want.shape, 2, dtype=want.dtype)[..., 0]
+        strided = torch.empty(*expected.shape, 2, dtype=expected.dtype)[..., 0]
         with pytest.raises(ValueError, match="(out|received) .* must be .*contiguous"):
-            function({n: t.clone() for n, t in given.items()}, strided)
+            function({n: t.clone() for n, t in inputs.items()}, strided)
         return wrong
 
     assert weft.spmd(rank, 2, backend="emulated", preempt=0.1) == [[], []]

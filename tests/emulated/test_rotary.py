@@ -23,25 +23,25 @@ def defined(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.T
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("angles", [torch.float32, torch.bfloat16])
 def test_rotary(m: int, d: int, heads: int, kv: int, period: int, normed: bool, angles: torch.dtype) -> None:
-    qkv, turn = draw(1, m, (heads + 2 * kv) * d), draw(2, 1, period, d // 2).float() * 6
-    cos, sin = (torch.cat([t, t], -1).to(angles) for t in (turn.cos(), turn.sin()))
+    qkv, angle = draw(1, m, (heads + 2 * kv) * d), draw(2, 1, period, d // 2).float() * 6
+    cos, sin = (torch.cat([t, t], -1).to(angles) for t in (angle.cos(), angle.sin()))
     norms = (draw(3, d), draw(4, d)) if normed else None
 
     def main(world: weft.World) -> torch.Tensor:
         return rotary(qkv, cos, sin, heads, kv, norms, 1e-5, world=world)
 
-    (got,) = weft.spmd(main, 1, backend="emulated", seed=m)
+    (actual,) = weft.spmd(main, 1, backend="emulated", seed=m)
     q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.split([heads * d, kv * d, kv * d], -1))
-    of = [t[0].repeat(m // period, 1) for t in (cos, sin)]
-    want = [defined(q, *of, norms and norms[0]), defined(k, *of, norms and norms[1]), v.double()]
-    assert distance(got.double(), torch.cat([t.flatten(1) for t in want], 1)) < 4e-3
+    cos_sin = [t[0].repeat(m // period, 1) for t in (cos, sin)]
+    expected = [defined(q, *cos_sin, norms and norms[0]), defined(k, *cos_sin, norms and norms[1]), v.double()]
+    assert distance(actual.double(), torch.cat([t.flatten(1) for t in expected], 1)) < 4e-3
 
 
 def test_what_does_not_fit() -> None:
     qkv, angle, norm = draw(1, 3, 32), torch.zeros(3, 8), draw(2, 8)
 
     def main(world: weft.World) -> None:
-        for given, error in (
+        for arguments, error in (
             ((qkv.float(), angle, angle, 2, 1), TypeError),
             ((qkv, angle, angle, 3, 1), ValueError),
             ((qkv, angle[:, :4], angle[:, :4], 2, 1), ValueError),
@@ -51,7 +51,7 @@ def test_what_does_not_fit() -> None:
             ((qkv.requires_grad_(), angle, angle, 2, 1), ValueError),
         ):
             with pytest.raises(error, match="rotary"):
-                rotary(*given, world=world)
+                rotary(*arguments, world=world)
 
     weft.spmd(main, 1, backend="emulated")
 
@@ -62,14 +62,17 @@ def test_a_known_call_is_of_its_dtypes(ranks: int) -> None:
     qkv, angle, norm = draw(1, 4, 32), draw(2, 4, 8).float(), draw(3, 8)
 
     def main(world: weft.World) -> float:
-        want, worst = None, 0.0
+        expected, worst = None, 0.0
         for kind in (torch.bfloat16, torch.float32):
-            for given in ((angle.to(kind), angle, norm, norm), (angle, angle.to(kind), norm.to(kind), norm.to(kind))):
+            for operands in (
+                (angle.to(kind), angle, norm, norm),
+                (angle, angle.to(kind), norm.to(kind), norm.to(kind)),
+            ):
                 for _ in range(2):
-                    cos, sin, *norms = (t.clone() for t in given)
-                    got = rotary(qkv.clone(), cos, sin, 2, 1, (norms[0], norms[1]), world=world).float()
-                    want = got if want is None else want
-                    worst = max(worst, distance(got, want))
+                    cos, sin, *norms = (t.clone() for t in operands)
+                    actual = rotary(qkv.clone(), cos, sin, 2, 1, (norms[0], norms[1]), world=world).float()
+                    expected = actual if expected is None else expected
+                    worst = max(worst, distance(actual, expected))
         return worst
 
     assert max(weft.spmd(main, ranks, backend="emulated")) < 1e-2

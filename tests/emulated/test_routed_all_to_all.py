@@ -179,17 +179,17 @@ def test_gradients_of_some_operands(plan: str, needs: tuple[str, ...]) -> None:
 
 def test_auto_is_fused_where_it_fits(caplog: pytest.LogCaptureFixture) -> None:
     def plans(world: World) -> list[type[Plan]]:
-        found: list[type[Plan]] = []
+        plan_classes: list[type[Plan]] = []
         for n, k in ((16, 24), (12, 24), (16, 20)):
             x, w, d = draw(1, 8, k), draw(2, n, k), torch.zeros(8, dtype=torch.int32)
             for asked in ("auto", "fused", "fused"):
                 weft.matmul_all_to_all_routed(x, w, destinations=d, world=world, plan=asked)
-                found.append(type(world.ran.plan))
-        return found
+                plan_classes.append(type(world.ran.plan))
+        return plan_classes
 
     with caplog.at_level(logging.WARNING, "weft"):
-        (found, _) = emulate(plans, 2)
-    assert [p.__name__ for p in found] == ["FusedAllToAll"] * 3 + ["Sequential"] * 6
+        (plan_classes, _) = emulate(plans, 2)
+    assert [p.__name__ for p in plan_classes] == ["FusedAllToAll"] * 3 + ["Sequential"] * 6
     lines = [r.getMessage() for r in caplog.records if "sequential instead of fused" in r.getMessage()]
     assert len(lines) == 2 and "N 12" in lines[0] and "K 20" in lines[1]
     assert emulate(plans, 1)[0][0].__name__ == "Sequential"
@@ -208,7 +208,7 @@ def test_errors_quote_what_was_given() -> None:
     def main(world: World) -> None:
         x, w, d = draw(0, 20, 24), draw(1, 40, 24), torch.zeros(20, dtype=torch.int32)
         fn: Any = weft.matmul_all_to_all_routed
-        other = weft.plans.FusedReduceScatter()
+        reduce_scatter_plan = weft.plans.FusedReduceScatter()
         for error, says, call in (
             (TypeError, r"destinations \[20\] int64.*must be torch.int32", lambda: fn(x, w, destinations=d.long(), world=world)),
             (ValueError, r"destinations \[19\].*must be \[20\]", lambda: fn(x, w, destinations=d[1:], world=world)),
@@ -220,7 +220,7 @@ def test_errors_quote_what_was_given() -> None:
             (ValueError, "out", lambda: fn(x, w, destinations=d, world=world, out=draw(1, 2, 20, 39))),
             (ValueError, "out= has no gradient", lambda: fn(x.detach().requires_grad_(), w, destinations=d, world=world, out=draw(1, 2, 20, 40))),
             (ValueError, "signaled.*fused.*sequential", lambda: fn(x, w, destinations=d, world=world, plan="signaled")),
-            (ValueError, "not one of", lambda: fn(x, w, destinations=d, world=world, plan=other)),
+            (ValueError, "not one of", lambda: fn(x, w, destinations=d, world=world, plan=reduce_scatter_plan)),
             (TypeError, "World", lambda: fn(x, w, destinations=d, world=None)),
         ):  # fmt: skip
             with pytest.raises(error, match=says):
@@ -312,8 +312,8 @@ def test_a_compiled_graph(plan: str | Plan, dynamic: bool) -> None:
         for call, m in enumerate((24, 24, 40) if dynamic else (24, 24)):
             x, w, b = draw(world.rank + call, m, 16), draw(2, 16, 16) * 0.1, draw(3, 16)
             d = (torch.arange(m, dtype=torch.int32) * (call + 2) + world.rank) % (world.size + 1) - 1
-            for eager, other in zip(step(world, fn, x, w, b, d), step(world, compiled, x, w, b, d), strict=True):
-                assert torch.equal(eager, other)
+            for eager, graph_result in zip(step(world, fn, x, w, b, d), step(world, compiled, x, w, b, d), strict=True):
+                assert torch.equal(eager, graph_result)
             with torch.no_grad():
                 assert all(torch.equal(a, b) for a, b in zip(fn(x, w, b, d), compiled(x, w, b, d), strict=True))
         assert len(graphs) == 2, "with and without gradients"
@@ -341,14 +341,14 @@ def test_fakes_have_the_shapes_of_the_real() -> None:
 
             def fake_of(a: Any, mode: FakeTensorMode = mode) -> Any:
                 if isinstance(a, list):
-                    return [fake_of(each) for each in a]
+                    return [fake_of(item) for item in a]
                 return mode.from_tensor(a.detach()) if isinstance(a, torch.Tensor) else a
 
             fakes = [fake_of(a) for a in args]
             with mode:
                 fake = op(*fakes)
-            for a, other in zip(real, fake, strict=True):
-                assert (a.shape, a.dtype, a.stride()) == (other.shape, other.dtype, other.stride()), op
+            for a, faked in zip(real, fake, strict=True):
+                assert (a.shape, a.dtype, a.stride()) == (faked.shape, faked.dtype, faked.stride()), op
 
     emulate(main, 2)
 

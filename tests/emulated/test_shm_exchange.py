@@ -32,23 +32,23 @@ from weft.world import LATE, PATIENCE
 
 
 def ranks(fn: Callable[[SharedMemoryExchange], Any], size: int = 2, seconds: float = 20.0) -> list[Any]:
-    """`fn` on threads, each with a Board of its own over one file."""
+    """`fn` on threads, each with a SharedMemoryExchange of its own over one file."""
     slots: list[Any] = [None] * size
-    meet = threading.Barrier(size, timeout=20)
+    barrier = threading.Barrier(size, timeout=20)
     results: list[Any] = [None] * size
 
     def main(rank: int) -> None:
         def exchange(obj: object) -> list[object]:
             slots[rank] = obj
-            meet.wait()
+            barrier.wait()
             seen = list(slots)
-            meet.wait()
+            barrier.wait()
             return seen
 
         try:
-            made = SharedMemoryExchange.shared(rank, size, seconds, exchange)
-            assert made is not None
-            results[rank] = fn(made)
+            shm = SharedMemoryExchange.shared(rank, size, seconds, exchange)
+            assert shm is not None
+            results[rank] = fn(shm)
         except BaseException as e:
             results[rank] = e
 
@@ -67,16 +67,16 @@ def test_what_is_said_is_heard_in_order_by_all_and_the_file_has_no_name() -> Non
     """More than there are slots, of all lengths, by ranks that are late at random."""
     before = set(boards.FOLDER.glob("weft-*"))
 
-    def say(rank: int, i: int) -> bytes:
+    def message_of(rank: int, i: int) -> bytes:
         return bytes([rank, i % 251]) * ((i * 37) % (BYTES // 2 + 1))
 
-    def main(board: SharedMemoryExchange) -> bool:
-        draw = random.Random(board.rank)
+    def main(shm: SharedMemoryExchange) -> bool:
+        draw = random.Random(shm.rank)
         for i in range(10 * LEAD):
-            board.post(say(board.rank, i))
+            shm.post(message_of(shm.rank, i))
             if draw.random() < 0.05:
                 time.sleep(0.002)
-            assert board.collect(None) == [say(r, i) for r in range(3)], i
+            assert shm.collect(None) == [message_of(r, i) for r in range(3)], i
         return True
 
     assert ranks(main, 3) == [True] * 3
@@ -86,16 +86,16 @@ def test_what_is_said_is_heard_in_order_by_all_and_the_file_has_no_name() -> Non
 def test_a_rank_that_is_late_is_not_waited_for() -> None:
     late = threading.Event()
 
-    def main(board: SharedMemoryExchange) -> Any:
-        if board.rank:
+    def main(shm: SharedMemoryExchange) -> Any:
+        if shm.rank:
             late.wait(20)
-            board.post(b"1")
-            return board.collect(None)
-        board.post(b"0")
+            shm.post(b"1")
+            return shm.collect(None)
+        shm.post(b"0")
         begin = time.monotonic()
-        assert board.collect(0.01) is None and board.collect(0.0) is None and time.monotonic() - begin < 1
+        assert shm.collect(0.01) is None and shm.collect(0.0) is None and time.monotonic() - begin < 1
         late.set()
-        return board.collect(None)
+        return shm.collect(None)
 
     assert ranks(main) == [[b"0", b"1"]] * 2
 
@@ -103,32 +103,30 @@ def test_a_rank_that_is_late_is_not_waited_for() -> None:
 def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
     """One says LEAD things before it hears the first, again and again; the other hears each at once."""
 
-    def main(board: SharedMemoryExchange) -> bool:
-        step = 1 if board.rank else LEAD
-        for first in range(0, 4 * LEAD, step):
-            for i in range(first, first + step):
-                board.post(b"%d" % i)
-            for i in range(first, first + step):
-                assert board.collect(None) == [b"%d" % i] * 2
+    def main(shm: SharedMemoryExchange) -> bool:
+        step = 1 if shm.rank else LEAD
+        for batch_start in range(0, 4 * LEAD, step):
+            for i in range(batch_start, batch_start + step):
+                shm.post(b"%d" % i)
+            for i in range(batch_start, batch_start + step):
+                assert shm.collect(None) == [b"%d" % i] * 2
         for _ in range(LEAD):
-            board.post(b"")
+            shm.post(b"")
         with pytest.raises(AssertionError, match="collect first"):
-            board.post(b"")
+            shm.post(b"")
         return True
 
     assert ranks(main) == [True, True]
 
 
 def test_half_a_slot_is_not_taken() -> None:
-    def main(board: SharedMemoryExchange) -> Any:
-        board.post(b"whole")
-        while board.collect(1.0) is None:
+    def main(shm: SharedMemoryExchange) -> Any:
+        shm.post(b"whole")
+        while shm.collect(1.0) is None:
             pass
-        board.post(b"again")
-        board.memory[board._offset(board.rank, 1) + boards._HEAD.size] ^= (
-            1  # as where the head was seen before what it is of
-        )
-        return board._next(board.rank)
+        shm.post(b"again")
+        shm.memory[shm._offset(shm.rank, 1) + boards._HEAD.size] ^= 1  # as where the head was seen before what it is of
+        return shm._next(shm.rank)
 
     assert ranks(main) == [None, None]
 
@@ -136,14 +134,14 @@ def test_half_a_slot_is_not_taken() -> None:
 def test_waits_are_bounded() -> None:
     done = threading.Event()
 
-    def main(board: SharedMemoryExchange) -> str:
-        if board.rank:
+    def main(shm: SharedMemoryExchange) -> str:
+        if shm.rank:
             done.wait(20)
             return ""
-        board.post(b"x")
+        shm.post(b"x")
         try:
             with pytest.raises(Timeout) as caught:
-                board.collect(None)
+                shm.collect(None)
         finally:
             done.set()
         return str(caught.value)
@@ -151,10 +149,10 @@ def test_waits_are_bounded() -> None:
     assert "not every rank joined within 0.05 s" in ranks(main, seconds=0.05)[0]
 
 
-def _other(path: str, ready: Any) -> None:
+def _second_rank(path: str, ready: Any) -> None:
     with open(path, "r+b") as file:
-        board = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
-        board.post(b"here")
+        shm = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
+        shm.post(b"here")
         ready.set()
         time.sleep(0.2)
 
@@ -165,26 +163,26 @@ def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(bytes(2 * (boards._PART + boards._SLOT)))
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
-    other = context.Process(target=_other, args=(str(path), ready))
-    other.start()
+    process = context.Process(target=_second_rank, args=(str(path), ready))
+    process.start()
     with open(path, "r+b") as file:
-        board = SharedMemoryExchange(file.fileno(), 0, 2, 60.0)
+        shm = SharedMemoryExchange(file.fileno(), 0, 2, 60.0)
         assert ready.wait(60)
-        board.post(b"hello")
-        assert board.collect(None) == [b"hello", b"here"]
-        board.post(b"again")
+        shm.post(b"hello")
+        assert shm.collect(None) == [b"hello", b"here"]
+        shm.post(b"again")
         begin = time.monotonic()
         with pytest.raises(Timeout, match="rank 0: the connection to a rank is lost: rank 1 has ended"):
-            board.collect(None)
+            shm.collect(None)
         assert time.monotonic() - begin < 30
-    other.join()
+    process.join()
 
 
 def _killed(path: str, ready: Any, child: Any) -> None:
     """A rank with a worker, such as a DataLoader's, that is killed and so does not end it."""
     with open(path, "r+b") as file:
-        board = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
-        board.post(b"here")
+        shm = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
+        shm.post(b"here")
         pid = os.fork()
         if not pid:
             time.sleep(60)
@@ -200,17 +198,17 @@ def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Pat
     path.write_bytes(bytes(2 * (boards._PART + boards._SLOT)))
     context = multiprocessing.get_context("spawn")
     ready, child = context.Event(), context.Value("i", 0)
-    other = context.Process(target=_killed, args=(str(path), ready, child))
-    other.start()
+    process = context.Process(target=_killed, args=(str(path), ready, child))
+    process.start()
     with open(path, "r+b") as file:
-        board = SharedMemoryExchange(file.fileno(), 0, 2, 15.0)
+        shm = SharedMemoryExchange(file.fileno(), 0, 2, 15.0)
         assert ready.wait(60)
         for _ in range(2):
-            board.post(b"hello")
-        board.collect(None)
+            shm.post(b"hello")
+        shm.collect(None)
         with pytest.raises(Timeout, match="rank 1 has ended"):
-            board.collect(None)
-    other.join()
+            shm.collect(None)
+    process.join()
     os.kill(child.value, signal.SIGKILL)  # it lives, or this raises
 
 
@@ -223,55 +221,55 @@ def test_what_hosts_exchange_goes_by_the_board_and_what_is_long_by_messages() ->
     """A rank that told something while others exchange keeps none of them waiting for messages."""
     sent: list[bytes] = []
 
-    def main(board: SharedMemoryExchange) -> Any:
+    def main(shm: SharedMemoryExchange) -> Any:
         backend = CudaBackend.__new__(CudaBackend)
-        backend.rank, backend.size, backend._shm = board.rank, 2, board
+        backend.rank, backend.size, backend._shm = shm.rank, 2, shm
 
         def messages(data: bytes) -> list[Any]:
             sent.append(data)
             return ["by messages"] * 2
 
         backend._exchange_messages = messages  # type: ignore[method-assign]
-        short = backend.exchange(("short", board.rank))
-        long = backend.exchange(b"x" * (2 * BYTES if board.rank else 1))  # that of one rank is
+        short = backend.exchange(("short", shm.rank))
+        long = backend.exchange(b"x" * (2 * BYTES if shm.rank else 1))  # that of one rank is
         post: Any = backend.post
         assert post(b"x" * BYTES) is None
-        told = post(("a", 1))(None)
-        post("late")(0.0) if board.rank else None
-        mixed = post("here")(None) if board.rank == 0 else None
-        again = backend.exchange(b"x" * 2 * BYTES) if board.rank == 0 else post("told")(None)
-        return short, long, told, mixed, again
+        collected = post(("a", 1))(None)
+        post("late")(0.0) if shm.rank else None
+        mixed = post("here")(None) if shm.rank == 0 else None
+        again = backend.exchange(b"x" * 2 * BYTES) if shm.rank == 0 else post("told")(None)
+        return short, long, collected, mixed, again
 
-    first, second = ranks(main)
-    assert first[:3] == second[:3] == ([("short", 0), ("short", 1)], ["by messages"] * 2, [("a", 1)] * 2)
-    assert len(sent) == 2 and first[3] == ["here", "late"]
-    assert first[4] == second[4] == ["something longer", "told"]
+    rank_0, rank_1 = ranks(main)
+    assert rank_0[:3] == rank_1[:3] == ([("short", 0), ("short", 1)], ["by messages"] * 2, [("a", 1)] * 2)
+    assert len(sent) == 2 and rank_0[3] == ["here", "late"]
+    assert rank_0[4] == rank_1[4] == ["something longer", "told"]
 
 
 def test_what_is_told_at_length_is_not_taken_for_what_was_told_before() -> None:
     """One rank is late for a short call; then comes one of which there is too much to say for a slot."""
-    meet, slots = threading.Barrier(2, timeout=20), [b""] * 2
+    barrier, slots = threading.Barrier(2, timeout=20), [b""] * 2
 
-    def main(board: SharedMemoryExchange) -> bool:
+    def main(shm: SharedMemoryExchange) -> bool:
         backend = CudaBackend.__new__(CudaBackend)
-        backend.rank, backend.size, backend._shm, backend.device = board.rank, 2, board, torch.device("cpu")
+        backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
 
         def messages(data: bytes) -> list[Any]:
-            slots[board.rank] = data
-            meet.wait()
+            slots[shm.rank] = data
+            barrier.wait()
             return [pickle.loads(slot) for slot in slots]
 
         backend._exchange_messages = messages  # type: ignore[method-assign]
         backend.name_counters = lambda describe: None  # type: ignore[method-assign]
         backend.capturing = lambda: False  # type: ignore[method-assign]
         world = weft.World(backend)
-        if board.rank:
+        if shm.rank:
             time.sleep(20 * PATIENCE)
         for fields in (dict(rows=8), dict(rows=tuple(range(BYTES)))):
             world.post_call("call", **fields)
         world.post_call("another")
         world._collect(None)
-        return bool(slots[0]) and board.post_count == board.collect_count
+        return bool(slots[0]) and shm.post_count == shm.collect_count
 
     assert ranks(main) == [True] * 2
 
@@ -281,31 +279,31 @@ def test_what_is_told_at_length_is_not_taken_for_what_was_told_before() -> None:
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank is there within any patience at the call itself: it is compared at the next check."""
 
-    def tell(self: EmulatedBackend, obj: Any) -> Callable[[float | None], list[Any] | None]:
-        def heard(patience: float | None) -> list[Any] | None:
+    def late_post(self: EmulatedBackend, obj: Any) -> Callable[[float | None], list[Any] | None]:
+        def collect(patience: float | None) -> list[Any] | None:
             return None if patience == PATIENCE else self.exchange(obj)
 
-        return heard
+        return collect
 
-    monkeypatch.setattr(EmulatedBackend, "post", tell)
+    monkeypatch.setattr(EmulatedBackend, "post", late_post)
     monkeypatch.setattr(EmulatedBackend, "compares", False)  # which tells at the call itself
 
 
 def refused(fn: Callable[[weft.World], object], size: int = 2) -> list[str]:
     """What each rank's Mismatch says."""
-    said = [""] * size
+    messages = [""] * size
 
     def rank(world: weft.World) -> None:
         try:
             fn(world)
         except Mismatch as e:
-            said[world.rank] = str(e)
+            messages[world.rank] = str(e)
             world.backend.exchange("both")  # each has its own
             raise
 
     with pytest.raises(Mismatch):
         weft.spmd(rank, size, backend="emulated")
-    return said
+    return messages
 
 
 KINDS = [(op, kind) for op in collectives() for kind in REGISTRY[op].kinds if op != "matmul_all_to_all"]
@@ -332,13 +330,17 @@ def test_late_ranks_that_disagree_raise_at_the_next_check(
     monkeypatch.setattr(
         type(REGISTRY[op]), "execute", lambda self, world, *a: (launched.append(world.rank), run(self, world, *a))[1]
     )
-    said = refused(main)
+    messages = refused(main)
     plan = next(kind_ for kind_ in REGISTRY[op].runs if kind_.kind == kind)
     # Calls that ranks agreed on. Those by the library alone go by `direct`; shards are too small to be awaited, and ranks
     # of one node have no second level.
     before = 0 if kind in ("sequential", "awaiting", "two_level") else 2
     assert len(launched) - before == (2 if plan.bounded else 0), "where the library would wait for ever nothing runs"
-    assert said[0] == said[1] and f"rank 0: {op} {differ}=" in said[0] and f"rank 1: {op} {differ}=" in said[0], said
+    assert (
+        messages[0] == messages[1]
+        and f"rank 0: {op} {differ}=" in messages[0]
+        and f"rank 1: {op} {differ}=" in messages[0]
+    ), messages
 
 
 @pytest.mark.usefixtures("late")
@@ -399,49 +401,53 @@ def test_a_call_that_ranks_disagreed_on_is_decided_anew() -> None:
 
 
 # -- ranks whose waits expire, or that are in other calls --------------------------------------------------------------
-def stuck(board: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
+def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
     """A rank's backend with a record of its GPU: of what it waited for and saw of the other rank."""
     backend = CudaBackend.__new__(CudaBackend)
-    backend.rank, backend.size, backend._shm, backend._waits = board.rank, 2, board, None
-    record: Any = SimpleNamespace(words=[flag, 4096, *words, tile, 1 - board.rank, 0])
+    backend.rank, backend.size, backend._shm, backend._waits = shm.rank, 2, shm, None
+    record: Any = SimpleNamespace(words=[flag, 4096, *words, tile, 1 - shm.rank, 0])
     backend.record_words = record
-    backend.describe = lambda address: f"channel 7 of all_gather_matmul [{4 + board.rank}] x 8"
+    backend.describe = lambda address: f"channel 7 of all_gather_matmul [{4 + shm.rank}] x 8"
     backend.disagreement = lambda words: Mismatch(f"ranks disagree: {sorted(words.items())}")
     return backend
 
 
-@pytest.mark.parametrize("other", ["waits", "does not"])
-def test_an_expired_wait_says_first_what_other_ranks_wait_in(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
-    monkeypatch.setattr(cuda, "GRACE", 20.0 if other == "waits" else 0.1)
+@pytest.mark.parametrize("rank_1_state", ["waits", "does not"])
+def test_an_expired_wait_says_first_what_other_ranks_wait_in(
+    monkeypatch: pytest.MonkeyPatch, rank_1_state: str
+) -> None:
+    monkeypatch.setattr(cuda, "GRACE", 20.0 if rank_1_state == "waits" else 0.1)
 
-    def main(board: SharedMemoryExchange) -> str:
-        if board.rank and other != "waits":
+    def main(shm: SharedMemoryExchange) -> str:
+        if shm.rank and rank_1_state != "waits":
             return ""
-        backend = stuck(board, EXPIRED, (9, 8))
+        backend = stuck(shm, EXPIRED, (9, 8))
         for _ in range(2):  # every later check says the same
             with pytest.raises(Timeout) as raised:
                 backend.check()
         return str(raised.value)
 
-    said = ranks(main)
-    lines = said[0].splitlines()
-    first, last = lines[0], lines[-1]
-    assert re.search("^rank 0: a wait on channel 7 of all_gather_matmul .*stands at 8, needs 9; rank 1 did not", last)
-    if other == "waits":
-        assert "ranks disagree" in first
-        assert "rank 0 in all_gather_matmul [4] x 8; rank 1 in all_gather_matmul [5] x 8" in first
-        assert said[1].splitlines()[0] == first
+    messages = ranks(main)
+    lines = messages[0].splitlines()
+    first_line, last_line = lines[0], lines[-1]
+    assert re.search(
+        "^rank 0: a wait on channel 7 of all_gather_matmul .*stands at 8, needs 9; rank 1 did not", last_line
+    )
+    if rank_1_state == "waits":
+        assert "ranks disagree" in first_line
+        assert "rank 0 in all_gather_matmul [4] x 8; rank 1 in all_gather_matmul [5] x 8" in first_line
+        assert messages[1].splitlines()[0] == first_line
     else:
-        assert first == last
+        assert first_line == last_line
 
 
 def test_a_call_that_differs_is_a_mismatch_and_one_that_does_not_come_is_counted() -> None:
-    def main(board: SharedMemoryExchange) -> list[str]:
+    def main(shm: SharedMemoryExchange) -> list[str]:
         call = 3 << NUMBER_BITS
         with pytest.raises(Mismatch) as differs:
-            stuck(board, DIFFERS, (call + 5 + board.rank, call + 6 - board.rank), CALL).check()
+            stuck(shm, DIFFERS, (call + 5 + shm.rank, call + 6 - shm.rank), CALL).check()
         with pytest.raises(Timeout) as late:
-            stuck(board, EXPIRED, (call + 5, call - (1 << NUMBER_BITS) + 5), CALL).check()
+            stuck(shm, EXPIRED, (call + 5, call - (1 << NUMBER_BITS) + 5), CALL).check()
         return [str(differs.value), str(late.value).splitlines()[-1]]
 
     differs, late = ranks(main)[0]
@@ -450,10 +456,10 @@ def test_a_call_that_differs_is_a_mismatch_and_one_that_does_not_come_is_counted
 
 
 def test_hosts_compare_every_call_where_they_are_asked_to() -> None:
-    def main(board: SharedMemoryExchange) -> Any:
+    def main(shm: SharedMemoryExchange) -> Any:
         backend = CudaBackend.__new__(CudaBackend)
-        backend.rank, backend.size, backend._shm = board.rank, 2, board
-        same, other = backend.compared(("op", 4)), backend.compared(("op", 4 + board.rank))
-        return same, other
+        backend.rank, backend.size, backend._shm = shm.rank, 2, shm
+        same, different = backend.compared(("op", 4)), backend.compared(("op", 4 + shm.rank))
+        return same, different
 
     assert ranks(main) == [(None, {0: ("op", 4), 1: ("op", 5)})] * 2

@@ -47,10 +47,10 @@ def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, **option
 
 @given(groups=st.lists(st.integers(1, 5), max_size=5), waves=st.integers(1, 40))
 def test_a_partition_covers_the_waves(groups: list[int], waves: int) -> None:
-    made = partition(groups, waves)
-    assert sum(made) == waves and min(made) >= 1
+    group_sizes = partition(groups, waves)
+    assert sum(group_sizes) == waves and min(group_sizes) >= 1
     if sum(groups) == waves:
-        assert made == tuple(groups)
+        assert group_sizes == tuple(groups)
 
 
 def test_partitions() -> None:
@@ -61,42 +61,44 @@ def test_partitions() -> None:
 
 @settings(deadline=None)
 @given(
-    owners=st.integers(1, 8), each=st.integers(1, 60), programs=st.integers(1, 30),
+    owners=st.integers(1, 8), tiles_per_owner=st.integers(1, 60), programs=st.integers(1, 30),
     groups=st.lists(st.integers(1, 4), max_size=4), unit=st.integers(1, 12),
 )  # fmt: skip
-def test_a_schedule(owners: int, each: int, programs: int, groups: list[int], unit: int) -> None:
+def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: list[int], unit: int) -> None:
     """Slots are a permutation within each group, owner after owner; every program signals each group it works on once, with its
     last tile of it."""
-    tiles = owners * each
-    made = schedule(tiles, programs, groups, owners, unit)
-    assert made.bounds[0] == 0 and made.bounds[-1] == tiles
-    assert len(made.arrivals) == len(made.bounds) - 1 and len(made.program_groups) == programs
-    slots = slots_of(made, owners)
+    tiles = owners * tiles_per_owner
+    tile_schedule = schedule(tiles, programs, groups, owners, unit)
+    assert tile_schedule.bounds[0] == 0 and tile_schedule.bounds[-1] == tiles
+    assert (
+        len(tile_schedule.arrivals) == len(tile_schedule.bounds) - 1 and len(tile_schedule.program_groups) == programs
+    )
+    slots = slots_of(tile_schedule, owners)
     assert sorted(slots) == list(range(tiles))
-    for g, (lo, hi) in enumerate(pairwise(made.bounds)):
+    for g, (lo, hi) in enumerate(pairwise(tile_schedule.bounds)):
         assert hi > lo and lo % owners == 0 and lo % unit == 0
         share = (hi - lo) // owners
         for t in range(lo, hi):
             assert lo <= slots[t] < hi and (slots[t] - lo) // share == t % owners
-        mine = [slots[t] - lo for t in range(lo, hi) if t % owners == 0]
-        assert mine == list(range(share)), "an owner's tiles keep their order"
+        owner_slots = [slots[t] - lo for t in range(lo, hi) if t % owners == 0]
+        assert owner_slots == list(range(share)), "an owner's tiles keep their order"
         workers = {t % programs: t for t in range(lo, hi)}  # with their last tiles
         assert {
-            p: entry.last_tile for p in range(programs) for entry in made.program_groups[p] if entry.group == g
+            p: entry.last_tile for p in range(programs) for entry in tile_schedule.program_groups[p] if entry.group == g
         } == workers
-        assert made.arrivals[g] == len(workers)
-    assert all(a.last_tile < b.last_tile for entries in made.program_groups for a, b in pairwise(entries))
+        assert tile_schedule.arrivals[g] == len(workers)
+    assert all(a.last_tile < b.last_tile for entries in tile_schedule.program_groups for a, b in pairwise(entries))
 
 
-def slots_of(made: Schedule, owners: int) -> list[int]:
+def slots_of(tile_schedule: Schedule, owners: int) -> list[int]:
     """Where signaled_gemm stores each tile, by how it goes through a program's entries."""
-    slots = [-1] * made.bounds[-1]
-    for p, entries in enumerate(made.program_groups):
+    slots = [-1] * tile_schedule.bounds[-1]
+    for p, entries in enumerate(tile_schedule.program_groups):
         left = list(entries)
-        for t in range(p, len(slots), len(made.program_groups)):
-            last, _, first, each = left[0]
-            slots[t] = first + (t - first) % owners * each + (t - first) // owners
-            if t == last:
+        for t in range(p, len(slots), len(tile_schedule.program_groups)):
+            last_tile, _, first_slot, slots_per_owner = left[0]
+            slots[t] = first_slot + (t - first_slot) % owners * slots_per_owner + (t - first_slot) // owners
+            if t == last_tile:
                 left.pop(0)
         assert not left
     return slots
@@ -106,17 +108,19 @@ def slots_of(made: Schedule, owners: int) -> list[int]:
 
 
 @functools.cache
-def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, **more: Any) -> list[float]:
-    return emulate(lambda world: case(world, op, rows, n, k, "sequential", **more), len(rows), run)
+def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, **options: Any) -> list[float]:
+    return emulate(lambda world: case(world, op, rows, n, k, "sequential", **options), len(rows), run)
 
 
-def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **more: Any) -> None:
+def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **options: Any) -> None:
     """The plan's error on every rank beside sequential's."""
-    got = emulate(lambda world: case(world, op, rows, n, k, plan, **more), len(rows), run)
-    base = sequential_errors(op, tuple(rows), n, k, run, **more)
+    plan_errors = emulate(lambda world: case(world, op, rows, n, k, plan, **options), len(rows), run)
+    base = sequential_errors(op, tuple(rows), n, k, run, **options)
     assert max(base) < 5e-3
-    for mine, its in zip(got, base, strict=True):
-        assert mine <= 1.5 * its + 1e-9, f"{op} {plan} {list(rows)} x {n} x {k}: {got}, sequential {base}"
+    for plan_error, base_error in zip(plan_errors, base, strict=True):
+        assert plan_error <= 1.5 * base_error + 1e-9, (
+            f"{op} {plan} {list(rows)} x {n} x {k}: {plan_errors}, sequential {base}"
+        )
 
 
 PLANS: list[str | Plan] = [
@@ -213,9 +217,9 @@ def test_copies_move_what_they_can_and_the_rest_is_sequential(caplog: Any) -> No
 def test_where_one_ranks_output_begins_does_not_divide_the_ranks(copies: bool) -> None:
     def main(world: weft.World) -> float:
         x, w = draw(world.rank, 48, 24), draw(50 + world.rank, 40, 24)
-        lies = world.empty((48 * 40 + 4,), torch.bfloat16)[4 * world.rank :][: 48 * 40].view(48, 40)
-        got = weft.matmul_all_reduce(x, w, world=world, plan=replace(S, copies=copies), out=lies)
-        return distance(got, weft.matmul_all_reduce(x, w, world=world, plan="sequential"))
+        out = world.empty((48 * 40 + 4,), torch.bfloat16)[4 * world.rank :][: 48 * 40].view(48, 40)
+        actual = weft.matmul_all_reduce(x, w, world=world, plan=replace(S, copies=copies), out=out)
+        return distance(actual, weft.matmul_all_reduce(x, w, world=world, plan="sequential"))
 
     assert max(emulate(main, 2)) < 5e-3
 
@@ -226,8 +230,8 @@ def test_schedules(op: str, seed: int) -> None:
     """Several calls, often preempted: nothing is reported, and the result is right."""
     for copies, rows in ((False, [30, 29, 29]), (True, [32] * 3)):
         plan = replace(S, groups=((), (1, 1), (2,))[seed % 3], copies=copies)
-        found = emulate(lambda w, p=plan, r=rows: case(w, op, r, 72, 24, p, calls=4), 3, seed, preempt=0.2)
-        assert max(found) < 5e-3
+        rank_errors = emulate(lambda w, p=plan, r=rows: case(w, op, r, 72, 24, p, calls=4), 3, seed, preempt=0.2)
+        assert max(rank_errors) < 5e-3
 
 
 @pytest.mark.parametrize("seed", some(range(4)))
@@ -267,53 +271,53 @@ def test_same_inputs_same_bits(op: str) -> None:
 # -- schedules that are wrong ------------------------------------------------------------------------------------------
 
 
-def changed_entry(made: Schedule, p: int, i: int, **new: int) -> Schedule:
+def changed_entry(tile_schedule: Schedule, p: int, i: int, **new: int) -> Schedule:
     """With entry i of program p changed."""
-    entries = [list(entries) for entries in made.program_groups]
+    entries = [list(entries) for entries in tile_schedule.program_groups]
     entries[p][i] = entries[p][i]._replace(**new)
-    return replace(made, program_groups=tuple(map(tuple, entries)))
+    return replace(tile_schedule, program_groups=tuple(map(tuple, entries)))
 
 
-def early(made: Schedule) -> Schedule:
+def early(tile_schedule: Schedule) -> Schedule:
     """A program signals a group one tile before its last tile of it."""
     p, i = next(
         (p, i)
-        for p, entries in enumerate(made.program_groups)
+        for p, entries in enumerate(tile_schedule.program_groups)
         for i, entry in enumerate(entries)
         if entry.last_tile - 5 >= entry.first_tile
     )
-    return changed_entry(made, p, i, last_tile=made.program_groups[p][i].last_tile - 5)
+    return changed_entry(tile_schedule, p, i, last_tile=tile_schedule.program_groups[p][i].last_tile - 5)
 
 
-def twice(made: Schedule) -> Schedule:
+def twice(tile_schedule: Schedule) -> Schedule:
     """Two tiles of a group share a slot, and one slot stays empty."""
-    return changed_entry(made, 1, 0, tiles_per_owner=made.program_groups[1][0].tiles_per_owner - 1)
+    return changed_entry(tile_schedule, 1, 0, tiles_per_owner=tile_schedule.program_groups[1][0].tiles_per_owner - 1)
 
 
-def swapped(made: Schedule) -> Schedule:
+def swapped(tile_schedule: Schedule) -> Schedule:
     """A program's tiles of two groups have changed places."""
-    first = [entry.first_tile for entry in made.program_groups[0]]
-    return changed_entry(changed_entry(made, 0, 0, first_tile=first[1]), 0, 1, first_tile=first[0])
+    first_tiles = [entry.first_tile for entry in tile_schedule.program_groups[0]]
+    return changed_entry(changed_entry(tile_schedule, 0, 0, first_tile=first_tiles[1]), 0, 1, first_tile=first_tiles[0])
 
 
-def short(made: Schedule) -> Schedule:
+def short(tile_schedule: Schedule) -> Schedule:
     """A wait for one program less."""
-    return replace(made, arrivals=(made.arrivals[0] - 1, *made.arrivals[1:]))
+    return replace(tile_schedule, arrivals=(tile_schedule.arrivals[0] - 1, *tile_schedule.arrivals[1:]))
 
 
-def long(made: Schedule) -> Schedule:
-    return replace(made, arrivals=(made.arrivals[0] + 1, *made.arrivals[1:]))
+def long(tile_schedule: Schedule) -> Schedule:
+    return replace(tile_schedule, arrivals=(tile_schedule.arrivals[0] + 1, *tile_schedule.arrivals[1:]))
 
 
-def wrong_group(made: Schedule) -> Schedule:
+def wrong_group(tile_schedule: Schedule) -> Schedule:
     """One program counts another group up."""
-    return changed_entry(made, 0, 0, group=1)
+    return changed_entry(tile_schedule, 0, 0, group=1)
 
 
-def cut(made: Schedule) -> Schedule:
+def cut(tile_schedule: Schedule) -> Schedule:
     """The first group's collective takes a tile too many."""
-    step = made.bounds[-1] // 2 if len(made.bounds) == 2 else 6
-    return replace(made, bounds=(0, made.bounds[1] + step, *made.bounds[2:]))
+    step = tile_schedule.bounds[-1] // 2 if len(tile_schedule.bounds) == 2 else 6
+    return replace(tile_schedule, bounds=(0, tile_schedule.bounds[1] + step, *tile_schedule.bounds[2:]))
 
 
 BROKEN = [early, short, long, wrong_group, cut]
@@ -475,14 +479,14 @@ def test_all_to_all(ranks: int, plan: str | Plan) -> None:
     for i, rows in enumerate(([40] * ranks, [33, 0, 70, 5][:ranks], [100, 1, 0, 2][:ranks], [0] * ranks)):
         for weights in (None, [1, 0, 9, 0][:ranks]):
             to = drawn(i, ranks, rows, weights)
-            found = emulate(lambda w, to=to, i=i: all_to_all_case(w, to, 72, 24, plan, seed=i), ranks, i)
-            assert max(found) < 5e-3
+            rank_errors = emulate(lambda w, to=to, i=i: all_to_all_case(w, to, 72, 24, plan, seed=i), ranks, i)
+            assert max(rank_errors) < 5e-3
     to = drawn(9, ranks, [37] * ranks)
     for n in (40, 39):  # 39: sequential
-        found = emulate(
+        rank_errors = emulate(
             lambda w, n=n: all_to_all_case(w, to, n, 40, plan, bias=True, dtype=torch.float16, into=True), ranks, 1
         )
-        assert max(found) < 1e-3
+        assert max(rank_errors) < 1e-3
 
 
 @pytest.mark.parametrize("seed", some(range(12), 3))
@@ -532,15 +536,16 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
         backend.sm_count, backend.scale = 32, Scale()
         x, w, bias = draw(world.rank, 40, 24), draw(50 + world.rank, 72, 24), draw(9, 72)
         routing = weft.route([i % 2 for i in range(40)], world=world)
-        want = weft.matmul_all_to_all(x, w, destinations=routing, world=world).clone()
+        expected = weft.matmul_all_to_all(x, w, destinations=routing, world=world).clone()
         alone = bias if world.rank else None  # a bias is each rank's own
         weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world)
         added = weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world).clone()
         world.exchange(None)
         backend.capturing, exchange, backend.exchange = lambda: True, backend.exchange, None
-        got = weft.matmul_all_to_all(x, w, destinations=routing, world=world)
+        actual = weft.matmul_all_to_all(x, w, destinations=routing, world=world)
         worst = max(
-            distance(got, want), distance(weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world), added)
+            distance(actual, expected),
+            distance(weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world), added),
         )
         backend.exchange = exchange
         return worst < 5e-3 and "pool" in world._buffers
@@ -567,42 +572,42 @@ def test_all_to_all_errors() -> None:
         ):  # fmt: skip
             with pytest.raises(error, match=says):
                 call()
-        first, second = weft.route(good, world=world), weft.route(good[::-1], world=world)
+        routing, reversed_routing = weft.route(good, world=world), weft.route(good[::-1], world=world)
         with pytest.raises(weft.Mismatch, match="routing"):
-            fn(x, w, destinations=second if me else first, world=world)
-        other = weft.World(world.backend, f"another on rank {me}")
+            fn(x, w, destinations=reversed_routing if me else routing, world=world)
+        other_world = weft.World(world.backend, f"another on rank {me}")
         with pytest.raises(ValueError, match="another World"):
-            fn(x, w, destinations=first, world=other)
-        assert first.counts == ((3, 3), (3, 3)) and "destinations" not in repr(first)
+            fn(x, w, destinations=routing, world=other_world)
+        assert routing.counts == ((3, 3), (3, 3)) and "destinations" not in repr(routing)
         assert fn(x, w, destinations=torch.tensor(good), world=world, plan="auto").shape == (6, 40)
 
     emulate(main, 2)
 
 
-def shifted(made: GroupTables) -> GroupTables:
+def shifted(tables: GroupTables) -> GroupTables:
     """A row goes to the place after its own."""
-    made.row_map[1] += 1
-    return made
+    tables.row_map[1] += 1
+    return tables
 
 
-def exchanged(made: GroupTables) -> GroupTables:
+def exchanged(tables: GroupTables) -> GroupTables:
     """Two rows have changed places."""
-    made.row_map[:2] = made.row_map[:2].flip(0)
-    return made
+    tables.row_map[:2] = tables.row_map[:2].flip(0)
+    return tables
 
 
-def mistaken(made: GroupTables) -> GroupTables:
+def mistaken(tables: GroupTables) -> GroupTables:
     """What a group brings begins a row too early, over the last of another's."""
-    sender = 1 - made.signals.ch.state[0].item()
-    made.receive_offsets[1][sender] -= 1
-    return made
+    sender = 1 - tables.signals.ch.state[0].item()
+    tables.receive_offsets[1][sender] -= 1
+    return tables
 
 
-def pulled_early(made: GroupTables) -> GroupTables:
+def pulled_early(tables: GroupTables) -> GroupTables:
     """Of a peer's pool the rows of another group are taken."""
-    sender = 1 - made.signals.ch.state[0].item()
-    made.source_offsets[0][sender] += made.receive_counts[0][sender]
-    return made
+    sender = 1 - tables.signals.ch.state[0].item()
+    tables.source_offsets[0][sender] += tables.receive_counts[0][sender]
+    return tables
 
 
 BROKEN = [early, short, long, wrong_group, shifted, exchanged, mistaken, pulled_early]

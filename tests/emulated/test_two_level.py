@@ -41,18 +41,20 @@ def over_nodes(fn: Callable[[World], Any], nodes: Any = 2, ranks: int = 4, seed:
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("piece_count", [1, 3])
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
-def test_gemms(nodes: int, ranks: int, pieces: int) -> None:
+def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
     """Shards of one length, of several, of none; results in a tensor of their own or in `out`."""
     splits = [[8] * ranks, [5 + r % 3 for r in range(ranks)], [9 * (r == 1) + (r > 2) for r in range(ranks)]]
 
     def main(world: World) -> None:
         for i, rows in enumerate(splits):
             for op in OPS:
-                assert case(world, op, rows, 40, 24, TwoLevel(pieces), bias=i != 1, into=i == 1, calls=2) < BOUND, op
+                assert (
+                    case(world, op, rows, 40, 24, TwoLevel(piece_count), bias=i != 1, into=i == 1, calls=2) < BOUND
+                ), op
 
-    over_nodes(main, nodes, ranks, seed=pieces)
+    over_nodes(main, nodes, ranks, seed=piece_count)
 
 
 def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +102,8 @@ def test_many_schedules(seed: int) -> None:
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_sums(nodes: int, ranks: int) -> None:
     def main(world: World) -> None:
-        for m, pieces in ((1, 3), (7, 1), (2 * ranks + 1, 2)):
-            plan = TwoLevel(pieces)
+        for m, piece_count in ((1, 3), (7, 1), (2 * ranks + 1, 2)):
+            plan = TwoLevel(piece_count)
             for full in (False, True):
                 assert norm_case(world, m, 64, plan, full=full, bias=True, norm="layer", seed=m) < BOUND
             assert norm_case(world, m, 48, plan, residual=False, into="plain", views=True) < BOUND
@@ -135,9 +137,9 @@ def test_gated_and_no_rows() -> None:
         parts, w = [draw(r, 12, 32) for r in range(4)], draw(9, 32, 32) * 0.1
         for plan in (TwoLevel(), TwoLevel(2)):
             y = all_gather_swiglu(parts[world.rank], w, 16, world=world, plan=plan, rows=None)
-            both = (torch.cat(parts).double() @ w.double().t()).view(-1, 1, 2, 16)
+            gate_up = (torch.cat(parts).double() @ w.double().t()).view(-1, 1, 2, 16)
             world.synchronize()
-            assert distance(y, (torch.nn.functional.silu(both[:, :, 0]) * both[:, :, 1]).flatten(1)) < BOUND
+            assert distance(y, (torch.nn.functional.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).flatten(1)) < BOUND
         for op in OPS:
             assert case(world, op, [0] * 4, 32, 32, TwoLevel()) == 0
 
@@ -199,15 +201,15 @@ def test_the_same_bits() -> None:
 
 def test_compiled() -> None:
     def main(world: World) -> None:
-        x, w, own = draw(world.rank, 8, 32), draw(9, 32, 32), draw(1 + world.rank, 2, 32)
+        x, w, shard = draw(world.rank, 8, 32), draw(9, 32, 32), draw(1 + world.rank, 2, 32)
 
-        def both(x: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = weft.all_gather_matmul(own, w, world=world, plan=TwoLevel(2))
+        def two_ops(x: torch.Tensor, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = weft.all_gather_matmul(shard, w, world=world, plan=TwoLevel(2))
             return y, weft.matmul_reduce_scatter(x, w, world=world, plan="two_level")
 
-        graph = torch.compile(both, backend="aot_eager", fullgraph=True)
-        for made, eager in zip(graph(x, own), both(x, own), strict=True):
-            assert torch.equal(made, eager)
+        graph = torch.compile(two_ops, backend="aot_eager", fullgraph=True)
+        for compiled_result, eager in zip(graph(x, shard), two_ops(x, shard), strict=True):
+            assert torch.equal(compiled_result, eager)
 
     over_nodes(main)
 
@@ -332,15 +334,15 @@ def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixt
             assert fp8_case(world, op, [4] * 4, 32, 128, "row", plan) < BOUND
         x, weight = draw(1, 8, 128), draw(2, 128)
         (y, _, scales), same = (
-            weft.all_reduce_rms_norm(x, None, weight, world=world, plan=each, quantize="row")
-            for each in (plan, "sequential")
+            weft.all_reduce_rms_norm(x, None, weight, world=world, plan=norm_plan, quantize="row")
+            for norm_plan in (plan, "sequential")
         )
         assert torch.equal(y.view(torch.uint8), same[0].view(torch.uint8)) and torch.equal(scales, same[2])
 
     over_nodes(main)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (4 if plan == "two_level" else 0), said
-    assert all("sequential instead of two_level" in each and "between nodes" in each for each in said)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (4 if plan == "two_level" else 0), messages
+    assert all("sequential instead of two_level" in message and "between nodes" in message for message in messages)
 
 
 @pytest.mark.parametrize(("us", "plan"), [(80.0, TwoLevel(2)), (100.0, Sequential())])
@@ -364,9 +366,9 @@ def test_auto_takes_what_was_measured_faster(us: float, plan: Plan, monkeypatch:
 
 def test_the_plan_as_text() -> None:
     assert Plan.from_json(TwoLevel(3).to_json()) == plan_of(text_of(TwoLevel(3))) == TwoLevel(3)
-    for pieces in (0, -1):
+    for piece_count in (0, -1):
         with pytest.raises(ValueError, match="pieces"):
-            TwoLevel(pieces)
+            TwoLevel(piece_count)
     with pytest.raises(ValueError, match="pieces means nothing to this op"):
         REGISTRY["matmul_all_to_all"].check_plan(TwoLevel(2))
 
@@ -382,17 +384,17 @@ def reach(world: World, how: str, shared: dict[int, torch.Tensor]) -> None:
     shared[world.rank] = world.zeros((4,), torch.int32)
     world.exchange("allocated")
     if world.rank == 1:
-        stream, other = world.current_stream(), shared[2]
+        stream, peer_memory = world.current_stream(), shared[2]
         if how == "copy":
-            world.copy(shared[1], other, stream)
+            world.copy(shared[1], peer_memory, stream)
         elif how == "call":
-            world.call(lambda: other.add_(1), [other], [other], stream)
+            world.call(lambda: peer_memory.add_(1), [peer_memory], [peer_memory], stream)
         elif how == "signal":
-            world.signal(other[:1], shared[1][:1], stream)
+            world.signal(peer_memory[:1], shared[1][:1], stream)
         elif how == "wait":
-            world.wait(other[:1], shared[1][:1], stream)
+            world.wait(peer_memory[:1], shared[1][:1], stream)
         else:
-            world.launch(store_one, 1, dict(word=other), dict(num_warps=1), stream)
+            world.launch(store_one, 1, dict(word=peer_memory), dict(num_warps=1), stream)
     world.synchronize()
 
 
@@ -410,11 +412,11 @@ def test_collectives_between_nodes_are_events() -> None:
 
     def main(world: World, wait: bool) -> None:
         across, stream, side = world.levels.across, world.current_stream(), world.side_stream("side")
-        mine, all_of = world.empty((4,), torch.float32), world.empty((8,), torch.float32)
+        local, all_of = world.empty((4,), torch.float32), world.empty((8,), torch.float32)
         kept = world.empty((8,), torch.float32)
-        world.call(lambda: mine.fill_(world.rank), [], [mine], stream)
+        world.call(lambda: local.fill_(world.rank), [], [local], stream)
         world.wait_event(side, world.record(stream))
-        across.all_gather(all_of, mine, side)
+        across.all_gather(all_of, local, side)
         if wait:
             world.wait_event(stream, world.record(side))
         world.copy(kept, all_of, stream)

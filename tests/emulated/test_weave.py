@@ -47,8 +47,8 @@ def stages(world: weft.World, parts: int, log: list[tuple[str, int, int, str]]) 
         world.copy(y, partial, world.current_stream())
         return y
 
-    made = [lambda i, y, k=k: compute(k, i, y) for k in range(4)]
-    ys = weave.run(world, ys, made, reduce)
+    stage_fns = [lambda i, y, k=k: compute(k, i, y) for k in range(4)]
+    ys = weave.run(world, ys, stage_fns, reduce)
     kept = [world.empty((rows, width), torch.float32) for _ in ys]
     for y, to in zip(ys, kept, strict=True):
         world.call(lambda y=y, to=to: to.copy_(y), [y], [to], main)
@@ -67,7 +67,7 @@ def test_one_part_is_reduced_under_the_others_compute() -> None:
     whole, _, alone = end_of(1)
     woven, log, halves = end_of(2)
     assert woven < 0.75 * whole
-    order = [(what, k, i) for k in range(4) for i in (0, 1) for what in ("compute", "reduce")]
+    order = [(kind, k, i) for k in range(4) for i in (0, 1) for kind in ("compute", "reduce")]
     assert [entry[:3] for entry in log] == order
     assert {entry[3] for entry in log if entry[0] == "reduce"} == {"weave"}
     assert {entry[3] for entry in log if entry[0] == "compute"} == {"main"}
@@ -112,11 +112,11 @@ def test_a_long_norm_wants_even_parts() -> None:
 def test_no_split_at_whole_steps_is_better(tokens: int, n: int, programs: int, norm: float) -> None:
     p = LayerTimes.of_tiles([(n * 200, 7)], [(n * 300, 9)], tile=(128, 256), time=waves(programs), rows=2048)
     p = LayerTimes(p.step, p.attention, p.mlp, tuple(norm * i for i in range(1, 17)))
-    at = p.split(tokens)
-    assert 0 < at < tokens
+    split = p.split(tokens)
+    assert 0 < split < tokens
     if tokens > 128:
         best = min(p.layer(s, tokens - s) for s in range(128, tokens, 128))
-        assert at % 128 == 0 and p.layer(at, tokens - at) <= 1.01 * best
+        assert split % 128 == 0 and p.layer(split, tokens - split) <= 1.01 * best
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ def test_a_woven_plan_gets_a_split() -> None:
 def test_what_is_no_plan() -> None:
     with pytest.raises(ValueError, match=r"kind 'knitted' is not one of \['plain', 'fused', 'woven', 'sequence'\]"):
         LayerPlan("knitted")
-    for kind, more in (("fused", dict(split=3)), ("sequence", dict(sms=4)), ("sequence", dict(norm="one_shot"))):
+    for kind, options in (("fused", dict(split=3)), ("sequence", dict(sms=4)), ("sequence", dict(norm="one_shot"))):
         with pytest.raises(ValueError, match="only a woven layer is split|a sequence-parallel layer take no sms"):
-            LayerPlan(kind, **more)  # type: ignore[arg-type]
+            LayerPlan(kind, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("parts", [0, 3])
@@ -188,13 +188,13 @@ def test_a_split_keeps_every_token(data: Any, count: int) -> None:
     lengths = tuple(data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)))
     starts = tuple(data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)))
     batch = Batch(lengths, starts, tuple(range(count)))
-    at = data.draw(st.integers(0, batch.tokens))
+    split = data.draw(st.integers(0, batch.tokens))
 
     def tokens(b: Batch) -> list[tuple[int, int]]:
         return [(s, p) for n, p0, s in zip(b.lengths, b.starts, b.slots, strict=True) for p in range(p0, p0 + n)]
 
-    first, rest = batch.split(at)
-    assert first.tokens == at and tokens(first) + tokens(rest) == tokens(batch)
+    prefix, suffix = batch.split(split)
+    assert prefix.tokens == split and tokens(prefix) + tokens(suffix) == tokens(batch)
 
 
 def test_what_is_no_batch() -> None:
@@ -230,9 +230,12 @@ def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
     for (mode, tokens), by_date in runs.items():
         newest = by_date[max(by_date)]
         plan = table.choose(tokens, mode)
-        mine = [
+        plan_times = [
             r["us"]
             for r in newest
             if (p := json.loads(r["plan"])) and (p["kind"], p["sms"], p["norm"]) == (plan.kind, plan.sms, plan.norm)
         ]
-        assert mine and min(mine) <= (1.01 if mode == "graph" else 1.021) * min(r["us"] for r in newest), (tokens, plan)
+        assert plan_times and min(plan_times) <= (1.01 if mode == "graph" else 1.021) * min(r["us"] for r in newest), (
+            tokens,
+            plan,
+        )

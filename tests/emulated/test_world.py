@@ -77,11 +77,11 @@ def emulate(fn: Callable[[weft.World], Any], ranks: int = 2, seed: int = 0, **op
     return weft.spmd(fn, ranks, backend="emulated", seed=seed, **options)
 
 
-def call(world: weft.World, op: str, x: Any = None, w: Any = None, bias: Any = None, **more: Any) -> Any:
+def call(world: weft.World, op: str, x: Any = None, w: Any = None, bias: Any = None, **options: Any) -> Any:
     """`op` with x [8, 16] and weight [16, 16] unless given."""
     x = draw(world.rank, 8, 16) if x is None else x
     w = draw(9, 16, 16) if w is None else w
-    return getattr(weft, op)(x, w, bias, world=world, **{"plan": "fused", **more})
+    return getattr(weft, op)(x, w, bias, world=world, **{"plan": "fused", **options})
 
 
 def caught(fn: Callable[[], Any]) -> Exception | None:
@@ -124,29 +124,29 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "error", "says"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+@pytest.mark.parametrize(("arguments", "error", "says"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 @pytest.mark.parametrize("op", OPS)
 def test_bad_input_is_refused_and_nothing_is_lost(
-    op: str, given: dict[str, Any], error: type[Exception], says: str
+    op: str, arguments: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     """The message quotes what was given; the next call works."""
 
     def main(world: weft.World) -> Exception | None:
-        bad = dict(given)
+        bad = dict(arguments)
         if isinstance(bad.get("out"), str):
             rows = {"all_gather_matmul": 16, "matmul_reduce_scatter": 4, "matmul_all_reduce": 8}[op]
             good = torch.zeros(rows, 16, dtype=BF)
             kinds = {"float": good.float(), "strided": good.t().contiguous().t(), "meta": good.to("meta")}
             bad["out"] = kinds[bad["out"]]
-        found = caught(lambda: call(world, op, **bad))
+        exception = caught(lambda: call(world, op, **bad))
         assert case(world, op, [8, 8], 16, 16) < 5e-3
-        return found
+        return exception
 
-    for found in emulate(main):
-        assert isinstance(found, error), repr(found)
-        assert op in str(found)
+    for exception in emulate(main):
+        assert isinstance(exception, error), repr(exception)
+        assert op in str(exception)
         with pytest.raises(error, match=says):
-            raise found
+            raise exception
 
 
 def test_what_is_no_tensor_is_refused_with_gradients_too() -> None:
@@ -248,8 +248,8 @@ def test_groups_that_do_not_cover_the_world_are_refused(op: str, groups: tuple[i
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, op, draw(world.rank, 8, 16), plan=Decomposed(groups)))
 
-    for found in emulate(main, 4):
-        assert isinstance(found, ValueError) and "groups" in str(found), repr(found)
+    for exception in emulate(main, 4):
+        assert isinstance(exception, ValueError) and "groups" in str(exception), repr(exception)
 
 
 CANNOT = [
@@ -266,8 +266,8 @@ def test_plans_that_cannot_run_are_refused(op: str, change: dict[str, int]) -> N
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, op, plan=changed(SMALL_FUSED[op], **change)))
 
-    for found in emulate(main, sm_count=6):
-        assert isinstance(found, (Unsupported, ValueError)), repr(found)
+    for exception in emulate(main, sm_count=6):
+        assert isinstance(exception, (Unsupported, ValueError)), repr(exception)
 
 
 @pytest.mark.parametrize(
@@ -276,12 +276,12 @@ def test_plans_that_cannot_run_are_refused(op: str, change: dict[str, int]) -> N
 def test_one_rank_is_an_ordinary_gemm(op: str, plan: Any, caplog: Any) -> None:
     def main(world: weft.World) -> float:
         y = call(world, op, draw(0, 5, 12), draw(1, 7, 12), draw(2, 7), plan=plan)
-        want = draw(0, 5, 12).double() @ draw(1, 7, 12).double().t() + draw(2, 7)
+        expected = draw(0, 5, 12).double() @ draw(1, 7, 12).double().t() + draw(2, 7)
         out = torch.zeros(5, 7, dtype=BF)
         assert call(world, op, draw(0, 5, 12), draw(1, 7, 12), draw(2, 7), plan=plan, out=out) is out
         assert torch.equal(out, y)
         assert call(world, op, draw(0, 0, 12), draw(1, 7, 12), plan=plan).shape == (0, 7)
-        return ((y.double() - want).norm() / want.norm()).item()
+        return ((y.double() - expected).norm() / expected.norm()).item()
 
     assert emulate(main, 1)[0] < 5e-3
     with caplog.at_level(logging.WARNING, "weft"):
@@ -332,32 +332,32 @@ DISAGREE: dict[str, Callable[[weft.World, str], Any]] = {
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("what", DISAGREE)
+@pytest.mark.parametrize("difference", DISAGREE)
 @pytest.mark.parametrize("op", OPS)
-def test_a_disagreement_raises_on_every_rank(op: str, what: str, seed: int) -> None:
+def test_a_disagreement_raises_on_every_rank(op: str, difference: str, seed: int) -> None:
     """Before anything is launched: the message holds every rank's call, and the next call works."""
 
     def main(world: weft.World) -> Exception | None:
-        found = caught(lambda: DISAGREE[what](world, op))
+        exception = caught(lambda: DISAGREE[difference](world, op))
         assert case(world, op, [8] * world.size, 16, 16) < 5e-3
-        return found
+        return exception
 
-    for found in emulate(main, 3, seed):
-        assert isinstance(found, Mismatch), repr(found)
-        assert all(f"rank {r}: " in str(found) for r in range(3)) and op in str(found)
+    for exception in emulate(main, 3, seed):
+        assert isinstance(exception, Mismatch), repr(exception)
+        assert all(f"rank {r}: " in str(exception) for r in range(3)) and op in str(exception)
 
 
 def test_a_disagreement_names_what_differs() -> None:
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, "all_gather_matmul", w=draw(1, of_rank(world, 16, 24), 16)))
 
-    for found in emulate(main):
-        assert str(found).endswith("rank 0: all_gather_matmul N=16; rank 1: all_gather_matmul N=24"), found
+    for exception in emulate(main):
+        assert str(exception).endswith("rank 0: all_gather_matmul N=16; rank 1: all_gather_matmul N=24"), exception
 
 
 def test_plans_that_disagree_are_named_by_what_differs() -> None:
     def main(world: weft.World) -> list[str]:
-        x, w, said = draw(world.rank, 8, 16), draw(9, 16, 16), []
+        x, w, messages = draw(world.rank, 8, 16), draw(9, 16, 16), []
         for op, operands, plans in (
             ("all_gather_matmul", (x, w), (SMALL_GATHER, changed(SMALL_GATHER, pull_programs=1, block_k=16))),
             ("all_reduce", (x,), (TwoShotPull(), TwoShotPull(stages=3))),
@@ -365,8 +365,8 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
         ):
             run = functools.partial(getattr(weft, op), *operands, world=world)
             run(plan="sequential")
-            said.append(str(caught(functools.partial(run, plan=of_rank(world, *plans)))))
-        return said
+            messages.append(str(caught(functools.partial(run, plan=of_rank(world, *plans)))))
+        return messages
 
     for gather, reduce, scatter in emulate(main):
         gather = gather.removeprefix("ranks disagree on this call: ")
@@ -383,27 +383,27 @@ def test_ranks_at_different_calls_are_named_in_short() -> None:
 
     def main(world: weft.World) -> list[str]:
         op = functools.partial(call, world, "all_gather_matmul", plan=SMALL_GATHER)
-        other = (
+        other_calls = (
             lambda: weft.route([0], world=world),
             lambda: world.exchange(list(range(1000))),
             lambda: weft.all_reduce(draw(0, 8, 16), world=world),
         )
-        return [str(caught(op if world.rank else do)) for do in other]
+        return [str(caught(op if world.rank else do)) for do in other_calls]
 
-    (routed, _, _), (route, own, reduce) = emulate(main)
+    (routed, _, _), (route, exchange, reduce) = emulate(main)
     assert (
         "rank 0: ('route', '', b" in route
-        and "rank 0: [0, 1, 2" in own
+        and "rank 0: [0, 1, 2" in exchange
         and "rank 0: all_reduce op=all_reduce m=1" in reduce
     )
-    assert max(map(len, (route, own, reduce))) < 700
+    assert max(map(len, (route, exchange, reduce))) < 700
     assert routed.startswith("ranks disagree on this call: rank 0: route; rank 1: all_gather_matmul rows=(8, 8)")
 
 
 def test_a_plan_in_words_is_what_differs_from_its_kind() -> None:
     assert str(FusedGather()) == "FusedGather()" and str(Dispatched()) == "Dispatched()"
-    said = "FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)"
-    assert str(FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)) == said
+    text = "FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)"
+    assert str(FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)) == text
     assert str(Signaled(groups=(1, 2))) == "Signaled(groups=(1, 2))"
 
 
@@ -411,8 +411,8 @@ def test_rows_named_differently_disagree() -> None:
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, "all_gather_matmul", rows=of_rank(world, (8, 8), (4, 8))))
 
-    for found in emulate(main):
-        assert isinstance(found, Mismatch) and "(4, 8)" in str(found)
+    for exception in emulate(main):
+        assert isinstance(exception, Mismatch) and "(4, 8)" in str(exception)
 
 
 def test_order_of_ops_on_first_use() -> None:
@@ -420,8 +420,8 @@ def test_order_of_ops_on_first_use() -> None:
         order = OPS if world.rank else (OPS[1], OPS[0], OPS[2])
         return [caught(lambda op=op: call(world, op)) for op in order]
 
-    for first, second, third in emulate(main):
-        assert isinstance(first, Mismatch) and isinstance(second, Mismatch) and third is None
+    for first_error, second_error, third_error in emulate(main):
+        assert isinstance(first_error, Mismatch) and isinstance(second_error, Mismatch) and third_error is None
 
 
 def test_agreement_costs_one_exchange_a_shape() -> None:
@@ -430,10 +430,10 @@ def test_agreement_costs_one_exchange_a_shape() -> None:
         count, exchange = [0], backend.exchange
         backend.exchange = lambda obj: (count.__setitem__(0, count[0] + 1), exchange(obj))[1]
         call(world, "all_gather_matmul")
-        first = count[0]
+        first_count = count[0]
         for _ in range(3):
             call(world, "all_gather_matmul")
-        assert first > 0 and count[0] == first
+        assert first_count > 0 and count[0] == first_count
 
     emulate(main)
 
@@ -449,9 +449,9 @@ def test_without_symmetric_memory_fused_is_sequential_and_says_so_once(caplog: A
 
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(emulate(main)) < 5e-3
-    said = sorted(r.getMessage() for r in caplog.records)
-    assert len(said) == len(OPS), "once an op"
-    assert all("sequential instead of fused: GPU 0 has no peer access to GPUs [1]" in line for line in said)
+    messages = sorted(r.getMessage() for r in caplog.records)
+    assert len(messages) == len(OPS), "once an op"
+    assert all("sequential instead of fused: GPU 0 has no peer access to GPUs [1]" in line for line in messages)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -494,8 +494,8 @@ def test_a_stored_plan_names_its_class_where_the_kind_has_several() -> None:
     assert "class" not in json.loads(Signaled().to_json())
     for op in OPS:
         assert json.loads(FUSED[op].to_json())["class"] == type(FUSED[op]).__name__
-    given = '{"kind": "fused", "class": "FusedMoe", "tile": {"block_m": 64}}'
-    assert Plan.from_json(given) == FusedMoe(tile=replace(FusedMoe.tile, block_m=64))
+    stored = '{"kind": "fused", "class": "FusedMoe", "tile": {"block_m": 64}}'
+    assert Plan.from_json(stored) == FusedMoe(tile=replace(FusedMoe.tile, block_m=64))
 
 
 @pytest.mark.parametrize(
@@ -518,13 +518,13 @@ def test_a_plan_stored_by_another_version_is_refused(text: str, says: str) -> No
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_plan_of_another_ops_kernel_is_refused(op: str) -> None:
-    others = [FUSED[other] for other in OPS if other != op]
+    others = [FUSED[other_op] for other_op in OPS if other_op != op]
 
     def main(world: weft.World) -> list[Exception | None]:
         return [caught(lambda plan=plan: call(world, op, plan=plan)) for plan in (*others, FusedMoe())]
 
-    for found in emulate(main):
-        assert all(isinstance(e, ValueError) and "is not one of" in str(e) for e in found), found
+    for exceptions in emulate(main):
+        assert all(isinstance(e, ValueError) and "is not one of" in str(e) for e in exceptions), exceptions
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -571,9 +571,9 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
     def main(world: weft.World) -> list[list[str]]:
         backend: Any = world.backend
         x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
-        turned = w if world.rank else w.t().contiguous().t()
+        transposed = w if world.rank else w.t().contiguous().t()
         seen = []
-        for weight, capturing in ((w, False), (w, True), (turned, False), (w, False), (w, True)):
+        for weight, capturing in ((w, False), (w, True), (transposed, False), (w, False), (w, True)):
             backend.capturing, backend.captures = lambda c=capturing: c, lambda stream: True
             ran[world.rank].clear()
             op(world, "auto", (x, weight, None), (None, 0, False, None, False))
@@ -681,7 +681,7 @@ def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -
     def main(world: weft.World) -> Exception | None:
         backend: Any = world.backend
         backend.capturing = lambda: True
-        found = caught(lambda: call(world, op, plan=plan))
+        exception = caught(lambda: call(world, op, plan=plan))
         backend.capturing = lambda: False
         call(world, op, plan=plan)
         exchange, symmetric = backend.exchange, backend.symmetric
@@ -690,11 +690,11 @@ def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -
         call(world, op, plan=plan)
         backend.exchange, backend.symmetric, backend.capturing = exchange, symmetric, lambda: False
         assert case(world, op, [8, 8], 16, 16, plan) < 5e-3
-        return found
+        return exception
 
-    for found in emulate(main):
-        assert isinstance(found, WeftError), repr(found)
-        assert op in str(found) and "before capturing" in str(found)
+    for exception in emulate(main):
+        assert isinstance(exception, WeftError), repr(exception)
+        assert op in str(exception) and "before capturing" in str(exception)
 
 
 # -- workspaces --------------------------------------------------------------------------------------------------------
@@ -702,10 +702,10 @@ def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -
 
 def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None:
     def main(world: weft.World) -> bool:
-        turn = weakref.ref(world.arena(64).epoch)
-        assert world.arena(4096).epoch is not turn()
+        epoch = weakref.ref(world.arena(64).epoch)
+        assert world.arena(4096).epoch is not epoch()
         gc.collect()
-        return turn() is not None
+        return epoch() is not None
 
     assert all(emulate(main))
 
@@ -713,26 +713,26 @@ def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None
 def test_batches_that_grow_row_by_row_do_not_keep_a_workspace_each() -> None:
     def main(world: weft.World) -> list[tuple[str, int]]:
         backend: Any = world.backend
-        made, symmetric = [], backend.symmetric
-        backend.symmetric = lambda nbytes, name: made.append((name, nbytes)) or symmetric(nbytes, name)
+        allocations, symmetric = [], backend.symmetric
+        backend.symmetric = lambda nbytes, name: allocations.append((name, nbytes)) or symmetric(nbytes, name)
         for rows in range(32, 321, 32):  # tiles of 16 rows, on two ranks
             for plan in ("decomposed", "fused"):
                 weft.matmul_reduce_scatter(draw(0, rows, 16), draw(1, 64, 16), world=world, plan=plan)
-        return made
+        return allocations
 
-    for made in emulate(main):
+    for allocations in emulate(main):
         for name, most in (("staging", 320 * 64 * 2), ("arena", 2 * 320 * 64 * 2 + 4096)):
-            sizes = [nbytes for found, nbytes in made if found == name]
+            sizes = [nbytes for buffer_name, nbytes in allocations if buffer_name == name]
             assert 1 < len(sizes) <= 5 and most / 2 < sizes[-1] <= 2 * most, (name, sizes)
 
 
 def test_workspaces_grow_and_are_shared() -> None:
     def main(world: weft.World) -> list[tuple[str, int]]:
         backend: Any = world.backend
-        made, symmetric = [], backend.symmetric
+        allocations, symmetric = [], backend.symmetric
 
         def count(nbytes: int, name: str) -> Any:
-            made.append((name, nbytes))
+            allocations.append((name, nbytes))
             return symmetric(nbytes, name)
 
         backend.symmetric = count
@@ -740,11 +740,11 @@ def test_workspaces_grow_and_are_shared() -> None:
             assert case(world, "all_gather_matmul", [rows] * 2, 16, 256) < 5e-3
             assert case(world, "matmul_reduce_scatter", [rows // 2] * 2, 32, 16) < 5e-3
             assert case(world, "all_gather_matmul", [rows] * 2, 16, 256, "decomposed") < 5e-3
-        return made
+        return allocations
 
-    for made in emulate(main):
+    for allocations in emulate(main):
         sizes: dict[str, list[int]] = {}
-        for name, nbytes in made:
+        for name, nbytes in allocations:
             sizes.setdefault(name, []).append(nbytes)
         assert set(sizes) == {"arena", "channels", "shard"}
         assert all(s == sorted(s) for s in sizes.values()), "only to grow"
@@ -835,7 +835,7 @@ def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) 
     backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None)
     backend.check = lambda: GpuBackend.check(backend)
     backend.left_out = lambda: GpuBackend.left_out(backend)
-    backend.waits_of_all_ranks = lambda own: ["", own]
+    backend.waits_of_all_ranks = lambda own_wait: ["", own_wait]
     backend.record_words = SimpleNamespace(words=np.array(words, np.int64))
     return backend
 
@@ -845,19 +845,21 @@ def test_an_expired_wait_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def main(world: weft.World) -> tuple[int, int, str, str]:
         ch = world.channel("matmul_reduce_scatter 64x64x64", 8, None)
-        at = ch.counters.data_ptr() + 4 * 5
+        counter_address = ch.counters.data_ptr() + 4 * 5
         peer = (int(ch.peers[1 - world.rank]) & ADDRESS) + 4 * 7
-        return at, peer, world._describe(at), world._describe(peer)
+        return counter_address, peer, world._describe(counter_address), world._describe(peer)
 
-    at, peer, own, other = emulate(main)[0]
-    assert own == "channel 5 of matmul_reduce_scatter 64x64x64"
-    assert "channel 7 of matmul_reduce_scatter 64x64x64" in other, "a peer's counter has its name too"
+    counter_address, peer, counter_name, peer_name = emulate(main)[0]
+    assert counter_name == "channel 5 of matmul_reduce_scatter 64x64x64"
+    assert "channel 7 of matmul_reduce_scatter 64x64x64" in peer_name, "a peer's counter has its name too"
     says = r"rank 1: a wait on channel 5 of matmul_reduce.*, tile 12, expired after 2.5 s: counter stands at 3, needs 8; rank 6 did not"
     with pytest.raises(Timeout, match=says):
-        gpu_backend([1, at, 8, 3, 12, 6, 0, 0], lambda address: own if address == at else "?").check()
-    with pytest.raises(Timeout, match=f"a wait on address {at:#x}.*any peer did not arrive"):
-        gpu_backend([1, at, 8, 3, 12, -1, 0, 0]).check()
-    gpu_backend([0, at, 8, 3, 12, 6, 0, 0]).check()
+        gpu_backend(
+            [1, counter_address, 8, 3, 12, 6, 0, 0], lambda address: counter_name if address == counter_address else "?"
+        ).check()
+    with pytest.raises(Timeout, match=f"a wait on address {counter_address:#x}.*any peer did not arrive"):
+        gpu_backend([1, counter_address, 8, 3, 12, -1, 0, 0]).check()
+    gpu_backend([0, counter_address, 8, 3, 12, 6, 0, 0]).check()
     assert timeout_seconds() == 2.5
     monkeypatch.delenv("WEFT_TIMEOUT")
     assert timeout_seconds() == 30
@@ -882,26 +884,26 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     small: list[Any] = []  # which have all of an SM's memory for sharing, so that the others find a place beside them
     monkeypatch.setattr(_triton, "share_all_memory", small.append)
 
-    def made(shared: int) -> Any:
+    def compiled_with(shared: int) -> Any:
         metadata = SimpleNamespace(num_warps=8, shared=shared << 10)
         return SimpleNamespace(metadata=metadata, n_regs=120, _init_handles=lambda: None)
 
     launcher = Launcher(SimpleNamespace(sm_count=132, capability=90, device=None))  # type: ignore[arg-type]
-    kernel = Kernel(made(100))
+    kernel = Kernel(compiled_with(100))
     launcher.load(kernel, 264, {}, {})
     with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 an SM"):
         launcher.load(kernel, 265, {}, {})
     launcher.load(kernel, 265, {}, dict(local=True))  # whose programs wait for nobody
-    large = Kernel(made(180))
+    large = Kernel(compiled_with(180))
     with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 an SM"):
         launcher.load(large, 133, {}, {})
-    launcher.load(Kernel(made(46)), 132, {}, dict(co_resident=True))
+    launcher.load(Kernel(compiled_with(46)), 132, {}, dict(co_resident=True))
     assert len(small) == 1
     launcher.load(large, 132, {}, {})  # 46 and 180 KiB share an SM
-    launcher.load(Kernel(made(48)), 132, {}, dict(co_resident=True))
+    launcher.load(Kernel(compiled_with(48)), 132, {}, dict(co_resident=True))
     with pytest.raises(Unsupported, match="the pull programs do not fit on an SM together with the computing ones"):
         launcher.load(large, 132, {}, {})
-    for alone in (large, Kernel(made(220))):
+    for alone in (large, Kernel(compiled_with(220))):
         launcher.load(alone, 132, {}, {})
 
 
@@ -912,11 +914,11 @@ def test_another_dtype_is_another_variant(monkeypatch: pytest.MonkeyPatch) -> No
     compiled = SimpleNamespace(_init_handles=lambda: loaded.append(True))
     launcher, kernel = Launcher(SimpleNamespace(sm_count=132, capability=90, device=None)), Kernel(compiled)  # type: ignore[arg-type]
 
-    def load(dtype: torch.dtype, given: bool = True) -> bool:
+    def load(dtype: torch.dtype, with_bias: bool = True) -> bool:
         x, channel = torch.empty(8, 64, dtype=dtype), (torch.empty(4, dtype=torch.int32), 7)
         desc = TensorDescriptor(x, [8, 64], [64, 1], [4, 16])
         loaded.clear()
-        launcher.load(kernel, 1, dict(x=x, desc=desc, bias=x if given else None, ch=channel, n=5), {})
+        launcher.load(kernel, 1, dict(x=x, desc=desc, bias=x if with_bias else None, ch=channel, n=5), {})
         return bool(loaded)
 
     assert [load(BF), load(BF), load(torch.float16), load(BF), load(BF, False), load(BF, False)] == [
@@ -937,22 +939,24 @@ def test_a_kernel_that_no_sm_can_hold_is_unsupported() -> None:
 
 def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the thread's current device is, and that stays."""
-    now, launched = [0], []
+    current_device, launched = [0], []
 
     @contextmanager
     def on(device: torch.device) -> Iterator[None]:
-        before, now[0] = now[0], device.index
+        before, current_device[0] = current_device[0], device.index
         yield
-        now[0] = before
+        current_device[0] = before
 
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: now[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current_device[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", on)
     launcher = Launcher(SimpleNamespace(capability=90, device=torch.device("cuda", 2)))  # type: ignore[arg-type]
-    launch = SimpleNamespace(moving=(), variants={(): lambda stream, addresses: launched.append((now[0], stream))})
+    launch = SimpleNamespace(
+        moving=(), variants={(): lambda stream, addresses: launched.append((current_device[0], stream))}
+    )
     for current in (0, 2):
-        now[0] = current
+        current_device[0] = current
         launcher.run(launch, SimpleNamespace(cuda_stream=7), {})  # type: ignore[arg-type]
-        assert now[0] == current
+        assert current_device[0] == current
     assert launched == [(2, 7), (2, 7)]
 
 
@@ -1090,8 +1094,8 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     started: list[dict[str, str]] = []
 
-    def start(main: Any, args: Any, **more: Any) -> Any:
-        started.extend(each for each in args if isinstance(each, dict) and "WEFT_SHARE_GPU" in each)
+    def start(main: Any, args: Any, **options: Any) -> Any:
+        started.extend(argument for argument in args if isinstance(argument, dict) and "WEFT_SHARE_GPU" in argument)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(mp, "start_processes", start)
@@ -1160,10 +1164,10 @@ def of_three(rank: int, port: int) -> None:
     dist.new_group([0, 2])  # rank 1 is in fewer groups than rank 0
     if rank < 2:
         with torch.device("meta"):  # stands for a default device that is a GPU
-            first, again = of_group(pair), of_group(pair)
-            assert first.exchange(rank) == [0, 1]
+            group_backend, again = of_group(pair), of_group(pair)
+            assert group_backend.exchange(rank) == [0, 1]
             assert again.exchange({"rank": "x" * 1000 * rank}) == [{"rank": ""}, {"rank": "x" * 1000}]
-            assert first.exchange([]) == [[], []]
+            assert group_backend.exchange([]) == [[], []]
     everyone = of_group(dist.group.WORLD)
     assert everyone.exchange(rank) == [0, 1, 2]
     with of_gpus(rank):
@@ -1249,23 +1253,23 @@ HERE, SEEN = "host boot", ("a", "b", "c", "d")
 def test_why_ranks_cannot_address_each_other(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Any], says: str | None
 ) -> None:
-    def access(index: int, other: int) -> bool:
-        if max(index, other) > 3:
+    def access(index: int, peer: int) -> bool:
+        if max(index, peer) > 3:
             raise AssertionError("Invalid device id")
-        return {index, other} != {2, 3}
+        return {index, peer} != {2, 3}
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", access)
-    found = _why_unreachable([RankDevice(*rank) for rank in ranks])
-    assert found is None if says is None else says in str(found), found
+    reason = _why_unreachable([RankDevice(*rank) for rank in ranks])
+    assert reason is None if says is None else says in str(reason), reason
 
 
 def test_every_rank_says_once_what_it_has() -> None:
     """Also where only one of them has a reason of its own: two generations of GPUs in a machine."""
-    count, barrier, slots, found = 2, threading.Barrier(2, timeout=10), [None, None], {}
+    count, barrier, slots, outcomes = 2, threading.Barrier(2, timeout=10), [None, None], {}
 
-    def exchange(backend: Any, mine: Any) -> list[Any]:
+    def exchange(backend: Any, value: Any) -> list[Any]:
         backend.asked += 1
-        slots[backend.rank] = mine
+        slots[backend.rank] = value
         barrier.wait()
         return list(slots)
 
@@ -1273,7 +1277,7 @@ def test_every_rank_says_once_what_it_has() -> None:
         backend: Any = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend.device, backend.asked = rank, count, torch.device("cuda", rank), 0
         backend._compare_devices()
-        found[rank] = backend.symmetric_reason, backend.asked
+        outcomes[rank] = backend.symmetric_reason, backend.asked
 
     with (
         mock.patch.object(CudaBackend, "exchange", exchange),
@@ -1288,19 +1292,19 @@ def test_every_rank_says_once_what_it_has() -> None:
         for t in threads:
             t.join()
     reason = "weft's kernels need compute capability 8.0, and this GPU has 7.5 (rank 0)"
-    assert found == {0: (reason, 1), 1: (reason, 1)}
+    assert outcomes == {0: (reason, 1), 1: (reason, 1)}
 
 
-@pytest.mark.parametrize("said", ["30s", "", "inf", "nan", "-1", "0", "1e12"])
-def test_a_bound_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    monkeypatch.setenv("WEFT_TIMEOUT", said)
-    with pytest.raises(ValueError, match=f"WEFT_TIMEOUT={said!r} must be a number of seconds"):
+@pytest.mark.parametrize("setting", ["30s", "", "inf", "nan", "-1", "0", "1e12"])
+def test_a_bound_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", setting)
+    with pytest.raises(ValueError, match=f"WEFT_TIMEOUT={setting!r} must be a number of seconds"):
         timeout_seconds()
 
 
 def test_the_record_of_expired_waits_is_the_hosts_whatever_the_default_device() -> None:
-    def zeros(*size: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:  # there is nothing to pin for here
-        return torch.zeros(*size, **more)
+    def zeros(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:  # there is nothing to pin for here
+        return torch.zeros(*size, **options)
 
     with mock.patch.object(cuda, "torch", SimpleNamespace(zeros=zeros, int64=torch.int64)), torch.device("meta"):
         record = cuda.Record(torch.device("cpu"))
@@ -1321,10 +1325,10 @@ def test_no_operator_runs_on_a_world_that_is_closed() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-@pytest.mark.parametrize("said", ["abc", "0"])
-def test_a_bound_that_is_no_time_is_refused_by_every_backend(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    monkeypatch.setenv("WEFT_TIMEOUT", said)
-    with pytest.raises(ValueError, match=f"WEFT_TIMEOUT={said!r} must be a number of seconds"):
+@pytest.mark.parametrize("setting", ["abc", "0"])
+def test_a_bound_that_is_no_time_is_refused_by_every_backend(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", setting)
+    with pytest.raises(ValueError, match=f"WEFT_TIMEOUT={setting!r} must be a number of seconds"):
         weft.spmd(lambda world: None, 2, backend="emulated")
 
 
@@ -1341,10 +1345,10 @@ def test_spmd_takes_no_function_of_which_a_call_runs_nothing() -> None:
     def generator(world: weft.World) -> Iterator[None]:
         yield
 
-    async def both(world: weft.World) -> AsyncIterator[None]:
+    async def async_generator(world: weft.World) -> AsyncIterator[None]:
         yield
 
-    for fn in (coroutine, generator, both, None):
+    for fn in (coroutine, generator, async_generator, None):
         with pytest.raises(TypeError, match="spmd takes a function of a World that runs when it is called, not "):
             weft.spmd(fn, 2, backend="emulated")  # type: ignore[arg-type]
 

@@ -39,10 +39,10 @@ def test_ops_of_several_parts(seed: int) -> None:
             [(pairs, [2 * (world.rank // 2) + i for i in range(2)]), (world, range(4)), (others, [world.rank % 2, world.rank % 2 + 2])]
             * 2
         ):  # fmt: skip
-            want = torch.stack([draw(10 * call + r, 16, 32).float() for r in ranks]).sum(0)
+            expected = torch.stack([draw(10 * call + r, 16, 32).float() for r in ranks]).sum(0)
             for plan in ("sequential", "one_shot", "decomposed"):
                 worst = max(
-                    worst, distance(weft.all_reduce(draw(10 * call + world.rank, 16, 32), world=w, plan=plan), want)
+                    worst, distance(weft.all_reduce(draw(10 * call + world.rank, 16, 32), world=w, plan=plan), expected)
                 )
         assert one.size == 1
         world.synchronize()

@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.emulated.cases import distance
-from tests.emulated.cases_attention import Given, Shape, attention_case, gradients_case
+from tests.emulated.cases_attention import Inputs, Shape, attention_case, gradients_case
 from weft.plans import HeadParallel, Plan, Segmented
 
 BOUND = 8e-3  # of 16-bit results; of one pass some 3e-3, a merge adds as much at most
@@ -29,8 +29,8 @@ MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, la
 
 def graph_replays(world: weft.World, shape: Shape, plan: str | Plan) -> float:
     """A CUDA graph of two calls with other operands in every replay, as eager calls have them, to the bit."""
-    held = Given(world, shape, 0).there()
-    options = Given(world, shape, 0).options() | dict(plan=plan)
+    held = Inputs(world, shape, 0).local_qkv()
+    options = Inputs(world, shape, 0).options() | dict(plan=plan)
 
     def twice() -> torch.Tensor:
         return weft.gathered_attention(weft.gathered_attention(*held, **options), *held[1:], **options)
@@ -41,7 +41,7 @@ def graph_replays(world: weft.World, shape: Shape, plan: str | Plan) -> float:
         out = twice()
     wrong = 0
     for call in range(1, 6):
-        for t, new in zip(held, Given(world, shape, 100 * call).there(), strict=True):
+        for t, new in zip(held, Inputs(world, shape, 100 * call).local_qkv(), strict=True):
             t.copy_(new)
         expected = twice().clone()
         for _ in range(3):
@@ -53,8 +53,8 @@ def graph_replays(world: weft.World, shape: Shape, plan: str | Plan) -> float:
 
 def many_calls(world: weft.World, shape: Shape, plan: str | Plan, count: int) -> float:
     """Three operands in turn, ranks late by chance: the same bits every time."""
-    options = Given(world, shape, 0).options() | dict(plan=plan)
-    operands = [Given(world, shape, 100 * i).there() for i in range(3)]
+    options = Inputs(world, shape, 0).options() | dict(plan=plan)
+    operands = [Inputs(world, shape, 100 * i).local_qkv() for i in range(3)]
     expected = [weft.gathered_attention(*g, **options).clone() for g in operands]
     rng = random.Random(world.rank)
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
@@ -68,8 +68,8 @@ def many_calls(world: weft.World, shape: Shape, plan: str | Plan, count: int) ->
 
 def long(world: weft.World, shape: Shape) -> float:
     """Plans against each other, where a reference of all scores would take too much memory; "auto" too."""
-    case = Given(world, shape, 0)
-    operands, options = case.there(), case.options()
+    case = Inputs(world, shape, 0)
+    operands, options = case.local_qkv(), case.options()
     expected = weft.gathered_attention(*operands, **options, plan="sequential").float()
     results = [weft.gathered_attention(*operands, **options, plan=plan) for plan in ("auto", *PLANS.values())]
     world.synchronize()
@@ -78,20 +78,20 @@ def long(world: weft.World, shape: Shape) -> float:
 
 def batched(world: weft.World, shape: Shape) -> float:
     """Three entries at once, as one after the other."""
-    cases = [Given(world, shape, 100 * i) for i in range(3)]
+    cases = [Inputs(world, shape, 100 * i) for i in range(3)]
     options = cases[0].options()
     actual = weft.gathered_attention(
-        *(torch.stack(ts) for ts in zip(*(g.there() for g in cases), strict=True)), **options
+        *(torch.stack(ts) for ts in zip(*(g.local_qkv() for g in cases), strict=True)), **options
     )
-    return max(distance(out.float(), g.want()[0]) for out, g in zip(actual, cases, strict=True))
+    return max(distance(out.float(), g.expected()[0]) for out, g in zip(actual, cases, strict=True))
 
 
 def with_other_ops(world: weft.World, shape: Shape) -> float:
     """Between calls of an op that stages rows in the same memory, without a synchronisation."""
     x = torch.ones(512, 1024, device=world.device, dtype=torch.bfloat16)
     w = torch.full((256, 1024), 1 / 1024, device=world.device, dtype=torch.bfloat16)
-    case = Given(world, shape, 0)
-    operands, options = case.there(), case.options() | dict(plan=Segmented())
+    case = Inputs(world, shape, 0)
+    operands, options = case.local_qkv(), case.options() | dict(plan=Segmented())
     expected = weft.gathered_attention(*operands, **options).clone()
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
     for _ in range(20):
@@ -103,13 +103,13 @@ def with_other_ops(world: weft.World, shape: Shape) -> float:
 
 def compiled(world: weft.World, shape: Shape) -> float:
     """torch.compile(fullgraph=True), with gradients, against eager calls."""
-    case, results = Given(world, shape, 0), []
+    case, results = Inputs(world, shape, 0), []
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return weft.gathered_attention(2 * q, k, v, causal=True, layout="zigzag", world=world, plan="segmented")
 
     for fn in (layer, torch.compile(layer, fullgraph=True)):
-        leaves = [t.requires_grad_() for t in case.there()]
+        leaves = [t.requires_grad_() for t in case.local_qkv()]
         out = fn(*leaves)
         out.float().square().sum().backward()
         results.append([out.detach(), *(t.grad for t in leaves)])
@@ -119,7 +119,7 @@ def compiled(world: weft.World, shape: Shape) -> float:
 
 def trained_in_a_graph(world: weft.World, shape: Shape) -> float:
     """Forward and backward captured, replayed with other operands, against eager calls. Libraries sum in no fixed order."""
-    held, options = [t.requires_grad_() for t in Given(world, shape, 0).there()], Given(world, shape, 0).options()
+    held, options = [t.requires_grad_() for t in Inputs(world, shape, 0).local_qkv()], Inputs(world, shape, 0).options()
 
     def trained() -> list[torch.Tensor]:
         out = weft.gathered_attention(*held, **options, plan="segmented")
@@ -131,7 +131,7 @@ def trained_in_a_graph(world: weft.World, shape: Shape) -> float:
         captured_results = trained()
     for call in (1, 2):
         with torch.no_grad():
-            for t, new in zip(held, Given(world, shape, 100 * call).there(), strict=True):
+            for t, new in zip(held, Inputs(world, shape, 100 * call).local_qkv(), strict=True):
                 t.copy_(new)
         expected = [t.clone() for t in trained()]
         graph.replay()

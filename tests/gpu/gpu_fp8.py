@@ -165,7 +165,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         )
         yield f"8-bit products of libraries by {scaling}", BF16, partial(libraries, world, scaling)
         yield f"quantize by {scaling}", ROUNDED, partial(quantize_case, world, 1000, 7168, scaling)
-        yield f"silu_mul quantized by {scaling}", ROUNDED, partial(quantize_case, world, 1000, 7168, scaling, gated=True, given=scaling == "tensor")  # fmt: skip
+        yield f"silu_mul quantized by {scaling}", ROUNDED, partial(quantize_case, world, 1000, 7168, scaling, gated=True, with_scale=scaling == "tensor")  # fmt: skip
         if scaling != "block":
             for fast in (True, False):
                 yield f"8-bit product by {scaling} beside torch's, fast {fast}", 1.1, partial(beside_torch, world, scaling, fast)  # fmt: skip

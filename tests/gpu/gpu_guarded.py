@@ -17,10 +17,10 @@ from tests.emulated.cases_guarded_loads import (
     FORMS,
     PRODUCTS,
     chained,
+    count_wrong_sums,
     exchange_and_sum,
     product,
     product_launch,
-    summed,
 )
 
 SIZE, PARTS = 64, 8  # of a block, and blocks
@@ -34,7 +34,7 @@ def wrong_sums(world: weft.World, form: str, guard: bool, calls: int = CALLS) ->
     chance, so that is no check: bench/measure/guarded.py counts it."""
     rng = random.Random(world.rank)
     delays = [[rng.randrange(LONGEST) for _ in range(PARTS)] for _ in range(calls)]
-    return float(summed(world, form, weft.jit(guard_loads=guard)(exchange_and_sum), SIZE, PARTS, delays))
+    return float(count_wrong_sums(world, form, weft.jit(guard_loads=guard)(exchange_and_sum), SIZE, PARTS, delays))
 
 
 def product_error(world: weft.World, form: str) -> float:

@@ -29,7 +29,7 @@ def routed(world: weft.World, layer: Layer, tokens: int, call: int, ids_of: Call
 def moe_by_plan(
     model: Model, world: weft.World, inputs: tuple, plan: str | Plan, rows: list[int] | None = None
 ) -> torch.Tensor:
-    w = model.own
+    w = model.local_weights
     return moe.moe(
         *inputs, w.w13, w.w2, b13=w.b13, b2=w.b2, activation=model.layer.activation, rows=rows, world=world, plan=plan
     )
@@ -134,7 +134,7 @@ def of_any_length(world: weft.World, plan: str) -> float:
     model, kept, sizes = Model(world, layer, False), [], set()
     for call, tokens in enumerate((300, 0, 7, 299, 1, 128)):
         inputs = routed(world, layer, (tokens + 31 * world.rank) % 301, call)
-        actual = moe.moe(*inputs, *model.own[:2], max_tokens=300, world=world, plan=plan)
+        actual = moe.moe(*inputs, *model.local_weights[:2], max_tokens=300, world=world, plan=plan)
         sizes.add((len(world._cache), len(world._channels)))
         kept.append((actual, model(*(t.cpu() for t in inputs))))
     world.synchronize()
@@ -151,7 +151,9 @@ def left_out(world: weft.World) -> float:
     ids.fill_(-1)
 
     def call() -> torch.Tensor:
-        return moe.moe(x, ids, weights, *model.own[:2], max_rows=128, received=received, world=world, plan="dispatched")
+        return moe.moe(
+            x, ids, weights, *model.local_weights[:2], max_rows=128, received=received, world=world, plan="dispatched"
+        )
 
     call()
     graph = torch.cuda.CUDAGraph()

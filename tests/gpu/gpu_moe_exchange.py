@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_dispatch_combine import noticed, one_by_one, summed, trained
+from tests.emulated.cases_dispatch_combine import expected_combine, noticed, one_by_one, trained
 from tests.emulated.cases_dispatch_combine import two_under_way as two_with_gradients
 from tests.emulated.cases_moe import Model, at_random, in_turn, some_nowhere, to_few
 from tests.gpu.gpu_moe import BF, routed
@@ -53,7 +53,7 @@ def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dic
         kept.append(
             (
                 through(world, layer, inputs, rows=counts, **options),
-                summed(x, ids, weights, x, layer.experts, world.size),
+                expected_combine(x, ids, weights, x, layer.experts, world.size),
             )
         )
     world.synchronize()
@@ -151,7 +151,7 @@ def grouped_gemm(world: weft.World, alignment: int) -> float:
     layer = Layer(300, 8 * world.size, 4, 512, 256, BF, "gelu")
     model, inputs = Model(world, layer, False), routed(world, layer, 300, 1)
     rows, handle = moe.dispatch(*inputs, experts=layer.experts, world=world, expert_alignment=alignment)
-    ends, w = handle.offsets[1:], model.own
+    ends, w = handle.offsets[1:], model.local_weights
     hidden = torch.nn.functional.gelu(torch._grouped_mm(rows, w.w13.transpose(1, 2), offs=ends))
     y = moe.combine(torch._grouped_mm(hidden, w.w2.transpose(1, 2), offs=ends), handle)
     return distance(y.cpu(), model(*(t.cpu() for t in inputs)))

@@ -53,7 +53,7 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
     plan to rounding."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
-    w13, w2 = (t.requires_grad_() for t in model.own[:2])
+    w13, w2 = (t.requires_grad_() for t in model.local_weights[:2])
     common = dict(world=world, plan=plan)
 
     def drawn(call: int) -> list[torch.Tensor]:

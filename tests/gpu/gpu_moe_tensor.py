@@ -34,7 +34,7 @@ def run(
 ) -> torch.Tensor:  # fmt: skip
     """Both halves."""
     x, ids, weights = operands
-    tensors = dict(x=x, weights=weights, shared=shared, **model.own._asdict())
+    tensors = dict(x=x, weights=weights, shared=shared, **model.local_weights._asdict())
     return both_halves(world, model, ids, tensors, plan=plan, **options)
 
 
@@ -95,7 +95,9 @@ def many_calls(world: weft.World, count: int) -> float:
         if rng.random() < 0.1:
             torch.cuda._sleep(rng.randrange(1000, 400000))
         if same.random() < 0.2:
-            weft.all_gather_grouped_matmul(*inputs[(i + 1) % 4], model.own.w13, inner=model.inner, world=world)
+            weft.all_gather_grouped_matmul(
+                *inputs[(i + 1) % 4], model.local_weights.w13, inner=model.inner, world=world
+            )
         wrong += (run(world, model, inputs[i % 4], "dispatched") != expected[i % 4]).any()
     world.synchronize()
     return float("inf") if wrong.item() else 0.0

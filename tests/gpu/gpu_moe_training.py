@@ -61,7 +61,7 @@ def graph_replays(world: weft.World, keep: str) -> float:
     """Forward and backward in a CUDA graph, with other tokens and routings in every replay: the bits of eager calls."""
     layer = Layer(256, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)
-    w13, w2 = (t.requires_grad_() for t in model.own[:2])
+    w13, w2 = (t.requires_grad_() for t in model.local_weights[:2])
 
     def drawn(call: int) -> list[torch.Tensor]:
         x, ids, weights, _, dy = routed(call, world.rank, 256, layer, world.size, in_turn)

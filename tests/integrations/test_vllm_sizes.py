@@ -91,15 +91,15 @@ def test_the_first_calls_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch,
             compilation_config=SimpleNamespace(pass_config=SimpleNamespace(), cudagraph_capture_sizes=[1, 8]),
         )
         model = standin.BaseModelLoader().load_model(vllm_config=config, model_config=None)
-        first = row_norm_columns()
+        prepared = row_norm_columns()
         ids = torch.zeros(tokens, dtype=torch.long)
         with torch.inference_mode():
             model(ids, torch.arange(tokens), None)
-        return first, row_norm_columns()
+        return prepared, row_norm_columns()
 
     plugin.register()
-    for first, later in standin.run(main):
-        assert first and later == first
+    for prepared, later in standin.run(main):
+        assert prepared and later == prepared
 
 
 def test_a_trial_is_for_any_epsilon() -> None:

@@ -23,11 +23,11 @@ from tests.emulated.cases_guarded_loads import (
     FORMS,
     PRODUCTS,
     chained,
+    count_wrong_sums,
     exchange_and_sum,
     multiplying,
     product,
     product_launch,
-    summed,
     summing,
 )
 from tests.gates import some
@@ -95,7 +95,7 @@ def test_loads_stay_behind_their_waits_and_are_pipelined(form: str, own_cache: N
 @pytest.mark.parametrize("form", FORMS)
 def test_parts_that_come_late(form: str) -> None:
     kernel = weft.jit(exchange_and_sum)
-    late = partial(summed, form=form, kernel=kernel, n=16, parts=4, delays=([0, 2, 0, 1], [1, 0, 3, 0]))
+    late = partial(count_wrong_sums, form=form, kernel=kernel, n=16, parts=4, delays=([0, 2, 0, 1], [1, 0, 3, 0]))
     assert weft.spmd(late, 2, backend="emulated") == [0, 0]
 
 

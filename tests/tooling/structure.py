@@ -84,12 +84,7 @@ BANNED = frozenset(
     "beside aside lasting lies places sight square piece pieces joint joined weaving few posted summed Lacks sharing "
     "movers senders summers pullers pushers".split()
 )
-NAMED = (  # directories beside the source in which banned names are refused too, with all below them
-    "bench",
-    "examples",
-    "tests/planner",
-    "tests/tooling",
-)
+NAMED = ("bench", "examples", "tests")
 ALLOWED = {
     ("emulator.interpret", "other"): "the name of the parameter in Triton and in Python's operators",
     ("plans", "pieces"): "the key of stored plans, in tuning caches and in bench/results",

@@ -18,7 +18,7 @@ from bench.measure import models as bench
 from bench.measure import models_training as training
 from bench.pages import tables
 from tests.emulated.cases import distance
-from tests.emulated.cases_models import MIXTURES, TINY, made
+from tests.emulated.cases_models import MIXTURES, TINY, build_llama
 from tests.emulated.cases_nn import emulate
 from tests.planner.test_layers import planner, sizes
 from weft.models import Batch, Cache
@@ -37,7 +37,7 @@ def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
     config, lengths, ids = MIXTURES[kind], (7, 4), torch.arange(11) * 5 % 96
 
     def rank(world: weft.World) -> float:
-        model = made(world, config, dtype=FLOAT16)
+        model = build_llama(world, config, dtype=FLOAT16)
         cache = Cache(config, world=world, slots=2, max_len=7, dtype=FLOAT16)
         layout = model.layout(Batch.prefill(lengths), cache, "sequence")
         with torch.no_grad():
@@ -63,7 +63,7 @@ def test_a_dense_pass_without_communication_is_of_this_ranks_parts() -> None:
     config, ids = TINY, torch.arange(11) * 5 % 96
 
     def rank(world: weft.World) -> list[float]:
-        model = made(world, config, dtype=FLOAT16)
+        model = build_llama(world, config, dtype=FLOAT16)
         cache = Cache(config, world=world, slots=2, max_len=7, dtype=FLOAT16)
         layout = model.layout(Batch.prefill((7, 4)), cache, "plain")
         with torch.no_grad():
@@ -79,7 +79,7 @@ def test_a_dense_model_runs_by_every_method_and_auto() -> None:
     arguments = argparse.Namespace(layers=1, methods=["fused", "woven own"])
 
     def rank(world: weft.World) -> dict[str, str]:
-        plans = bench.Bench(world, arguments).plans(made(world, TINY), 16)
+        plans = bench.Bench(world, arguments).plans(build_llama(world, TINY), 16)
         return {method: plan.kind for method, plan in plans.items()}
 
     assert emulate(rank, 2) == [{"libraries": "plain", "fused": "fused", "woven own": "woven"}] * 2
