@@ -1,7 +1,7 @@
 """An MoE layer's experts in one persistent launch (FlashMoE, sections 3 and 4): programs draw tickets from one queue.
 
-    copy programs  routes | tables | tokens to others | tickets | sums of step 1 | tickets | sums of 2 | .. | own tokens
-    the others            | tables | tickets ...                                                         | own tokens
+    copy programs  [router] routes | tables | tokens to others | tickets | sums of 1 | tickets | sums of 2 | .. | own tokens
+    the others     [router]        | tables | tickets ...                                                   | own tokens
 
     queue          GEMM 1 of step 0 | GEMM 1 of 1 | GEMM 2 of 1 | GEMM 1 of 2 | GEMM 2 of 2 | .. | GEMM 2 of step 0
 
@@ -15,7 +15,15 @@ Before all tickets, every rank's routes go to every rank, and all programs of a 
 (routing/kernels.py): each counts some blocks of routes, a grid barrier follows, each places some blocks, and another
 grid barrier follows.
 
-Who waits for whom. A tile of GEMM 1 waits for the rows of its source steps, which the copy programs of another rank
+The router is another launch before this one, or, with `memory.router`, the first work of this launch
+(route_kernels.py): all programs compute tiles of logits, a grid barrier follows, each chooses the experts of some rows,
+and another grid barrier follows.
+
+Who waits for whom. With a router, a choice waits for all programs' tiles of logits, and the copy programs share the
+routes after a wait for all programs' choices. These waits are for programs of this launch, all of them resident, which
+wait for nothing before. One program waits before them until every rank is in this call, for which a rank does nothing
+but launch it; no other work waits for that program but what comes after the first grid barrier. So every route of a
+rank is chosen before another rank counts it. A tile of GEMM 1 waits for the rows of its source steps, which the copy programs of another rank
 send before they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are earlier. A copy
 program sends the sums of a source step after it has drawn a ticket behind all tiles that have rows of the step. So a
 ticket waits for earlier tickets of this rank, or for work that other ranks' copy programs did before all tickets; the
@@ -55,6 +63,7 @@ from .kernels import (
     sum_of_ranks,
     weighted_sum,
 )
+from .route_kernels import RouterMemory, RouterTensors, choose_experts, compare_calls_once, compute_logits
 
 # The phases whose time without waits a program measures, and its whole run time: indices into its row of stamps.
 DISPATCH_TIME, FIRST_GEMM_TIME, SECOND_GEMM_TIME, COMBINE_TIME, FINAL_SUM_TIME, TOTAL_TIME = (
@@ -70,6 +79,7 @@ class LayerMemory(NamedTuple):
     `rows` rows, and to which route_rows belongs; counts: as in `count_routes`; barrier_arrivals: int32 [2], arrivals at
     each grid barrier in all calls. done: int32 [2, rows_of_tiles], and counters: int32 [W], are local to this GPU.
     stamps: int64 [programs, STAMPS], or None: the ns that each program has spent in each phase, over all calls.
+    router: None where another launch has chosen ids and weights; otherwise `barrier_arrivals` has four words.
     """
 
     inbox: torch.Tensor
@@ -92,11 +102,12 @@ class LayerMemory(NamedTuple):
     copy_programs: int
     epoch: torch.Tensor
     stamps: torch.Tensor | None
+    router: RouterMemory | None = None
 
 
 class LayerOperands(NamedTuple):
-    """The caller's tensors. x, out [T, H]; shared [T, H] or None; ids int32, weights float32 [T, K]; b13 [experts, N]
-    and b2 [experts, H], or None."""
+    """The caller's tensors. x, out [T, H]; shared [T, H] or None; ids int32, weights float32 [T, K], which the launch
+    writes where there is a router; b13 [experts, N] and b2 [experts, H], or None."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -105,6 +116,7 @@ class LayerOperands(NamedTuple):
     out: torch.Tensor
     b13: torch.Tensor | None
     b2: torch.Tensor | None
+    router: RouterTensors | None = None
 
 
 class LayerSizes(NamedTuple):
@@ -402,12 +414,23 @@ def sum_own_tokens(ids, shared, out, memory, ch, T, max_tokens, s):
         store_sums(acc, shared, out, t, T, cols, s.H)
 
 
+@jit
+def route(operands, memory, ch, T, H, s):
+    """Choose the experts of all of this rank's tokens, by all programs together. s: `RouterSizes`."""
+    compare_calls_once(memory.router)
+    compute_logits(operands.x, operands.router, memory.router.logits, T, H, s)
+    grid_barrier(memory, ch, 2)
+    choose_experts(operands.router, memory.router.logits, operands.ids, operands.weights, T, s)
+    grid_barrier(memory, ch, 3)
+
+
 @jit(do_not_specialize=("T", "max_tokens"))
 def moe_layer(
-    operands, memory, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T, max_tokens, N, H, K, s, table_sizes
-):
+    operands, memory, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T, max_tokens, N, H, K, s, table_sizes,
+    router_sizes,
+):  # fmt: skip
     """The kernel of a whole layer. operands: `LayerOperands`, memory: `LayerMemory`, s: `LayerSizes`, table_sizes:
-    `TableKernelSizes`.
+    `TableKernelSizes`, router_sizes: `RouterSizes`, or None where there is no router.
 
     w13_desc [experts N, H], w2_desc [experts H, K] with K the inner size. hidden [rows, K] has one descriptor for
     stores (`store_activated`) and one for loads, [BM, BK]; y_desc [rows, H] has blocks [BM, BN / 2]. N, H, K are also
@@ -418,6 +441,8 @@ def moe_layer(
     pid = tl.program_id(0)
     launch_start = clock(memory)
     clear_tiles(memory)
+    if memory.router is not None:
+        route(operands, memory, ch, T, H, router_sizes)
     if pid < memory.copy_programs:
         share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)
     make_tables(memory, ch, max_tokens, s, table_sizes)
