@@ -1,8 +1,8 @@
 """Mixtures of experts, as users import them.
 
-`moe` runs a layer's experts over the ranks, `gate` makes the routing, `TopKRouter` is a router, `apply_capacity` and `expert_placement` change
-it, `pack` lays out weights, and `MoE` is the module. `dispatch` and `combine` are for callers with expert kernels of
-their own.
+`moe` runs a layer's experts over the ranks, `gate` makes the routing, `TopKRouter` is a router that `moe` takes,
+`apply_capacity` and `expert_placement` change the routing, `pack` lays out weights, and `MoE` is the module. `dispatch`
+and `combine` are for callers with expert kernels of their own.
 """
 
 from .nn.moe import MoE

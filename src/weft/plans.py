@@ -262,8 +262,8 @@ class FusedMoe(Fused):
     Each expert's rows are padded to a multiple of block_m.
 
     copy_programs: the first programs of the launch, which move rows, tokens out and sums back, at most copy_rows at
-    once; each has copy_stages blocks of tokens in flight. route: whether the launch includes the router
-    (`weft.moe.TopKRouter`), whose GEMM and choice are then its first work.
+    once; each has copy_stages blocks of tokens in flight. route: whether the launch includes the router,
+    where a call takes one (`weft.moe.TopKRouter`); its GEMM and choice are then the launch's first work.
     """
 
     tile: GemmTile = NARROW

@@ -88,7 +88,7 @@ def run_layer(
     """Call the op as `weft.moe.moe` does, and return the routes too."""
     own, activation = model.own, model.layer.activation
     w13, b13 = packed("moe", "w13", own.w13, 5, activation), packed("moe", "b13", own.b13, 4, activation)
-    operands = RoutedMoeOperands.of(world, router, x, w13, own.w2, b13, own.b2, shared, None)
+    operands = RoutedMoeOperands.for_call(world, router, x, w13, own.w2, b13, own.b2, shared, None)
     options = tuple(rows), activation, None, None, "rows", False, False, options_of(router)
     out = MOE_WITH_ROUTER(world, plan, operands, options)
     return Routed(out, operands.ids, operands.weights)
@@ -155,3 +155,7 @@ def router_calls(
         case.check()
 
     return main
+
+
+# Of the mutation gate: several tiles of logits, of which a rank without tokens has none, and several tiles an expert.
+MUTATED = RoutedLayer(hidden=40, inner=40, tokens=(20, 13), router_bias=True)

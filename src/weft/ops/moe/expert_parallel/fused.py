@@ -3,7 +3,8 @@ router in the same launch where the plan says `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +30,7 @@ from .dispatched import (
 )
 from .dispatched import fits as fits_dispatched
 from .fused_kernels import STAMPS, LayerMemory, LayerOperands, LayerSizes, moe_layer
-from .route_kernels import RouterMemory, RouterSizes, RouterTensors
+from .route_kernels import RouterSizes, RouterTensors
 
 LOGITS_ROWS, LOGITS_COLS = 64, 64  # of a tile of logits at most, small so that few tokens occupy many programs
 
@@ -117,6 +118,14 @@ def router_sizes(layer: Layer, plan: FusedMoe, options: RouterOptions) -> Router
     )
 
 
+class RouterMemory(NamedTuple):
+    """The last fields of `LayerMemory`."""
+
+    logits: torch.Tensor
+    calls: BlockChannel
+    number: torch.Tensor
+
+
 def router_memory(world: World, state: FusedState, number: int) -> RouterMemory:
     """Return the router's memory for the call of that number, which a kernel loads because Triton would compile another
     kernel for some values."""
@@ -156,7 +165,7 @@ def layer_memory(
         state.plan.copy_programs,
         state.epoch,
         stamps,
-        router,
+        *(router or ()),
     )
 
 
@@ -176,13 +185,13 @@ def _layer(
     layer, plan, h, i = state.layer, state.plan, state.layer.hidden, state.layer.inner
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     times = world.decided[NAME, "stamps", state.programs] if timed else None
-    of_router = None if number is None else router_memory(world, state, number)
+    routing = None if number is None else router_memory(world, state, number)
     return Launch(
         world,
         moe_layer,
         state.programs,
         persistent_options(plan),
-        memory=layer_memory(state, step_counters(world, state.tables.targets), times, workspace, of_router),
+        memory=layer_memory(state, step_counters(world, state.tables.targets), times, workspace, routing),
         w13_desc=Matrix(state.local_experts * n, h, (bn, bk)),
         w2_desc=Matrix(state.local_experts * h, i, (bn, bk)),
         hidden_in=Matrix(state.rows, i, (bm, state.sizes.GATE_BLOCK.value or bn // 2)).argument(workspace.hidden),
@@ -194,9 +203,8 @@ def _layer(
         N=n,
         H=h,
         K=i,
-        s=state.sizes,
+        s=state.sizes if router is None else state.sizes._replace(router=router_sizes(layer, plan, router)),
         table_sizes=state.builder.sizes,
-        router_sizes=None if router is None else router_sizes(layer, plan, router),
     )
 
 
@@ -238,6 +246,8 @@ def run_fused(
     Raises Unsupported where the plan's programs are not all resident at once.
     """
     (x, ids, weights, w13, w2, b13, b2, shared, _), layer = operands, call.layer
+    if plan.route and router is None:  # a state of its own, since only launches with a router count all barriers
+        plan = replace(plan, route=False)
     received = call.received(world, operands)
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)

@@ -1,7 +1,7 @@
 """An MoE layer's experts in one persistent launch (FlashMoE, sections 3 and 4): programs draw tickets from one queue.
 
-    copy programs  [router] routes | tables | tokens to others | tickets | sums of 1 | tickets | sums of 2 | .. | own tokens
-    the others     [router]        | tables | tickets ...                                                   | own tokens
+    copy programs  routes | tables | tokens to others | tickets | sums of step 1 | tickets | sums of 2 | .. | own tokens
+    the others            | tables | tickets ...                                                         | own tokens
 
     queue          GEMM 1 of step 0 | GEMM 1 of 1 | GEMM 2 of 1 | GEMM 1 of 2 | GEMM 2 of 2 | .. | GEMM 2 of step 0
 
@@ -15,21 +15,20 @@ Before all tickets, every rank's routes go to every rank, and all programs of a 
 (routing/kernels.py): each counts some blocks of routes, a grid barrier follows, each places some blocks, and another
 grid barrier follows.
 
-The router is another launch before this one, or, with `memory.router`, the first work of this launch
+The router is another launch before this one, or, with `memory.logits`, the first work of this launch
 (route_kernels.py): all programs compute tiles of logits, a grid barrier follows, each chooses the experts of some rows,
 and another grid barrier follows.
 
-Who waits for whom. With a router, a choice waits for all programs' tiles of logits, and the copy programs share the
-routes after a wait for all programs' choices. These waits are for programs of this launch, all of them resident, which
-wait for nothing before. One program waits before them until every rank is in this call, for which a rank does nothing
-but launch it; no other work waits for that program but what comes after the first grid barrier. So every route of a
-rank is chosen before another rank counts it. A tile of GEMM 1 waits for the rows of its source steps, which the copy programs of another rank
-send before they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are earlier. A copy
-program sends the sums of a source step after it has drawn a ticket behind all tiles that have rows of the step. So a
-ticket waits for earlier tickets of this rank, or for work that other ranks' copy programs did before all tickets; the
-sums of a copy program wait for tickets before the one that it holds; and the end waits for tickets alone, and for other
-ranks' copy programs. Programs take tickets in rising order, so with all of them resident some program can always
-proceed. There is no barrier between the phases.
+Who waits for whom. A choice waits for all programs' tiles of logits, and a copy program shares routes after a wait for
+all programs' choices. These are waits for programs of the same launch, all of them resident, which wait for nothing
+before, except that one of them first waits for every other rank to begin this call. So all experts of a rank's tokens
+are chosen before any rank counts them. A tile of GEMM 1 waits for the rows of its source steps, which the copy programs
+of another rank send before they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are
+earlier. A copy program sends the sums of a source step after it has drawn a ticket behind all tiles that have rows of
+the step. So a ticket waits for earlier tickets of this rank, or for work that other ranks' copy programs did before all
+tickets; the sums of a copy program wait for tickets before the one that it holds; and the end waits for tickets alone,
+and for other ranks' copy programs. Programs take tickets in rising order, so with all of them resident some program can
+always proceed. There is no barrier between the phases.
 
 Memory order, from call to call, is that of kernels.py, except for the inbox, which is a separate one. A rank that has
 sent the sums of a source step may still read rows of other steps, and where the next call has another size, the section
@@ -44,7 +43,7 @@ import torch
 import triton.language as tl
 
 from ....compute.gemm import column_halves, gemm_tile, grouped_tile
-from ....lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
+from ....lang.channel import BlockChannel, address_of, calls_of, end_call, rank_of, take_ticket
 from ....lang.intrinsics import flush_stores, globaltimer, wait_until
 from ....lang.jit import jit
 from ....lang.primitives import channel_broadcast, channel_notify
@@ -63,7 +62,7 @@ from .kernels import (
     sum_of_ranks,
     weighted_sum,
 )
-from .route_kernels import RouterMemory, RouterTensors, choose_experts, compare_calls_once, compute_logits
+from .route_kernels import RouterSizes, RouterTensors, choose_experts, compare_calls_once, compute_logits
 
 # The phases whose time without waits a program measures, and its whole run time: indices into its row of stamps.
 DISPATCH_TIME, FIRST_GEMM_TIME, SECOND_GEMM_TIME, COMBINE_TIME, FINAL_SUM_TIME, TOTAL_TIME = (
@@ -79,7 +78,8 @@ class LayerMemory(NamedTuple):
     `rows` rows, and to which route_rows belongs; counts: as in `count_routes`; barrier_arrivals: int32 [2], arrivals at
     each grid barrier in all calls. done: int32 [2, rows_of_tiles], and counters: int32 [W], are local to this GPU.
     stamps: int64 [programs, STAMPS], or None: the ns that each program has spent in each phase, over all calls.
-    router: None where another launch has chosen ids and weights; otherwise `barrier_arrivals` has four words.
+    logits [max_tokens, E], calls, and number int32 [1]: of a launch that includes the router, for its logits and for
+    `compare_calls_once`; `barrier_arrivals` has four words then. None where another launch chose ids and weights.
     """
 
     inbox: torch.Tensor
@@ -102,7 +102,9 @@ class LayerMemory(NamedTuple):
     copy_programs: int
     epoch: torch.Tensor
     stamps: torch.Tensor | None
-    router: RouterMemory | None = None
+    logits: torch.Tensor | None = None
+    calls: BlockChannel | None = None
+    number: torch.Tensor | None = None
 
 
 class LayerOperands(NamedTuple):
@@ -122,7 +124,8 @@ class LayerOperands(NamedTuple):
 class LayerSizes(NamedTuple):
     """The sizes of a layer and plan. P, KP: H and K rounded up to powers of two; INNER: the inner size. EVEN_K: as in
     `gathered_tile`; GATE_BLOCK, ACT: as in `store_activated`. A block that is sent has SEND_ROWS rows of P elements,
-    and STAGES blocks are in flight; a block that is summed has SUM_ROWS rows of COLS elements."""
+    and STAGES blocks are in flight; a block that is summed has SUM_ROWS rows of COLS elements. router: those of a
+    router that the launch includes."""
 
     H: tl.constexpr
     INNER: tl.constexpr
@@ -141,6 +144,7 @@ class LayerSizes(NamedTuple):
     STAGES: tl.constexpr
     SUM_ROWS: tl.constexpr
     COLS: tl.constexpr
+    router: RouterSizes | None = None
 
 
 @jit
@@ -417,20 +421,19 @@ def sum_own_tokens(ids, shared, out, memory, ch, T, max_tokens, s):
 @jit
 def route(operands, memory, ch, T, H, s):
     """Choose the experts of all of this rank's tokens, by all programs together. s: `RouterSizes`."""
-    compare_calls_once(memory.router)
-    compute_logits(operands.x, operands.router, memory.router.logits, T, H, s)
+    compare_calls_once(memory.calls, memory.number)
+    compute_logits(operands.x, operands.router, memory.logits, T, H, s)
     grid_barrier(memory, ch, 2)
-    choose_experts(operands.router, memory.router.logits, operands.ids, operands.weights, T, s)
+    choose_experts(operands.router, memory.logits, operands.ids, operands.weights, T, s)
     grid_barrier(memory, ch, 3)
 
 
 @jit(do_not_specialize=("T", "max_tokens"))
 def moe_layer(
-    operands, memory, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T, max_tokens, N, H, K, s, table_sizes,
-    router_sizes,
-):  # fmt: skip
+    operands, memory, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T, max_tokens, N, H, K, s, table_sizes
+):
     """The kernel of a whole layer. operands: `LayerOperands`, memory: `LayerMemory`, s: `LayerSizes`, table_sizes:
-    `TableKernelSizes`, router_sizes: `RouterSizes`, or None where there is no router.
+    `TableKernelSizes`.
 
     w13_desc [experts N, H], w2_desc [experts H, K] with K the inner size. hidden [rows, K] has one descriptor for
     stores (`store_activated`) and one for loads, [BM, BK]; y_desc [rows, H] has blocks [BM, BN / 2]. N, H, K are also
@@ -441,8 +444,8 @@ def moe_layer(
     pid = tl.program_id(0)
     launch_start = clock(memory)
     clear_tiles(memory)
-    if memory.router is not None:
-        route(operands, memory, ch, T, H, router_sizes)
+    if memory.logits is not None:
+        route(operands, memory, ch, T, H, s.router)
     if pid < memory.copy_programs:
         share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)
     make_tables(memory, ch, max_tokens, s, table_sizes)

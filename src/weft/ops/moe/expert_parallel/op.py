@@ -19,9 +19,9 @@ takes a router, which `FusedMoe(route=True)` runs in the layer's launch (`MoeWit
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -133,10 +133,9 @@ def moe(
         if ids is not None or weights is not None:
             raise ValueError(f"{NAME}: a router chooses ids and weights, which must be None")
         if isinstance(plan, FusedMoe) and plan.route and not torch.compiler.is_compiling():
-            operands = RoutedMoeOperands.of(world, router, x, w13, w2, b13, b2, shared, received)
+            operands = RoutedMoeOperands.for_call(world, router, x, w13, w2, b13, b2, shared, received)
             result: torch.Tensor = MOE_WITH_ROUTER(world, plan, operands, (*options, False, options_of(router)), out)
             return result
-        plan = replace(plan, route=False) if isinstance(plan, FusedMoe) else plan
         ids, weights, _ = router(x, world=world)
     layer_operands = MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received)  # type: ignore[arg-type]
     result = MOE(world, plan, layer_operands, options, out)
@@ -164,7 +163,6 @@ class Moe(Op[MoeCall]):
         FusedMoe: run_fused,
         LowLatency: run_low_latency,
     }
-    refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {FusedMoe: ("route",)}
     small = Dispatched
     tries: ClassVar[Sequence[Plan]] = (LowLatency(), SMALL_TILES, Dispatched())
     by_library = False  # a CUDA graph cannot capture its calls
@@ -344,7 +342,9 @@ class RoutedMoeOperands(NamedTuple):
     choice_bias: torch.Tensor | None
 
     @classmethod
-    def of(cls, world: World, router: TopKRouter, x: torch.Tensor, *experts: torch.Tensor | None) -> RoutedMoeOperands:
+    def for_call(
+        cls, world: World, router: TopKRouter, x: torch.Tensor, *experts: torch.Tensor | None
+    ) -> RoutedMoeOperands:
         """Return the operands of a call. experts: w13 to received."""
         check_tensors(NAME, x)
         shape = *x.shape[:1], router.k
@@ -393,25 +393,25 @@ def run_sequential_with_router(
     return run_sequential(world, call, plan, operands.layer._replace(ids=ids), out)
 
 
-class MoeWithRouter(Moe):
-    """The definition of `weft.moe.moe` for a router that is part of the plan. It has no gradient, and torch.compile does
+class MoeWithRouter(Op[MoeCall]):
+    """The definition of `weft.moe.moe` for a router that the plan includes. It has no gradient, and torch.compile does
     not see it.
 
     Operands: `RoutedMoeOperands`. Options: those of `Moe`, and `RouterOptions`.
     """
 
-    name, public, signature, keeps = "moe_with_router", NAME, "", 0
+    name, public, results, wraps = "moe_with_router", NAME, 2, True
     takes = RoutedMoeOperands
-    runs: ClassVar[Mapping[type[Plan], Any]] = {
+    runs = {
         Sequential: run_sequential_with_router,
         FusedMoe: run_fused_with_router,
     }
-    refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}
+    by_library = False
 
     def check(self, world: World, operands: RoutedMoeOperands, options: CallOptions) -> MoeCall:
         *layer_options, router = options
         x, experts = operands.x, operands.w13.shape[0] * world.size
-        call = super().check(world, operands.layer, tuple(layer_options))
+        call = MOE.check(world, operands.layer, tuple(layer_options))
         weight, bias, choice_bias = operands.tensors
         shape = experts, x.shape[1]
         check_operands(NAME, world, {"router": (weight, shape, x.dtype), "router bias": (bias, shape[:1], x.dtype)})
@@ -419,12 +419,34 @@ class MoeWithRouter(Moe):
         check_gate(logits, call.layer.k, world, router.scoring, choice_bias, router.groups, router.top_groups, None)
         return replace(call, router=router)
 
+    def outputs(self, world: World, call: MoeCall) -> Shapes:
+        return MOE.outputs(world, call)
+
+    def sizes(self, call: MoeCall) -> tuple[int, int, int]:
+        return MOE.sizes(call)
+
+    def multiply_adds(self, call: MoeCall) -> int:
+        """Return the multiply-adds of the layer's matrices and of the router."""
+        layer = call.layer
+        return MOE.multiply_adds(call) + layer.max_tokens_per_rank * layer.experts * layer.hidden
+
+    def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
+        return MOE.fits(world, call, plan, asked)
+
+    def returned(self, world: World, call: MoeCall, result: torch.Tensor, other_results: Operands) -> Returned:
+        return MOE.returned(world, call, result, other_results)
+
+    def wrapped(
+        self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands
+    ) -> Returned:
+        return MOE.wrapped(world, plan, operands, options, results)
+
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
         return "a plan that includes the router does not have"
 
     def dense_operands(self, plan: Plan, operands: RoutedMoeOperands) -> RoutedMoeOperands:
         """Make all operands contiguous but `received`, which is written and must stay where it is."""
-        return RoutedMoeOperands(*super().dense_operands(plan, operands.layer), *bulk(operands.tensors))
+        return RoutedMoeOperands._make([*MOE.dense_operands(plan, operands.layer), *bulk(operands.tensors)])
 
 
 MOE_WITH_ROUTER = MoeWithRouter()  # not among the ops that the planner and torch.compile look up

@@ -13,33 +13,23 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from ....lang.channel import BlockChannel
 from ....lang.intrinsics import same_call
 from ....lang.jit import jit
 from ..routing.router_kernels import GateSizes, choose_rows
 
 
 class RouterTensors(NamedTuple):
-    """The caller's router: weight [E, H], bias [E] or None, and choice_bias [E], which is added for the choice alone, or
-    None."""
+    """The caller's router: weight [E, H], bias [E], and choice_bias [E], which is added for the choice alone. Each of
+    the last two may be None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     choice_bias: torch.Tensor | None
 
 
-class RouterMemory(NamedTuple):
-    """The memory of the router. logits [max_tokens, E]; calls: the channel of `same_call`, and number int32 [1]: the
-    number of this call."""
-
-    logits: torch.Tensor
-    calls: BlockChannel
-    number: torch.Tensor
-
-
 class RouterSizes(NamedTuple):
-    """The sizes of the router. A tile of logits has ROWS tokens and COLS experts, and a K step BK elements; EVEN_K: H is
-    a multiple of BK. SCALE is a factor of the weights."""
+    """The sizes of the router. A tile of logits has ROWS tokens and COLS experts, and a K step BK elements. EVEN_K: H
+    is a multiple of BK. SCALE is a factor of the weights."""
 
     ROWS: tl.constexpr
     COLS: tl.constexpr
@@ -50,10 +40,13 @@ class RouterSizes(NamedTuple):
 
 
 @jit
-def compare_calls_once(router):
-    """Compare the ranks' calls, by the last program of the launch."""
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        same_call(router.calls, tl.load(router.number))
+def compare_calls_once(calls, number):
+    """Compare the ranks' calls, by the first program of the launch. number: int32 [1], the number of this call.
+
+    The last program would do as well, but its index is what `end_call` compares with too: kept in a register for the
+    whole of the kernel, it spills (4 bytes on sm_90a)."""
+    if tl.program_id(0) == 0:
+        same_call(calls, tl.load(number))
 
 
 @jit
