@@ -12,7 +12,9 @@ import torch
 
 import weft
 from tests.emulated import test_moe_fused
-from tests.emulated.cases import draw
+from tests.emulated.cases import distance, draw, on_stream
+from tests.emulated.cases_expert_parallel import steps
+from tests.emulated.cases_moe import Memory, Model, counts_of, routed
 from tests.emulated.cases_moe_fused_router import WITH_ROUTER, RoutedLayer, RouterCase, router_calls
 from tests.emulated.test_moe_router import launches
 from tests.emulated.test_mutation import instead
@@ -21,11 +23,11 @@ from weft import moe
 from weft.backends.emulated import EmulatedBackend
 from weft.check import ptx
 from weft.check.offline import compile_kernel
-from weft.ops.moe.call import MoeCall
+from weft.ops.moe.call import Layer, MoeCall
 from weft.ops.moe.expert_parallel.op import RoutedMoeOperands, options_of, run_fused_with_router
 from weft.ops.moe.expert_parallel.route_kernels import compare_calls_once
 from weft.plans import FusedMoe, Sequential
-from weft.scale import SMALL_MOE
+from weft.scale import SMALL_DISPATCHED, SMALL_LOW_LATENCY, SMALL_MOE
 
 SIZES = {
     "plain": RoutedLayer(),
@@ -45,6 +47,30 @@ SIZES = {
 def test_routes_and_results(name: str, ranks: int) -> None:
     for seed in range(2):
         weft.spmd(router_calls(SIZES[name]), ranks, backend="emulated", seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_among_other_plans(seed: int) -> None:
+    """Layers of other sizes and plans, which share memory, on two streams in turn; nothing synchronises between them."""
+
+    def main(world: weft.World) -> None:
+        routed_layers = [
+            RouterCase(world, RoutedLayer(6, 2, 32, 24, (9, 7, 8)), seed=1),
+            RouterCase(world, RoutedLayer(6, 2, 48, 16, (5, 0, 14), router_bias=True, scoring="sigmoid"), seed=2),
+        ]
+        layer = Layer(9, 6, 2, 32, 24, torch.bfloat16)
+        model, memory, pairs = Model(world, layer, False), Memory(world), []
+        for call in range(8):
+            with on_stream(world, ("first", "second")[call % 2]):
+                routed_layers[call // 2 % 2].call(call)
+                plan = (SMALL_MOE, SMALL_DISPATCHED, SMALL_LOW_LATENCY)[call % 3]
+                counts = counts_of((9, 0, 6), call, world.size)
+                operands = routed(call, world.rank, counts[world.rank], layer, world.size)
+                pairs.append(memory.call(steps, model, operands, rows=counts, plan=plan))
+        assert max(case.check() for case in routed_layers) < 5e-3
+        assert max(distance(y, expected) for y, expected in pairs if y.numel()) < 5e-3
+
+    weft.spmd(main, 3, backend="emulated", seed=seed)
 
 
 def random_layer(world: weft.World, tokens: int = 9, hidden: int = 40, **options: Any) -> dict[str, Any]:
