@@ -21,14 +21,14 @@ and another grid barrier follows.
 
 Who waits for whom. A choice waits for all programs' tiles of logits, and a copy program shares routes after a wait for
 all programs' choices. These are waits for programs of the same launch, all of them resident, which wait for nothing
-before, except that one of them first waits for every other rank to begin this call. So all experts of a rank's tokens
-are chosen before any rank counts them. A tile of GEMM 1 waits for the rows of its source steps, which the copy programs
-of another rank send before they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are
-earlier. A copy program sends the sums of a source step after it has drawn a ticket behind all tiles that have rows of
-the step. So a ticket waits for earlier tickets of this rank, or for work that other ranks' copy programs did before all
-tickets; the sums of a copy program wait for tickets before the one that it holds; and the end waits for tickets alone,
-and for other ranks' copy programs. Programs take tickets in rising order, so with all of them resident some program can
-always proceed. There is no barrier between the phases.
+before, except that one of them, behind its choices, waits until every other rank's launch has come as far as this one.
+So all experts of a rank's tokens are chosen before any rank counts them. A tile of GEMM 1 waits for the rows of its
+source steps, which the copy programs of another rank send before they draw a ticket. A tile of GEMM 2 waits for its row
+of tiles of GEMM 1, whose tickets are earlier. A copy program sends the sums of a source step after it has drawn a
+ticket behind all tiles that have rows of the step. So a ticket waits for earlier tickets of this rank, or for work that
+other ranks' copy programs did before all tickets; the sums of a copy program wait for tickets before the one that it
+holds; and the end waits for tickets alone, and for other ranks' copy programs. Programs take tickets in rising order,
+so with all of them resident some program can always proceed. There is no barrier between the phases.
 
 Memory order, from call to call, is that of kernels.py, except for the inbox, which is a separate one. A rank that has
 sent the sums of a source step may still read rows of other steps, and where the next call has another size, the section
@@ -419,12 +419,12 @@ def sum_own_tokens(ids, shared, out, memory, ch, T, max_tokens, s):
 
 
 @jit
-def route(operands, memory, ch, T, H, s):
-    """Choose the experts of all of this rank's tokens, by all programs together. s: `RouterSizes`."""
-    compare_calls_once(memory.calls, memory.number)
-    compute_logits(operands.x, operands.router, memory.logits, T, H, s)
+def route(operands, memory, ch, T, s):
+    """Choose the experts of all of this rank's tokens, by all programs together."""
+    compute_logits(operands.x, operands.router, memory.logits, T, s.H, s.router)
     grid_barrier(memory, ch, 2)
-    choose_experts(operands.router, memory.logits, operands.ids, operands.weights, T, s)
+    choose_experts(operands.router, memory.logits, operands.ids, operands.weights, T, s.router)
+    compare_calls_once(memory.calls, memory.number)
     grid_barrier(memory, ch, 3)
 
 
@@ -445,7 +445,7 @@ def moe_layer(
     launch_start = clock(memory)
     clear_tiles(memory)
     if memory.logits is not None:
-        route(operands, memory, ch, T, H, s.router)
+        route(operands, memory, ch, T, s)
     if pid < memory.copy_programs:
         share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)
     make_tables(memory, ch, max_tokens, s, table_sizes)

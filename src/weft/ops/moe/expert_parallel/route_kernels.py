@@ -1,6 +1,7 @@
 """The router as the first work of an MoE layer's one launch (fused_kernels.py), which all programs share.
 
-    all programs   tiles of logits = x @ router^T + bias | grid barrier | rows: choose experts | grid barrier
+    all programs   tiles of logits = x @ router^T + bias | grid barrier | experts of some rows | grid barrier
+    the first                                                                  .. | compare calls
 
 The logits, rounded to the dtype of x as a GEMM of its own rounds them, are in local memory between the two grid
 barriers. A row's experts are chosen by the device function of the router's own kernel (routing/router_kernels.py), so
@@ -44,37 +45,38 @@ def compare_calls_once(calls, number):
     """Compare the ranks' calls, by the first program of the launch. number: int32 [1], the number of this call.
 
     The last program would do as well, but its index is what `end_call` compares with too: kept in a register for the
-    whole of the kernel, it spills (4 bytes on sm_90a)."""
+    whole of the kernel, it spills (4 bytes on sm_90a). So does another value where calls are compared before the logits
+    are computed (GELU, tiles of 128 x 256)."""
     if tl.program_id(0) == 0:
         same_call(calls, tl.load(number))
 
 
 @jit
-def logits_tile(x, weight, t, e, T, K, s):
-    """Return fp32 [ROWS, COLS]: the tokens t below T of x [T, K], times the experts e of weight [E, K]."""
+def logits_tile(x, weight, t, e, T, H: tl.constexpr, s):
+    """Return fp32 [ROWS, COLS]: the tokens t below T of x [T, H], times the experts e of weight [E, H]."""
     c = tl.arange(0, s.BK)[None, :]
-    token_pointers = x + t.to(tl.int64)[:, None] * K + c
-    expert_pointers = weight + e[:, None] * K + c
+    token_pointers = x + t.to(tl.int64)[:, None] * H + c
+    expert_pointers = weight + e[:, None] * H + c
     is_token = (t < T)[:, None]
     is_expert = (e < s.gate.E)[:, None]
     acc = tl.zeros((s.ROWS, s.COLS), tl.float32)
-    for k in range(0, K, s.BK):
-        token_mask = is_token if s.EVEN_K else is_token & (k + c < K)
-        expert_mask = is_expert if s.EVEN_K else is_expert & (k + c < K)
+    for k in range(0, H, s.BK):
+        token_mask = is_token if s.EVEN_K else is_token & (k + c < H)
+        expert_mask = is_expert if s.EVEN_K else is_expert & (k + c < H)
         tokens = tl.load(token_pointers + k, mask=token_mask, other=0.0)
         acc = tl.dot(tokens, tl.load(expert_pointers + k, mask=expert_mask, other=0.0).T, acc)
     return acc
 
 
 @jit
-def compute_logits(x, router, logits, T, K, s):
-    """Store this program's tiles of logits [T, E] = x [T, K] @ weight^T, + bias."""
-    K = K // 8 * 8  # rows are whole 16-byte words
+def compute_logits(x, router, logits, T, H: tl.constexpr, s):
+    """Store this program's tiles of logits [T, E] = x [T, H] @ weight^T, + bias. H is a constant here: as the argument of
+    the kernel it would, rounded for the first GEMM too, take a register for the whole of the kernel."""
     tiles_n: tl.constexpr = (s.gate.E + s.COLS - 1) // s.COLS
     for tile in range(tl.program_id(0), tl.cdiv(T, s.ROWS) * tiles_n, tl.num_programs(0)):
         t = tile // tiles_n * s.ROWS + tl.arange(0, s.ROWS)
         e = tile % tiles_n * s.COLS + tl.arange(0, s.COLS)
-        acc = logits_tile(x, router.weight, t, e, T, K, s)
+        acc = logits_tile(x, router.weight, t, e, T, H, s)
         if router.bias is not None:
             acc += tl.load(router.bias + e, mask=e < s.gate.E, other=0.0).to(tl.float32)[None, :]
         mask = (t < T)[:, None] & (e < s.gate.E)[None, :]
