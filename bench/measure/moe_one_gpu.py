@@ -6,7 +6,8 @@ torchrun --nproc-per-node 1 -m bench.measure.moe_one_gpu --out DIR [--models ...
 Appends rows to DIR/moe_one_gpu.jsonl, size by size in the order of --zipf, --tokens and --models, and the reason to
 DIR/moe_one_gpu_failed.jsonl where a method fails at a size; started again with the same DIR it goes on behind them. `us` is a layer with
 its gate (router GEMM, softmax, top-k, weights that sum to one), in a CUDA graph in which the tokens change from call to call, the median
-of interleaved rounds. Methods: "weft", plan="auto"; "vllm", `fused_topk` and `fused_experts` with vLLM's own table of tiles for the GPU
+of interleaved rounds. Methods: "weft", plan="auto"; "weft, one launch", the plan whose launch includes the router (uniform routing only);
+"vllm", `fused_topk` and `fused_experts` with vLLM's own table of tiles for the GPU
 where it has one (its version stands in the row); "quack", its gathering, gated grouped GEMM and its plain one, each in the fastest of
 its forms for the size (bench/common/quack_moe.py); "torch", sort, gather, `torch._grouped_mm` and sums, with all sizes on the device;
 "torch compiled", the same by torch.compile, at some numbers of tokens. A method that is not installed has no row. With --sweep also each
@@ -36,7 +37,7 @@ from bench.measure.run import commit
 from weft import moe
 from weft.backends import library_gemm
 from weft.backends.library_gemm import Form
-from weft.plans import Dispatched, GemmTile, LowLatency, Plan, TileShape
+from weft.plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, TileShape
 
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
 TOKENS = [8192, 512, 2048, 64, 16384]  # the most important first
@@ -110,7 +111,20 @@ def by_weft(layer: Layer, plan: str | Plan) -> Method:
     return run
 
 
-COMPILED = "torch compiled"
+def by_one_launch(layer: Layer) -> Method:
+    """Return the layer by the plan whose launch includes the router."""
+    router = moe.TopKRouter(layer.router, layer.model.k)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return moe.moe(
+            x, None, None, layer.packed, layer.w2, router=router, activation=layer.model.activation, world=layer.world,
+            plan=FusedMoe(route=True),
+        )  # fmt: skip
+
+    return run
+
+
+COMPILED, ONE_LAUNCH = "torch compiled", "weft, one launch"
 
 
 class Size(NamedTuple):
@@ -130,7 +144,7 @@ class Bench:
     def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
         self.world, self.a, self.start = world, a, time.time()
         self.rows, self.failed = a.out / "moe_one_gpu.jsonl", a.out / "moe_one_gpu_failed.jsonl"
-        self.methods, self.versions = ["weft", "torch"], dict(torch=torch.__version__)
+        self.methods, self.versions = ["weft", ONE_LAUNCH, "torch"], dict(torch=torch.__version__)
         lost = {r["method"] for r in stored(self.failed) if r["fatal"]}
         if "vllm" in a.methods and (version := vllm_version()):
             self.methods.append("vllm")
@@ -155,6 +169,8 @@ class Bench:
             return torch.compile(by_torch(layer), dynamic=False)
         if name == "vllm":
             return by_vllm(layer)
+        if name == ONE_LAUNCH:
+            return by_one_launch(layer)
         return by_quack(layer, self.forms) if name == "quack" else by_torch(layer)
 
     def fail(self, size: Size, method: str, error: Exception) -> None:
@@ -170,7 +186,9 @@ class Bench:
         """The methods that run at this size, also in a CUDA graph, and their errors."""
         expected, runs, errors = by_torch(layer)(layer.xs[0]), dict[str, Method](), dict[str, float]()
         ways: dict[str, Callable[[], Method]] = {"weft": lambda: by_weft(layer, "auto")}
-        ways |= {m: partial(self.method, m, layer) for m in self.methods if m != "weft"}
+        ways |= {
+            m: partial(self.method, m, layer) for m in self.methods if m != "weft" and (m != ONE_LAUNCH or layer.even)
+        }
         if size.compiled:
             ways[COMPILED] = partial(self.method, COMPILED, layer)
         ways |= {f"weft {plan}": partial(by_weft, layer, plan) for plan in (PLANS if self.a.sweep else ())}
@@ -258,7 +276,7 @@ def main() -> None:
     p.add_argument(
         "--zipf", nargs="*", type=float, default=[0.0], help="exponents of the law of the routing; 0: uniform"
     )
-    p.add_argument("--methods", nargs="*", default=["weft", "vllm", "quack", "torch"])
+    p.add_argument("--methods", nargs="*", default=["weft", ONE_LAUNCH, "vllm", "quack", "torch"])
     p.add_argument(
         "--compile", nargs="*", type=int, default=[], help="tokens at which torch.compile is timed too, at the end"
     )

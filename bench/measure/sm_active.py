@@ -6,8 +6,8 @@ For each size and method a process of its own runs under `ncu`, which times each
 which an SM has a warp; clocks stay as they are. Appends rows to DIR/sm_active.jsonl: `kernels`, the launches of the layer, gate
 included; `active`, the share of SMs' cycles in which they were active, over the time of all kernels; `kernels_us`, that time. The
 profiler leaves out the gaps between kernels, so the share of the layer's whole time is active x kernels_us over the layer's own time
-(bench/measure/moe_one_gpu.py). FlashMoE (section 4.3) reports 93% for its kernel. Methods: "weft", plan="auto"; "fused", the whole
-layer's experts in one kernel; "torch"; "vllm".
+(bench/measure/moe_one_gpu.py). FlashMoE (section 4.3) reports 93% for its kernel. Methods: "weft", plan="auto"; "fused", all
+experts in one kernel; "one launch", the router in it too; "torch"; "vllm".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 import weft
 from bench.measure.moe import Layer
-from bench.measure.moe_one_gpu import KNOWN, Method, append, by_torch, by_vllm, by_weft
+from bench.measure.moe_one_gpu import KNOWN, Method, append, by_one_launch, by_torch, by_vllm, by_weft
 from bench.measure.run import commit
 
 ACTIVE, DURATION = "sm__cycles_active.avg.pct_of_peak_sustained_elapsed", "gpu__time_duration.sum"  # %, ns
@@ -33,6 +33,7 @@ NCU += ["--profile-from-start", "off", "--clock-control", "none", "--cache-contr
 METHODS: dict[str, Callable[[Layer], Method]] = {
     "weft": lambda layer: by_weft(layer, "auto"),
     "fused": lambda layer: by_weft(layer, "fused"),
+    "one launch": by_one_launch,
     "torch": by_torch,
     "vllm": by_vllm,
 }
@@ -100,7 +101,7 @@ def main() -> None:
     p.add_argument("--out", type=Path)
     p.add_argument("--models", nargs="*", default=["Qwen3-30B", "Mixtral-8x7B"])
     p.add_argument("--tokens", nargs="*", type=int, default=[2048, 8192, 16384])
-    p.add_argument("--methods", nargs="*", default=["weft", "fused", "torch"])
+    p.add_argument("--methods", nargs="*", default=["weft", "fused", "one launch", "torch"])
     p.add_argument("--seconds", type=float, default=120, help="for one layer under the profiler")
     p.add_argument("--one", nargs=3, help="model, tokens and method: run this layer, under the profiler")
     a = p.parse_args()

@@ -113,7 +113,8 @@ def plans(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
-ONE_GPU = ("torch", "torch compiled", "vllm", "quack", "weft")  # methods, in the order of the columns
+# Methods, in the order of the columns.
+ONE_GPU = ("torch", "torch compiled", "vllm", "quack", "weft", "weft, one launch")
 
 
 def one_gpu(lines: list[dict], method: str) -> dict[int, dict[str, float]]:

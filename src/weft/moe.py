@@ -1,8 +1,8 @@
 """Mixtures of experts, as users import them.
 
-`moe` runs a layer's experts over the ranks, `gate` makes the routing, `apply_capacity` and `expert_placement` change
-it, `pack` lays out weights, and `MoE` is the module. `dispatch` and `combine` are for callers with expert kernels of
-their own.
+`moe` runs a layer's experts over the ranks, `gate` makes the routing, `TopKRouter` is a router that `moe` takes,
+`apply_capacity` and `expert_placement` change the routing, `pack` lays out weights, and `MoE` is the module. `dispatch`
+and `combine` are for callers with expert kernels of their own.
 """
 
 from .nn.moe import MoE
@@ -12,9 +12,9 @@ from .ops.moe.expert_parallel.op import moe, pack
 from .ops.moe.routing.capacity import apply_capacity
 from .ops.moe.routing.losses import load_balancing_loss, z_loss
 from .ops.moe.routing.placement import expert_placement
-from .ops.moe.routing.router import gate
+from .ops.moe.routing.router import TopKRouter, gate
 
 __all__ = [
-    "KEEPS", "Handle", "MoE", "apply_capacity", "combine", "dispatch", "expert_placement", "gate",
+    "KEEPS", "Handle", "MoE", "TopKRouter", "apply_capacity", "combine", "dispatch", "expert_placement", "gate",
     "load_balancing_loss", "moe", "pack", "z_loss",
 ]  # fmt: skip

@@ -262,7 +262,8 @@ class FusedMoe(Fused):
     Each expert's rows are padded to a multiple of block_m.
 
     copy_programs: the first programs of the launch, which move rows, tokens out and sums back, at most copy_rows at
-    once; each has copy_stages blocks of tokens in flight.
+    once; each has copy_stages blocks of tokens in flight. route: whether the launch includes the router,
+    where a call takes one (`weft.moe.TopKRouter`); its GEMM and choice are then the launch's first work.
     """
 
     tile: GemmTile = NARROW
@@ -270,6 +271,7 @@ class FusedMoe(Fused):
     copy_programs: int = 64
     copy_rows: int = 8
     copy_stages: int = 4
+    route: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from tests.emulated.cases_dispatch_combine import exchange_case, overfull
 from tests.emulated.cases_expert_parallel import no_room_case, steps, whole_experts
 from tests.emulated.cases_fp8 import factors, wanted
 from tests.emulated.cases_moe import in_turn, layer_case, training_case
+from tests.emulated.cases_moe_fused_router import MUTATED, router_calls
 from tests.emulated.cases_router import (
     some_ids,
     some_weights,
@@ -578,6 +579,10 @@ CASES = {
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
     "MoE in one launch": Case(moe("main", plan=SMALL_MOE), 2),
     "MoE in one launch, two streams": Case(moe("first", "second", plan=SMALL_MOE), 2, kernels=False),
+    "MoE in one launch with its router": Case(router_calls(MUTATED), 2),
+    "MoE in one launch with its router, two streams": Case(
+        router_calls(MUTATED, streams=("first", "second")), 2, kernels=False
+    ),
     "MoE of few tokens": Case(moe("main", plan=SMALL_LOW_LATENCY), 2),
     "MoE of few tokens, two streams": Case(moe("first", "second", plan=SMALL_LOW_LATENCY), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
@@ -713,6 +718,7 @@ EPOCHS["MoE in one launch"] = [
     instead(make_tables, "count the previous call's routes", ("calls_of(ch) * memory.copy_programs", "(calls_of(ch) - 1) * memory.copy_programs")),
     instead(grid_barrier, "meet in the previous call", ("tl.load(memory.epoch) + 1", "tl.load(memory.epoch)")),
 ]  # fmt: skip
+EPOCHS["MoE in one launch with its router"] = EPOCHS["MoE in one launch"]
 EPOCHS["MoE of few tokens"] = [
     instead(
         low_latency_gemm,
@@ -858,7 +864,7 @@ EQUIVALENT = [
     ),
     *[
         Equivalent(
-            cases, description, code, "the ranks of these cases make one call: those that do not are in test_disagree.py", function
+            cases, description, code, "the ranks of these cases make one call: those that do not are in test_disagree.py and test_moe_fused_router.py", function
         )
         for cases, description, code, function in (
             (POSTING, "remove compare_calls(...)", "compare_calls(calls", ""),
@@ -866,6 +872,8 @@ EQUIVALENT = [
             (("MoE of few tokens",), "remove same_call(...)", "same_call(memory.calls", "low_latency_gemm"),
             (("MoE in one launch",), "remove same_call(...)", "same_call(calls", "compare"),
             (("MoE in one launch",), "drop compare", "self._run(", ""),
+            (("MoE in one launch with its router",), "remove same_call(...)", "same_call(calls", "compare_calls_once"),
+            (("MoE in one launch with its router",), "remove compare_calls_once(...)", "compare_calls_once(", "route"),
             ((MOE[0], *ROUTING), "remove same_call(...)", "same_call(calls", "share"),
         )
     ],
@@ -910,7 +918,7 @@ EQUIVALENT = [
         for description in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
     Equivalent(
-        ("MoE in one launch", "moe dispatched"), "remove count_lost(...)", "count_lost(guard",
+        ("MoE in one launch", "MoE in one launch with its router", "moe dispatched"), "remove count_lost(...)", "count_lost(guard",
         "there is room for all rows here; the routes' own case leaves some out",
         "place_units",
     ),

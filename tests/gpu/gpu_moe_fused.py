@@ -13,6 +13,7 @@ import weft
 from tests.emulated.cases import changed
 from tests.emulated.cases_moe import Model, at_random, some_nowhere, to_few
 from tests.gpu.gpu_moe import BF, BOUND, against, graph_replays, moe_by_plan, routed
+from tests.gpu.gpu_moe_fused_router import checks as router_checks
 from weft.ops.moe.call import Layer
 from weft.plans import FusedMoe, GemmTile, LowLatency, Plan
 
@@ -98,3 +99,4 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "moe few, 32 rows a tile", BOUND, partial(against, world, wide, layer(max_tokens_per_rank=60), [60])
     yield "moe few in a graph", 0.0, partial(graph_replays, world, "low_latency")
     yield "moe few among others, 300 calls, delays", 0.0, partial(few_among_others, world, 300)
+    yield from router_checks(world)

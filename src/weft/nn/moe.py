@@ -15,8 +15,8 @@ from ..ops.moe.call import ACTIVATIONS
 from ..ops.moe.expert_parallel.op import pack
 from ..ops.moe.routing.capacity import apply_capacity
 from ..ops.moe.routing.placement import expert_placement
-from ..ops.moe.routing.router import gate
-from ..plans import Plan
+from ..ops.moe.routing.router import TopKRouter, gate
+from ..plans import FusedMoe, Plan
 from ..tensor_checks import check_device, dims
 from ..world import World
 from .split import Share, routed
@@ -38,7 +38,8 @@ class MoE(nn.Module):
     an expert is the same wherever it is. Making the module is therefore collective. The parameters are frozen:
     `load_experts` loads a checkpoint's, and `requires_grad_()` makes them trainable. A rank's gradients of the router
     and the shared expert are those of its own tokens alone. `received` and `dropped` are the same memory in every call,
-    so a CUDA graph's replays write them.
+    so a CUDA graph's replays write them. With plan `FusedMoe(route=True)` the router runs in the layer's launch, unless
+    `forward` is given the routes, or a capacity or a placement changes them.
 
     Args:
         world: the ranks.
@@ -143,6 +144,13 @@ class MoE(nn.Module):
         )
         return ids, weights, logits
 
+    @property
+    def _routes_in_launch(self) -> bool:
+        """Return whether the layer's launch includes the router: nothing stands between its routes and the layer."""
+        if torch.compiler.is_compiling() or not isinstance(self.plan, FusedMoe) or not self.plan.route:
+            return False
+        return self.capacity_factor is None and self.placement is None and self.split.tp_size == 1
+
     def forward(
         self,
         x: torch.Tensor,
@@ -165,6 +173,10 @@ class MoE(nn.Module):
         if x.dim() != 2 or x.shape[1] != self.w2.shape[1] or x.dtype != self.w13.dtype:
             wanted = f"[T, {self.w2.shape[1]}] {str(self.w13.dtype).removeprefix('torch.')}"
             raise ValueError(f"MoE: x {dims(x)} must be {wanted}, as its experts are: x.flatten(0, -2), x.to(dtype)")
+        if routes is None and self._routes_in_launch:
+            bias, scoring, renormalise = self.router_bias, self.scoring, self.renormalise
+            router = TopKRouter(self.router, self.top_k, bias, scoring, renormalise, scale=self.scale)
+            return self._experts(x, None, None, rows, router)
         ids, weights = self.route(x)[:2] if routes is None else routes
         if self.capacity_factor is not None and self.dropped is not None:
             ids, dropped = apply_capacity(
@@ -173,8 +185,18 @@ class MoE(nn.Module):
             self.dropped.copy_(dropped)
         if self.placement is not None:
             ids = expert_placement(ids, self.placement, world=self.world)
+        return self._experts(x, ids, weights, rows)
+
+    def _experts(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        rows: Sequence[int] | None,
+        router: TopKRouter | None = None,
+    ) -> torch.Tensor:
         shared = None if self.shared is None else self.shared(x)
-        whole = dict(max_tokens=self.max_tokens, max_rows=self.max_rows, received=self.received)
+        whole = dict(max_tokens=self.max_tokens, max_rows=self.max_rows, received=self.received, router=router)
         return routed(
             self.split, x, ids, weights, self.w13, self.w2, self.b13, self.b2, shared, activation=self.activation,
             rows=rows, keep=self.keep, world=self.world, plan=self.plan, **whole,

@@ -72,8 +72,8 @@ class Share:
 def routed(
     split: Share,
     x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
     w13: torch.Tensor,
     w2: torch.Tensor,
     b13: torch.Tensor | None = None,
@@ -96,6 +96,7 @@ def routed(
             x, ids, weights, w13, w2, b2=b2, shared=shared, **w13_options, **common, **expert_options
         )
         return out
+    assert ids is not None and weights is not None
     common["tp_size"] = split.tp_size
     hidden, routes = all_gather_grouped_matmul(x, ids, weights, w13, inner=split.columns, **w13_options, **common)
     return grouped_matmul_reduce_scatter(hidden, routes, ids, w2, b2=b2, shared=shared, **common)

@@ -40,6 +40,16 @@ class Layer:
     max_rows: int | None = None
 
 
+class RouterOptions(NamedTuple):
+    """The options of the router that a layer's launch includes, as in `weft.moe.gate`, besides k."""
+
+    scoring: str
+    renormalise: bool
+    groups: int
+    top_groups: int
+    scale: float
+
+
 class Weights(NamedTuple):
     """The matrices and biases of this rank's El experts.
 
@@ -93,7 +103,8 @@ class MoeCall(Call):
 
     own_tokens: the number of this rank's tokens. tokens: the numbers of all ranks' tokens, or None where each is only
     known to be at most max_tokens_per_rank. counted: whether the numbers of received rows are a result. keep: what is
-    saved for the backward pass; None means that no gradient is asked for.
+    saved for the backward pass; None means that no gradient is asked for. router: the router that the call includes, or
+    None where ids and weights are operands.
 
     Each rank chooses for itself whether there are biases; that, `own_tokens` and `counted` are not compared between
     ranks.
@@ -104,6 +115,7 @@ class MoeCall(Call):
     layer: Layer
     keep: str | None = None
     counted: bool = False
+    router: RouterOptions | None = None
 
     @property
     def rows(self) -> int:
@@ -124,6 +136,8 @@ class MoeCall(Call):
             dtype=str(layer.dtype),
             activation=layer.activation,
         )
+        if self.router is not None:
+            values["router"] = self.router
         return values if self.keep is None else dict(values, keep=self.keep)
 
     def kept(self, world: World, block_m: int) -> Shapes:

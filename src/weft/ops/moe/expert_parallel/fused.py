@@ -1,30 +1,38 @@
-"""The plan that runs all of an MoE layer's experts in one launch (fused_kernels.py), on the current stream."""
+"""The plan that runs all of an MoE layer's experts in one launch (fused_kernels.py), on the current stream; with the
+router in the same launch where the plan says `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ....lang.channel import BlockChannel
+from ....lang.jit import constants
 from ....plans import FusedMoe
 from ....transport.barrier import compare
 from ....transport.memory import lock
 from ....world import World
-from ..call import NAME, Layer, MoeCall, MoeOperands
+from ..call import NAME, Layer, MoeCall, MoeOperands, RouterOptions
 from ..routing import route_tables
 from ..routing.route_tables import MAX_LOCAL_EXPERTS, TableBuilder, Tables, TableSizes, power
+from ..routing.router import gate_sizes
 from .dispatched import (
     ELEMENTS_PER_THREAD,
     LayerWorkspace,
     layer_sizes,
     make_workspace,
     persistent_options,
+    scratch,
     step_counters,
 )
 from .dispatched import fits as fits_dispatched
 from .fused_kernels import STAMPS, LayerMemory, LayerOperands, LayerSizes, moe_layer
+from .route_kernels import RouterSizes, RouterTensors
+
+LOGITS_ROWS, LOGITS_COLS = 64, 64  # of a tile of logits at most, small so that few tokens occupy many programs
 
 
 @dataclass(eq=False)
@@ -67,7 +75,7 @@ def plan_state(world: World, layer: Layer, plan: FusedMoe) -> FusedState:
         programs, local_experts = world.sm_count * plan.per_sm, layer.experts // world.size
         table_sizes = TableSizes(local_experts, layer.max_tokens_per_rank, plan.tile.block_m, layer.max_rows)
         builder, tables = route_tables.builder_of(world, layer.k, table_sizes)
-        shapes = ((2, builder.rows // plan.tile.block_m), (1,), (2,))
+        shapes = ((2, builder.rows // plan.tile.block_m), (1,), (4 if plan.route else 2,))
         done, epoch, barrier_arrivals = (world.zeros(shape, torch.int32) for shape in shapes)
         return FusedState(
             layer,
@@ -96,8 +104,43 @@ def sizes(world: World, layer: Layer, plan: FusedMoe) -> LayerSizes:
     return layer_sizes(world, layer, plan.tile, GROUP_M=plan.tile.group_m, **blocks)
 
 
+def router_sizes(layer: Layer, plan: FusedMoe, options: RouterOptions) -> RouterSizes:
+    """Return the sizes of the router for that layer and plan."""
+    tile, groups = plan.tile, (options.groups, options.top_groups)
+    return constants(
+        RouterSizes,
+        ROWS=min(tile.block_m, LOGITS_ROWS),
+        COLS=min(tile.block_n, LOGITS_COLS),
+        BK=tile.block_k,
+        EVEN_K=layer.hidden % tile.block_k == 0,
+        SCALE=options.scale,
+        gate=gate_sizes(layer.experts, layer.k, groups, options.scoring, options.renormalise, warps=tile.warps),
+    )
+
+
+class RouterMemory(NamedTuple):
+    """The last fields of `LayerMemory`."""
+
+    logits: torch.Tensor
+    calls: BlockChannel
+    number: torch.Tensor
+
+
+def router_memory(world: World, state: FusedState, number: int) -> RouterMemory:
+    """Return the router's memory for the call of that number, which a kernel loads because Triton would compile another
+    kernel for some values."""
+    layer = state.layer
+    logits = scratch(world, "logits", layer.max_tokens_per_rank, layer.experts, layer.dtype)
+    word = world.cached((NAME, "number", number), lambda: world.tensor([number], torch.int32))
+    return RouterMemory(logits, state.calls, word)
+
+
 def layer_memory(
-    state: FusedState, counters: torch.Tensor, stamps: torch.Tensor | None, workspace: LayerWorkspace
+    state: FusedState,
+    counters: torch.Tensor,
+    stamps: torch.Tensor | None,
+    workspace: LayerWorkspace,
+    router: RouterMemory | None,
 ) -> LayerMemory:
     """Return the kernel's memory."""
     routes = state.builder.routes
@@ -122,21 +165,33 @@ def layer_memory(
         state.plan.copy_programs,
         state.epoch,
         stamps,
+        *(router or ()),
     )
 
 
 @prepared
-def _layer(world: World, state: FusedState, workspace: LayerWorkspace, tokens: int, n: int, timed: bool) -> Launch:
-    """Return the launch of the layer. stamps: whether `stamped` was called."""
+def _layer(
+    world: World,
+    state: FusedState,
+    workspace: LayerWorkspace,
+    tokens: int,
+    n: int,
+    timed: bool,
+    router: RouterOptions | None,
+    number: int | None,
+) -> Launch:
+    """Return the launch of the layer. timed: whether `stamped` was called. router, number: the router in this launch,
+    and the call's number, or None."""
     layer, plan, h, i = state.layer, state.plan, state.layer.hidden, state.layer.inner
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     times = world.decided[NAME, "stamps", state.programs] if timed else None
+    routing = None if number is None else router_memory(world, state, number)
     return Launch(
         world,
         moe_layer,
         state.programs,
         persistent_options(plan),
-        memory=layer_memory(state, step_counters(world, state.tables.targets), times, workspace),
+        memory=layer_memory(state, step_counters(world, state.tables.targets), times, workspace, routing),
         w13_desc=Matrix(state.local_experts * n, h, (bn, bk)),
         w2_desc=Matrix(state.local_experts * h, i, (bn, bk)),
         hidden_in=Matrix(state.rows, i, (bm, state.sizes.GATE_BLOCK.value or bn // 2)).argument(workspace.hidden),
@@ -148,7 +203,7 @@ def _layer(world: World, state: FusedState, workspace: LayerWorkspace, tokens: i
         N=n,
         H=h,
         K=i,
-        s=state.sizes,
+        s=state.sizes if router is None else state.sizes._replace(router=router_sizes(layer, plan, router)),
         table_sizes=state.builder.sizes,
     )
 
@@ -175,30 +230,42 @@ def stamped(world: World, programs: int) -> torch.Tensor:
 
 
 def run_fused(
-    world: World, call: MoeCall, plan: FusedMoe, operands: MoeOperands, out: torch.Tensor
+    world: World,
+    call: MoeCall,
+    plan: FusedMoe,
+    operands: MoeOperands,
+    out: torch.Tensor,
+    router: RouterTensors | None = None,
 ) -> tuple[torch.Tensor | None]:
     """Run a call as `dispatched.run_dispatched` does, with the same bits and in the same memory except for the inbox.
     `out` may be shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a barrier
     does.
 
+    With a router, the launch writes the operands ids and weights, and compares the calls itself.
+
     Raises Unsupported where the plan's programs are not all resident at once.
     """
     (x, ids, weights, w13, w2, b13, b2, shared, _), layer = operands, call.layer
+    if plan.route and router is None:  # a state of its own, since only launches with a router count all barriers
+        plan = replace(plan, route=False)
     received = call.received(world, operands)
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
     state = plan_state(world, layer, plan)
     workspace = make_workspace(world, layer, state.rows, "inbox of one launch")
     stamps = (NAME, "stamps", state.programs) in world.decided
-    layer_operands = LayerOperands(x, ids, weights, shared, out, b13, b2)
+    layer_operands = LayerOperands(x, ids, weights, shared, out, b13, b2, router)
+    number = None if router is None else world.number
     layer_launch = BoundLaunch(
-        _layer(world, state, workspace, x.shape[0], w13.shape[1], stamps),
+        _layer(world, state, workspace, x.shape[0], w13.shape[1], stamps, call.router, number),
         dict(operands=layer_operands, w13_desc=w13, w2_desc=w2),
     )
-    compare_launch = BoundLaunch(_compare(world, state), dict(number=world.number))
-    state.ahead((*layer_operands, w13, w2), lambda: (compare_launch, layer_launch))
-    compare_launch.on(stream)
-    layer_launch.on(stream)
+    launches = [layer_launch]
+    if router is None:
+        launches.insert(0, BoundLaunch(_compare(world, state), dict(number=world.number)))
+    state.ahead((*layer_operands[:-1], *(router or ()), w13, w2), lambda: launches)
+    for launch in launches:
+        launch.on(stream)
     if received is not None:
         world.copy(received, state.tables.received, stream)
     return (received,)

@@ -15,13 +15,20 @@ Before all tickets, every rank's routes go to every rank, and all programs of a 
 (routing/kernels.py): each counts some blocks of routes, a grid barrier follows, each places some blocks, and another
 grid barrier follows.
 
-Who waits for whom. A tile of GEMM 1 waits for the rows of its source steps, which the copy programs of another rank
-send before they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are earlier. A copy
-program sends the sums of a source step after it has drawn a ticket behind all tiles that have rows of the step. So a
-ticket waits for earlier tickets of this rank, or for work that other ranks' copy programs did before all tickets; the
-sums of a copy program wait for tickets before the one that it holds; and the end waits for tickets alone, and for other
-ranks' copy programs. Programs take tickets in rising order, so with all of them resident some program can always
-proceed. There is no barrier between the phases.
+The router is another launch before this one, or, with `memory.logits`, the first work of this launch
+(route_kernels.py): all programs compute tiles of logits, a grid barrier follows, each chooses the experts of some rows,
+and another grid barrier follows.
+
+Who waits for whom. A choice waits for all programs' tiles of logits, and a copy program shares routes after a wait for
+all programs' choices. These are waits for programs of the same launch, all of them resident, which wait for nothing
+before, except that one of them, behind its choices, waits until every other rank's launch has come as far as this one.
+So all experts of a rank's tokens are chosen before any rank counts them. A tile of GEMM 1 waits for the rows of its
+source steps, which the copy programs of another rank send before they draw a ticket. A tile of GEMM 2 waits for its row
+of tiles of GEMM 1, whose tickets are earlier. A copy program sends the sums of a source step after it has drawn a
+ticket behind all tiles that have rows of the step. So a ticket waits for earlier tickets of this rank, or for work that
+other ranks' copy programs did before all tickets; the sums of a copy program wait for tickets before the one that it
+holds; and the end waits for tickets alone, and for other ranks' copy programs. Programs take tickets in rising order,
+so with all of them resident some program can always proceed. There is no barrier between the phases.
 
 Memory order, from call to call, is that of kernels.py, except for the inbox, which is a separate one. A rank that has
 sent the sums of a source step may still read rows of other steps, and where the next call has another size, the section
@@ -36,7 +43,7 @@ import torch
 import triton.language as tl
 
 from ....compute.gemm import column_halves, gemm_tile, grouped_tile
-from ....lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
+from ....lang.channel import BlockChannel, address_of, calls_of, end_call, rank_of, take_ticket
 from ....lang.intrinsics import flush_stores, globaltimer, wait_until
 from ....lang.jit import jit
 from ....lang.primitives import channel_broadcast, channel_notify
@@ -55,6 +62,7 @@ from .kernels import (
     sum_of_ranks,
     weighted_sum,
 )
+from .route_kernels import RouterSizes, RouterTensors, choose_experts, compare_calls_once, compute_logits
 
 # The phases whose time without waits a program measures, and its whole run time: indices into its row of stamps.
 DISPATCH_TIME, FIRST_GEMM_TIME, SECOND_GEMM_TIME, COMBINE_TIME, FINAL_SUM_TIME, TOTAL_TIME = (
@@ -70,6 +78,8 @@ class LayerMemory(NamedTuple):
     `rows` rows, and to which route_rows belongs; counts: as in `count_routes`; barrier_arrivals: int32 [2], arrivals at
     each grid barrier in all calls. done: int32 [2, rows_of_tiles], and counters: int32 [W], are local to this GPU.
     stamps: int64 [programs, STAMPS], or None: the ns that each program has spent in each phase, over all calls.
+    logits [max_tokens, E], calls, and number int32 [1]: of a launch that includes the router, for its logits and for
+    `compare_calls_once`; `barrier_arrivals` has four words then. None where another launch chose ids and weights.
     """
 
     inbox: torch.Tensor
@@ -92,11 +102,14 @@ class LayerMemory(NamedTuple):
     copy_programs: int
     epoch: torch.Tensor
     stamps: torch.Tensor | None
+    logits: torch.Tensor | None = None
+    calls: BlockChannel | None = None
+    number: torch.Tensor | None = None
 
 
 class LayerOperands(NamedTuple):
-    """The caller's tensors. x, out [T, H]; shared [T, H] or None; ids int32, weights float32 [T, K]; b13 [experts, N]
-    and b2 [experts, H], or None."""
+    """The caller's tensors. x, out [T, H]; shared [T, H] or None; ids int32, weights float32 [T, K], which the launch
+    writes where there is a router; b13 [experts, N] and b2 [experts, H], or None."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -105,12 +118,14 @@ class LayerOperands(NamedTuple):
     out: torch.Tensor
     b13: torch.Tensor | None
     b2: torch.Tensor | None
+    router: RouterTensors | None = None
 
 
 class LayerSizes(NamedTuple):
     """The sizes of a layer and plan. P, KP: H and K rounded up to powers of two; INNER: the inner size. EVEN_K: as in
     `gathered_tile`; GATE_BLOCK, ACT: as in `store_activated`. A block that is sent has SEND_ROWS rows of P elements,
-    and STAGES blocks are in flight; a block that is summed has SUM_ROWS rows of COLS elements."""
+    and STAGES blocks are in flight; a block that is summed has SUM_ROWS rows of COLS elements. router: those of a
+    router that the launch includes."""
 
     H: tl.constexpr
     INNER: tl.constexpr
@@ -129,6 +144,7 @@ class LayerSizes(NamedTuple):
     STAGES: tl.constexpr
     SUM_ROWS: tl.constexpr
     COLS: tl.constexpr
+    router: RouterSizes | None = None
 
 
 @jit
@@ -402,6 +418,16 @@ def sum_own_tokens(ids, shared, out, memory, ch, T, max_tokens, s):
         store_sums(acc, shared, out, t, T, cols, s.H)
 
 
+@jit
+def route(operands, memory, ch, T, s):
+    """Choose the experts of all of this rank's tokens, by all programs together."""
+    compute_logits(operands.x, operands.router, memory.logits, T, s.H, s.router)
+    grid_barrier(memory, ch, 2)
+    choose_experts(operands.router, memory.logits, operands.ids, operands.weights, T, s.router)
+    compare_calls_once(memory.calls, memory.number)
+    grid_barrier(memory, ch, 3)
+
+
 @jit(do_not_specialize=("T", "max_tokens"))
 def moe_layer(
     operands, memory, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T, max_tokens, N, H, K, s, table_sizes
@@ -418,6 +444,8 @@ def moe_layer(
     pid = tl.program_id(0)
     launch_start = clock(memory)
     clear_tiles(memory)
+    if memory.logits is not None:
+        route(operands, memory, ch, T, s)
     if pid < memory.copy_programs:
         share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)
     make_tables(memory, ch, max_tokens, s, table_sizes)

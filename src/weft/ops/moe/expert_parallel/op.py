@@ -13,14 +13,15 @@ The plans dispatched and sequential have gradients. In backward.py dy is dispatc
 gradients of the rows are combined; sequential uses the library's all-to-all for x and dy, autograd of its grouped
 GEMMs, and all-to-all back.
 
-The routing is an input: ids and weights of every token's experts, from `weft.moe.gate` or from elsewhere.
+The routing is an input: ids and weights of every token's experts, from `weft.moe.gate` or from elsewhere; or a call
+takes a router, which `FusedMoe(route=True)` runs in the layer's launch (`MoeWithRouter`), and other plans before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -28,15 +29,17 @@ from ....architectures import HOPPER, lacks
 from ....backends.base import check_tensors
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
-from ....tensor_checks import bulk, check_device, dense, dims
+from ....tensor_checks import bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import check_rows, plain_rows
-from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, check_routes
+from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, RouterOptions, check_routes
+from ..routing.router import RENORMALISED, TopKRouter, check_gate, run_gate
 from . import backward, dispatched, fused, low_latency, sequential
 from .dispatched import run_dispatched
 from .fused import run_fused
 from .low_latency import run_low_latency
+from .route_kernels import RouterTensors
 from .sequential import run_sequential
 
 # Average rows of an expert up to which tiles of 64 rows (docs/design-notes.md), and the low-latency plan (docs/moe.md),
@@ -47,11 +50,12 @@ SMALL_TILES = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
 
 def moe(
     x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
     w13: torch.Tensor,
     w2: torch.Tensor,
     *,
+    router: TopKRouter | None = None,
     b13: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
@@ -80,6 +84,8 @@ def moe(
         w13: this rank's first matrices: [El, I, H] for "gelu", otherwise [El, blocks, 2, rows of a block, H], the
             layout that `weft.moe.pack` makes from a checkpoint's matrices; N rows in all.
         w2: [El, H, I].
+        router: chooses ids and weights, which are None then. `FusedMoe(route=True)` runs it in the layer's launch;
+            other plans, and torch.compile, before the layer.
         b13, b2: biases, with the layout of w13 without H, and [El, H]; or None.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
         activation: "swiglu" is silu(gate) * up; "gelu" has no gate matrix; "gpt_oss" is (up + 1) * gate * sigmoid(1.702
@@ -123,8 +129,16 @@ def moe(
     """
     options = plain_rows(NAME, rows), activation, max_tokens, max_rows, keep, received is not None
     w13, b13 = packed(NAME, "w13", w13, 5, activation), packed(NAME, "b13", b13, 4, activation)
-    operands = MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received)
-    result: torch.Tensor = MOE(world, plan, operands, options, out)
+    if router is not None:
+        if ids is not None or weights is not None:
+            raise ValueError(f"{NAME}: a router chooses ids and weights, which must be None")
+        if isinstance(plan, FusedMoe) and plan.route and not torch.compiler.is_compiling():
+            operands = RoutedMoeOperands.for_call(world, router, x, w13, w2, b13, b2, shared, received)
+            result: torch.Tensor = MOE_WITH_ROUTER(world, plan, operands, (*options, False, options_of(router)), out)
+            return result
+        ids, weights, _ = router(x, world=world)
+    layer_operands = MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received)  # type: ignore[arg-type]
+    result = MOE(world, plan, layer_operands, options, out)
     return result
 
 
@@ -308,6 +322,134 @@ class Moe(Op[MoeCall]):
 
 
 MOE = registered(Moe())
+
+
+class RoutedMoeOperands(NamedTuple):
+    """The operands of `weft.moe.moe` with a router. A call writes ids and weights, which are new. The router's tensors
+    are those of `TopKRouter`."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    b13: torch.Tensor | None
+    b2: torch.Tensor | None
+    shared: torch.Tensor | None
+    received: torch.Tensor | None
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None
+
+    @classmethod
+    def for_call(
+        cls, world: World, router: TopKRouter, x: torch.Tensor, *experts: torch.Tensor | None
+    ) -> RoutedMoeOperands:
+        """Return the operands of a call. experts: w13 to received."""
+        check_tensors(NAME, x)
+        shape = *x.shape[:1], router.k
+        routes = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
+        return cls._make([x, *routes, *experts, router.weight, router.bias, router.choice_bias])
+
+    @property
+    def layer(self) -> MoeOperands:
+        """Return the operands of the layer."""
+        return MoeOperands._make(self[: len(MoeOperands._fields)])
+
+    @property
+    def tensors(self) -> RouterTensors:
+        """Return the router's tensors."""
+        return RouterTensors(self.router, self.router_bias, self.choice_bias)
+
+
+def options_of(router: TopKRouter) -> RouterOptions:
+    """Return what a launch that includes the router is compiled for."""
+    renormalise = router.renormalise and router.scoring in RENORMALISED
+    return RouterOptions(router.scoring, renormalise, router.groups, router.top_groups, float(router.scale))
+
+
+def run_fused_with_router(
+    world: World, call: MoeCall, plan: FusedMoe, operands: RoutedMoeOperands, out: torch.Tensor
+) -> tuple[torch.Tensor | None]:
+    return run_fused(world, call, plan, operands.layer, out, operands.tensors)
+
+
+def run_sequential_with_router(
+    world: World, call: MoeCall, plan: Plan, operands: RoutedMoeOperands, out: torch.Tensor
+) -> tuple[torch.Tensor | None]:
+    """Run the router before the layer."""
+    x, (weight, bias, choice_bias), options = operands.x, operands.tensors, call.router
+    assert options is not None
+    logits = world.empty((x.shape[0], weight.shape[0]), x.dtype)
+
+    def multiply() -> None:
+        if bias is None:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x, weight.t(), out=logits)
+
+    world.call(multiply, [t for t in (x, weight, bias) if t is not None], [logits], world.current_stream())
+    ids = run_gate(world, logits, choice_bias, None, operands.weights, (call.layer.k, *options))
+    return run_sequential(world, call, plan, operands.layer._replace(ids=ids), out)
+
+
+class MoeWithRouter(Op[MoeCall]):
+    """The definition of `weft.moe.moe` for a router that the plan includes. It has no gradient, and torch.compile does
+    not see it.
+
+    Operands: `RoutedMoeOperands`. Options: those of `Moe`, and `RouterOptions`.
+    """
+
+    name, public, results, wraps = "moe_with_router", NAME, 2, True
+    takes = RoutedMoeOperands
+    runs = {
+        Sequential: run_sequential_with_router,
+        FusedMoe: run_fused_with_router,
+    }
+    by_library = False
+
+    def check(self, world: World, operands: RoutedMoeOperands, options: CallOptions) -> MoeCall:
+        *layer_options, router = options
+        x, experts = operands.x, operands.w13.shape[0] * world.size
+        call = MOE.check(world, operands.layer, tuple(layer_options))
+        weight, bias, choice_bias = operands.tensors
+        shape = experts, x.shape[1]
+        check_operands(NAME, world, {"router": (weight, shape, x.dtype), "router bias": (bias, shape[:1], x.dtype)})
+        logits = x.new_empty(x.shape[0], experts)
+        check_gate(logits, call.layer.k, world, router.scoring, choice_bias, router.groups, router.top_groups, None)
+        return replace(call, router=router)
+
+    def outputs(self, world: World, call: MoeCall) -> Shapes:
+        return MOE.outputs(world, call)
+
+    def sizes(self, call: MoeCall) -> tuple[int, int, int]:
+        return MOE.sizes(call)
+
+    def multiply_adds(self, call: MoeCall) -> int:
+        """Return the multiply-adds of the layer's matrices and of the router."""
+        layer = call.layer
+        return MOE.multiply_adds(call) + layer.max_tokens_per_rank * layer.experts * layer.hidden
+
+    def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
+        return MOE.fits(world, call, plan, asked)
+
+    def returned(self, world: World, call: MoeCall, result: torch.Tensor, other_results: Operands) -> Returned:
+        return MOE.returned(world, call, result, other_results)
+
+    def wrapped(
+        self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands
+    ) -> Returned:
+        return MOE.wrapped(world, plan, operands, options, results)
+
+    def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
+        return "a plan that includes the router does not have"
+
+    def dense_operands(self, plan: Plan, operands: RoutedMoeOperands) -> RoutedMoeOperands:
+        """Make all operands contiguous but `received`, which is written and must stay where it is."""
+        return RoutedMoeOperands._make([*MOE.dense_operands(plan, operands.layer), *bulk(operands.tensors)])
+
+
+MOE_WITH_ROUTER = MoeWithRouter()  # not among the ops that the planner and torch.compile look up
 
 
 def max_decode_tokens(world: World, experts: int, k: int) -> int:

@@ -9,19 +9,21 @@ from typing import Any, NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
+from ....lang.jit import constants
 from ....op import Call, Local, Operands, check_call, registered
 from ....plans import Plan, Sequential
 from ....tensor_checks import check_device, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from .route_tables import power
-from .router_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, choose, router_backward
+from .router_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, GateSizes, choose, router_backward
 
 OP = "gate"
 SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
 RENORMALISED = ("softmax", "sigmoid")
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_EXPERTS, MAX_K = 512, 16  # the largest E and k
+GATE_WARPS = 4  # of a program of `choose`
 
 
 def gate(
@@ -73,14 +75,63 @@ def gate(
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(logits)):
         weights, ids = ROUTER(world, Sequential(), RouterOperands(logits, bias, ids), options)
         return ids, weights
-    _check(logits, k, world, scoring, bias, groups, top_groups, ids)
+    check_gate(logits, k, world, scoring, bias, groups, top_groups, ids)
     weights = world.empty((logits.shape[0], k), torch.float32)
-    ids = _run(world, logits, bias, ids, weights, options)
+    ids = run_gate(world, logits, bias, ids, weights, options)
     world.finish(world.current_stream())
     return ids, weights
 
 
-def _run(
+@dataclass(frozen=True, eq=False)
+class TopKRouter:
+    """A router: logits [T, E] = x [T, H] @ weight^T, + bias, from which `gate` chooses each token's k experts.
+
+    Args:
+        weight: [E, H], of the dtype of x.
+        k, scoring, renormalise, groups, top_groups, scale: as in `gate`.
+        bias: [E], of that dtype, or None.
+        choice_bias: [E], added for the choice alone (`bias` of `gate`), or None.
+
+    Raises:
+        ValueError: k is not from 1 to 16.
+    """
+
+    weight: torch.Tensor
+    k: int
+    bias: torch.Tensor | None = None
+    scoring: str = "softmax"
+    renormalise: bool = True
+    choice_bias: torch.Tensor | None = None
+    groups: int = 0
+    top_groups: int = 0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or not 1 <= self.k <= MAX_K:
+            raise ValueError(f"TopKRouter: k must be from 1 to {MAX_K}, got {self.k!r}")
+
+    def __call__(
+        self, x: torch.Tensor, *, world: World, ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E]. ids: as in
+        `gate`."""
+        logits = torch.nn.functional.linear(x, self.weight, self.bias)
+        ids, weights = gate(
+            logits,
+            self.k,
+            world=world,
+            scoring=self.scoring,
+            renormalise=self.renormalise,
+            bias=self.choice_bias,
+            groups=self.groups,
+            top_groups=self.top_groups,
+            scale=self.scale,
+            ids=ids,
+        )
+        return ids, weights, logits
+
+
+def run_gate(
     world: World,
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -116,13 +167,36 @@ def _choose(
 ) -> Launch:
     """Return the launch of the router. groups: how many groups of experts there are, and from how many a token's
     experts are taken (0: from all). ids_given: whether the ids are given."""
+    sizes = gate_sizes(experts, k, groups, scoring, renormalise, ids_given)
+    programs = min(-(-rows // sizes.R.value), world.sm_count * 4)
+    return Launch(world, choose, programs, dict(num_warps=GATE_WARPS, local=True), rows=rows, scale=scale, s=sizes)
+
+
+def gate_sizes(
+    experts: int,
+    k: int,
+    groups: tuple[int, int],
+    scoring: str,
+    renormalise: bool,
+    ids_given: bool = False,
+    warps: int = GATE_WARPS,
+) -> GateSizes:
+    """Return the sizes of `choose`, whose arguments are those of `_choose`, for programs of so many warps."""
     g, top = groups if groups[1] else (1, 0)
     gp, sp = power(g), power(experts // g)
-    block = rows_per_block(gp * sp)
-    sizes = dict(rows=rows, scale=scale, K=k, E=experts, G=g, GP=gp, SP=sp, TOP=top, R=block)
-    flags = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise, IDS_GIVEN=ids_given)
-    programs = min(-(-rows // block), world.sm_count * 4)
-    return Launch(world, choose, programs, dict(num_warps=4, local=True), **sizes, **flags)
+    return constants(
+        GateSizes,
+        K=k,
+        E=experts,
+        G=g,
+        GP=gp,
+        SP=sp,
+        TOP=top,
+        SCORING=SCORINGS[scoring].value,
+        RENORMALISE=renormalise,
+        IDS_GIVEN=ids_given,
+        R=rows_per_block(gp * sp) * warps // GATE_WARPS,
+    )
 
 
 def rows_per_block(columns: int) -> int:
@@ -152,7 +226,7 @@ class RouterOperands(NamedTuple):
 
 def run_router(world: World, call: RouterCall, plan: Plan, operands: RouterOperands, out: torch.Tensor) -> torch.Tensor:
     logits, bias, ids = operands
-    chosen_ids = _run(world, logits, bias, ids, out, call.options)
+    chosen_ids = run_gate(world, logits, bias, ids, out, call.options)
     if ids is None:
         return chosen_ids
     copied = world.empty(ids.shape, ids.dtype)
@@ -187,7 +261,7 @@ class RouterOp(Local[RouterCall]):
 
     def check(self, world: World, operands: RouterOperands, options: CallOptions) -> RouterCall:
         (logits, bias, ids), (k, scoring, _, groups, top_groups, _) = operands, options
-        _check(logits, k, world, scoring, bias, groups, top_groups, ids)
+        check_gate(logits, k, world, scoring, bias, groups, top_groups, ids)
         return RouterCall(logits.shape[0], logits.shape[1], logits.dtype, options)
 
     def outputs(self, world: World, call: RouterCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -217,7 +291,7 @@ class RouterOp(Local[RouterCall]):
 ROUTER = registered(RouterOp())
 
 
-def _check(
+def check_gate(
     logits: torch.Tensor,
     k: int,
     world: World,
@@ -227,6 +301,7 @@ def _check(
     top_groups: int,
     ids: torch.Tensor | None,
 ) -> None:
+    """Raise as `gate` does."""
     check_call(OP, world)
     for name, t in (("logits", logits), ("bias", bias), ("ids", ids)):
         if t is not None or name == "logits":

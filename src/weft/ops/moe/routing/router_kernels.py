@@ -12,6 +12,8 @@ Of equal keys the leftmost is taken, so ties go to the lower expert. A NaN comes
 always distinct experts.
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ....lang.jit import jit
@@ -20,6 +22,25 @@ from ....lang.jit import jit
 SOFTMAX, SOFTMAX_AFTER, SIGMOID, LLAMA4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 TAKEN = tl.constexpr(-(2**31))  # the key of a column that was taken, below all others
 NOT_A_NUMBER = tl.constexpr(-(2**31) + 1)  # below the key of any number, above TAKEN
+
+
+class GateSizes(NamedTuple):
+    """The sizes and options of `choose`.
+
+    K of E experts are chosen. G groups are padded to GP of SP columns each; TOP: the number of groups from which
+    experts are chosen, 0 for all. IDS_GIVEN: the ids are inputs. R: rows of a block.
+    """
+
+    K: tl.constexpr
+    E: tl.constexpr
+    G: tl.constexpr
+    GP: tl.constexpr
+    SP: tl.constexpr
+    TOP: tl.constexpr
+    SCORING: tl.constexpr
+    RENORMALISE: tl.constexpr
+    IDS_GIVEN: tl.constexpr
+    R: tl.constexpr
 
 
 @jit
@@ -93,63 +114,51 @@ def among_chosen(w, x, chosen, SCORING: tl.constexpr, RENORMALISE: tl.constexpr)
     return w, total
 
 
-@jit(do_not_specialize=("rows",))
-def choose(
-    logits,
-    bias,
-    ids,
-    weights,
-    rows,
-    scale,
-    K: tl.constexpr,
-    E: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    SP: tl.constexpr,
-    TOP: tl.constexpr,
-    SCORING: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    IDS_GIVEN: tl.constexpr,
-    R: tl.constexpr,
-):
-    """Store ids int32 and weights float32 [rows, K]: the K best of E experts for every row of logits [rows, E], and
-    their weights.
-
-    bias [E], or None, is added for the choice alone. G groups are padded to GP of SP columns each; TOP: the number of
-    groups from which experts are chosen, 0 for all. IDS_GIVEN: the ids are inputs. R: rows of a block.
-    """
-    P: tl.constexpr = GP * SP
-    S: tl.constexpr = E // G
+@jit
+def choose_rows(logits, bias, ids, weights, rows, scale, s):
+    """Do this program's part of `choose`."""
+    P: tl.constexpr = s.GP * s.SP
+    S: tl.constexpr = s.E // s.G
     c = tl.arange(0, P)
-    expert = c // SP * S + c % SP
-    is_expert = (c // SP < G) & (c % SP < S)
-    for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
-        row = (block * R + tl.arange(0, R)).to(tl.int64)[:, None]
+    expert = c // s.SP * S + c % s.SP
+    is_expert = (c // s.SP < s.G) & (c % s.SP < S)
+    for block in range(tl.program_id(0), tl.cdiv(rows, s.R), tl.num_programs(0)):
+        row = (block * s.R + tl.arange(0, s.R)).to(tl.int64)[:, None]
         mask = row < rows
-        x = tl.load(logits + row * E + expert[None, :], mask=mask & is_expert[None, :], other=0.0).to(tl.float32)
+        x = tl.load(logits + row * s.E + expert[None, :], mask=mask & is_expert[None, :], other=0.0).to(tl.float32)
         x = tl.where(is_expert[None, :], x, float("-inf"))
-        w = scores_of(x, SCORING)
+        w = scores_of(x, s.SCORING)
         selection = x  # the order of the scores, without ties that their rounding could make
-        if (SCORING == SOFTMAX or SCORING == SIGMOID) and (bias is not None or TOP > 0):
+        if (s.SCORING == SOFTMAX or s.SCORING == SIGMOID) and (bias is not None or s.TOP > 0):
             selection = tl.where(is_expert[None, :], w, float("-inf"))
         if bias is not None:
             selection += tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
-        if IDS_GIVEN:
-            order = order_of_ids(ids, row, mask, tl.where(is_expert, expert, E), K, R, P)
+        if s.IDS_GIVEN:
+            order = order_of_ids(ids, row, mask, tl.where(is_expert, expert, s.E), s.K, s.R, P)
         else:
             key = tl.where(is_expert[None, :], key_of(selection), TAKEN)
-            if TOP > 0:
-                key = tl.where(in_best_groups(selection, TOP, R, G, GP, S, SP), key, TAKEN)
-            order = take(key, K, R, P)
+            if s.TOP > 0:
+                key = tl.where(in_best_groups(selection, s.TOP, s.R, s.G, s.GP, S, s.SP), key, TAKEN)
+            order = take(key, s.K, s.R, P)
 
         chosen = order >= 0
-        w, total = among_chosen(w, x, chosen, SCORING, RENORMALISE)
-        if SCORING == SOFTMAX_AFTER or RENORMALISE:
+        w, total = among_chosen(w, x, chosen, s.SCORING, s.RENORMALISE)
+        if s.SCORING == SOFTMAX_AFTER or s.RENORMALISE:
             w = w / total[:, None]
-        offsets = row * K + order
-        if not IDS_GIVEN:
-            tl.store(ids + offsets, tl.broadcast_to(expert[None, :], (R, P)), mask=mask & chosen)
+        offsets = row * s.K + order
+        if not s.IDS_GIVEN:
+            tl.store(ids + offsets, tl.broadcast_to(expert[None, :], (s.R, P)), mask=mask & chosen)
         tl.store(weights + offsets, w * scale, mask=mask & chosen)
+
+
+@jit(do_not_specialize=("rows",))
+def choose(logits, bias, ids, weights, rows, scale, s):
+    """Store ids int32 and weights float32 [rows, K]: the K best of E experts for every row of logits [rows, E], and
+    their weights.
+
+    bias [E], or None, is added for the choice alone. s: `GateSizes`.
+    """
+    choose_rows(logits, bias, ids, weights, rows, scale, s)
 
 
 @jit(do_not_specialize=("rows",))

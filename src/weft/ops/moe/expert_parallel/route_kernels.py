@@ -1,0 +1,89 @@
+"""The router as the first work of an MoE layer's one launch (fused_kernels.py), which all programs share.
+
+    all programs   tiles of logits = x @ router^T + bias | grid barrier | experts of some rows | grid barrier
+    the first                                                                  .. | compare calls
+
+The logits, rounded to the dtype of x as a GEMM of its own rounds them, are in local memory between the two grid
+barriers. A row's experts are chosen by the device function of the router's own kernel (routing/router_kernels.py), so
+equal logits give equal ids and weights. Logits of one call are written only after all programs of the previous launch
+have ended.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from ....lang.intrinsics import same_call
+from ....lang.jit import jit
+from ..routing.router_kernels import GateSizes, choose_rows
+
+
+class RouterTensors(NamedTuple):
+    """The caller's router: weight [E, H], bias [E], and choice_bias [E], which is added for the choice alone. Each of
+    the last two may be None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None
+
+
+class RouterSizes(NamedTuple):
+    """The sizes of the router. A tile of logits has ROWS tokens and COLS experts, and a K step BK elements. EVEN_K: H
+    is a multiple of BK. SCALE is a factor of the weights."""
+
+    ROWS: tl.constexpr
+    COLS: tl.constexpr
+    BK: tl.constexpr
+    EVEN_K: tl.constexpr
+    SCALE: tl.constexpr
+    gate: GateSizes
+
+
+@jit
+def compare_calls_once(calls, number):
+    """Compare the ranks' calls, by the first program of the launch. number: int32 [1], the number of this call.
+
+    The last program would do as well, but its index is what `end_call` compares with too: kept in a register for the
+    whole of the kernel, it spills (4 bytes on sm_90a). So does another value where calls are compared before the logits
+    are computed (GELU, tiles of 128 x 256)."""
+    if tl.program_id(0) == 0:
+        same_call(calls, tl.load(number))
+
+
+@jit
+def logits_tile(x, weight, t, e, T, H: tl.constexpr, s):
+    """Return fp32 [ROWS, COLS]: the tokens t below T of x [T, H], times the experts e of weight [E, H]."""
+    c = tl.arange(0, s.BK)[None, :]
+    token_pointers = x + t.to(tl.int64)[:, None] * H + c
+    expert_pointers = weight + e[:, None] * H + c
+    is_token = (t < T)[:, None]
+    is_expert = (e < s.gate.E)[:, None]
+    acc = tl.zeros((s.ROWS, s.COLS), tl.float32)
+    for k in range(0, H, s.BK):
+        token_mask = is_token if s.EVEN_K else is_token & (k + c < H)
+        expert_mask = is_expert if s.EVEN_K else is_expert & (k + c < H)
+        tokens = tl.load(token_pointers + k, mask=token_mask, other=0.0)
+        acc = tl.dot(tokens, tl.load(expert_pointers + k, mask=expert_mask, other=0.0).T, acc)
+    return acc
+
+
+@jit
+def compute_logits(x, router, logits, T, H: tl.constexpr, s):
+    """Store this program's tiles of logits [T, E] = x [T, H] @ weight^T, + bias. H is a constant here, which leaves
+    registers free: 254 -> 249 for Qwen3-30B's layer on sm_90a."""
+    tiles_n: tl.constexpr = (s.gate.E + s.COLS - 1) // s.COLS
+    for tile in range(tl.program_id(0), tl.cdiv(T, s.ROWS) * tiles_n, tl.num_programs(0)):
+        t = tile // tiles_n * s.ROWS + tl.arange(0, s.ROWS)
+        e = tile % tiles_n * s.COLS + tl.arange(0, s.COLS)
+        acc = logits_tile(x, router.weight, t, e, T, H, s)
+        if router.bias is not None:
+            acc += tl.load(router.bias + e, mask=e < s.gate.E, other=0.0).to(tl.float32)[None, :]
+        mask = (t < T)[:, None] & (e < s.gate.E)[None, :]
+        tl.store(logits + t[:, None] * s.gate.E + e[None, :], acc.to(logits.dtype.element_ty), mask=mask)
+
+
+@jit
+def choose_experts(router, logits, ids, weights, T, s):
+    """Store ids and weights [T, K] of this program's rows of logits."""
+    choose_rows(logits, router.choice_bias, ids, weights, T, s.SCALE, s.gate)
