@@ -49,6 +49,17 @@ def capture(fn: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def events_on_gpu(call: Callable[[], object]) -> list[torch.autograd.profiler_util.FunctionEvent]:
+    """Return torch.profiler's events of the kernels, copies and fills that the GPU runs in a call that has been made before."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
 def _between(work: Callable[[], None], ahead: bool) -> float:
     """Return the us that `work` takes on the GPU. ahead: the GPU sleeps until the host has launched all of the work, and then
     waits for the other ranks, so that no time of a host is measured."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import weft
 from bench.common.quack_moe import usable
+from bench.common.timing import events_on_gpu
 from bench.measure.moe import Layer, Library
 from bench.measure.moe_one_gpu import KNOWN, append, by_one_launch, by_quack, by_torch, by_vllm, by_weft
 from bench.measure.run import commit
@@ -34,17 +35,6 @@ PLANS: dict[str, str | Plan] = {
     "weft auto": "auto",
 }
 COPIES = ("Memcpy", "Memset")  # how the profiler names copies and fills
-
-
-def kernels_of(call: Callable[[], object]) -> Counter[str]:
-    """Return the names of what the GPU runs in a call, and how often."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return Counter(e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
 def split(names: Counter[str]) -> tuple[int, int]:
@@ -85,7 +75,7 @@ def main() -> None:
         for method, make in methods_of(layer, a.quack_seconds).items():
             try:
                 with torch.no_grad():
-                    names = kernels_of(make())
+                    names = Counter(event.name for event in events_on_gpu(make()))
             except Exception as error:  # a library may raise anything
                 print(f"{model}-{tokens} {method}: {type(error).__name__}: {error}"[:300], flush=True)
                 continue

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 import weft
 from bench.common.collectives import Collectives, Gathered, Scattered
-from bench.common.timing import error_of, time_interleaved
+from bench.common.timing import error_of, events_on_gpu, time_interleaved
 from bench.measure.moe import MODELS, Layer, Library, Model
 from bench.measure.run import commit
 from weft import moe
@@ -181,15 +181,9 @@ def measure(world: weft.World, name: str, tokens: int, parallel: str, a: argpars
 
 def profile(world: weft.World, it: Timed, a: argparse.Namespace) -> None:
     """Print kernels' times of one backward pass of this rank."""
-    run = it.back(lambda: it.weft(a.keep[0]))
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        run()
-        torch.cuda.synchronize()
+    events = events_on_gpu(it.back(lambda: it.weft(a.keep[0])))
     if world.rank == 0:
-        kernels = sorted((e for e in trace.events() if e.device_time > 5), key=lambda e: e.time_range.start)
+        kernels = sorted((e for e in events if e.device_time > 5), key=lambda e: e.time_range.start)
         start = kernels[0].time_range.start
         for e in kernels:
             print(f"  at {e.time_range.start - start:7.0f} for {e.device_time:7.0f} us: {e.name[:60]}", flush=True)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 import weft
+from bench.common.timing import events_on_gpu
 from tests.emulated.cases_router import (
     some_ids,
     some_weights,
@@ -71,13 +72,7 @@ def losses(world: weft.World) -> float:
 
 def kernels_of(call: Callable[[], object]) -> int:
     """How many kernels, copies and fills the GPU runs in a call that has been made before."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return len(events_on_gpu(call))
 
 
 def one_launch_each(world: weft.World) -> float:
