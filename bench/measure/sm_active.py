@@ -108,6 +108,8 @@ def main() -> None:
     if a.one:
         run_layer(a.one[0], int(a.one[1]), a.one[2])
         return
+    if a.out is None:
+        p.error("--out names the folder for the rows")
     a.out.mkdir(parents=True, exist_ok=True)
     for model in a.models:
         for tokens in a.tokens:

@@ -27,11 +27,7 @@ MODELS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(plugin, "gather_objects", lambda value, group: group.world.exchange(value))
-    monkeypatch.setattr(plugin, "world_of", lambda group: group.world)
-    monkeypatch.setattr(plugin, "_models", [])
-    monkeypatch.setattr(interface, "installed", lambda: "0.32.0")
-    with standin.installed():
+    with standin.served_by_plugin(monkeypatch):
         yield
 
 

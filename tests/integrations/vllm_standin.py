@@ -12,11 +12,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import greenlet
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import weft
+from weft.integrations.vllm import interface, plugin
 
 BF = torch.bfloat16
 H, INNER, HEADS, EXPERTS = 64, 96, 64, 4
@@ -286,6 +288,18 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": (MoERunner,),
     "vllm.v1.worker.worker_base": (WorkerBase,),
 }
+
+
+@contextmanager
+def served_by_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The modules in their places, as vLLM 0.32, for a plugin whose ranks are emulated."""
+    monkeypatch.setattr(plugin, "gather_objects", lambda value, group: group.world.exchange(value))
+    monkeypatch.setattr(plugin, "world_of", lambda group: group.world)
+    monkeypatch.setattr(plugin, "_models", [])
+    monkeypatch.setattr(interface, "installed", lambda: "0.32.0")
+    monkeypatch.delenv("WEFT_VLLM", raising=False)
+    with installed() as modules:
+        yield modules
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from ..ops.moe.call import ACTIVATIONS
 from ..ops.moe.expert_parallel.op import pack
 from ..ops.moe.routing.capacity import apply_capacity
 from ..ops.moe.routing.placement import expert_placement
-from ..ops.moe.routing.router import TopKRouter, gate
+from ..ops.moe.routing.router import TopKRouter
 from ..plans import FusedMoe, Plan
 from ..tensor_checks import check_device, dims
 from ..world import World
@@ -132,17 +132,11 @@ class MoE(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E] from which they are
         computed. ids: those of an earlier pass, to be used again (routing replay); None: those of the best experts."""
-        logits = nn.functional.linear(x, self.router, self.router_bias)
-        ids, weights = gate(
-            logits,
-            self.top_k,
-            world=self.world,
-            scoring=self.scoring,
-            renormalise=self.renormalise,
-            scale=self.scale,
-            ids=ids,
-        )
-        return ids, weights, logits
+        return self._top_k_router(x, world=self.world, ids=ids)
+
+    @property
+    def _top_k_router(self) -> TopKRouter:
+        return TopKRouter(self.router, self.top_k, self.router_bias, self.scoring, self.renormalise, scale=self.scale)
 
     @property
     def _routes_in_launch(self) -> bool:
@@ -174,9 +168,7 @@ class MoE(nn.Module):
             wanted = f"[T, {self.w2.shape[1]}] {str(self.w13.dtype).removeprefix('torch.')}"
             raise ValueError(f"MoE: x {dims(x)} must be {wanted}, as its experts are: x.flatten(0, -2), x.to(dtype)")
         if routes is None and self._routes_in_launch:
-            bias, scoring, renormalise = self.router_bias, self.scoring, self.renormalise
-            router = TopKRouter(self.router, self.top_k, bias, scoring, renormalise, scale=self.scale)
-            return self._experts(x, None, None, rows, router)
+            return self._experts(x, None, None, rows, self._top_k_router)
         ids, weights = self.route(x)[:2] if routes is None else routes
         if self.capacity_factor is not None and self.dropped is not None:
             ids, dropped = apply_capacity(

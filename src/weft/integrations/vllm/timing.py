@@ -27,8 +27,7 @@ PASS_SITES = 2  # calls in a timed pass of the most frequent kind of site, whate
 def rows_from(flow: Flow, classes: Classes, world: World, min_tokens: int, max_tokens: int) -> int:
     """Return the smallest power of two, at least `min_tokens`, from which on, up to `max_tokens`, a pass takes less
     time if each rank holds only its own rows of residuals; 0 if there is none. Each call uses its fastest plan, of
-    which the engine's own is one. Collective. It also makes the trials of these sizes, and of one token less, which the
-    ranks do not divide, so that no request waits for them."""
+    which the engine's own is one. Collective."""
     kinds = Counter(shapes(site, classes) for site in flow.sites)
     calls = calls_of_pass(kinds)
     site_by_shapes = {shapes(site, classes): site for site in flow.sites}
@@ -49,7 +48,6 @@ def rows_from(flow: Flow, classes: Classes, world: World, min_tokens: int, max_t
                 worth=1.0,
             )
             faster = world.choices.choose(choice, "eager")
-            one_pass(world, sites_of(max(tokens - 1, 1)), faster)
             threshold = (threshold or tokens) if faster == RESIDUALS_BY_ROWS else 0
             tokens *= 2
     if world.device.type == "cuda":
@@ -59,8 +57,8 @@ def rows_from(flow: Flow, classes: Classes, world: World, min_tokens: int, max_t
 
 def prepare_sizes(flow: Flow, classes: Classes, world: World, max_tokens: int, rows_from: int, woven_from: int) -> None:
     """Call the operator for each kind of site with the numbers of tokens of `first_sizes`. Collective. Later calls of
-    other numbers then search for no plan and compile no kernel, which takes up to seconds. vLLM itself calls the sizes
-    that it captures."""
+    other numbers then time nothing, search for no plan and compile no kernel, which takes up to seconds. vLLM itself
+    calls the sizes that it captures."""
     sites = {(shapes(site, classes), site.residual): site for site in flow.sites}
     with torch.inference_mode():
         for tokens in first_sizes(world, world.max_captured_rows or 0, max_tokens):
