@@ -866,7 +866,8 @@ def route_gradients(
         has_row, row = route_rows >= 0, torch.where(route_rows >= 0, route_rows, flat.shape[0])
         weight = torch.zeros(flat.shape[0] + 1, device=rows.device)
         full = torch.zeros(flat.shape[0] + 1, dtype=torch.bool, device=rows.device)
-        weight[row], full[row] = state.weights.flatten(), True
+        weight[row] = state.weights.flatten()
+        full.index_fill_(0, row, True)  # full[row] = True would copy from the host, which no capture may
         gradient = flat.float()
         dy.view(-1, layer.hidden).copy_(gradient * weight[:-1, None])
         products = torch.zeros_like(weight)

@@ -145,7 +145,10 @@ def choose_rows(logits, bias, ids, weights, rows, scale, s):
         w, total = among_chosen(w, x, chosen, s.SCORING, s.RENORMALISE)
         if s.SCORING == SOFTMAX_AFTER or s.RENORMALISE:
             w = w / total[:, None]
-        offsets = row * s.K + order
+        # The hint is for the layout alone: each element has a mask of its own, so no store is wider. Without it the
+        # stores' layout spreads a row over all warps, and Triton computes the weights a second time in that layout
+        # (39 registers for 16 experts, 23 with the hint), whose sums have another order in 8 warps than in 4.
+        offsets = tl.max_contiguous(row * s.K + order, (1, 2))
         if not s.IDS_GIVEN:
             tl.store(ids + offsets, tl.broadcast_to(expert[None, :], (s.R, P)), mask=mask & chosen)
         tl.store(weights + offsets, w * scale, mask=mask & chosen)
