@@ -53,8 +53,8 @@ def test_the_order_of_a_rows_sums_does_not_depend_on_the_warps(name: str) -> Non
     kernels = [compiled(LAYERS[name], plan) for plan in PLANS]
     expected = sums_of(kernels[0]["choose"])
     assert expected and all(len(one) == 4 for one in expected)
-    for each in kernels:
-        assert sums_of(each["moe_layer"]) == expected
+    for compiled_kernels in kernels:
+        assert sums_of(compiled_kernels["moe_layer"]) == expected
 
 
 @pytest.mark.gate
