@@ -56,13 +56,12 @@ def ran(record: dict[str, Any], older: bool = True) -> str:
 def record() -> str:
     """Return how each check ended when it last ran, which checks failed, and how many random calls ran."""
     stored = json.loads((TESTS / "gpu_record.json").read_text())
-    failed = [
-        f"{name} ({place})"
-        for place, checks in sorted(stored["checks"].items())
-        for name, row in checks.items()
-        if row["outcome"] == "failed" and ", compiled for " not in place
-    ]
-    text = f"Failed when they last ran: {', '.join(failed)}. " if failed else ""
+    failed_checks = []
+    for place, checks in sorted(stored["checks"].items()):
+        names = [f"*{name}*" for name, row in checks.items() if row["outcome"] == "failed"]
+        if names and ", compiled for " not in place:
+            failed_checks.append(f"{', '.join(names)} ({place})")
+    text = f"Failed when they last ran: {'; '.join(failed_checks)}. " if failed_checks else ""
     text += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
     return f"{ran(stored, older=False)}\n\n{text}"
 

@@ -18,6 +18,7 @@ from bench.pages import report, signaled_page
 from weft.planner.profile import shipped
 
 RESULTS = Path(__file__).parents[1] / "results"
+ONE_H100 = "nvidia-h100-x1"
 MARK = re.compile(r"<!--([a-z][a-z0-9-]*)-->.*?<!--/-->", re.S)
 
 
@@ -106,7 +107,7 @@ def sequential(machine: str, op: str, name: str, method: str) -> str:
 def host_shared(method: str, tree: str = "new") -> str:
     """Return the host time of GEMM + all-reduce with two ranks that share an H100, of the tree before launches were objects and
     after."""
-    stored = rows("nvidia-h100-x1", "host-shared.jsonl")
+    stored = rows(ONE_H100, "host-shared.jsonl")
     (row,) = (r for r in stored if (r["op"], r["method"]) == ("matmul_all_reduce", method))
     return us(round(row["us"][tree]))
 
@@ -345,14 +346,6 @@ def serves(method: str, mode: str = "eager", newest: bool = True) -> str:
     return f"{rates[-1 if newest else 0]:,.0f} tokens a second"
 
 
-def asleep(name: str) -> str:
-    """Return the time of fused decode with longer sleeps over that with short ones."""
-    us = {
-        r["tag"]: r["us"] for r in rows(2, "mixes-that-save-power.jsonl") if (r["name"], r["method"]) == (name, "fused")
-    }
-    return x(us["as it is"] / us["longer sleeps"])
-
-
 def host_time(file: str, part: str) -> str:
     """Return the host time of a sequential all-gather + GEMM on 2 GPUs."""
     stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
@@ -431,12 +424,9 @@ def spread(ours: Sequence[float], others: Sequence[float]) -> str:
     return f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x"
 
 
-OWN_WAVES = 16  # of 8,192 queries and 32 heads in tiles of 128 queries, one an SM, on 132 SMs
-
-
 def own_attention(*, causal: bool) -> str:
     """Return cuDNN's time over that of the best form of a kernel of our own."""
-    times = [r["us"] for r in rows("nvidia-h100-x1", "attention-own.jsonl") if r["name"].endswith("causal") == causal]
+    times = [r["us"] for r in rows(ONE_H100, "attention-own.jsonl") if r["name"].endswith("causal") == causal]
     shares = sorted({f"{100 * us['cudnn'] / min(t for q, t in us.items() if q != 'cudnn'):.0f}%" for us in times})
     return shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
 
@@ -505,6 +495,39 @@ LOOPS = {
     "halves": "128x128 w4 s3 x2 halves",
     "specialized": "128x128 w4 s2 x1 unrolled specialized",
 }
+
+
+# -- guarded loads, and kernels around the router, on one H100 ---------------------------------------------------------
+def guard_row() -> dict:
+    (row,) = map(json.loads, (RESULTS / ONE_H100 / "guarded.jsonl").read_text().splitlines())
+    return row
+
+
+def guard_time(form: str) -> str:
+    """Return the time of a GEMM that waits with guarded loads, and without."""
+    guarded_us, alone_us = (us(guard_row()["us"][f"{form}, {guard}"]) for guard in ("guarded", "alone"))
+    return f"{guarded_us.removesuffix(' us')} / {alone_us}"
+
+
+def wrong_calls(guard: str) -> str:
+    """Return how many calls with late data gave wrong results, from the form with the fewest to that with the most."""
+    row = guard_row()
+    return f"{span((n for name, n in row['wrong'].items() if name.endswith(f', {guard}')), str)} of {row['calls']}"
+
+
+def around_router(part: str, step: bool = False) -> str:
+    """Return weft's time in a CUDA graph for 4,096 tokens, and torch's. step: with the gradient."""
+    stored = [json.loads(line) for line in (RESULTS / ONE_H100 / "router.jsonl").read_text().splitlines()]
+    (times,) = (r["us"] for r in stored if (r["tokens"], r["mode"]) == (4096, "graph"))
+    weft_us, torch_us = (us(times[f"{part}, {method}{', step' * step}"]) for method in ("weft", "torch"))
+    return f"{weft_us.removesuffix(' us')} / {torch_us}"
+
+
+GUARD_FORMS = {"": "step_by_step", "-pointers": "step_by_step_with_pointers", "-segments": "by_segments"}
+AROUND_ROUTER = {
+    "position": "capacity by position", "probability": "capacity by probability", "placement": "placement",
+    "balancing": "load balancing", "z": "z-loss",
+}  # fmt: skip
 EACH, BY_WAVE = "each tile counted", "counted by wave"  # runs of grouped GEMMs alone
 THREE, TWO = "128x256, 3 stages", "128x128, 2 an SM"
 
@@ -660,9 +683,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mix-two-watts-fused": partial(drawn, "fused"),
     "mix-two-few": partial(saving, 'fused, norm {"kind": "two_shot", "programs": 32}'),
     "mix-two-copies": partial(saving, "fused, norm decomposed"),
-    "mix-two-asleep": partial(saving, "fused", "longer sleeps"),
-    "mix-two-asleep-bound": partial(saving, "bound", "longer sleeps"),
-    "mix-two-asleep-decode": partial(asleep, "70B-decode-64"),
     "new-rows": partial(host_time, "experiments/new-rows-in-the-background.jsonl", "new M"),
     "known-rows": partial(host_time, "host.jsonl", "known"),
     **{f"attention-{name}": partial(attention_parts, part) for name, part in ATTENTION.items()},
@@ -672,9 +692,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "attention-own-causal": partial(own_attention, causal=True),
     "attention-own-sequential": partial(own_needs, "nccl+cudnn"),
     "attention-own-segmented": partial(own_needs, "weft"),
-    "attention-own-covers": lambda: us(gathered("compute alone") / (2 * OWN_WAVES)),
-    "attention-own-gather": lambda: us(gathered("communication alone")),
-    **{f"attention-early-{n or 16}": partial(attention_early, n) for n in (0, 8, 6, 3)},
+    **{f"attention-early-{n or 16}": partial(attention_early, n) for n in (0, 8, 3)},
     "turned-copies": lambda: f"{sum(trained('transposed copy')) / 1000:.1f} ms",
     "turned-layer": lambda: f"{trained_layer():.0f} ms",
     "turned-ratio": lambda: spread(trained("auto, turned"), trained("auto")),
@@ -683,6 +701,11 @@ FIGURES: dict[str, Callable[[], str]] = {
         f"promoted-{name}-slow": partial(promoted_loop, LOOPS[name], "slow")
         for name in ("short", "halves", "specialized")
     },
+    **{f"guarded{form}": partial(guard_time, name) for form, name in GUARD_FORMS.items()},
+    "guard-wrong": partial(wrong_calls, "alone"),
+    "guarded-wrong": partial(wrong_calls, "guarded"),
+    **{f"router-{name}": partial(around_router, part) for name, part in AROUND_ROUTER.items()},
+    "router-balancing-step": partial(around_router, "load balancing", step=True),
     "short-before": partial(short, "before"),
     "short-after": partial(short, "after"),
 }

@@ -159,6 +159,18 @@ def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
     assert f"**{plain / woven:.2f}x**" in text and f"**{last['sequential'] / last['auto']:.2f}x** is overlap" in text
 
 
+def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
+    """Of Transformers models, woven and not."""
+    errors: dict[str, dict[str, float]] = {}
+    for r in stored_rows("nvidia-h100-x2", "hf_errors"):
+        errors.setdefault(r["method"], {})[r["name"]] = r["error"]
+    text = " ".join((ROOT / "docs/transformers.md").read_text().split())
+    spans = (f"{min(e.values()):.3f} to {max(e.values()):.3f}" for e in (errors["weft"], errors["transformers"]))
+    assert "logits were off by {} and the model's own by {}, weft's by less at all four sizes".format(*spans) in text
+    assert len(errors["weft"]) == 4 and all(e < errors["transformers"][name] for name, e in errors["weft"].items())
+    assert all(e <= errors["weft"][name] for name, e in errors["woven"].items())
+
+
 def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
     """Of experts on one GPU by number of tokens, of FlashMoE's one launch, and of quack's GEMM."""
     moe, papers, guide = ((ROOT / f"docs/{name}.md").read_text() for name in ("moe", "papers", "guide"))
