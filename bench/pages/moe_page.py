@@ -7,25 +7,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+from bench.measure.moe import MEMORY
+from bench.pages.one_gpu_page import geometric, launches, lines_of, one_gpu_sizes, one_gpu_table, reading, weight_bytes
 from weft.ops.moe.call import Layer
 from weft.ops.moe.expert_parallel.dispatched import memory
 from weft.plans import FusedMoe
 
 BEGIN, END = "<!-- made by bench/pages/moe_page.py from bench/results -->", "<!-- end -->"
-MEMORY, MEMORY_END = "<!-- memory: made by bench/pages/moe_page.py -->", "<!-- end of memory -->"
+MEMORY_BEGIN, MEMORY_END = "<!-- memory: made by bench/pages/moe_page.py -->", "<!-- end of memory -->"
 TRAINING = "<!-- training: made by bench/pages/moe_page.py from bench/results -->"
 TRAINING_END = "<!-- end of training -->"
 TABLES = "bench/results/moe.md"
 IN_PARTS, IN_PARTS_END = (
     "<!-- in parts: made by bench/pages/moe_page.py from bench/results -->",
     "<!-- end of in parts -->",
+)
+LAUNCHES, LAUNCHES_END = (
+    "<!-- launches: made by bench/pages/one_gpu_page.py from bench/results -->",
+    "<!-- end of launches -->",
 )
 
 
@@ -64,11 +69,28 @@ def experts(lines: list[dict]) -> str:
             auto, library = newest.get((e, m, "auto")), newest.get((e, m, "library"))
             cells.append("" if auto is None or library is None else f"{auto:.0f} ({library:.0f})")
         rows.append(f"| {e} | " + " | ".join(cells) + " |")
-    spreads = []
-    for m in tokens:
-        times = [us for (_, count, method), us in newest.items() if count == m and method == "auto"]
-        spreads.append(f"{100 * (max(times) / min(times) - 1):.0f}% at {m:,} tokens")
-    return "\n".join([*rows, "", f"From the fastest number of experts to the slowest: {', '.join(spreads)}."])
+    return "\n".join([*rows, "", growth(lines)])
+
+
+def growth(lines: list[dict]) -> str:
+    """Return the sentence on what the most experts take beyond the fewest, beside what reading their weights takes."""
+    auto = [r for r in lines if r["method"] == "auto"]
+    newest = {(r["M"], r["E"]): r["us"] for r in auto}
+    fewest, most = min(r["E"] for r in auto), max(r["E"] for r in auto)
+    tokens = sorted({m for m, e in newest if {(m, fewest), (m, most)} <= newest.keys()})
+    added_us = [newest[m, most] - newest[m, fewest] for m in tokens]
+    shares = [f"{100 * us / newest[m, fewest]:.0f}% at {m:,}" for m, us in zip(tokens, added_us, strict=True)]
+    gigabytes = (most - fewest) // auto[0]["world"] * weight_bytes(auto[0], matrices=2) / 1e9
+    return (
+        f"{most} experts take {min(added_us):.0f} to {max(added_us):.0f} us longer than {fewest} ({', '.join(shares)} tokens): a GPU's"
+        f" {gigabytes:.1f} GB more of weights take {gigabytes / MEMORY * 1e3:.0f} us at {MEMORY} TB/s, and last tiles are partly empty."
+    )
+
+
+def growths(results: Path) -> str:
+    """Return the sentence on the number of experts, of FlashMoE's layer with two matrices."""
+    by_path = ([r for r in lines_of(path) if UNGATED in r["name"]] for path in sorted(results.glob("*/moe.jsonl")))
+    return "\n\n".join(f"On {r[0]['world']} GPUs, of FlashMoE's layer, {growth(r)}" for r in by_path if r)
 
 
 def scaling(results: Path) -> str:
@@ -110,87 +132,6 @@ def plans(lines: list[dict]) -> str:
         rows.append(
             f"| {model}, {int(tokens):,} | " + " | ".join("" if us is None else f"{us:.0f}" for us in every) + " |"
         )
-    return "\n".join(rows)
-
-
-# Methods, in the order of the columns.
-ONE_GPU = ("torch", "torch compiled", "vllm", "quack", "weft", "weft, one launch")
-
-
-def one_gpu(lines: list[dict], method: str) -> dict[int, dict[str, float]]:
-    """Return, by number of tokens and model, how many times as fast as the method weft is on one GPU, of uniform routing."""
-    us = {(r["name"], r["method"]): r["us"] for r in lines if r["zipf"] == 0}
-    ratios: dict[int, dict[str, float]] = {}
-    for name in sorted({name for name, _ in us}, key=lambda name: int(name.rpartition("-")[2])):
-        model, _, tokens = name.rpartition("-")
-        if (name, "weft") in us and (name, method) in us:
-            ratios.setdefault(int(tokens), {})[model] = us[name, method] / us[name, "weft"]
-    return ratios
-
-
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def geometric(ratios: Iterable[float]) -> float:
-    known = list(ratios)
-    return math.exp(sum(map(math.log, known)) / len(known))
-
-
-def one_gpu_table(results: Path) -> str:
-    """A table a GPU: the ratios over vLLM's time, and where they were measured over quack's."""
-    parts = []
-    for path in sorted(results.glob("*/moe_one_gpu.jsonl"), reverse=True):
-        lines = lines_of(path)
-        over = {title: one_gpu(lines, method) for title, method in (("vLLM", "vllm"), ("quack", "quack"))}
-        named = {title: ratios for title, ratios in over.items() if ratios}
-        if named:
-            parts.append((path.parent.name.rpartition("-x")[0], ratio_rows(named)))
-    return "\n\n".join(f"{gpu}:\n\n{table}" for gpu, table in parts) if len(parts) > 1 else parts[0][1]
-
-
-def ratio_rows(over: dict[str, dict[int, dict[str, float]]]) -> str:
-    """A row a number of tokens, with the mean, least and, over the first library, most of the ratios, by libraries' names."""
-    heads = ["tokens", "mean", "least", "most"]
-    heads += [f"{head} over {title}" for title in [*over][1:] for head in ("mean", "least")]
-    rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
-    for tokens in sorted({tokens for ratios in over.values() for tokens in ratios}):
-        known = [ratios.get(tokens, {}) for ratios in over.values()]
-        cells = [f"{tokens:,}"]
-        for i, ratios in enumerate(known):
-            if not ratios:
-                cells += [""] * (2 if i else 3)
-                continue
-            (least, low), (most, high) = (choose((r, m) for m, r in ratios.items()) for choose in (min, max))
-            cells += [f"**{geometric(ratios.values()):.2f}x**", f"{least:.2f}x ({low})"]
-            cells += [] if i else [f"{most:.2f}x ({high})"]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def one_gpu_sizes(results: Path) -> str:
-    """Return the us by size and method, a table a GPU and routing."""
-    parts = []
-    for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
-        lines = lines_of(path)
-        for zipf in sorted({r["zipf"] for r in lines}):
-            routing = "" if zipf == 0 else f", routing by Zipf's law ({zipf})"
-            table = one_gpu_rows([r for r in lines if r["zipf"] == zipf])
-            parts.append(f"{path.parent.name}{routing}, us:\n\n{table}")
-    return "\n\n".join(parts)
-
-
-def one_gpu_rows(lines: list[dict]) -> str:
-    us = {(r["name"], r["method"]): r["us"] for r in lines}
-    methods = [m for m in ONE_GPU if any(method == m for _, method in us)]
-    over = [m for m in ("vllm", "quack") if m in methods]
-    heads = ["layer, tokens", *methods, *(f"{m} / weft" for m in over)]
-    rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
-    for name in sorted({n for n, _ in us}, key=lambda n: (n.rpartition("-")[0], int(n.rpartition("-")[2]))):
-        cells = [f"{us[name, m]:.0f}" if (name, m) in us else "" for m in methods]
-        pairs = [(us.get((name, m)), us.get((name, "weft"))) for m in over]
-        cells += [f"{library_us / weft_us:.2f}x" if library_us and weft_us else "" for library_us, weft_us in pairs]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -308,7 +249,7 @@ def page_in_parts(results: Path, sizes: bool = True) -> str:
             text = text if sizes else "\n".join(line for line in text.splitlines() if line.startswith("- "))
             parts.append(f"{world} GPUs ({path.parent.name}), {-tokens:,} tokens in all{', us' * sizes}:\n\n{text}")
             alone = [r["tables_us"] for r in some if "tables_us" in r]
-            if alone:
+            if alone and sizes:
                 parts.append(
                     f"The tables alone, of which the limit knows nothing: {min(alone):.0f} to {max(alone):.0f} us."
                 )
@@ -323,7 +264,7 @@ def memory_table() -> str:
         "| tokens a GPU | experts | symmetric | tables | experts' rows, worst case | `max_rows` 25% above an even share |",
         "| --- |" + " --- |" * 5,
     ]
-    for tokens in (4096, 8192, 16384):
+    for tokens in (4096, 16384):
         for experts in (16, 128):
             layer = Layer(tokens, experts, 2, 2048, 2048, torch.bfloat16)
             worst = memory(ranks, layer, FusedMoe.tile.block_m)  # type: ignore[arg-type]
@@ -337,20 +278,25 @@ TRAINED = "library", "weft, keep nothing", "weft, keep rows", "weft, keep activa
 
 
 def training(results: Path, backward: bool = False) -> str:
-    """Return the table with a row for each layer and pass: us and TFLOP/s a GPU of each method. backward: also of the backward
-    pass alone."""
+    """Return the table with a row for each layer: us and TFLOP/s a GPU of each method, of forward and backward pass. backward: also of
+    the backward pass alone."""
     parts = []
     for path in sorted(results.glob("*/moe_training.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         newest = {(r["name"], r["op"], r["method"]): r for r in lines}
-        head = " | ".join(["| layer, tokens a GPU", "pass", *(name.removeprefix("weft, ") for name in TRAINED)]) + " |"
-        rows = [head.replace("library", "libraries"), "| --- |" + " --- |" * (1 + len(TRAINED))]
+        heads = [
+            "layer, tokens a GPU",
+            *["pass"] * backward,
+            "libraries",
+            *(m.removeprefix("weft, ") for m in TRAINED[1:]),
+        ]
+        rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
         for name, op in dict.fromkeys((r["name"], r["op"]) for r in lines if backward or r["op"] != "moe_backward"):
             stored = (newest.get((name, op, method)) for method in TRAINED)
             cells = ["" if r is None else f"{r['us']:.0f} us, {r['tflops']:.0f}" for r in stored]
             passes = "backward" if op == "moe_backward" else "forward and backward"
             layer = name.replace("-tensor-", ", columns over ranks, ") if "-tensor-" in name else name
-            rows.append(" | ".join([f"| {layer}", passes, *cells]) + " |")
+            rows.append(f"| {' | '.join([layer, *[passes] * backward, *cells])} |")
         parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}):\n\n" + "\n".join(rows))
     return "\n\n".join(parts)
 
@@ -360,16 +306,19 @@ def between(text: str, begin: str, end: str, block: str) -> str:
 
 
 def filled(text: str, results: Path) -> str:
-    caption = "One GPU, beside vLLM's `fused_experts`, in a CUDA graph, balanced routing; vLLM over weft:"
-    text = between(text, BEGIN, END, f"{caption}\n\n{one_gpu_table(results)}\n\nPlan by plan, {of_all_plans(results)}")
-    text = between(text, MEMORY, MEMORY_END, memory_table())
+    text = between(text, BEGIN, END, f"{one_gpu_table(results)}\n\n{growths(results)}")
+    text = between(text, LAUNCHES, LAUNCHES_END, launches(results))
+    text = between(text, MEMORY_BEGIN, MEMORY_END, memory_table())
     text = between(text, TRAINING, TRAINING_END, training(results))
     return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results, sizes=False))
 
 
 HEAD = """# Mixtures of experts
 
-[What the columns are](../../docs/moe.md#what-it-reaches). Sizes are hidden, inner, experts and experts of a token.
+"libraries" are those of [the page](../../docs/moe.md#what-it-reaches). Sizes are hidden, inner, experts and experts of a token. "limit" is
+the largest of the experts' FLOPs at 700 TFLOP/s, the bytes of the weights touched at 4.3 TB/s, and the bytes of dispatch or combine at the
+link's measured rate; "parts alone" are both grouped GEMMs alone, or the bytes where those take longer, and before them the router and the
+tables.
 """
 
 
@@ -378,6 +327,8 @@ def chapter(results: Path) -> str:
     sections = {
         "Whole layers, forward": page(results),
         "One GPU, beside vLLM's fused experts, quack's grouped GEMMs and torch": one_gpu_sizes(results),
+        "One GPU: TB/s at which the weights are read, of the sizes that this bounds": reading(results),
+        "Plan by plan": of_all_plans(results),
         "Columns of every expert over the ranks": page_in_parts(results),
         "Training": training(results, backward=True),
         "Where the time goes, step by step, us": timeline(results),

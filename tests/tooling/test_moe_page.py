@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from bench.measure.moe_one_gpu import Size, ordered, stored
-from bench.pages import moe_page
+from bench.pages import moe_page, one_gpu_page
 
+SIZES = dict(N=1024, K=2048, E=8, top_k=2, commit="0123456789")  # 12.6 MB of weights an expert
 US = {"torch": 400.0, "torch compiled": 300.0, "vllm": 150.0, "quack": 120.0, "weft": 100.0}
 
 
@@ -16,29 +17,74 @@ def store(results: Path, machine: str, methods: dict[str, float], zipf: float = 
     with open(results / machine / "moe_one_gpu.jsonl", "a") as f:
         for tokens in (64, 8192):
             for method, us in methods.items():
-                f.write(json.dumps(dict(name=f"Mixtral-{tokens}", method=method, us=us, zipf=zipf)) + "\n")
+                row = dict(name=f"Mixtral-{tokens}", method=method, us=us, zipf=zipf, M=tokens, **SIZES)
+                f.write(json.dumps(row) + "\n")
 
 
 def test_a_column_a_method_and_a_table_a_gpu_and_routing(tmp_path: Path) -> None:
     store(tmp_path, "nvidia-a-x1", US)
     store(tmp_path, "nvidia-a-x1", US | {"weft": 50.0}, zipf=1.0)
     store(tmp_path, "nvidia-b-x1", {"torch": 9.0, "weft": 3.0})
-    uniform, skewed, other_gpu = moe_page.one_gpu_sizes(tmp_path).split("us:")[1:]
-    assert "| layer, tokens | torch | torch compiled | vllm | quack | weft | vllm / weft | quack / weft |" in uniform
-    assert "| Mixtral-64 | 400 | 300 | 150 | 120 | 100 | 1.50x | 1.20x |" in uniform
-    assert "| Mixtral-8192 | 400 | 300 | 150 | 120 | 50 | 3.00x | 2.40x |" in skewed
-    assert "| layer, tokens | torch | weft |" in other_gpu and "| Mixtral-64 | 9 | 3 |" in other_gpu
+    uniform, skewed, other_gpu = one_gpu_page.one_gpu_sizes(tmp_path).split("us:")[1:]
+    assert "| torch | torch compiled | vllm | quack | weft | vllm / weft | quack / weft | commit |" in uniform
+    assert "| Mixtral-64 | 400 | 300 | 150 | 120 | 100 | 1.50x | 1.20x | `01234567` |" in uniform
+    assert "| Mixtral-8192 | 400 | 300 | 150 | 120 | 50 | 3.00x | 2.40x | `01234567` |" in skewed
+    assert "| layer, tokens | torch | weft | commit |" in other_gpu and "| Mixtral-64 | 9 | 3 |" in other_gpu
 
 
 def test_ratios_of_each_gpu_of_uniform_routing(tmp_path: Path) -> None:
     store(tmp_path, "nvidia-a-x1", {"vllm": 150.0, "weft": 100.0})
     store(tmp_path, "nvidia-a-x1", {"vllm": 900.0, "weft": 100.0}, zipf=1.0)
-    table = moe_page.one_gpu_table(tmp_path)
-    assert "| 64 | **1.50x** | 1.50x (Mixtral) | 1.50x (Mixtral) |" in table and "quack" not in table
+    table = one_gpu_page.one_gpu_table(tmp_path)
+    assert "| 64 | **1.50x** | 1.50x (Mixtral) |" in table and "quack" not in table and "Below" not in table
     store(tmp_path, "nvidia-b-x1", US)
-    gpu_b, gpu_a = moe_page.one_gpu_table(tmp_path).split("\n\nnvidia-a:\n\n")
-    assert gpu_b.startswith("nvidia-b:") and "mean over quack" in gpu_b and gpu_a == table
-    assert "| 8,192 | **1.50x** | 1.50x (Mixtral) | 1.50x (Mixtral) | **1.20x** |" in gpu_b
+    assert one_gpu_page.one_gpu_table(tmp_path).endswith(f"\n\n{table}"), "the GPU of most libraries is not first"
+    gpu_b = one_gpu_page.one_gpu_table(tmp_path).removesuffix(table)
+    assert gpu_b.startswith("nvidia-b, `01234567`:") and "| over quack | over the fastest | least |" in gpu_b
+    assert "| 8,192 | **1.50x** | **1.20x** | **1.20x** | 1.20x (Mixtral) |" in gpu_b
+
+
+def test_what_is_below_one_says_what_bounds_it(tmp_path: Path) -> None:
+    """Of 64 tokens all eight experts are read, 101 MB in 100 us and in 50; 8,192 tokens are 0.2 TFLOP."""
+    store(tmp_path, "nvidia-a-x1", US | {"vllm": 50.0})
+    assert one_gpu_page.one_gpu_table(tmp_path).splitlines()[-1] == (
+        "Below 1.0x: 1 size of up to 64 tokens, bound by weights, read 1.0 TB/s (the library: 2.0);"
+        " Mixtral of 8,192 tokens, bound by FLOPs, computes 2062 TFLOP/s (vLLM: 4123)."
+    )
+    assert "| Mixtral-64 | 0.10 | 0.25 | 0.34 | 2.01 | 0.84 | 1.01 |" in one_gpu_page.reading(tmp_path)
+
+
+def test_a_tie_is_not_below_one(tmp_path: Path) -> None:
+    store(tmp_path, "nvidia-a-x1", {"vllm": 99.6, "weft": 100.0})
+    assert "Below" not in one_gpu_page.one_gpu_table(tmp_path)
+
+
+def write(path: Path, *rows: dict) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_launches_of_one_layer_by_plan(tmp_path: Path) -> None:
+    """What was not profiled has an empty cell; the sentence is of all layers."""
+    store(tmp_path, machine := "nvidia-a-x1", {"weft": 100.0, "weft, one launch": 125.0})
+    counts = {"weft, one launch": 1, "weft fused": 4, "weft auto": 10, "torch": 47, "library": 88}
+    write(
+        tmp_path / machine / "moe_launches.jsonl",
+        *(dict(name="Qwen3-30B-64", method=m, kernels=n, copies=3 * (m == "torch")) for m, n in counts.items()),
+    )
+    write(tmp_path / machine / "sm_active.jsonl", dict(name="Qwen3-30B-2048", method="one launch", active=0.9938))
+    text = one_gpu_page.launches(tmp_path)
+    assert "| Qwen3-30B, tokens | kernels, 64 | SMs active, 2,048 | us, 64 |" in text
+    assert "| one launch | 1 | 99.4% |  |" in text and "| torch | 47 + 3 |  |  |" in text
+    assert text.endswith("by tokens: +25 to +25% at 64, +25 to +25% at 8,192.")
+
+
+def test_what_many_experts_take_stands_beside_the_bytes_of_their_weights() -> None:
+    """A GPU of two has 60 of 120 experts more, of two matrices of 2,048 x 2,048: 1.0 GB."""
+    row = dict(name="-ungated-", method="auto", world=2, N=2048, K=2048)
+    us = {(4096, 8): 300.0, (4096, 128): 450.0, (8192, 8): 500.0, (8192, 128): 700.0}
+    assert moe_page.growth([dict(row, M=m, E=e, us=t) for (m, e), t in us.items()]).startswith(
+        "128 experts take 150 to 200 us longer than 8 (50% at 4,096, 40% at 8,192 tokens): a GPU's 1.0 GB more of weights take 234 us"
+    )
 
 
 def test_what_is_important_is_measured_before_the_rest(tmp_path: Path) -> None:
