@@ -71,15 +71,18 @@ def prepare_sizes(flow: Flow, classes: Classes, world: World, max_tokens: int, r
 
 
 def first_sizes(world: World, above: int, max_tokens: int) -> list[int]:
-    """Return the numbers of tokens to call first, in descending order: the largest of those that share a plan, and
-    below it one whose shards are uneven, one with even shards that are no multiple of 16 rows, and one that is a
-    multiple of 16 itself. Triton compiles a kernel for each such case."""
+    """Return the numbers of tokens to call first, in descending order: near the largest of those that share a plan,
+    and near the middle and the start of each octave, since tiles of half the rows suit a range of sizes within it
+    (`ops.tiles.suited`), which contains the start, the middle or the end of an octave. Near each there is a size with
+    uneven shards, one with even shards that are no multiple of 16 rows, one that is a multiple of 16 itself, and one
+    with whole tiles on every rank: Triton compiles a kernel for each such case."""
     planned = near if planner_on(world) is not None else lambda tokens, size: 1 << (tokens - 1).bit_length()
-    largest: dict[int, int] = {}
-    for tokens in range(max_tokens, above, -1):
-        largest.setdefault(planned(tokens, world.size), tokens)
-    nexts = {tokens - less for tokens in largest.values() for less in (0, 1, world.size, 16)}
-    return sorted((tokens for tokens in nexts if tokens > above), reverse=True)
+    ends = {planned(tokens, world.size): tokens for tokens in range(above + 1, max_tokens + 1)}.values()
+    octaves = [1 << bits for bits in range(above.bit_length() - 1, (max_tokens - 1).bit_length()) if bits >= 0]
+    middles = [octave + octave // 2 for octave in octaves]
+    sizes = {last - less for last in (*ends, *middles) for less in (0, 1, world.size, 16)}
+    sizes |= {octave + more for octave in octaves for more in (1, world.size, 16, 16 * world.size)}
+    return sorted((tokens for tokens in sizes if above < tokens <= max_tokens), reverse=True)
 
 
 def calls_of_pass(kinds: Counter[tuple[int, int]]) -> dict[tuple[int, int], int]:
