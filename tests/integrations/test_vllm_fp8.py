@@ -55,9 +55,9 @@ def served(make: Any) -> tuple[nn.Module, str]:
     return loaded, plugin._models[-1].text()
 
 
-def output(made: nn.Module, tokens: int = 24) -> Any:
+def output(decoder: nn.Module, tokens: int = 24) -> Any:
     with torch.no_grad():
-        return made(IDS[:tokens], torch.arange(tokens), None)
+        return decoder(IDS[:tokens], torch.arange(tokens), None)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -84,8 +84,8 @@ def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, me
     plugin.register()
 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
-        made, _ = served(lambda: model(METHODS[method]()))
-        return output(made), plugin._models[-1].text()
+        decoder, _ = served(lambda: model(METHODS[method]()))
+        return output(decoder), plugin._models[-1].text()
 
     results = standin.run(main)
     assert no_further(results[0][0], expected)
@@ -104,8 +104,8 @@ def test_sums_that_no_norm_reads() -> None:
     plugin.register()
 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
-        made, text = served(lambda: model(METHODS["row"](), ScaledLayer))
-        return output(made), text
+        decoder, text = served(lambda: model(METHODS["row"](), ScaledLayer))
+        return output(decoder), text
 
     actual, text = standin.run(main)[0]
     assert "a row-parallel FP8 GEMM and its sum (4 times)" in text, text
@@ -119,8 +119,8 @@ def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
-        made, text = served(lambda: model(METHODS["row"]()))
-        return output(made), text
+        decoder, text = served(lambda: model(METHODS["row"]()))
+        return output(decoder), text
 
     actual, text = standin.run(main)[0]
     assert "the sum of a row-parallel linear, residual and norm (4 times)" in text, text
@@ -167,10 +167,10 @@ def test_an_unknown_layout_stays_vllms(layout: str) -> None:
     change, why = LAYOUTS[layout]
 
     def make() -> nn.Module:
-        made: Any = model(METHODS["row"]())
-        for layer in made.layers:
+        decoder: Any = model(METHODS["row"]())
+        for layer in decoder.layers:
             change(layer.self_attn.o_proj)
-        return made
+        return decoder
 
     plugin.register()
     text = standin.run(lambda world: served(make)[1])[0]
@@ -205,8 +205,8 @@ def test_another_product_stays_vllms(monkeypatch: pytest.MonkeyPatch, on: tuple[
     plugin.register()
 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
-        made, text = served(lambda: model(OtherRounding(*on)))
-        return output(made), text
+        decoder, text = served(lambda: model(OtherRounding(*on)))
+        return output(decoder), text
 
     results = standin.run(main)
     for actual, text in results:
@@ -321,8 +321,8 @@ def test_a_linear_with_another_weight_is_multiplied_by_weft() -> None:
     plugin.register()
 
     def main(world: weft.World) -> tuple[bool, bool]:
-        made, _ = served(lambda: model(METHODS["row"]()))
-        linear: Any = made.layers[0].self_attn.o_proj
+        decoder, _ = served(lambda: model(METHODS["row"]()))
+        linear: Any = decoder.layers[0].self_attn.o_proj
         x, (elements, scale) = drawn(1, M, 128), fp8.weight_of(linear)
         linear.quant_method = Returning(torch.ones(M, 256, dtype=BF))
         before = fp8.product(world, x, elements, None, scale)
@@ -347,11 +347,11 @@ def test_torch_compile_follows_a_served_model() -> None:
     plugin.register()
 
     def main(world: weft.World) -> list[torch.Tensor]:
-        made, _ = served(lambda: model(METHODS["tensor"]()))
-        compiled = torch.compile(made, backend="eager", fullgraph=True, dynamic=True)
+        decoder, _ = served(lambda: model(METHODS["tensor"]()))
+        compiled = torch.compile(decoder, backend="eager", fullgraph=True, dynamic=True)
         with torch.no_grad():
             outs = [compiled(IDS[:n].clone(), torch.arange(n), None) for n in (24, 7)]
-        return [*outs, *(output(made, n) for n in (24, 7))]
+        return [*outs, *(output(decoder, n) for n in (24, 7))]
 
     outputs = standin.run(main)[0]
     assert all((a == b).all() for a, b in zip(outputs[:2], outputs[2:], strict=True))

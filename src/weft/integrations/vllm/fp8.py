@@ -40,23 +40,23 @@ def asked_for() -> bool:
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
-class Weight(NamedTuple):
+class LinearWeight(NamedTuple):
     """A linear's weight [N, K] and, if it is e4m3, its scales in float32: [N], or [N / 128, K / 128] by block."""
 
     weight: Tensor
     scale: Tensor | None
 
 
-def weight_of(linear: VllmObject) -> Weight:
+def weight_of(linear: VllmObject) -> LinearWeight:
     """Return the weight of a linear that is unquantised or has passed `layout_problem`. vLLM stores an FP8 weight
     transposed, but not one with scales by block. A scale of the whole weight becomes that of each row."""
     if linear.weight.dtype != E4M3:
-        return Weight(linear.weight, None)
+        return LinearWeight(linear.weight, None)
     scale = scale_of(linear)
     if getattr(linear, "weight_block_size", None):
-        return Weight(linear.weight, scale)
+        return LinearWeight(linear.weight, scale)
     weight = linear.weight.t()
-    return Weight(weight, scale.view(-1).expand(weight.shape[0]).contiguous())
+    return LinearWeight(weight, scale.view(-1).expand(weight.shape[0]).contiguous())
 
 
 def scale_of(linear: VllmObject) -> VllmObject:
@@ -106,7 +106,7 @@ def layout_problem(linear: VllmObject) -> str:
         f"N {n} and K {k} are no multiples of 8 and {multiple}": n % 8 or k % multiple,
         "the bias has more than 16 bits": bias is not None and bias.dtype not in DTYPES,
     }
-    return next((problem for problem, found in problems.items() if found), "")
+    return next((problem for problem, is_so in problems.items() if is_so), "")
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .row_norm_column import Engine
 
 
 class RowTensors(NamedTuple):
-    """The operands. weight_scale is that of a weight in e4m3 (`fp8.Weight`)."""
+    """The operands. weight_scale is that of a weight in e4m3 (`fp8.LinearWeight`)."""
 
     x: torch.Tensor
     weight: torch.Tensor

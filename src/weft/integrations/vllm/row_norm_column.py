@@ -71,7 +71,7 @@ class ResidualRows(IntEnum):
 
 class LayerTensors(NamedTuple):
     """The operands. x is [M, K], or without a row-parallel weight this rank's partial sum [M, H]. row_scale and
-    column_scale are those of weights in e4m3 (`fp8.Weight`)."""
+    column_scale are those of weights in e4m3 (`fp8.LinearWeight`)."""
 
     x: Tensor
     residual: Tensor | None

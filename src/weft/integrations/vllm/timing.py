@@ -15,7 +15,7 @@ from ...planner.auto import planner_on
 from ...planner.search import near
 from ...world import World
 from .dataflow import Flow, Site
-from .fp8 import Weight, recipe_of, weight_of
+from .fp8 import LinearWeight, recipe_of, weight_of
 from .interface import VllmObject
 from .layers import Classes, SummedGemmaNorm
 from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
@@ -110,7 +110,7 @@ def kind_of(site: Site, classes: Classes) -> SiteKind:
     return k, n, row_recipe, column_recipe
 
 
-def weights(site: Site, classes: Classes) -> tuple[Weight | None, Weight | None]:
+def weights(site: Site, classes: Classes) -> tuple[LinearWeight | None, LinearWeight | None]:
     """Return the weights of the two GEMMs, None for one that the site does not compute."""
     row = weight_of(site.reduction) if classes.is_gemm(site.reduction) else None
     return row, None if site.column is None else weight_of(site.column)
