@@ -174,7 +174,7 @@ def test_an_unknown_layout_stays_vllms(layout: str) -> None:
 
     plugin.register()
     text = standin.run(lambda world: served(make)[1])[0]
-    assert f"leaves to vLLM the GEMM of 2 FP8 linears: {why}" in text, text
+    assert f"leaves to vLLM the GEMM of 2 quantised linears: {why}" in text, text
     assert "the sum of a row-parallel linear, residual and norm (2 times)" in text, text
     assert "with its FP8 GEMM, residual and norm (2 times)" in text, text
 
@@ -183,7 +183,7 @@ def test_sizes_that_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(standin, "INNER", 144)
     plugin.register()
     text = standin.run(lambda world: served(lambda: model(METHODS["row"]()))[1])[0]
-    assert "leaves to vLLM the GEMM of 2 FP8 linears: N 256 and K 72 are no multiples of 8 and 16" in text, text
+    assert "leaves to vLLM the GEMM of 2 quantised linears: N 256 and K 72 are no multiples of 8 and 16" in text, text
 
 
 class OtherRounding(CompressedTensorsLinearMethod):
@@ -210,7 +210,7 @@ def test_another_product_stays_vllms(monkeypatch: pytest.MonkeyPatch, on: tuple[
 
     results = standin.run(main)
     for actual, text in results:
-        refused = re.findall(r"the GEMM of (\d) FP8 linears: weft's product differs by \de-02 of its norm", text)
+        refused = re.findall(r"the GEMM of (\d) quantised linears: weft's product differs by \de-02 of its norm", text)
         assert sum(map(int, refused)) == 7, text
         assert "with its FP8 GEMM" not in text and "column-parallel" not in text, text
         assert "the sum of a row-parallel linear, residual and norm (4 times)" in text, text
@@ -225,7 +225,7 @@ def test_a_product_that_fails_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fp8, "own_product", lambda *_: 1 / 0)
     plugin.register()
     text = standin.run(lambda world: served(lambda: model(METHODS["row"]()))[1])[0]
-    assert "the GEMM of 7 FP8 linears: ZeroDivisionError: division by zero" in text, text
+    assert "the GEMM of 7 quantised linears: ZeroDivisionError: division by zero" in text, text
 
 
 def test_a_version_without_the_method(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,15 +74,16 @@ def test_the_first_calls_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(plugin, "make_one_trial_an_octave", lambda: None)
     prepare_sizes = timing.prepare_sizes
 
+    def timed(flow: Flow, classes: layers.Classes, world: weft.World, *tokens: int) -> None:
+        world.backend.clock = None
+        prepare_sizes(flow, classes, world, *tokens)
+
+    monkeypatch.setattr(timing, "prepare_sizes", timed)
+
     def main(world: weft.World) -> tuple[set[Any], set[Any]]:
         def row_norm_columns() -> set[Any]:
             return {key for key in world.decided if isinstance(key, tuple) and key[0] == ROW_NORM_COLUMN.name}
 
-        def timed(*arguments: Any) -> None:
-            world.backend.clock = None
-            prepare_sizes(*arguments)
-
-        monkeypatch.setattr(timing, "prepare_sizes", timed)
         world.backend.clock = lambda *_: pytest.fail("timed")
         config = standin.config(
             MODELS[name],

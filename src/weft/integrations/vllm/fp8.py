@@ -24,7 +24,7 @@ from ...world import World
 from .interface import VllmObject
 
 WEFT_VLLM_FP8 = "WEFT_VLLM_FP8"  # the environment variable that turns FP8 GEMMs on with 1
-SAMPLE_ROWS = 16  # the random rows whose products are compared
+SAMPLE_ROWS = 64  # the random rows whose products are compared; below 32 vLLM may take another kernel
 # The greatest difference of products, relative to their norm. With x rounded to e4m3 by other scales it is 0.025 or
 # more (K 256 and 4096, normal distribution).
 ROUNDING = torch.finfo(torch.bfloat16).eps
@@ -141,8 +141,8 @@ def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:
         actual = own_product(world, x, weight, None, scale)
         world.synchronize()
         expected = linear.quant_method.apply(linear, x, None).float()
-        error = float((actual.float() - expected).norm() / expected.norm())
-        return "" if error <= ROUNDING else f"weft's product differs by {error:.0e} of its norm"
+        relative = float((actual.float() - expected).norm() / expected.norm())
+        return "" if relative <= ROUNDING else f"weft's product differs by {relative:.0e} of its norm"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -150,14 +150,14 @@ def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:
 # -- of a model --------------------------------------------------------------------------------------------------------
 @dataclass
 class Fp8Linears:
-    """The FP8 linears of a model, whose `quant_method` is of one of the classes `methods`. `reasons` has for each, by
-    its id, why its GEMM stays vLLM's, or "" if weft may compute it."""
+    """The quantised linears of a model, whose `quant_method` is of one of the classes `methods`. `reasons` has, by the
+    id of each, why its GEMM stays vLLM's, or "" if weft may compute it."""
 
     methods: tuple[type, ...] = ()
     reasons: dict[int, str] = field(default_factory=dict)
 
     def find(self, linears: Iterable[nn.Module]) -> None:
-        """Add those of the linears that are FP8 linears, accepted if their layout is known."""
+        """Add those of the linears that are quantised by one of the methods, accepted if their layout is known."""
         for linear in linears:
             if type(getattr(linear, "quant_method", None)) in self.methods:
                 try:
@@ -187,4 +187,4 @@ class Fp8Linears:
     def left(self) -> list[str]:
         """Return a line for each reason why GEMMs stay vLLM's."""
         counts = Counter(filter(None, self.reasons.values()))
-        return [f"the GEMM of {count} FP8 linears: {reason}" for reason, count in counts.items()]
+        return [f"the GEMM of {count} quantised linears: {reason}" for reason, count in counts.items()]

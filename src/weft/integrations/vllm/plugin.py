@@ -122,7 +122,7 @@ def text() -> str:
 @dataclass
 class Candidates:
     """The modules that a rank can serve: the sites of `flow`, and further row-parallel linears `rows`. With a reason
-    `why_not` there are none. `fp8_reasons` has for each FP8 linear why its GEMM stays vLLM's, or ""."""
+    `why_not` there are none. `fp8_reasons` are those of `Fp8Linears`."""
 
     why_not: str | None = None
     flow: Flow = field(default_factory=Flow)
