@@ -2,7 +2,8 @@
 torchrun, without the plugin first (WEFT_VLLM=0), whose answers the ranks with it then compare theirs with: as the plugin chooses, which on
 small models gives most calls back to vLLM, and with each of its own forms for all calls. Requests are cut into chunks, have prefixes in
 common, are preempted, since the cache is too small for all of them, and one is aborted. Probabilities of given tokens must be no further
-from the model in float32 than 1.5 times vLLM's own."""
+from the model in float32 than 1.5 times vLLM's own. The kinds LlamaFP8 (which needs compressed_tensors) and LlamaFP8Block, named by KINDS,
+have FP8 linears, whose GEMMs weft must serve."""
 
 from __future__ import annotations
 
