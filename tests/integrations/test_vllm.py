@@ -262,7 +262,7 @@ def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyP
     plugin.register()
     assert "has no attribute 'RowParallelLinear'" in caplog.text
 
-    monkeypatch.setattr(plugin, "read_interface", lambda: 1 / 0)
+    monkeypatch.setattr(plugin, "read_interface", lambda fp8: 1 / 0)
     plugin.register()
     assert "serves nothing: ZeroDivisionError" in caplog.text and standin.BaseModelLoader.load_model is load_model
 
@@ -453,7 +453,7 @@ def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
         t = [torch.empty(tokens, 4096, dtype=BF, device="meta"), None, torch.empty(4096, dtype=BF, device="meta")]
         matrix = torch.empty(4096, 4096, dtype=BF, device="meta")
         monkeypatch.setattr("weft.integrations.vllm.row_norm_column.check_operands", lambda *_: None)
-        return ROW_NORM_COLUMN.check(world, (*t, matrix, None, matrix, None), (1e-6, options.get("rows_from", 16), options.get("woven_from", 0)))  # fmt: skip
+        return ROW_NORM_COLUMN.check(world, (*t, matrix, None, matrix, None, None, None), (1e-6, options.get("rows_from", 16), options.get("woven_from", 0)))  # fmt: skip
 
     def plans(call: Any) -> tuple[str, list[str]]:
         return ROW_NORM_COLUMN.expected(world, call, "eager").kind, [

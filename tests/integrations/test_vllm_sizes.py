@@ -14,7 +14,7 @@ import torch
 import tests.integrations.vllm_standin as standin
 import weft
 from tests.integrations.vllm_standin import DecoderLayer, Model
-from weft.integrations.vllm import interface, layers, plugin, timing
+from weft.integrations.vllm import fp8, interface, layers, plugin, timing
 from weft.integrations.vllm.dataflow import Flow, flow_of
 from weft.integrations.vllm.row_norm_column import ROW_NORM_COLUMN, LayerTensors
 from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM
@@ -22,6 +22,7 @@ from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 MODELS: dict[str, Any] = {
     "dense": lambda: Model(DecoderLayer),
     "gemma": lambda: Model(functools.partial(DecoderLayer, norm=standin.GemmaRMSNorm), standin.GemmaRMSNorm),
+    "fp8": lambda: standin.in_fp8(Model(DecoderLayer), standin.CompressedTensorsLinearMethod()),
 }
 
 
@@ -89,20 +90,23 @@ def test_the_first_calls_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch,
     """The model's own pass then decides nothing new: it has the same kinds of sites, norms and epsilon, and nothing is
     prepared for a capture of more tokens than vLLM captures."""
     tokens, threshold = 24, 9
+    monkeypatch.setenv(fp8.WEFT_VLLM_FP8, "1")
+    monkeypatch.setattr(fp8, "difference", lambda *_: "")  # `weft.matmul` times its kernels
     monkeypatch.setattr(plugin, "thresholds", lambda *_: (threshold, 0))
     monkeypatch.setattr(timing, "first_sizes", lambda world, above, max_tokens: [max_tokens])
     monkeypatch.setattr(plugin, "make_one_trial_an_octave", lambda: None)
     prepare_sizes = timing.prepare_sizes
 
+    def timed(flow: Flow, classes: layers.Classes, world: weft.World, *tokens: int) -> None:
+        world.backend.clock = None
+        prepare_sizes(flow, classes, world, *tokens)
+
+    monkeypatch.setattr(timing, "prepare_sizes", timed)
+
     def main(world: weft.World) -> tuple[set[Any], set[Any]]:
         def row_norm_columns() -> set[Any]:
             return {key for key in world.decided if isinstance(key, tuple) and key[0] == ROW_NORM_COLUMN.name}
 
-        def timed(*arguments: Any) -> None:
-            world.backend.clock = None
-            prepare_sizes(*arguments)
-
-        monkeypatch.setattr(timing, "prepare_sizes", timed)
         world.backend.clock = lambda *_: pytest.fail("timed")
         config = standin.config(
             MODELS[name],

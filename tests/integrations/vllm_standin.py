@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
+from tests.emulated.cases_fp8 import scaled
+from weft.backends.library_gemm import dequantized
 from weft.integrations.vllm import interface, plugin
 
 BF = torch.bfloat16
@@ -48,9 +50,55 @@ class UnquantizedLinearMethod:
         return F.linear(x, layer.weight, bias)
 
 
+class Fp8LinearMethod:
+    """x is quantised by row, for a weight with a scale of it all or one a row, or by block as the weight is."""
+
+    block_scale = "weight_scale_inv"
+
+    def __init__(self, recipe: str = "tensor") -> None:
+        self.recipe = recipe
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        block = self.recipe == "block"
+        weight, scale = scaled(layer.weight.data, self.recipe, 128)
+        layer.weight_block_size, layer.input_scale = [128, 128] if block else None, None
+        layer.weight = nn.Parameter(weight if block else weight.t(), requires_grad=False)
+        scale = scale.view(()) if self.recipe == "tensor" else scale
+        setattr(layer, self.block_scale if block else "weight_scale", nn.Parameter(scale, requires_grad=False))
+
+    def quantized(self, x: torch.Tensor) -> torch.Tensor:
+        """x as its elements in e4m3 have it."""
+        return dequantized(*scaled(x, "block" if self.recipe == "block" else "row"))
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.recipe == "block":
+            weight = dequantized(layer.weight, getattr(layer, self.block_scale), 128)
+        else:
+            weight = layer.weight.t().float() * layer.weight_scale
+        y = (self.quantized(x) @ weight.t()).to(x.dtype)
+        return y if bias is None else y + bias
+
+
+class CompressedTensorsLinearMethod(Fp8LinearMethod):
+    block_scale = "weight_scale"
+
+    def __init__(self, recipe: str = "row") -> None:
+        super().__init__(recipe)
+
+
+def in_fp8(model: nn.Module, method: Fp8LinearMethod) -> nn.Module:
+    """The model with all linears quantised."""
+    for linear in model.modules():
+        if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            linear.quant_method = method
+            method.process_weights_after_loading(linear)
+    return model
+
+
 class ColumnParallelLinear(nn.Module):
     def __init__(self, seed: int, n: int, k: int, quant_method: Any = None) -> None:
         super().__init__()
+        self.output_size_per_partition, self.input_size_per_partition = n // current_world().size, k
         self.tp_size, self.gather_output, self.skip_bias_add, self.return_bias = (
             current_world().size,
             False,
@@ -74,6 +122,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 class RowParallelLinear(nn.Module):
     def __init__(self, seed: int, n: int, k: int, bias: bool = False, quant_method: Any = None) -> None:
         super().__init__()
+        self.output_size_per_partition, self.input_size_per_partition = n, k // current_world().size
         self.tp_size, self.tp_rank, self.reduce_results, self.input_is_parallel = (
             current_world().size,
             current_world().rank,
@@ -92,9 +141,9 @@ class RowParallelLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, seed: int, width: int = H) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(1 + drawn(seed, width), requires_grad=False), 1e-6
+        self.weight, self.variance_epsilon = nn.Parameter(1 + drawn(seed, H), requires_grad=False), 1e-6
         self.variance_size_override, self.has_weight = None, True
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -270,7 +319,7 @@ def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
     parts = dict(
         make=make,
         parallel_config=SimpleNamespace(enable_dbo=False, prefill_context_parallel_size=1),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(hidden_size=H, intermediate_size=INNER)),
+        model_config=SimpleNamespace(dtype=BF, hf_text_config=SimpleNamespace(hidden_size=H, intermediate_size=INNER)),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
         lora_config=None,
         speculative_config=None,
@@ -284,6 +333,8 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "vllm.distributed": (tensor_model_parallel_all_reduce, get_tp_group),
     "vllm.model_executor.model_loader.base_loader": (BaseModelLoader,),
     "vllm.model_executor.layers.linear": (RowParallelLinear, ColumnParallelLinear, UnquantizedLinearMethod),
+    "vllm.model_executor.layers.quantization.fp8": (Fp8LinearMethod,),
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors": (CompressedTensorsLinearMethod,),
     "vllm.model_executor.layers.layernorm": (RMSNorm, GemmaRMSNorm),
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": (MoERunner,),
     "vllm.v1.worker.worker_base": (WorkerBase,),
@@ -297,7 +348,8 @@ def served_by_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Modu
     monkeypatch.setattr(plugin, "world_of", lambda group: group.world)
     monkeypatch.setattr(plugin, "_models", [])
     monkeypatch.setattr(interface, "installed", lambda: "0.32.0")
-    monkeypatch.delenv("WEFT_VLLM", raising=False)
+    for variable in ("WEFT_VLLM", "WEFT_VLLM_FP8"):
+        monkeypatch.delenv(variable, raising=False)
     with installed() as modules:
         yield modules
 

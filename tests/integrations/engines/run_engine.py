@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 SIZES = dict(
@@ -14,7 +15,24 @@ SIZES = dict(
     head_dim=32, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
 )  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
-KINDS: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen3": {}, "Qwen3Moe": EXPERTS}
+WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {}, "Qwen3": {}, "Qwen3Moe": EXPERTS, "LlamaFP8": WIDE, "LlamaFP8Block": WIDE,
+}  # fmt: skip
+EIGHT_BITS = dict(num_bits=8, type="float", symmetric=True)
+QUANTIZED: dict[str, dict[str, Any]] = {  # the kinds whose linears are of 8 bits, with the checkpoint's entry
+    "LlamaFP8": dict(
+        quant_method="compressed-tensors", format="float-quantized", quantization_status="compressed", ignore=["lm_head"],
+        config_groups=dict(group_0=dict(
+            targets=["Linear"], weights=dict(EIGHT_BITS, strategy="channel", dynamic=False),
+            input_activations=dict(EIGHT_BITS, strategy="token", dynamic=True),
+        )),
+    ),
+    "LlamaFP8Block": dict(
+        quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[128, 128],
+        modules_to_not_convert=["lm_head"],
+    ),
+}  # fmt: skip
 PROMPTS = [[1, 5, 7, 9], list(range(3, 40)), [11] * 9]
 
 
@@ -24,13 +42,51 @@ def checkpoint(kind: str, folder: str, dtype: str) -> str:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind])
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    family = kind.partition("FP8")[0]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **KINDS[kind]})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1) if p.dim() == 1 else p.mul_(4)
+    tensors = quantized_linears(model, kind) if kind in QUANTIZED else {}
+    if tensors:
+        model.save_pretrained(exact(kind, folder))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if tensors:
+        write_quantized(folder, tensors, QUANTIZED[kind])
     return folder
+
+
+def exact(kind: str, folder: str) -> str:
+    """The folder of the same model for Transformers: of a quantised one the values that its weights stand for, in 32 bits."""
+    return f"{folder}/dequantized" if kind in QUANTIZED else folder
+
+
+def quantized_linears(model: Any, kind: str) -> dict[str, Any]:
+    """The weights and scales of the layers' linears, which become what these stand for."""
+    import torch
+
+    tensors, block = {}, QUANTIZED[kind]["quant_method"] == "fp8"
+    for name, module in model.model.layers.named_modules(prefix="model.layers"):
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        n, k = module.weight.shape
+        groups = module.weight.data.view(n // 128, 128, k // 128, 128) if block else module.weight.data
+        scale = groups.abs().amax((1, 3) if block else 1, keepdim=True) / 448
+        elements = (groups / scale).to(torch.float8_e4m3fn)
+        module.weight.data = (elements.float() * scale).view(n, k)
+        tensors[f"{name}.weight"] = elements.view(n, k)
+        tensors[f"{name}.weight_scale{'_inv' * block}"] = scale.view(n // 128, k // 128) if block else scale
+    return tensors
+
+
+def write_quantized(folder: str, tensors: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Put the tensors and the configuration's entry into a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    weights, config = f"{folder}/model.safetensors", Path(folder) / "config.json"
+    save_file({**load_file(weights), **tensors}, weights, {"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": entry}))
 
 
 def undo(worker: Any) -> None:
@@ -63,7 +119,7 @@ def run(job: str) -> dict[str, Any]:
     import weft
 
     kind, mode = job.split(":")
-    dtype = "bfloat16" if kind == "Qwen3Moe" else "float32"
+    dtype = "bfloat16" if kind == "Qwen3Moe" or kind in QUANTIZED else "float32"
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
             checkpoint(kind, folder, dtype),
@@ -73,6 +129,7 @@ def run(job: str) -> dict[str, Any]:
             max_model_len=96,
             max_num_seqs=4,
             enable_prefix_caching=False,
+            kv_cache_memory_bytes=1 << 27,
             enforce_eager=mode == "eager",
         )
         results: dict[str, Any] = dict(tokens=tokens(llm))

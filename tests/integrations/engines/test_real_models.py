@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ pytest.importorskip("vllm", reason="vLLM is installed by `make engines`, in an e
 
 import torch  # noqa: E402
 
-from tests.integrations.engines.run_engine import EXPERTS, SIZES  # noqa: E402
+import weft  # noqa: E402
+from tests.emulated.cases_fp8 import scaled  # noqa: E402
+from tests.integrations.engines.run_engine import EXPERTS, QUANTIZED, SIZES  # noqa: E402
+from weft.integrations.vllm import fp8  # noqa: E402
 from weft.integrations.vllm.dataflow import Flow, flow_of  # noqa: E402
-from weft.integrations.vllm.interface import TRIED_VLLM, read_interface  # noqa: E402
+from weft.integrations.vllm.interface import FP8_METHODS, TRIED_VLLM, read_interface  # noqa: E402
 from weft.integrations.vllm.layers import Classes  # noqa: E402
 
 GELU = dict(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=32)
@@ -39,30 +44,37 @@ class Everywhere(Classes):
         return True
 
 
-def flow(architecture: str, folder: Path) -> Flow:
+@contextmanager
+def configured(architecture: str, folder: Path, **further: Any) -> Iterator[Any]:
+    """vLLM's configuration of a model, and its groups of one rank."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
 
     kind, config_changes = MODELS[architecture]
     config = dict(architectures=[architecture], model_type=kind, hidden_act="silu", torch_dtype="bfloat16", **SIZES)
-    (folder / "config.json").write_text(json.dumps({**config, **config_changes}))
+    (folder / "config.json").write_text(json.dumps({**config, **config_changes, **further}))
     args = EngineArgs(model=str(folder), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True)
-    config = args.create_engine_config()
-    objects = read_interface().objects
-    with set_current_vllm_config(config):
+    engine_config = args.create_engine_config()
+    with set_current_vllm_config(engine_config):
         if not model_parallel_is_initialized():
             init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
             initialize_model_parallel(1)
-        with torch.device("meta"):
-            model = initialize_model(vllm_config=config, model_config=config.model_config)
+        yield engine_config
+
+
+def flow(architecture: str, folder: Path) -> Flow:
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    objects = read_interface().objects
+    with configured(architecture, folder) as config, torch.device("meta"):
+        model = initialize_model(vllm_config=config, model_config=config.model_config)
     names = ("row", "column", "norm", "unquantized", "gemma_norm", "runner")
     return flow_of(model, Everywhere(**{name: objects[name] for name in names}))
 
 
 def test_the_interface_is_the_known_one() -> None:
-    interface = read_interface()
+    interface = read_interface(fp8=True)
     assert not interface.missing and interface.tried and interface.version.startswith(TRIED_VLLM)
 
 
@@ -79,3 +91,34 @@ def test_what_is_seen_in_a_model(architecture: str, sites: int, columns: int, by
     seen = flow(architecture, tmp_path)
     assert (len(seen.sites), sum(site.column is not None for site in seen.sites)) == (sites, columns), seen
     assert seen.by_rows == by_rows and not seen.left, seen.left
+
+
+def test_an_fp8_linear_is_read_and_multiplied_as_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint of compressed-tensors."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    with configured("LlamaForCausalLM", tmp_path, quantization_config=QUANTIZED["LlamaFP8"]) as config:
+        linear: Any = RowParallelLinear(
+            256,
+            384,
+            bias=False,
+            params_dtype=torch.bfloat16,
+            quant_config=config.quant_config,
+            prefix="layers.0.o_proj",
+        )
+    weight, scale = scaled(torch.randn(384, 256), "row")
+    linear.weight.data.copy_(weight)
+    linear.weight_scale.data.copy_(scale)
+    linear.quant_method.process_weights_after_loading(linear)
+    objects = read_interface(fp8=True).objects
+    linears = fp8.Fp8Linears(tuple(objects[name] for name in FP8_METHODS))
+    linears.find([linear])
+    assert list(linears.reasons.values()) == [""]
+    assert (fp8.weight_of(linear).weight.float() == weight.float()).all()
+
+    def difference(world: weft.World) -> str:
+        return fp8.difference(world, linear, torch.bfloat16)
+
+    assert weft.spmd(difference, 1, backend="emulated") == [""]
+    monkeypatch.setattr(fp8, "scale_of", lambda linear: linear.weight_scale * 1.02)
+    assert weft.spmd(difference, 1, backend="emulated") == ["weft's product differs by 2e-02 of its norm"]

@@ -67,6 +67,17 @@ def test_two_engines_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1000)
+def test_fp8_linears(tmp_path: Path) -> None:
+    """Those of compressed-tensors: weft's product is vLLM's, and is used only where it overlaps, which it does not here."""
+    results, _ = engines(tmp_path, "LlamaFP8:eager", WEFT_VLLM_FP8="1")
+    report = results["LlamaFP8:eager"]["report"]
+    assert "a row-parallel linear with its FP8 GEMM, residual and norm (4 times)" in report
+    assert "the column-parallel FP8 GEMM after it (3 times)" in report and "leaves to vLLM" not in report
+    # Sums that bfloat16 rounds otherwise turn the rounding of some elements to e4m3.
+    assert alike(results["LlamaFP8:eager"]["tokens"], results["LlamaFP8:eager"]["own"], 0.3), results
+
+
+@pytest.mark.timeout(1000)
 def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
     """Both share vLLM's cache of compiled code; off by WEFT_VLLM=0."""
     served, _ = engines(tmp_path, "Qwen3:compiled")

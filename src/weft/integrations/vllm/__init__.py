@@ -7,6 +7,8 @@ loaded, weft's operators replace its sums over ranks:
     experts -> RMSNorm -> column-parallel linear                the same, without the first GEMM
     other row-parallel linears                                  row_all_reduce.py
 
+With WEFT_VLLM_FP8=1 the GEMMs may be those of FP8 linears (fp8.py).
+
 The places are found in the model's own forward (dataflow.py). WEFT_VLLM=0 turns the plugin off.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from ...errors import WeftError
 from .. import plugin_state
+from .fp8 import asked_for
 from .interface import VllmObject, installed, read_interface
 from .plugin import WEFT_VLLM, register
 
@@ -25,7 +28,7 @@ def state() -> str:
     installed."""
     if installed() is None:
         return "not installed"
-    interface = read_interface()
+    interface = read_interface(asked_for())
     parts = [f"{interface.version}{'' if interface.tried else ' (untried)'}", plugin_state(WEFT_VLLM, "VLLM_PLUGINS")]
     return "; ".join([*parts, *(f"not served: {why}" for why in interface.missing.values())])
 

@@ -35,6 +35,13 @@ OPTIONAL = {
     ),
     "worker": ("vllm.v1.worker.worker_base:WorkerBase.get_model", ("self",)),
 }
+FP8_METHODS = {  # read only if FP8 GEMMs are to be served (fp8.py)
+    "fp8": (f"{VLLM_LAYERS}.quantization.fp8:Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
+    "compressed_tensors": (
+        f"{VLLM_LAYERS}.quantization.compressed_tensors.compressed_tensors:CompressedTensorsLinearMethod.apply",
+        ("self", "layer", "x", "bias"),
+    ),
+}
 FUSED_NORM = ("hidden_states", "residual", "norm")  # the parameters of fused_allreduce_rms_norm in new-style models
 
 
@@ -69,10 +76,10 @@ def installed() -> str | None:
     return None
 
 
-def read_interface() -> Interface:
-    """Return the interface of the installed vLLM, which this imports."""
+def read_interface(fp8: bool = False) -> Interface:
+    """Return the interface of the installed vLLM, which this imports; with `fp8` also the classes of FP8_METHODS."""
     interface = Interface(installed() or "unknown")
-    for name, (path, parameters) in (REQUIRED | OPTIONAL).items():
+    for name, (path, parameters) in (REQUIRED | OPTIONAL | (FP8_METHODS if fp8 else {})).items():
         try:
             interface.objects[name] = resolve(path, parameters)
         except Exception as error:

@@ -7,7 +7,7 @@ traces its forward as that of any module.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ...ops.all_reduce.op import WIDEST
 from ...tensor_checks import DTYPES
 from ...world import World
+from .fp8 import Fp8Linears, weight_of
 from .interface import VllmObject
 from .row_all_reduce import ROW_ALL_REDUCE
 from .row_norm_column import row_norm_column
@@ -27,7 +28,7 @@ LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_
 @dataclass(frozen=True)
 class Classes:
     """The classes of the installed vLLM (`read_interface`); an optional one that is missing is None. `runner` runs a
-    mixture of experts."""
+    mixture of experts. `fp8` has the model's FP8 linears."""
 
     row: VllmObject
     column: VllmObject
@@ -35,6 +36,7 @@ class Classes:
     unquantized: VllmObject
     gemma_norm: VllmObject = None
     runner: VllmObject = None
+    fp8: Fp8Linears = field(default_factory=Fp8Linears)
 
     def reduces(self, module: VllmObject) -> bool:
         if isinstance(module, self.row):
@@ -56,11 +58,18 @@ class Classes:
     def is_column(self, module: VllmObject) -> bool:
         if not isinstance(module, self.column) or getattr(module, "gather_output", True):
             return False
-        return self.plain(module) and not module.skip_bias_add
+        return self.multiplies(module) and not module.skip_bias_add
 
     def is_gemm(self, reduction: VllmObject) -> bool:
         """Return whether a reduction is a row-parallel linear that computes only the GEMM of its input."""
-        return isinstance(reduction, self.row) and self.plain(reduction) and bool(reduction.input_is_parallel)
+        return isinstance(reduction, self.row) and self.multiplies(reduction) and bool(reduction.input_is_parallel)
+
+    def multiplies(self, linear: VllmObject) -> bool:
+        """Return whether weft's operators take the weight of a linear."""
+        return self.plain(linear) or self.fp8.accepts(linear)
+
+    def gemm_name(self, linear: VllmObject) -> str:
+        return "FP8 GEMM" if self.fp8.accepts(linear) else "GEMM"
 
     def plain(self, linear: VllmObject) -> bool:
         """Return whether a linear is unquantised, with a contiguous 16-bit weight [N, K]."""
@@ -118,15 +127,19 @@ class SummedNorm:
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> VllmObject:
         row, column, rows_from, woven_from, world = self.weft
+        row_weight, row_scale = (None, None) if row is None else weight_of(row)
+        column_weight, column_scale = (None, None) if column is None else weight_of(column)
         y, new_residual = row_norm_column(
             x,
             residual,
             self.scale(),
             self.variance_epsilon,
-            row=None if row is None else row.weight,
+            row=row_weight,
             row_bias=None if row is None else row.bias,
-            column=None if column is None else column.weight,
+            column=column_weight,
             column_bias=None if column is None else column.bias,
+            row_scale=row_scale,
+            column_scale=column_scale,
             rows_from=rows_from,
             woven_from=woven_from,
             world=world,
@@ -150,7 +163,8 @@ class Row:
     return_bias: bool
 
     def forward(self, input_: Tensor) -> VllmObject:
-        y = ROW_ALL_REDUCE(self.weft, "auto", (input_.flatten(0, -2), self.weight, self.bias))
+        weight, scale = weight_of(self)
+        y = ROW_ALL_REDUCE(self.weft, "auto", (input_.flatten(0, -2), weight, self.bias, scale))
         y = y.view(*input_.shape[:-1], y.shape[1])
         return (y, None) if self.return_bias else y
 

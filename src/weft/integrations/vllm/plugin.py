@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -25,9 +25,9 @@ from ...nn.weave import two_parts_from
 from ...op import Known
 from ...world import World
 from ..torch_async_tp import AsyncTP, async_tp
-from . import layers, timing
+from . import fp8, layers, timing
 from .dataflow import Flow, flow_of
-from .interface import FUSED_NORM, Interface, VllmObject, parameter_mismatch, read_interface
+from .interface import FP8_METHODS, FUSED_NORM, Interface, VllmObject, parameter_mismatch, read_interface
 from .layers import Classes, Undo
 from .row_norm_column import row_norm_column
 
@@ -79,7 +79,7 @@ def register() -> None:
     if os.environ.get(WEFT_VLLM) == "0":
         return
     try:
-        interface = read_interface()
+        interface = read_interface(fp8.asked_for())
         if interface.unusable:
             log.warning("%s: serves nothing: %s", versions(interface), interface.unusable)
             return
@@ -122,16 +122,23 @@ def text() -> str:
 @dataclass
 class Candidates:
     """The modules that a rank can serve: the sites of `flow`, and further row-parallel linears `rows`. With a reason
-    `why_not` there are none."""
+    `why_not` there are none. `fp8_reasons` are those of `Fp8Linears`."""
 
     why_not: str | None = None
     flow: Flow = field(default_factory=Flow)
     rows: list[nn.Module] = field(default_factory=list)
+    fp8_reasons: Mapping[int, str] = field(default_factory=dict)
+
+    def linears(self) -> list[nn.Module]:
+        """Return the linears whose GEMM weft may compute."""
+        of_sites = [linear for site in self.flow.sites for linear in (site.reduction, site.column)]
+        return [linear for linear in (*of_sites, *self.rows) if linear is not None]
 
     def fingerprint(self) -> tuple[VllmObject, ...]:
         """Return what must be the same on all ranks."""
         sites = tuple((site.name, site.residual, site.column is None) for site in self.flow.sites)
-        return self.why_not, sites, self.flow.by_rows, len(self.rows)
+        accepted = tuple(reason == "" for reason in self.fp8_reasons.values())
+        return self.why_not, sites, self.flow.by_rows, len(self.rows), accepted
 
 
 def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
@@ -163,6 +170,7 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
         unquantized=interface.objects["unquantized"],
         gemma_norm=interface.objects.get("gemma_norm"),
         runner=interface.objects.get("runner"),
+        fp8=fp8.Fp8Linears(tuple(interface.objects[name] for name in FP8_METHODS if name in interface.objects)),
     )
     candidates = find_candidates(model, config, classes)
     fingerprints = gather_objects(candidates.fingerprint(), group)
@@ -176,6 +184,7 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
         report.left.append("all: ranks have different models")
         return
     report.world = world_of(group)
+    keep_equal_products(candidates, config, classes, report.world, group)
     limit_captures(report.world, config)
     timed = report.world.backend.clock is not None
     if timed:
@@ -186,6 +195,20 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
         timing.prepare_sizes(candidates.flow, classes, report.world, max_tokens, rows_from, woven_from)
     put_in_place(candidates, rows_from, woven_from, classes, report)
     name_compiled_code(config, report.world, candidates, rows_from, woven_from)
+
+
+def keep_equal_products(
+    candidates: Candidates, config: VllmObject, classes: Classes, world: World, group: VllmObject
+) -> None:
+    """Leave to vLLM the GEMMs of FP8 linears that weft computes otherwise. Collective if there are any."""
+    if not candidates.fp8_reasons:
+        return
+    dtype = config.model_config.dtype
+    classes.fp8.compare(candidates.linears(), world, dtype, lambda reasons: gather_objects(reasons, group))
+    for site in candidates.flow.sites:
+        if site.column is not None and not classes.is_column(site.column):
+            site.column = None
+    candidates.rows = [row for row in candidates.rows if classes.is_gemm(row)]
 
 
 def name_compiled_code(config: VllmObject, world: World, candidates: Candidates, *tokens: int) -> None:
@@ -213,11 +236,13 @@ def find_candidates(model: nn.Module, config: VllmObject, classes: Classes) -> C
     try:
         if why := reason_to_skip(config):
             return Candidates(why)
+        classes.fp8.find(m for m in model.modules() if isinstance(m, classes.row | classes.column))
         flow = flow_of(model, classes)
         in_sites = {id(site.reduction) for site in flow.sites}
         rows = [m for m in model.modules() if isinstance(m, classes.row) and classes.reduces(m)]
         rows = [m for m in rows if id(m) not in in_sites and classes.is_gemm(m)]
-        return Candidates(None if flow.sites or rows else "no sum over ranks that could be served", flow, rows)
+        why_not = None if flow.sites or rows else "no sum over ranks that could be served"
+        return Candidates(why_not, flow, rows, classes.fp8.reasons)
     except Exception as error:
         return Candidates(f"{type(error).__name__}: {error}")
 
@@ -280,16 +305,17 @@ def put_in_place(
         gemma = type(site.norm) is classes.gemma_norm
         report.undo.append(layers.put(site.norm, layers.SummedGemmaNorm if gemma else layers.SummedNorm, weft=served))
         reduction_name = "experts" if not isinstance(reduction, classes.row) else "a row-parallel linear"
-        counts[f"the sum of {reduction_name}{' with its GEMM' if has_gemm else ''}, residual and norm"] += 1
-        counts["the column-parallel GEMM after it"] += site.column is not None
+        gemm = f" with its {classes.gemm_name(reduction)}" if has_gemm else ""
+        counts[f"the sum of {reduction_name}{gemm}, residual and norm"] += 1
+        counts[f"the column-parallel {classes.gemm_name(site.column)} after it"] += site.column is not None
     for row in candidates.rows:
         report.undo.append(layers.put(row, layers.Row, weft=world))
-        counts["a row-parallel GEMM and its sum"] += 1
+        counts[f"a row-parallel {classes.gemm_name(row)} and its sum"] += 1
     serve_fused_norms(world, report, counts)
     report.served += [f"{line} ({count} times)" for line, count in counts.items() if count]
     if flow.sites:
         report.served.append(residual_line(flow, rows_from, woven_from, world))
-    report.left += flow.left
+    report.left += flow.left + classes.fp8.left()
 
 
 def residual_line(flow: Flow, rows_from: int, woven_from: int, world: World) -> str:

@@ -5,16 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+from ...nn.scaled import scaled_operand
 from ...op import Call, Op, registered
-from ...ops.common import Factors
 from ...ops.matmul_reduce.op import matmul_all_reduce
 from ...ops.recipes import validate
 from ...plans import Plan, Sequential
+from ...tensor_checks import check_operands
 from ...world import World
+from .fp8 import operand_specs, product, recipe_of
 from .row_norm_column import Engine
+
+
+class RowTensors(NamedTuple):
+    """The operands. weight_scale is that of a weight in e4m3 (`fp8.LinearWeight`)."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    weight_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -23,43 +35,51 @@ class RowCall(Call):
     n: int
     k: int
     dtype: torch.dtype
+    recipe: str | None
 
     @property
     def rows(self) -> int:
         return self.m
 
 
-def run_sequential(world: World, call: RowCall, plan: Plan, operands: Factors) -> torch.Tensor:
+def run_sequential(world: World, call: RowCall, plan: Plan, operands: RowTensors) -> torch.Tensor:
     """Compute the GEMM and the all-reduce with weft, whose operator has plans of its own."""
-    return matmul_all_reduce(*operands, world=world)
+    x, weight, bias, scale = operands
+    rows, scales = scaled_operand(x, scale, call.recipe, call.dtype, world)
+    return matmul_all_reduce(rows, weight, bias, world=world, **scales)
 
 
-def run_engine(world: World, call: RowCall, plan: Engine, operands: Factors) -> torch.Tensor:
+def run_engine(world: World, call: RowCall, plan: Engine, operands: RowTensors) -> torch.Tensor:
     from vllm.distributed import tensor_model_parallel_all_reduce
 
-    x, weight, bias = operands
-    partial = world.linear(x.contiguous(), weight, None if world.rank else bias, world.current_stream())
+    x, weight, bias, scale = operands
+    partial = product(world, x, weight, None if world.rank else bias, scale)
     total: torch.Tensor = tensor_model_parallel_all_reduce(partial)
     return total
 
 
 class RowAllReduce(Op[RowCall]):
     """row_all_reduce. The operands are x [M, K], weight [N, K] and bias [N] or None, as for
-    `weft.matmul_all_reduce`."""
+    `weft.matmul_all_reduce`, and the scales of a weight in e4m3; x is quantised here."""
 
     name = "row_all_reduce"
-    signature = "Tensor x, Tensor weight, Tensor? bias"
-    takes = Factors
+    signature = "Tensor x, Tensor weight, Tensor? bias, Tensor? weight_scale"
+    takes = RowTensors
     runs = {Sequential: run_sequential, Engine: run_engine}
     tries = (Sequential(),)
 
-    def check(self, world: World, operands: Factors, options: tuple[object, ...]) -> RowCall:
-        x, weight, bias = operands
-        validate(self.name, world, x, weight, bias)
-        return RowCall(x.shape[0], weight.shape[0], weight.shape[1], x.dtype)
+    def check(self, world: World, operands: RowTensors, options: tuple[object, ...]) -> RowCall:
+        x, weight, bias, scale = operands
+        if scale is None:
+            validate(self.name, world, x, weight, bias)
+        else:
+            n, k = weight.shape
+            specs = {"x": (x, (None, k), x.dtype), "bias": (bias, (n,), x.dtype)}
+            check_operands(self.name, world, specs | operand_specs("weight", weight, scale, (n, k), x.dtype))
+        return RowCall(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, recipe_of(scale))
 
     def meta(
-        self, world: World, operands: Factors, options: tuple[object, ...]
+        self, world: World, operands: RowTensors, options: tuple[object, ...]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((operands.x.shape[0], operands.weight.shape[0]), operands.x.dtype)]
 
@@ -72,6 +92,9 @@ class RowAllReduce(Op[RowCall]):
     def expected(self, world: World, call: RowCall, mode: str) -> Plan:
         return Engine() if world.device.type == "cuda" else Sequential()
 
+    def scaling(self, call: RowCall) -> str:
+        return call.recipe or ""
+
     def trial_key(self, call: RowCall) -> Hashable:
         """Return the call with its number of tokens rounded up to a power of two."""
         return replace(call, m=1 << (call.m - 1).bit_length())
@@ -80,7 +103,7 @@ class RowAllReduce(Op[RowCall]):
         """Check nothing: the operators that this one calls check that all ranks make the same call."""
 
     def execute(
-        self, world: World, call: RowCall, plan: Plan, operands: Factors, out: torch.Tensor | None
+        self, world: World, call: RowCall, plan: Plan, operands: RowTensors, out: torch.Tensor | None
     ) -> torch.Tensor:
         if not call.m:
             return world.empty((0, call.n), call.dtype)

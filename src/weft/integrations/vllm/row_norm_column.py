@@ -25,6 +25,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ...nn.scaled import scaled_operand
 from ...nn.weave import Weave, halves
 from ...op import Call, Op, registered
 from ...ops.all_gather_matmul.op import all_gather_matmul
@@ -35,6 +36,7 @@ from ...ops.norm import rms_norm
 from ...plans import Plan, Sequential
 from ...tensor_checks import check_operands, dims
 from ...world import World
+from .fp8 import operand_specs, product, recipe_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class ResidualRows(IntEnum):
 
 
 class LayerTensors(NamedTuple):
-    """The operands. x is [M, K], or without a row-parallel weight this rank's partial sum [M, H]."""
+    """The operands. x is [M, K], or without a row-parallel weight this rank's partial sum [M, H]. row_scale and
+    column_scale are those of weights in e4m3 (`fp8.LinearWeight`)."""
 
     x: Tensor
     residual: Tensor | None
@@ -77,12 +80,14 @@ class LayerTensors(NamedTuple):
     row_bias: Tensor | None
     column: Tensor | None
     column_bias: Tensor | None
+    row_scale: Tensor | None = None
+    column_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class RowNormColumnCall(Call):
     """m is the number of tokens; k and n are the columns of x and of the result, 0 without that GEMM. `plain_norm` says
-    that the norm's weight has the dtype of x."""
+    that the norm's weight has the dtype of x. The recipes are those of weights in e4m3."""
 
     m: int
     h: int
@@ -93,6 +98,8 @@ class RowNormColumnCall(Call):
     residual: bool
     plain_norm: bool
     layout: ResidualRows
+    row_recipe: str | None = None
+    column_recipe: str | None = None
 
     @property
     def rows(self) -> int:
@@ -126,12 +133,13 @@ def run_sequence_parallel(
 ) -> tuple[Tensor, Tensor]:
     assert t.row is not None and t.column is not None
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
-    y = matmul_reduce_scatter(t.x, t.row, t.row_bias, world=world)
+    x, scales = scaled_operand(t.x, t.row_scale, call.row_recipe, call.dtype, world)
+    y = matmul_reduce_scatter(x, t.row, t.row_bias, world=world, **scales)
     y, new_residual = EngineNorm(world, t.norm, call.eps)(y, None if t.residual is None else t.residual[own_range])
     rows = None if len(set(counts)) == 1 else counts
-    return all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows), residual_of_rows(
-        world, call, [(own_range, new_residual)]
-    )
+    y, scales = scaled_operand(y, t.column_scale, call.column_recipe, call.dtype, world)
+    out = all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows, **scales)
+    return out, residual_of_rows(world, call, [(own_range, new_residual)])
 
 
 def run_woven(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
@@ -147,8 +155,8 @@ def run_woven(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors
     out, main = world.empty((call.m, call.n or call.h), call.dtype), world.current_stream()
     for i, (part, y) in enumerate(zip(parts, normed, strict=True)):
         weave.wait(i)
-        if t.column is None:
-            world.copy(out[part], y, main)
+        if t.column is None or t.column_scale is not None:
+            world.copy(out[part], column_product(world, t, y), main)
         else:
             world.linear(y, t.column, t.column_bias, main, out[part])
     return out, residual_of_rows(world, call, residuals)
@@ -172,13 +180,11 @@ def residual_of_rows(world: World, call: RowNormColumnCall, residuals: Sequence[
 
 def row_product(world: World, t: LayerTensors, x: Tensor) -> Tensor:
     """Return this rank's partial sum, to which rank 0 adds the bias."""
-    if t.row is None:
-        return x
-    return world.linear(x.contiguous(), t.row, None if world.rank else t.row_bias, world.current_stream())
+    return x if t.row is None else product(world, x, t.row, None if world.rank else t.row_bias, t.row_scale)
 
 
 def column_product(world: World, t: LayerTensors, y: Tensor) -> Tensor:
-    return y if t.column is None else world.linear(y, t.column, t.column_bias, world.current_stream())
+    return y if t.column is None else product(world, y, t.column, t.column_bias, t.column_scale)
 
 
 # -- the engine's own --------------------------------------------------------------------------------------------------
@@ -222,7 +228,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
     name = "row_norm_column"
     signature = (
         "Tensor x, Tensor? residual, Tensor norm, Tensor? row, Tensor? row_bias, Tensor? column, Tensor? column_bias,"
-        " float eps, int rows_from, int woven_from"
+        " Tensor? row_scale, Tensor? column_scale, float eps, int rows_from, int woven_from"
     )
     results = 2
     takes = LayerTensors
@@ -235,7 +241,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
     tries = (Sequential(), ShardedTokens())
 
     def check(self, world: World, operands: LayerTensors, options: tuple[object, ...]) -> RowNormColumnCall:
-        x, residual, norm, row, row_bias, column, column_bias = operands
+        x, residual, norm, row, row_bias, column, column_bias, row_scale, column_scale = operands
         if x.dim() != 2 or norm.dim() != 1:
             raise ValueError(f"{self.name}: x {dims(x)} must be [M, K] and the norm's weight {dims(norm)} [H]")
         (m, k), h = x.shape, norm.shape[0]
@@ -245,23 +251,24 @@ class RowNormColumn(Op[RowNormColumnCall]):
         specs = {
             "x": (x, (m, k or h), x.dtype),
             "residual": (residual, (m, h), x.dtype),
-            "row": (row, (h, k), x.dtype),
             "row_bias": (row_bias, (h,), x.dtype),
-            "column": (column, (n, h), x.dtype),
             "column_bias": (column_bias, (n,), x.dtype),
         }
+        specs |= operand_specs("row", row, row_scale, (h, k), x.dtype)
+        specs |= operand_specs("column", column, column_scale, (n, h), x.dtype)
         check_operands(self.name, world, specs)
         eps, rows_from, woven_from = options
         assert isinstance(eps, float) and isinstance(rows_from, int) and isinstance(woven_from, int)
         layout = ResidualRows.WHOLE
         if 0 < rows_from <= m and m >= world.size and not world.symmetric_reason:
             layout = ResidualRows.HALVES if 0 < woven_from <= m else ResidualRows.OWN
-        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, norm.dtype == x.dtype, layout)
+        same_dtype, recipes = norm.dtype == x.dtype, (recipe_of(row_scale), recipe_of(column_scale))
+        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, same_dtype, layout, *recipes)
 
     def meta(
         self, world: World, operands: LayerTensors, options: tuple[object, ...]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        x, _, norm, _, _, column, _ = operands
+        x, norm, column = operands.x, operands.norm, operands.column
         (m, _), h = x.shape, norm.shape[0]
         return [((m, h if column is None else column.shape[0]), x.dtype), ((m, h), x.dtype)]
 
@@ -270,6 +277,9 @@ class RowNormColumn(Op[RowNormColumnCall]):
 
     def sizes(self, call: RowNormColumnCall) -> tuple[int, int, int]:
         return call.m, call.n or call.h, call.k or call.h
+
+    def scaling(self, call: RowNormColumnCall) -> str:
+        return call.row_recipe or call.column_recipe or ""
 
     # -- which plan
     def expected(self, world: World, call: RowNormColumnCall, mode: str) -> Plan:
@@ -326,6 +336,8 @@ def row_norm_column(
     row_bias: Tensor | None = None,
     column: Tensor | None = None,
     column_bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None,
     rows_from: int = 0,
     woven_from: int = 0,
     world: World,
@@ -340,6 +352,8 @@ def row_norm_column(
         norm, eps: the RMSNorm's weight [H], of x's dtype or float32, and its epsilon.
         row: [H, K], this rank's shard of the row-parallel weight. row_bias: [H], the same on all ranks.
         column: [N, H], this rank's shard of the column-parallel weight, or None. column_bias: [N], this rank's.
+        row_scale, column_scale: the scales of weights in e4m3, float32 [N], or [N / 128, K / 128] by block; x and the
+            normalised rows are quantised by the same recipe.
         rows_from: the number of tokens from which on each rank has only its own rows of the residual, which then only
             this operator may read; 0: never. Without symmetric memory each rank has all rows.
         woven_from: the number of tokens from which on the tokens run in two parts; 0: never.
@@ -352,6 +366,6 @@ def row_norm_column(
     Raises as `weft.all_reduce_rms_norm`.
     """
     options = eps, rows_from, woven_from
-    operands = LayerTensors(x, residual, norm, row, row_bias, column, column_bias)
+    operands = LayerTensors(x, residual, norm, row, row_bias, column, column_bias, row_scale, column_scale)
     results: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(world, plan, operands, options)
     return results

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -14,12 +15,17 @@ from ...planner.auto import planner_on
 from ...planner.search import near
 from ...world import World
 from .dataflow import Flow, Site
+from .fp8 import LinearWeight, recipe_of, weight_of
 from .interface import VllmObject
 from .layers import Classes, SummedGemmaNorm
 from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
 
 # The option rows_from of `row_norm_column`: 0 never holds residuals by rows, 1 always does.
 RESIDUALS_WHOLE, RESIDUALS_BY_ROWS = 0, 1
+
+# The columns of x if a site computes the row-parallel GEMM, else 0; those of the column-parallel GEMM's result, else 0;
+# and the recipes of both weights.
+SiteKind: TypeAlias = tuple[int, int, str | None, str | None]
 
 PASS_SITES = 2  # calls in a timed pass of the most frequent kind of site, whatever the number of layers
 
@@ -28,12 +34,12 @@ def rows_from(flow: Flow, classes: Classes, world: World, min_tokens: int, max_t
     """Return the smallest power of two, at least `min_tokens`, from which on, up to `max_tokens`, a pass takes less
     time if each rank holds only its own rows of residuals; 0 if there is none. Each call uses its fastest plan, of
     which the engine's own is one. Collective."""
-    kinds = Counter(shapes(site, classes) for site in flow.sites)
+    kinds = Counter(kind_of(site, classes) for site in flow.sites)
     calls = calls_of_pass(kinds)
-    site_by_shapes = {shapes(site, classes): site for site in flow.sites}
+    site_by_kind = {kind_of(site, classes): site for site in flow.sites}
 
     def sites_of(tokens: int) -> list[tuple[LayerTensors, int]]:
-        return [(random_operands(site_by_shapes[kind], classes, world, tokens), count) for kind, count in calls.items()]
+        return [(random_operands(site_by_kind[kind], classes, world, tokens), count) for kind, count in calls.items()]
 
     threshold, tokens = 0, 1 << (min_tokens - 1).bit_length()
     with torch.inference_mode():
@@ -59,7 +65,7 @@ def prepare_sizes(flow: Flow, classes: Classes, world: World, max_tokens: int, r
     """Call the operator for each kind of site with the numbers of tokens of `first_sizes`. Collective. Later calls of
     other numbers then time nothing, search for no plan and compile no kernel, which takes up to seconds. vLLM itself
     calls the sizes that it captures."""
-    sites = {(shapes(site, classes), site.residual): site for site in flow.sites}
+    sites = {(kind_of(site, classes), site.residual): site for site in flow.sites}
     with torch.inference_mode():
         for tokens in first_sizes(world, world.max_captured_rows or 0, max_tokens):
             for site in sites.values():
@@ -85,7 +91,7 @@ def first_sizes(world: World, above: int, max_tokens: int) -> list[int]:
     return sorted((tokens for tokens in sizes if above < tokens <= max_tokens), reverse=True)
 
 
-def calls_of_pass(kinds: Counter[tuple[int, int]]) -> dict[tuple[int, int], int]:
+def calls_of_pass(kinds: Counter[SiteKind]) -> dict[SiteKind, int]:
     """Return how often a timed pass calls each kind of site: in the model's proportions, PASS_SITES times the most
     frequent one. All sites of a model of 80 layers would take a minute a size, and their results, which streams behind
     the host still use, all of the memory."""
@@ -100,22 +106,17 @@ def one_pass(world: World, sites: Sequence[tuple[LayerTensors, int]], rows_from:
             ROW_NORM_COLUMN(world, "auto", tensors, (1e-6, rows_from, 0))
 
 
-def shapes(site: Site, classes: Classes) -> tuple[int, int]:
-    """Return the columns of x if the site computes the row-parallel GEMM, else 0, and those of the column-parallel
-    GEMM's result, else 0."""
-    row, column = operands(site, classes)[1:]
-    return 0 if row is None else row.shape[1], 0 if column is None else column.shape[0]
+def kind_of(site: Site, classes: Classes) -> SiteKind:
+    row, column = weights(site, classes)
+    k, row_recipe = (0, None) if row is None else (row.weight.shape[1], recipe_of(row.scale))
+    n, column_recipe = (0, None) if column is None else (column.weight.shape[0], recipe_of(column.scale))
+    return k, n, row_recipe, column_recipe
 
 
-def operands(site: Site, classes: Classes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the weights of the norm and of the two GEMMs, None for one that the site does not compute."""
-    reduction: VllmObject = site.reduction
-    column: VllmObject = site.column
-    return (
-        norm_scale(site.norm, classes),
-        reduction.weight if classes.is_gemm(reduction) else None,
-        None if column is None else column.weight,
-    )
+def weights(site: Site, classes: Classes) -> tuple[LinearWeight | None, LinearWeight | None]:
+    """Return the weights of the two GEMMs, None for one that the site does not compute."""
+    row = weight_of(site.reduction) if classes.is_gemm(site.reduction) else None
+    return row, None if site.column is None else weight_of(site.column)
 
 
 def norm_scale(norm: VllmObject, classes: Classes) -> torch.Tensor:
@@ -126,11 +127,13 @@ def norm_scale(norm: VllmObject, classes: Classes) -> torch.Tensor:
 
 def random_operands(site: Site, classes: Classes, world: World, tokens: int) -> LayerTensors:
     """Return the site's weights with random rows of `tokens` tokens."""
-    norm, row, column = operands(site, classes)
+    norm, (row, column) = norm_scale(site.norm, classes), weights(site, classes)
     layer: VllmObject = site.norm
 
     def rows(columns: int) -> torch.Tensor:
         return torch.randn(tokens, columns, dtype=layer.weight.dtype, device=world.device)
 
-    x, residual = rows(norm.numel() if row is None else row.shape[1]), rows(norm.numel())
-    return LayerTensors(x, residual if site.residual else None, norm, row, None, column, None)
+    x, residual = rows(norm.numel() if row is None else row.weight.shape[1]), rows(norm.numel())
+    (row_weight, row_scale), (column_weight, column_scale) = row or (None, None), column or (None, None)
+    tensors = x, residual if site.residual else None, norm, row_weight, None, column_weight, None
+    return LayerTensors(*tensors, row_scale, column_scale)

@@ -1,0 +1,190 @@
+"""The FP8 linears of a model in vLLM: those whose weight and scales weft's operators take, and their products.
+
+An operator that computes such a GEMM together with a collective quantises x and multiplies by itself. Where no
+collective overlaps the GEMM, the product is vLLM's own (`product`). WEFT_VLLM_FP8=1 turns this on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.scaled import scaled_operand
+from ...ops.product import matmul
+from ...ops.recipes import E4M3, SCALE_BLOCK
+from ...tensor_checks import DTYPES
+from ...world import World
+from .interface import VllmObject
+
+WEFT_VLLM_FP8 = "WEFT_VLLM_FP8"  # the environment variable that turns FP8 GEMMs on with 1
+SAMPLE_ROWS = 64  # the random rows whose products are compared; below 32 vLLM may take another kernel
+# The greatest difference of products, relative to their norm. With x rounded to e4m3 by other scales it is 0.025 or
+# more (K 256 and 4096, normal distribution).
+ROUNDING = torch.finfo(torch.bfloat16).eps
+
+# The accepted linears by the addresses of their weights. An operator gets no linear but its tensors, because layers
+# share compiled code, which therefore must not name one.
+_linear_by_address: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+
+
+def asked_for() -> bool:
+    """Return whether FP8 GEMMs are to be served."""
+    return os.environ.get(WEFT_VLLM_FP8) == "1"
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+class LinearWeight(NamedTuple):
+    """A linear's weight [N, K] and, if it is e4m3, its scales in float32: [N], or [N / 128, K / 128] by block."""
+
+    weight: Tensor
+    scale: Tensor | None
+
+
+def weight_of(linear: VllmObject) -> LinearWeight:
+    """Return the weight of a linear that is unquantised or has passed `layout_problem`. vLLM stores an FP8 weight
+    transposed, but not one with scales by block. A scale of the whole weight becomes that of each row."""
+    if linear.weight.dtype != E4M3:
+        return LinearWeight(linear.weight, None)
+    scale = scale_of(linear)
+    if getattr(linear, "weight_block_size", None):
+        return LinearWeight(linear.weight, scale)
+    weight = linear.weight.t()
+    return LinearWeight(weight, scale.view(-1).expand(weight.shape[0]).contiguous())
+
+
+def scale_of(linear: VllmObject) -> VllmObject:
+    """Return the scales of an FP8 weight as the linear holds them, or None."""
+    inverse = getattr(linear, "weight_scale_inv", None)  # their name in DeepSeek's checkpoints
+    return getattr(linear, "weight_scale", None) if inverse is None else inverse
+
+
+def recipe_of(scale: Tensor | None) -> str | None:
+    """Return the recipe of a weight with these scales, None for an unquantised weight."""
+    return None if scale is None else "row" if scale.dim() == 1 else "block"
+
+
+def scale_shape(recipe: str, n: int, k: int) -> tuple[int, ...]:
+    return (n,) if recipe == "row" else (-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
+
+
+def operand_specs(
+    name: str, weight: Tensor | None, scale: Tensor | None, shape: tuple[int, int], dtype: torch.dtype
+) -> dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]]:
+    """Return the shapes and dtypes that the operands `name` and `name`_scale must have, for `check_operands`."""
+    recipe = recipe_of(scale)
+    return {
+        name: (weight, shape, dtype if recipe is None else E4M3),
+        f"{name}_scale": (scale, () if recipe is None else scale_shape(recipe, *shape), torch.float32),
+    }
+
+
+def layout_problem(linear: VllmObject) -> str:
+    """Return why `weight_of` does not read the layout of an FP8 linear, or weft's operators do not take it, "" if they
+    do."""
+    weight, scale, bias = linear.weight, scale_of(linear), linear.bias
+    blocks, n, k = linear.weight_block_size, linear.output_size_per_partition, linear.input_size_per_partition
+    if blocks and list(blocks) != [SCALE_BLOCK, SCALE_BLOCK]:
+        return f"scales are of blocks {list(blocks)}"
+    known_scales = [scale_shape("block", n, k)] if blocks else [(), (1,), (n,), (n, 1)]
+    stored, multiple = ((n, k), SCALE_BLOCK) if blocks else ((k, n), 16)
+    problems = {
+        "the scale of the input is static": linear.input_scale is not None,
+        "the weight is packed or padded": weight.dtype != E4M3
+        or weight.shape != stored
+        or not (weight if blocks else weight.t()).is_contiguous(),
+        "the scales are packed or padded": not isinstance(scale, Tensor)
+        or scale.dtype != torch.float32
+        or tuple(scale.shape) not in known_scales
+        or not scale.is_contiguous(),
+        f"N {n} and K {k} are no multiples of 8 and {multiple}": n % 8 or k % multiple,
+        "the bias has more than 16 bits": bias is not None and bias.dtype not in DTYPES,
+    }
+    return next((problem for problem, is_so in problems.items() if is_so), "")
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias. For a weight in e4m3 that is vLLM's own product, or weft's if no linear with it is
+    known."""
+    stream = world.current_stream()
+    if scale is None:
+        return world.linear(x.contiguous(), weight, bias, stream)
+    linear: VllmObject = _linear_by_address.get(weight.data_ptr())
+    if linear is None or linear.weight.data_ptr() != weight.data_ptr():  # it has a new weight since it was accepted
+        return own_product(world, x, weight, bias, scale)
+    rows, shape = x.contiguous(), (x.shape[0], weight.shape[0])
+    reads = [rows, linear.weight, scale] + ([] if bias is None else [bias])
+    (y,) = world.results(lambda: [linear.quant_method.apply(linear, rows, bias)], [(shape, x.dtype)], reads, stream)
+    return y
+
+
+def own_product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    """Return x @ weight.T + bias, for a weight in e4m3, by weft alone."""
+    rows, scales = scaled_operand(x, scale, recipe_of(scale), x.dtype, world)
+    return matmul(rows, weight, bias, world=world, **scales)
+
+
+def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:
+    """Return how weft's product of random rows differs from vLLM's by more than rounding, "" if it does not. Never
+    raises, because ranks compare their answers."""
+    try:
+        weight, scale = weight_of(linear)
+        assert scale is not None
+        x = torch.randn(SAMPLE_ROWS, weight.shape[1], device=world.device).to(dtype)
+        actual = own_product(world, x, weight, None, scale)
+        world.synchronize()
+        expected = linear.quant_method.apply(linear, x, None).float()
+        relative = float((actual.float() - expected).norm() / expected.norm())
+        return "" if relative <= ROUNDING else f"weft's product differs by {relative:.0e} of its norm"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# -- of a model --------------------------------------------------------------------------------------------------------
+@dataclass
+class Fp8Linears:
+    """The quantised linears of a model, whose `quant_method` is of one of the classes `methods`. `reasons` has, by the
+    id of each, why its GEMM stays vLLM's, or "" if weft may compute it."""
+
+    methods: tuple[type, ...] = ()
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    def find(self, linears: Iterable[nn.Module]) -> None:
+        """Add those of the linears that are quantised by one of the methods, accepted if their layout is known."""
+        for linear in linears:
+            if type(getattr(linear, "quant_method", None)) in self.methods:
+                try:
+                    self.reasons[id(linear)] = layout_problem(linear)
+                except Exception as error:
+                    self.reasons[id(linear)] = f"{type(error).__name__}: {error}"
+
+    def accepts(self, linear: VllmObject) -> bool:
+        return self.reasons.get(id(linear)) == ""
+
+    def compare(
+        self,
+        linears: Sequence[nn.Module],
+        world: World,
+        dtype: torch.dtype,
+        gather: Callable[[tuple[str, ...]], Sequence[tuple[str, ...]]],
+    ) -> None:
+        """Compare weft's products with vLLM's for those of the linears that are accepted, and accept no longer those
+        that differ on any rank. `gather` returns the value of every rank. Collective."""
+        compared = [linear for linear in linears if self.accepts(linear)]
+        by_rank = gather(tuple(difference(world, linear, dtype) for linear in compared))
+        for linear, reasons in zip(compared, zip(*by_rank, strict=True), strict=True):
+            self.reasons[id(linear)] = next(filter(None, reasons), "")
+            if self.accepts(linear):
+                _linear_by_address[linear.weight.data_ptr()] = linear  # type: ignore[operator]
+
+    def left(self) -> list[str]:
+        """Return a line for each reason why GEMMs stay vLLM's."""
+        counts = Counter(filter(None, self.reasons.values()))
+        return [f"the GEMM of {count} quantised linears: {reason}" for reason, count in counts.items()]

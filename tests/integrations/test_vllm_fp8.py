@@ -1,0 +1,357 @@
+"""FP8 linears in the vLLM plugin, on stand-ins for vLLM's classes, in the emulator: which of them weft's operators take, that
+the model computes the same, and what leaves them vLLM's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from tests.emulated.cases_fp8 import scaled, wanted
+from tests.integrations import vllm_standin as standin
+from tests.integrations.vllm_standin import (
+    BF,
+    CompressedTensorsLinearMethod,
+    DecoderLayer,
+    Fp8LinearMethod,
+    Model,
+    ScaledLayer,
+)
+from weft.integrations.vllm import fp8, plugin, row_all_reduce
+from weft.integrations.vllm.row_norm_column import RowNormColumn, ShardedTokens, row_norm_column
+from weft.plans import Sequential
+
+IDS = torch.randint(0, 32, (24,), generator=torch.Generator().manual_seed(0))
+METHODS: dict[str, Any] = {
+    "tensor": Fp8LinearMethod,
+    "row": CompressedTensorsLinearMethod,
+    "block": lambda: Fp8LinearMethod("block"),
+    "block, compressed-tensors": lambda: CompressedTensorsLinearMethod("block"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with standin.served_by_plugin(monkeypatch):
+        monkeypatch.setenv(fp8.WEFT_VLLM_FP8, "1")
+        for size in ("H", "INNER", "HEADS"):
+            monkeypatch.setattr(standin, size, 256)  # two ranks have 128 columns of a row-parallel weight, a block
+        yield
+
+
+def model(method: Fp8LinearMethod, layer: Any = DecoderLayer) -> nn.Module:
+    return standin.in_fp8(Model(layer), method)
+
+
+def served(make: Any) -> tuple[nn.Module, str]:
+    """The model after vLLM's loader, and the report."""
+    loaded = standin.BaseModelLoader().load_model(vllm_config=standin.config(make), model_config=None)
+    return loaded, plugin._models[-1].text()
+
+
+def output(decoder: nn.Module, tokens: int = 24) -> Any:
+    with torch.no_grad():
+        return decoder(IDS[:tokens], torch.arange(tokens), None)
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def no_further(actual: torch.Tensor, expected: torch.Tensor, layer: Any = DecoderLayer) -> bool:
+    """Whether a result is as close to the model in 16 bits as vLLM's, and closer to vLLM's. Other sums of bfloat16, also
+    without FP8 GEMMs of weft's, turn the rounding of some elements to e4m3."""
+    exact = standin.run(lambda world: output(Model(layer)))[0]
+    return error(actual, exact) < 1.1 * error(expected, exact) and error(actual, expected) < 0.6 * error(
+        expected, exact
+    )
+
+
+# -- a model -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, method: str, sharded: bool) -> None:
+    """With vLLM's products; and with weft's, which overlap, for as many tokens as ranks hold by rows."""
+    expected = standin.run(lambda world: output(model(METHODS[method]())))[0]
+    if sharded:
+        monkeypatch.setattr(RowNormColumn, "auto", lambda op, world, call, mode: sharded_if_it_fits(op, world, call))
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[torch.Tensor, str]:
+        decoder, _ = served(lambda: model(METHODS[method]()))
+        return output(decoder), plugin._models[-1].text()
+
+    results = standin.run(main)
+    assert no_further(results[0][0], expected)
+    text = results[0][1]
+    assert "a row-parallel linear with its FP8 GEMM, residual and norm (4 times)" in text, text
+    assert "the column-parallel FP8 GEMM after it (3 times)" in text and "leaves to vLLM" not in text, text
+    assert ("calls decided, by sequence_parallel" in text) == sharded, text
+
+
+def sharded_if_it_fits(op: Any, world: Any, call: Any) -> Any:
+    return ShardedTokens() if op.fits(world, call, ShardedTokens(), "auto") is None else Sequential()
+
+
+def test_sums_that_no_norm_reads() -> None:
+    expected = standin.run(lambda world: output(model(METHODS["row"](), ScaledLayer)))[0]
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[torch.Tensor, str]:
+        decoder, text = served(lambda: model(METHODS["row"](), ScaledLayer))
+        return output(decoder), text
+
+    actual, text = standin.run(main)[0]
+    assert "a row-parallel FP8 GEMM and its sum (4 times)" in text, text
+    assert no_further(actual, expected, ScaledLayer)
+
+
+def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the model is served as any quantised one, with vLLM's own GEMMs."""
+    monkeypatch.delenv(fp8.WEFT_VLLM_FP8)
+    expected = standin.run(lambda world: output(model(METHODS["row"]())))[0]
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[torch.Tensor, str]:
+        decoder, text = served(lambda: model(METHODS["row"]()))
+        return output(decoder), text
+
+    actual, text = standin.run(main)[0]
+    assert "the sum of a row-parallel linear, residual and norm (4 times)" in text, text
+    assert "GEMM" not in text and "leaves to vLLM" not in text, text
+    assert no_further(actual, expected)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+def with_scales(linear: Any, scale: torch.Tensor) -> None:
+    linear.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+
+def with_weight(linear: Any, weight: torch.Tensor) -> None:
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+
+
+LAYOUTS: dict[str, tuple[Any, str]] = {
+    "static": (lambda linear: setattr(linear, "input_scale", torch.ones(())), "the scale of the input is static"),
+    "blocks": (lambda linear: setattr(linear, "weight_block_size", [64, 128]), "scales are of blocks [64, 128]"),
+    "16 bits": (lambda linear: with_weight(linear, linear.weight.to(BF)), "the weight is packed or padded"),
+    "not transposed": (
+        lambda linear: with_weight(linear, linear.weight.t().contiguous().t().contiguous()),
+        "the weight is packed or padded",
+    ),
+    "padded": (
+        lambda linear: with_weight(linear, torch.cat([linear.weight.t()] * 2).t()),
+        "the weight is packed or padded",
+    ),
+    "scales of 16 bits": (
+        lambda linear: with_scales(linear, linear.weight_scale.to(BF)),
+        "the scales are packed or padded",
+    ),
+    "padded scales": (
+        lambda linear: with_scales(linear, torch.cat([linear.weight_scale] * 2)),
+        "the scales are packed or padded",
+    ),
+    "no scales": (lambda linear: delattr(linear, "weight_scale"), "the scales are packed or padded"),
+    "no sizes": (lambda linear: delattr(linear, "input_size_per_partition"), "AttributeError: "),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_unknown_layout_stays_vllms(layout: str) -> None:
+    change, why = LAYOUTS[layout]
+
+    def make() -> nn.Module:
+        decoder: Any = model(METHODS["row"]())
+        for layer in decoder.layers:
+            change(layer.self_attn.o_proj)
+        return decoder
+
+    plugin.register()
+    text = standin.run(lambda world: served(make)[1])[0]
+    assert f"leaves to vLLM the GEMM of 2 quantised linears: {why}" in text, text
+    assert "the sum of a row-parallel linear, residual and norm (2 times)" in text, text
+    assert "with its FP8 GEMM, residual and norm (2 times)" in text, text
+
+
+def test_sizes_that_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standin, "INNER", 144)
+    plugin.register()
+    text = standin.run(lambda world: served(lambda: model(METHODS["row"]()))[1])[0]
+    assert "leaves to vLLM the GEMM of 2 quantised linears: N 256 and K 72 are no multiples of 8 and 16" in text, text
+
+
+class OtherRounding(CompressedTensorsLinearMethod):
+    """One scale for all of x, on the ranks `on`."""
+
+    def __init__(self, *on: int) -> None:
+        super().__init__()
+        self.on = on
+
+    def quantized(self, x: torch.Tensor) -> torch.Tensor:
+        x8, scale = scaled(x, "tensor" if standin.current_world().rank in self.on else "row")
+        return x8.float() * scale
+
+
+@pytest.mark.parametrize("on", [(0, 1), (1,)])
+def test_another_product_stays_vllms(monkeypatch: pytest.MonkeyPatch, on: tuple[int, ...]) -> None:
+    """On every rank, if it is another one on any."""
+    monkeypatch.setattr(sys.modules[FP8_PLACE], "Fp8LinearMethod", OtherRounding)
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[torch.Tensor, str]:
+        decoder, text = served(lambda: model(OtherRounding(*on)))
+        return output(decoder), text
+
+    results = standin.run(main)
+    for actual, text in results:
+        refused = re.findall(r"the GEMM of (\d) quantised linears: weft's product differs by \de-02 of its norm", text)
+        assert sum(map(int, refused)) == 7, text
+        assert "with its FP8 GEMM" not in text and "column-parallel" not in text, text
+        assert "the sum of a row-parallel linear, residual and norm (4 times)" in text, text
+        assert (actual == results[0][0]).all()
+    assert no_further(results[0][0], standin.run(lambda world: output(model(OtherRounding(*on))))[0])
+
+
+FP8_PLACE = "vllm.model_executor.layers.quantization.fp8"
+
+
+def test_a_product_that_fails_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "own_product", lambda *_: 1 / 0)
+    plugin.register()
+    text = standin.run(lambda world: served(lambda: model(METHODS["row"]()))[1])[0]
+    assert "the GEMM of 7 quantised linears: ZeroDivisionError: division by zero" in text, text
+
+
+def test_a_version_without_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules[FP8_PLACE], "Fp8LinearMethod")
+    plugin.register()
+    text = standin.run(lambda world: served(lambda: model(METHODS["tensor"]()))[1])[0]
+    assert f"leaves to vLLM calls of {FP8_PLACE}.Fp8LinearMethod.apply: " in text, text
+    assert "FP8 GEMM" not in text and "residual and norm (4 times)" in text, text
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+M, K, N = 24, 128, 256
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return standin.drawn(seed, *shape).data
+
+
+def weight(seed: int, n: int, k: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight in e4m3, and its scales as the operators take them."""
+    elements, scale = scaled(drawn(seed, n, k), recipe, 128)
+    return elements, scale if recipe == "block" else scale.view(-1)
+
+
+def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) -> torch.Tensor:
+    """The product of x, quantised by the recipe, in float64."""
+    x8, x_scale = scaled(x, recipe)
+    return wanted(x8, w[0], x_scale, w[1], recipe)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("auto", {}), ("auto", dict(rows_from=1)), ("sequence_parallel", dict(rows_from=1)),
+        ("auto", dict(rows_from=1, woven_from=8)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_every_form_gives_the_same(plan: str, options: dict[str, Any], recipe: str) -> None:
+    """With weft's own products, since no linear of vLLM has these weights."""
+    h = 256
+    rows, columns = [[weight(seed + r, n, k, recipe) for r in range(2)] for seed, n, k in ((10, h, K), (20, N, h))]
+    xs, residual, norm = [drawn(30 + r, M, K) for r in range(2)], drawn(40, M, h), 1 + drawn(41, h)
+
+    def main(world: weft.World) -> torch.Tensor:
+        (row, row_scale), (column, column_scale) = rows[world.rank], columns[world.rank]
+        scales = dict(row_scale=row_scale, column_scale=column_scale)
+        x = xs[world.rank]
+        y, _ = row_norm_column(
+            x, residual, norm, 1e-6, row=row, column=column, **scales, **options, world=world, plan=plan
+        )
+        world.synchronize()
+        return y
+
+    total = residual.double() + sum(product(x, row, recipe) for x, row in zip(xs, rows, strict=True))
+    normed = (torch.rms_norm(total, (h,), eps=1e-6) * norm).to(BF)
+    for y, column in zip(standin.run(main), columns, strict=True):
+        assert error(y, product(normed, column, recipe)) < 2e-2
+
+
+@pytest.mark.parametrize("plan", ["sequential", "engine"])
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_a_gemm_under_its_own_sum(recipe: str, plan: str) -> None:
+    rows = [weight(r, N, K, recipe) for r in range(2)]
+    xs, bias = [drawn(30 + r, M, K) for r in range(2)], drawn(5, N)
+
+    def main(world: weft.World) -> torch.Tensor:
+        elements, scale = rows[world.rank]
+        y = row_all_reduce.ROW_ALL_REDUCE(world, plan, (xs[world.rank], elements, bias, scale))
+        world.synchronize()
+        return y
+
+    expected = bias.double() + sum(product(x, row, recipe) for x, row in zip(xs, rows, strict=True))
+    assert all(error(y, expected) < 8e-3 for y in standin.run(main))
+
+
+def test_wrong_scales_are_refused() -> None:
+    def main(world: weft.World) -> None:
+        elements, scale = weight(0, N, K, "row")
+        x, norm = drawn(1, M, K), drawn(2, N)
+        with pytest.raises(ValueError, match="row_scale .* must be \\[256\\]"):
+            row_norm_column(x, None, norm, 1e-6, row=elements, row_scale=scale[1:], world=world)
+        with pytest.raises(TypeError, match="row .* must be torch.float8_e4m3fn"):
+            row_norm_column(x, None, norm, 1e-6, row=elements.to(BF), row_scale=scale, world=world)
+        with pytest.raises(ValueError, match="weight_scale .* must be \\[256\\]"):
+            row_all_reduce.ROW_ALL_REDUCE(world, "auto", (x, elements, None, scale[1:]))
+
+    standin.run(main)
+
+
+def test_a_linear_with_another_weight_is_multiplied_by_weft() -> None:
+    """Addresses are those of the weights at loading. Memory that is freed since may hold another layer's."""
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[bool, bool]:
+        decoder, _ = served(lambda: model(METHODS["row"]()))
+        linear: Any = decoder.layers[0].self_attn.o_proj
+        x, (elements, scale) = drawn(1, M, 128), fp8.weight_of(linear)
+        linear.quant_method = Returning(torch.ones(M, 256, dtype=BF))
+        before = fp8.product(world, x, elements, None, scale)
+        linear.weight = nn.Parameter(linear.weight.t().clone().t(), requires_grad=False)
+        after = fp8.product(world, x, elements, None, scale)
+        world.synchronize()
+        return bool((before == 1).all()), error(after, product(x, (elements, scale), "row")) < 8e-3
+
+    assert standin.run(main) == [(True, True)] * 2
+
+
+class Returning:
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.y
+
+
+def test_torch_compile_follows_a_served_model() -> None:
+    """In one graph for any number of tokens."""
+    plugin.register()
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        decoder, _ = served(lambda: model(METHODS["tensor"]()))
+        compiled = torch.compile(decoder, backend="eager", fullgraph=True, dynamic=True)
+        with torch.no_grad():
+            outs = [compiled(IDS[:n].clone(), torch.arange(n), None) for n in (24, 7)]
+        return [*outs, *(output(decoder, n) for n in (24, 7))]
+
+    outputs = standin.run(main)[0]
+    assert all((a == b).all() for a, b in zip(outputs[:2], outputs[2:], strict=True))
