@@ -86,8 +86,8 @@ def first_sizes(world: World, above: int, max_tokens: int) -> list[int]:
     ends = {planned(tokens, world.size): tokens for tokens in range(above + 1, max_tokens + 1)}.values()
     octaves = [1 << bits for bits in range(above.bit_length() - 1, (max_tokens - 1).bit_length()) if bits >= 0]
     middles = [octave + octave // 2 for octave in octaves]
-    sizes = {last - less for last in (*ends, *middles) for less in (0, 1, world.size, 16)}
-    sizes |= {octave + more for octave in octaves for more in (1, world.size, 16, 16 * world.size)}
+    sizes = {last - rows for last in (*ends, *middles) for rows in (0, 1, world.size, 16)}
+    sizes |= {octave + rows for octave in octaves for rows in (1, world.size, 16, 16 * world.size)}
     return sorted((tokens for tokens in sizes if above < tokens <= max_tokens), reverse=True)
 
 
