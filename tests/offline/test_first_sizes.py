@@ -68,7 +68,7 @@ def sizes_called_first() -> list[int]:
 @pytest.mark.gate
 @pytest.mark.parametrize(
     "op, layer",
-    [(gather, "qkv"), (scatter, "o_proj"), (sum_and_norm, "o_proj")],
+    [(gather, "qkv"), (gather, "o_proj"), (scatter, "o_proj"), (sum_and_norm, "o_proj")],
 )
 def test_no_other_size_compiles_a_kernel(op: Callable[[weft.World, int, int], None], layer: str) -> None:
     draw = random.Random(0)

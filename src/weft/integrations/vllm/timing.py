@@ -87,7 +87,7 @@ def first_sizes(world: World, above: int, max_tokens: int) -> list[int]:
     octaves = [1 << bits for bits in range(above.bit_length() - 1, (max_tokens - 1).bit_length()) if bits >= 0]
     middles = [octave + octave // 2 for octave in octaves]
     sizes = {last - rows for last in (*ends, *middles) for rows in (0, 1, world.size, 16)}
-    sizes |= {octave + rows for octave in octaves for rows in (1, world.size, 16, 16 * world.size)}
+    sizes |= {octave + rows for octave in octaves for rows in (1, world.size, 16, 16 * world.size, 64 * world.size)}
     return sorted((tokens for tokens in sizes if above < tokens <= max_tokens), reverse=True)
 
 
