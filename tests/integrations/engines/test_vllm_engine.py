@@ -1,4 +1,4 @@
-"""The plugin in vLLM itself, on CPU ranks over gloo (`make engines`): four starts of an engine, in three processes."""
+"""The plugin in vLLM itself, on CPU ranks over gloo (`make engines`): five starts of an engine, in four processes."""
 
 from __future__ import annotations
 
