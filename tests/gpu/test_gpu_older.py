@@ -32,7 +32,8 @@ def twice(x_desc, y_desc):
 
 def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(CUDABackend, "make_cubin", CUDABackend.make_cubin)
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    # In the dictionary: an attribute would be set to its old value at the end, and hide the environment from then on.
+    monkeypatch.setitem(vars(triton.knobs.cache), "dir", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     older.as_gpu(80, 90)
     assert triton.knobs.cache.dir == str(tmp_path / "sm_80_on_sm_90")
