@@ -433,15 +433,16 @@ class DispatchedGemms(Plan):
     """The base of the dispatched plans: an MoE layer's tokens go to the ranks of their experts under the first grouped
     GEMM, whose tiles wait for them; weighted sums go back under the second.
 
-    tile: of both GEMMs; they have fewer stages where an SM has no memory for them. flatten: whether the first GEMM's
-    loop over tiles is flattened. dispatch_programs, combine_programs: programs, of side_warps warps each, that share
-    the SMs with a GEMM. Dispatch programs have send_stages blocks of rows in flight; combine programs sum at most
-    sum_rows tokens at once. Numbers above that of the SMs count as it.
+    tile: of both GEMMs, of per_sm programs on every SM; they have fewer stages where an SM has no memory for them.
+    flatten: whether the first GEMM's loop over tiles is flattened. dispatch_programs, combine_programs: programs, of
+    side_warps warps each, that share the SMs with a GEMM. Dispatch programs have send_stages blocks of rows in flight;
+    combine programs sum at most sum_rows tokens at once. Numbers above that of the SMs count as it.
     """
 
     kind: ClassVar[str] = "dispatched"
     abstract = True
     tile: GemmTile = GemmTile(stages=4)
+    per_sm: int = 1
     flatten: bool = True
     side_warps: int = 4
     dispatch_programs: int = 128
@@ -508,7 +509,7 @@ class LowLatency(Plan):
     """
 
     kind: ClassVar[str] = "low_latency"
-    tile: TileShape = TileShape(block_m=16, block_n=128, warps=4, stages=4)
+    tile: TileShape = TileShape(block_m=16, block_n=128, block_k=128, warps=4, stages=3)
     per_sm: int = 2
     copy_programs: int = 64
 

@@ -121,6 +121,8 @@ PARAMETERS: list[tuple[str, Plan]] = [
             block_k=64,
             group_m=8,
             stages=3,
+            per_sm=2,
+            flatten=False,
             dispatch_programs=3,
             send_rows=1,
             send_stages=3,
@@ -139,7 +141,7 @@ PARAMETERS: list[tuple[str, Plan]] = [
     ),
     (
         "columns",
-        changed(C, block_k=64, group_m=8, stages=3, dispatch_programs=3, send_stages=3, combine_programs=99),
+        changed(C, block_k=64, group_m=8, stages=3, per_sm=2, dispatch_programs=3, send_stages=3, combine_programs=99),
     ),
 ]
 

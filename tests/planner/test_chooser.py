@@ -308,7 +308,22 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "plans"), [(1, 0), (2, 2), (8, 2), (12, 3), (32, 3), (33, 2), (192, 2), (193, 0), (1 << 14, 0)]
+    ("tokens", "plans"),
+    [
+        (1, 0),
+        (4, 2),
+        (6, 3),
+        (12, 4),
+        (16, 4),
+        (17, 3),
+        (32, 3),
+        (33, 0),
+        (48, 3),
+        (97, 2),
+        (192, 2),
+        (193, 0),
+        (1 << 14, 0),
+    ],
 )
 def test_an_moe_layer_far_from_where_plans_change_is_not_timed(tokens: int, plans: int) -> None:
     """As many rows of an expert as tokens."""

@@ -139,7 +139,7 @@ class Launcher:
         if options.get("co_resident"):
             self._co_resident_with = compiled
             _triton.share_all_memory(compiled)
-        elif co_resident is not None and not self.fits(compiled, co_resident):
+        elif co_resident is not None and not self.fits(co_resident, *[compiled] * options.get("per_sm", 1)):
             raise Unsupported(
                 f"{kernel.fn.__name__}: the pull programs do not fit on an SM together with the computing ones"
             )
@@ -150,11 +150,11 @@ class Launcher:
             )
         self._checked.add(variant)
 
-    def fits(self, a: CompiledKernel, b: CompiledKernel) -> bool:
-        """Return whether one program of each compiled kernel can be resident on one SM at once."""
+    def fits(self, *programs: CompiledKernel) -> bool:
+        """Return whether programs of these compiled kernels can be resident on one SM at once."""
         props: Any = torch.cuda.get_device_properties(self.backend.device)
-        registers = sum((k.n_regs + 7) // 8 * 8 * k.metadata.num_warps * 32 for k in (a, b))
-        shared = sum(k.metadata.shared + 1024 for k in (a, b))
+        registers = sum((k.n_regs + 7) // 8 * 8 * k.metadata.num_warps * 32 for k in programs)
+        shared = sum(k.metadata.shared + 1024 for k in programs)
         return registers <= props.regs_per_multiprocessor and shared <= props.shared_memory_per_multiprocessor
 
     def occupancy(self, compiled: CompiledKernel) -> int:

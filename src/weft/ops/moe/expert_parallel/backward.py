@@ -189,7 +189,7 @@ def _wgrad(world: World, state: DispatchedState, memory: int, n: int) -> Launch:
     return Launch(
         world,
         grouped_wgrad,
-        world.sm_count,
+        state.gemm_programs(world),
         state.gemm(COMBINE_REGISTERS, bn // 2, with_dispatch=True),
         a_desc=Matrix(state.rows, memory, (bk, bm)),
         b_desc=Matrix(state.rows, n, (bk, bn)),

@@ -47,6 +47,8 @@ from .kernels import (
 DISPATCH_REGISTERS, COMBINE_REGISTERS = 96, 128
 ELEMENTS_PER_THREAD = 32  # elements that such a thread holds in registers at once
 SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of two programs on an SM, without the reserved part
+WGMMA_ROWS = 64  # tiles of fewer rows take mma.sync, whose operands are in registers: one buffer less than stages
+RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA takes for each program
 FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # warps of a program of `sum_ranks`, and its programs on an SM
 
 
@@ -85,19 +87,31 @@ class DispatchedState:
         return self.send_block * power(self.layer.hidden) if isinstance(self.plan, Dispatched) else self.push_block
 
     def gemm(self, side_registers: int, columns: int, with_dispatch: bool) -> dict[str, int]:
-        """Return the launch options of a GEMM that shares SMs with side-stream programs of `side_registers` registers a
-        thread.
+        """Return the launch options of a GEMM whose `per_sm` programs on an SM share it with a side-stream program of
+        `side_registers` registers a thread.
 
         It has as many stages as the plan says, or as fit in the SM's shared memory: its epilogue stores `columns`
         columns at once, and where dispatch runs at the same time (with_dispatch), its programs have blocks of rows in
         flight.
         """
-        plan, item = self.plan, self.layer.dtype.itemsize
-        registers = min(255, (65536 - 32 * plan.side_warps * side_registers) // (32 * plan.tile.warps) // 8 * 8)
+        plan, tile, item = self.plan, self.plan.tile, self.layer.dtype.itemsize
+        threads = 32 * tile.warps * plan.per_sm
+        registers = min(255, (65536 - 32 * plan.side_warps * side_registers) // threads // 8 * 8)
         rows = self.sent_elements * (plan.send_stages - 1) if with_dispatch else 0
-        shared_bytes = SM_MEMORY - item * (plan.tile.block_m * columns + rows)
-        stages = shared_bytes // (item * plan.tile.block_k * (plan.tile.block_m + plan.tile.block_n))
-        return dict(num_warps=plan.tile.warps, num_stages=max(1, min(plan.tile.stages, stages)), maxnreg=registers)
+        program_bytes = (SM_MEMORY - RESERVED_MEMORY * (plan.per_sm - 1) - item * rows) // plan.per_sm
+        step_bytes = item * tile.block_k * (tile.block_m + tile.block_n)
+        buffers = (program_bytes - item * tile.block_m * columns) // step_bytes
+        stages = buffers if tile.block_m >= WGMMA_ROWS else buffers + 1
+        return dict(
+            num_warps=tile.warps,
+            num_stages=max(1, min(tile.stages, stages)),
+            maxnreg=registers,
+            per_sm=plan.per_sm,
+        )
+
+    def gemm_programs(self, world: World) -> int:
+        """Return the number of programs of a GEMM."""
+        return world.sm_count * self.plan.per_sm
 
     def side_launch(
         self,
@@ -341,7 +355,7 @@ def _first_gemm(
     return Launch(
         world,
         grouped_gemm_in,
-        world.sm_count,
+        state.gemm_programs(world),
         state.gemm(DISPATCH_REGISTERS, (block or bn // 2) + (bn // 2 if preactivation else 0), with_dispatch=True),
         w_desc=Matrix(state.local_experts * n, h, (bn, bk)),
         hidden_desc=Matrix(state.rows, layer.inner, (bm, block or bn // 2)),
@@ -388,7 +402,7 @@ def _grouped_gemm(world: World, state: DispatchedState, k: int, n: int, kn_weigh
     return Launch(
         world,
         grouped_gemm_out,
-        world.sm_count,
+        state.gemm_programs(world),
         state.gemm(COMBINE_REGISTERS, bn // 2, with_dispatch),
         hidden_desc=Matrix(state.rows, k, (bm, bk)),
         w_desc=Matrix(state.local_experts * k, n, (bk, bn))

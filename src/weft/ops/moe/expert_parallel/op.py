@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -42,10 +43,33 @@ from .low_latency import run_low_latency
 from .route_kernels import RouterTensors
 from .sequential import run_sequential
 
-# Average rows of an expert up to which tiles of 64 rows (docs/design-notes.md), and the low-latency plan (docs/moe.md),
-# are expected to be fastest until they are timed. Both limits were measured on H200s.
-SMALL_TILE_MAX_ROWS, LOW_LATENCY_MAX_ROWS, TIMED_WITHIN = 48, 8, 4
-SMALL_TILES = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
+LOW_LATENCY_MAX_ROWS = 8  # average rows of an expert up to which the low-latency plan is expected to be the fastest
+
+
+class RowRange(NamedTuple):
+    """A plan; the greatest average number of rows of an expert for which it is expected to be the fastest, where no
+    plan of fewer rows is; the range of that number in which it is timed; and the most routes with which it is timed."""
+
+    plan: Plan
+    expected_to: float
+    timed_from: float
+    timed_to: float
+    most_routes: float = inf
+
+
+# With few rows of an expert the weights' bytes decide, and K steps of 128, which read 256 contiguous bytes of a row,
+# are up to 5% faster than steps of 64 (docs/design-notes.md).
+NARROW_64 = Dispatched(GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=2, group_m=4), 2, flatten=False)
+NARROW_32 = replace(NARROW_64, tile=replace(NARROW_64.tile, block_m=32, stages=3))
+LOW_LATENCY_32 = LowLatency(replace(LowLatency.tile, block_m=32))
+BY_ROWS = (
+    RowRange(LowLatency(), LOW_LATENCY_MAX_ROWS, 0, 16, low_latency.MAX_ROUTES),
+    RowRange(LOW_LATENCY_32, 0, 6, 32, 1024),  # every program scans all routes for each tile
+    RowRange(NARROW_32, 16, 4, 32),
+    RowRange(NARROW_64, 48, 12, 96),
+    RowRange(Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16)), 0, 48, 192),
+    RowRange(Dispatched(), inf, 48, inf),
+)
 
 
 def moe(
@@ -164,7 +188,7 @@ class Moe(Op[MoeCall]):
         LowLatency: run_low_latency,
     }
     small = Dispatched
-    tries: ClassVar[Sequence[Plan]] = (LowLatency(), SMALL_TILES, Dispatched())
+    tries: ClassVar[Sequence[Plan]] = tuple(plan for plan, *_ in BY_ROWS)
     by_library = False  # a CUDA graph cannot capture its calls
 
     def check(self, world: World, operands: MoeOperands, options: CallOptions) -> MoeCall:
@@ -256,19 +280,22 @@ class Moe(Op[MoeCall]):
         if call.keep is not None:
             return Dispatched()
         rows = self._rows(world, call)
-        low_latency_tokens = rows <= LOW_LATENCY_MAX_ROWS and low_latency.fits(world, call.layer, LowLatency()) is None
-        return LowLatency() if low_latency_tokens else SMALL_TILES if rows <= SMALL_TILE_MAX_ROWS else Dispatched()
+        plans = [plan for plan, expected_to, *_ in BY_ROWS if rows <= expected_to]
+        if isinstance(plans[0], LowLatency) and low_latency.fits(world, call.layer, plans[0]) is not None:
+            return plans[1]
+        return plans[0]
 
     def candidates(self, world: World, call: MoeCall) -> Sequence[Plan]:
-        """Return the plans whose range of rows of an expert is within a factor of TIMED_WITHIN of this call's. Timing
-        another plan would compile a kernel, and take memory, that is not used."""
+        """Return the plans in whose range of rows of an expert this call is. Timing another plan would compile a
+        kernel, and take memory, that is not used."""
         rows = self._rows(world, call)
-        with_range = [
-            (LowLatency(), rows <= TIMED_WITHIN * LOW_LATENCY_MAX_ROWS),
-            (SMALL_TILES, LOW_LATENCY_MAX_ROWS / TIMED_WITHIN <= rows <= TIMED_WITHIN * SMALL_TILE_MAX_ROWS),
-            (Dispatched(), rows >= SMALL_TILE_MAX_ROWS / TIMED_WITHIN),
+        plans = [
+            r.plan
+            for r in BY_ROWS
+            if r.timed_from <= rows <= r.timed_to
+            and rows * call.layer.experts <= r.most_routes
+            and r.plan in self.tries
         ]
-        plans = [plan for plan, is_near in with_range if is_near and plan in self.tries]
         return plans if len(plans) > 1 and call.keep is None else ()
 
     def _rows(self, world: World, call: MoeCall) -> float:

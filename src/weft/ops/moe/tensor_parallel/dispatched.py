@@ -124,7 +124,7 @@ def push_shard_launch(world: World, state: DispatchedState, x: torch.Tensor, wor
 @prepared
 def _push_shard(world: World, state: DispatchedState, half_size: int) -> Launch:
     plan = state.plan
-    sizes = dict(BLOCK=state.push_block, STAGES=plan.send_stages, OTHER_PROGRAMS=world.sm_count)
+    sizes = dict(BLOCK=state.push_block, STAGES=plan.send_stages, OTHER_PROGRAMS=state.gemm_programs(world))
     return state.side_launch(
         world,
         push_shard,
