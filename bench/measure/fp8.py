@@ -250,9 +250,10 @@ def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> di
     for recipe in ("row", "block", "tensor"):
         scale = one if recipe == "tensor" else None
         fns[f"silu_mul, {recipe}"] = lambda r=recipe, s=scale: weft.silu_mul(gate_up, quantize=r, scale=s, world=world)
-        for of, rows in (("silu_mul", hidden), ("norm", x)):
-            name = f"quantize after {of}, {recipe}"
-            fns[name] = lambda t=rows, r=recipe, s=scale: weft.quantize(t, r, scale=s, world=world)
+        for before, rows in (("silu_mul", hidden), ("norm", x)):
+            fns[f"quantize after {before}, {recipe}"] = lambda t=rows, r=recipe, s=scale: weft.quantize(
+                t, r, scale=s, world=world
+            )
         options: dict[str, Any] = dict(out_dtype=E4M3, scale=one) if recipe == "tensor" else dict(quantize=recipe)
         fns[f"norm, {recipe}"] = lambda k=options: weft.all_reduce_rms_norm(x, residual, weight, world=world, **k)
     times = time_interleaved(fns, mode="graph", calls=5, rounds=rounds)

@@ -1,11 +1,11 @@
 """weft's overlapped operators of 8-bit operands beside torch's:
-torchrun --nproc-per-node N -m bench.measure.fp8_ranks --out DIR [--seconds S] [--recipes row block tensor] [--skip SIZES]
+torchrun --nproc-per-node N -m bench.measure.fp8_ranks --out DIR [--seconds S] [--recipes row block tensor] [--skip N]
 
 The MLP layers of Llama-70B, Qwen2.5-32B and DeepSeek-V3's dense part, split over the ranks: all-gather + GEMM of the
-column-parallel one, GEMM + reduce-scatter and, last, GEMM + all-reduce of the row-parallel one. All methods of a size and mode
-are timed in one interleaved run:
+column-parallel one, GEMM + reduce-scatter and, last, GEMM + all-reduce of the row-parallel one. All methods of a size
+and mode are timed in one interleaved run:
 
-    sequential         NCCL and the library's scaled GEMM, outputs by the caching allocator. The fastest of its forms counts:
+    sequential         NCCL and the library's scaled GEMM, outputs by the caching allocator. The fastest form counts:
                        the GEMM of each library, rows and scales gathered by one NCCL launch ("coalesced") or by two
     torch symm_mem     torch's fused operators of scaled operands (by row and by tensor; no all-reduce)
     weft auto, weft fused, weft decomposed
@@ -13,9 +13,9 @@ are timed in one interleaved run:
     gemm, comm         the fastest library's scaled GEMM alone, of the whole size, and the collective alone
 
 Each result is compared with float64 products of the dequantized operands, in some rows, and as a whole with the first
-sequential form; what fails or is wrong is printed once and left out. In mode "graph" every method is in a CUDA graph; one that
-cannot be captured is in "eager" alone, beside the other methods in eager mode. Appends a row a size and mode to
-DIR/fp8_ranks.jsonl. `limit_us` is that of bench/measure/run.py.
+sequential form; what fails or is wrong is printed once and left out. In mode "graph" every method is in a CUDA graph;
+one that cannot be captured is in "eager" alone, beside the other methods in eager mode. Appends a row a size and mode
+to DIR/fp8_ranks.jsonl. `limit_us` is that of bench/measure/run.py.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def products(o: ScaledOperands) -> dict[str, Product]:
 
 
 def torch_by_block(o: ScaledOperands) -> Product:
-    """Return library_gemm.torch_scaled_by_block without its copies: of the result, and of the weight's scales at each call."""
+    """Return library_gemm.torch_scaled_by_block without its copies of the result, and of the weight's scales at each
+    call."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     blocks = o.weight_scale.shape[1]
@@ -230,8 +231,8 @@ def left_out(size: Size, way: str, why: str, world: weft.World) -> None:
 
 
 class Checked:
-    """The methods that give the right result on all ranks, with their errors. The first one is what others are compared with as
-    a whole."""
+    """The methods that give the right result on all ranks, with their errors. The first one is what others are compared
+    with as a whole."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.trusted = layer, None
@@ -304,7 +305,9 @@ def summary(row: dict[str, Any]) -> str:
     us, base, limit = row["us"], row["us"][SEQUENTIAL], row["limit_us"]
     ways = {way: t for way, t in us.items() if not way.startswith((SEQUENTIAL, "gemm", "comm"))}
     ratios = " | ".join(f"{way} {base / t:.2f}x" for way, t in ways.items())
-    share = f", auto {100 * (base - us['weft auto']) / (base - limit):.0f}% of the way" if "weft auto" in us and limit < base else ""  # fmt: skip
+    share = ""
+    if "weft auto" in us and limit < base:
+        share = f", auto {100 * (base - us['weft auto']) / (base - limit):.0f}% of the way"
     size = f"{row['op']} {row['recipe']} {row['name']} {row['M']}x{row['N']}x{row['K']} {row['mode']}"
     return f"{size}: {base:.0f} us, gemm {us['gemm']:.0f}, comm {us['comm']:.0f}, limit {limit:.0f}{share} | {ratios}"
 
@@ -354,8 +357,8 @@ def measured(size: Size, world: weft.World, link: float, modes: list[str], round
             continue
         limit = max(us["gemm"], size.received(world.size) / link / 1e3)
         yield dict(
-            op=size.op, name=size.name, recipe=size.recipe, M=size.m, N=size.n, K=size.k, mode=mode, us=us, error=errors,
-            limit_us=round(limit, 2), plan=taken(layer, mode),
+            op=size.op, name=size.name, recipe=size.recipe, M=size.m, N=size.n, K=size.k, mode=mode, us=us,
+            error=errors, limit_us=round(limit, 2), plan=taken(layer, mode),
         )  # fmt: skip
 
 
