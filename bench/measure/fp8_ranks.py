@@ -243,15 +243,15 @@ class Checked:
         """Add what is right of `ways`; return whether something was. Collective."""
         before, world = len(self.runs), self.layer.world
         for way, run in ways.items():
-            result, error, why = None, float("inf"), "wrong on another rank"
+            result, error, why = None, float("inf"), ""
             try:
                 result = run()
                 torch.cuda.synchronize()
                 error = self.layer.error(result, self.trusted)
-                why = f"error {error:.2e}"
             except Exception:
                 why = traceback.format_exc(limit=-2)[-600:]
             error = max(world.exchange(error))
+            why = why or f"error {error:.2e} on the rank where it is largest"
             if not error < RIGHT:
                 left_out(self.layer.size, way, why, world)
                 continue

@@ -23,8 +23,8 @@ RECIPES = {
 AUTO, TORCH = "weft auto", "torch symm_mem"
 KERNELS = {"silu_mul": "`silu_mul`", "norm": "add + norm"}
 SCALINGS = ("row", "block", "tensor")
-OF_RANKS = """times as fast as NCCL, then the library's scaled GEMM, and as torch's `symm_mem` operators, by `plan="auto"`. *limit* is
-the longer of that GEMM alone and the bytes over the link:
+OF_RANKS = """`plan="auto"` times as fast as NCCL, then the library's scaled GEMM; as torch's `symm_mem` operators; and how far it gets
+from the first to the *limit*, the longer of that GEMM alone and the bytes over the link:
 
 """
 Ratios = list[tuple[float, str]]  # each with the size that it is of
@@ -35,8 +35,8 @@ def gemms(lines: Rows) -> str:
     libraries."""
     newest = {(r["name"], r["M"], r["N"], r["K"]): r for r in lines if r["name"] != "quantizing"}
     rows = [row for row in (recipe_row(recipe, list(newest.values())) for recipe in RECIPES) if row]
-    head = ["recipe", "sizes", "own over best library, mean", "lowest (M x N x K)", "auto over best library, mean"]
-    return "times as fast:\n\n" + grid([*head, "lowest (M x N x K)", "own, mean TFLOP/s"], rows) if rows else ""
+    head = ["recipe", "sizes", "own over best library, mean", "lowest (MxNxK)", "auto over best library, mean"]
+    return "times as fast:\n\n" + grid([*head, "lowest (MxNxK)", "own, mean TFLOP/s"], rows) if rows else ""
 
 
 def recipe_row(recipe: str, lines: Rows) -> list[str]:
@@ -64,7 +64,7 @@ def recipe_row(recipe: str, lines: Rows) -> list[str]:
 
 
 def size_of(row: dict) -> str:
-    return f"{row['M']} x {row['N']} x {row['K']}"
+    return f"{row['M']}x{row['N']}x{row['K']}"
 
 
 def mean_and_lowest(ratios: Ratios) -> list[str]:
@@ -109,16 +109,8 @@ def ranks(lines: Rows) -> str:
         for recipe in SCALINGS:
             of_recipe = [r for r in newest.values() if (r["op"], r["recipe"]) == (op, recipe)]
             rows += [ranks_row(op, recipe, mode, of_recipe) for mode in modes_of(of_recipe)]
-    head = [
-        "",
-        "scales",
-        "sizes",
-        "over sequential, mean",
-        "lowest (M x N x K)",
-        "over torch's, mean",
-        "lowest (M x N x K)",
-    ]
-    head += ["of the way to the limit, median", "over bfloat16's, mean"]
+    head = ["", "scales by", "sizes", "over sequential, mean", "lowest (MxNxK)", "over torch's, mean", "lowest (MxNxK)"]
+    head += ["to the limit, median", "over bfloat16's, mean"]
     return OF_RANKS + grid(head, rows) if rows else ""
 
 
@@ -137,7 +129,7 @@ def ranks_row(op: str, recipe: str, mode: str, rows: Rows) -> list[str]:
     ours = [r for r in rows if r["mode"] == mode and AUTO in r["us"]]
     over = {way: over_auto(way, ours) for way in ("sequential", TORCH, "bf16 weft auto")}
     shares = [share for share in map(share_of, ours) if share is not None]
-    cells = [OPS[op] + ", eager" * (mode == "eager"), f"by {recipe}", str(len(ours))]
+    cells = [OPS[op] + ", eager" * (mode == "eager"), recipe, str(len(ours))]
     cells += [*mean_and_lowest(over["sequential"]), *mean_and_lowest(over[TORCH])]
     return [*cells, f"{100 * median(shares):.0f}%" if shares else "", mean_and_lowest(over["bf16 weft auto"])[0]]
 
