@@ -57,6 +57,10 @@ PROMOTES = [*PROMOTED, form(128, 128, 8, 4, 1, False), form(128, 64, 4, 4, 2, Fa
 FORMS = {"tensor": list(WIDE), "row": list(WIDE), "slow": PROMOTES, "block": PROMOTES}
 # M, hidden and inner size of a rank
 QUANTIZED = [(4096, 8192, 7168), (1024, 8192, 3584), (16384, 7168, 4608), (64, 8192, 7168)]
+MODELS = {  # hidden, intermediate, columns of QKV, columns of what the output projection takes
+    "Llama-70B": (8192, 28672, 10240, 8192), "Qwen2.5-32B": (5120, 27648, 7168, 5120),
+    "DeepSeek-V3": (7168, 18432, 24576, 16384),
+}  # fmt: skip
 QUACK = [(128, 192, 2, True), (128, 160, 2, True), (128, 256, 2, False)]
 
 
@@ -115,14 +119,10 @@ def jobs(recipes: list[str]) -> list[tuple[str, Persistent, bool]]:
 
 def sizes() -> Iterator[tuple[str, int, int, int]]:
     """Return (name, M, N, K): the layers of 4 and 8 ranks at usual numbers of tokens first."""
-    models = {  # hidden, intermediate, columns of QKV, columns of what the output projection takes
-        "Llama-70B": (8192, 28672, 10240, 8192), "Qwen2.5-32B": (5120, 27648, 7168, 5120),
-        "DeepSeek-V3": (7168, 18432, 24576, 16384),
-    }  # fmt: skip
     for small in (True, False):
         for m in (4096, 8192, 1024, 16384, 2048, 512) if small else (4096, 1024, 16384, 512, 8192, 2048):
             for ranks in (4, 8, 2, 1):
-                for model, (h, i, qkv, o) in models.items():
+                for model, (h, i, qkv, o) in MODELS.items():
                     layers = {"gate_up": (2 * i // ranks, h), "down": (h, i // ranks)}
                     if not small:  # DeepSeek-V3's query projection goes up from 1,536
                         layers = {"qkv": (qkv // ranks, 1536 if model == "DeepSeek-V3" else h), "o": (h, o // ranks)}
@@ -239,8 +239,9 @@ def summary(row: dict[str, Any], recipes: list[str]) -> str:
 
 def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> dict[str, Any]:
     """Return the us of SiLU-mul and of add + norm as they are, and ending in 8-bit rows; and of the quantization alone, of
-    both."""
+    the rows of both."""
     x, residual = (torch.randn(m, h, device="cuda", dtype=BF) for _ in range(2))
+    hidden = torch.randn(m, inner, device="cuda", dtype=BF)
     gate_up, weight, one = torch.randn(m, 2 * inner, device="cuda", dtype=BF), torch.ones(h, device="cuda", dtype=BF), torch.ones(1, device="cuda")  # fmt: skip
     fns: dict[str, Callable[[], object]] = {
         "silu_mul": lambda: weft.silu_mul(gate_up, world=world),
@@ -249,7 +250,10 @@ def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> di
     for recipe in ("row", "block", "tensor"):
         scale = one if recipe == "tensor" else None
         fns[f"silu_mul, {recipe}"] = lambda r=recipe, s=scale: weft.silu_mul(gate_up, quantize=r, scale=s, world=world)
-        fns[f"quantize, {recipe}"] = lambda r=recipe, s=scale: weft.quantize(x, r, scale=s, world=world)
+        for before, rows in (("silu_mul", hidden), ("norm", x)):
+            fns[f"quantize after {before}, {recipe}"] = lambda t=rows, r=recipe, s=scale: weft.quantize(
+                t, r, scale=s, world=world
+            )
         options: dict[str, Any] = dict(out_dtype=E4M3, scale=one) if recipe == "tensor" else dict(quantize=recipe)
         fns[f"norm, {recipe}"] = lambda k=options: weft.all_reduce_rms_norm(x, residual, weight, world=world, **k)
     times = time_interleaved(fns, mode="graph", calls=5, rounds=rounds)
@@ -274,10 +278,11 @@ def main() -> None:
     p.add_argument("--processes", type=int, default=12)
     p.add_argument("--recipes", nargs="*", default=["row", "block", "slow", "tensor"], choices=list(RECIPES))
     p.add_argument("--skip", type=int, default=0, help="sizes that an earlier run has")
+    p.add_argument("--only-quantizing", action="store_true", help="time SiLU-mul and norm alone, and compile no GEMM")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    start, todo = time.time(), jobs(a.recipes)
-    with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:
+    start, todo = time.time(), [] if a.only_quantizing else jobs(a.recipes)
+    with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:  # starts none for no job
         bad = {j for j, why in zip(todo, pool.map(compiled, todo), strict=True) if why and not print(j, why)}
     print(f"{time.time() - start:.0f}s: compiled", flush=True)
     world = weft.init()
@@ -296,7 +301,7 @@ def main() -> None:
             if not way.startswith("q") and "," in way
         ]
         print(f"{time.time() - start:4.0f}s quantizing {m} x {h}, {inner}: {', '.join(ratios)}", flush=True)
-    for size in list(sizes())[a.skip :]:
+    for size in () if a.only_quantizing else list(sizes())[a.skip :]:
         if time.time() - start > a.seconds:
             break
         row = measure(size, a.recipes, world, bad, a.rounds)

@@ -1,12 +1,16 @@
-"""The table of docs/fp8.md: GEMMs of 8-bit operands on one GPU, from bench/results/<machine>/fp8.jsonl (bench/measure/fp8.py).
+"""The tables of docs/fp8.md, from bench/results/<machine>: GEMMs of 8-bit operands on one GPU, and what quantizing inside SiLU-mul
+and norm costs (fp8.jsonl, of bench/measure/fp8.py); operators over several ranks (fp8_ranks.jsonl, of bench/measure/fp8_ranks.py).
 
-Of the lines of one size the newest counts, which is the last in the file.
+Of the lines of one size the newest counts, which is the last in the file. What was not measured is left out: a recipe's row, or the
+whole table, which is then "".
 """
 
 from __future__ import annotations
 
+from statistics import median
+
 from bench.measure.fp8 import plan_label
-from bench.pages.report import mean
+from bench.pages.report import OPS, mean
 from bench.pages.tables import Rows, grid
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 
@@ -16,21 +20,28 @@ RECIPES = {
     "slow": ("by row, promoted", PROMOTED),
     "block": ("by block", PROMOTED),
 }
-AUTO = "weft auto"
+AUTO, TORCH = "weft auto", "torch symm_mem"
+KERNELS = {"silu_mul": "`silu_mul`", "norm": "add + norm"}
+SCALINGS = ("row", "block", "tensor")
+OF_RANKS = """`plan="auto"` times as fast as NCCL, then the library's scaled GEMM; as torch's `symm_mem` operators; and how far it gets
+from the first to the *limit*, the longer of that GEMM alone and the bytes over the link:
+
+"""
+Ratios = list[tuple[float, str]]  # each with the size that it is of
 
 
 def gemms(lines: Rows) -> str:
     """Return the table with, for each recipe, weft's own kernel in the best of its tiles and "auto" beside the best of the
     libraries."""
     newest = {(r["name"], r["M"], r["N"], r["K"]): r for r in lines if r["name"] != "quantizing"}
-    rows = [recipe_row(recipe, list(newest.values())) for recipe in RECIPES]
-    head = ["recipe", "sizes", "own over best library, mean", "lowest (M x N x K)", "auto over best library, mean"]
-    return "times as fast:\n\n" + grid([*head, "lowest (M x N x K)", "own, mean TFLOP/s"], rows)
+    rows = [row for row in (recipe_row(recipe, list(newest.values())) for recipe in RECIPES) if row]
+    head = ["recipe", "sizes", "own over best library, mean", "lowest (MxNxK)", "auto over best library, mean"]
+    return "times as fast:\n\n" + grid([*head, "lowest (MxNxK)", "own, mean TFLOP/s"], rows) if rows else ""
 
 
 def recipe_row(recipe: str, lines: Rows) -> list[str]:
-    """Return a recipe's row of the table. Stored rows that have none of today's tiles are of an earlier kernel, and the table
-    says so."""
+    """Return a recipe's row of the table, empty if nothing was measured. Stored rows that have none of today's tiles are of an
+    earlier kernel, and the table says so."""
     name, plans = RECIPES[recipe]
     tiles = {plan_label(plan) for plan in plans}
     best_ratios, auto, rates, earlier = [], [], [], False
@@ -42,12 +53,96 @@ def recipe_row(recipe: str, lines: Rows) -> list[str]:
         if library is None or not weft:
             continue
         earlier = earlier or not todays
-        best, size = min(todays or weft.values()), f"{r['M']} x {r['N']} x {r['K']}"
+        best, size = min(todays or weft.values()), size_of(r)
         best_ratios.append((library / best, size))
         auto.append((library / us[AUTO], size))
         rates.append(2e-6 * r["M"] * r["N"] * r["K"] / best)
+    if not rates:
+        return []
     cells = [f"{name}{', an earlier kernel' * earlier}", str(len(best_ratios))]
-    for ratios in (best_ratios, auto):
-        least, size = min(ratios)
-        cells += [f"{mean(ratio for ratio, _ in ratios) or 0:.2f}x", f"{least:.2f}x ({size})"]
-    return [*cells, f"{mean(rates) or 0:.0f}"]
+    return [*cells, *mean_and_lowest(best_ratios), *mean_and_lowest(auto), f"{mean(rates) or 0:.0f}"]
+
+
+def size_of(row: dict) -> str:
+    return f"{row['M']}x{row['N']}x{row['K']}"
+
+
+def mean_and_lowest(ratios: Ratios) -> list[str]:
+    """Return two cells, empty if there are no ratios."""
+    if not ratios:
+        return ["", ""]
+    least, size = min(ratios)
+    return [f"{mean(ratio for ratio, _ in ratios) or 0:.2f}x", f"{least:.2f}x ({size})"]
+
+
+# -- quantizing inside another kernel ----------------------------------------------------------------------------------
+def quantizing(lines: Rows) -> str:
+    """Return the sentence on what SiLU-mul and norm that end in 8-bit rows take, over the kernel without, and over the kernel and
+    `weft.quantize`; "" if they were not measured."""
+    newest = {size_of(r): r["us"] for r in lines if r["name"] == "quantizing"}
+    if not newest:
+        return ""
+    kernels = [f"{title}: {', '.join(cost_of(kernel, list(newest.values())))}" for kernel, title in KERNELS.items()]
+    sizes = f"{len(newest)} size{'s' * (len(newest) > 1)}"
+    head = f"quantizing inside a kernel, time over the kernel alone and over it and `weft.quantize`, means of {sizes}. "
+    return head + "; ".join(kernels) + "."
+
+
+def cost_of(kernel: str, times: list[dict[str, float]]) -> list[str]:
+    """Return the two ratios of a kernel by each recipe."""
+    parts = []
+    for recipe in SCALINGS:
+        known = [us for us in times if f"quantize after {kernel}, {recipe}" in us]
+        over = mean(us[f"{kernel}, {recipe}"] / us[kernel] for us in known)
+        apart = mean(us[f"{kernel}, {recipe}"] / (us[kernel] + us[f"quantize after {kernel}, {recipe}"]) for us in known)  # fmt: skip
+        parts += [f"by {recipe} {over:.2f}x and {apart:.2f}x"] if over and apart else []
+    return parts
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+def ranks(lines: Rows) -> str:
+    """Return the table with a row for each op and recipe, of CUDA graphs; and one of eager calls where torch's operator was
+    measured in these alone."""
+    newest = {(r["op"], r["recipe"], r["mode"], r["name"], size_of(r)): r for r in lines}
+    rows = []
+    for op in OPS:
+        for recipe in SCALINGS:
+            of_recipe = [r for r in newest.values() if (r["op"], r["recipe"]) == (op, recipe)]
+            rows += [ranks_row(op, recipe, mode, of_recipe) for mode in modes_of(of_recipe)]
+    head = ["", "scales by", "sizes", "over sequential, mean", "lowest (MxNxK)", "over torch's, mean", "lowest (MxNxK)"]
+    head += ["to the limit, median", "over bfloat16's, mean"]
+    return OF_RANKS + grid(head, rows) if rows else ""
+
+
+def modes_of(rows: Rows) -> list[str]:
+    """Return the modes to show: graphs, if there are some, and eager calls if torch's operator was measured in them alone."""
+    with_torch = {mode: any(TORCH in r["us"] for r in rows if r["mode"] == mode and AUTO in r["us"]) for mode in ("graph", "eager")}  # fmt: skip
+    measured = {r["mode"] for r in rows if AUTO in r["us"]}
+    graph = ["graph"] if "graph" in measured else []
+    return (
+        [*graph, "eager"] if "eager" in measured and (not graph or with_torch["eager"] > with_torch["graph"]) else graph
+    )
+
+
+def ranks_row(op: str, recipe: str, mode: str, rows: Rows) -> list[str]:
+    """Return a row of the table of several ranks."""
+    ours = [r for r in rows if r["mode"] == mode and AUTO in r["us"]]
+    over = {way: over_auto(way, ours) for way in ("sequential", TORCH, "bf16 weft auto")}
+    shares = [share for share in map(share_of, ours) if share is not None]
+    cells = [OPS[op] + ", eager" * (mode == "eager"), recipe, str(len(ours))]
+    cells += [*mean_and_lowest(over["sequential"]), *mean_and_lowest(over[TORCH])]
+    return [*cells, f"{100 * median(shares):.0f}%" if shares else "", mean_and_lowest(over["bf16 weft auto"])[0]]
+
+
+def over_auto(way: str, rows: Rows) -> Ratios:
+    """Return how many times as fast as a method "auto" was, at each size that has both."""
+    return [(r["us"][way] / r["us"][AUTO], size_of(r)) for r in rows if way in r["us"]]
+
+
+def share_of(row: dict) -> float | None:
+    """Return how much of the time that an overlap could save "auto" saved, or None if there is nothing to save."""
+    base, limit = row["us"]["sequential"], row["limit_us"]
+    return (base - row["us"][AUTO]) / (base - limit) if limit < base else None
+
+
+TABLES = (("fp8.jsonl", gemms), ("fp8.jsonl", quantizing), ("fp8_ranks.jsonl", ranks))

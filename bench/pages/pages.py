@@ -76,7 +76,7 @@ def readme() -> str:
 
 
 def marked(name: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
-    text = "\n\n".join(tables.page(RESULTS, file, table) for file, table in made_of)
+    text = "\n\n".join(filter(None, (tables.page(RESULTS, file, table) for file, table in made_of)))
     return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, text)
 
 
@@ -91,7 +91,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
     moe_page.TABLES: lambda: moe_page.chapter(RESULTS),
-    "docs/fp8.md": lambda: marked("docs/fp8.md", ("fp8.jsonl", fp8_page.gemms)),
+    "docs/fp8.md": lambda: marked("docs/fp8.md", *fp8_page.TABLES),
     "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),
     "docs/guide.md": lambda: filled("docs/guide.md", quack_page.digest(RESULTS)),
     quack_page.TABLES: lambda: quack_page.chapter(RESULTS),

@@ -126,10 +126,12 @@ def grid(head: list[str], rows: list[list[str]]) -> str:
 
 
 def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
+    """Return the table of each machine that has one, behind the machine's name."""
     parts = []
     for path in sorted(results.glob(f"*/{file}")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         machine = path.relative_to(results).parts[0]
         gpus = machine.rpartition("x")[2]
-        parts.append(f"{gpus} GPU{'s' * (gpus != '1')} ({machine}), {table(lines)}")
+        if text := table(lines):
+            parts.append(f"{gpus} GPU{'s' * (gpus != '1')} ({machine}), {text}")
     return "\n\n".join(parts)

@@ -95,6 +95,91 @@ def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, me
     assert ("calls decided, by sequence_parallel" in text) == sharded, text
 
 
+def negate_in_place(linear: Any) -> None:
+    """As vLLM writes weights that it reloads, which leaves the parameter's version unchanged."""
+    version = linear.weight_scale._version
+    linear.weight_scale.data.copy_(-linear.weight_scale)
+    assert linear.weight_scale._version == version
+
+
+def negate_in_new_parameters(linear: Any) -> None:
+    with_weight(linear, linear.weight.t().clone().t())
+    with_scales(linear, -linear.weight_scale)
+
+
+def linears(decoder: nn.Module) -> list[Any]:
+    return [module for module in decoder.modules() if hasattr(module, "weight_scale")]
+
+
+RELOADS = {"in place": negate_in_place, "in new parameters": negate_in_new_parameters}
+
+
+def reload_rows(decoder: Any, reload: Any) -> None:
+    for layer in decoder.layers:
+        reload(layer.self_attn.o_proj)
+        reload(layer.mlp.down_proj)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("reload", RELOADS)
+def test_reloaded_scales_are_used(monkeypatch: pytest.MonkeyPatch, reload: str, sharded: bool) -> None:
+    def reloaded(world: weft.World) -> torch.Tensor:
+        decoder = model(METHODS["tensor"]())
+        reload_rows(decoder, RELOADS[reload])
+        return output(decoder)
+
+    expected = standin.run(reloaded)[0]
+    if sharded:
+        monkeypatch.setattr(RowNormColumn, "auto", lambda op, world, call, mode: sharded_if_it_fits(op, world, call))
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
+        decoder, _ = served(lambda: model(METHODS["tensor"]()))
+        before = output(decoder)
+        reload_rows(decoder, RELOADS[reload])
+        return before, output(decoder)
+
+    before, after = standin.run(main)[0]
+    assert error(before, expected) > 10 * error(after, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("layer", [DecoderLayer, ScaledLayer])
+def test_operators_read_the_scales_of_the_linears(
+    monkeypatch: pytest.MonkeyPatch, layer: Any, shape: tuple[int, ...]
+) -> None:
+    """No forward makes tensors of them, and a CUDA graph of it reads what vLLM reloads in place."""
+    addresses: dict[int, list[int]] = {}
+    op = {DecoderLayer: RowNormColumn, ScaledLayer: row_all_reduce.RowAllReduce}[layer]
+    execute = op.execute
+
+    def recorded(self: Any, world: weft.World, call: Any, plan: Any, operands: Any, out: Any) -> Any:
+        scales = [operands[i] for i, name in enumerate(operands._fields) if name.endswith("scale")]
+        addresses.setdefault(world.rank, []).extend(t.data_ptr() for t in scales if t is not None)
+        return execute(self, world, call, plan, operands, out)
+
+    monkeypatch.setattr(op, "execute", recorded)
+    plugin.register()
+
+    def make() -> nn.Module:
+        decoder = model(METHODS["tensor"](), layer)
+        for linear in linears(decoder):
+            with_scales(linear, linear.weight_scale.view(shape))
+        return decoder
+
+    def main(world: weft.World) -> set[int]:
+        decoder, _ = served(make)
+        output(decoder)
+        output(decoder)
+        return {linear.weight_scale.data_ptr() for linear in linears(decoder)}
+
+    of_linears = standin.run(main)
+    assert len(addresses) == 2
+    for rank, read in addresses.items():
+        forward = read[: len(read) // 2]
+        assert forward and read == forward * 2 and set(forward) <= of_linears[rank]
+
+
 def sharded_if_it_fits(op: Any, world: Any, call: Any) -> Any:
     return ShardedTokens() if op.fits(world, call, ShardedTokens(), "auto") is None else Sequential()
 
@@ -251,8 +336,8 @@ def weight(seed: int, n: int, k: int, recipe: str) -> tuple[torch.Tensor, torch.
 
 
 def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) -> torch.Tensor:
-    """The product of x, quantised by the recipe, in float64."""
-    x8, x_scale = scaled(x, recipe)
+    """The product of x, quantised by the recipe, or by row for a weight with a scale of it all, in float64."""
+    x8, x_scale = scaled(x, "row" if recipe == "tensor" else recipe)
     return wanted(x8, w[0], x_scale, w[1], recipe)
 
 
@@ -263,7 +348,7 @@ def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) 
         ("auto", dict(rows_from=1, woven_from=8)),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("recipe", ["row", "block"])
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
 def test_every_form_gives_the_same(plan: str, options: dict[str, Any], recipe: str) -> None:
     """With weft's own products, since no linear of vLLM has these weights."""
     h = 256
@@ -287,7 +372,7 @@ def test_every_form_gives_the_same(plan: str, options: dict[str, Any], recipe: s
 
 
 @pytest.mark.parametrize("plan", ["sequential", "engine"])
-@pytest.mark.parametrize("recipe", ["row", "block"])
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
 def test_a_gemm_under_its_own_sum(recipe: str, plan: str) -> None:
     rows = [weight(r, N, K, recipe) for r in range(2)]
     xs, bias = [drawn(30 + r, M, K) for r in range(2)], drawn(5, N)
@@ -343,7 +428,7 @@ class Returning:
 
 
 def test_torch_compile_follows_a_served_model() -> None:
-    """In one graph for any number of tokens."""
+    """In one graph for any number of tokens, also after vLLM has reloaded weights in place."""
     plugin.register()
 
     def main(world: weft.World) -> list[torch.Tensor]:
@@ -351,7 +436,11 @@ def test_torch_compile_follows_a_served_model() -> None:
         compiled = torch.compile(decoder, backend="eager", fullgraph=True, dynamic=True)
         with torch.no_grad():
             outs = [compiled(IDS[:n].clone(), torch.arange(n), None) for n in (24, 7)]
-        return [*outs, *(output(decoder, n) for n in (24, 7))]
+            expected = [output(decoder, n) for n in (24, 7)]
+            reload_rows(decoder, negate_in_place)
+            outs.append(compiled(IDS[:7].clone(), torch.arange(7), None))
+        return [*outs, *expected, output(decoder, 7)]
 
     outputs = standin.run(main)[0]
-    assert all((a == b).all() for a, b in zip(outputs[:2], outputs[2:], strict=True))
+    assert all((a == b).all() for a, b in zip(outputs[:3], outputs[3:], strict=True))
+    assert error(outputs[2], outputs[1]) > 0.1

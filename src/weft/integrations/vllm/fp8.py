@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.scaled import scaled_operand
+from ...ops.common import ScaledOptions
 from ...ops.product import matmul
 from ...ops.recipes import E4M3, SCALE_BLOCK
 from ...tensor_checks import DTYPES
@@ -41,7 +42,9 @@ def asked_for() -> bool:
 
 # -- weights -----------------------------------------------------------------------------------------------------------
 class LinearWeight(NamedTuple):
-    """A linear's weight [N, K] and, if it is e4m3, its scales in float32: [N], or [N / 128, K / 128] by block."""
+    """A linear's weight [N, K] and, if it is e4m3, its scales in float32: [N], [1] for the whole weight, or
+    [N / 128, K / 128] by block. They are views of the linear's parameters. vLLM reloads parameters in place and leaves
+    their version unchanged, so that compiled code and CUDA graphs could not see that a copy is stale."""
 
     weight: Tensor
     scale: Tensor | None
@@ -49,14 +52,13 @@ class LinearWeight(NamedTuple):
 
 def weight_of(linear: VllmObject) -> LinearWeight:
     """Return the weight of a linear that is unquantised or has passed `layout_problem`. vLLM stores an FP8 weight
-    transposed, but not one with scales by block. A scale of the whole weight becomes that of each row."""
+    transposed, but not one with scales by block."""
     if linear.weight.dtype != E4M3:
         return LinearWeight(linear.weight, None)
     scale = scale_of(linear)
     if getattr(linear, "weight_block_size", None):
         return LinearWeight(linear.weight, scale)
-    weight = linear.weight.t()
-    return LinearWeight(weight, scale.view(-1).expand(weight.shape[0]).contiguous())
+    return LinearWeight(linear.weight.t(), scale.view(-1))
 
 
 def scale_of(linear: VllmObject) -> VllmObject:
@@ -70,18 +72,24 @@ def recipe_of(scale: Tensor | None) -> str | None:
     return None if scale is None else "row" if scale.dim() == 1 else "block"
 
 
-def scale_shape(recipe: str, n: int, k: int) -> tuple[int, ...]:
-    return (n,) if recipe == "row" else (-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
+def is_of_whole_weight(scale: Tensor) -> bool:
+    return scale.shape == (1,)
+
+
+def block_scale_shape(n: int, k: int) -> tuple[int, int]:
+    return -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
 
 
 def operand_specs(
     name: str, weight: Tensor | None, scale: Tensor | None, shape: tuple[int, int], dtype: torch.dtype
 ) -> dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes that the operands `name` and `name`_scale must have, for `check_operands`."""
-    recipe = recipe_of(scale)
+    scale_shape: tuple[int, ...] = block_scale_shape(*shape) if recipe_of(scale) == "block" else shape[:1]
+    if scale is not None and is_of_whole_weight(scale):
+        scale_shape = (1,)
     return {
-        name: (weight, shape, dtype if recipe is None else E4M3),
-        f"{name}_scale": (scale, () if recipe is None else scale_shape(recipe, *shape), torch.float32),
+        name: (weight, shape, dtype if scale is None else E4M3),
+        f"{name}_scale": (scale, scale_shape, torch.float32),
     }
 
 
@@ -92,7 +100,7 @@ def layout_problem(linear: VllmObject) -> str:
     blocks, n, k = linear.weight_block_size, linear.output_size_per_partition, linear.input_size_per_partition
     if blocks and list(blocks) != [SCALE_BLOCK, SCALE_BLOCK]:
         return f"scales are of blocks {list(blocks)}"
-    known_scales = [scale_shape("block", n, k)] if blocks else [(), (1,), (n,), (n, 1)]
+    known_scales = [block_scale_shape(n, k)] if blocks else [(), (1,), (n,), (n, 1)]
     stored, multiple = ((n, k), SCALE_BLOCK) if blocks else ((k, n), 16)
     problems = {
         "the scale of the input is static": linear.input_scale is not None,
@@ -127,8 +135,17 @@ def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale:
 
 def own_product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
     """Return x @ weight.T + bias, for a weight in e4m3, by weft alone."""
-    rows, scales = scaled_operand(x, scale, recipe_of(scale), x.dtype, world)
+    rows, scales = scaled_rows(world, x, weight, scale)
     return matmul(rows, weight, bias, world=world, **scales)
+
+
+def scaled_rows(world: World, x: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, ScaledOptions]:
+    """Return x and the keyword arguments with which weft's operators multiply it by a weight with these scales, for a
+    result of x's dtype. A scale of the whole weight is expanded to one a row, since the operators do not combine it
+    with scales of x's rows."""
+    if scale is not None and is_of_whole_weight(scale):
+        scale = scale.expand(weight.shape[0]).contiguous()
+    return scaled_operand(x, scale, recipe_of(scale), x.dtype, world)
 
 
 def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:

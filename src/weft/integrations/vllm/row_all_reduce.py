@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from ...nn.scaled import scaled_operand
 from ...op import Call, Op, registered
 from ...ops.matmul_reduce.op import matmul_all_reduce
 from ...ops.recipes import validate
 from ...plans import Plan, Sequential
 from ...tensor_checks import check_operands
 from ...world import World
-from .fp8 import operand_specs, product, recipe_of
+from .fp8 import operand_specs, product, recipe_of, scaled_rows
 from .row_norm_column import Engine
 
 
@@ -45,7 +44,7 @@ class RowCall(Call):
 def run_sequential(world: World, call: RowCall, plan: Plan, operands: RowTensors) -> torch.Tensor:
     """Compute the GEMM and the all-reduce with weft, whose operator has plans of its own."""
     x, weight, bias, scale = operands
-    rows, scales = scaled_operand(x, scale, call.recipe, call.dtype, world)
+    rows, scales = scaled_rows(world, x, weight, scale)
     return matmul_all_reduce(rows, weight, bias, world=world, **scales)
 
 

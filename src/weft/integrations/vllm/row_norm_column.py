@@ -25,7 +25,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...nn.scaled import scaled_operand
 from ...nn.weave import Weave, halves
 from ...op import Call, Op, registered
 from ...ops.all_gather_matmul.op import all_gather_matmul
@@ -36,7 +35,7 @@ from ...ops.norm import rms_norm
 from ...plans import Plan, Sequential
 from ...tensor_checks import check_operands, dims
 from ...world import World
-from .fp8 import operand_specs, product, recipe_of
+from .fp8 import operand_specs, product, recipe_of, scaled_rows
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,11 @@ def run_sequence_parallel(
 ) -> tuple[Tensor, Tensor]:
     assert t.row is not None and t.column is not None
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
-    x, scales = scaled_operand(t.x, t.row_scale, call.row_recipe, call.dtype, world)
+    x, scales = scaled_rows(world, t.x, t.row, t.row_scale)
     y = matmul_reduce_scatter(x, t.row, t.row_bias, world=world, **scales)
     y, new_residual = EngineNorm(world, t.norm, call.eps)(y, None if t.residual is None else t.residual[own_range])
     rows = None if len(set(counts)) == 1 else counts
-    y, scales = scaled_operand(y, t.column_scale, call.column_recipe, call.dtype, world)
+    y, scales = scaled_rows(world, y, t.column, t.column_scale)
     out = all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows, **scales)
     return out, residual_of_rows(world, call, [(own_range, new_residual)])
 
@@ -352,8 +351,8 @@ def row_norm_column(
         norm, eps: the RMSNorm's weight [H], of x's dtype or float32, and its epsilon.
         row: [H, K], this rank's shard of the row-parallel weight. row_bias: [H], the same on all ranks.
         column: [N, H], this rank's shard of the column-parallel weight, or None. column_bias: [N], this rank's.
-        row_scale, column_scale: the scales of weights in e4m3, float32 [N], or [N / 128, K / 128] by block; x and the
-            normalised rows are quantised by the same recipe.
+        row_scale, column_scale: the scales of weights in e4m3, float32: [N], or [1] for the whole weight, and x and the
+            normalised rows are quantised by row; or [N / 128, K / 128], and these are quantised by block.
         rows_from: the number of tokens from which on each rank has only its own rows of the residual, which then only
             this operator may read; 0: never. Without symmetric memory each rank has all rows.
         woven_from: the number of tokens from which on the tokens run in two parts; 0: never.

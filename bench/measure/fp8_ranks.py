@@ -1,0 +1,366 @@
+"""weft's overlapped operators of 8-bit operands beside torch's:
+torchrun --nproc-per-node N -m bench.measure.fp8_ranks --out DIR [--seconds S] [--recipes row block tensor] [--skip N]
+
+The MLP layers of Llama-70B, Qwen2.5-32B and DeepSeek-V3's dense part, split over the ranks: all-gather + GEMM of the
+column-parallel one, GEMM + reduce-scatter and, last, GEMM + all-reduce of the row-parallel one. All methods of a size
+and mode are timed in one interleaved run:
+
+    sequential         NCCL and the library's scaled GEMM, outputs by the caching allocator. The fastest form counts:
+                       the GEMM of each library, rows and scales gathered by one NCCL launch ("coalesced") or by two
+    torch symm_mem     torch's fused operators of scaled operands (by row and by tensor; no all-reduce)
+    weft auto, weft fused, weft decomposed
+    bf16 sequential, bf16 weft auto      the same values in bfloat16
+    gemm, comm         the fastest library's scaled GEMM alone, of the whole size, and the collective alone
+
+Each result is compared with float64 products of the dequantized operands, in some rows, and as a whole with the first
+sequential form; what fails or is wrong is printed once and left out. In mode "graph" every method is in a CUDA graph;
+one that cannot be captured is in "eager" alone, beside the other methods in eager mode. Appends a row a size and mode
+to DIR/fp8_ranks.jsonl. `limit_us` is that of bench/measure/run.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm
+import triton
+
+import weft
+from bench.common import peers
+from bench.common.timing import error_of, time_interleaved
+from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, RIGHT, ROWS, operands, versions
+from bench.measure.run import OPS, capturable, commit
+from weft.backends import library_gemm
+from weft.backends.library_gemm import ScaledOperands, dequantized
+from weft.op import trial_title
+
+TOKENS = (4096, 8192, 1024, 16384, 2048, 512)
+GATHER, SCATTER, _ = OPS
+SEQUENTIAL, COALESCED = "sequential", ", coalesced"
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of x and its scales, with the layer's weight
+
+
+class Size(NamedTuple):
+    op: str
+    recipe: str
+    name: str
+    m: int
+    n: int
+    k: int
+
+    def received(self, world: int) -> float:
+        """Return the bytes that each rank has to receive: 8-bit rows with their scales, or partial sums in bfloat16."""
+        scales = {"tensor": 0, "row": 1, "block": self.k // 128}[self.recipe]
+        row = self.k + 4 * scales if self.op == GATHER else 2 * self.n
+        return self.m * row * (world - 1) / world * (1 if self.op in (GATHER, SCATTER) else 2)
+
+
+def sizes(world: int, recipes: list[str], ops: list[str]) -> Iterator[Size]:
+    """Return the sizes, the most important ones first, those of the all-reduce last."""
+    for group in ([op for op in ops if op != OPS[2]], [op for op in ops if op == OPS[2]]):
+        for m in TOKENS:
+            for recipe in recipes:
+                for model, (hidden, inner, *_) in MODELS.items():
+                    for op in group:
+                        n, k = (2 * inner // world, hidden) if op == GATHER else (hidden, inner // world)
+                        yield Size(op, recipe, f"{model} {'gate_up' if op == GATHER else 'down'} x{world}", m, n, k)
+
+
+# -- the operands ------------------------------------------------------------------------------------------------------
+class Layer:
+    """The operands of this rank, and what a right result is."""
+
+    def __init__(self, size: Size, world: weft.World) -> None:
+        self.size, self.world = size, world
+        m = size.m // world.size if size.op == GATHER else size.m
+        recipe = RECIPES[size.recipe]
+        self.o = o = operands(m, size.n, size.k, recipe.scaling, recipe.fast_accum)
+        if size.recipe == "tensor":
+            dist.broadcast(o.x_scale, 0)
+        blocks = 128 if size.recipe == "block" else 1
+        self.x, self.weight = dequantized(o.x, o.x_scale).to(BF), dequantized(o.weight, o.weight_scale, blocks).to(BF)
+        self.whole_x, self.whole_scale = gathered(o, world.size) if size.op == GATHER else (o.x, o.x_scale)
+        shard = size.m // world.size
+        some = torch.randperm(shard, generator=torch.Generator().manual_seed(shard))[: ROWS // world.size].cuda()
+        all_rows = torch.cat([some + shard * rank for rank in range(world.size)])
+        self.rows = some if size.op == SCATTER else all_rows  # of the result, which are compared
+        scale = self.whole_scale if size.recipe == "tensor" else self.whole_scale[all_rows]
+        x = dequantized(self.whole_x.view(torch.uint8)[all_rows].view(E4M3), scale).double()
+        self.expected = x @ dequantized(o.weight, o.weight_scale, blocks).double().t()
+        if size.op != GATHER:
+            dist.all_reduce(self.expected)
+        if size.op == SCATTER:
+            self.expected = self.expected.chunk(world.size)[world.rank]
+
+    def error(self, result: torch.Tensor, trusted: torch.Tensor | None) -> float:
+        """Return the larger error: of some rows against float64, or of all against a result that is trusted."""
+        of_rows = error_of(result[self.rows], self.expected)
+        return of_rows if trusted is None else max(of_rows, error_of(result, trusted))
+
+
+def gathered(o: ScaledOperands, world: int, coalesced: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all ranks' rows and their scales, by NCCL."""
+    parts = [t.view(torch.uint8) for t in ((o.x,) if o.scaling == "tensor" else (o.x, o.x_scale))]
+    whole = [torch.empty(len(t) * world, t.shape[1], device=t.device, dtype=t.dtype) for t in parts]
+    with dist.distributed_c10d._coalescing_manager() if coalesced else contextlib.nullcontext():
+        for full, part in zip(whole, parts, strict=True):
+            dist.all_gather_into_tensor(full, part)
+    return whole[0].view(E4M3), o.x_scale if o.scaling == "tensor" else whole[1].view(torch.float32)
+
+
+# -- the methods -------------------------------------------------------------------------------------------------------
+def products(o: ScaledOperands) -> dict[str, Product]:
+    """Return the libraries' scaled products with the layer's weight, by name, outputs by the caching allocator."""
+    weight = o.weight.t()
+    if o.scaling != "block":
+        scale = o.weight_scale.view(1, -1) if o.scaling == "row" else o.weight_scale
+        return {"torch": lambda x, s: torch._scaled_mm(x, weight, s, scale, out_dtype=BF, use_fast_accum=o.fast_accum)}
+    makers = {"torch": torch_by_block, "deep_gemm": deep_gemm_by_block}
+    return {name: makers[name](o) for name in library_gemm.scaled_products("block")}
+
+
+def torch_by_block(o: ScaledOperands) -> Product:
+    """Return library_gemm.torch_scaled_by_block without its copies of the result, and of the weight's scales at each
+    call."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    blocks = o.weight_scale.shape[1]
+    scale = torch.nn.functional.pad(o.weight_scale, (0, -blocks % 4))[:, :blocks].t()
+    of_rows, of_weight = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return lambda x, s: scaled_mm(
+        x, o.weight.t(), s.t().contiguous().t(), of_rows, scale, of_weight, output_dtype=BF
+    )  # fmt: skip
+
+
+def deep_gemm_by_block(o: ScaledOperands) -> Product:
+    def run(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), len(o.weight), device=x.device, dtype=BF)
+        library_gemm.deep_gemm_by_block(o._replace(x=x, x_scale=scale), out)
+        return out
+
+    return run
+
+
+def ready_scale(product: str, o: ScaledOperands, scale: torch.Tensor) -> torch.Tensor:
+    """Return the scales of x in the layout that the library takes without a copy, as a quantization can write them."""
+    if o.scaling != "block":
+        return scale
+    if product == "torch":
+        return scale.t().contiguous().t()
+    from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
+
+    return get_mn_major_tma_aligned_tensor(scale)
+
+
+def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers.Run]:
+    """Return the forms of the library's collective and its product, one after the other."""
+    o, size, world = layer.o, layer.size, layer.world.size
+    if size.op == GATHER:
+        forms = {"": False} | ({COALESCED: True} if size.recipe != "tensor" else {})
+        return {
+            f"{SEQUENTIAL}, {product}{form}": lambda once=once: multiply(*gathered(o, world, once))
+            for form, once in forms.items()
+        }
+    scale = ready_scale(product, o, o.x_scale)
+
+    def run() -> torch.Tensor:
+        y = multiply(o.x, scale)
+        if size.op == SCATTER:
+            out = torch.empty(size.m // world, size.n, device=y.device, dtype=BF)
+            dist.reduce_scatter_tensor(out, y)
+            return out
+        dist.all_reduce(y)
+        return y
+
+    return {f"{SEQUENTIAL}, {product}": run}
+
+
+def torch_fused(layer: Layer) -> dict[str, peers.Run]:
+    """Return torch's fused operator by its name; empty where torch has none."""
+    o, size, group = layer.o, layer.size, dist.group.WORLD.group_name
+    if size.recipe == "block" or size.op == OPS[2]:
+        return {}
+    symm.enable_symm_mem_for_group(group)
+    scale = o.weight_scale.view(1, -1) if size.recipe == "row" else o.weight_scale
+    weight, fast, ops = o.weight.t(), o.fast_accum, torch.ops.symm_mem
+    if size.op == GATHER:
+        return {
+            "torch symm_mem": lambda: ops.fused_all_gather_scaled_matmul(
+                o.x, [weight], o.x_scale, [scale], 0, group, [None], [None], [BF], [fast]
+            )[1][0]
+        }
+    return {
+        "torch symm_mem": lambda: ops.fused_scaled_matmul_reduce_scatter(
+            o.x, weight, o.x_scale, scale, "sum", 0, 0, group, [size.m, size.n], None, None, BF, fast
+        )
+    }
+
+
+def overlapped(layer: Layer) -> dict[str, peers.Run]:
+    """Return weft's and torch's operators, and those of 16-bit operands."""
+    o, world, fn = layer.o, layer.world, getattr(weft, layer.size.op)
+    options = dict(x_scale=o.x_scale, weight_scale=o.weight_scale, use_fast_accum=o.fast_accum, world=world)
+    weft_ways: dict[str, peers.Run] = {
+        f"weft {plan}": lambda plan=plan: fn(o.x, o.weight, plan=plan, **options)
+        for plan in ("auto", "fused", "decomposed")
+    }
+    return torch_fused(layer) | weft_ways | {
+        "bf16 sequential": peers.cublas_nccl(layer.size.op, layer.x, layer.weight, world.size),
+        "bf16 weft auto": lambda: fn(layer.x, layer.weight, world=world),
+    }  # fmt: skip
+
+
+_printed: set[tuple[str, ...]] = set()
+
+
+def left_out(size: Size, way: str, why: str, world: weft.World) -> None:
+    """Print once for each op and recipe why a method is left out."""
+    if (size.op, size.recipe, way) not in _printed and world.rank == 0:
+        print(f"left out: {size.op}, {size.recipe}, {way}: {why}", flush=True)
+    _printed.add((size.op, size.recipe, way))
+
+
+class Checked:
+    """The methods that give the right result on all ranks, with their errors. The first one is what others are compared
+    with as a whole."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.trusted = layer, None
+        self.runs: dict[str, peers.Run] = {}
+        self.errors: dict[str, float] = {}
+
+    def add(self, ways: dict[str, peers.Run]) -> bool:
+        """Add what is right of `ways`; return whether something was. Collective."""
+        before, world = len(self.runs), self.layer.world
+        for way, run in ways.items():
+            result, error, why = None, float("inf"), ""
+            try:
+                result = run()
+                torch.cuda.synchronize()
+                error = self.layer.error(result, self.trusted)
+            except Exception:
+                why = traceback.format_exc(limit=-2)[-600:]
+            error = max(world.exchange(error))
+            why = why or f"error {error:.2e} on the rank where it is largest"
+            if not error < RIGHT:
+                left_out(self.layer.size, way, why, world)
+                continue
+            self.runs[way], self.errors[way] = run, float(f"{error:.2e}")
+            self.trusted = result if self.trusted is None else self.trusted
+        return len(self.runs) > before
+
+
+def methods(layer: Layer) -> tuple[dict[str, peers.Run], dict[str, float]]:
+    """Return the methods that are right, by name, and their errors. Collective; the same names on all ranks."""
+    o, size, checked = layer.o, layer.size, Checked(layer)
+    gemms: dict[str, peers.Run] = {}
+    for product, multiply in products(o).items():
+        if checked.add(sequential(layer, product, multiply)):
+            scale = ready_scale(product, o, layer.whole_scale)
+            gemms[f"gemm, {product}"] = lambda multiply=multiply, scale=scale: multiply(layer.whole_x, scale)
+    if not gemms:
+        return {}, {}
+    checked.add(overlapped(layer))
+    cols = size.k // 2 if size.op == GATHER else size.k  # as many bytes in bfloat16, which random numbers are made of
+    comm = peers.collective(size.op, size.m, size.n, cols, layer.world.size, BF)
+    return checked.runs | gemms | {"comm": comm}, checked.errors
+
+
+def timed(layer: Layer, runs: dict[str, peers.Run], mode: str, rounds: int) -> dict[str, float]:
+    """Return the us of each method; of "sequential" and "gemm" also those of the fastest form. Collective."""
+    size = layer.size
+    if mode == "graph":
+        for way in [way for way in runs if way == "torch symm_mem" or way.endswith(COALESCED)]:
+            if not all(layer.world.exchange(capturable(runs[way]))):
+                left_out(size, f"{way} in a graph", "it cannot be captured", layer.world)
+                runs = {name: run for name, run in runs.items() if name != way}
+    calls = 3 if size.m * size.n * size.k > 1 << 38 else 10
+    if mode == "eager" and size.m <= 1024:  # the host's time decides, which varies
+        calls, rounds = 30, 3 * rounds
+    us = time_interleaved(runs, mode=mode, calls=calls, rounds=rounds)
+    for part in (SEQUENTIAL, "gemm"):
+        us[part] = min(t for way, t in us.items() if way.startswith(f"{part}, "))
+    return {way: round(t, 2) for way, t in us.items()}
+
+
+def taken(layer: Layer, mode: str) -> str | None:
+    """Return the JSON of the plan that "auto" took; None where it timed no plans."""
+    size = layer.size
+    trial = layer.world.choices.last(trial_title(size.op, size.recipe), (size.m, size.n, size.k))
+    return None if trial is None else trial.chosen(mode).to_json()
+
+
+def summary(row: dict[str, Any]) -> str:
+    """Return the ratios to sequential, and how much of the way from sequential to the limit "auto" goes."""
+    us, base, limit = row["us"], row["us"][SEQUENTIAL], row["limit_us"]
+    ways = {way: t for way, t in us.items() if not way.startswith((SEQUENTIAL, "gemm", "comm"))}
+    ratios = " | ".join(f"{way} {base / t:.2f}x" for way, t in ways.items())
+    share = ""
+    if "weft auto" in us and limit < base:
+        share = f", auto {100 * (base - us['weft auto']) / (base - limit):.0f}% of the way"
+    size = f"{row['op']} {row['recipe']} {row['name']} {row['M']}x{row['N']}x{row['K']} {row['mode']}"
+    return f"{size}: {base:.0f} us, gemm {us['gemm']:.0f}, comm {us['comm']:.0f}, limit {limit:.0f}{share} | {ratios}"
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", required=True, type=Path)
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--recipes", nargs="*", default=["row", "block", "tensor"], choices=["row", "block", "tensor"])
+    p.add_argument("--ops", nargs="*", default=list(OPS), choices=OPS)
+    p.add_argument("--modes", nargs="*", default=["graph", "eager"], choices=["graph", "eager"])
+    p.add_argument("--skip", type=int, default=0, help="sizes that an earlier run has")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, world = time.time(), weft.init()
+    torch.manual_seed(world.rank)
+    link = peers.link_rate(world)
+    fixed = dict(
+        world=world.size, link_gbs=round(link, 1), gpu=torch.cuda.get_device_properties(0).name, commit=commit(),
+        triton=triton.__version__, versions=versions(), rounds=a.rounds,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+    for i, size in enumerate(sizes(world.size, a.recipes, a.ops)):
+        if i < a.skip:
+            continue
+        if world.exchange(time.time() - start > a.seconds)[0]:  # rank 0 decides for all
+            break
+        for row in measured(size, world, link, a.modes, a.rounds):
+            if world.rank == 0:
+                with open(a.out / "fp8_ranks.jsonl", "a") as f:
+                    f.write(json.dumps(row | fixed) + "\n")
+                print(f"{time.time() - start:4.0f}s {i} {summary(row)}", flush=True)
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def measured(size: Size, world: weft.World, link: float, modes: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each mode; none where no library multiplies by this recipe. Collective."""
+    layer = Layer(size, world)
+    runs, errors = methods(layer)
+    for mode in modes if runs else ():
+        try:
+            us = timed(layer, runs, mode, rounds)
+        except Exception:  # the same on all ranks, or the next collective waits for the one that failed
+            left_out(size, f"all methods in mode {mode}", traceback.format_exc(limit=-3)[-900:], world)
+            continue
+        limit = max(us["gemm"], size.received(world.size) / link / 1e3)
+        yield dict(
+            op=size.op, name=size.name, recipe=size.recipe, M=size.m, N=size.n, K=size.k, mode=mode, us=us,
+            error=errors, limit_us=round(limit, 2), plan=taken(layer, mode),
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
