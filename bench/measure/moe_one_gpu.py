@@ -21,6 +21,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,22 +38,24 @@ from bench.measure.run import commit
 from weft import moe
 from weft.backends import library_gemm
 from weft.backends.library_gemm import Form
+from weft.ops.moe.expert_parallel.op import LOW_LATENCY_32, NARROW_32, NARROW_64
 from weft.plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, TileShape
 
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
 TOKENS = [8192, 512, 2048, 64, 16384]  # the most important first
 Method = Callable[[torch.Tensor], torch.Tensor]
-# Plans for few rows an expert.
+# Plans for few rows of an expert: those that "auto" times, each beside the form that it took the place of or that lost to it.
+STEPS_OF_64 = TileShape(16, 128, 64, 4, 4)
 PLANS: list[Plan] = [
     LowLatency(),
-    LowLatency(TileShape(16, 128, 64, 4, 6)),
-    LowLatency(TileShape(16, 128, 64, 4, 4), 3),
-    LowLatency(TileShape(16, 128, 128, 4, 3)),
-    LowLatency(TileShape(32, 128, 64, 4, 4)),
-    LowLatency(TileShape(64, 128, 64, 4, 4)),
+    LowLatency(STEPS_OF_64),
+    LowLatency(TileShape(16, 128, 128, 4, 4)),
+    LOW_LATENCY_32,
+    NARROW_32,
+    NARROW_64,
+    replace(NARROW_64, tile=replace(NARROW_64.tile, group_m=16)),
+    replace(NARROW_64, tile=replace(NARROW_64.tile, block_k=64, stages=4)),
     Dispatched(GemmTile(64, 256, 64, 8, 4, 16)),
-    Dispatched(GemmTile(64, 128, 64, 4, 5, 16)),
-    Dispatched(GemmTile(64, 128, 128, 4, 4, 16)),
 ]
 
 

@@ -1,7 +1,7 @@
 """Throughput of vLLM with and without the plugin, on the GPUs of one machine: requests with the lengths of chats, of papers to be
 summarised, of prompts alone, and a small batch that decodes.
 
-python -m bench.measure.vllm_serving --out DIR [--models ...] [--methods ...] [--repeats R] [--seconds S]
+python -m bench.measure.vllm_serving --out DIR [--models ...] [--methods ...] [--mixes ...] [--repeats R] [--seconds S]
 
 Appends rows to DIR/vllm_serving.jsonl. Every method is an engine of its own process: "stock" without the plugin, "weft" with it, "async tp"
 vLLM's own sequence parallelism and fused GEMMs without it. Models have random weights, their published layer sizes and LAYERS layers of
@@ -131,7 +131,7 @@ def serve(llm: Any, mix: Mix) -> float:
     return time.perf_counter() - start
 
 
-def measure(model: str, method: str, repeats: int, out: Path) -> None:
+def measure(model: str, method: str, mixes: list[str], repeats: int, out: Path) -> None:
     """Start one engine and append a row for each mix."""
     import torch
 
@@ -145,7 +145,7 @@ def measure(model: str, method: str, repeats: int, out: Path) -> None:
         import weft
 
         print(weft.vllm.report(llm), flush=True)
-    for name, mix in MIXES.items():
+    for name, mix in ((name, MIXES[name]) for name in mixes):
         serve(llm, mix)  # a first time, for what is compiled for a shape when it is met
         seconds = [round(serve(llm, mix), 4) for _ in range(repeats)]
         lengths = mix.lengths()
@@ -166,13 +166,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=["Llama-70B"], choices=MODELS)
     parser.add_argument("--methods", nargs="+", default=list(METHODS[:2]), choices=METHODS)
+    parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=560, help="after which no engine is started or goes on")
     parser.add_argument("--one", action="store_true", help="measure in this process: one model, one method")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.one:
-        return measure(args.models[0], args.methods[0], args.repeats, args.out)
+        return measure(args.models[0], args.methods[0], args.mixes, args.repeats, args.out)
     end = time.monotonic() + args.seconds
     for model in args.models:
         for method in args.methods:
@@ -189,7 +190,7 @@ def main() -> None:
                 "--models",
                 model,
             ]
-            command += ["--methods", method, "--repeats", str(args.repeats)]
+            command += ["--methods", method, "--mixes", *args.mixes, "--repeats", str(args.repeats)]
             with open(args.out / f"vllm_serving-{model}-{method.replace(' ', '_')}.log", "w") as log:
                 environment = os.environ | {"WEFT_VLLM": str(int(method == "weft"))}
                 ended = subprocess.run(
