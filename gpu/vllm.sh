@@ -94,7 +94,7 @@ run() {
   fi
   for kind in ${KINDS:-Llama Qwen3 Qwen3Moe}; do for plugin in 0 1; do
     log=$out/vllm$1-$kind-$plugin.log
-    WEFT_VLLM=$plugin timeout 290 torchrun --master-port 29591 --no-python --nproc-per-node "$1" bash -c \
+    WEFT_VLLM=$plugin timeout 290 torchrun --master-port "${PORT:-29591}" --no-python --nproc-per-node "$1" bash -c \
       "NCCL_HOSTID=rank\$RANK NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1 WEFT_SHARE_GPU=1 LOCAL_RANK=0 \
       python3 -m tests.gpu.gpu_vllm --ranks $1 --kind $kind ${FORMS:+--forms $FORMS} --out '$out/vllm$1-$kind.json' --rows '$out/vllm.jsonl'" > "$log" 2>&1 || failed=1
     grep -E "^ended|'same'|Error|weft" "$log" | tail -20
