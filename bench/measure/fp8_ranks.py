@@ -125,27 +125,13 @@ def products(o: ScaledOperands) -> dict[str, Product]:
     if o.scaling != "block":
         scale = o.weight_scale.view(1, -1) if o.scaling == "row" else o.weight_scale
         return {"torch": lambda x, s: torch._scaled_mm(x, weight, s, scale, out_dtype=BF, use_fast_accum=o.fast_accum)}
-    makers = {"torch": torch_by_block, "deep_gemm": deep_gemm_by_block}
-    return {name: makers[name](o) for name in library_gemm.scaled_products("block")}
+    return {name: by_block(o, product) for name, product in library_gemm.scaled_products("block").items()}
 
 
-def torch_by_block(o: ScaledOperands) -> Product:
-    """Return library_gemm.torch_scaled_by_block without its copies of the result, and of the weight's scales at each
-    call."""
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    blocks = o.weight_scale.shape[1]
-    scale = torch.nn.functional.pad(o.weight_scale, (0, -blocks % 4))[:, :blocks].t()
-    of_rows, of_weight = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    return lambda x, s: scaled_mm(
-        x, o.weight.t(), s.t().contiguous().t(), of_rows, scale, of_weight, output_dtype=BF
-    )  # fmt: skip
-
-
-def deep_gemm_by_block(o: ScaledOperands) -> Product:
+def by_block(o: ScaledOperands, product: library_gemm.ScaledProduct) -> Product:
     def run(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), len(o.weight), device=x.device, dtype=BF)
-        library_gemm.deep_gemm_by_block(o._replace(x=x, x_scale=scale), out)
+        product(o._replace(x=x, x_scale=scale), out)
         return out
 
     return run

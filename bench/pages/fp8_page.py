@@ -111,7 +111,17 @@ def ranks(lines: Rows) -> str:
             rows += [ranks_row(op, recipe, mode, of_recipe) for mode in modes_of(of_recipe)]
     head = ["", "scales by", "sizes", "over sequential, mean", "lowest (MxNxK)", "over torch's, mean", "lowest (MxNxK)"]
     head += ["to the limit, median", "over bfloat16's, mean"]
-    return OF_RANKS + grid(head, rows) if rows else ""
+    return f"{OF_RANKS}{grid(head, rows)}\n\n{eager(list(newest.values()))}".rstrip() if rows else ""
+
+
+def eager(rows: Rows) -> str:
+    """Return the sentence on eager calls, whose hosts take part: the range over sequential of each recipe; "" if none were measured."""
+    parts = []
+    for recipe in SCALINGS:
+        of_recipe = [r for r in rows if r["recipe"] == recipe and r["mode"] == "eager" and AUTO in r["us"]]
+        ratios = [ratio for ratio, _ in over_auto("sequential", of_recipe)]
+        parts += [f"by {recipe} {min(ratios):.2f}x to {max(ratios):.2f}x"] if ratios else []
+    return f"In eager calls, over sequential: {', '.join(parts)}." if parts else ""
 
 
 def modes_of(rows: Rows) -> list[str]:

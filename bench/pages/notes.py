@@ -256,6 +256,30 @@ def moe_tiles(tokens: int) -> str:
     return percent(t["64"] / t["auto"] for name, t in times.items() if name.endswith(f"-{tokens}"))
 
 
+FEW_MODELS = "Qwen3-30B", "GPT-OSS-120B", "DeepSeek-V3"
+FEW = {  # forms of moe-few-rows.jsonl, in run 2
+    "steps of 64": dict(plan="low latency", block_m=16, block_k=64, stages=4, waves=1),
+    "low latency": dict(plan="low latency", block_m=16, block_k=128, stages=3, warps=4, waves=1),
+    "low latency, 8 waves": dict(plan="low latency", block_m=16, block_k=128, stages=3, waves=8),
+    "steps of 256": dict(plan="low latency", block_k=256, warps=8),
+    "64 x 256": dict(block_m=64, block_n=256, block_k=64),
+    "64 x 128": dict(plan="dispatched", block_m=64, block_k=128, warps=4, group_m=4),
+    "64 x 128, in order": dict(plan="dispatched", block_m=64, block_k=128, warps=4, group_m=1, waves=1),
+    "32 x 128": dict(plan="dispatched", block_m=32, block_k=128, stages=3),
+}
+
+
+def few_rows(form: str, than: str, *names: str) -> str:
+    """Return how much longer an MoE layer takes on one H100 in one of the forms FEW than in another."""
+    stored = [r for r in rows(ONE_H100, "moe-few-rows.jsonl") if r["run"] == 2]
+
+    def time_of(name: str, kind: str) -> float:
+        (found,) = [r["us"] for r in stored if r["name"] == name and all(r.get(k) == v for k, v in FEW[kind].items())]
+        return float(found)
+
+    return percent(time_of(name, form) / time_of(name, than) for name in names)
+
+
 def in_parts(method: str, op: str = "moe_tp", than: str = "auto") -> str:
     """Return how much longer than by `than` layers take whose experts' columns are split, on 2 GPUs."""
     times: dict[str, dict[str, float]] = defaultdict(dict)
@@ -624,6 +648,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "moe-wide-all": partial(one_launch, kind="fused", pullers=128),
     "moe-tiles-few": partial(moe_tiles, 64),
     "moe-tiles-many": partial(moe_tiles, 2048),
+    "few-steps": partial(few_rows, "low latency", "steps of 64", *(f"{m}-64" for m in FEW_MODELS)),
+    "few-steps-256": partial(few_rows, "steps of 256", "low latency", *(f"{m}-64" for m in FEW_MODELS)),
+    "few-waves": partial(few_rows, "low latency, 8 waves", "low latency", *(f"{m}-64" for m in FEW_MODELS)),
+    "few-32": partial(few_rows, "32 x 128", "64 x 256", "GPT-OSS-120B-512", "DeepSeek-V3-512"),
+    "few-64": partial(few_rows, "64 x 128", "64 x 256", "Qwen3-30B-512"),
+    "few-order": partial(few_rows, "64 x 128, in order", "64 x 256", "Mixtral-8x7B-512"),
     "parts-own": partial(
         in_parts, "own sums from the rows", "grouped_matmul_reduce_scatter", "own sums through the outbox"
     ),

@@ -378,7 +378,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         partial(all_gather_case, world, even, 520, 264, "sequential", views=True, calls=3),
     )
     if size > 1:
-        for tokens in (5, 41):  # sizes that no other check has
+        for tokens in (9, 41):  # sizes that no other check has
             layer = Layer(tokens, 8 * size, 4, 512, 256, torch.bfloat16)
             case = partial(gpu_moe.against, world, "auto", layer, [tokens])
             yield f"moe by trial, {tokens} tokens", gpu_moe.BOUND, partial(timed, world, "moe", case)

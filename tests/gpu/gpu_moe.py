@@ -13,6 +13,7 @@ from tests.emulated.cases import distance, draw
 from tests.emulated.cases_moe import Model, at_random, in_turn, some_nowhere, to_few
 from weft import moe
 from weft.ops.moe.call import Layer
+from weft.ops.moe.expert_parallel.op import NARROW_32, NARROW_64
 from weft.plans import Dispatched, GemmTile, Plan
 
 BOUND = 1.2e-2
@@ -246,6 +247,9 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             against, world, Dispatched(tile=GemmTile(stages=4, block_n=128)), layer(max_tokens_per_rank=260), [260]
         ),
     )
+    for name, narrow in (("32", NARROW_32), ("64", NARROW_64)):
+        case = partial(against, world, narrow, layer(max_tokens_per_rank=260), [260])
+        yield f"moe dispatched, two programs an SM of {name} rows", BOUND, case
     yield "moe in a graph", 0.0, partial(graph_replays, world, "dispatched")
     yield "moe of two layers", BOUND, partial(two_layers, world)
     yield "moe over groups", BOUND, partial(over_groups, world)

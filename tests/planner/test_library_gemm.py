@@ -208,3 +208,12 @@ def test_a_dequantized_product_is_that_of_the_values() -> None:
     )
     expected = (x.double() * rows) @ (w.double() * columns).t() + bias.double()
     assert ((out.double() - expected).norm() / expected.norm()).item() < 3e-3
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten._scaled_mm_v2, "out"), reason="an older torch")
+def test_torch_takes_the_arguments_of_a_product_by_block() -> None:
+    """CPUs have no product of this recipe: torch reads all arguments and says so."""
+    x, weight = (torch.zeros(rows, 640, dtype=torch.float8_e4m3fn) for rows in (64, 256))
+    operands = library_gemm.ScaledOperands(x, weight, None, torch.ones(64, 5), torch.ones(2, 5), "block", False)
+    with pytest.raises((ValueError, RuntimeError), match="Invalid scaling configuration"):
+        library_gemm.torch_scaled_by_block(operands, torch.empty(64, 256, dtype=torch.bfloat16))

@@ -271,21 +271,21 @@ def torch_scaled(o: ScaledOperands, out: torch.Tensor) -> None:
 
 def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
     """Multiply by torch with cuBLAS of CUDA 12.9 or later. It takes x's scales column-major, and the weight's with a
-    row stride of whole 16-byte words."""
-    from torch.nn.functional import ScalingType, scaled_mm
+    row stride of whole 16-byte words. `torch.nn.functional.scaled_mm` always returns new memory; the operator beneath
+    it writes `out`, without a copy of the result."""
+    from torch.nn.functional import ScalingType
 
     blocks = o.weight_scale.shape[1]
-    padded = torch.nn.functional.pad(o.weight_scale, (0, -blocks % 4))[:, :blocks]
-    y = scaled_mm(
-        o.x,
-        o.weight.t(),
-        o.x_scale.t().contiguous().t(),
-        ScalingType.BlockWise1x128,
-        padded.t(),
-        ScalingType.BlockWise128x128,
-        output_dtype=out.dtype,
+    weight_scale = (
+        torch.nn.functional.pad(o.weight_scale, (0, -blocks % 4))[:, :blocks] if blocks % 4 else o.weight_scale
     )
-    out.copy_(y if o.bias is None else y.add_(o.bias))
+    of_x, of_weight = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
+    torch.ops.aten._scaled_mm_v2.out(
+        o.x, o.weight.t(), [o.x_scale.t().contiguous().t()], [of_x], [], [weight_scale.t()], [of_weight], [], None,
+        out.dtype, out=out,
+    )  # fmt: skip
+    if o.bias is not None:
+        out.add_(o.bias)
 
 
 def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
@@ -304,7 +304,7 @@ def scaled_products(scaling: str) -> dict[str, ScaledProduct]:
     if scaling != "block":
         return {"torch": torch_scaled}
     products: dict[str, ScaledProduct] = {}
-    if hasattr(torch.nn.functional, "scaled_mm"):
+    if hasattr(torch.nn.functional, "scaled_mm") and hasattr(torch.ops.aten._scaled_mm_v2, "out"):
         products["torch"] = torch_scaled_by_block
     if find_spec("deep_gemm") is not None:
         products["deep_gemm"] = deep_gemm_by_block
