@@ -699,6 +699,7 @@ class World:
     results = _delegated(Backend.results)
     linear = _delegated(Backend.linear)
     all_gather = _delegated(Backend.all_gather)
+    all_gather_together = _delegated(Backend.all_gather_together)
     reduce_scatter = _delegated(Backend.reduce_scatter)
     all_reduce = _delegated(Backend.all_reduce)
     all_to_all = _delegated(Backend.all_to_all)

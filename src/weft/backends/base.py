@@ -409,6 +409,11 @@ class Backend(ABC):
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
         """Fill out [world * n, ...] with the x [n, ...] of all ranks, in rank order. n is the same on every rank."""
 
+    def all_gather_together(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: Stream) -> None:
+        """Do `all_gather` of each of the inputs of one dtype, in one launch where the library can."""
+        for out, x in zip(outs, inputs, strict=True):
+            self.all_gather(out, x, stream)
+
     @abstractmethod
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
         """Fill out [n, ...] with this rank's part of the sum over ranks of x [world * n, ...]."""

@@ -650,6 +650,14 @@ class CudaBackend(GpuBackend):
             return self.copy(out, x, stream)
         self.call(lambda: _enqueued(self.group._allgather_base(out, x, _GATHER)), [x], [out], stream)
 
+    def all_gather_together(
+        self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: torch.cuda.Stream
+    ) -> None:
+        if self.size == 1:
+            return super().all_gather_together(outs, inputs, stream)
+        gather = self.group.allgather_into_tensor_coalesced
+        self.call(lambda: _enqueued(gather([*outs], [*inputs], _GATHER)), inputs, outs, stream)
+
     def communicator(self, ctas: int) -> dist.ProcessGroup | None:
         """Make a process group of its own. A World of some of torch.distributed's ranks has none: every rank would have
         to take part in making it. "auto" takes no plan that needs one there."""
