@@ -120,8 +120,8 @@ def gather_rows(
     world: World, plan: Plan, shards: tuple[int, ...], tensors: TensorList, keep: bool
 ) -> Iterator[GatheredTensors]:
     """Gather the tensors by NCCL, with one arrival. NCCL has no 8-bit floats: they are sent as bytes. If shards are
-    equally long, scales are sent with the rows, as bytes too: a sequential call with one launch takes up to 4% less time
-    than with two (bench/measure/fp8_ranks.py)."""
+    equally long, scales are sent with the rows, as bytes too: a sequential call with one launch takes up to 4% less
+    time than with two (bench/measure/fp8_ranks.py)."""
     stream = world.current_stream()
     sent = [t.view(torch.uint8) for t in tensors] if tensors[0].itemsize == 1 else [*tensors]
     if world.size > 1 and len(sent) > 1 and min(shards) == max(shards):
