@@ -259,10 +259,10 @@ def few_rows(form: str, than: str, *names: str) -> str:
     stored = [r for r in rows(ONE_H100, "moe-few-rows.jsonl") if r["run"] == 2]
 
     def time_of(name: str, kind: str) -> float:
-        (measured_us,) = [
+        (us_of_form,) = [
             r["us"] for r in stored if r["name"] == name and all(r.get(k) == v for k, v in FEW[kind].items())
         ]
-        return float(measured_us)
+        return float(us_of_form)
 
     return percent(time_of(name, form) / time_of(name, than) for name in names)
 
