@@ -11,11 +11,13 @@ exits with 0 if they are right.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -170,6 +172,19 @@ def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> 
 
 
 def usable(seconds: float, forms: Sequence[Form] = FORMS) -> list[Form]:
+    """The forms that are right, found within `seconds`. Where quack has a folder for what it compiles (QUACK_CACHE_DIR), they are found
+    once and kept there too."""
+    kept = Path(os.environ["QUACK_CACHE_DIR"]) / "right.json" if "QUACK_CACHE_DIR" in os.environ else None
+    if kept is None or not kept.exists():
+        right = found_right(seconds, forms)
+        if kept is not None and right:
+            kept.write_text(json.dumps(right))
+        return right
+    known = {Form(*form) for form in json.loads(kept.read_text())}
+    return [form for form in forms if form in known]
+
+
+def found_right(seconds: float, forms: Sequence[Form]) -> list[Form]:
     """The forms that a process of its own finds right within `seconds`, all at once, one a core. What they compile is in quack's cache."""
     waiting, running, good = list(forms), dict[Form, subprocess.Popen[bytes]](), []
     deadline = time.time() + seconds

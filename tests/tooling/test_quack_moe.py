@@ -95,6 +95,14 @@ def test_forms_are_tried_in_processes_that_end() -> None:
     assert usable(0.3, FORMS[:2]) == []
 
 
+def test_right_forms_are_found_once(monkeypatch: Any, tmp_path: Any) -> None:
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
+    right_by_search = [list(FORMS[1:3]), []]
+    monkeypatch.setattr(quack_moe, "found_right", lambda *_: right_by_search.pop(0))
+    assert [usable(1.0) for _ in range(2)] == [list(FORMS[1:3])] * 2
+    assert usable(1.0, FORMS[:2]) == list(FORMS[1:2]) and len(right_by_search) == 1
+
+
 def test_quack_takes_these_arguments() -> None:
     """Where quack is installed: the names, in its own signatures."""
     interface, plain = pytest.importorskip("quack.gemm_interface"), pytest.importorskip("quack.gemm")

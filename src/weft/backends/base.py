@@ -334,9 +334,9 @@ class Backend(ABC):
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel. `args` by name: tensors, ints, constexpr values, NamedTuples of
         them, TensorDescriptors. `options`: num_warps, num_stages; co_resident, for programs small enough to share the
-        SMs with those of the next launch; per_sm, the number of programs that are meant to share an SM, which only the
-        emulator reads; local, for programs that wait for no other rank nor for each other, so that ranks may launch
-        different ones, and more than are resident at once;
+        SMs with those of the next launch; per_sm, the number of programs that are meant to share an SM, with one of the
+        launch before if that is co_resident; local, for programs that wait for no other rank nor for each other, so
+        that ranks may launch different ones, and more than are resident at once;
         few_registers, for a kernel that Triton's newer assembler would spill."""
 
     @abstractmethod

@@ -275,15 +275,12 @@ def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
     it writes `out`, without a copy of the result."""
     from torch.nn.functional import ScalingType
 
-    blocks = o.weight_scale.shape[1]
-    weight_scale = (
-        torch.nn.functional.pad(o.weight_scale, (0, -blocks % 4))[:, :blocks] if blocks % 4 else o.weight_scale
-    )
-    of_x, of_weight = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
-    torch.ops.aten._scaled_mm_v2.out(
-        o.x, o.weight.t(), [o.x_scale.t().contiguous().t()], [of_x], [], [weight_scale.t()], [of_weight], [], None,
-        out.dtype, out=out,
-    )  # fmt: skip
+    x_scales, weight_scales, missing = [o.x_scale.t().contiguous().t()], o.weight_scale, -o.weight_scale.shape[1] % 4
+    if missing:
+        weight_scales = torch.nn.functional.pad(weight_scales, (0, missing))[:, :-missing]
+    by_x, by_weight = [ScalingType.BlockWise1x128.value], [ScalingType.BlockWise128x128.value]
+    multiply = torch.ops.aten._scaled_mm_v2.out
+    multiply(o.x, o.weight.t(), x_scales, by_x, [], [weight_scales.t()], by_weight, [], None, out.dtype, out=out)
     if o.bias is not None:
         out.add_(o.bias)
 

@@ -47,8 +47,11 @@ LOW_LATENCY_MAX_ROWS = 8  # average rows of an expert up to which the low-latenc
 
 
 class RowRange(NamedTuple):
-    """A plan; the greatest average number of rows of an expert for which it is expected to be the fastest, where no
-    plan of fewer rows is; the range of that number in which it is timed; and the most routes with which it is timed."""
+    """The average numbers of rows of an expert for which a plan is considered.
+
+    expected_to: the greatest for which it is expected to be the fastest, if no plan before it is. timed_from, timed_to:
+    the range in which it is timed, with up to `most_routes` routes of all ranks.
+    """
 
     plan: Plan
     expected_to: float
