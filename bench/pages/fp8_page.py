@@ -23,8 +23,8 @@ RECIPES = {
 AUTO, TORCH = "weft auto", "torch symm_mem"
 KERNELS = {"silu_mul": "`silu_mul`", "norm": "add + norm"}
 SCALINGS = ("row", "block", "tensor")
-OF_RANKS = """`plan="auto"` times as fast as NCCL, then the library's scaled GEMM; as torch's `symm_mem` operators; and how far it gets
-from the first to the *limit*, the longer of that GEMM alone and the bytes over the link:
+OF_RANKS = """how many times as fast `plan="auto"` is as NCCL and the library's scaled GEMM in turn (*sequential*), as torch's `symm_mem` operators,
+and as itself in bfloat16; and how much of the way it goes from sequential to the *limit*, the longer of that GEMM alone and the bytes over the link (below 0%: it is slower):
 
 """
 Ratios = list[tuple[float, str]]  # each with the size that it is of
@@ -84,7 +84,8 @@ def quantizing(lines: Rows) -> str:
         return ""
     kernels = [f"{title}: {', '.join(cost_of(kernel, list(newest.values())))}" for kernel, title in KERNELS.items()]
     sizes = f"{len(newest)} size{'s' * (len(newest) > 1)}"
-    head = f"quantizing inside a kernel, time over the kernel alone and over it and `weft.quantize`, means of {sizes}. "
+    head = "time of a kernel that also quantizes over that of the kernel alone, and over that of the kernel and then "
+    head += f"`weft.quantize`, means of {sizes}. "
     return head + "; ".join(kernels) + "."
 
 

@@ -104,12 +104,11 @@ def sequential(machine: str, op: str, name: str, method: str) -> str:
     return us(case.rows[method]["us"])
 
 
-def host_shared(method: str, tree: str = "new") -> str:
-    """Return the host time of GEMM + all-reduce with two ranks that share an H100, of the tree before launches were objects and
-    after."""
+def host_shared(method: str) -> str:
+    """Return the host time of GEMM + all-reduce with two ranks that share an H100."""
     stored = rows(ONE_H100, "host-shared.jsonl")
     (row,) = (r for r in stored if (r["op"], r["method"]) == ("matmul_all_reduce", method))
-    return us(round(row["us"][tree]))
+    return us(round(row["us"]["new"]))
 
 
 def eager_copies() -> str:
@@ -172,10 +171,6 @@ def signals(variant: str) -> str:
     """Return the us that a GEMM with signals takes beyond the same loop without, the smallest shape."""
     row = next(r for r in rows(1, "gemm-signals.jsonl") if r["run"] == "start")
     return us(row["us"][f"{variant} o1"] - row["us"]["plain"])
-
-
-def late_notify(op: str) -> str:
-    return percent(r["times"][f"{op} fused new"] / r["times"][f"{op} fused old"] for r in rows(2, "telling-late.jsonl"))
 
 
 def fences() -> str:
@@ -246,16 +241,6 @@ def moe_now() -> str:
     return us([r["us"] for r in stored if (r["name"], r["method"], r["zipf"]) == ("Qwen3-30B-8192", "auto", 0.0)][-1])
 
 
-def moe_tiles(tokens: int) -> str:
-    """Return how much longer layers take with tiles of 64 rows in groups of 16 than with tiles of 128."""
-    times: dict[str, dict[str, float]] = defaultdict(dict)
-    for r in rows(2, "moe-tiles.jsonl"):
-        plan = json.loads(r["method"]) if r["method"].startswith("{") else {}
-        kind = "64" if (plan.get("block_m"), plan.get("group_m")) == (64, 16) else r["method"]
-        times[r["name"]][kind] = r["us"]
-    return percent(t["64"] / t["auto"] for name, t in times.items() if name.endswith(f"-{tokens}"))
-
-
 FEW_MODELS = "Qwen3-30B", "GPT-OSS-120B", "DeepSeek-V3"
 FEW = {  # forms of moe-few-rows.jsonl, in run 2
     "steps of 64": dict(plan="low latency", block_m=16, block_k=64, stages=4, waves=1),
@@ -291,11 +276,11 @@ def in_parts(method: str, op: str = "moe_tp", than: str = "auto") -> str:
     return percent(t[method] / t[than] for t in times.values())
 
 
-def layers(name: str, method: str, than: str, tokens: int = 8192) -> str:
-    """Return how much longer whole MoE layers take by `method` than by `than`, on 2 GPUs, in one experiment."""
+def layers(name: str, method: str, than: str) -> str:
+    """Return how much longer whole MoE layers of 8,192 tokens take by `method` than by `than`, on 2 GPUs, in one experiment."""
     times: dict[str, dict[str, float]] = defaultdict(dict)
     for r in rows(2, name):
-        if r["name"].endswith(f"-{tokens}"):
+        if r["name"].endswith("-8192"):
             times[r["name"]][r["method"]] = r["us"]
     return percent(t[method] / t[than] for t in times.values() if method in t)
 
@@ -310,14 +295,13 @@ def grouped(half: str, run: str, method: str, than: str, *names: str) -> str:
     return percent(t[method] / t[than] for t in times.values())
 
 
-def stages(name: str, **changed: int) -> str:
-    """Return how much longer a layer of 8,192 tokens takes on 2 GPUs by four stages, or by a plan changed from these, than by
-    three."""
+def stages(name: str) -> str:
+    """Return how much longer a layer of 8,192 tokens takes on 2 GPUs by four stages than by three."""
     times = {}
     for r in rows(2, "moe-stages.jsonl"):
         if r["name"] == f"{name}-8192" and r["method"].startswith("{"):
             times[tuple(json.loads(r["method"]).items())] = r["us"]
-    return percent([times[("stages", 4), *changed.items()] / times[()]])
+    return percent([times[("stages", 4),] / times[()]])
 
 
 def last_sums() -> str:
@@ -372,27 +356,14 @@ def serves(method: str, mode: str = "eager", newest: bool = True) -> str:
     return f"{rates[-1 if newest else 0]:,.0f} tokens a second"
 
 
-def host_time(file: str, part: str) -> str:
-    """Return the host time of a sequential all-gather + GEMM on 2 GPUs."""
-    stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
-    (time,) = (
-        r["us"] for r in stored if (r["what"], r["op"], r["method"]) == (part, "all_gather_matmul", "sequential")
-    )
-    return us(time)
-
-
 def short(when: str) -> str:
     (row,) = (r for r in rows(4, "short-curves.jsonl") if r["what"] == "one_shot all_reduce")
     return us(row[when]["524288"])
 
 
 OWN = "own sums from the rows"
-DIVIDED = (
-    '{"block_k": 64, "block_m": 128, "block_n": 256, "flatten": true, "group_m": 8, "kind": "dispatched", "send_rows": 8, '
-    '"send_stages": 2, "senders": 128, "side_warps": 4, "stages": 3, "sum_rows": 2, "summers": 64, "warps": 8}'
-)
 CHAINS = {t: v for (t,), v in dicts(2, "copy-chains.log", r"(\d+) MB x7 graph ").items()}
-RS, AR = "matmul_reduce_scatter", "matmul_all_reduce"
+RS = "matmul_reduce_scatter"
 # -- attention, 2 GPUs, 32 heads, 16,384 rows without a mask ---------------------------------------------------------------
 ATTENTION = {
     "one": "compute alone",
@@ -414,12 +385,6 @@ def attention_times(name: str) -> dict[str, float]:
 
 def attention_parts(part: str) -> str:
     return us(attention_times("attention-parts.jsonl")[part])
-
-
-def attention_early(sixteenths: int) -> str:
-    return us(
-        attention_times("attention-early.jsonl")[f"Segmented(early={sixteenths})" if sixteenths else "Segmented()"]
-    )
 
 
 def hidden(name: str, method: str) -> str:
@@ -514,10 +479,7 @@ def promoted_loop(form: str, recipe: str = "block") -> str:
 LOOPS = {
     "tall": "128x128 w8 s4 x1 nested",
     "short": "64x128 w4 s4 x2 nested",
-    "prefetched": "64x128 w4 s4 x2 prefetched",
     "ahead": "128x128 w8 s3 x1 ahead",
-    "ahead-short": "64x128 w4 s2 x2 ahead",
-    "unrolled": "128x128 w8 s3 x1 unrolled",
     "halves": "128x128 w4 s3 x2 halves",
     "specialized": "128x128 w4 s2 x1 unrolled specialized",
 }
@@ -582,7 +544,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "eager-auto": partial(sequential, "nvidia-h200-x8", "matmul_all_reduce", "70B-128", "auto"),
     "host-library": partial(host_shared, "library"),
     "host-op": partial(host_shared, "sequential"),
-    "host-op-before": partial(host_shared, "sequential", "old"),
     "epilogue-idle": lambda: us(timeline("MLP-1 B64 r0")[0][1]),
     "epilogue-busy": lambda: span((t for _, t in timeline("MLP-1 B64 r0")[1:]), lambda t: f"{t:.0f}") + " us",
     "tells-owners": lambda: us(parts("RS roles")["Tgemm"]),
@@ -607,7 +568,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "signals-behind": partial(signals, "now"),
     "signals-late": partial(signals, "lflat2"),
-    "told-late": partial(late_notify, AR),
     "fences": fences,
     "posted-few": partial(low_latency_rows, (1, 16, 32, 64, 128, 256)),
     "posted-many": partial(low_latency_rows, (2048,)),
@@ -631,7 +591,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "forms-square": lambda: span(forms("128x128 w8 s5 x1 whole", USUAL, 5, 99), x),
     "forms-half": lambda: span(forms(HALF, USUAL, 6.5, 99), x),
     "forms-few": lambda: span(forms(HALF, USUAL, 1.2, 1.5), x),
-    "forms-few-told": lambda: span(forms(HALF, USUAL, 1.2, 1.5, "told"), x),
     "forms-few-cublas": lambda: span(forms(USUAL, "cuBLAS", 1.2, 1.5), x),
     "forms-few-shared": lambda: span(forms("shared", USUAL, 1.2, 1.5), x),
     "forms-apart": apart,
@@ -639,7 +598,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "halves-few": partial(in_ops, 1.2, 1.5),
     "halves-many": partial(in_ops, 4, 6.5),
     "moe-divided": partial(moe, "auto"),
-    "moe-half": partial(moe, DIVIDED),
     "moe-library": partial(moe, "library"),
     "moe-now": moe_now,
     "moe-several": one_launch,
@@ -648,8 +606,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "moe-movers-all": partial(one_launch, kind="fused", pullers=264, block_n=128),
     "moe-wide-half": partial(one_launch, kind="fused", pullers=64),
     "moe-wide-all": partial(one_launch, kind="fused", pullers=128),
-    "moe-tiles-few": partial(moe_tiles, 64),
-    "moe-tiles-many": partial(moe_tiles, 2048),
     "few-steps": partial(few_rows, "low latency", "steps of 64", *(f"{m}-64" for m in FEW_MODELS)),
     "few-steps-256": partial(few_rows, "steps of 256", "low latency", *(f"{m}-64" for m in FEW_MODELS)),
     "few-waves": partial(few_rows, "low latency, 8 waves", "low latency", *(f"{m}-64" for m in FEW_MODELS)),
@@ -660,7 +616,6 @@ FIGURES: dict[str, Callable[[], str]] = {
         in_parts, "own sums from the rows", "grouped_matmul_reduce_scatter", "own sums through the outbox"
     ),
     "moe-own": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox"),
-    "moe-own-few": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox", 512),
     "grouped-counted": partial(grouped, "second", EACH, "uncounted", THREE, "Qwen3-30B"),
     "grouped-first-four": partial(grouped, "first", BY_WAVE, "4 stages", THREE),
     "grouped-second-four": partial(grouped, "second", BY_WAVE, "4 stages", THREE),
@@ -668,8 +623,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "grouped-two-first": partial(grouped, "first", EACH, TWO, THREE),
     "grouped-two-second": partial(grouped, "second", BY_WAVE, TWO, "4 stages", "Qwen3-30B", "GPT-OSS-120B"),
     "grouped-two-second-wide": partial(grouped, "second", BY_WAVE, TWO, "4 stages", "Mixtral-8x7B"),
-    "grouped-one-wave": partial(grouped, "first", BY_WAVE, "4 stages, one wave", "4 stages", "GPT-OSS-120B"),
-    "grouped-one-wave-qwen": partial(grouped, "first", BY_WAVE, "4 stages, one wave", "4 stages", "Qwen3-30B"),
     "grouped-quack-gathered": partial(grouped, "first", BY_WAVE, "quack gathered 128x192pp", "4 stages"),
     "grouped-quack-first": partial(grouped, "first", BY_WAVE, "quack 128x192pp", "4 stages"),
     "grouped-quack-second": partial(
@@ -678,11 +631,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "grouped-quack-torch": partial(grouped, "second", BY_WAVE, "quack 128x192pp", "torch"),
     "grouped-quack-torch-first": partial(grouped, "first", BY_WAVE, "quack 128x192pp", "torch"),
     "stages-qwen": partial(stages, "Qwen3-30B"),
-    "stages-flash": partial(stages, "FlashMoE"),
     "stages-oss": partial(stages, "GPT-OSS-120B"),
     "moe-last-one": partial(layers, "moe-last-sums.jsonl", "4 warps, 16, 4 an SM", "8 warps, 32, 1 an SM"),
     "moe-last-apart": last_sums,
-    "moe-own-two": partial(layers, "moe-own-sums.jsonl", f"{OWN}, two programs an SM", OWN),
     "moe-scheduler": partial(layers, "moe-scheduler.jsonl", "fused, scheduler", "fused, tickets"),
     "parts-own-whole": partial(in_parts, "own sums from the rows", "moe_tp", "own sums through the outbox"),
     "parts-narrow": partial(in_parts, '{"block_n": 128, "stages": 4}'),
@@ -713,10 +664,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mix-two-bound": partial(saving, "bound"),
     "mix-two-watts": partial(drawn, "sequential"),
     "mix-two-watts-fused": partial(drawn, "fused"),
-    "mix-two-few": partial(saving, 'fused, norm {"kind": "two_shot", "programs": 32}'),
-    "mix-two-copies": partial(saving, "fused, norm decomposed"),
-    "new-rows": partial(host_time, "experiments/new-rows-in-the-background.jsonl", "new M"),
-    "known-rows": partial(host_time, "host.jsonl", "known"),
     **{f"attention-{name}": partial(attention_parts, part) for name, part in ATTENTION.items()},
     "attention-pulled": partial(hidden, "attention-parts.jsonl", "today"),
     "attention-pushed": partial(hidden, "attention-early.jsonl", "Segmented()"),
@@ -724,15 +671,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "attention-own-causal": partial(own_attention, causal=True),
     "attention-own-sequential": partial(own_needs, "nccl+cudnn"),
     "attention-own-segmented": partial(own_needs, "weft"),
-    **{f"attention-early-{n or 16}": partial(attention_early, n) for n in (0, 8, 3)},
     "turned-copies": lambda: f"{sum(trained('transposed copy')) / 1000:.1f} ms",
     "turned-layer": lambda: f"{trained_layer():.0f} ms",
     "turned-ratio": lambda: spread(trained("auto, turned"), trained("auto")),
     **{f"promoted-{name}": partial(promoted_loop, form) for name, form in LOOPS.items()},
-    **{
-        f"promoted-{name}-slow": partial(promoted_loop, LOOPS[name], "slow")
-        for name in ("short", "halves", "specialized")
-    },
+    **{f"promoted-{name}-slow": partial(promoted_loop, LOOPS[name], "slow") for name in ("halves", "specialized")},
     **{f"guarded{form}": partial(guard_time, name) for form, name in GUARD_FORMS.items()},
     "guard-wrong": partial(wrong_calls, "alone"),
     "guarded-wrong": partial(wrong_calls, "guarded"),

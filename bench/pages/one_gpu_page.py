@@ -238,4 +238,4 @@ def beside_auto(lines: list[dict]) -> str:
     over = ratios_over(times(lines, ONE_LAUNCH), times(lines, "weft"))
     ends = [(tokens, [100 * (r - 1) for r in ratios.values()]) for tokens, ratios in over.items()]
     spreads = [f"{min(percents):+.0f} to {max(percents):+.0f}% at {tokens:,}" for tokens, percents in ends]
-    return f'One launch beside `"auto"`, all layers, by tokens: {", ".join(spreads)}.'
+    return f'Time of one launch beside that of `"auto"`, all layers, by tokens: {", ".join(spreads)}.'
