@@ -80,7 +80,8 @@ def one_gpu_table(results: Path) -> str:
         if named:
             commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(r["commit"][:HASH] for r in lines))
             gpu = f"{path.parent.name.rpartition('-x')[0]}, {commits}"
-            text = f"{gpu}:\n\n{ratio_rows(named, beside_fastest(lines))}\n\n{below(lines)}"
+            remarks = " ".join(filter(None, (below(lines), skewed(lines))))
+            text = f"{gpu}:\n\n{ratio_rows(named, beside_fastest(lines))}\n\n{remarks}"
             parts.append((-len(named), text.rstrip()))
     return "\n\n".join(text for _, text in sorted(parts))
 
@@ -112,6 +113,16 @@ def gigabytes_read(row: dict) -> float:
 
 def teraflop(row: dict) -> float:
     return float(row["M"] * row["top_k"] * weight_bytes(row) / 1e12)  # 2 for each element, which has 2 bytes
+
+
+def skewed(lines: list[dict]) -> str:
+    """Return the range of the ratios over the fastest library where Zipf's law routes, by number of tokens; "" if none were measured."""
+    ratios = beside_fastest([r | dict(zipf=0) for r in lines if r["zipf"] != 0])
+    parts = [
+        f"{min(of.values()):.2f}x to {max(of.values()):.2f}x at {tokens:,} tokens"
+        for tokens, of in sorted(ratios.items())
+    ]
+    return f"Where Zipf's law routes: {', '.join(parts)}." if parts else ""
 
 
 def reads_bound(row: dict) -> bool:
