@@ -119,8 +119,8 @@ def skewed(lines: list[dict]) -> str:
     """Return the range of the ratios over the fastest library where Zipf's law routes, by number of tokens; "" if none were measured."""
     ratios = beside_fastest([r | dict(zipf=0) for r in lines if r["zipf"] != 0])
     parts = [
-        f"{min(of.values()):.2f}x to {max(of.values()):.2f}x at {tokens:,} tokens"
-        for tokens, of in sorted(ratios.items())
+        f"{min(by_model.values()):.2f}x to {max(by_model.values()):.2f}x at {tokens:,} tokens"
+        for tokens, by_model in sorted(ratios.items())
     ]
     return f"Where Zipf's law routes: {', '.join(parts)}." if parts else ""
 
