@@ -172,21 +172,20 @@ def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> 
 
 
 def usable(seconds: float, forms: Sequence[Form] = FORMS) -> list[Form]:
-    """The forms that are right, found within `seconds`. Where quack has a folder for what it compiles (QUACK_CACHE_DIR), they are found
-    once and kept there too."""
+    """The forms that are right, as far as `seconds` allow to try them. Where quack has a folder for what it compiles (QUACK_CACHE_DIR),
+    each is tried once."""
     kept = Path(os.environ["QUACK_CACHE_DIR"]) / "right.json" if "QUACK_CACHE_DIR" in os.environ else None
-    if kept is None or not kept.exists():
-        right = found_right(seconds, forms)
-        if kept is not None and right:
-            kept.write_text(json.dumps(right))
-        return right
-    known = {Form(*form) for form in json.loads(kept.read_text())}
-    return [form for form in forms if form in known]
+    verdicts = {Form(*form): right for *form, right in json.loads(kept.read_text())} if kept and kept.exists() else {}
+    verdicts |= tried(seconds, [form for form in forms if form not in verdicts])
+    if kept is not None and any(verdicts.values()):
+        kept.write_text(json.dumps([[*form, right] for form, right in verdicts.items()]))
+    return [form for form in forms if verdicts.get(form)]
 
 
-def found_right(seconds: float, forms: Sequence[Form]) -> list[Form]:
-    """The forms that a process of its own finds right within `seconds`, all at once, one a core. What they compile is in quack's cache."""
-    waiting, running, good = list(forms), dict[Form, subprocess.Popen[bytes]](), []
+def tried(seconds: float, forms: Sequence[Form]) -> dict[Form, bool]:
+    """Whether each form is right that a process of its own has tried within `seconds`, all at once, one a core. What they compile is in
+    quack's cache."""
+    waiting, running, verdicts = list(forms), dict[Form, subprocess.Popen[bytes]](), dict[Form, bool]()
     deadline = time.time() + seconds
     while (waiting or running) and time.time() < deadline:
         while waiting and len(running) < max(1, (os.cpu_count() or 2) - 1):
@@ -196,12 +195,12 @@ def found_right(seconds: float, forms: Sequence[Form]) -> list[Form]:
         for form, process in list(running.items()):
             if process.poll() is not None:
                 del running[form]
-                good += [form] * (process.returncode == 0)
+                verdicts[form] = process.returncode == 0
         time.sleep(0.1)
     for process in running.values():
         process.kill()
         process.wait()
-    return [form for form in forms if form in good]
+    return verdicts
 
 
 def check(form: Form) -> None:

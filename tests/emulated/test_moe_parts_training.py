@@ -4,6 +4,7 @@ and the kernels compiled. Against float64: test_moe_training.py."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe.call import Kept, Layer
 from weft.ops.moe.tensor_parallel import backward, dispatched
 from weft.ops.moe.tensor_parallel.call import FirstHalfCall, GatherOperands, ScatterOperands, Split
-from weft.plans import DispatchedColumns
+from weft.plans import DispatchedColumns, Plan
+from weft.scale import SMALL_DISPATCHED_COLUMNS
 
 BF, HALF = torch.bfloat16, torch.float16
 BOUND = 1.2e-2
@@ -48,7 +50,7 @@ def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
             assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
-def between_and_twice(world: weft.World, plan: str) -> float:
+def between_and_twice(world: weft.World, plan: str | Plan) -> float:
     """The first half is not differentiable by itself alone: of its result times a scale, by two second halves on the same rows."""
     layer = Layer(9, 4, 2, 32, 16 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
@@ -75,6 +77,14 @@ def between_and_twice(world: weft.World, plan: str) -> float:
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 def test_what_stands_between_the_halves(plan: str) -> None:
     errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated")
+    assert max(errors) < BOUND
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_two_gemm_programs_an_sm(seed: int) -> None:
+    """In a backward pass the rows go to a launch of one program an SM, whose end is counted with theirs."""
+    plan = replace(SMALL_DISPATCHED_COLUMNS, per_sm=2)
+    errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated", seed=seed)
     assert max(errors) < BOUND
 
 

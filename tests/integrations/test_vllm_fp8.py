@@ -148,7 +148,7 @@ def test_reloaded_scales_are_used(monkeypatch: pytest.MonkeyPatch, reload: str, 
 def test_operators_read_the_scales_of_the_linears(
     monkeypatch: pytest.MonkeyPatch, layer: Any, shape: tuple[int, ...]
 ) -> None:
-    """No forward makes tensors of them, and a CUDA graph of it reads what vLLM reloads in place."""
+    """They are operands as they are, and a CUDA graph reads what vLLM reloads in place."""
     addresses: dict[int, list[int]] = {}
     op = {DecoderLayer: RowNormColumn, ScaledLayer: row_all_reduce.RowAllReduce}[layer]
     execute = op.execute

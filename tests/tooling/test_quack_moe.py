@@ -95,12 +95,19 @@ def test_forms_are_tried_in_processes_that_end() -> None:
     assert usable(0.3, FORMS[:2]) == []
 
 
-def test_right_forms_are_found_once(monkeypatch: Any, tmp_path: Any) -> None:
+def test_each_form_is_tried_once(monkeypatch: Any, tmp_path: Any) -> None:
+    """A form that nobody has had time to try is tried the next time."""
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
-    right_by_search = [list(FORMS[1:3]), []]
-    monkeypatch.setattr(quack_moe, "found_right", lambda *_: right_by_search.pop(0))
-    assert [usable(1.0) for _ in range(2)] == [list(FORMS[1:3])] * 2
-    assert usable(1.0, FORMS[:2]) == list(FORMS[1:2]) and len(right_by_search) == 1
+    asked: list[list[object]] = []
+
+    def tried(seconds: float, forms: list[object]) -> dict[object, bool]:
+        asked.append(forms)
+        return {form: form != FORMS[1] for form in forms[:2]}
+
+    monkeypatch.setattr(quack_moe, "tried", tried)
+    right = [usable(1.0, FORMS[:3]) for _ in range(3)]
+    assert right == [[FORMS[0]], [FORMS[0], FORMS[2]], [FORMS[0], FORMS[2]]]
+    assert asked == [[*FORMS[:3]], [FORMS[2]], []]
 
 
 def test_quack_takes_these_arguments() -> None:

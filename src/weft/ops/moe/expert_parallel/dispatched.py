@@ -3,9 +3,9 @@
     side stream  start -> dispatch |                         | combine (with GEMM 2)  |
     main stream  share, tables     | GEMM 1 (with dispatch)  | GEMM 2                 | sum
 
-Programs of the side stream share the SMs with those of a GEMM, which wait for them or for which they wait. So one
-program of each must fit on an SM at the same time, whichever is launched first. This is checked, and all kernels are
-loaded, before the first call of a kind launches anything.
+Programs of the side stream share the SMs with those of a GEMM, which wait for them or for which they wait. So one of
+them and the GEMM's `per_sm` programs must fit on an SM at the same time, whichever are launched first. This is checked,
+and all kernels are loaded, before the first call of a kind launches anything.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .kernels import (
 # Registers of a thread of the side stream's programs. The GEMM on the same SM has the other registers.
 DISPATCH_REGISTERS, COMBINE_REGISTERS = 96, 128
 ELEMENTS_PER_THREAD = 32  # elements that such a thread holds in registers at once
-SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of two programs on an SM, without the reserved part
+SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of a GEMM's and a side program, without the reserved part
 WGMMA_ROWS = 64  # tiles of fewer rows take mma.sync, whose operands are in registers: one buffer less than stages
 RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA takes for each program
 FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # warps of a program of `sum_ranks`, and its programs on an SM
@@ -547,8 +547,8 @@ def load(
     workspace: LayerWorkspace,
     kept: Kept = NONE_KEPT,
 ) -> None:
-    """Load all kernels of a call the first time, in pairs that share an SM. Raises Unsupported where the programs of a
-    pair do not fit together."""
+    """Load all kernels of a call the first time, in pairs whose programs share an SM. Raises Unsupported where those of
+    a pair do not fit together."""
 
     def steps() -> Iterable[BoundLaunch]:
         placeholder = Tables(*[state.placeholder_ints] * 8)

@@ -61,14 +61,15 @@ class RowRange(NamedTuple):
 
 
 # With few rows of an expert the weights' bytes decide, and K steps of 128, which read 256 contiguous bytes of a row,
-# are up to 5% faster than steps of 64 (docs/design-notes.md).
+# took 1% to 5% less than steps of 64 (docs/design-notes.md has the mean). A block of rows that is sent leaves NARROW_64
+# one stage if H is above 8,192, so that no range has that plan alone.
 NARROW_64 = Dispatched(GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=2, group_m=4), 2, flatten=False)
 NARROW_32 = replace(NARROW_64, tile=replace(NARROW_64.tile, block_m=32, stages=3))
 LOW_LATENCY_32 = LowLatency(replace(LowLatency.tile, block_m=32))
 BY_ROWS = (
     RowRange(LowLatency(), LOW_LATENCY_MAX_ROWS, 0, 16, low_latency.MAX_ROUTES),
     RowRange(LOW_LATENCY_32, 0, 6, 32, 1024),  # every program scans all routes for each tile
-    RowRange(NARROW_32, 16, 4, 32),
+    RowRange(NARROW_32, 16, 4, 48),
     RowRange(NARROW_64, 48, 12, 96),
     RowRange(Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16)), 0, 48, 192),
     RowRange(Dispatched(), inf, 48, inf),

@@ -105,7 +105,6 @@ def gather_rows(world: World, state: DispatchedState, x: Tensor, tables: Tables,
     assert isinstance(state.layer, Split)
     arena, stream, side = acquire_arena(world, state.layer), world.current_stream(), world.side_stream(NAME)
     workspace = arena_workspace(arena, state.layer.dtype, rows, rows)
-    send = push_shard_launch(world, state, x, workspace)
     place_step = place_rows_launch(
         world,
         state,
@@ -116,6 +115,7 @@ def gather_rows(world: World, state: DispatchedState, x: Tensor, tables: Tables,
         epoch=workspace.epoch,
         half_size=workspace.half_size,
     )
+    send = push_shard_launch(world, state, x, workspace, place_step.launch.grid)
     load(world, state, ("gather", alignment_key(x)), (place_step, send, place_step))
     world.wait_event(side, world.record(stream))
     send.on(side)

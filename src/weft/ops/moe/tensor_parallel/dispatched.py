@@ -113,18 +113,20 @@ def arena_workspace(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: t
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def push_shard_launch(world: World, state: DispatchedState, x: torch.Tensor, workspace: LayerWorkspace) -> BoundLaunch:
-    """Return the launch of `push_shard`."""
+def push_shard_launch(
+    world: World, state: DispatchedState, x: torch.Tensor, workspace: LayerWorkspace, other_programs: int
+) -> BoundLaunch:
+    """Return the launch of `push_shard`. other_programs: those of the launch that takes the rows."""
     return BoundLaunch(
-        _push_shard(world, state, workspace.half_size),
+        _push_shard(world, state, workspace.half_size, other_programs),
         dict(T=x.shape[0], x=x, inboxes=workspace.inbox.addresses, epoch=workspace.epoch),
     )
 
 
 @prepared
-def _push_shard(world: World, state: DispatchedState, half_size: int) -> Launch:
+def _push_shard(world: World, state: DispatchedState, half_size: int, other_programs: int) -> Launch:
     plan = state.plan
-    sizes = dict(BLOCK=state.push_block, STAGES=plan.send_stages, OTHER_PROGRAMS=state.gemm_programs(world))
+    sizes = dict(BLOCK=state.push_block, STAGES=plan.send_stages, OTHER_PROGRAMS=other_programs)
     return state.side_launch(
         world,
         push_shard,
@@ -189,8 +191,8 @@ def final_sum_launch(
 
 
 def load(world: World, state: DispatchedState, variant: Hashable, launches: tuple[BoundLaunch, ...]) -> None:
-    """Load all kernels before the first is launched, in pairs that share an SM. Raises Unsupported where the programs
-    of a pair do not fit together."""
+    """Load all kernels before the first is launched, in pairs whose programs share an SM. Raises Unsupported where
+    those of a pair do not fit together."""
     if variant in state.loaded:
         return
     for launch, moving in launches:
@@ -218,7 +220,8 @@ def run_gather(
     half_state = first_half_state(world, layer, plan)
     workspace, parts = arena_workspace(arena, layer.dtype, out, out), route_parts(world, layer, routes)
     tables, w = half_state.tables(parts), Weights(w13, w13, b13)
-    push = push_shard_launch(world, half_state.dispatched, x, workspace)
+    state = half_state.dispatched
+    push = push_shard_launch(world, state, x, workspace, state.gemm_programs(world))
     gemm = dispatched.first_gemm(world, half_state.dispatched, w, tables, workspace, kept.preactivation)
     keep_step = (
         ()

@@ -47,8 +47,9 @@ def push_shard(
     """Store x [T, H] in the inboxes of all ranks.
 
     inboxes: the addresses, by rank, of two halves of [W, max_tokens, H], `half_size` elements apart; epoch as in
-    `grouped_gemm_in`, whose OTHER_PROGRAMS programs advance it together with these. BLOCK elements are stored at once,
-    and STAGES blocks are in flight. Counter j of rank me + j is that of its source step j; it gets PROGRAMS arrivals
+    `grouped_gemm_in`. OTHER_PROGRAMS: programs of the launch that takes the rows, `grouped_gemm_in` or, in a backward
+    pass, `place_rows`, which advance it together with these. BLOCK elements are stored at once, and STAGES blocks are
+    in flight. Counter j of rank me + j is that of its source step j; it gets PROGRAMS arrivals
     from this rank.
     """
     W: tl.constexpr = ch.world
