@@ -117,12 +117,14 @@ def ranks(lines: Rows) -> str:
 
 def eager(rows: Rows) -> str:
     """Return the sentence on eager calls, whose hosts take part: the range over sequential of each recipe; "" if none were measured."""
-    parts = []
+    parts, every = [], []
     for recipe in SCALINGS:
         of_recipe = [r for r in rows if r["recipe"] == recipe and r["mode"] == "eager" and AUTO in r["us"]]
         ratios = [ratio for ratio, _ in over_auto("sequential", of_recipe)]
+        every += ratios
         parts += [f"by {recipe} {min(ratios):.2f}x to {max(ratios):.2f}x"] if ratios else []
-    return f"In eager calls, over sequential: {', '.join(parts)}." if parts else ""
+    slower = sum(ratio < 1 for ratio in every)
+    return f"In eager calls, over sequential: {', '.join(parts)}; {slower} of {len(every)} are slower." if parts else ""
 
 
 def modes_of(rows: Rows) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from bench.pages import one_gpu_page
+from bench.pages import one_gpu_page, vllm_page
 from bench.pages.report import FEW, MODES, cases, load, mean, measured
 
 Row = dict
@@ -97,6 +97,13 @@ def newest(folder: Path, layers: Layers) -> dict[tuple[str, str], tuple[Row, Row
     return {key: (by_method[*key, baseline], by_method[*key, weft]) for key in keys if (*key, weft) in by_method}
 
 
+def baseline_us(pairs: dict[tuple[str, str], tuple[Row, Row]], mode: str, name: str) -> float:
+    """Return the us of the baseline. Beside weft in a CUDA graph that is the faster of its modes: Transformers' graph of a long prompt is
+    slower than its eager pass."""
+    modes = [mode, "eager"] if mode == "graph" else [mode]
+    return min(float(pairs[key][0]["us"]) for m in modes if (key := (m, name)) in pairs)
+
+
 def layers(folder: Path) -> list[list[str]]:
     """Return the lines of a machine's table of means that are not the benchmark's own ops, each baseline in a line above, which ends
     with the date and commits of the rows."""
@@ -108,7 +115,7 @@ def layers(folder: Path) -> list[list[str]]:
             if not pairs:
                 continue
             rows += [row for pair in pairs.values() for row in pair]
-            ratios = {key: baseline_row["us"] / weft_row["us"] for key, (baseline_row, weft_row) in pairs.items()}
+            ratios = {key: baseline_us(pairs, *key) / weft_row["us"] for key, (_, weft_row) in pairs.items()}
             by_mode = [mean(ratio for (mode, _), ratio in ratios.items() if mode == column) for column in MODES]
             lowest, mode, name = min((ratio, mode, name) for (mode, name), ratio in ratios.items())
             cells = [f"**{ratio:.2f}x**" if ratio else "–" for ratio in by_mode]
@@ -130,6 +137,19 @@ def one_gpu(results: Path) -> str:
     return (
         f"On one H100 experts beside the faster of vLLM's `fused_experts` and quack: {spread(large)} from {min(large):,} tokens on,"
         f" {spread(small)} at {' and '.join(map(str, sorted(small)))} ([why](docs/moe.md#what-it-reaches))."
+    )
+
+
+def vllm(results: Path) -> str:
+    """Return the sentence on vLLM's requests, by the fastest repeats with the plugin and without."""
+    rows = [json.loads(text) for text in (results / "nvidia-h100-x2/vllm_serving.jsonl").read_text().splitlines()]
+    day = max(row["date"] for row in rows)
+    by_mix = vllm_page.seconds_by_mix([row for row in rows if row["date"] == day])
+    ratios = {mix: min(seconds["stock"]) / min(seconds["weft"]) for (_, mix), seconds in by_mix.items()}
+    decode, others = ratios.pop("decode"), ratios.values()
+    return (
+        f"vLLM, on two H100s: **{min(others):.2f}x to {max(others):.2f}x**, decoding **{decode:.2f}x**"
+        " ([why](docs/vllm.md#what-ran))."
     )
 
 

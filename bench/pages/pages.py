@@ -71,7 +71,9 @@ def machines() -> list[str]:
 
 def readme() -> str:
     block = report.block(report.load_all(RESULTS), lambda machine: front.layers(RESULTS / machine))
-    text = report.between_marks((ROOT / "README.md").read_text(), [*block, front.one_gpu(RESULTS), ""])
+    text = report.between_marks(
+        (ROOT / "README.md").read_text(), [*block, front.one_gpu(RESULTS), "", front.vllm(RESULTS), ""]
+    )
     return moe_page.between(text, tables.BEGIN, tables.END, front.line(RESULTS))
 
 

@@ -244,9 +244,10 @@ OUTPUTS = [(mark.partition(": ")[2], text) for mark, _, text in BLOCKS if mark.s
 
 
 def shape(line: str) -> str:
-    """A line of a report without what another schedule or another line in the source would change."""
-    line = line.partition(" at ")[0]
-    return re.sub(r"\d+", "#", re.sub(r"stream \w+", "stream S", line))
+    """A line of a report without what another schedule or another line in weft's source would change; with the line of the example."""
+    line, place = line.partition(" at ")[0], re.search(r"(\S*)\.py:(\d+)", line)
+    in_example = f" at line {place[2]}" if place and "weft/" not in place[1] else ""
+    return re.sub(r"\d+", "#", re.sub(r"stream \w+", "stream S", line)) + in_example
 
 
 @pytest.mark.parametrize("bug, shown", OUTPUTS, ids=[bug for bug, _ in OUTPUTS])

@@ -93,7 +93,15 @@ def ratios_of(machine: str, title: str, mode: str) -> dict[str, tuple[float, str
             r["method"]: r for r in run if last is None or r["date"] == last
         }  # of rows without a date the last of the file
         if base in us and method in us:
-            ratios[name] = us[base]["us"] / us[method]["us"], us[method].get("plan") or ""
+            eager = [
+                r["us"]
+                for r in stored_rows(machine, file)
+                if (r["name"], r["method"], r.get("mode")) == (name, base, "eager")
+            ]
+            base_us = (
+                min(us[base]["us"], eager[-1]) if title in LAYERS and mode == "graph" and eager else us[base]["us"]
+            )
+            ratios[name] = base_us / us[method]["us"], us[method].get("plan") or ""
     return ratios
 
 
