@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -88,17 +89,32 @@ def main(hidden=64, intermediate=96, tokens=32):
     dist.destroy_process_group()
 
 
+def free_port():
+    """Return a port that is free, below those that the system gives to programs that ask for any: until torchrun listens
+    there, nobody else gets it."""
+    for port in range(29500, 32768):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise RuntimeError("no port from 29500 to 32767 is free")
+
+
 def nodes_of_cpus(nodes=2, ranks_per_node=2):
     """Start one torchrun a node, as on several machines. WEFT_NODE replaces the host name as the name of a node."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = ["--master-addr", "127.0.0.1", "--master-port", str(s.getsockname()[1])]
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     started = []
     for node in range(nodes):
         shape = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks_per_node)]
         environment = {**os.environ, "WEFT_NODE": f"node {node}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", *shape, *address, __file__]
         started.append(subprocess.Popen(command, env=environment))
+    while None in (codes := [process.poll() for process in started]) and not any(codes):
+        time.sleep(0.1)
+    for process in started:  # if a node has failed, the others wait for it
+        process.terminate()
     return max(process.wait() for process in started)
 
 
