@@ -6,7 +6,9 @@ On two nodes of 8 GPUs, node 0 at ADDRESS, on each of them:
 Two nodes of 2 CPU processes, on this machine:  python examples/two_nodes.py --gloo
 """
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -90,16 +92,13 @@ def main(hidden=64, intermediate=96, tokens=32):
 
 
 def free_port():
-    """Return a port that is free, below those that the system gives to programs that ask for any: until torchrun listens
-    there, nobody else gets it."""
-    for port in range(29500, 32768):
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
-    raise RuntimeError("no port from 29500 to 32767 is free")
+    """Return a port that is free, of those that the system gives to nobody who asks for any: until torchrun listens there,
+    another program hardly takes it."""
+    while True:
+        port = random.randrange(20000, 29000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def nodes_of_cpus(nodes=2, ranks_per_node=2):
