@@ -49,8 +49,8 @@ LOW_LATENCY_MAX_ROWS = 8  # average rows of an expert up to which the low-latenc
 class RowRange(NamedTuple):
     """The average numbers of rows of an expert for which a plan is considered.
 
-    expected_to: the greatest for which it is expected to be the fastest, if no plan before it is. timed_from, timed_to:
-    the range in which it is timed, with up to `most_routes` routes of all ranks.
+    expected_to: the greatest for which it is expected to be the fastest, if no plan before it is; 0: it is never
+    expected to be. timed_from, timed_to: the range in which it is timed, with up to `most_routes` routes of all ranks.
     """
 
     plan: Plan
