@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # The plugin in vLLM 0.26 (torch 2.11) on a GPU machine that cannot install it, in parts small enough to carry, each at most 64 MiB:
-#   gpu/vllm.sh pack VLLM_WHEEL   where there is a network: .venv-vllm-parts/{0,1,..}/, of the wheel what it needs there, and
-#                                 the dependencies that the GPU machine lacks (LACKS, as pip takes them; `missing` there says)
+#   gpu/vllm.sh pack              where there is a network: .venv-vllm-parts/{0,1,..}/, of vLLM what it needs there, flashinfer,
+#                                 and the other dependencies that the GPU machine lacks
 #   gpu/vllm.sh carry N [last]    on the GPU machine, once a part, one call after the other: keeps part N, and unpacks all
 #                                 parts into $AT behind the last
 #   gpu/vllm.sh missing           there: which modules vLLM still lacks
+#   gpu/vllm.sh serve WORDS       there: bench.measure.vllm_serving WORDS
 #   gpu/vllm.sh run 1             there: one rank, on which the plugin has nothing to serve
 #   gpu/vllm.sh run N             there: N ranks that share the GPU, without and with the plugin, whose answers are compared
+# It needs nvcc there, by which flashinfer compiles its all-reduce.
 # FlashAttention 2's library is left out; FlashAttention 3 serves Hopper.
 set -eu
 cd "$(dirname "$0")/.."
@@ -14,24 +16,42 @@ parts=.venv-vllm-parts
 at=${AT:-/dev/shm/weft-vllm}
 out=${OUT:-gpu/out}
 export PYTHONPATH=$at:$PWD/src:$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-export VLLM_USE_FLASHINFER_SAMPLER=0 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+# flashinfer's fused all-reduce without NVLink multicast: "trtllm"; vLLM would try "mnnvl" first.
+export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_FLASHINFER_ALLREDUCE_BACKEND=trtllm NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+
+# What vLLM and flashinfer require and the GPU machine lacks. It has torch, Triton, Transformers, numpy and nvcc. Left out as big and unused
+# for models in bf16: cutlass-dsl, cutile, cudnn-frontend, tilelang, quack, humming, tokenspeed and the decoders of video.
+lacks=(vllm==0.26.0
+  annotated-types==0.8.0 anthropic==2.14.0 apache-tvm-ffi==0.1.10 astor==0.8.1 blake3==1.0.11 cachetools==8.0.2 cbor2==6.3.0 cffi==2.1.1
+  compressed-tensors==0.17.0 cryptography==50.0.2 depyf==0.20.0 dill==0.4.1 dnspython==2.9.2 docstring-parser==0.18.0
+  email-validator==2.4.0 fastapi-cli==0.0.34 fastapi==0.136.3 fastsafetensors==0.5.0 flashinfer-python==0.6.14
+  googleapis-common-protos==1.76.0 httpcore2==2.16.2 httptools==0.9.0 httpx2==2.16.2 ijson==3.6.0 interegular==0.3.3 jiter==0.19.0
+  jmespath==1.1.0 jsonschema-specifications==2025.9.1 jsonschema==4.26.0 lark==1.2.2 llguidance==1.7.6 lm-format-enforcer==0.11.3
+  loguru==0.7.3 mcp-types==2.3.0 mcp==2.3.0 mistral-common==1.13.1 model-hosting-container-standards==0.1.16 msgspec==0.22.0
+  nvtx==0.2.15 openai-harmony==0.0.8 openai==3.57.0 opentelemetry-api==1.45.2 opentelemetry-exporter-http-transport==0.66b2
+  opentelemetry-exporter-otlp-common==0.66b2 opentelemetry-exporter-otlp-proto-common==1.45.2
+  opentelemetry-exporter-otlp-proto-grpc==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2 opentelemetry-exporter-otlp==1.45.2
+  opentelemetry-proto==1.45.2 opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions-ai==0.5.1
+  opentelemetry-semantic-conventions==0.66b2 outlines-core==0.2.14 partial-json-parser==0.2.1.1.post7
+  prometheus-fastapi-instrumentator==8.1.0 pybase64==1.5.1 pycountry==26.2.16 pycparser==3.12 pydantic-core==2.50.5
+  pydantic-extra-types==2.11.1 pydantic-settings==2.16.3 pydantic==2.14.4 pyelftools==0.33 pyjwt==2.15.1 python-dotenv==1.2.4
+  python-json-logger==4.2.0 python-multipart==0.0.34 pyzmq==27.3.0 referencing==0.37.0 rich-toolkit==0.20.6 rpds-py==2026.9.1
+  setproctitle==1.3.8 sniffio==1.3.1 sse-starlette==3.7.0 starlette==1.10.0 supervisor==4.3.0 truststore==0.10.5
+  typing-inspection==0.4.5 uvicorn==0.54.0 watchfiles==1.3.0 websockets==17.4 xgrammar==0.2.7
+)
 
 pack() {
-  local wheel=$1 there
+  local there platforms=(any manylinux1_x86_64 manylinux2010_x86_64 manylinux2014_x86_64) minor each
   there=$(mktemp -d)
   trap 'rm -rf "$there"' RETURN
   rm -rf "$parts" && mkdir -p "$parts"
-  python3 -m zipfile -e "$wheel" "$there"
+  for minor in 5 12 17 24 26 27 28 31 34 35 39; do platforms+=("manylinux_2_${minor}_x86_64"); done
+  python3 -m pip -qq download --no-deps --only-binary :all: --python-version 3.12 "${platforms[@]/#/--platform=}" \
+    -d "$there/wheels" "${lacks[@]}"
+  for each in "$there"/wheels/*.whl; do python3 -m zipfile -e "$each" "$there"; done
+  rm -r "$there/wheels"
   rm -rf "$there"/vllm/third_party/deep_gemm "$there"/vllm/vllm-rs*
   find "$there" \( -name '_vllm_fa2_C*' -o -name '_flashmla*' -o -name '_qutlass*' -o -name '_deep_gemm*' \) -delete
-  if [ -n "${LACKS:-}" ]; then
-    local platforms=(any manylinux1_x86_64 manylinux2010_x86_64 manylinux2014_x86_64) minor
-    for minor in 5 12 17 24 26 27 28 31 34 35 39; do platforms+=("manylinux_2_${minor}_x86_64"); done
-    python3 -m pip -qq download --no-deps --only-binary :all: --python-version 3.12 "${platforms[@]/#/--platform=}" \
-      -d "$there/wheels" $LACKS
-    for each in "$there"/wheels/*.whl; do python3 -m zipfile -e "$each" "$there"; done
-    rm -r "$there/wheels"
-  fi
   (cd "$there" && tar c .) | xz -6 -T0 | split -b 50M -d -a 1 - "$parts/part"
   for each in "$parts"/part?; do mkdir "$parts/${each#"$parts/part"}" && mv "$each" "$parts/${each#"$parts/part"}/part"; done
   du -sm "$parts"/*
@@ -82,6 +102,10 @@ for _ in range(200):
         sys.modules[str(error.name)] = mock.MagicMock(__path__=[], __spec__=None)
 print("\n".join(dict.fromkeys(lacks)) or "nothing")
 PY
+}
+
+serve() {
+  python3 -m bench.measure.vllm_serving --out "$out" "$@"
 }
 
 run() {

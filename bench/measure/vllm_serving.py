@@ -1,202 +1,285 @@
-"""Throughput of vLLM with and without the plugin, on the GPUs of one machine: requests with the lengths of chats, of papers to be
-summarised, of prompts alone, and a small batch that decodes.
+"""Throughput and latency of vLLM with the plugin beside stock vLLM, on the GPUs of one machine.
 
-python -m bench.measure.vllm_serving --out DIR [--models ...] [--methods ...] [--mixes ...] [--repeats R] [--seconds S]
+python -m bench.measure.vllm_serving --out DIR [--gpus 0 1] [--models ..] [--methods ..] [--mixes ..] [--rate R] [--seconds S]
 
-Appends rows to DIR/vllm_serving.jsonl. Every method is an engine of its own process: "stock" without the plugin, "weft" with it, "async tp"
-vLLM's own sequence parallelism and fused GEMMs without it. Models have random weights, their published layer sizes and LAYERS layers of
-them, so that an engine starts within a minute. `seconds`: of each repeat, from the first request to the last answer; `requests`,
-`tokens_in`, `tokens_out`: of one repeat. Tensor parallelism over all GPUs, CUDA graphs and compiled code as vLLM has them by default, no
-prefix caching, 8,192 tokens a step. A method that fails has no rows; its log is DIR/vllm_serving-<model>-<method>.log.
+All engines of a model live on the same GPUs at the same time, one process each (vllm_engine.py), and take turns while the others are
+idle: a repeat is stock, the other methods, stock. So a drift of the machine falls on all of them, and the two turns of stock in each repeat
+show how much a ratio is worth. "stock" is vLLM as it is installed, with flashinfer's fused all-reduce + norm; "stock unfused" is without
+that; "async tp" has vLLM's own sequence parallelism. Models have random weights, their published layer sizes and 16 layers, so that an
+engine starts within two minutes; CUDA graphs and compiled code as vLLM has them by default, no prefix caching.
+
+A row of DIR/vllm_serving.jsonl is a mix and a method beside stock: `seconds` of each repeat and `baseline_seconds` of the two turns of
+stock around it; `ratio`, the median of stock's mean over the method's; `ratio_range`; `null_range`, of the ratio of stock's two turns;
+`first`, the seconds of the method's first turn of this mix behind its start; [median, 99th percentile] in milliseconds of the time from
+a request's arrival to its first token and between tokens; "fused all-reduce": whether an engine was asked for it, which backend its
+workers have and how many matches of the compiled model it replaces. Rows are written mix by mix. The engines' logs lie beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
-import tempfile
+import signal
+import statistics
 import time
-from dataclasses import dataclass
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LAYERS = 16
-LLAMA = dict(architecture="Llama", rope_theta=500000.0)
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama-70B": dict(LLAMA, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8, vocab_size=128256),
-    "Llama-8B": dict(LLAMA, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256),
-    "Qwen2.5-32B": dict(
-        architecture="Qwen2", hidden_size=5120, intermediate_size=27648, num_attention_heads=40, num_key_value_heads=8, vocab_size=152064
-    ),
-    "Qwen3-30B-A3B": dict(
-        architecture="Qwen3Moe", hidden_size=2048, intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        vocab_size=151936, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
-    ),
-}  # fmt: skip
-METHODS = ("stock", "weft", "async tp")
-LONGEST, TOKENS_A_STEP = 16384, 8192
+from bench.measure import vllm_engine
+from bench.measure.vllm_engine import LAYERS, METHODS, MODELS, Load, Served, Setup
+
+STOCK = "stock"
+REPEATS, REPEAT_SECONDS = 7, 3.0
+MEMORY = 0.85  # of each GPU, for all engines together
+TURN_TIMEOUT = 120.0
+LOADED = "Model loading took"  # vLLM's log, behind the plugin's own timings
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Lengths that are all `median`, or log-normal with this median and 90th percentile, `most` at most."""
+
+    median: int
+    p90: int = 0
+    most: int = 0
+
+    def draw(self, source: random.Random) -> int:
+        if not self.p90:
+            return self.median
+        sigma = math.log(self.p90 / self.median) / statistics.NormalDist().inv_cdf(0.9)
+        return max(1, min(round(self.median * math.exp(source.gauss(0, sigma))), self.most))
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Requests whose lengths are log-normal with these means; spread 0 makes all equal."""
+    """A kind of requests, `in_flight` of them served at once."""
 
-    requests: int
-    mean_in: int
-    mean_out: int
-    spread: float = 0.0
+    in_flight: int
+    prompt: Tokens
+    answer: Tokens
 
-    def lengths(self) -> list[tuple[int, int]]:
-        """Return the tokens of each request and of its answer, the same at every call."""
+    def load(self, requests: int, rate: float) -> Load:
+        """Return this many requests, the same at every call."""
         draw = random.Random(0)
-        shift = self.spread**2 / 2  # so that the mean of the log-normal is one
-        return [
-            (self.length(self.mean_in, draw, shift), self.length(self.mean_out, draw, shift))
-            for _ in range(self.requests)
-        ]
-
-    def length(self, mean: int, draw: random.Random, shift: float) -> int:
-        factor = draw.lognormvariate(-shift, self.spread) if self.spread else 1.0
-        return max(1, min(round(mean * factor), LONGEST // 2))
+        lengths = [(self.prompt.draw(draw), self.answer.draw(draw)) for _ in range(requests)]
+        return Load(lengths, self.in_flight, rate)
 
 
 MIXES = {
-    "chat": Mix(256, 220, 190, 0.9),  # ShareGPT's means
-    "papers": Mix(32, 6000, 200, 0.5),  # summaries of arXiv's papers
-    "prompts": Mix(64, 2048, 1),
-    "decode": Mix(8, 128, 128),
-}
+    # ShareGPT's published percentiles; the longest is such that the mean is the published one too (299 and 324 tokens).
+    "chat": Mix(128, Tokens(36, 829, 3072), Tokens(280, 683, 700)),
+    "papers": Mix(32, Tokens(2730, 3702, 4096), Tokens(167, 372, 1024)),  # summaries of arXiv's papers of up to 4,096 tokens
+    "fixed": Mix(64, Tokens(1024), Tokens(128)),
+    "prompts": Mix(64, Tokens(2048), Tokens(1)),
+    "decode": Mix(8, Tokens(128), Tokens(128)),
+}  # fmt: skip
 
 
-def checkpoint(model: str, folder: str) -> None:
-    """Write the configuration of a model; vLLM makes its weights (load_format="dummy")."""
-    import transformers
-
-    sizes = dict(MODELS[model])
-    kind = sizes.pop("architecture")
-    config = getattr(transformers, f"{kind}Config")(
-        **sizes,
-        num_hidden_layers=LAYERS,
-        max_position_embeddings=2 * LONGEST,
-        architectures=[f"{kind}ForCausalLM"],
-        torch_dtype="bfloat16",
-        tie_word_embeddings=False,
-    )
-    config.save_pretrained(folder)
+class Failed(RuntimeError):
+    """An engine that did not start, or did not answer."""
 
 
-def engine(folder: str, method: str, gpus: int) -> Any:
-    from vllm import LLM
+@dataclass
+class Engine:
+    """An engine's process, as its parent sees it."""
 
-    passes = (
-        {"compilation_config": {"pass_config": {"enable_sp": True, "fuse_gemm_comms": True}}}
-        if method == "async tp"
-        else {}
-    )
-    return LLM(
-        folder,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype="bfloat16",
-        tensor_parallel_size=gpus,
-        max_model_len=LONGEST,
-        max_num_batched_tokens=TOKENS_A_STEP,
-        max_num_seqs=256,
-        gpu_memory_utilization=0.8,
-        enable_prefix_caching=False,
-        seed=0,
-        **passes,
-    )
+    setup: Setup
+    log: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, child_pipe = spawn.Pipe()
+        self.process = spawn.Process(target=vllm_engine.main, args=(self.setup, child_pipe, self.log))
+        self.process.start()
+        child_pipe.close()
+
+    def loaded(self) -> bool:
+        """Return whether the model's weights are there, or the engine is at its end."""
+        return self.pipe.poll() or (self.log.exists() and LOADED in self.log.read_text(errors="replace"))
+
+    def answer(self, timeout: float) -> Any:
+        if not self.pipe.poll(max(0.0, timeout)):
+            raise Failed(f"{self.setup.method}: no answer within {timeout:.0f} s, see {self.log}")
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            answer = "its process ended"
+        if isinstance(answer, str):
+            raise Failed(f"{self.setup.method}: {answer.strip().splitlines()[-1]}, see {self.log}")
+        return answer
+
+    def serve(self, load: Load) -> Served:
+        self.pipe.send(load)
+        served: Served = self.answer(TURN_TIMEOUT)
+        return served
+
+    def stop(self) -> None:
+        """End the engine and all of its processes."""
+        if self.process.is_alive():
+            try:
+                self.pipe.send(None)
+            except OSError:
+                pass
+            self.process.join(10)
+        try:
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.join()
 
 
-def serve(llm: Any, mix: Mix) -> float:
-    """Return the seconds for all requests of a mix."""
-    from vllm import SamplingParams
-
-    draw = random.Random(1)
-    prompts = [
-        {"prompt_token_ids": [draw.randrange(1000, 30000) for _ in range(tokens)]} for tokens, _ in mix.lengths()
-    ]
-    params = [
-        SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        for _, tokens in mix.lengths()
-    ]
-    start = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - start
+def start_engines(engines: list[Engine], end: float) -> None:
+    """Start all engines, weft's first: the others begin when its model is loaded, since the plugin times its operators while it loads.
+    Their own work on the GPU begins half a minute later, when weft's engine compiles and captures."""
+    for engine in sorted(engines, key=lambda engine: engine.setup.method != "weft"):
+        engine.start()
+        while engine.setup.method == "weft" and not engine.loaded() and time.monotonic() < end:
+            time.sleep(0.5)
+    for engine in engines:
+        engine.facts = engine.answer(end - time.monotonic())
+        print(f"{engine.setup.model} {engine.setup.method}: {engine.facts}", flush=True)
 
 
-def measure(model: str, method: str, mixes: list[str], repeats: int, out: Path) -> None:
-    """Start one engine and append a row for each mix."""
-    import torch
+def scaled(stock: Any, mix: Mix, rate: float) -> Load:
+    """Return as many requests as keep stock vLLM busy for REPEAT_SECONDS. The first turn is not counted: it may compile."""
+    requests = mix.in_flight
+    stock.serve(mix.load(requests, rate))
+    for _ in range(3):
+        seconds = stock.serve(mix.load(requests, rate)).seconds
+        if seconds >= REPEAT_SECONDS:
+            break
+        requests = math.ceil(1.1 * requests * REPEAT_SECONDS / seconds)
+    return mix.load(requests, rate)
 
-    gpus = torch.cuda.device_count()
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint(model, folder)
-        llm = engine(folder, method, gpus)
-    print(f"{model} {method}: started in {time.perf_counter() - start:.0f} s", flush=True)
-    if method == "weft":
-        import weft
 
-        print(weft.vllm.report(llm), flush=True)
-    for name, mix in ((name, MIXES[name]) for name in mixes):
-        serve(llm, mix)  # a first time, for what is compiled for a shape when it is met
-        seconds = [round(serve(llm, mix), 4) for _ in range(repeats)]
-        lengths = mix.lengths()
+def take_turns(engines: dict[str, Any], load: Load, repeats: int, end: float) -> dict[str, list[Served]]:
+    """Serve the load by stock, the other engines and stock again, `repeats` times or until `end`. Of a repeat stock has two results."""
+    order = [STOCK, *(method for method in engines if method != STOCK), STOCK]
+    results: dict[str, list[Served]] = {method: [] for method in engines}
+    for _ in range(repeats):
+        begun = time.monotonic()
+        for method in order:
+            results[method].append(engines[method].serve(load))
+        if 2 * time.monotonic() - begun > end:  # the next repeat would end too late
+            break
+    return results
+
+
+def latency(results: list[Served]) -> dict[str, list[float]]:
+    """Return the [median, 99th percentile] of all results, in milliseconds."""
+    times = {
+        "first_token_ms": [t for served in results for t in served.first_token],
+        "between_tokens_ms": [t for served in results for t in served.between_tokens],
+    }
+    return {name: [round(1e3 * quantile(ts, q), 3) for q in (0.5, 0.99)] for name, ts in times.items() if ts}
+
+
+def quantile(values: list[float], q: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(q * len(values)))]
+
+
+def comparison(results: dict[str, list[Served]], method: str) -> dict[str, Any]:
+    """Return what the results say of a method beside stock."""
+    seconds = [served.seconds for served in results[method]]
+    stock = [served.seconds for served in results[STOCK]]
+    pairs = list(zip(stock[::2], stock[1::2], strict=True))
+    ratios = [sum(pair) / 2 / t for pair, t in zip(pairs, seconds, strict=True)]
+    nulls = [before / after for before, after in pairs]
+    return {
+        "seconds": [round(t, 4) for t in seconds],
+        "baseline_seconds": [[round(t, 4) for t in pair] for pair in pairs],
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        "null_range": [round(min(nulls), 4), round(max(nulls), 4)],
+        "latency": {name: latency(results[name]) for name in (STOCK, method)},
+    }
+
+
+def measure_mix(engines: dict[str, Engine], name: str, args: argparse.Namespace, end: float) -> None:
+    """Measure one mix, and append a row for each method beside stock."""
+    load = scaled(engines[STOCK], MIXES[name], args.rate)
+    others = [method for method in engines if method != STOCK]
+    first_seconds = {method: engines[method].serve(load).seconds for method in others}
+    results = take_turns(engines, load, args.repeats, end)
+    setup = engines[STOCK].setup
+    for method in others:
+        facts = {name: engines[name].facts for name in (STOCK, method)}
         row = dict(
-            op="vllm serving", model=model, layers=LAYERS, ranks=gpus, mix=name, method=method, seconds=seconds, requests=mix.requests,
-            tokens_in=sum(tokens for tokens, _ in lengths), tokens_out=sum(tokens for _, tokens in lengths), vllm=version("vllm"),
-            gpu=torch.cuda.get_device_name(), commit=os.environ.get("WEFT_COMMIT"), date=time.strftime("%Y-%m-%d"),
+            op="vllm serving", model=setup.model, layers=LAYERS, ranks=len(setup.gpus), mix=name, method=method, baseline=STOCK,
+            **comparison(results, method), first=round(first_seconds[method], 4), requests=len(load.lengths), in_flight=load.in_flight, rate=load.rate,
+            tokens_in=sum(tokens for tokens, _ in load.lengths), tokens_out=sum(tokens for _, tokens in load.lengths),
+            tokens_a_step=setup.tokens_a_step, engines=len(engines), vllm=facts[method]["vllm"], gpu=facts[method]["gpu"],
+            **{"fused all-reduce": {name: engine_facts["fused all-reduce"] for name, engine_facts in facts.items()}},
+            commit=os.environ.get("WEFT_COMMIT"), date=time.strftime("%Y-%m-%d"),
         )  # fmt: skip
-        print(row, flush=True)
-        with open(out / "vllm_serving.jsonl", "a") as file:
+        print(
+            f"{setup.model} {name}: {method} {row['ratio']:.3f}x of {row['ratio_range']}, null {row['null_range']}",
+            flush=True,
+        )
+        with open(args.out / "vllm_serving.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
-    if method == "weft":
-        print(weft.vllm.report(llm), flush=True)
+
+
+def measure(model: str, args: argparse.Namespace, end: float) -> None:
+    """Start the engines of a model and measure all mixes, as far as the time reaches."""
+    share = round(MEMORY / len(args.methods), 3)
+    engines = {}
+    for method in args.methods:
+        log = args.out / f"vllm_serving-{model}-{len(args.gpus)}-{method.replace(' ', '_')}.log"
+        setup = Setup(model, method, tuple(args.gpus), args.tokens_a_step, share, int(args.cache * 2**30))
+        engines[method] = Engine(setup, log)
+    began = time.monotonic()
+    try:
+        start_engines(list(engines.values()), end)
+        print(f"{model}: {len(engines)} engines started in {time.monotonic() - began:.0f} s", flush=True)
+        for name in args.mixes:
+            if end - time.monotonic() < 10 * REPEAT_SECONDS:
+                print(f"{model} {name}: no time left", flush=True)
+                continue
+            measure_mix(engines, name, args, end)
+    except Failed as error:
+        print(f"{model}: {error}", flush=True)
+    finally:
+        for engine in engines.values():
+            if hasattr(engine, "process"):
+                engine.stop()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, nargs="+", help="all of them if left out")
     parser.add_argument("--models", nargs="+", default=["Llama-70B"], choices=MODELS)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS[:2]), choices=METHODS)
+    parser.add_argument(
+        "--methods", nargs="+", default=[STOCK, "weft"], choices=METHODS, help="stock, and others beside it"
+    )
     parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=560, help="after which no engine is started or goes on")
-    parser.add_argument("--one", action="store_true", help="measure in this process: one model, one method")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="requests that arrive a second; 0: as soon as others end"
+    )
+    parser.add_argument("--tokens-a-step", type=int, default=8192)
+    parser.add_argument("--cache", type=float, default=8.0, help="GiB of keys and values of a rank and engine")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--seconds", type=float, default=560, help="after which no engine goes on")
     args = parser.parse_args()
+    if STOCK not in args.methods or len(args.methods) < 2:
+        parser.error(f"--methods {' '.join(args.methods)}: {STOCK} and at least one other are compared")
+    if not args.gpus:
+        import torch
+
+        args.gpus = list(range(torch.cuda.device_count()))
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.one:
-        return measure(args.models[0], args.methods[0], args.mixes, args.repeats, args.out)
     end = time.monotonic() + args.seconds
+    spawn = multiprocessing.get_context("spawn")
+    spawn.Process(target=vllm_engine.compile_fused_all_reduce, args=(args.out / "vllm_serving-nvcc.log",)).start()
     for model in args.models:
-        for method in args.methods:
-            if (left := end - time.monotonic()) < 60:
-                print(f"{model} {method}: no time left", flush=True)
-                continue
-            command = [
-                sys.executable,
-                "-m",
-                "bench.measure.vllm_serving",
-                "--one",
-                "--out",
-                str(args.out),
-                "--models",
-                model,
-            ]
-            command += ["--methods", method, "--mixes", *args.mixes, "--repeats", str(args.repeats)]
-            with open(args.out / f"vllm_serving-{model}-{method.replace(' ', '_')}.log", "w") as log:
-                environment = os.environ | {"WEFT_VLLM": str(int(method == "weft"))}
-                ended = subprocess.run(
-                    ["timeout", "-k", "5", str(int(left)), *command], stdout=log, stderr=log, env=environment
-                )
-            print(f"{model} {method}: {'done' if ended.returncode == 0 else f'failed, {ended.returncode}'}", flush=True)
+        measure(model, args, end)
 
 
 if __name__ == "__main__":

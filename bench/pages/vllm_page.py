@@ -59,11 +59,13 @@ def serving(lines: Rows) -> str:
 
 
 def seconds_by_mix(lines: Rows) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """Return the seconds of all repeats by (model, mix) and method."""
+    """Return the seconds of all repeats by (model, mix) and method. A row also has the turns of its baseline, if both took turns."""
     seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in lines:
         by_method = seconds.setdefault((row["model"], row["mix"]), {})
         by_method.setdefault(row["method"], []).extend(row["seconds"])
+        for pair in row.get("baseline_seconds", []):
+            by_method.setdefault(row["baseline"], []).extend(pair)
     return seconds
 
 

@@ -1,0 +1,247 @@
+"""One engine of vLLM in a process of its own, which serves the requests that its parent sends through a pipe: see vllm_serving.py.
+
+Nothing here imports vLLM or torch before the process has its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+LAYERS = 16
+MAX_MODEL_LEN, MAX_NUM_SEQS = 16384, 256
+LLAMA = dict(architecture="Llama", rope_theta=500000.0)
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-70B": dict(LLAMA, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8, vocab_size=128256),
+    "Llama-8B": dict(LLAMA, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256),
+    "Qwen2.5-32B": dict(
+        architecture="Qwen2", hidden_size=5120, intermediate_size=27648, num_attention_heads=40, num_key_value_heads=8, vocab_size=152064
+    ),
+    "Qwen3-30B-A3B": dict(
+        architecture="Qwen3Moe", hidden_size=2048, intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        vocab_size=151936, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+    ),
+}  # fmt: skip
+METHODS: dict[str, dict[str, bool]] = {  # the compilation passes that differ from vLLM's defaults
+    "stock": {},
+    "weft": {},
+    "stock unfused": {"fuse_allreduce_rms": False},
+    "async tp": {"enable_sp": True, "fuse_gemm_comms": True},
+}
+# flashinfer's other fused all-reduce ("mnnvl", which vLLM tries first) needs NVLink multicast, and so do NVLS and multimem.
+NO_MULTICAST = dict(
+    VLLM_FLASHINFER_ALLREDUCE_BACKEND="trtllm",
+    NCCL_NVLS_ENABLE="0",
+    TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
+    NVSHMEM_DISABLE_NVLS="1",
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an engine is started with; `utilization` is its share of each GPU's memory, `cache` its keys and values in bytes a rank."""
+
+    model: str
+    method: str
+    gpus: tuple[int, ...]
+    tokens_a_step: int
+    utilization: float
+    cache: int
+
+
+@dataclass
+class Load:
+    """Requests as (tokens, tokens of the answer). At most `in_flight` are served at once; they arrive at `rate` a second on average
+    (a Poisson process), or at once if it is 0."""
+
+    lengths: list[tuple[int, int]]
+    in_flight: int
+    rate: float = 0.0
+
+    def arrivals(self) -> list[float]:
+        """Return the second at which each request arrives, the same at every call."""
+        draw, arrival = random.Random(2), 0.0
+        if not self.rate:
+            return [0.0] * len(self.lengths)
+        return [arrival := arrival + draw.expovariate(self.rate) for _ in self.lengths]
+
+
+@dataclass
+class Served:
+    """The seconds from the first request to the last answer, from each request's arrival to its first token, and between tokens."""
+
+    seconds: float = 0.0
+    first_token: list[float] = field(default_factory=list)
+    between_tokens: list[float] = field(default_factory=list)
+
+
+def serve(engine: Any, load: Load, prompts: list[Any], params: list[Any]) -> Served:
+    """Serve all requests by an `LLMEngine` and return the times. A request that waits for others to end arrives when it is sent, unless
+    arrivals have a rate."""
+    arrivals, served = load.arrivals(), Served()
+    last_token: dict[str, float] = {}  # of a request in flight, or its arrival
+    answered: set[str] = set()
+    sent, start = 0, time.perf_counter()
+    while sent < len(prompts) or last_token:
+        elapsed = time.perf_counter() - start
+        while sent < len(prompts) and arrivals[sent] <= elapsed and len(last_token) < load.in_flight:
+            engine.add_request(str(sent), prompts[sent], params[sent])
+            last_token[str(sent)] = arrivals[sent] if load.rate else elapsed
+            sent += 1
+        if not last_token:
+            time.sleep(max(0.0, arrivals[sent] - elapsed))
+            continue
+        for output in engine.step():
+            elapsed, tokens = time.perf_counter() - start, len(output.outputs[0].token_ids)
+            times = [elapsed - last_token[output.request_id]] + [0.0] * (tokens - 1) if tokens else []
+            if times and output.request_id not in answered:
+                served.first_token.append(times.pop(0))
+                answered.add(output.request_id)
+            served.between_tokens += times
+            last_token[output.request_id] = elapsed if tokens else last_token[output.request_id]
+            if output.finished:
+                del last_token[output.request_id]
+    served.seconds = time.perf_counter() - start
+    return served
+
+
+class WorkerExtension:
+    """vLLM gives these methods to its workers."""
+
+    def fused_all_reduce(self) -> dict[str, Any]:
+        """Return the backend of flashinfer's fused all-reduce in this worker (None: it is off), and how many matches of the
+        compiled model the pass has replaced by it."""
+        from vllm.compilation.passes.vllm_inductor_pass import get_match_table
+        from vllm.distributed.device_communicators import flashinfer_all_reduce
+
+        workspace = flashinfer_all_reduce._fi_ar_workspace
+        matches = get_match_table().get(
+            "AllReduceFusionPass", 0
+        )  # 0 also where the code was compiled by an earlier process
+        return {"backend": None if workspace is None else workspace.backend, "matches": matches}
+
+
+def checkpoint(model: str, folder: str) -> None:
+    """Write the configuration of a model; vLLM makes its weights (load_format="dummy")."""
+    import transformers
+
+    sizes = dict(MODELS[model])
+    kind = sizes.pop("architecture")
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes,
+        num_hidden_layers=LAYERS,
+        max_position_embeddings=2 * MAX_MODEL_LEN,
+        architectures=[f"{kind}ForCausalLM"],
+        torch_dtype="bfloat16",
+        tie_word_embeddings=False,
+    )
+    config.save_pretrained(folder)
+
+
+def start(setup: Setup) -> Any:
+    """Return the engine. Explicit bytes of cache, since vLLM's profile of the memory would count what the engines beside it allocate."""
+    from vllm import LLM
+
+    passes = METHODS[setup.method]
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint(setup.model, folder)
+        return LLM(
+            folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            tensor_parallel_size=len(setup.gpus),
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=setup.tokens_a_step,
+            max_num_seqs=MAX_NUM_SEQS,
+            gpu_memory_utilization=setup.utilization,
+            kv_cache_memory_bytes=setup.cache,
+            enable_prefix_caching=False,
+            seed=0,
+            worker_extension_cls=f"{__name__}.WorkerExtension",
+            **({"compilation_config": {"pass_config": passes}} if passes else {}),
+        )
+
+
+def facts(llm: Any, setup: Setup) -> dict[str, Any]:
+    """Return what a row says of an engine, and print weft's report."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    if setup.method == "weft":
+        import weft
+
+        print(weft.vllm.report(llm), flush=True)
+    passes = llm.llm_engine.vllm_config.compilation_config.pass_config
+    fused = llm.collective_rpc("fused_all_reduce")
+    if any(fusion != fused[0] for fusion in fused):
+        raise RuntimeError(f"workers fuse all-reduces differently: {fused}")
+    return {
+        "vllm": vllm.__version__,
+        "gpu": current_platform.get_device_name(),
+        "fused all-reduce": {"asked": bool(passes.fuse_allreduce_rms), **fused[0]},
+    }
+
+
+def requests(load: Load) -> tuple[list[Any], list[Any]]:
+    """Return random prompts and parameters of a load, the same at every call."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    draw, tokens = random.Random(1), range(1000, 30000)
+    prompts = [{"type": "token", "prompt_token_ids": draw.choices(tokens, k=length)} for length, _ in load.lengths]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        for _, answer in load.lengths
+    ]
+    return prompts, params
+
+
+def redirect(log: Path) -> None:
+    """Write what this process and its children print to the log."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def compile_fused_all_reduce(log: Path) -> None:
+    """Compile flashinfer's fused all-reduce by nvcc, for which each engine would wait otherwise. A compiled one is found again."""
+    redirect(log)
+    from flashinfer.jit.comm import gen_trtllm_comm_module
+
+    start = time.perf_counter()
+    gen_trtllm_comm_module().build(verbose=True)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def main(setup: Setup, pipe: Connection, log: Path) -> None:
+    """Start an engine and serve what comes through the pipe, until None comes. Answers are results or a traceback's text."""
+    os.setsid()  # the parent ends this process and vLLM's by their group
+    redirect(log)
+    os.environ |= NO_MULTICAST | {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, setup.gpus)),
+        "WEFT_VLLM": str(int(setup.method == "weft")),
+        # Engines that start at once must not write one another's compiled code.
+        "VLLM_CACHE_ROOT": str(Path.home() / ".cache/vllm" / setup.method.replace(" ", "_")),
+    }
+    try:
+        llm = start(setup)
+        pipe.send(facts(llm, setup))
+        while (load := pipe.recv()) is not None:
+            pipe.send(serve(llm.llm_engine, load, *requests(load)))
+        if setup.method == "weft":
+            facts(llm, setup)
+    except Exception:
+        traceback.print_exc()
+        pipe.send(traceback.format_exc())
+    finally:
+        pipe.close()

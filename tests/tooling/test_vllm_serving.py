@@ -1,0 +1,107 @@
+"""The benchmark of vLLM with engines that are only made up: who takes turns when, what a row says, and how requests are sent and timed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.measure import vllm_engine, vllm_serving
+from bench.measure.vllm_engine import Load, Served
+from bench.measure.vllm_serving import MIXES, Mix, Tokens
+
+
+@dataclass
+class Turns:
+    """An engine that takes `seconds` of its own for each turn, and notes that it had one."""
+
+    method: str
+    seconds: deque[float]
+    order: list[str]
+
+    def serve(self, load: Load) -> Served:
+        self.order.append(self.method)
+        return Served(self.seconds.popleft(), [0.010, 0.020, 0.030], [0.001] * 98 + [0.005] * 2)
+
+
+def test_turns_are_stock_method_stock_and_a_ratio_is_of_one_repeat() -> None:
+    """The machine slows down by half in the second repeat: the ratio stays, and the null shows what the last repeat is worth."""
+    order: list[str] = []
+    stock = Turns("stock", deque([4.0, 4.0, 6.0, 6.0, 4.0, 5.0]), order)
+    weft = Turns("weft", deque([2.0, 3.0, 2.0]), order)
+    load = MIXES["decode"].load(8, 0.0)
+    results = vllm_serving.take_turns({"stock": stock, "weft": weft}, load, 3, time.monotonic() + 60)
+    assert order == ["stock", "weft", "stock"] * 3
+    row = vllm_serving.comparison(results, "weft")
+    assert row["ratio"] == 2.0 and row["ratio_range"] == [2.0, 2.25] and row["null_range"] == [0.8, 1.0]
+    assert row["baseline_seconds"] == [[4.0, 4.0], [6.0, 6.0], [4.0, 5.0]] and row["seconds"] == [2.0, 3.0, 2.0]
+    assert row["latency"]["weft"] == {"first_token_ms": [20.0, 30.0], "between_tokens_ms": [1.0, 5.0]}
+
+
+def test_turns_end_with_the_time() -> None:
+    order: list[str] = []
+    engines = {name: Turns(name, deque([1.0] * 6), order) for name in ("stock", "weft")}
+    results = vllm_serving.take_turns(engines, MIXES["decode"].load(8, 0.0), 3, time.monotonic())
+    assert {name: len(served) for name, served in results.items()} == {"stock": 2, "weft": 1}
+
+
+def test_requests_are_scaled_until_stock_is_busy_long_enough() -> None:
+    """The first turn counts for nothing; then a second for each 8 requests."""
+    asked: list[int] = []
+
+    def serve(load: Load) -> Served:
+        asked.append(len(load.lengths))
+        return Served(60.0 if len(asked) == 1 else len(load.lengths) / 8)
+
+    load = vllm_serving.scaled(SimpleNamespace(serve=serve), MIXES["decode"], 0.0)
+    assert asked == [8, 8, 27] and len(load.lengths) == 27 and load.in_flight == 8
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("chat", (299, 324)), ("fixed", (1024, 128))])
+def test_lengths_have_the_published_means(name: str, tokens: tuple[int, int]) -> None:
+    lengths = MIXES[name].load(20000, 0.0).lengths
+    means = [sum(column) / len(lengths) for column in zip(*lengths, strict=True)]
+    assert means == pytest.approx(tokens, rel=0.03)
+
+
+@dataclass
+class EngineOfOneTokenAStep:
+    """As `LLMEngine`: every step takes `seconds` and gives each request one token, until it has the tokens it asked for."""
+
+    seconds: float = 0.0
+    left: dict[str, int] = field(default_factory=dict)
+    most: int = 0
+
+    def add_request(self, name: str, prompt: object, tokens: int) -> None:
+        self.left[name] = tokens
+        self.most = max(self.most, len(self.left))
+
+    def step(self) -> list[Any]:
+        time.sleep(self.seconds)
+        self.left = {name: tokens - 1 for name, tokens in self.left.items()}
+        outputs = [
+            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0])], finished=tokens == 0)
+            for name, tokens in self.left.items()
+        ]
+        self.left = {name: tokens for name, tokens in self.left.items() if tokens}
+        return outputs
+
+
+def test_no_more_requests_are_in_flight_than_the_mix_has() -> None:
+    """Each request has a time to its first token, and one for each further token."""
+    load = Mix(3, Tokens(16), Tokens(4)).load(10, 0.0)
+    engine = EngineOfOneTokenAStep()
+    served = vllm_engine.serve(engine, load, [None] * 10, [tokens for _, tokens in load.lengths])
+    assert engine.most == 3 and len(served.first_token) == 10 and len(served.between_tokens) == 10 * 3
+
+
+def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
+    """Requests arrive at 1,000 a second, and one at a time is served in two steps of 5 ms: the last one waits for all before it."""
+    load = Mix(1, Tokens(16), Tokens(2)).load(6, 1000.0)
+    served = vllm_engine.serve(EngineOfOneTokenAStep(0.005), load, [None] * 6, [2] * 6)
+    assert load.arrivals() == sorted(load.arrivals()) and load.arrivals()[0] > 0
+    assert served.first_token[-1] > 0.03 and min(served.between_tokens) >= 0.005
