@@ -8,8 +8,9 @@ several Worlds, must. Results are compared on the device with what float32 says,
 
 The kinds of which there were the fewest calls, by as many ranks, on record (tests/gpu_record.json) come most often. Every rank draws
 the same from (seed, number of the round, kind), so `--seed S --only I --kind KIND` repeats round I alone; `--only I:J` those from I to
-J - 1, of the kinds that a run drew if `--record` names its fuzz<N>.json. A seed also fixes the layers, rows and plans that its
-rounds draw from, so that few kernels are compiled; another seed takes others. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
+J - 1, of the kinds that a run drew if `--record` names its fuzz<N>.json. A seed also fixes the plan, layer, rows and form of each kind,
+so that its kernels are compiled once; another seed takes others. A run compiles them before its first round, kind by kind, for at most
+half of its seconds: only compiled kinds are drawn. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ from weft.plans import (
 OPS = tuple(CALLS)
 STREAMS = ("fuzz a", "fuzz b")
 BATCH = 200  # calls between two looks at the results
+ROUNDS_A_LOOK = 8  # at the clock, for which all ranks meet on the host
+SPECIAL_SHAPES = 4  # the first ones, for which Triton compiles kernels of their own (fuzz_calls.shapes)
+FIRST = -1  # the round that compiles a kind
 NAMED = 20  # wrong calls that are written out
 EVEN = 100  # calls on record below which kinds come about equally often
 RECORD = Path(__file__).parents[1] / "gpu_record.json"
@@ -105,41 +109,55 @@ class Fuzz:
             self.kinds += [
                 Kind(op, plan, True, parts) for plan in {"auto": 0, **dict.fromkeys(trained)} for parts in (False, True)
             ]
-        self.weights = [1 / (EVEN + (counts or {}).get(str(kind), 0)) for kind in self.kinds]
+        self.counts = counts or {}
         self.errors = torch.zeros(
             2 * BATCH + 64 * 3, device=world.device
         )  # over its bound, of calls since the last look
         self.pending: list[tuple[Round, int]] = []  # the round that made each, and which of its calls it is
         self.held: list[Any] = []  # graphs that may still run
 
+    def order(self) -> list[Kind]:
+        """Return all kinds, those with the fewest calls on record first."""
+        draw = random.Random(f"{self.seed} order")
+        return sorted(self.kinds, key=lambda kind: (self.counts.get(str(kind), 0), draw.random()))
+
+    def compile(self, kind: Kind) -> None:
+        """Make a call of a kind and, where there may be graphs of it, replay one."""
+        r = self.draw(FIRST, kind)
+        self.run(replace(r, calls=r.calls[:1], replays=0))
+        if self.replayable(r):
+            self.run(replace(r, calls=r.calls[:1], replays=1))
+
     def draw(self, index: int, kind: Kind | None = None) -> Round:
         if kind is None:
-            (kind,) = random.Random(f"{self.seed} {index} kind").choices(self.kinds, self.weights)
-        rng = random.Random(f"{self.seed} {index} {kind}")
-        world = rng.randrange(1, len(self.parts)) if kind.parts else 0
+            weights = [1 / (EVEN + self.counts.get(str(kind), 0)) for kind in self.kinds]
+            (kind,) = random.Random(f"{self.seed} {index} kind").choices(self.kinds, weights)
+        of_kind, rng = random.Random(f"{self.seed} {kind}"), random.Random(f"{self.seed} {index} {kind}")
+        world = of_kind.randrange(1, len(self.parts)) if kind.parts else 0
         part = self.parts[world]
-        layer, shape = rng.randrange(len(part.layers)), rng.randrange(len(part.shapes))
+        layer, shape = of_kind.randrange(len(part.layers)), of_kind.randrange(len(part.shapes))
+        if shape >= SPECIAL_SHAPES and kind.plan != "auto":  # which times its plans for every number of rows
+            shape = rng.randrange(SPECIAL_SHAPES, len(part.shapes))
         if kind.op in (NORM, ATTENTION) and not sum(part.shapes[shape]):
             shape = 1  # one row
         rows, plan = part.shapes[shape], self.plans[kind.op][kind.plan]
-        replays = rng.choice([3, 8]) if rng.random() < 0.1 and sum(rows) and not kind.gradients else 0
-        reads = (
-            kind.op == MOE
-            and kind.plan == "sequential"
-            or kind.op == TENSOR
-            and part.layers[layer].dtype == torch.float16
-        )
-        if reads:
-            replays = 0  # it may read counts on the host
+        whole, form, routing = of_kind.random() < 0.3, of_kind.randrange(60), rng.choice(ROUTINGS)
+        r = Round(index, kind, world, plan, layer, shape, rows, whole, routing, form, (), 0)
+        replays = rng.choice([3, 8]) if rng.random() < 0.1 and self.replayable(r) else 0
         calls = []
         offsets = [rng.randrange(self.scale.pool - sum(rows)) for _ in range(3)]  # few: launches are kept by address
         for _ in range(rng.randrange(1, 4) if replays or kind.gradients else rng.randrange(1, 9)):
             late = rng.randrange(part.world.size) if rng.random() < 0.3 else -1
             stream = "" if replays or rng.random() < 0.5 else rng.choice(STREAMS)
             calls.append(Call(rng.choice(offsets), stream, late, rng.randrange(1000, 300_000), rng.random() < 0.3))
-        whole = rng.random() < 0.3 and not (replays and plan == "auto")  # whose tiles a graph may be the first to have
-        routing, form = rng.choice(ROUTINGS), rng.randrange(60)
-        return Round(index, kind, world, plan, layer, shape, rows, whole, routing, form, tuple(calls), replays)
+        return replace(r, calls=tuple(calls), replays=replays)
+
+    def replayable(self, r: Round) -> bool:
+        """Return whether a graph may have the round's calls: none that reads counts on the host, or is the first to have its tiles."""
+        half = self.parts[r.world].layers[r.layer].dtype == torch.float16
+        reads = r.kind.op == MOE and r.kind.plan == "sequential" or r.kind.op == TENSOR and half
+        first_tiles = r.whole and r.plan == "auto"
+        return bool(sum(r.rows)) and not (r.kind.gradients or reads or first_tiles)
 
     def described(self, r: Round) -> str:
         part = self.parts[r.world]
@@ -286,63 +304,111 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
 @dataclass(frozen=True)
 class Rounds:
     """only: these rounds, of which nothing is written; none: from 0 until so many calls are made or seconds are over. kind: of all of them;
-    None: drawn by `counts`, calls on record."""
+    "": drawn by `counts`, calls on record, from the kinds that a run had `compiled`, or from all of them."""
 
     seconds: float = 1000
     calls: int = 1_000_000
     only: Sequence[int] = ()
     kind: str = ""
     counts: Mapping[str, int] | None = None
+    compiled: Sequence[str] = ()
 
 
 def run(world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale = GPU) -> dict[str, Any]:
     """What rank 0 writes."""
-    start, index, counts = time.time(), 0, dict(rounds.counts or {})
-    fuzz = Fuzz(world, seed, scale, counts)
-    kind = next((kind for kind in fuzz.kinds if str(kind) == rounds.kind), None)
-    if rounds.kind and kind is None:
-        raise ValueError(f"no kind {rounds.kind!r}; there are {', '.join(map(str, fuzz.kinds))}")
-    kinds_of: Counter[str] = Counter()
-    failed: list[str] = []
-    results: dict[str, Any] = dict(world=world.size, gpus=gpus_of(world), seed=seed, calls=0, wrong=0, largest=0.0, seconds=0.0, failed=failed,
-                                 drawn_by=counts)  # fmt: skip
+    return Run(world, out, seed, rounds, scale).run()
 
-    def write(ended: str) -> None:
-        results.update(seconds=round(time.time() - start, 1), ended=ended, kinds=dict(sorted(kinds_of.items())))
-        if world.rank == 0 and not rounds.only:
-            (out / f"fuzz{world.size}.json").write_text(json.dumps(results, indent=1))
 
-    def look() -> None:
-        for r, call, error in fuzz.verify():
-            results["calls"] += 1
-            kinds_of[str(r.kind)] += 1
-            results["largest"] = max(results["largest"], error) if error < 1e30 else results["largest"]
+class Run:
+    """The rounds of a seed from the first to the last, and what rank 0 writes of them."""
+
+    def __init__(self, world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale) -> None:
+        self.world, self.out, self.rounds = world, out, rounds
+        self.started, self.index, self.counts = time.time(), 0, dict(rounds.counts or {})
+        self.fuzz = Fuzz(world, seed, scale, self.counts)
+        self.by_name = {str(kind): kind for kind in self.fuzz.kinds}
+        if rounds.kind and rounds.kind not in self.by_name:
+            raise ValueError(f"no kind {rounds.kind!r}; there are {', '.join(self.by_name)}")
+        self.kind = self.by_name.get(rounds.kind)
+        self.kinds_of: Counter[str] = Counter()
+        self.results: dict[str, Any] = dict(world=world.size, gpus=gpus_of(world), seed=seed, calls=0, wrong=0, largest=0.0, seconds=0.0,
+                                            failed=[], drawn_by=self.counts, compiling=0.0)  # fmt: skip
+
+    def run(self) -> dict[str, Any]:
+        self.write("not finished")  # a run that is killed stays at this
+        try:
+            if self.rounds.compiled:
+                self.fuzz.kinds = [self.by_name[name] for name in self.rounds.compiled]
+            elif self.world.device.type == "cuda" and not self.rounds.only:
+                self.compile()
+            self.go()
+            self.look()
+        except Exception as e:
+            latest = self.fuzz.described(self.fuzz.draw(self.index, self.kind))
+            print(f"ended by {e!r}\nat the latest in {latest}", flush=True)
+            self.write(f"rank {self.world.rank}, round {self.index}: {e!r}"[:600])
+            raise
+        self.write("")
+        return self.results
+
+    def compile(self) -> None:
+        """Call one kind after the other, for at most half of the time. Their calls are compared but not counted, and other kinds are
+        not drawn afterwards."""
+        self.index, chosen = FIRST, self.kind
+        order = [chosen] if chosen else self.fuzz.order()
+        compiled = []
+        for kind in order:
+            self.kind = kind  # which an error names
+            self.fuzz.compile(kind)
+            compiled.append(kind)
+            if len(self.fuzz.pending) >= BATCH:
+                self.look()
+            if self.over(self.rounds.seconds / 2):
+                break
+        self.look()
+        self.kind, self.fuzz.kinds = chosen, compiled
+        self.kinds_of.clear()
+        compiling = max(self.world.exchange(time.time() - self.started))
+        self.results.update(calls=0, compiling=round(compiling, 1), compiled=[str(kind) for kind in compiled])
+
+    def go(self) -> None:
+        """Make all rounds."""
+        for index in self.rounds.only or itertools.count():
+            self.index = index
+            self.fuzz.run(self.fuzz.draw(index, self.kind))
+            if len(self.fuzz.pending) >= BATCH:
+                self.look()
+            if self.rounds.only:
+                continue
+            if self.results["calls"] + len(self.fuzz.pending) >= self.rounds.calls:
+                break
+            if index % ROUNDS_A_LOOK == 0 and self.over(self.rounds.seconds):
+                break
+
+    def over(self, seconds: float) -> bool:
+        """Collective. Return whether so many seconds have passed on some rank."""
+        return max(self.world.exchange(time.time() - self.started)) > seconds
+
+    def write(self, ended: str) -> None:
+        seconds = time.time() - self.started - self.results["compiling"]
+        self.results.update(seconds=round(seconds, 1), ended=ended, kinds=dict(sorted(self.kinds_of.items())))
+        if self.world.rank == 0 and not self.rounds.only:
+            (self.out / f"fuzz{self.world.size}.json").write_text(json.dumps(self.results, indent=1))
+
+    def look(self) -> None:
+        failed = self.results["failed"]
+        for r, call, error in self.fuzz.verify():
+            self.results["calls"] += 1
+            self.kinds_of[str(r.kind)] += 1
+            self.results["largest"] = max(self.results["largest"], error) if error < 1e30 else self.results["largest"]
             if error <= 1:
                 continue
-            results["wrong"] += 1
+            self.results["wrong"] += 1
             if len(failed) < NAMED:
-                failed.append(f"{error:.3g} x its bound: call {call} of {fuzz.described(r)}")
-                if world.rank == 0:
+                failed.append(f"{error:.3g} x its bound: call {call} of {self.fuzz.described(r)}")
+                if self.world.rank == 0:
                     print(f"WRONG by {failed[-1]}", flush=True)
-        write("not finished")
-
-    write("not finished")  # a run that is killed stays at this
-    try:
-        for index in rounds.only or itertools.count():
-            fuzz.run(fuzz.draw(index, kind))
-            if len(fuzz.pending) >= BATCH:
-                look()
-                if max(world.exchange(time.time() - start)) > rounds.seconds:
-                    break
-            if not rounds.only and results["calls"] + len(fuzz.pending) >= rounds.calls:
-                break
-        look()
-    except Exception as e:
-        print(f"ended by {e!r}\nat the latest in {fuzz.described(fuzz.draw(index, kind))}", flush=True)
-        write(f"rank {world.rank}, round {index}: {e!r}"[:600])
-        raise
-    write("")
-    return results
+        self.write("not finished")
 
 
 def counts_in(path: Path, ranks: int) -> dict[str, int]:
@@ -357,6 +423,12 @@ def counts_in(path: Path, ranks: int) -> dict[str, int]:
             if place.startswith(f"{ranks} ranks "):
                 total.update(kinds)
     return dict(total)
+
+
+def compiled_in(path: Path) -> list[str]:
+    """Return the kinds that a run had compiled, of its results (fuzz<N>.json); none of a record."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    return list(known.get("compiled", ()))
 
 
 def gpus_of(world: weft.World) -> int:
@@ -381,13 +453,15 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     seed_of_rank = int(time.time()) if a.seed is None else a.seed
-    seed, counts = world.exchange((seed_of_rank, counts_in(a.record, world.size)))[0]
+    drawn_from = counts_in(a.record, world.size), compiled_in(a.record)
+    seed, (counts, compiled) = world.exchange((seed_of_rank, drawn_from))[0]
     lo, _, hi = (a.only or "").partition(":")
     only = range(int(lo), int(hi or int(lo) + 1)) if lo else ()
-    results = run(world, a.out, seed, Rounds(a.seconds, a.calls, only, a.kind, counts))
+    results = run(world, a.out, seed, Rounds(a.seconds, a.calls, only, a.kind, counts, compiled))
     if world.rank == 0:
         rate = 60 * results["calls"] / results["seconds"]
         outcome = f"{results['calls']} calls, {results['wrong']} wrong, {results['seconds']} s, {rate:.0f} a minute"
+        outcome += f", behind {results['compiling']} s in which kernels were compiled"
         on = (
             f"{results['gpus']} GPUs"
             if results["gpus"] == world.size
