@@ -105,16 +105,16 @@ def test_kinds_are_compiled_before_the_first_round_and_no_others_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls that compile are compared, but not counted. The clock ends this part at half of the time, and the run at its time."""
-    run, made = gpu_fuzz.Fuzz.run, []
+    run, rounds_run = gpu_fuzz.Fuzz.run, []
 
     def noted(self: gpu_fuzz.Fuzz, r: Round) -> int:
-        made.append(r)
+        rounds_run.append(r)
         return run(self, r)
 
     def main(world: weft.World) -> dict[str, Any]:
         rounds = gpu_fuzz.Rounds(seconds=100, counts={str(Kind(SUM, "auto")): 9})
         fuzz_run = gpu_fuzz.Run(world, tmp_path, 3, rounds, gpu_fuzz.SMALL)
-        monkeypatch.setattr(fuzz_run, "over", lambda seconds: len(made) > (6 if seconds == 50 else 30))
+        monkeypatch.setattr(fuzz_run, "over", lambda seconds: len(rounds_run) > (6 if seconds == 50 else 30))
         fuzz_run.compile()
         fuzz_run.go()
         fuzz_run.look()
@@ -122,14 +122,14 @@ def test_kinds_are_compiled_before_the_first_round_and_no_others_are_drawn(
 
     monkeypatch.setattr(gpu_fuzz.Fuzz, "run", noted)
     (results,) = weft.spmd(main, 1, backend="emulated")
-    compiling = [r for r in made if r.index == gpu_fuzz.FIRST]
+    compiling = [r for r in rounds_run if r.index == gpu_fuzz.FIRST]
     assert (
         7 <= len(compiling) <= 8
         and {len(r.calls) for r in compiling} == {1}
         and {r.replays for r in compiling} <= {0, 1}
     )
     assert [str(r.kind) for r in compiling if not r.replays] == results["compiled"]
-    counted = [r for r in made if r.index != gpu_fuzz.FIRST]
+    counted = [r for r in rounds_run if r.index != gpu_fuzz.FIRST]
     assert 0 < len(counted) < 40 and {str(r.kind) for r in counted} <= set(results["compiled"])
     assert results["calls"] == sum(len(r.calls) * (1 + r.replays) for r in counted) and not results["wrong"]
 

@@ -35,14 +35,21 @@ class Compared(NamedTuple):
     unexplained: float
     moved: int
 
+    def error(self) -> float:
+        """Return the largest distance of logits; or of a route, if rounding does not explain it."""
+        return max(self.of_all, self.of_token, self.unexplained if self.unexplained > 1 else 0.0)
+
 
 @contextmanager
 def routed(model: Any) -> Iterator[list[Routed]]:
-    """The calls of the routers of a model's layers, as they come: before what parallelism makes of the ids."""
+    """The calls of the routers of a model's layers, as they come: before what parallelism makes of the ids. Of a capture there is no x,
+    whose memory the graph then uses again as it does without us."""
     seen: list[Routed] = []
 
     def see(router: Any, inputs: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
-        seen.append(Routed(router, inputs[0].flatten(0, -2), out[2].long()))
+        x = inputs[0].flatten(0, -2)
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        seen.append(Routed(router, x.new_empty(0) if captured else x, out[2].long()))
 
     mlps = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
     hooks = [router_of(mlp).register_forward_hook(see, prepend=True) for mlp in mlps]
@@ -93,9 +100,20 @@ def compared(model: Any, ids: torch.Tensor, world: weft.World, two_parts: int | 
     """The woven model's logits of ids [.., S] with those of the model itself, as it was given, on all ranks."""
     hf.weave(model, world, two_parts=two_parts)
     with routed(model) as calls:
-        actual = model(ids, use_cache=False).logits.float()
+        actual = model(ids, use_cache=False).logits
     hf.unweave(model)
-    taken = [call.ids for call in calls]
+    return by_taken_routes(model, ids, world, actual, [call.ids for call in calls], two_parts)
+
+
+def by_taken_routes(
+    model: Any,
+    ids: torch.Tensor,
+    world: weft.World,
+    actual: torch.Tensor,
+    taken: Sequence[torch.Tensor],
+    two_parts: int | None = None,
+) -> Compared:
+    """A woven model's logits `actual` with those of the model itself by the routes `taken`, on all ranks."""
     if two_parts:  # a router routes one after the other
         taken = [torch.cat(pair) for pair in zip(taken[::2], taken[1::2], strict=True)]
     if taken[0].shape[0] < ids.numel():  # each rank routes its own rows
@@ -104,7 +122,7 @@ def compared(model: Any, ids: torch.Tensor, world: weft.World, two_parts: int | 
         expected = model(ids, use_cache=False).logits.float()
     assert len(calls) == len(taken)
     explained = [unexplained(call.router, call.x, taken_ids) for call, taken_ids in zip(calls, taken, strict=True)]
-    off = (actual - expected).norm(dim=-1)
+    off = (actual.float() - expected).norm(dim=-1)
     return Compared(
         (off.norm() / expected.norm()).item(),
         (off / expected.norm(dim=-1)).max().item(),

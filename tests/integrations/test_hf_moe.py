@@ -10,7 +10,7 @@ import torch
 
 import weft
 from tests.gates import some
-from tests.integrations.cases_transformers import Compared, compared
+from tests.integrations.cases_transformers import Compared, by_taken_routes, compared, routed
 from tests.integrations.test_hf import IDS, SIZES, run
 from weft import hf
 from weft.integrations.transformers import forwards
@@ -97,6 +97,25 @@ def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: py
     assert (comparison.unexplained > 1 and comparison.moved) if wrong == "expert" else comparison.of_token > 3e-2, (
         comparison
     )
+
+
+def test_routes_that_a_model_took_tell_a_near_tie_from_stale_memory() -> None:
+    """Logits by the routes that were taken are not off, also where one is another than the model's own; logits of other tokens are, and so
+    is the worst expert."""
+
+    def main(world: weft.World) -> list[float]:
+        model, ids = tiny_mixture("Mixtral", num_hidden_layers=1), IDS[:1]
+        with torch.no_grad(), routed(model) as calls:
+            logits, stale = model(ids).logits, model(ids.flip(1)).logits
+            taken = calls[0].ids
+        worst = taken.clone()
+        worst[0, 1] = torch.nn.functional.linear(calls[0].x[0], calls[0].router.weight).argmin()
+        with torch.no_grad():
+            results = [(logits, taken), (stale, taken), (logits, worst)]
+            return [by_taken_routes(model, ids, world, actual, [routes]).error() for actual, routes in results]
+
+    same, stale, wrong = run(main, 1)[0]
+    assert same == 0.0 and stale > 0.1 and wrong > 1
 
 
 @pytest.mark.parametrize("sharded", [False, True])
