@@ -105,23 +105,23 @@ def baseline_us(pairs: dict[tuple[str, str], tuple[Row, Row]], mode: str, name: 
 
 
 def layers(folder: Path) -> list[list[str]]:
-    """Return the lines of a machine's table of means that are not the benchmark's own ops, each baseline in a line above, which ends
-    with the date and commits of the rows."""
+    """Return the lines of a machine's table of means that are not the benchmark's own ops, each baseline in a line above; the last
+    cell has the dates and commits of a line's rows."""
     lines: list[list[str]] = []
     for baseline, group in groupby(LAYERS, lambda layers: layers.baseline):
-        rows, means = [], []
+        means = []
         for line in group:
             pairs = newest(folder, line)
             if not pairs:
                 continue
-            rows += [row for pair in pairs.values() for row in pair]
             ratios = {key: baseline_us(pairs, *key) / weft_row["us"] for key, (_, weft_row) in pairs.items()}
             by_mode = [mean(ratio for (mode, _), ratio in ratios.items() if mode == column) for column in MODES]
             lowest, mode, name = min((ratio, mode, name) for (mode, name), ratio in ratios.items())
             cells = [f"**{ratio:.2f}x**" if ratio else "–" for ratio in by_mode]
-            means.append([line.title, *cells, "–", f"{lowest:.2f}x ({name}, {MODES[mode]})"])
+            of_line = measured([row for pair in pairs.values() for row in pair])
+            means.append([line.title, *cells, "–", f"{lowest:.2f}x ({name}, {MODES[mode]})", of_line])
         if means:
-            lines += [[f"*{baseline}*", "", "", "", measured(rows)], *means]
+            lines += [[f"*{baseline}*", "", "", "", "", ""], *means]
     return lines
 
 
@@ -164,7 +164,9 @@ def line(results: Path) -> str:
     us = {(row["mode"], row["method"]): row["us"] for row in rows if row["M"] == tokens}
     transformers = min(t for (_, method), t in us.items() if method == "transformers")
     woven = min(t for (_, method), t in us.items() if method != "transformers")
-    (decoder,) = (c for c in cases(load(path.parent), "decoder", 2, "graph") if c.name == f"70B-prefill-{tokens}")
+    (decoder,) = (
+        c for c in cases(load(path.parent), "decoder", rows[0]["world"], "graph") if c.name == f"70B-prefill-{tokens}"
+    )
     return (
         f"On {path.parent.name} {tokens:,} tokens go through layers of Llama-70B's size **{transformers / woven:.2f}x** as fast as with the"
         f" model's own tensor parallelism, each in its faster mode. Of this **{decoder.ratio('auto'):.2f}x** is overlap, as in weft's"

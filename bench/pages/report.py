@@ -232,7 +232,7 @@ def _gain(case: Case) -> list[str]:
 
 def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
     """Return the lines of the README's table: of an op, the means in a CUDA graph and eager, the best peer's (in the first of
-    these that it was measured in), and the lowest of all shapes and both modes."""
+    these that it was measured in), the lowest of all shapes and both modes, and the dates and commits of the rows."""
     lines = []
     for op in _distinct(rows, "op", tuple(OPS)):
         by_mode = {mode: dict(_families(op, cases(rows, op, world, mode))) for mode in MODES}
@@ -247,7 +247,10 @@ def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
             if lows:
                 low, peer = min(lows), peers[0] if peers else None
                 best = f"{_x(peer[0])} {peer[1]}" if peer else "–"
-                lines.append([title, *(f"**{_x(m)}**" if m else "–" for m in means), best, f"{_x(low[0])} ({low[1]})"])
+                names = {c.name for families in by_mode.values() for c in families.get(title, [])}
+                source = measured([row for row in rows if row["op"] == op and row["name"] in names])
+                ratios_of_modes = [f"**{_x(m)}**" if m else "–" for m in means]
+                lines.append([title, *ratios_of_modes, best, f"{_x(low[0])} ({low[1]})", source])
     return lines
 
 
@@ -286,7 +289,7 @@ of the slowest rank, on random inputs, all methods of a shape interleaved in one
 *weft* is `plan="auto"`, and *plan* the kind that it took. *GEMM* and *comm.* are the two alone; *limit* is the longer of the GEMM
 alone and the bytes over the measured link rate. A library's column is its speedup over cuBLAS + NCCL. First CUDA graphs, then the
 same calls launched one by one (*eager*). N and K are the sizes on one rank, M is the gathered one. Means are
-geometric; the line of another baseline ends with its rows' commits.
+geometric. A chapter's title is the card and how many there were; *measured* is the date and the code of a row.
 """
 
 
@@ -328,7 +331,7 @@ def digest(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) 
     if not _old(rows):
         where = f"[every size](../{table_name(machine)})"
     source = f"Measured {when(rows)} at {commits(rows)}; {'an earlier version, whose ' * _old(rows)}{where}."
-    head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes"]
+    head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes", "measured"]
     text = [f"## {machine}", source, "\n".join(_table(head, means(rows, layers)))]
     for op in () if _old(rows) else (op for op in _distinct(rows, "op", tuple(OPS)) if op in PLOTTED):
         text.append(f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})")
@@ -388,7 +391,7 @@ def ending(folder: Path) -> tuple[Table, list[Path]]:
 def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[str]]:
     """Return the lines of one machine's table of means, a line with the baseline in italics before those that it is the baseline
     of. layers: further lines."""
-    return [["*cuBLAS, then NCCL*", "", "", "", ""], *summary(rows, max(row["world"] for row in rows)), *layers]
+    return [["*cuBLAS, then NCCL*", "", "", "", "", ""], *summary(rows, max(row["world"] for row in rows)), *layers]
 
 
 def block(machines: dict[str, list[Row]], layers: Callable[[str], list[list[str]]] = lambda machine: []) -> list[str]:
@@ -396,7 +399,7 @@ def block(machines: dict[str, list[Row]], layers: Callable[[str], list[list[str]
     last one first. layers: further lines of a machine's table."""
     since = {name: rows for name, rows in machines.items() if not _old(rows)}
     names = sorted(since, key=lambda name: when(since[name])[-10:], reverse=True)
-    by_title = {name: {line[0]: line[1:] for line in means(since[name], layers(name))} for name in names}
+    by_title = {name: {line[0]: line[1:5] for line in means(since[name], layers(name))} for name in names}
     lines, baseline, last = [], "", ""
     for title in dict.fromkeys(title for lines_of in by_title.values() for title in lines_of):
         cells = [lines_of.get(title, ["–"] * 4) for lines_of in by_title.values()]

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.pages.report import OPS, _table, _us, _x, mean
+from bench.pages.report import OPS, _table, _us, _x, mean, measured
 
 TUNED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MLPS = tuple(f"MLP-{i}" for i in range(1, 7))
@@ -18,6 +18,7 @@ WAYS_TEXT = """## Ways of overlapping
 From tuning runs, in CUDA graphs: the speedup over weft's own sequential plan of the best plan of each way, geometric means over
 MLP-1 to MLP-6, and in brackets on how many of the six it was the fastest. [What was tried](design-notes.md) says why.
 """
+METHODS = ("library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot")
 HOST_TEXT = """## Host time of a call
 
 From call to return, us, of a shape that was called before, without waiting for the GPU (`bench/measure/host.py`): the library's two calls
@@ -74,39 +75,47 @@ def ways(results: Path) -> str:
 
 
 def host(results: Path) -> str:
-    methods = ["library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot"]
+    stored = [r for path in sorted(results.glob("*/host.jsonl")) for r in lines_of(path) if r["what"] == "known"]
+    methods = list(dict.fromkeys([*METHODS, *(r["method"] for r in stored)]))
     known, new_sizes, eager = [], [], []
     for path in sorted(results.glob("*/host.jsonl")):
-        rows = [r | {"op": OPS[r["op"]], "world": str(r["world"])} for r in lines_of(path)]
+        rows = [
+            r | {"op": OPS.get(r["op"], r["op"].replace("_", " ")), "world": str(r["world"])} for r in lines_of(path)
+        ]
         for op, world in dict.fromkeys((r["op"], r["world"]) for r in rows):
             of_op = [r for r in rows if (r["op"], r["world"]) == (op, world)]
+            source = f"{path.parent.name} {measured(of_op)}".strip()
             us = {r["method"]: r["us"] for r in of_op if r["what"] == "known"}
-            known.append([op, world, *(_us(us.get(m)) for m in methods)])
+            known.append([op, world, *(_us(us.get(m)) for m in methods), source])
             new = {r["method"]: r for r in of_op if r["what"] == "new M"}
             cells = [f"{n['us']:.0f}, {n['p90']:.0f}, {n['worst']:.0f}" for n in map(new.get, ("library", "auto")) if n]
-            new_sizes += [[op, world, *cells]] if cells else []
+            new_sizes += [[op, world, *cells, source]] if cells else []
             sized: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
             for r in of_op:
                 if r["what"] == "auto":
                     sized[r["M"], r["N"], r["K"]][r["method"]] = r["us"]
             ratios = [times["library"] / times["auto"] for times in sized.values()]
             low = sum(ratio < 0.98 for ratio in ratios)
-            eager += [[op, world, _x(mean(ratios)), _x(min(ratios)), f"{low} of {len(ratios)}"]] if ratios else []
+            eager += (
+                [[op, world, _x(mean(ratios)), _x(min(ratios)), f"{low} of {len(ratios)}", source]] if ratios else []
+            )
     chapters = [
-        (HOST_TEXT, ["op", "GPUs", *methods], known),
-        (FIRST_TEXT, ["op", "GPUs", "library", "auto"], new_sizes),
-        (EAGER_TEXT, ["op", "GPUs", "mean", "least", "below 0.98"], eager),
+        (HOST_TEXT, ["op", "GPUs", *methods, "measured"], known),
+        (FIRST_TEXT, ["op", "GPUs", "library", "auto", "measured"], new_sizes),
+        (EAGER_TEXT, ["op", "GPUs", "mean", "least", "below 0.98", "measured"], eager),
     ]
     return "\n".join(text + "\n" + "\n".join(_table(head, lines)) + "\n" for text, head, lines in chapters if lines)
 
 
 def moe(results: Path) -> str:
-    lines = [line for path in sorted(results.glob("*/moe.jsonl")) for line in _moe_lines(lines_of(path))]
-    head = ["GPUs", "tokens a GPU", "layers", "speedup, mean", "least", "most"]
+    lines = [
+        line for path in sorted(results.glob("*/moe.jsonl")) for line in _moe_lines(lines_of(path), path.parent.name)
+    ]
+    head = ["GPUs", "tokens a GPU", "layers", "speedup, mean", "least", "most", "measured"]
     return MOE_TEXT + "\n" + "\n".join(_table(head, lines)) + "\n" if lines else ""
 
 
-def _moe_lines(rows: list[dict]) -> Iterator[list[str]]:
+def _moe_lines(rows: list[dict], machine: str) -> Iterator[list[str]]:
     """Return a line for each number of tokens; of every layer the newest rows of balanced routing."""
     us: dict[tuple[int, int], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for r in rows:
@@ -122,4 +131,5 @@ def _moe_lines(rows: list[dict]) -> Iterator[list[str]]:
                 _x(mean(ratios)),
                 _x(min(ratios)),
                 _x(max(ratios)),
+                f"{machine} {measured([r for r in rows if (r['world'], r['M'], r['zipf']) == (world, tokens, 0)])}",
             ]
