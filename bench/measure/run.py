@@ -1,9 +1,10 @@
 """The benchmark: every op and the whole MLP on every shape, beside cuBLAS + NCCL and torch's fused ops.
 
-torchrun --nproc-per-node N -m bench.measure.run --out DIR [--ops ...] [--shapes ...] [--modes graph eager] [--tune] [--seconds S]
+python -m bench.measure.run [--ops ...] [--shapes ... | --size M,H,I ...] [--modes graph eager] [--tune] [--seconds S] [--out DIR]
 torchrun --nproc-per-node N -m bench.measure.run --out DIR --file FILE   the examples of the ops that FILE defines, plan by plan
 
-Appends rows to DIR/<op>.jsonl. All methods of one shape and mode are timed in one interleaved run; `us` is the median over
+On all GPUs, or on those that torchrun gives. A size is M tokens over all ranks, hidden size H and intermediate size I of the whole MLP.
+Prints a line for each size, and at the end the rows of the README. Appends rows to DIR/<op>.jsonl. All methods of one shape and mode are timed in one interleaved run; `us` is the median over
 rounds of the slowest rank. `limit_us` = max(GEMM alone, bytes each rank must receive / link rate), the link rate measured
 at the start of the run with a copy engine. --tune first times the candidate plans of bench/common/candidates.py on every shape, writes
 them to DIR/sweep.jsonl (for bench/pages/table.py) and lets "auto" choose among what it just learned.
@@ -18,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,18 +230,48 @@ class Bench:
             )
 
 
-def main() -> None:
+def size(text: str) -> shapes.MLP:
+    """Return the shape M,H,I."""
+    try:
+        tokens, hidden, intermediate = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no M,H,I: tokens, hidden size, intermediate size") from None
+    return shapes.MLP(f"{tokens}x{hidden}x{intermediate}", tokens, hidden, intermediate)
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    """Return the command line's arguments; `sizes` are all shapes to measure."""
     p = argparse.ArgumentParser()
-    p.add_argument("--out", required=True, type=Path)
-    p.add_argument("--ops", nargs="*", default=[*OPS, "parallel_mlp"])
-    p.add_argument("--shapes", nargs="*", default=[s.name for s in shapes.ALL])
+    p.add_argument("--out", type=Path, help="default: a new folder among the temporary ones")
+    p.add_argument("--ops", nargs="*", default=[*OPS, "parallel_mlp"], choices=[*OPS, "parallel_mlp"])
+    p.add_argument("--shapes", nargs="*", choices=[s.name for s in shapes.ALL])
+    p.add_argument("--size", nargs="*", type=size, default=[], metavar="M,H,I")
     p.add_argument("--modes", nargs="*", default=["graph", "eager"])
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--methods", nargs="*", default=[""], help="those whose name begins with one of these")
     p.add_argument("--tune", action="store_true")
     p.add_argument("--file", type=Path, help="a file that defines ops, which are timed instead")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
-    a = p.parse_args()
+    a = p.parse_args(words)
+    a.out = a.out or Path(tempfile.mkdtemp(prefix="weft-bench-"))
+    by_name = {s.name: s for s in shapes.ALL}
+    names = list(by_name) if a.shapes is None and not a.size else a.shapes or []
+    a.sizes = [*map(by_name.__getitem__, names), *a.size]
+    return a
+
+
+def start_ranks() -> int:
+    """Run this program as a rank on every GPU and return its exit status."""
+    if not (gpus := torch.cuda.device_count()):
+        raise SystemExit("the benchmark needs GPUs: none is here")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    return subprocess.run([*torchrun, "-m", "bench.measure.run", *sys.argv[1:]]).returncode
+
+
+def main() -> None:
+    a = arguments(sys.argv[1:])
+    if "RANK" not in os.environ:
+        raise SystemExit(start_ranks())
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     torch.manual_seed(world.rank)
@@ -252,7 +284,7 @@ def main() -> None:
             bench.time_registered(REGISTRY[name])
         dist.destroy_process_group()
         return
-    for shape in sorted((s for s in shapes.ALL if s.name in a.shapes), key=lambda s: a.shapes.index(s.name)):
+    for shape in a.sizes:
         for op in a.ops:
             if max(world.exchange(time.time() - bench.start)) > a.seconds:
                 break
@@ -262,6 +294,7 @@ def main() -> None:
         table, plots = report.ending(a.out)
         Console().print(table)
         print("plots:", *plots)
+        print("\n".join(report.block({torch.cuda.get_device_name(): report.load(a.out)})))
     dist.destroy_process_group()
 
 
