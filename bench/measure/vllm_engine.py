@@ -116,16 +116,14 @@ class WorkerExtension:
     """vLLM gives these methods to its workers."""
 
     def fused_all_reduce(self) -> dict[str, Any]:
-        """Return the backend of flashinfer's fused all-reduce in this worker (None: it is off), and how many matches of the
-        compiled model the pass has replaced by it."""
+        """Return the backend of flashinfer's fused all-reduce in this worker (None: it is off), and how many matches of the compiled model
+        the pass has replaced by it; of code that an earlier process compiled, 0."""
         from vllm.compilation.passes.vllm_inductor_pass import get_match_table
         from vllm.distributed.device_communicators import flashinfer_all_reduce
 
         workspace = flashinfer_all_reduce._fi_ar_workspace
-        matches = get_match_table().get(
-            "AllReduceFusionPass", 0
-        )  # 0 also where the code was compiled by an earlier process
-        return {"backend": None if workspace is None else workspace.backend, "matches": matches}
+        backend = None if workspace is None else workspace.backend
+        return {"backend": backend, "matches": get_match_table().get("AllReduceFusionPass", 0)}
 
 
 def checkpoint(model: str, folder: str) -> None:

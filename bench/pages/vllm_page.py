@@ -40,7 +40,9 @@ def answers(results: Path) -> str:
 
 def serving(lines: Rows) -> str:
     """Return a line for each model and mix of requests of the newest day: every repeat's seconds with the plugin, and the ratio of the
-    fastest; and how much stock vLLM's times of other days differ."""
+    fastest; and how much stock vLLM's times of other days differ. Where engines took turns, `in_turns`."""
+    if rows_in_turns := [row for row in lines if "baseline_seconds" in row]:
+        return in_turns(rows_in_turns)
     day = max(row["date"] for row in lines)
     seconds = seconds_by_mix([row for row in lines if row["date"] == day])
     newest = {(row["model"], row["mix"]): row for row in lines}
@@ -56,6 +58,29 @@ def serving(lines: Rows) -> str:
     model = f"{row['model']}'s layers ({row['layers']} of them, random weights)"
     note = from_day_to_day(seconds, [row for row in lines if row["date"] != day])
     return f"vLLM {row['vllm']}, {row['ranks']} ranks, {model}:\n\n{grid(head, table)}{note}"
+
+
+def in_turns(lines: Rows) -> str:
+    """Return a line for the newest row of each model, mix and method: the ratio of the medians' repeat beside what stock's own two turns
+    of a repeat differ by, and the median and 99th percentile of the times of tokens."""
+    key = ("model", "ranks", "mix", "method", "rate", "tokens_a_step")
+    table = []
+    for row in {tuple(row[name] for name in key): row for row in lines}.values():
+        size = f"{row['mix']}: {row['requests']} of {row['tokens_in'] // row['requests']} + {row['tokens_out'] // row['requests']}"
+        size += f", {row['rate']:g} a second" * bool(row["rate"])
+        latencies = [row["latency"][method] for method in (row["method"], row["baseline"])]
+        tokens = [
+            " / ".join("–" if name not in ms else f"{ms[name][0]:.1f}, {ms[name][1]:.1f}" for ms in latencies)
+            for name in ("first_token_ms", "between_tokens_ms")
+        ]
+        ranges = [f"{row[name][0]:.2f} to {row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
+        table.append([row["model"], size, row["method"], f"**{row['ratio']:.2f}x**", *ranges, *tokens])
+    newest = lines[-1]
+    head = ["model", "requests of tokens in + out, mean", "method", "stock / it, median", "range", "stock / stock", "first token, ms: it / stock",
+            "between tokens, ms: it / stock"]  # fmt: skip
+    backends = {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
+    note = f"{newest['layers']} layers of random weights, stock with flashinfer's fused all-reduce ({', '.join(sorted(backends))})"
+    return f"vLLM {newest['vllm']}, {newest['ranks']} ranks, {newest['gpu']}, {newest['date']}, {note}; [median, 99%]:\n\n{grid(head, table)}"
 
 
 def seconds_by_mix(lines: Rows) -> dict[tuple[str, str], dict[str, list[float]]]:

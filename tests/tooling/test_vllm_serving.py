@@ -13,6 +13,7 @@ import pytest
 from bench.measure import vllm_engine, vllm_serving
 from bench.measure.vllm_engine import Load, Served
 from bench.measure.vllm_serving import MIXES, Mix, Tokens
+from bench.pages import vllm_page
 
 
 @dataclass
@@ -105,3 +106,21 @@ def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
     served = vllm_engine.serve(EngineOfOneTokenAStep(0.005), load, [None] * 6, [2] * 6)
     assert load.arrivals() == sorted(load.arrivals()) and load.arrivals()[0] > 0
     assert served.first_token[-1] > 0.03 and min(served.between_tokens) >= 0.005
+
+
+def test_the_page_shows_what_the_two_turns_of_stock_differ_by() -> None:
+    """And the newest row of a model, mix and method alone."""
+
+    def row(ratio: float) -> dict[str, Any]:
+        latency = {"first_token_ms": [10.0, 20.0], "between_tokens_ms": [1.0, 2.0]}
+        return dict(
+            model="Llama-8B", layers=16, ranks=4, mix="decode", method="weft", baseline="stock", seconds=[1.0], baseline_seconds=[[1.0, 1.01]],
+            ratio=ratio, ratio_range=[0.99, 1.04], null_range=[0.98, 1.01], latency={"weft": latency, "stock": latency}, requests=8,
+            rate=0.0, tokens_in=1024, tokens_out=512, tokens_a_step=8192, vllm="0.26.0", gpu="NVIDIA H100", date="2026-11-26",
+            **{"fused all-reduce": {"stock": {"asked": True, "backend": "trtllm", "matches": 32}}},
+        )  # fmt: skip
+
+    page = vllm_page.serving([row(1.5), row(1.02)])
+    assert "(trtllm)" in page and "1.50x" not in page
+    cells = "| Llama-8B | decode: 8 of 128 + 64 | weft | **1.02x** | 0.99 to 1.04 | 0.98 to 1.01 | 10.0, 20.0 / 10.0, 20.0 |"
+    assert cells in page
