@@ -370,12 +370,16 @@ class Op(ABC, Generic[C]):
         addresses = self.operand_addresses(world, operands, out) if self.depends_on_addresses else None
         key = (self.name, plan, world.capturing(), Op.knowledge, options, addresses, *layouts)
         decisions = self.decisions(world, options) if self.keeps_decisions else world.decided
-        known = decisions.get(key) or self._decide(key, world, plan, operands, options, out)
-        world.begin(known.number)
-        if known.direct is not None and out is None:
-            results = known.direct(*operands)
-        else:
-            results = self.execute(world, known.call, known.plan, operands, out)
+        try:
+            known = decisions.get(key) or self._decide(key, world, plan, operands, options, out)
+            world.begin(known.number)
+            if known.direct is not None and out is None:
+                results = known.direct(*operands)
+            else:
+                results = self.execute(world, known.call, known.plan, operands, out)
+        except BaseException:  # also an interrupt; a run joins the side streams of its transports only at its end
+            world.join_side_streams()
+            raise
         world.ran = known  # set last, since this call may have made other calls
         return results
 

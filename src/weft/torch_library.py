@@ -287,7 +287,11 @@ def _forward_pass(world: World, key: ForwardKey) -> Known[Any]:
 
 
 def gradients_of(op: Op, world: World, context: Backward) -> Sequence[Maybe]:
-    gradients = op.backward(world, context)
+    try:
+        gradients = op.backward(world, context)
+    except BaseException:  # as in `Op.call`
+        world.join_side_streams()
+        raise
     world.finish(world.current_stream())
     return gradients
 

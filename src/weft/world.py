@@ -582,6 +582,17 @@ class World:
         if last is not None and last != stream and (not capturing or self.backend.captures(last)):
             self.backend.wait_event(stream, self.backend.record(last))
 
+    def join_side_streams(self) -> None:
+        """Make the current stream wait for all side streams of this rank, after an exception in a call that uses them.
+
+        Their copies and kernels may still read and write memory that the exception frees, and that the allocator gives
+        to the current stream's next operation.
+        """
+        stream, capturing = self.current_stream(), self.capturing()
+        for side in self.backend.side_streams():
+            if side != stream and self.backend.captures(side) == capturing:
+                self.wait_event(stream, self.record(side))
+
     def launch(
         self,
         kernel: JITFunction,

@@ -288,6 +288,10 @@ class Backend(ABC):
         priority, so that free SMs go to its kernels first; not for a second stream of GEMMs, which would overtake the
         one before it."""
 
+    def side_streams(self) -> Sequence[Stream]:
+        """Return the streams that `side_stream` has made."""
+        return ()
+
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Return a context manager within which `stream` is the current stream."""

@@ -158,6 +158,9 @@ class GpuBackend(Backend):
             self._streams[name] = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
         return self._streams[name]
 
+    def side_streams(self) -> Sequence[torch.cuda.Stream]:
+        return list(self._streams.values())
+
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         return _On(self, stream)
 

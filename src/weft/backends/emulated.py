@@ -247,6 +247,9 @@ class EmulatedBackend(Backend):
         part = "" if self.size == self.machine.size else f" of ranks {list(self.ranks)}"
         return self.machine.streams.stream(self.machine_rank, name + part)
 
+    def side_streams(self) -> Sequence[EmulatedStream]:
+        return [stream for (rank, _), stream in self.machine.streams.streams.items() if rank == self.machine_rank]
+
     def record(self, stream: EmulatedStream) -> EmulatedEvent:
         return self.machine.streams.record_event(_stream(stream))
 
