@@ -40,15 +40,15 @@ def layer(world: weft.World) -> None:
     moe.moe(x(), ids, torch.ones(32, 1), w13, torch.ones(2, 32, 16).bfloat16(), world=world, plan="fused")
 
 
-def on_two_streams(first: tuple[weft.World, Call], second: tuple[weft.World, Call], times: int = 3) -> None:
+def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Call], times: int = 3) -> None:
     """Make both calls again and again, each on a stream of its own, with a host that runs ahead as on a GPU."""
-    world = first[0]
-    for ranks, call in (first, second):
+    world = call_a[0]
+    for ranks, call in (call_a, call_b):
         call(ranks)
         ranks.synchronize()
         ranks.backend.finish = lambda stream: None
     for _ in range(times):
-        for name, (ranks, call) in (("user a", first), ("user b", second)):
+        for name, (ranks, call) in (("user a", call_a), ("user b", call_b)):
             with world.on(world.side_stream(name)):
                 call(ranks)
     world.synchronize()
@@ -74,9 +74,9 @@ def counted_waits(world: weft.World) -> Iterator[list[str]]:
 # -- what hangs without it ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("first", "second", "seed"), [(gather, layer, 1), (two_shot, layer, 2)])
-def test_launches_that_need_all_sms_come_one_after_another(first: Call, second: Call, seed: int) -> None:
-    weft.spmd(lambda world: on_two_streams((world, first), (world, second)), 2, backend="emulated", seed=seed)
+@pytest.mark.parametrize(("call_a", "call_b", "seed"), [(gather, layer, 1), (two_shot, layer, 2)])
+def test_launches_that_need_all_sms_come_one_after_another(call_a: Call, call_b: Call, seed: int) -> None:
+    weft.spmd(lambda world: on_two_streams((world, call_a), (world, call_b)), 2, backend="emulated", seed=seed)
 
 
 def worlds_of_the_same_ranks(world: weft.World) -> None:
@@ -104,13 +104,13 @@ def test_programs_of_one_rank_that_wait_for_each_other_need_room_too() -> None:
 def waits_of(world: weft.World, plan: weft.Plan) -> int:
     calls = (world, lambda ranks: two_shot(ranks, plan)), (world.split(0), lambda ranks: two_shot(ranks, plan))
     on_two_streams(*calls, times=2)
-    with counted_waits(world) as first, counted_waits(calls[1][0]) as second:
+    with counted_waits(world) as call_a, counted_waits(calls[1][0]) as call_b:
         for _ in range(3):
             for name, (ranks, call) in zip(("user a", "user b"), calls, strict=True):
                 with world.on(world.side_stream(name)):
                     call(ranks)
     world.synchronize()
-    return len(first) + len(second)
+    return len(call_a) + len(call_b)
 
 
 def test_calls_that_fit_together_take_no_event() -> None:
@@ -186,19 +186,19 @@ def stuck(sms: SMs, launches: list[ResidentPrograms]) -> bool:
         for i, launch in enumerate(launches):
             if not left[i]:
                 continue
-            found = False
+            starts = False
             for sm, used in enumerate(taken):
                 then = tuple(map(sum, zip(used, launch.taken, strict=True)))
                 if all(u <= room for u, room in zip(then, sms.room, strict=True)):
-                    found = True
+                    starts = True
                     rest = (*left[:i], left[i] - 1, *left[i + 1 :])
                     states.append((tuple(sorted((*taken[:sm], then, *taken[sm + 1 :]))), rest))
-            if not found:
+            if not starts:
                 return True
     return False
 
 
-programs = st.builds(ResidentPrograms, st.integers(1, 3), st.tuples(st.integers(1, 6), st.integers(1, 6)))
+programs = st.builds(ResidentPrograms, st.integers(1, 3), st.tuples(st.integers(1, 6), st.integers(1, 6)), st.none())
 
 
 @given(st.integers(1, 3), st.lists(programs, min_size=1, max_size=3))
@@ -228,4 +228,4 @@ def test_a_call_waits_for_all_that_may_still_run() -> None:
     assert ledger.enter("c", half) == ["a", "b"], "which the second stream has waited for, but this one has not"
     assert ledger.enter("b", half) == [], "they fit"
     assert ledger.enter("a", half) == ["b", "c"], "three of them do not"
-    assert ledger.enter("b", UNKNOWN) == ["a", "c"], "nothing is known to fit beside that"
+    assert sorted(ledger.enter("b", UNKNOWN)) == ["a", "c"], "nothing is known to fit beside that"

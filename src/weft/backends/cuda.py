@@ -231,7 +231,7 @@ class GpuBackend(Backend):
         writes: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
     ) -> None:
-        self._noting.add("collectives", ResidentPrograms(NCCL_CTAS, room_of(self.device)))
+        self._noting.add("collectives", ResidentPrograms(NCCL_CTAS, room_of(self.device), id(self)))
         self.call(fn, reads, writes, stream)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:

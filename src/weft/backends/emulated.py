@@ -52,7 +52,6 @@ GAP = 1 << 20
 MULTIPLY_ADD, ELEMENT = 1.4e-7, 8e-6
 # A call of more seconds than ANNOUNCED is logged, and one of at most PROPOSED seconds is proposed in its place.
 ANNOUNCED, PROPOSED = 60.0, 5.0
-COLLECTIVE = ResidentPrograms(1, (1,))
 log = logging.getLogger("weft")
 
 
@@ -402,7 +401,7 @@ class EmulatedBackend(Backend):
 
         kind = (*inputs[0].shape[1:], str(inputs[0].dtype))
         sources = [r for r, out in enumerate(outs) if out.numel()]
-        self._noting.add("collectives", COLLECTIVE)
+        self._noting.add("collectives", ResidentPrograms(1, (1,), self.path))
         self.machine.streams.collective(
             "all_to_all", _stream(stream), kind, list(inputs), list(outs), work, sources, on, self.ranks
         )
@@ -419,7 +418,7 @@ class EmulatedBackend(Backend):
         """Enqueue a collective in which every rank needs every other rank's part of x. NCCL launches nothing for an
         empty x, which orders nothing."""
         sources = range(self.size) if x.numel() else ()
-        self._noting.add("collectives", COLLECTIVE)
+        self._noting.add("collectives", ResidentPrograms(1, (1,), self.path))
         self.machine.streams.collective(
             kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, sources, on, self.ranks
         )

@@ -22,10 +22,12 @@ MOST = 1024  # combinations of launches that are added up; where there are more,
 
 
 class ResidentPrograms(NamedTuple):
-    """The programs of one launch, and what each takes of an SM: registers, shared memory and the like."""
+    """The programs of one launch, and what each takes of an SM: registers, shared memory and the like. Collectives of
+    one communicator of NCCL come one after another, whatever streams they are on."""
 
     number: int
     taken: tuple[int, ...]
+    communicator: Hashable = None
 
 
 # What a call launches that waits: for each of its streams, the launches that come there one after another. Empty: it is
@@ -43,6 +45,8 @@ class SMs(NamedTuple):
     def fit(self, launches: Sequence[ResidentPrograms]) -> bool:
         """Return whether all programs of these launches find room, whatever the order and the SMs in which they
         start."""
+        collectives = {launch.communicator: launch for launch in launches if launch.communicator is not None}
+        launches = [launch for launch in launches if launch.communicator is None] + [*collectives.values()]
         return all(self._always_starts(launch, launches) for launch in launches)
 
     def _always_starts(self, launch: ResidentPrograms, launches: Sequence[ResidentPrograms]) -> bool:
