@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 
 from . import torch_library
+from .backends.residency import UNKNOWN, Residents
 from .chooser import Choice
 from .plans import Plan, Sequential, TwoLevel
 from .tensor_checks import bulk, contiguous, output, overlap
@@ -95,12 +96,14 @@ def trial_title(op: str, scaling: str) -> str:
 
 @dataclass(frozen=True)
 class Known(Generic[C]):
-    """The decision for calls of one key. number: for `World.begin`."""
+    """The decision for calls of one key. number: for `World.begin`. residents: for `World.order_residents`, None
+    for a call that waits for nobody."""
 
     call: C
     plan: Plan
     direct: Direct | None
     number: int | None
+    residents: Residents | None
 
 
 class Op(ABC, Generic[C]):
@@ -368,16 +371,30 @@ class Op(ABC, Generic[C]):
             self.check(world, operands, options)  # raises a TypeError that names the operand
             raise
         addresses = self.operand_addresses(world, operands, out) if self.depends_on_addresses else None
-        key = (self.name, plan, world.capturing(), Op.knowledge, options, addresses, *layouts)
+        capturing = world.capturing()
+        key = (self.name, plan, capturing, Op.knowledge, options, addresses, *layouts)
         decisions = self.decisions(world, options) if self.keeps_decisions else world.decided
-        known = decisions.get(key) or self._decide(key, world, plan, operands, options, out)
-        world.begin(known.number)
-        if known.direct is not None and out is None:
-            results = known.direct(*operands)
-        else:
-            results = self.execute(world, known.call, known.plan, operands, out)
+        try:
+            known = decisions.get(key) or self._decide(key, world, plan, operands, options, out)
+            world.begin(known.number)
+            if known.residents is not None:
+                world.order_residents(known.residents.launches, capturing)
+            if known.residents is None or known.residents.noted:
+                results = self._run(world, known, operands, out)
+            else:
+                with world.backend.note_launches() as notes:
+                    results = self._run(world, known, operands, out)
+                known.residents.launches, known.residents.noted = notes.launches, True
+        except BaseException:  # also an interrupt; a run joins the side streams of its transports only at its end
+            world.join_side_streams()
+            raise
         world.ran = known  # set last, since this call may have made other calls
         return results
+
+    def _run(self, world: World, known: Known[C], operands: Operands, out: torch.Tensor | None) -> Returned:
+        if known.direct is not None and out is None:
+            return known.direct(*operands)
+        return self.execute(world, known.call, known.plan, operands, out)
 
     def _decide(
         self,
@@ -392,6 +409,8 @@ class Op(ABC, Generic[C]):
         self._check_present(operands)
         call = self.check(world, operands, options)
         world.check()
+        if any(self.waits(world, kind) for kind in self.runs):  # trials and what prepares a capture run here
+            world.order_residents(UNKNOWN, world.capturing())
         if asked == "auto" and not world.scale.presets and call.rows and (world.size > 1 or not self.by_library):
             world.choices.trial(self.choice(world, call, operands))
         plan, final = self.choose(world, call, asked, world.capturing()), True
@@ -404,10 +423,20 @@ class Op(ABC, Generic[C]):
         if asked == "auto" and not world.capturing() and world.may_capture(call.rows):
             final = self._ready_for_capture(world, call, plan, operands, out, decisions)
         usual = call.rows > 0 and world.size > 1 and contiguous(*operands)
-        known = Known(call, plan, self.direct(world, call, plan) if usual else None, number)
+        direct = self.direct(world, call, plan) if usual else None
+        known = Known(call, plan, direct, number, self._residents(world, call, plan))
         if final:
             decisions[key] = known
         return known
+
+    def _residents(self, world: World, call: C, plan: Plan) -> Residents | None:
+        return world.residents.setdefault((self.name, call, plan), Residents()) if self.waits(world, plan) else None
+
+    def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
+        """Return whether programs of a call wait for other ranks, or for programs of their launch that have not
+        started. With one rank only those of a grid barrier do: all others take their work in an order in which nothing
+        waits for what a later program does."""
+        return world.size > 1 or plan.grid_barrier
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """Return what a decision depends on of the addresses of operands and `out`; the same on every rank."""
@@ -632,6 +661,9 @@ class Local(Op[C]):
 
     def expected(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()
+
+    def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
+        return False
 
     def check_same_on_all_ranks(self, world: World, call: C, plan: Plan, **further: Hashable) -> int | None:
         return None

@@ -86,6 +86,7 @@ class Plan:
     kind: ClassVar[str] = ""
     abstract: ClassVar[bool] = True  # a class that sets this itself has no instances
     may_be_0: ClassVar[tuple[str, ...]] = ()  # names of fields; all other numbers are at least 1
+    grid_barrier: ClassVar[bool] = False  # all programs of a launch wait for each other, also with one rank
     bounded: ClassVar[bool] = False  # all waits for other ranks are in weft's kernels, which time out
 
     def __init_subclass__(cls) -> None:
@@ -266,6 +267,7 @@ class FusedMoe(Fused):
     where a call takes one (`weft.moe.TopKRouter`); its GEMM and choice are then the launch's first work.
     """
 
+    grid_barrier = True
     tile: GemmTile = NARROW
     per_sm: int = 2
     copy_programs: int = 64

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backends.residency import UNKNOWN
 from .plans import CLASSES, Plan, TileShape
 from .tensor_checks import dims
 from .world import World
@@ -287,7 +288,13 @@ def _forward_pass(world: World, key: ForwardKey) -> Known[Any]:
 
 
 def gradients_of(op: Op, world: World, context: Backward) -> Sequence[Maybe]:
-    gradients = op.backward(world, context)
+    try:
+        if op.waits(world, context.plan):
+            world.order_residents(UNKNOWN, world.capturing())
+        gradients = op.backward(world, context)
+    except BaseException:  # as in `Op.call`
+        world.join_side_streams()
+        raise
     world.finish(world.current_stream())
     return gradients
 

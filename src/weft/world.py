@@ -33,6 +33,7 @@ from .backends.base import (
     timeout_seconds,
 )
 from .backends.nodes import spread
+from .backends.residency import Launches, Residents
 from .chooser import Chooser
 from .errors import Mismatch, Overflow, Timeout, Unsupported, WeftError
 from .kernel_launch import Launch
@@ -201,6 +202,7 @@ class World:
         self._levels: Levels | None = None
         self._cache: Memo = {}
         self.prepared: Memo = {}  # launches and the like (`kernel_launch.prepared`), which refer to shared memory
+        self.residents: dict[Hashable, Residents] = {}  # by op, call and plan
         self.decided: Memo = {}  # the plan by call, once its arguments were checked and compared across ranks
         self.ran: Any = None  # the call and plan that an op ran last (`op.Known`)
         self.forward_passes: Memo = {}  # calls of compiled graphs (`torch_library.ForwardKey`), for backward passes
@@ -581,6 +583,30 @@ class World:
             last, holder.last_stream = holder.last_stream, stream
         if last is not None and last != stream and (not capturing or self.backend.captures(last)):
             self.backend.wait_event(stream, self.backend.record(last))
+
+    def order_residents(self, launches: Launches, capturing: bool) -> None:
+        """Serialise a call, on the current stream, after those of other streams beside which it might not fit on the
+        SMs (`backends/residency.py`): launches that wait for each other's room never end."""
+        ledgers = self.backend.ledgers
+        if ledgers is None:
+            return
+        ledger, stream = ledgers.captured if capturing else ledgers.eager, self.current_stream()
+        if stream == ledger.last_stream and launches in ledger.recent:
+            return
+        for earlier in ledger.enter(stream, launches):
+            if self.backend.captures(earlier) == capturing:
+                self.backend.start_after(stream, earlier)
+
+    def join_side_streams(self) -> None:
+        """Make the current stream wait for all side streams of this rank, after an exception in a call that uses them.
+
+        Their copies and kernels may still read and write memory that the exception frees, and that the allocator gives
+        to the current stream's next operation.
+        """
+        stream, capturing = self.current_stream(), self.capturing()
+        for side in self.backend.side_streams():
+            if side != stream and self.backend.captures(side) == capturing:
+                self.wait_event(stream, self.record(side))
 
     def launch(
         self,

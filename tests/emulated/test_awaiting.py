@@ -110,3 +110,47 @@ def test_a_first_call_under_inference_mode_leaves_flags_that_later_calls_may_wri
 
     assert max(weft.spmd(rank, 2, backend="emulated")) < 5e-3
     assert len(written) == 2 * 2 and not any(written)
+
+
+def identity() -> torch.Tensor:
+    return torch.eye(16).bfloat16()
+
+
+def filled(rows: int, value: float) -> torch.Tensor:
+    return torch.full((rows, 16), value).bfloat16()
+
+
+def first_call_of_a_size_beside_another(world: weft.World) -> list[float]:
+    """Two sizes on two streams of a host that runs ahead: loading the second's GEMM sets the flags for which the first's waits."""
+    weft.all_gather_matmul(filled(16, 0.0), identity(), world=world, plan=PLAN)
+    world.synchronize()
+    finish, world.backend.finish = world.backend.finish, lambda stream: None
+    with world.on(world.side_stream("user a")):
+        y = weft.all_gather_matmul(filled(16, world.rank + 1.0), identity(), world=world, plan=PLAN)
+    with world.on(world.side_stream("user b")):
+        weft.all_gather_matmul(filled(8, 9.0), identity(), world=world, plan=PLAN)
+    world.backend.finish = finish
+    world.synchronize()
+    return [y[16 * rank, 0].item() for rank in range(world.size)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loading_sets_no_flag_for_which_another_call_waits(seed: int) -> None:
+    assert weft.spmd(first_call_of_a_size_beside_another, 2, backend="emulated", seed=seed) == [[1.0, 2.0]] * 2
+
+
+def call_after_one_that_raised(world: weft.World) -> list[float]:
+    weft.all_gather_matmul(filled(16, 0.0), identity(), world=world, plan=PLAN)
+    world.synchronize()
+    linear, world.backend.linear = world.backend.linear, lambda *_: [][0]
+    with pytest.raises(IndexError):
+        weft.all_gather_matmul(filled(16, 50.0), identity(), world=world, plan=PLAN)
+    world.backend.linear = linear
+    y = weft.all_gather_matmul(filled(16, world.rank + 1.0), identity(), world=world, plan=PLAN)
+    world.synchronize()
+    return [y[16 * rank, 0].item() for rank in range(world.size)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_raised_leaves_no_flag_to_be_set(seed: int) -> None:
+    assert weft.spmd(call_after_one_that_raised, 2, backend="emulated", seed=seed) == [[1.0, 2.0]] * 2

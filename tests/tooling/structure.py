@@ -30,7 +30,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("plans",),
     ("scale", "chooser"),
     ("backends.library_gemm",),
-    ("backends.nodes",),
+    ("backends.nodes", "backends.residency"),
     ("backends.base",),
     ("kernel_launch",),
     ("tensor_checks",),

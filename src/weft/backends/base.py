@@ -32,6 +32,7 @@ from ..errors import Mismatch, Unsupported
 from ..scale import Scale
 from .library_gemm import multiply
 from .nodes import why_no_levels
+from .residency import Ledgers, Notes
 
 if TYPE_CHECKING:
     from ..kernel_launch import Launch
@@ -158,6 +159,7 @@ class Backend(ABC):
     shares_gpu: bool = False  # whether ranks take turns on one GPU, so that times mean nothing
     clock: Clock | None = None  # times calls; None where times mean nothing
     limits_ctas: bool = True  # whether `communicator` keeps to its limit of CTAs
+    ledgers: Ledgers | None = None  # of the device, for all Worlds of its ranks; None where no kernel waits
     compares: bool = False  # whether the hosts compare every call of every rank (`compared`)
 
     @cached_property
@@ -288,6 +290,10 @@ class Backend(ABC):
         priority, so that free SMs go to its kernels first; not for a second stream of GEMMs, which would overtake the
         one before it."""
 
+    def side_streams(self) -> Sequence[Stream]:
+        """Return the streams that `side_stream` has made."""
+        return ()
+
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Return a context manager within which `stream` is the current stream."""
@@ -299,6 +305,11 @@ class Backend(ABC):
     @abstractmethod
     def wait_event(self, stream: Stream, event: Event) -> None:
         """Make later operations of `stream` wait for the event."""
+
+    def start_after(self, stream: Stream, earlier: Stream) -> None:
+        """Make later operations of `stream` start after those of `earlier` so far, for the sake of room on the SMs
+        alone: what orders their accesses to memory is something else."""
+        self.wait_event(stream, self.record(earlier))
 
     def persistent_allocation(self) -> AbstractContextManager[object]:
         """Return a context manager for allocations that outlive the call, which must not come from the memory pool of a
@@ -342,6 +353,10 @@ class Backend(ABC):
     @abstractmethod
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
         """Run a prepared launch with the arguments that change from call to call, by name (`kernel_launch.Launch`)."""
+
+    def note_launches(self) -> AbstractContextManager[Notes]:
+        """Return a context manager that notes the launches inside it whose programs wait (`residency`)."""
+        return nullcontext(Notes())
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         """Compile, check and load the kernel of a `launch` without running it. The emulator has nothing to do."""

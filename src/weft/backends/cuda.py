@@ -34,7 +34,8 @@ from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
 from ..scale import Scale
 from . import nodes, shared_gpu
 from .base import BETWEEN_CTAS, Arguments, Backend, Options, R, SymmetricTensor, timeout_seconds
-from .launcher import Launcher
+from .launcher import Launcher, NotingLauncher, room_of
+from .residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
 
@@ -42,7 +43,19 @@ if TYPE_CHECKING:
     from ..kernel_launch import Launch
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+NCCL_CTAS = 64  # the most channels of a communicator, each of which has a CTA
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
+
+
+_ledgers_of_devices: dict[int, Ledgers] = {}
+
+
+def _ledgers(device: torch.device) -> Ledgers:
+    """Return the device's ledgers, which all Worlds of the process share."""
+    if device.index not in _ledgers_of_devices:
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        _ledgers_of_devices[device.index] = Ledgers(SMs(count, room_of(device)))
+    return _ledgers_of_devices[device.index]
 
 
 class Record:
@@ -77,7 +90,11 @@ class GpuBackend(Backend):
         self.scale = Scale.for_programs(sm_count)
         self.capability = architectures.device_capability(device)
         self.record_words = Record(device)
-        self.launcher = Launcher(self)
+        self._plain_launcher = Launcher(self)
+        self.launcher: Launcher | NotingLauncher = self._plain_launcher
+        self.ledgers = _ledgers(device)
+        self._noting = Noting(self._note)
+        self.collective = self.call
         self._wait_word: Launch | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
@@ -158,6 +175,9 @@ class GpuBackend(Backend):
             self._streams[name] = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
         return self._streams[name]
 
+    def side_streams(self) -> Sequence[torch.cuda.Stream]:
+        return list(self._streams.values())
+
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         return _On(self, stream)
 
@@ -195,6 +215,24 @@ class GpuBackend(Backend):
 
     def run_launch(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
         self.launcher.run(launch, stream, moving)
+
+    def note_launches(self) -> AbstractContextManager[Notes]:
+        return self._noting.noting()
+
+    def _note(self, noting: bool) -> None:
+        """Replace what launches while calls are noted, so that all others take no host time for it."""
+        self.launcher = NotingLauncher(self._plain_launcher, self._noting) if noting else self._plain_launcher
+        self.collective = self._noted_collective if noting else self.call
+
+    def _noted_collective(
+        self,
+        fn: Callable[[], object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._noting.add("collectives", ResidentPrograms(NCCL_CTAS, room_of(self.device), id(self)))
+        self.call(fn, reads, writes, stream)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         self.launcher.load(kernel, grid, args, options)
@@ -648,7 +686,7 @@ class CudaBackend(GpuBackend):
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:
             return self.copy(out, x, stream)
-        self.call(lambda: _enqueued(self.group._allgather_base(out, x, _GATHER)), [x], [out], stream)
+        self.collective(lambda: _enqueued(self.group._allgather_base(out, x, _GATHER)), [x], [out], stream)
 
     def all_gather_together(
         self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: torch.cuda.Stream
@@ -656,7 +694,7 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             return super().all_gather_together(outs, inputs, stream)
         gather = self.group.allgather_into_tensor_coalesced
-        self.call(lambda: _enqueued(gather([*outs], [*inputs], _GATHER)), inputs, outs, stream)
+        self.collective(lambda: _enqueued(gather([*outs], [*inputs], _GATHER)), inputs, outs, stream)
 
     def communicator(self, ctas: int) -> dist.ProcessGroup | None:
         """Make a process group of its own. A World of some of torch.distributed's ranks has none: every rank would have
@@ -677,13 +715,13 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             return self.copy(out, x, stream)
         group = on or self.group
-        self.call(lambda: _enqueued(group._reduce_scatter_base(out, x, _SCATTER)), [x], [out], stream)
+        self.collective(lambda: _enqueued(group._reduce_scatter_base(out, x, _SCATTER)), [x], [out], stream)
 
     def all_reduce(self, x: torch.Tensor, stream: torch.cuda.Stream, on: dist.ProcessGroup | None = None) -> None:
         if self.size == 1:
             return
         group = on or self.group
-        self.call(lambda: _enqueued(group.allreduce([x], _REDUCE)), [x], [x], stream)
+        self.collective(lambda: _enqueued(group.allreduce([x], _REDUCE)), [x], [x], stream)
 
     def all_to_all(
         self,
@@ -695,4 +733,4 @@ class CudaBackend(GpuBackend):
         outs, inputs = list(outs), list(inputs)
         if self.size == 1:
             return self.copy(outs[0], inputs[0], stream)
-        self.call(lambda: dist.all_to_all(outs, inputs, group=on or self.group), inputs, outs, stream)
+        self.collective(lambda: dist.all_to_all(outs, inputs, group=on or self.group), inputs, outs, stream)

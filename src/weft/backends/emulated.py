@@ -12,7 +12,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +39,7 @@ from .base import (
     sum_in_order,
 )
 from .nodes import numbered, placed, spread
+from .residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 
 if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
@@ -104,6 +105,8 @@ class EmulatedBackend(Backend):
         self.sm_count = machine.sm_count
         self.scale = Scale.for_programs(machine.sm_count)
         self._guard: torch.Tensor | None = None
+        self.ledgers = machine.ledgers.setdefault(machine_rank, Ledgers(SMs(machine.sm_count, (1,))))
+        self._noting = Noting()
 
     @property
     def machine(self) -> Machine:
@@ -247,6 +250,9 @@ class EmulatedBackend(Backend):
         part = "" if self.size == self.machine.size else f" of ranks {list(self.ranks)}"
         return self.machine.streams.stream(self.machine_rank, name + part)
 
+    def side_streams(self) -> Sequence[EmulatedStream]:
+        return [stream for (rank, _), stream in self.machine.streams.streams.items() if rank == self.machine_rank]
+
     def record(self, stream: EmulatedStream) -> EmulatedEvent:
         return self.machine.streams.record_event(_stream(stream))
 
@@ -256,6 +262,10 @@ class EmulatedBackend(Backend):
             raise TypeError(f"an event is what World.record(stream) returned, not {type(event).__name__}")
         if not self._dropped("wait_event"):
             self.machine.streams.wait_event(stream, event)
+
+    def start_after(self, stream: EmulatedStream, earlier: EmulatedStream) -> None:
+        """Add no happens-before edge, so that accesses to memory that only this orders are still a Race."""
+        self.machine.streams.wait_event(stream, self.machine.streams.record_event(earlier), orders_memory=False)
 
     def capturing(self) -> bool:
         return False
@@ -280,9 +290,14 @@ class EmulatedBackend(Backend):
         if kernel.__module__ == barrier.__name__ and self._dropped(kernel.__name__):
             return  # the barrier kernel counts as an edge of host code
         self.machine.report.ran.launched(kernel, args, options)
+        if not options.get("local") and not options.get("co_resident"):
+            self._noting.add(stream, ResidentPrograms(-(-grid // options.get("per_sm", 1)), (1,)))
         self.machine.streams.launch(
             kernel, (grid, 1, 1), args, stream, bool(options.get("co_resident")), options.get("per_sm", 1)
         )
+
+    def note_launches(self) -> AbstractContextManager[Notes]:
+        return self._noting.noting()
 
     def run_launch(self, launch: Launch, stream: EmulatedStream, moving: Mapping[str, Any]) -> None:
         self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
@@ -386,6 +401,7 @@ class EmulatedBackend(Backend):
 
         kind = (*inputs[0].shape[1:], str(inputs[0].dtype))
         sources = [r for r, out in enumerate(outs) if out.numel()]
+        self._noting.add("collectives", ResidentPrograms(1, (1,), self.path))
         self.machine.streams.collective(
             "all_to_all", _stream(stream), kind, list(inputs), list(outs), work, sources, on, self.ranks
         )
@@ -402,6 +418,7 @@ class EmulatedBackend(Backend):
         """Enqueue a collective in which every rank needs every other rank's part of x. NCCL launches nothing for an
         empty x, which orders nothing."""
         sources = range(self.size) if x.numel() else ()
+        self._noting.add("collectives", ResidentPrograms(1, (1,), self.path))
         self.machine.streams.collective(
             kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, sources, on, self.ranks
         )

@@ -24,12 +24,16 @@ from .. import _triton
 from ..errors import Unsupported
 from ..lang.descriptors import for_gpu
 from .base import Arguments, Options
+from .residency import Noting, ResidentPrograms
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
     from ..kernel_launch import Launch
     from .cuda import GpuBackend
+
+
+SLOT = 128  # threads that a program counts for at least, since an SM also has room for only 16, 24 or 32 programs
 
 
 def _flattened(value: object) -> Iterator[object]:
@@ -120,7 +124,7 @@ class Launcher:
 
     def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
         """Compile and load a variant the first time; raise Unsupported unless its programs fit, and are resident at
-        once if they may wait for each other. Programs of a `local` launch do not."""
+        once if they may wait for each other. ResidentPrograms of a `local` launch do not."""
         unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
         leaves = [part for name, value in values.items() if name not in unspecialized for part in _flattened(value)]
         # Triton compiles for addresses that are multiples of 16, and for others.
@@ -129,13 +133,7 @@ class Launcher:
         co_resident, self._co_resident_with = self._co_resident_with, None  # only the next load is checked with it
         if variant in self._checked and co_resident is None:
             return
-        try:
-            arguments = for_gpu(values, self.backend.capability)
-            with _triton.no_compile_hooks():
-                compiled = kernel.warmup(**arguments, **_triton.options(options), grid=(grid,))
-            compiled._init_handles()
-        except OutOfResources as e:  # Triton's error is no RuntimeError
-            raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e
+        compiled = self.compiled(kernel, grid, values, options)
         if options.get("co_resident"):
             self._co_resident_with = compiled
             _triton.share_all_memory(compiled)
@@ -150,20 +148,64 @@ class Launcher:
             )
         self._checked.add(variant)
 
+    def compiled(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> CompiledKernel:
+        """Return the compiled kernel of a launch, loaded. Raises Unsupported where a program does not fit."""
+        try:
+            arguments = for_gpu(values, self.backend.capability)
+            with _triton.no_compile_hooks():
+                compiled: CompiledKernel = kernel.warmup(**arguments, **_triton.options(options), grid=(grid,))
+            compiled._init_handles()
+        except OutOfResources as e:  # Triton's error is no RuntimeError
+            raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e
+        return compiled
+
     def fits(self, *programs: CompiledKernel) -> bool:
         """Return whether programs of these compiled kernels can be resident on one SM at once."""
-        props: Any = torch.cuda.get_device_properties(self.backend.device)
-        registers = sum((k.n_regs + 7) // 8 * 8 * k.metadata.num_warps * 32 for k in programs)
-        shared = sum(k.metadata.shared + 1024 for k in programs)
-        return registers <= props.regs_per_multiprocessor and shared <= props.shared_memory_per_multiprocessor
+        needed = map(sum, zip(*map(taken_by, programs), strict=True))
+        return all(taken <= room for taken, room in zip(needed, room_of(self.backend.device), strict=True))
 
     def occupancy(self, compiled: CompiledKernel) -> int:
-        """Return the number of programs of a compiled kernel that fit on one SM, by shared memory, registers and
-        threads."""
-        props: Any = torch.cuda.get_device_properties(self.backend.device)
-        threads = compiled.metadata.num_warps * 32
-        by_shared = props.shared_memory_per_multiprocessor // (compiled.metadata.shared + 1024)
-        registers = (compiled.n_regs + 7) // 8 * 8 * threads
-        return min(
-            by_shared, props.regs_per_multiprocessor // registers, props.max_threads_per_multi_processor // threads
-        )
+        """Return the number of programs of a compiled kernel that fit on one SM."""
+        room = room_of(self.backend.device)
+        return min(have // taken for taken, have in zip(taken_by(compiled), room, strict=True))
+
+
+def room_of(device: torch.device) -> tuple[int, ...]:
+    """Return the registers, bytes of shared memory and threads for which an SM has room."""
+    props: Any = torch.cuda.get_device_properties(device)
+    return (
+        props.regs_per_multiprocessor,
+        props.shared_memory_per_multiprocessor,
+        props.max_threads_per_multi_processor,
+    )
+
+
+def taken_by(compiled: CompiledKernel) -> tuple[int, ...]:
+    """Return what a program takes of `room_of` an SM."""
+    threads = compiled.metadata.num_warps * 32
+    return (compiled.n_regs + 7) // 8 * 8 * threads, compiled.metadata.shared + 1024, threads
+
+
+class NotingLauncher:
+    """The launcher of a rank while the launches of a call are noted."""
+
+    def __init__(self, launcher: Launcher, noting: Noting) -> None:
+        self.launcher, self._noting, self.load = launcher, noting, launcher.load
+
+    def launch(
+        self, kernel: JITFunction, grid: int, values: Arguments, options: Options, stream: torch.cuda.Stream
+    ) -> None:
+        self.launcher.launch(kernel, grid, values, options, stream)
+        self._note(kernel, grid, values, options, stream)
+
+    def run(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
+        self.launcher.run(launch, stream, moving)
+        self._note(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
+
+    def _note(
+        self, kernel: JITFunction, grid: int, values: Arguments, options: Options, stream: torch.cuda.Stream
+    ) -> None:
+        if not options.get("local"):
+            compiled = self.launcher.compiled(kernel, grid, values, options)
+            registers, shared, threads = taken_by(compiled)
+            self._noting.add(stream, ResidentPrograms(grid, (registers, shared, max(threads, SLOT))))

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from ..backends.residency import Ledgers
 from ..errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Unsupported
 from ..lang.channel import CALLS, DONE
 from ..trace.span import Span
@@ -111,6 +112,7 @@ class Machine:
         self.site_ids: dict[tuple[int, ...], int] = {}  # the site of each `interpret.trail`
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
+        self.ledgers: dict[int, Ledgers] = {}  # by rank
         self.calls: dict[Hashable, dict[int, object]] = {}  # calls by rank, until all ranks have made them
         # The bytes of each multicast window, and the address of every rank's memory behind it.
         self.windows: list[tuple[int, list[int]]] = []

@@ -153,7 +153,7 @@ class Streams:
         self.enqueue(stream, "record", do)
         return event
 
-    def wait_event(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
+    def wait_event(self, stream: EmulatedStream, event: EmulatedEvent, orders_memory: bool = True) -> None:
         """Enqueue a wait of the stream for the event."""
 
         def do() -> None:
@@ -162,7 +162,8 @@ class Streams:
                 event.waiters.append(task)
                 self.machine.block(event.text)
             assert event.clock is not None
-            task.join(event.clock)
+            if orders_memory:
+                task.join(event.clock)
             self.machine.waited(task, event.time, event.text, event.releaser)
 
         self.enqueue(stream, "wait_event", do)

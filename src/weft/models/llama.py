@@ -349,11 +349,15 @@ class Llama(nn.Module):
         world.call(lambda: torch.index_select(embedding, 0, ids, out=x), [embedding, ids], [x], stream)
         norms, memory = self._norms(), _PassMemory(self, layout)
         states = self._states(x, norms[0], layout, allreduce_norm)
-        for i, layer in enumerate(self.model.layers):
-            attention = _AttentionOfPass(self, layer.self_attn, i, layout, memory)
-            mlp = _MlpOfPass(self, layer.mlp, i, layout, memory)
-            decoder_layer(states, attention, mlp, (norms[2 * i + 1], norms[2 * i + 2]))
-        return states.gathered()
+        try:
+            for i, layer in enumerate(self.model.layers):
+                attention = _AttentionOfPass(self, layer.self_attn, i, layout, memory)
+                mlp = _MlpOfPass(self, layer.mlp, i, layout, memory)
+                decoder_layer(states, attention, mlp, (norms[2 * i + 1], norms[2 * i + 2]))
+            return states.gathered()
+        except BaseException:  # the second stream of a woven pass still reads and writes its tensors
+            world.join_side_streams()
+            raise
 
     def _states(
         self, x: Tensor, norm: RMSNorm, layout: Layout, allreduce_norm: Callable[..., tuple[Tensor, Tensor]] | None

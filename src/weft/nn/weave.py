@@ -83,8 +83,9 @@ class LayerPlan:
 class Weave:
     """The order of the stages of one token part, or of two parts whose reductions run on a second stream.
 
-    For each stage and part, call `wait`, compute on the caller's stream, and reduce inside `reducing`. Raises
-    ValueError for another number of parts.
+    For each stage and part, call `wait`, compute on the caller's stream, and reduce inside `reducing`. Whoever catches
+    an exception between a `reducing` and its `wait` calls `World.join_side_streams`, since the reduction still uses its
+    operands. Raises ValueError for another number of parts.
     """
 
     def __init__(self, world: World, parts: int) -> None:
@@ -132,14 +133,18 @@ def run(
     for another number of parts.
     """
     ys, weave = list(parts), Weave(world, len(parts))
-    for k, stage in enumerate(compute):
+    try:
+        for k, stage in enumerate(compute):
+            for i in range(len(ys)):
+                weave.wait(i)
+                partial = stage(i, ys[i])
+                with weave.reducing(i, partial):
+                    ys[i] = reduce(k, i, partial)
         for i in range(len(ys)):
             weave.wait(i)
-            partial = stage(i, ys[i])
-            with weave.reducing(i, partial):
-                ys[i] = reduce(k, i, partial)
-    for i in range(len(ys)):
-        weave.wait(i)
+    except BaseException:
+        world.join_side_streams()
+        raise
     return ys
 
 

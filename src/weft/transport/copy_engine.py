@@ -130,13 +130,15 @@ def gather_to_flags(
 
 class FlaggedShards:
     """Symmetric memory for the x [rows, K] of every rank, with a flag for each, for a GEMM that takes every SM and
-    looks at its flags without a limit.
+    looks at its flags without a limit. Making it takes the lock on them, which orders whatever the caller then enqueues
+    on its stream after the calls of other streams.
 
     `gathered` is [W rows, K], `flags` int32 [W]; the shard of rank p has arrived once flags[p] equals *one, int32
     [1]."""
 
     def __init__(self, world: World, x: torch.Tensor) -> None:
         self.world, rows = world, world.size * len(x)
+        world.order(lock(world, COPIES), world.current_stream())
         self._shards = workspace(world, "gathered", (world.size, *x.shape), x.dtype)
         self.gathered = self._shards.local.view(rows, x.shape[1])
         self.flags, self._initial, self._ones = world.cached("flags of shards", lambda: _flags(world))
@@ -153,7 +155,6 @@ class FlaggedShards:
         since the GEMM compares numbers without a wrap; this rank's own flag is then set."""
         world, shards, words = self.world, self._shards, self.flags.split(1)
         stream, copies = world.current_stream(), world.side_stream("copy")
-        world.order(lock(world, COPIES), stream)
         world.copy(shards.local[world.rank], x, stream)
         world.copy(self.flags, self._initial, stream)
         world.wait_event(copies, world.record(stream))

@@ -54,8 +54,13 @@ def model_forward(base: Any, woven: Woven) -> Callable[..., Any]:
                 "output_attentions: each rank of a woven model has only the attention weights of its own heads; "
                 "weft.hf.unweave(model) returns those of all heads"
             )
-        with without_draws():
-            return base_forward(input_ids, attention_mask=attention_mask, **kwargs)
+        try:
+            with without_draws():
+                return base_forward(input_ids, attention_mask=attention_mask, **kwargs)
+        except BaseException:  # the second stream of a pass in two parts still reads and writes its tensors
+            if not torch.compiler.is_compiling():
+                woven.world.join_side_streams()
+            raise
 
     return forward
 

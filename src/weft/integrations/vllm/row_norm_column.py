@@ -239,6 +239,11 @@ class RowNormColumn(Op[RowNormColumnCall]):
     }
     tries = (Sequential(), ShardedTokens())
 
+    def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
+        """Return whether the engine's own kernels wait; weft's operators, which the other plans call, wait by
+        themselves."""
+        return plan is Engine or isinstance(plan, Engine)
+
     def check(self, world: World, operands: LayerTensors, options: tuple[object, ...]) -> RowNormColumnCall:
         x, residual, norm, row, row_bias, column, column_bias, row_scale, column_scale = operands
         if x.dim() != 2 or norm.dim() != 1:

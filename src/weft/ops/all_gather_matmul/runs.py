@@ -409,7 +409,8 @@ def run_awaiting(
             return on_gpu
 
         def load() -> bool:
-            flags.fill_(1)
+            # The lock that `shards` holds orders this after a call on another stream, whose GEMM waits for these flags.
+            world.call(lambda: flags.fill_(1), [], [flags], world.current_stream())
             return multiply()
 
         world.cached(("awaiting", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), load)

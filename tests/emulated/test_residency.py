@@ -1,0 +1,231 @@
+"""Calls on two streams of a rank whose launches wait for other ranks: those that are not sure to fit on the SMs together come one after
+another, in one order on all ranks, and all others as they do without this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft import moe
+from weft.backends.residency import UNKNOWN, Ledger, ResidentPrograms, SMs
+from weft.nn import weave
+from weft.plans import TwoShotPull
+
+Call = Callable[[weft.World], object]
+FEW, ALL = TwoShotPull(warps=4, stages=2, programs=2), TwoShotPull(warps=4, stages=2)
+
+
+def x() -> torch.Tensor:
+    return torch.ones(32, 32).bfloat16()
+
+
+def gather(world: weft.World) -> None:
+    weft.all_gather_matmul(x(), torch.ones(64, 32).bfloat16(), world=world, plan="fused")
+
+
+def two_shot(world: weft.World, plan: weft.Plan = ALL) -> None:
+    weft.all_reduce(x(), world=world, plan=plan)
+
+
+def layer(world: weft.World) -> None:
+    w13 = moe.pack(torch.ones(2, 32, 32).bfloat16(), world=world)
+    ids = torch.arange(32)[:, None].int() % (2 * world.size)
+    moe.moe(x(), ids, torch.ones(32, 1), w13, torch.ones(2, 32, 16).bfloat16(), world=world, plan="fused")
+
+
+def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Call], times: int = 3) -> None:
+    """Make both calls again and again, each on a stream of its own, with a host that runs ahead as on a GPU."""
+    world = call_a[0]
+    for ranks, call in (call_a, call_b):
+        call(ranks)
+        ranks.synchronize()
+        ranks.backend.finish = lambda stream: None
+    for _ in range(times):
+        for name, (ranks, call) in (("user a", call_a), ("user b", call_b)):
+            with world.on(world.side_stream(name)):
+                call(ranks)
+    world.synchronize()
+
+
+@contextmanager
+def counted_waits(world: weft.World) -> Iterator[list[str]]:
+    """Yield the names of streams for which another one was made to wait for room."""
+    waits: list[str] = []
+    backend, start_after = world.backend, world.backend.start_after
+
+    def counted(stream: Any, earlier: Any) -> None:
+        waits.append(earlier.name)
+        start_after(stream, earlier)
+
+    backend.start_after = counted
+    try:
+        yield waits
+    finally:
+        del backend.start_after
+
+
+# -- what hangs without it ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("call_a", "call_b", "seed"), [(gather, layer, 1), (two_shot, layer, 2)])
+def test_launches_that_need_all_sms_come_one_after_another(call_a: Call, call_b: Call, seed: int) -> None:
+    weft.spmd(lambda world: on_two_streams((world, call_a), (world, call_b)), 2, backend="emulated", seed=seed)
+
+
+def worlds_of_the_same_ranks(world: weft.World) -> None:
+    on_two_streams((world, gather), (world.split(0), layer))
+
+
+def test_worlds_of_the_same_ranks_share_the_sms() -> None:
+    weft.spmd(worlds_of_the_same_ranks, 2, backend="emulated", seed=1)
+
+
+def alone_beside_all(world: weft.World) -> list[str]:
+    with counted_waits(world.alone) as waits:
+        on_two_streams((world, two_shot), (world.alone, layer), 2)
+    return waits
+
+
+def test_programs_of_one_rank_that_wait_for_each_other_need_room_too() -> None:
+    """FusedMoe has a grid barrier, also with one rank."""
+    assert all("user a" in waits for waits in weft.spmd(alone_beside_all, 2, backend="emulated"))
+
+
+# -- what goes on as without it ----------------------------------------------------------------------------------------
+
+
+def waits_of(world: weft.World, plan: weft.Plan) -> int:
+    calls = (world, lambda ranks: two_shot(ranks, plan)), (world.split(0), lambda ranks: two_shot(ranks, plan))
+    on_two_streams(*calls, times=2)
+    with counted_waits(world) as call_a, counted_waits(calls[1][0]) as call_b:
+        for _ in range(3):
+            for name, (ranks, call) in zip(("user a", "user b"), calls, strict=True):
+                with world.on(world.side_stream(name)):
+                    call(ranks)
+    world.synchronize()
+    return len(call_a) + len(call_b)
+
+
+def test_calls_that_fit_together_take_no_event() -> None:
+    assert weft.spmd(waits_of, 2, backend="emulated", args=(FEW,)) == [0, 0]
+    assert weft.spmd(waits_of, 2, backend="emulated", args=(ALL,)) == [6, 6]
+
+
+def known_calls_on_one_stream(world: weft.World) -> int:
+    """Return how often calls on one stream look at others' room."""
+    calls: tuple[Call, ...] = gather, two_shot, lambda world: weft.matmul_reduce_scatter(x(), x(), world=world)
+    for _ in range(2):
+        for call in calls:
+            call(world)
+    looked, ledger = [], world.backend.ledgers.eager  # type: ignore[union-attr]
+    ledger.enter = lambda *arguments: looked.append(arguments) or []  # type: ignore[method-assign]
+    for call in calls:
+        call(world)
+    world.synchronize()
+    return len(looked)
+
+
+def test_calls_on_one_stream_take_no_event_and_no_time() -> None:
+    assert weft.spmd(known_calls_on_one_stream, 2, backend="emulated") == [0, 0]
+
+
+def woven(world: weft.World) -> list[str]:
+    w, norm = torch.ones(32, 32).bfloat16(), torch.ones(32).bfloat16()
+
+    def compute(i: int, y: torch.Tensor) -> torch.Tensor:
+        return world.linear(y, w, None, world.current_stream())
+
+    def reduce(k: int, i: int, partial: torch.Tensor) -> torch.Tensor:
+        return weft.all_reduce_rms_norm(partial, None, norm, 1e-6, world=world, plan=ALL)[0]
+
+    with counted_waits(world) as waits:
+        weave.run(world, [x(), x()], [compute, compute], reduce)
+    world.synchronize()
+    return waits
+
+
+def test_sums_of_a_weave_wait_for_no_gemm() -> None:
+    assert weft.spmd(woven, 2, backend="emulated") == [[], []]
+
+
+def waits_in_a_capture(world: weft.World) -> list[str]:
+    """Calls of a capture come after those of its other streams alone."""
+    a, b, c = (world.side_stream(name) for name in "abc")
+    world.backend.captures = lambda stream: stream in (a, b)
+    with counted_waits(world) as waits:
+        for stream, capturing in ((c, True), (a, True), (b, True), (c, False)):
+            with world.on(stream):
+                world.order_residents(UNKNOWN, capturing)
+    return waits
+
+
+def test_captures_are_apart() -> None:
+    assert weft.spmd(waits_in_a_capture, 1, backend="emulated") == [["a"]]
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def stuck(sms: SMs, launches: list[ResidentPrograms]) -> bool:
+    """Return whether programs, started in some order on some SMs, leave one that finds no room."""
+    start = tuple([(0,) * len(sms.room)] * sms.number), tuple(launch.number for launch in launches)
+    seen, states = set(), [start]
+    while states:
+        state = states.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        taken, left = state
+        for i, launch in enumerate(launches):
+            if not left[i]:
+                continue
+            starts = False
+            for sm, used in enumerate(taken):
+                then = tuple(map(sum, zip(used, launch.taken, strict=True)))
+                if all(u <= room for u, room in zip(then, sms.room, strict=True)):
+                    starts = True
+                    rest = (*left[:i], left[i] - 1, *left[i + 1 :])
+                    states.append((tuple(sorted((*taken[:sm], then, *taken[sm + 1 :]))), rest))
+            if not starts:
+                return True
+    return False
+
+
+programs = st.builds(ResidentPrograms, st.integers(1, 3), st.tuples(st.integers(1, 6), st.integers(1, 6)), st.none())
+
+
+@given(st.integers(1, 3), st.lists(programs, min_size=1, max_size=3))
+@settings(deadline=None, max_examples=150)
+def test_what_fits_is_never_stuck(number: int, launches: list[ResidentPrograms]) -> None:
+    sms = SMs(number, (6, 6))
+    assert not (sms.fit(launches) and stuck(sms, launches))
+
+
+def test_what_fits() -> None:
+    sms = SMs(132, (65536, 228 << 10, 2048))
+    gemm, rows = ((256 * 168, 200 << 10, 256), (128 * 40, 8 << 10, 128))
+    assert sms.fit([ResidentPrograms(100, gemm), ResidentPrograms(32, gemm)]), "an SM for each"
+    assert not sms.fit([ResidentPrograms(100, gemm), ResidentPrograms(33, gemm)])
+    assert sms.fit([ResidentPrograms(132, rows), ResidentPrograms(132, rows)]), "beside each other on each SM"
+    assert sms.fit([ResidentPrograms(116, gemm), ResidentPrograms(16, rows)])
+    assert not sms.fit([ResidentPrograms(132, gemm), ResidentPrograms(132, rows)]), "four of rows keep a GEMM's away"
+
+
+def test_a_call_waits_for_all_that_may_still_run() -> None:
+    """Also for a call on a third stream that fits beside the last one of the second."""
+    half, whole = ((frozenset({ResidentPrograms(n, (1,))}),) for n in (2, 4))
+    ledger = Ledger(SMs(4, (1,)))
+    assert ledger.enter("a", whole) == []
+    assert ledger.enter("b", half) == ["a"]
+    assert ledger.enter("b", half) == [], "it waits for them already"
+    assert ledger.enter("c", half) == ["a", "b"], "which the second stream has waited for, but this one has not"
+    assert ledger.enter("b", half) == [], "they fit"
+    assert ledger.enter("a", half) == ["b", "c"], "three of them do not"
+    assert sorted(ledger.enter("b", UNKNOWN)) == ["a", "c"], "nothing is known to fit beside that"
