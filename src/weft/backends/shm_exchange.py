@@ -68,9 +68,12 @@ class SharedMemoryExchange:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(rank))
         _open_exchanges.add(self)
         self.post_count = self.collect_count = 0
+        self._lost = ""  # why this rank can no longer tell which post belongs to which
 
     def post(self, data: bytes) -> None:
-        """Post `data` as this rank's next post."""
+        """Post `data` as this rank's next post. Raises Timeout after a `collect` that did."""
+        if self._lost:
+            raise Timeout(self._lost)
         assert self.post_count - self.collect_count < LEAD, "collect first"
         offset = self._offset(self.rank, self.post_count)
         self.post_count += 1
@@ -132,9 +135,11 @@ class SharedMemoryExchange:
         end = time.monotonic() + self.seconds
         while not arrived():
             if ended := [rank for rank in range(self.size) if self._has_ended(rank) and not arrived()]:
-                raise Timeout(f"rank {self.rank}: the connection to a rank is lost: rank {ended[0]} has ended")
-            if time.monotonic() > end:
-                raise Timeout(f"rank {self.rank}: not every rank joined within {self.seconds:g} s")
+                self._lost = f"rank {self.rank}: the connection to a rank is lost: rank {ended[0]} has ended"
+            elif time.monotonic() > end:
+                self._lost = f"rank {self.rank}: not every rank joined within {self.seconds:g} s"
+            if self._lost:
+                raise Timeout(self._lost)
             time.sleep(2e-4)
 
     def _has_ended(self, rank: int) -> bool:

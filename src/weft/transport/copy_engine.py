@@ -175,7 +175,7 @@ def _flags(world: World) -> tuple[torch.Tensor, torch.Tensor, SymmetricTensor]:
         ones = world.symmetric((1,), torch.int32, "flags of shards, a one")
         ones.local.fill_(1)
         world.wait_for_streams()
-        world.exchange("flags of shards")  # no rank copies a one before its owner has stored it
+        world.exchange(None, "flags of shards")  # no rank copies a one before its owner has stored it
         initial = world.tensor([int(rank == world.rank) for rank in range(world.size)], torch.int32)
         return world.zeros((world.size,), torch.int32), initial, ones
 
