@@ -14,7 +14,8 @@ import logging
 import math
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -30,6 +31,7 @@ from .backends.base import (
     Stream,
     SymmetricTensor,
     check_memory,
+    outlives_call,
     timeout_seconds,
 )
 from .backends.nodes import spread
@@ -504,9 +506,16 @@ class World:
         """Return the object that an op caches under a key (workspace, descriptors), made on first use."""
         if key not in self._cache:
             self._no_capture(str(key))
-            with self.backend.persistent_allocation():
+            with self.persistent_allocation():
                 self._cache[key] = make()
         return self._cache[key]
+
+    @contextmanager
+    def persistent_allocation(self) -> Iterator[None]:
+        """Return a context manager for what the World keeps (`Backend.persistent_allocation`), which is made outside
+        inference mode."""
+        with outlives_call(), self.backend.persistent_allocation():
+            yield
 
     # -- symmetric memory --------------------------------------------------------------------------------------------
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "user") -> SymmetricTensor:
@@ -516,7 +525,7 @@ class World:
         """
         shape = check_memory(shape, dtype)
         self._compare((f"symmetric {name!r}", (("shape", shape), ("dtype", dtype))))
-        with self.backend.persistent_allocation():
+        with self.persistent_allocation():
             memory = self._bounded(self.backend.symmetric, max(math.prod(shape), 1) * dtype.itemsize, name)
         self._name_range(memory.local, name)
         bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
@@ -582,7 +591,7 @@ class World:
             counts_per_call = _check_channel(name, counters, mapping, arrivals)
             self._compare((f"channel {name!r}", (("counters", counters),)))
             self._arrivals[key] = arrivals if isinstance(arrivals, int) else counts_per_call
-            with self.backend.persistent_allocation():
+            with self.persistent_allocation():
                 if self._block is None or self._used + counters > _COUNTERS:
                     self._block, self._used = self._bounded(self.backend.symmetric, _COUNTERS * 4, "channels"), 0
                 memory = self._block.view(self._used * 4, (counters,), torch.int32)
@@ -603,7 +612,7 @@ class World:
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
         """Return a new BlockChannel in this rank's own memory, with one counter for each of `arrivals`, the number of
         its notifies in every call."""
-        with self.backend.persistent_allocation():
+        with self.persistent_allocation():
             counters = self.backend.zeros((len(arrivals),), torch.int32)
             state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             nowhere = self.backend.zeros((self.size,), torch.int64)
@@ -632,7 +641,7 @@ class World:
             slack = max(row, 1 << 17 if half > 1 << 16 else 1 << 12)
             memory = self.symmetric((2 * half + slack,), torch.uint8, "arena")
             self.prepared.clear()
-            with self.backend.persistent_allocation():
+            with self.persistent_allocation():
                 self._arenas.append(Arena(memory, half, slack, self.zeros((1,), torch.int32)))
         return self._arenas[-1]
 
@@ -768,7 +777,6 @@ class World:
     wait_event = _delegated(Backend.wait_event)
     capturing = _delegated(Backend.capturing)
     on_side_stream = _delegated(Backend.on_side_stream)
-    persistent_allocation = _delegated(Backend.persistent_allocation)
     run_launch = _delegated(Backend.run_launch)
     load = _delegated(Backend.load)
     copy = _delegated(Backend.copy)
