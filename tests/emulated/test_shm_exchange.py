@@ -151,11 +151,10 @@ def test_waits_are_bounded() -> None:
 
 
 def _second_rank(path: str, ready: Any) -> None:
-    with open(path, "r+b") as file:
-        shm = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
-        shm.post(b"here")
-        ready.set()
-        time.sleep(0.2)
+    shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 1, 2, 20.0)
+    shm.post(b"here")
+    ready.set()
+    time.sleep(0.2)
 
 
 def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
@@ -166,32 +165,30 @@ def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
     ready = context.Event()
     process = context.Process(target=_second_rank, args=(str(path), ready))
     process.start()
-    with open(path, "r+b") as file:
-        shm = SharedMemoryExchange(file.fileno(), 0, 2, 60.0)
-        assert ready.wait(60)
-        shm.post(b"hello")
-        assert shm.collect(None) == [b"hello", b"here"]
-        shm.post(b"again")
-        begin = time.monotonic()
-        with pytest.raises(Timeout, match="rank 0: the connection to a rank is lost: rank 1 has ended"):
-            shm.collect(None)
-        assert time.monotonic() - begin < 30
+    shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 0, 2, 60.0)
+    assert ready.wait(60)
+    shm.post(b"hello")
+    assert shm.collect(None) == [b"hello", b"here"]
+    shm.post(b"again")
+    begin = time.monotonic()
+    with pytest.raises(Timeout, match="rank 0: the connection to a rank is lost: rank 1 has ended"):
+        shm.collect(None)
+    assert time.monotonic() - begin < 30
     process.join()
 
 
 def _killed(path: str, ready: Any, child: Any) -> None:
     """A rank with a worker, such as a DataLoader's, that is killed and so does not end it."""
-    with open(path, "r+b") as file:
-        shm = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
-        shm.post(b"here")
-        pid = os.fork()
-        if not pid:
-            time.sleep(60)
-            os._exit(0)
-        child.value = pid
-        ready.set()
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
+    shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 1, 2, 20.0)
+    shm.post(b"here")
+    pid = os.fork()
+    if not pid:
+        time.sleep(60)
+        os._exit(0)
+    child.value = pid
+    ready.set()
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Path) -> None:
@@ -201,16 +198,87 @@ def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Pat
     ready, child = context.Event(), context.Value("i", 0)
     process = context.Process(target=_killed, args=(str(path), ready, child))
     process.start()
-    with open(path, "r+b") as file:
-        shm = SharedMemoryExchange(file.fileno(), 0, 2, 15.0)
-        assert ready.wait(60)
-        for _ in range(2):
-            shm.post(b"hello")
+    shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 0, 2, 15.0)
+    assert ready.wait(60)
+    for _ in range(2):
+        shm.post(b"hello")
+    shm.collect(None)
+    with pytest.raises(Timeout, match="rank 1 has ended"):
         shm.collect(None)
-        with pytest.raises(Timeout, match="rank 1 has ended"):
-            shm.collect(None)
     process.join()
     os.kill(child.value, signal.SIGKILL)  # it lives, or this raises
+
+
+def in_child(fn: Callable[[], bool]) -> bool:
+    """Whether fn returned True in a forked process."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1] == 0
+    try:
+        os._exit(not fn())
+    finally:
+        os._exit(1)
+
+
+def test_a_child_of_a_child_closes_no_other_file(tmp_path: Path) -> None:
+    """A worker that forks: the descriptor, which the first fork closed, is another file in the worker."""
+    exchanges = [SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) for _ in range(2)]
+
+    def child() -> bool:
+        files = [os.open(tmp_path, os.O_RDONLY) for _ in range(8)]
+        assert {shm.file for shm in exchanges if shm} <= set(files)
+        return in_child(lambda: all(os.fstat(file).st_ino == tmp_path.stat().st_ino for file in files))
+
+    assert in_child(child)
+
+
+def test_an_exchange_leaves_no_descriptor_and_no_lock() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(5):
+        assert SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) is not None
+    assert count() == before
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_start_that_fails_leaves_no_file_and_no_descriptor(step: int) -> None:
+    steps, before = iter(range(3)), (set(boards.FOLDER.glob("weft-*")), len(os.listdir("/proc/self/fd")))
+
+    def exchange(obj: object) -> list[object]:
+        if next(steps) == step:
+            raise Timeout("rank 1 did not join")
+        return [obj, obj]
+
+    with pytest.raises(Timeout):
+        SharedMemoryExchange.shared(0, 2, 1.0, exchange)
+    assert (set(boards.FOLDER.glob("weft-*")) - before[0], len(os.listdir("/proc/self/fd"))) == (set(), before[1])
+
+
+def test_a_file_without_room_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))
+    assert SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_file_of_a_killed_start_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And no other: one that a rank has locked, or is about to."""
+    monkeypatch.setattr(boards, "FOLDER", tmp_path)
+    names = "weft-killed", "weft-locked", "weft-young", "another"
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.write_bytes(bytes(boards._PART + boards._SLOT))
+        if path.name != "weft-young":
+            os.utime(path, (1, 1))
+    holder = SharedMemoryExchange(os.open(paths[1], os.O_RDWR), 0, 1, 1.0)
+    assert SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) is not None
+    assert [path.name for path in paths if path.exists()] == ["weft-locked", "weft-young", "another"]
+    assert holder.close.alive
 
 
 def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
