@@ -122,7 +122,7 @@ AnyTrial: TypeAlias = Trial[Any]
 class Ranks(Protocol):
     """The part of World that a collective choice needs."""
 
-    def exchange(self, obj: R) -> list[R]: ...
+    def exchange(self, obj: R, title: str = ..., /) -> list[R]: ...
     def wait_for_streams(self) -> None: ...
     def log_once(self, message: str) -> None: ...
 
@@ -196,13 +196,13 @@ class Chooser:
         """Time this rank's calls, which all ranks make together."""
         if self.ranks is not None:
             self.ranks.wait_for_streams()
-            self.ranks.exchange("trial")
+            self.ranks.exchange(None, "start of a trial")
         assert self.clock is not None
         return self.clock(lambda: choice.run(candidate), times, ahead)
 
     def _slowest(self, times: list[CallTime]) -> list[CallTime]:
         """Return, for each time of this rank, that of the slowest rank. Collective."""
-        of_ranks = [times] if self.ranks is None else self.ranks.exchange(times)
+        of_ranks = [times] if self.ranks is None else self.ranks.exchange(times, "times of a trial")
         return [CallTime(*map(max, zip(*ranks, strict=True))) for ranks in zip(*of_ranks, strict=True)]
 
 

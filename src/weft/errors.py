@@ -10,11 +10,13 @@ class WeftError(RuntimeError):
 
 
 class Timeout(WeftError):
-    """A bounded wait expired: names the op, rank, tile, channel and the peer that did not arrive."""
+    """A bounded wait expired: names the op, rank, tile, channel and the peer that did not arrive. Every later use of
+    the World raises it again."""
 
 
 class Mismatch(WeftError):
-    """Ranks disagree on a shape, dtype, plan or on the order of ops; raised on every rank, before any launch."""
+    """Ranks disagree on a shape, dtype, plan or on the order of ops; raised on every rank. Where that was before any
+    launch, the World works as before; else every later use of it raises it again."""
 
 
 class Overflow(WeftError):

@@ -25,7 +25,7 @@ import torch
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .backends.base import Backend, Options, Stream
+from .backends.base import Backend, Options, Stream, outlives_call
 
 if TYPE_CHECKING:
     from .world import World
@@ -158,7 +158,8 @@ def prepared(make: Callable[Concatenate[World, Args], Prepared]) -> Callable[Con
         result: Prepared | None = world.prepared.get(key)
         if result is None:
             _no_tensor(make.__name__, args)
-            result = make(world, *args, **kwargs)
+            with outlives_call():
+                result = make(world, *args, **kwargs)
             if len(world.prepared) >= MOST_PREPARED:
                 world.prepared.clear()
             world.prepared[key] = result

@@ -14,9 +14,10 @@ import logging
 import math
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 import triton.language as tl
@@ -30,6 +31,7 @@ from .backends.base import (
     Stream,
     SymmetricTensor,
     check_memory,
+    outlives_call,
     timeout_seconds,
 )
 from .backends.nodes import spread
@@ -47,6 +49,7 @@ log = logging.getLogger("weft")
 _numbers = itertools.count()
 P = ParamSpec("P")
 R = TypeVar("R")
+Lost = TypeVar("Lost", Timeout, Mismatch)
 _MISSING = object()
 PATIENCE = 1e-3  # seconds that a rank waits for others before a call that it makes for the first time
 LATE = 16  # a rank makes at most so many first calls before all others have made the first of these
@@ -68,8 +71,28 @@ def _delegated(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concate
     return property(operator.attrgetter(f"backend.{method.__name__}"), doc=doc)  # type: ignore[return-value]
 
 
+HOST_EXCHANGE = "exchange"
+COMPARED = "compared call"  # the rank launches nothing before it has compared this call with those of the others
+POSTED = "posted call"  # the rank may have launched the call before it was compared
+
+
+class Message(NamedTuple):
+    """What the host of a rank sends to those of all others. Ranks send their messages in one order, so that the ones
+    at the same place belong together. kind: COMPARED or POSTED, where `content` is a CallRecord; else the title of an
+    exchange."""
+
+    kind: str
+    content: Any
+
+    @property
+    def is_call(self) -> bool:
+        return self.kind in (COMPARED, POSTED)
+
+
 def _as_call(call: object) -> tuple[str, dict[str, Hashable]]:
     """Return the (title, fields) of a call, or the beginning of the text of any other object."""
+    if isinstance(call, Message):
+        return _as_call(call.content) if call.is_call else (f"{call.kind} of {call.content!r:.80}", {})
     if isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], tuple):
         return call[0], dict(call[1])
     return f"{call!r:.80}", {}
@@ -191,14 +214,15 @@ class World:
         self._used = 0
         self._arenas: list[Arena] = []  # the last one is in use; graphs refer to the words of those before it
         self._buffers: dict[str, SymmetricTensor] = {}
+        self._messages = 0  # sent so far; the same on every rank, also where messages were found to differ
         self._numbers: dict[CallRecord, int] = {}  # the number of each call that was the same on all ranks
-        # Calls by number, which is the same on every rank, since all ranks compare calls in the same order.
-        self._calls: list[CallRecord] = [("no call", ())]
+        self._calls: dict[int, CallRecord] = {0: ("no call", ())}  # by number, the place of the call's message
         self._left_out = 0  # dropped rows that were already reported
         self.number = 0  # the number of the call that this rank makes, or made last
         self._uncompared: list[tuple[CallRecord, Collect]] = []  # posted calls that were not compared yet
         self._logged: set[str] = set()
         self._closed = False
+        self._lost: Timeout | Mismatch | None = None  # raised by every later use (`_lose`)
         self._levels: Levels | None = None
         self._cache: Memo = {}
         self.prepared: Memo = {}  # launches and the like (`kernel_launch.prepared`), which refer to shared memory
@@ -267,10 +291,15 @@ class World:
 
         Collective the first time that this rank makes the call (title, fields), free afterwards.
         """
-        number = self.post_call(title, **fields)
-        if self._uncompared:
-            self._collect(None)
-        return number
+        key = (title, tuple(fields.items()))
+        known = self._numbers.get(key)
+        if known is not None:
+            if self._uncompared:
+                self._collect(None)
+            return known
+        self._no_capture(title)
+        self._compare(key)
+        return self._numbered(key)
 
     def post_call(self, title: str, /, **fields: Hashable) -> int:
         """Return the number of this call as `check_same_on_all_ranks` does, but wait no longer than PATIENCE for ranks
@@ -284,14 +313,21 @@ class World:
         self._no_capture(title)
         if len(self._uncompared) == LATE:
             self._collect(None)
-        collect = self.backend.post(key)
+        self._raise_if_lost()
+        collect = self.backend.post(Message(POSTED, key))
         if collect is None:
             self._compare(key)
-        number = self._numbers[key] = len(self._calls)
-        self._calls.append(key)
-        if collect is not None:
-            self._uncompared.append((key, collect))
-            self._collect(PATIENCE)
+            return self._numbered(key)
+        self._messages += 1
+        number = self._numbered(key)
+        self._uncompared.append((key, collect))
+        self._collect(PATIENCE)
+        return number
+
+    def _numbered(self, key: CallRecord) -> int:
+        """Return the number of a call: that of the message that was sent last."""
+        number = self._numbers[key] = self._messages
+        self._calls[number] = key
         return number
 
     def begin(self, number: int | None) -> None:
@@ -302,13 +338,15 @@ class World:
         where the backend compares every call on the host, and another rank makes another one.
         """
         if number is not None:
+            if self._lost is not None:
+                self._raise_if_lost()
             self.number = number
             if self.backend.compares:
                 if self._uncompared:
                     self._collect(None)
-                calls = self.backend.compared(self._calls[number])
+                calls = self._bounded(self.backend.compared, self._calls[number])
                 if calls is not None:
-                    self._raise_unless_same(calls)
+                    raise self._lose(disagreement(calls))
 
     def calls(self, name: str) -> BlockChannel:
         """Collective on first use. Return the channel in which launches, which come in one order on every rank, compare
@@ -316,48 +354,90 @@ class World:
         return self.channel(f"calls of {name}", 2 * self.size, None)
 
     def _disagreement(self, words: Mapping[int, int]) -> Mismatch:
+        """Return the Mismatch that kernels found, with whose calls nothing can be in step any more."""
         numbers = {rank: word & (1 << NUMBER_BITS) - 1 for rank, word in sorted(words.items())}
-        return disagreement({r: self._calls[n] if n < len(self._calls) else f"call {n}" for r, n in numbers.items()})
+        return self._lose(disagreement({r: self._calls.get(n, f"call {n}") for r, n in numbers.items()}))
 
     def _collect(self, patience: float | None) -> None:
         """Compare posted calls as far as all ranks have posted theirs within `patience` seconds; None: compare all."""
         while self._uncompared:
             key, collect = self._uncompared[0]
-            records = collect(patience)
-            if records is None:
+            messages = self._bounded(collect, patience)
+            if messages is None:
                 return
             del self._uncompared[0]
-            if any(record != key for record in records):
-                self._numbers.pop(key, None)
-            self._raise_unless_same(dict(enumerate(records)))
+            self._raise_unless_same(key, messages)
 
     def _compare(self, key: CallRecord) -> None:
-        """Collective. Raise Mismatch on every rank unless all ranks have the same key."""
-        self._raise_unless_same(dict(enumerate(self.exchange(key))))
+        """Collective. Raise Mismatch on every rank unless all ranks make this call."""
+        self._raise_unless_same(key, self._gathered(Message(COMPARED, key)))
 
-    def _raise_unless_same(self, calls: Mapping[int, object]) -> None:
-        first_call, *other_calls = calls.values()
-        if any(call != first_call for call in other_calls):
-            self.decided.clear()
-            self.choices.trials.clear()
-            raise disagreement(calls)
+    def _raise_unless_same(self, key: CallRecord, messages: Sequence[object]) -> None:
+        same = all(isinstance(m, Message) and m.is_call and m.content == key for m in messages)
+        self._raise_unless(same, messages)
 
-    def exchange(self, obj: R) -> list[R]:
-        """Collective. All-gather objects, by rank; blocks the host until all ranks have called it."""
+    def exchange(self, obj: R, title: str = HOST_EXCHANGE) -> list[R]:
+        """Collective. All-gather objects, by rank; blocks the host until all ranks have called it. Raises Mismatch on
+        every rank where one exchanges under another title, or makes a call instead."""
+        messages = self._gathered(Message(title, obj))
+        self._raise_unless(all(isinstance(m, Message) and m.kind == title for m in messages), messages)
+        return [m.content for m in messages]
+
+    def _raise_unless(self, same: bool, messages: Sequence[object]) -> None:
+        """Raise Mismatch for messages that do not belong together. The World is lost if one of them was POSTED: its
+        rank may have launched the call, and sent messages of later ones."""
+        if same:
+            return
+        mismatch = disagreement(dict(enumerate(messages)))
+        if any(isinstance(m, Message) and m.kind == POSTED for m in messages):
+            self._lose(mismatch)
+        self.decided.clear()
+        self.choices.trials.clear()
+        raise mismatch
+
+    def _gathered(self, message: Message) -> list[Message]:
+        """Collective. Return the messages of all ranks, by rank."""
         if self._uncompared:
             self._collect(None)
-        return self.backend.exchange(obj)
+        self._raise_if_lost()
+        self._messages += 1
+        return self._bounded(self.backend.exchange, message)
+
+    # -- the end of a World ------------------------------------------------------------------------------------------
+    def _bounded(self, wait: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return wait(..), in which ranks wait for each other. After a Timeout this rank no longer knows which message
+        or signal of another rank belongs to which of its own: the World is lost."""
+        try:
+            return wait(*args, **kwargs)
+        except Timeout as error:
+            self._lose(error)
+            raise
+
+    def _lose(self, error: Lost) -> Lost:
+        """Make every later use of the World raise the error, which this returns."""
+        if self._lost is None:
+            self._lost = type(error)(
+                f"rank {self.rank}'s World is unusable since ranks went apart (weft.init makes another): {error}"
+            )
+        self._uncompared.clear()
+        self.decided.clear()  # a call that is in the cache is not checked
+        return error
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise type(self._lost)(str(self._lost))
 
     def check(self) -> None:
         """Raise Timeout if a device-side wait has expired, Mismatch if ranks were found to disagree, WeftError if the
         World is closed. It is cheap enough for every call."""
         if self._closed:
             raise WeftError(f"rank {self.rank}'s World is closed: an operator needs an open one")
+        self._raise_if_lost()
         if self._uncompared:
             self._collect(0.0)
-        self.backend.check()
+        self._bounded(self.backend.check)
         if self._levels is not None:
-            self._check_node(self._levels)
+            self._bounded(self._check_node, self._levels)
 
     def _check_node(self, levels: Levels) -> None:
         """Raise the error of a wait that expired in the node's own World, whose ranks have other numbers than here."""
@@ -377,9 +457,10 @@ class World:
         others."""
         if self._uncompared:
             self._collect(None)  # before it waits for kernels of a call that other ranks may not make
-        self.backend.synchronize()
+        self._raise_if_lost()
+        self._bounded(self.backend.synchronize)
         if self._levels is not None:
-            self._check_node(self._levels)
+            self._bounded(self._check_node, self._levels)
 
     def result_or_overflow(self, result: R, lost: int) -> R:
         """Return the result of a call that was made, or, once where calls before it dropped rows (`lost`: the number in
@@ -427,9 +508,16 @@ class World:
         """Return the object that an op caches under a key (workspace, descriptors), made on first use."""
         if key not in self._cache:
             self._no_capture(str(key))
-            with self.backend.persistent_allocation():
+            with self.persistent_allocation():
                 self._cache[key] = make()
         return self._cache[key]
+
+    @contextmanager
+    def persistent_allocation(self) -> Iterator[None]:
+        """Return a context manager for what the World keeps (`Backend.persistent_allocation`), which is made outside
+        inference mode."""
+        with outlives_call(), self.backend.persistent_allocation():
+            yield
 
     # -- symmetric memory --------------------------------------------------------------------------------------------
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "user") -> SymmetricTensor:
@@ -439,8 +527,8 @@ class World:
         """
         shape = check_memory(shape, dtype)
         self._compare((f"symmetric {name!r}", (("shape", shape), ("dtype", dtype))))
-        with self.backend.persistent_allocation():
-            memory = self.backend.symmetric(max(math.prod(shape), 1) * dtype.itemsize, name)
+        with self.persistent_allocation():
+            memory = self._bounded(self.backend.symmetric, max(math.prod(shape), 1) * dtype.itemsize, name)
         self._name_range(memory.local, name)
         bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
         tensor = memory.view(0, shape, dtype)
@@ -505,9 +593,9 @@ class World:
             counts_per_call = _check_channel(name, counters, mapping, arrivals)
             self._compare((f"channel {name!r}", (("counters", counters),)))
             self._arrivals[key] = arrivals if isinstance(arrivals, int) else counts_per_call
-            with self.backend.persistent_allocation():
+            with self.persistent_allocation():
                 if self._block is None or self._used + counters > _COUNTERS:
-                    self._block, self._used = self.backend.symmetric(_COUNTERS * 4, "channels"), 0
+                    self._block, self._used = self._bounded(self.backend.symmetric, _COUNTERS * 4, "channels"), 0
                 memory = self._block.view(self._used * 4, (counters,), torch.int32)
                 state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             self._used += _padded(counters)
@@ -526,7 +614,7 @@ class World:
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
         """Return a new BlockChannel in this rank's own memory, with one counter for each of `arrivals`, the number of
         its notifies in every call."""
-        with self.backend.persistent_allocation():
+        with self.persistent_allocation():
             counters = self.backend.zeros((len(arrivals),), torch.int32)
             state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             nowhere = self.backend.zeros((self.size,), torch.int64)
@@ -549,13 +637,13 @@ class World:
             self._no_capture("arena")
             if self._arenas:
                 self.wait_for_streams()
-                self.exchange("arena")
+                self.exchange(None, "growth of the arena")
                 half = max(half, 2 * self._arenas[-1].half)
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
             slack = max(row, 1 << 17 if half > 1 << 16 else 1 << 12)
             memory = self.symmetric((2 * half + slack,), torch.uint8, "arena")
             self.prepared.clear()
-            with self.backend.persistent_allocation():
+            with self.persistent_allocation():
                 self._arenas.append(Arena(memory, half, slack, self.zeros((1,), torch.int32)))
         return self._arenas[-1]
 
@@ -567,7 +655,7 @@ class World:
             self._no_capture(name)
             if buffer is not None:
                 self.wait_for_streams()
-                self.exchange(name)
+                self.exchange(None, f"growth of {name}")
                 nbytes = max(nbytes, 2 * buffer.local.numel())
             self.prepared.clear()
             self._buffers[name] = self.symmetric(((nbytes + 255) // 256 * 256,), torch.uint8, name)
@@ -715,7 +803,6 @@ class World:
     wait_event = _delegated(Backend.wait_event)
     capturing = _delegated(Backend.capturing)
     on_side_stream = _delegated(Backend.on_side_stream)
-    persistent_allocation = _delegated(Backend.persistent_allocation)
     run_launch = _delegated(Backend.run_launch)
     load = _delegated(Backend.load)
     copy = _delegated(Backend.copy)

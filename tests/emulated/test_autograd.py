@@ -12,6 +12,7 @@ import torch
 
 import weft
 from tests.emulated.cases import draw
+from tests.emulated.cases_inference import PLANS, inference_then_training
 from tests.emulated.cases_nn import all_gather_grads, emulate, gpu_errors, leaf, reduce_grads, silu_grads
 from tests.emulated.cases_ops import OPS, SMALL_FUSED
 from tests.gates import some
@@ -237,3 +238,8 @@ def test_on_gpus(ranks: int) -> None:
     for results in weft.spmd(gpu_errors, ranks, backend="shared"):
         bad = {name: error for name, (error, bound) in results.items() if not error <= bound}
         assert not bad, bad
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_world_that_evaluates_first_trains_afterwards(name: str) -> None:
+    assert emulate(lambda world: inference_then_training(world, PLANS[name]), 2) == [0.0, 0.0]

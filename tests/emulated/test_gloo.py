@@ -20,6 +20,7 @@ from tests.emulated.cases_all_reduce import norm_case, sum_case
 from tests.emulated.cases_attention import Shape, attention_case, gradients_case
 from tests.emulated.cases_dispatch_combine import exchange_case, exchanged
 from tests.emulated.cases_expert_parallel import whole_experts
+from tests.emulated.cases_inference import SEQUENTIAL, inference_cases
 from tests.emulated.cases_matmul_all_to_all import all_to_all_case
 from tests.emulated.cases_models import chunked
 from tests.emulated.cases_moe import layer_case, nowhere, some_nowhere, to_few, training_case
@@ -54,6 +55,11 @@ def gemms_and_sums(world: weft.World) -> Iterator[Case]:
     yield "all_reduce_rms_norm of fp8", 2e-2, lambda: norm_case(world, 7, 64, "auto", out_dtype=torch.float8_e4m3fn)
     yield "all_reduce", BF16, lambda: sum_case(world, (5, 24), "auto", views=True)
     yield "all_reduce of float32", 1e-5, lambda: sum_case(world, (3, 5), "one_shot", dtype=torch.float32, into=True)
+
+
+def evaluations(world: weft.World) -> Iterator[Case]:
+    """Come first, so that what the World keeps of a size is made in inference mode."""
+    yield from inference_cases(world, SEQUENTIAL)
 
 
 def mixtures(world: weft.World) -> Iterator[Case]:
@@ -129,12 +135,12 @@ def wrong(world: weft.World, cases: Any) -> dict[str, Any]:
 
 
 def all_ops(world: weft.World) -> list[dict[str, Any]]:
-    return [wrong(world, cases) for cases in (gemms_and_sums, mixtures, attention_and_modules)]
+    return [wrong(world, cases) for cases in (evaluations, gemms_and_sums, mixtures, attention_and_modules)]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.gate)])
 def test_every_op_against_torch(ranks: int) -> None:
-    assert weft.spmd(all_ops, ranks, backend="gloo") == [[{}] * 3] * ranks
+    assert weft.spmd(all_ops, ranks, backend="gloo") == [[{}] * 4] * ranks
 
 
 # -- agreement and errors ----------------------------------------------------------------------------------------------

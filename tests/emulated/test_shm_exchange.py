@@ -25,6 +25,7 @@ from weft.backends import cuda
 from weft.backends import shm_exchange as boards
 from weft.backends.cuda import CudaBackend
 from weft.backends.emulated import EmulatedBackend
+from weft.backends.messages import Messages
 from weft.backends.shm_exchange import BYTES, LEAD, SharedMemoryExchange
 from weft.lang.intrinsics import CALL, DIFFERS, EXPIRED, NUMBER_BITS
 from weft.op import REGISTRY, collectives
@@ -150,11 +151,10 @@ def test_waits_are_bounded() -> None:
 
 
 def _second_rank(path: str, ready: Any) -> None:
-    with open(path, "r+b") as file:
-        shm = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
-        shm.post(b"here")
-        ready.set()
-        time.sleep(0.2)
+    shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 1, 2, 20.0)
+    shm.post(b"here")
+    ready.set()
+    time.sleep(0.2)
 
 
 def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
@@ -165,32 +165,30 @@ def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
     ready = context.Event()
     process = context.Process(target=_second_rank, args=(str(path), ready))
     process.start()
-    with open(path, "r+b") as file:
-        shm = SharedMemoryExchange(file.fileno(), 0, 2, 60.0)
-        assert ready.wait(60)
-        shm.post(b"hello")
-        assert shm.collect(None) == [b"hello", b"here"]
-        shm.post(b"again")
-        begin = time.monotonic()
-        with pytest.raises(Timeout, match="rank 0: the connection to a rank is lost: rank 1 has ended"):
-            shm.collect(None)
-        assert time.monotonic() - begin < 30
+    shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 0, 2, 60.0)
+    assert ready.wait(60)
+    shm.post(b"hello")
+    assert shm.collect(None) == [b"hello", b"here"]
+    shm.post(b"again")
+    begin = time.monotonic()
+    with pytest.raises(Timeout, match="rank 0: the connection to a rank is lost: rank 1 has ended"):
+        shm.collect(None)
+    assert time.monotonic() - begin < 30
     process.join()
 
 
 def _killed(path: str, ready: Any, child: Any) -> None:
     """A rank with a worker, such as a DataLoader's, that is killed and so does not end it."""
-    with open(path, "r+b") as file:
-        shm = SharedMemoryExchange(file.fileno(), 1, 2, 20.0)
-        shm.post(b"here")
-        pid = os.fork()
-        if not pid:
-            time.sleep(60)
-            os._exit(0)
-        child.value = pid
-        ready.set()
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
+    shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 1, 2, 20.0)
+    shm.post(b"here")
+    pid = os.fork()
+    if not pid:
+        time.sleep(60)
+        os._exit(0)
+    child.value = pid
+    ready.set()
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Path) -> None:
@@ -200,16 +198,87 @@ def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Pat
     ready, child = context.Event(), context.Value("i", 0)
     process = context.Process(target=_killed, args=(str(path), ready, child))
     process.start()
-    with open(path, "r+b") as file:
-        shm = SharedMemoryExchange(file.fileno(), 0, 2, 15.0)
-        assert ready.wait(60)
-        for _ in range(2):
-            shm.post(b"hello")
+    shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 0, 2, 15.0)
+    assert ready.wait(60)
+    for _ in range(2):
+        shm.post(b"hello")
+    shm.collect(None)
+    with pytest.raises(Timeout, match="rank 1 has ended"):
         shm.collect(None)
-        with pytest.raises(Timeout, match="rank 1 has ended"):
-            shm.collect(None)
     process.join()
     os.kill(child.value, signal.SIGKILL)  # it lives, or this raises
+
+
+def in_child(fn: Callable[[], bool]) -> bool:
+    """Whether fn returned True in a forked process."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1] == 0
+    try:
+        os._exit(not fn())
+    finally:
+        os._exit(1)
+
+
+def test_a_child_of_a_child_closes_no_other_file(tmp_path: Path) -> None:
+    """A worker that forks: the descriptor, which the first fork closed, is another file in the worker."""
+    exchanges = [SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) for _ in range(2)]
+
+    def child() -> bool:
+        files = [os.open(tmp_path, os.O_RDONLY) for _ in range(8)]
+        assert {shm.file for shm in exchanges if shm} <= set(files)
+        return in_child(lambda: all(os.fstat(file).st_ino == tmp_path.stat().st_ino for file in files))
+
+    assert in_child(child)
+
+
+def test_an_exchange_leaves_no_descriptor_and_no_lock() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(5):
+        assert SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) is not None
+    assert count() == before
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_start_that_fails_leaves_no_file_and_no_descriptor(step: int) -> None:
+    steps, before = iter(range(3)), (set(boards.FOLDER.glob("weft-*")), len(os.listdir("/proc/self/fd")))
+
+    def exchange(obj: object) -> list[object]:
+        if next(steps) == step:
+            raise Timeout("rank 1 did not join")
+        return [obj, obj]
+
+    with pytest.raises(Timeout):
+        SharedMemoryExchange.shared(0, 2, 1.0, exchange)
+    assert (set(boards.FOLDER.glob("weft-*")) - before[0], len(os.listdir("/proc/self/fd"))) == (set(), before[1])
+
+
+def test_a_file_without_room_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))
+    assert SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_file_of_a_killed_start_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And no other: one that a rank has locked, or is about to."""
+    monkeypatch.setattr(boards, "FOLDER", tmp_path)
+    names = "weft-killed", "weft-locked", "weft-young", "another"
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.write_bytes(bytes(boards._PART + boards._SLOT))
+        if path.name != "weft-young":
+            os.utime(path, (1, 1))
+    holder = SharedMemoryExchange(os.open(paths[1], os.O_RDWR), 0, 1, 1.0)
+    assert SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) is not None
+    assert [path.name for path in paths if path.exists()] == ["weft-locked", "weft-young", "another"]
+    assert holder.close.alive
 
 
 def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -388,16 +457,121 @@ def test_a_rank_is_not_more_calls_ahead_than_there_is_room_for() -> None:
 @pytest.mark.usefixtures("late")
 def test_a_call_that_ranks_disagreed_on_is_decided_anew() -> None:
     def main(world: weft.World) -> None:
-        world.decided["a call"] = "plan"
-        world.post_call("a call", size=world.rank)
-        with pytest.raises(Mismatch):
-            world.check()
-        assert not world.decided
-        world.check_same_on_all_ranks("a call", size=3)
-        with pytest.raises(Mismatch):
-            world.check_same_on_all_ranks("a call", size=world.rank)
+        for size in (world.rank, 3):
+            world.decided["a call"] = "plan"
+            try:
+                world.check_same_on_all_ranks("a call", size=size)
+            except Mismatch:
+                assert size != 3 and not world.decided
 
     weft.spmd(main, 2, backend="emulated")
+
+
+# -- afterwards --------------------------------------------------------------------------------------------------------
+USES: dict[str, Callable[[weft.World], object]] = {
+    "exchange": lambda world: world.exchange(None),
+    "check": lambda world: world.check(),
+    "synchronize": lambda world: world.synchronize(),
+    "a new call": lambda world: world.check_same_on_all_ranks("new"),
+    "a new call, posted": lambda world: world.post_call("newer"),
+    "memory": lambda world: world.symmetric((4,), torch.int32),
+    "split": lambda world: world.split(0),
+    "a known launch": lambda world: world.begin(1),
+    "an operator": lambda world: weft.all_reduce(torch.ones(4, 8).bfloat16(), world=world, plan="sequential"),
+}
+
+
+def every_use_raises(world: weft.World, error: type[Exception], says: str) -> bool:
+    for name, use in USES.items():
+        with pytest.raises(error, match=f"World is unusable.*{says}"):
+            pytest.fail(f"{name}: {use(world)}")
+    return True
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("rank_1_makes", ["another call", "memory", "an exchange", "fewer calls"])
+def test_after_a_mismatch_with_a_rank_that_ran_ahead_every_use_raises(rank_1_makes: str) -> None:
+    """The rank that was ahead may have launched its call and posted later ones; the other may not know how many."""
+
+    def main(world: weft.World) -> bool:
+        weft.all_reduce(torch.ones(4, 8).bfloat16(), world=world, plan="sequential")
+        with pytest.raises(Mismatch, match="rank 0: call 0 rank=0; rank 1: "):
+            if world.rank == 0 or rank_1_makes == "fewer calls":
+                for i in range(1 if world.rank else 3):
+                    world.post_call(f"call {i}", rank=world.rank)
+                world.check()
+            elif rank_1_makes == "memory":
+                world.symmetric((4,), torch.int32, "mine")
+            elif rank_1_makes == "another call":
+                world.check_same_on_all_ranks("another")
+            else:
+                pytest.fail(f"another call's object: {world.exchange('mine')}")
+        return every_use_raises(world, Mismatch, "ranks disagree on this call: rank 0: call 0 rank=0; rank 1: ")
+
+    assert weft.spmd(main, 2, backend="emulated") == [True, True]
+
+
+def test_after_a_mismatch_before_any_launch_ranks_number_calls_alike() -> None:
+    def main(world: weft.World) -> int:
+        makes: tuple[Callable[[], object], ...] = (
+            lambda: world.check_same_on_all_ranks("a call"),
+            lambda: world.symmetric((4,), torch.int32, "mine"),
+            lambda: world.exchange("mine"),
+            lambda: world.exchange("mine", "theirs"),
+            lambda: world.channel("mine", 1, None),
+        )
+        for i in range(len(makes)):
+            with pytest.raises(Mismatch):
+                makes[(i + world.rank) % len(makes)]()
+        assert world.exchange(world.rank) == [0, 1]
+        x = torch.ones(4, 32).bfloat16()
+        assert (weft.all_reduce(x, world=world, plan="one_shot") == 2).all()
+        return world.check_same_on_all_ranks("the same call")
+
+    rank_0_number, rank_1_number = weft.spmd(main, 2, backend="emulated")
+    assert rank_0_number == rank_1_number
+
+
+def test_after_a_timeout_every_use_raises_and_no_object_is_of_another_exchange() -> None:
+    late = threading.Event()
+
+    def main(shm: SharedMemoryExchange) -> Any:
+        backend = CudaBackend.__new__(CudaBackend)
+        backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
+        backend.name_counters = lambda describe: None  # type: ignore[method-assign]
+        backend.capturing = lambda: False  # type: ignore[method-assign]
+        record: Any = SimpleNamespace(words=[0] * 8)
+        backend.record_words = record
+        world = weft.World(backend)
+        if shm.rank:
+            late.wait(20)
+            return [world.exchange("first")]
+        with pytest.raises(Timeout, match="not every rank joined within 0.05 s"):
+            world.exchange("first")
+        late.set()
+        for _ in range(2):
+            with pytest.raises(Timeout, match="not every rank joined within 0.05 s"):
+                backend.exchange("second")
+        return every_use_raises(world, Timeout, "not every rank joined within 0.05 s")
+
+    assert ranks(main, seconds=0.05) == [True, [["first", "first"]]]
+
+
+def test_after_a_timeout_over_gloo_every_message_raises() -> None:
+    messages = Messages.__new__(Messages)
+    messages.rank, messages.size, messages.seconds, messages._lost = 0, 2, 1.0, ""
+    works = [SimpleNamespace(wait=lambda: None)]  # a later message of which gloo thinks that it arrived
+
+    def expires(*_: object) -> Any:
+        if len(works) == 1:
+            works.append(works[0])
+            raise RuntimeError("Timed out waiting for recv")
+        return works[0]
+
+    messages._gloo = SimpleNamespace(allgather=expires)
+    for _ in range(2):
+        with pytest.raises(Timeout, match="not every rank joined within 1 s: Timed out waiting"):
+            messages.gathered(torch.ones(2))
 
 
 # -- ranks whose waits expire, or that are in other calls --------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Of a plan by the library both ranks raise Mismatch before anything runs, and the World still works. Of a fused one the
 rank that was early has launched by then; both raise Mismatch, the early one at its next check, long before its kernel's
-waits expire; behind that nothing is asked of the World. Prints a line a case, and exits with 1 where one fails.
+waits expire, and every later use of the World raises. Prints a line a case, and exits with 1 where one fails.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ import weft
 LATE = 0.5  # seconds
 
 
+def usable(world: weft.World) -> bool:
+    try:
+        world.exchange(None)
+    except weft.Mismatch:
+        return False
+    return True
+
+
 def mismatch(world: weft.World, plan: str) -> tuple[bool, float]:
-    """Whether this rank raised Mismatch, and after how many seconds."""
+    """Whether this rank raised Mismatch and the World is then as it should be, and after how many seconds."""
     x, w = (torch.randn(128, 256, device=world.device, dtype=torch.bfloat16) for _ in range(2))
     weft.all_gather_matmul(x, w, world=world, plan=plan)
     world.synchronize()
@@ -32,7 +40,7 @@ def mismatch(world: weft.World, plan: str) -> tuple[bool, float]:
         weft.all_gather_matmul(x[: 64 + 8 * world.rank], w, world=world, plan=plan)
         world.synchronize()
     except weft.Mismatch:
-        return True, time.monotonic() - start
+        return usable(world) == (plan == "sequential"), time.monotonic() - start
     return False, time.monotonic() - start
 
 

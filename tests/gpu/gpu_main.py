@@ -31,6 +31,7 @@ from tests.emulated.cases import distance, draw
 from tests.emulated.cases_all_gather_matmul import all_gather_case
 from tests.emulated.cases_all_reduce import norm_case
 from tests.emulated.cases_attention import Shape
+from tests.emulated.cases_inference import PLANS, SEQUENTIAL, inference_cases
 from tests.emulated.cases_matmul_reduce import reduce_case
 from tests.emulated.cases_models import gpu_cases as model_checks
 from tests.emulated.cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
@@ -267,10 +268,10 @@ def far_rows(world: weft.World) -> float:
 
 
 def disagree(world: weft.World) -> float:
-    """Shapes that differ between ranks raise on every rank, and the world still works."""
+    """Shapes that differ between ranks raise on every rank before NCCL is called, and the World still works."""
     x, w = operands(world, SCATTER, 96, 64, 64 + 8 * (world.rank == 0))
     try:
-        weft.matmul_reduce_scatter(x, w, world=world, plan="fused")
+        weft.matmul_reduce_scatter(x, w, world=world, plan="sequential")
     except weft.Mismatch:
         return reduce_case(world, 96, 64, 64, "fused")
     return float("inf")
@@ -394,6 +395,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "cold capture", BF16, partial(cold_capture, world)
     yield "rows beyond 24 bits", BF16, partial(far_rows, world)
     yield "disagreement", BF16, partial(disagree, world)
+    yield from inference_cases(world, SEQUENTIAL | PLANS)
     yield "mlp graph", 0.0, partial(mlp_graph, world, 256, 256, 200 * size)
     yield "mlp inference", 1e-2, partial(mlp_inference, world, even, 256, 200 * size, "fused")
     for name, plans in (("fused", FUSED), ("second", SECOND)):

@@ -16,8 +16,8 @@ import math
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -62,6 +62,14 @@ def timeout_seconds() -> float:
     if not 0 < seconds <= 1e6:  # the nanoseconds fit in a word, and four times the limit in a timedelta
         raise ValueError(f"WEFT_TIMEOUT={setting!r} must be a number of seconds, above 0 and at most a million")
     return seconds
+
+
+@contextmanager
+def outlives_call() -> Iterator[None]:
+    """Make what a World keeps without the modes of the call that needs it first: torch refuses later writes, outside
+    inference mode, to tensors that were made in it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
@@ -125,7 +133,7 @@ class SymmetricTensor:
             return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
 
         multicast = self.multicast + offset if self.multicast else 0
-        with torch.inference_mode(False):  # the view outlives this call
+        with outlives_call():
             peers = tuple(cut(p) for p in self.peers)
             addresses = self.table(peers, offset)
             view = replace(

@@ -667,10 +667,9 @@ class CudaBackend(GpuBackend):
             return SymmetricTensor(local, (local,), self.tensor([local.data_ptr()], torch.int64))
         if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks, and the others would hang
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
-        with torch.inference_mode(False):  # the memory outlives this call
-            local = _symmetric_memory(nbytes, self.device)
-            memory_handle = symm.rendezvous(local, self.group)
-            local.zero_()
+        local = _symmetric_memory(nbytes, self.device)
+        memory_handle = symm.rendezvous(local, self.group)
+        local.zero_()
         torch.cuda.synchronize(self.device)
         self.exchange(name)
         peers = tuple(

@@ -31,6 +31,7 @@ class Messages:
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.rank, self.size, self.seconds = dist.get_rank(group), dist.get_world_size(group), seconds
+        self._lost = ""  # why messages no longer arrive in one order on all ranks
         store = _get_process_group_store(group)
         # The number of Worlds over this group so far, which is the same on every rank.
         count = store.add(f"weft/{self.rank}", 1)
@@ -44,12 +45,16 @@ class Messages:
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
+        """Raise Timeout for a message that did not arrive, and for all later ones."""
+        if self._lost:
+            raise Timeout(self._lost)
         try:
             yield
         except RuntimeError as e:
             late = "timed out" in str(e).lower() or "timeout" in str(e).lower()
             reason = f"not every rank joined within {self.seconds:g} s" if late else "the connection to a rank is lost"
-            raise Timeout(f"rank {self.rank}: {reason}: {e}") from e
+            self._lost = f"rank {self.rank}: {reason}: {e}"
+            raise Timeout(self._lost) from e
 
     def objects(self, obj: object) -> list[Any]:
         """All-gather a picklable object; return the objects by rank."""

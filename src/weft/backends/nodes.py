@@ -17,10 +17,12 @@ NODE_VARIABLE = "WEFT_NODE"  # replaces the host's name, so that tests can have 
 
 def host_name() -> str:
     """Return the name of this process's node: that of the host and the container, since only processes of one container
-    share memory; or the environment's WEFT_NODE."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
-    return os.environ.get(NODE_VARIABLE) or machine
+    share memory; or the environment's WEFT_NODE. Containers with the host's network have the host's name, but their own
+    namespaces of shared memory and of processes."""
+    boot, namespaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns")
+    machine = [platform.node(), boot.read_text().strip() if boot.exists() else ""]
+    machine += [os.readlink(namespaces / kind) for kind in ("ipc", "pid") if os.path.lexists(namespaces / kind)]
+    return os.environ.get(NODE_VARIABLE) or " ".join(machine)
 
 
 def numbered(hosts: Sequence[Hashable]) -> tuple[int, ...]:

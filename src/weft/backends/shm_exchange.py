@@ -22,6 +22,7 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import Timeout
@@ -32,12 +33,14 @@ BYTES = 4096  # the longest post has so many; longer data is sent by messages
 _HEAD = struct.Struct("<qiI")  # number, from 1 on; length; checksum
 _SLOT = _HEAD.size + BYTES
 _PART = 2 * LEAD * _SLOT
+_PREFIX = "weft-"  # of the file's name
+_ABANDONED = 10.0  # seconds after which a file that nobody has locked is removed; a rank locks it as soon as it is made
 _SPIN = 2e-3  # seconds of polling before a wait sleeps between polls
 
 
 class SharedMemoryExchange:
-    """Rank `rank`'s access to the memory behind `file`, an open descriptor of one file on all ranks. `seconds` bounds
-    every wait."""
+    """Rank `rank`'s access to the memory behind `file`, an open descriptor of one file on all ranks, which is closed
+    with the exchange. `seconds` bounds every wait."""
 
     @staticmethod
     def shared(
@@ -45,32 +48,34 @@ class SharedMemoryExchange:
     ) -> SharedMemoryExchange | None:
         """Return this rank's exchange, or None unless all ranks can open the same file, which is unlinked once they
         have. Collective, by `exchange`, which returns the objects of all ranks."""
-        path = FOLDER / str(exchange(f"weft-{uuid.uuid4().hex}")[0])
-        shm = None
-        for opens in (rank == 0, rank != 0):  # rank 0 makes the file before the others open it
-            try:
+        path = FOLDER / str(exchange(f"{_PREFIX}{uuid.uuid4().hex}")[0])
+        shm, opened = None, [False]
+        try:
+            for opens in (rank == 0, rank != 0):  # rank 0 makes the file before the others open it
                 if opens:
-                    file = os.open(path, os.O_RDWR | (0 if rank else os.O_CREAT | os.O_EXCL), 0o600)
-                    if rank == 0:
-                        # Without room for the file, a later write would kill a rank.
-                        os.posix_fallocate(file, 0, size * (_PART + _SLOT))
-                    shm = SharedMemoryExchange(file, rank, size, seconds)
-            except OSError:
-                pass
-            opened = exchange(shm is not None)
-        if rank == 0:
-            path.unlink(missing_ok=True)
+                    shm = _opened(path, rank, size, seconds)
+                opened = [bool(is_open) for is_open in exchange(shm is not None)]
+        finally:
+            if rank == 0:
+                path.unlink(missing_ok=True)
+            if shm is not None and not all(opened):
+                shm.close()
         return shm if all(opened) else None
 
     def __init__(self, file: int, rank: int, size: int, seconds: float) -> None:
         self.file, self.rank, self.size, self.seconds = file, rank, size, seconds
         self.memory = mmap.mmap(file, size * (_PART + _SLOT))
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(rank))
+        self.close = weakref.finalize(self, _close, self.memory, file)
+        self.close.atexit = False
         _open_exchanges.add(self)
         self.post_count = self.collect_count = 0
+        self._lost = ""  # why this rank can no longer tell which post belongs to which
 
     def post(self, data: bytes) -> None:
-        """Post `data` as this rank's next post."""
+        """Post `data` as this rank's next post. Raises Timeout after a `collect` that did."""
+        if self._lost:
+            raise Timeout(self._lost)
         assert self.post_count - self.collect_count < LEAD, "collect first"
         offset = self._offset(self.rank, self.post_count)
         self.post_count += 1
@@ -132,9 +137,11 @@ class SharedMemoryExchange:
         end = time.monotonic() + self.seconds
         while not arrived():
             if ended := [rank for rank in range(self.size) if self._has_ended(rank) and not arrived()]:
-                raise Timeout(f"rank {self.rank}: the connection to a rank is lost: rank {ended[0]} has ended")
-            if time.monotonic() > end:
-                raise Timeout(f"rank {self.rank}: not every rank joined within {self.seconds:g} s")
+                self._lost = f"rank {self.rank}: the connection to a rank is lost: rank {ended[0]} has ended"
+            elif time.monotonic() > end:
+                self._lost = f"rank {self.rank}: not every rank joined within {self.seconds:g} s"
+            if self._lost:
+                raise Timeout(self._lost)
             time.sleep(2e-4)
 
     def _has_ended(self, rank: int) -> bool:
@@ -143,24 +150,56 @@ class SharedMemoryExchange:
         return rank != self.rank and struct.unpack_from("h", held)[0] == fcntl.F_UNLCK
 
 
+def _opened(path: Path, rank: int, size: int, seconds: float) -> SharedMemoryExchange | None:
+    """Return the exchange of a rank over the file of that name, which rank 0 makes; None where it cannot be opened."""
+    file = None
+    try:
+        if rank == 0:
+            _remove_abandoned()
+        file = os.open(path, os.O_RDWR | (0 if rank else os.O_CREAT | os.O_EXCL), 0o600)
+        if rank == 0:
+            os.posix_fallocate(file, 0, size * (_PART + _SLOT))  # without room a later write would kill a rank
+        return SharedMemoryExchange(file, rank, size, seconds)
+    except OSError:
+        if file is not None:
+            os.close(file)
+        return None
+
+
+def _remove_abandoned() -> None:
+    """Remove the files of ranks that were killed while they started: no process has locked them any more."""
+    for path in FOLDER.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or removed meanwhile
+            with path.open("r+b") as file:
+                held = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _lock(0, bytes=0))
+                locked = struct.unpack_from("h", held)[0] != fcntl.F_UNLCK
+            if not locked and path.stat().st_mtime < time.time() - _ABANDONED:
+                path.unlink()
+
+
+def _close(memory: mmap.mmap, file: int) -> None:
+    """Release the rank's lock, which belongs to the open file: both its descriptor and the mapping keep that open."""
+    memory.close()
+    os.close(file)
+
+
 _open_exchanges: weakref.WeakSet[SharedMemoryExchange] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the memory and the file in a forked child, such as a DataLoader's worker, which would otherwise hold the
-    rank's lock for longer than the rank lives. The lock belongs to the open file, which both its descriptor and the
-    mapping keep open."""
+    """Close the exchanges in a forked child, such as a DataLoader's worker, which would otherwise hold the rank's lock
+    for longer than the rank lives. A child of that child finds them closed, and closes nothing: their descriptors are
+    other files by then."""
     for shm in _open_exchanges:
-        shm.memory.close()
-        os.close(shm.file)
+        shm.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _lock(rank: int) -> bytes:
-    """Return the struct flock of the byte that stands for the rank."""
-    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+def _lock(rank: int, bytes: int = 1) -> bytes:
+    """Return the struct flock of the byte that stands for the rank, or of so many from there on; 0 are all."""
+    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, rank, bytes, 0)
 
 
 def _within(seconds: float, condition: Callable[[], bool]) -> bool:

@@ -164,8 +164,7 @@ class ReplicatedStates:
             return None
         if local:
             return world.empty((m, h), dtype)
-        with torch.inference_mode(False):  # the next pass may run outside inference mode
-            return world.buffer(f"decoder {use}", m * h * dtype.itemsize).view(0, (m, h), dtype).local
+        return world.buffer(f"decoder {use}", m * h * dtype.itemsize).view(0, (m, h), dtype).local
 
 
 class ShardedStates:

@@ -127,7 +127,8 @@ def _make_planner(world: World) -> Planner | str | None:
     except Exception as e:  # the other ranks have to learn of the failure
         problem = f"no profile can be read: {type(e).__name__}: {e}"
     launch = time_launch(world.device) if profile and not shares else None
-    digests, launches = zip(*world.exchange((problem or (profile.digest if profile else None), launch)), strict=True)
+    own_profile = problem or (profile.digest if profile else None), launch
+    digests, launches = zip(*world.exchange(own_profile, "profile"), strict=True)
     if all(digest is None for digest in digests):
         return None
     planner = None

@@ -172,13 +172,12 @@ class FlaggedShards:
 
 def _flags(world: World) -> tuple[torch.Tensor, torch.Tensor, SymmetricTensor]:
     """Return the flags of the shards, int32 [W]; their values where this rank's alone is set; a one on every rank."""
-    with torch.inference_mode(False):  # copies write the flags in calls outside it too
-        ones = world.symmetric((1,), torch.int32, "flags of shards, a one")
-        ones.local.fill_(1)
-        world.wait_for_streams()
-        world.exchange("flags of shards")  # no rank copies a one before its owner has stored it
-        initial = world.tensor([int(rank == world.rank) for rank in range(world.size)], torch.int32)
-        return world.zeros((world.size,), torch.int32), initial, ones
+    ones = world.symmetric((1,), torch.int32, "flags of shards, a one")
+    ones.local.fill_(1)
+    world.wait_for_streams()
+    world.exchange(None, "flags of shards")  # no rank copies a one before its owner has stored it
+    initial = world.tensor([int(rank == world.rank) for rank in range(world.size)], torch.int32)
+    return world.zeros((world.size,), torch.int32), initial, ones
 
 
 def pull_rows(world: World, tensors: Sequence[SymmetricTensor], ends: Sequence[int], stream: Stream) -> None:

@@ -59,7 +59,7 @@ def thirds_of(world: World, nbytes: int, stream: Stream) -> Thirds:
         words = memory.local.view(torch.int32)
         world.call(lambda: words.fill_(EMPTY.value), [], [words], stream)
         world.wait_for_streams()
-        world.exchange(_NAME)  # no rank posts before all ranks have filled their words
+        world.exchange(None, _NAME)  # no rank posts before all ranks have filled their words
         return Thirds(memory, words, world.zeros((MAX_PROGRAMS, 2), torch.int32))
 
     return world.cached((_NAME, memory.local.data_ptr()), make)

@@ -31,7 +31,7 @@ from ...torch_library import CallOptions
 from ...transport.copy_engine import COPIES, pull_from_all
 from ...transport.memory import lock, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, schedule_of
-from ...world import Memo, World, disagreement
+from ...world import Memo, World
 from ..common import Factors, MatmulCall, MatmulOp, whole_words
 from ..matmul_reduce.signaled import Tiling, gemm_launch
 from ..recipes import validate
@@ -94,17 +94,13 @@ def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routin
                 )
     except (TypeError, ValueError, RuntimeError) as e:
         problem = f"must be a list of integers: {e}"
-    exchanged = world.exchange(("route", problem, own_destinations.astype(np.int32).tobytes()))
-    is_route = [isinstance(message, tuple) and len(message) == 3 and message[0] == "route" for message in exchanged]
-    if not all(is_route):
-        calls = [("route", ()) if valid else message for valid, message in zip(is_route, exchanged, strict=True)]
-        raise disagreement(dict(enumerate(calls)))
-    for rank, (_, problem, _) in enumerate(exchanged):
+    exchanged = world.exchange((problem, own_destinations.astype(np.int32).tobytes()), "route")
+    for rank, (problem, _) in enumerate(exchanged):
         if problem:
             raise ValueError(f"route: destinations of rank {rank} {problem}")
-    rows = tuple(np.frombuffer(raw, np.int32).astype(np.int64) for _, _, raw in exchanged)
+    rows = tuple(np.frombuffer(raw, np.int32).astype(np.int64) for _, raw in exchanged)
     counts = tuple(tuple(int(c) for c in np.bincount(d, minlength=world.size)) for d in rows)
-    key = hashlib.sha256(repr([raw for _, _, raw in exchanged]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr([raw for _, raw in exchanged]).encode()).hexdigest()[:16]
     return Routing(counts, rows, key, weakref.ref(world))
 
 
@@ -322,7 +318,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         routing = call.routing
         if call.kept and "same on all ranks" not in routing.prepared:
             world._no_capture(self.name)
-            keys = world.exchange(routing.key)
+            keys = world.exchange(routing.key, "routing")
             if len(set(keys)) > 1:
                 raise Mismatch(f"{self.name}: ranks disagree on the routing: {keys}")
             routing.prepared["same on all ranks"] = True
