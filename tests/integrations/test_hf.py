@@ -13,6 +13,7 @@ import torch
 import weft
 from weft import hf
 from weft.backends.emulated import EmulatedBackend
+from weft.integrations.transformers import forwards
 from weft.nn.weave import LayerPlan, Table
 
 transformers = pytest.importorskip("transformers")
@@ -259,14 +260,18 @@ def test_unweave_puts_everything_back() -> None:
     run(main)
 
 
+class Linear(torch.nn.Linear):
+    """Of torch's name, as peft's Linear."""
+
+
 def test_what_cannot_be_woven_is_named() -> None:
     def main(world: weft.World) -> None:
         gemma = transformers.GemmaConfig(**SIZES)
         adapted = tiny_model("Llama")
-        adapted.model.layers[1].mlp.down_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.down_proj)
+        adapted.model.layers[1].mlp.down_proj = Linear(96, 64)
         for model, says in (
             (transformers.GemmaForCausalLM(gemma), r"GemmaDecoderLayer.*weft.hf.styles\(\)"),
-            (adapted, "layers.1.mlp.down_proj is Sequential"),
+            (adapted, "layers.1.mlp.down_proj is tests.integrations.test_hf.Linear, not a plain nn.Linear"),
             (tiny_model("Llama", torch.float32), "float32"),
             (tiny_model("Llama", hidden_act="gelu"), "gelu"),
             (tiny_model("Llama", num_key_value_heads=1), "1 key-value heads"),
@@ -315,6 +320,7 @@ def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.
         return torch.ones(9, 9, dtype=torch.bool).tril()[None, None] if attention_mask is None else attention_mask
 
     monkeypatch.setattr(modeling, "create_causal_mask", mask)
+    monkeypatch.setattr(forwards, "has_dense_masks", lambda _: True)
 
     def main(world: weft.World) -> list[bool]:
         model, masks = tiny_model("Llama"), []
