@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 import weft
-from tests.integrations.test_hf import IDS, KINDS, tiny_model
+from tests.integrations.test_hf import IDS, KINDS, run, tiny_model
 from tests.integrations.test_hf_moe import KINDS as MIXTURES
 from tests.integrations.test_hf_moe import tiny_mixture
+from tests.integrations.test_hf_parameters import small
 from weft import hf
+from weft.integrations.transformers import moe as hf_moe
 
 transformers = pytest.importorskip("transformers")
 CHANGES = {  # numbers in place of None
@@ -44,7 +46,7 @@ def changes_of(model: Any) -> Iterator[Change]:
             elif isinstance(value, float):
                 yield Change(owner, name, value * 1.5 + 0.25)
             elif isinstance(value, int):
-                yield from (Change(owner, name, other) for other in (value + 1, value - 1) if other >= 0)
+                yield from (Change(owner, name, value + step) for step in (1, -1) if value + step >= 0)
 
 
 def result(model: Any, *changes: Change) -> torch.Tensor | Exception:
@@ -92,7 +94,7 @@ def test_every_number_is_followed_or_refused_by_name(kind: str, world: weft.Worl
     make = tiny_model if kind in KINDS else tiny_mixture
     plain, woven = (make(kind, **CHANGES.get(kind, {})) for _ in range(2))
     hf.weave(woven, world)
-    unread, found, read = [], [], 0
+    unread, faults, read = [], [], 0
     with torch.no_grad():
         before = result(plain)
         for change in changes_of(plain):
@@ -101,13 +103,51 @@ def test_every_number_is_followed_or_refused_by_name(kind: str, world: weft.Worl
                 unread.append(change)
             else:
                 read += 1
-                found.append(wrong(expected, result(woven, change), [change]))
+                faults.append(wrong(expected, result(woven, change), [change]))
         for training in (False, True):
             left = refused = [change for change in unread if (change.name == "training") == training]
             while refused:
                 actual = result(woven, *left)
                 refused = [change for change in left if refuses(actual, change)]
                 left = [change for change in left if change not in refused]
-            found.append(wrong(before, actual, left))
+            faults.append(wrong(before, actual, left))
             assert len(left) > 10
-    assert read > 10 and not [each for each in found if each]
+    assert read > 10 and not [fault for fault in faults if fault]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("Qwen3", ("scaling", "variance_epsilon")), ("Mixtral", ("scaling", "top_k"))]
+)
+def test_numbers_are_followed_on_every_rank(kind: str, names: tuple[str, ...]) -> None:
+    """All numbers of these names together."""
+
+    def main(world: weft.World) -> None:
+        plain, woven = small(kind), hf.weave(small(kind), world)
+        changes = [change for change in changes_of(plain) if change.name in names]
+        with torch.no_grad():
+            before, expected, actual = result(plain), result(plain, *changes), result(woven, *changes)
+        assert wrong(expected, actual, changes) is None and wrong(before, actual, changes)
+
+    run(main)
+
+
+def test_what_is_built_into_kernels_is_refused_where_experts_are_registered() -> None:
+    def main(world: weft.World) -> None:
+        experts, forward = small("GptOss").model.layers[0].mlp.experts, hf_moe.experts_forward(lambda: world)
+        inputs = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
+        with torch.no_grad():
+            forward(experts, *inputs)
+            experts.limit = 5.0
+            with pytest.raises(weft.Unsupported, match="GptOssExperts.limit was 7.0 when .* 5.0 now"):
+                forward(experts, *inputs)
+
+    run(main, 1)
+
+
+def test_draws_that_a_woven_model_does_not_make_are_refused(world: weft.World) -> None:
+    model = tiny_mixture("Mixtral", num_hidden_layers=1, router_jitter_noise=0.1)
+    with pytest.raises(weft.Unsupported, match=r"MixtralSparseMoeBlock.jitter_noise is 0.1: call model.eval\(\)"):
+        hf.weave(model.train(), world)
+    hf.weave(model.eval(), world)
+    with torch.no_grad(), pytest.raises(weft.Unsupported, match="layers.0.mlp.training was False .* is True now"):
+        model.train()(IDS[:1, :4])
