@@ -13,6 +13,7 @@ import torch
 import weft
 from weft import hf
 from weft.backends.emulated import EmulatedBackend
+from weft.integrations.transformers import forwards
 from weft.nn.weave import LayerPlan, Table
 
 transformers = pytest.importorskip("transformers")
@@ -21,11 +22,11 @@ SIZES = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=95,
 )  # fmt: skip
-KINDS = {"Llama": {}, "Mistral": dict(sliding_window=None), "Qwen2": {}, "Qwen3": {}}
+KINDS: dict[str, dict[str, Any]] = {"Llama": {}, "Mistral": dict(sliding_window=None), "Qwen2": {}, "Qwen3": {}}
 
 
 def tiny_model(kind: str, dtype: torch.dtype = BF, **changes: Any) -> Any:
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **changes})
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS.get(kind, {}), **changes})
     torch.manual_seed(3)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -205,6 +206,28 @@ def test_ranks_draw_the_same_tokens() -> None:
     assert first_rank == second_rank
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_a_cache_of_other_heads_is_refused(kind: str) -> None:
+    """As prompts cached by the model itself, or prefix tuning, have them; and one that is made early with all heads."""
+    changes = dict(num_local_experts=4) if kind == "Mixtral" else {}
+
+    def main(world: weft.World) -> None:
+        model = tiny_model(kind, num_hidden_layers=1, **changes)
+        filled, early = transformers.DynamicCache(), transformers.StaticCache(config=model.config, max_cache_len=16)
+        early.early_initialization(2, 2, 16, BF, torch.device("cpu"))
+        with torch.no_grad():
+            model(IDS, past_key_values=filled)
+            hf.weave(model, world)
+            for cache, length in ((filled, 9), (early, 16)):
+                says = (
+                    rf"keys \[2, 2, {length}, 16\] of 2 heads; each of 2 ranks of this woven model has 1 of 2 key-value"
+                )
+                with pytest.raises(ValueError, match=says):
+                    model(IDS, past_key_values=cache)
+
+    run(main)
+
+
 def test_attention_weights_of_one_ranks_heads_are_refused() -> None:
     def main(world: weft.World) -> None:
         model = tiny_model("Llama", num_hidden_layers=1)
@@ -259,14 +282,18 @@ def test_unweave_puts_everything_back() -> None:
     run(main)
 
 
+class Linear(torch.nn.Linear):
+    """Of torch's name, as peft's Linear."""
+
+
 def test_what_cannot_be_woven_is_named() -> None:
     def main(world: weft.World) -> None:
         gemma = transformers.GemmaConfig(**SIZES)
         adapted = tiny_model("Llama")
-        adapted.model.layers[1].mlp.down_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.down_proj)
+        adapted.model.layers[1].mlp.down_proj = Linear(96, 64)
         for model, says in (
             (transformers.GemmaForCausalLM(gemma), r"GemmaDecoderLayer.*weft.hf.styles\(\)"),
-            (adapted, "layers.1.mlp.down_proj is Sequential"),
+            (adapted, "layers.1.mlp.down_proj is tests.integrations.test_hf.Linear, not a plain nn.Linear"),
             (tiny_model("Llama", torch.float32), "float32"),
             (tiny_model("Llama", hidden_act="gelu"), "gelu"),
             (tiny_model("Llama", num_key_value_heads=1), "1 key-value heads"),
@@ -315,6 +342,7 @@ def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.
         return torch.ones(9, 9, dtype=torch.bool).tril()[None, None] if attention_mask is None else attention_mask
 
     monkeypatch.setattr(modeling, "create_causal_mask", mask)
+    monkeypatch.setattr(forwards, "has_dense_masks", lambda _: True)
 
     def main(world: weft.World) -> list[bool]:
         model, masks = tiny_model("Llama"), []

@@ -199,7 +199,7 @@ def test_what_cannot_be_woven_is_named() -> None:
         for model, says in (
             (transformers.OlmoeForCausalLM(olmoe).bfloat16(), "OlmoeDecoderLayer"),
             (clamped, r"layers.1.mlp.experts has alpha and limit \(1.702, 5.0\)"),
-            (without_experts, "layers.1.mlp.experts is Identity"),
+            (without_experts, "layers.1.mlp.experts is torch.nn.modules.linear.Identity"),
             (tiny_mixture("Qwen3Moe", torch.float32), "float32"),
             (tiny_mixture("Mixtral", num_local_experts=5), "5 experts do not divide by 2 ranks"),
             (tiny_mixture("Mixtral", hidden_act="gelu"), "gelu"),

@@ -43,8 +43,15 @@ def assign(model: Any, state: dict[str, torch.Tensor]) -> None:
     model.load_state_dict({name: t.clone() for name, t in state.items()}, assign=True)
 
 
+def attributes(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters as attributes of their modules."""
+    for name in dict(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        yield name, getattr(model.get_submodule(owner), leaf)
+
+
 def copy_in_place(model: Any, state: dict[str, torch.Tensor]) -> None:
-    for name, p in model.named_parameters():
+    for name, p in attributes(model):
         p.copy_(state[name])
 
 
@@ -61,7 +68,7 @@ def merge(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def set_data(model: Any, state: dict[str, torch.Tensor]) -> None:
-    for name, p in model.named_parameters():
+    for name, p in attributes(model):
         p.data = state[name].clone()
 
 

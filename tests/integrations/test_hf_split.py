@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from unittest import mock
@@ -32,6 +33,8 @@ def styled() -> None:
             model = hf_gloo.split(whole)
         assert served.linears == LINEARS and all(ALL_PARALLEL_STYLES[n] is own_style for n, own_style in before.items())
         hf_gloo.called.clear()
+        with pytest.raises(weft.Unsupported, match=r"Linear\(in_features=96.* computes with the original's weights"):
+            copy.deepcopy(model.model.layers[0].mlp.down_proj)
         with torch.no_grad():
             expected, actual = whole(IDS).logits.float(), model(IDS).logits.float()
         assert hf_gloo.called == [IDS.numel()] * 4, "o_proj and down_proj of both layers"
@@ -39,6 +42,10 @@ def styled() -> None:
         loss = model(IDS).logits.float().sum()  # a gradient is Transformers' own
         loss.backward()
         assert len(hf_gloo.called) == 4 and model.model.layers[0].mlp.down_proj.weight.grad is not None
+    with pytest.raises(
+        weft.Unsupported, match="embed_tokens.forward is transformers.* original's weights in a deep copy"
+    ):
+        copy.deepcopy(hf.weave(model))
     plain = hf_gloo.split(tiny_model("Llama", torch.float32))
     with torch.no_grad():
         plain(IDS)

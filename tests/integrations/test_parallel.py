@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import threading
@@ -270,6 +272,31 @@ def test_gemm_and_all_reduce(mesh: DeviceMesh) -> None:
 
 
 # -- over gloo ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("dtype", "served"), [(BF, "by weft"), (torch.float32, "torch's own: of float32")])
+def test_a_deep_copy_computes_with_its_own_parameters(one_rank: DeviceMesh, dtype: torch.dtype, served: str) -> None:
+    """A pickle would lose the style, and is refused."""
+    block = parallelize_module(whole(dtype), one_rank, plan(parallel, 1))
+    twin, x = copy.deepcopy(block), torch.randn(B, S, H).to(dtype)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+        for name, linear in (("w1", twin.w1), ("w3", twin.w3), ("w2", twin.w2), ("norm", twin.norm)):
+            rows = torch.randn(B, S, INNER).to(dtype) if name == "w2" else x
+            assert torch.equal(linear(rows), 2 * block.get_submodule(name)(rows)), name
+        fresh = parallelize_module(whole(dtype), one_rank, plan(parallel, 1))
+        assert torch.equal(block(x), fresh(x))
+    assert parallel.report(twin).count(served) == 3 and "norm: on local rows" in parallel.report(twin)
+    with pytest.raises(TypeError, match=r"style of weft.parallel cannot be pickled; save its state_dict\(\)"):
+        pickle.dumps(block)
+
+
 def over_gloo(rank: int, store: str) -> None:
     """Three steps of training, with the same state dict: in bfloat16 by weft, to rounding torch's own; what weft does not
     compute, in float32, to the bit."""

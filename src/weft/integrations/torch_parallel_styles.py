@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,12 +38,30 @@ from .torch_async_tp import world_of
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "report"]
 
-NOTE = "_weft_parallel"  # where a module stores what served its last call
+STYLED = "_weft_parallel"  # where a module stores its Styled
+
+
+@dataclass
+class Styled:
+    """What a style stores in a module: the module's own forward, and what computed the last call.
+
+    The style's forward is a method of the module, so that a deep copy of the module computes with the copy's own
+    parameters.
+    """
+
+    forward: Callable[..., Any]
+    note: str
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Styled:
+        return Styled(deepcopy(self.forward, memo), self.note)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a module with a style of weft.parallel cannot be pickled; save its state_dict() instead")
 
 
 def report(module: nn.Module) -> str:
     """Return a line for each module with one of these styles: whether weft or torch computed its last call, and why."""
-    notes = {name: vars(m)[NOTE] for name, m in module.named_modules() if NOTE in vars(m)}
+    notes = {name: vars(m)[STYLED].note for name, m in module.named_modules() if STYLED in vars(m)}
     return "\n".join(f"{name or '(itself)'}: {note}" for name, note in notes.items()) or "no module has a style of weft"
 
 
@@ -73,10 +93,10 @@ class _LinearStyle(_TorchStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            return _noted(super()._apply(module, device_mesh), f"torch's own: {type(module).__name__}")
+            vars(module)[STYLED] = Styled(module.forward, f"torch's own: {type(module).__name__}")
+            return super()._apply(module, device_mesh)
         distribute_module(module, device_mesh, self._partition_linear_fn)
-        module.forward = lambda x: self._linear(module, device_mesh, x)  # type: ignore[method-assign,assignment]
-        return _noted(module, "not called yet")
+        return _styled(module, lambda module, x: self._linear(module, device_mesh, x))
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -110,7 +130,7 @@ class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
         dim = _row_dimension(self.input_layouts[0], x)
         if why is None and (dim is None or self.output_layouts != (Shard(-1),)):
             why = f"{self.input_layouts[0]} to {self.output_layouts[0]}"
-        _noted(module, "all-gather + GEMM by weft" if why is None else f"torch's own: {why}")
+        _note(module, "all-gather + GEMM by weft" if why is None else f"torch's own: {why}")
         if why is not None or world is None or operands is None or dim is None:
             return self._torch_linear(module, mesh, x, (Replicate(),))
         y = gathered_linear(world, module, x, operands, dim, self.plan)
@@ -138,7 +158,7 @@ class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc
         if why is None and world is not None and dim is not None and x.shape[dim] % world.size:
             why = f"{x.shape[dim]} rows do not divide by {world.size} ranks"
         op = "all-reduce" if all_reduce else "reduce-scatter"
-        _noted(module, f"GEMM + {op} by weft" if why is None else f"torch's own: {why}")
+        _note(module, f"GEMM + {op} by weft" if why is None else f"torch's own: {why}")
         if why is not None or world is None or operands is None:
             return self._torch_linear(module, mesh, x, (Shard(-1),))
         y = reduced_linear(world, operands, dim, self.plan)
@@ -150,21 +170,18 @@ class SequenceParallel(style.SequenceParallel):
     the gradients of its parameters are summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module_forward = module.forward
         distribute_module(module, device_mesh, self._replicate_module_fn)
-        module.forward = lambda x: self._rows(module, module_forward, device_mesh, x)
-        return _noted(module, "not called yet")
+        return _styled(module, lambda module, x: self._rows(module, device_mesh, x))
 
-    def _rows(
-        self, module: nn.Module, module_forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x: Tensor
-    ) -> Tensor:
+    def _rows(self, module: nn.Module, mesh: DeviceMesh, x: Tensor) -> Tensor:
+        module_forward: Callable[[Tensor], Tensor] = vars(module)[STYLED].forward
         world = world_of(mesh.get_group().group_name, x)
         why = None if world is not None else f"a group on {x.device.type}"
         if not module._parameters:  # such as a dropout, whose draws torch makes different on each rank
             why = "no parameters"
         elif isinstance(x, DTensor) and x.placements != self.sequence_sharding:
             why = f"x has {x.placements[0]}"
-        _noted(module, "on local rows" if why is None else f"torch's own: {why}")
+        _note(module, "on local rows" if why is None else f"torch's own: {why}")
         if why is not None:
             y = module_forward(self._prepare_input_fn(self.sequence_sharding, module, (x,), mesh))
             return self._prepare_output_fn(self.use_local_output, module, y, mesh)
@@ -298,6 +315,12 @@ def _row_dimension(layout: Placement, x: Tensor) -> int | None:
     return dim if dim < x.dim() - 1 else None
 
 
-def _noted(module: nn.Module, note: str) -> nn.Module:
-    vars(module)[NOTE] = note
+def _styled(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Module:
+    """Make `forward`, which takes the module, the module's forward."""
+    vars(module)[STYLED] = Styled(module.forward, "not called yet")
+    module.forward = MethodType(forward, module)
     return module
+
+
+def _note(module: nn.Module, note: str) -> None:
+    vars(module)[STYLED].note = note

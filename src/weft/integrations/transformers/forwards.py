@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from ...nn.decoder_layer import (
     own_rows,
 )
 from ...nn.weave import halves
+from ...world import World
 from .generation import without_draws
 from .shards import HeadsShard, Module, RowShard
 from .woven import Woven
@@ -34,60 +35,91 @@ class Carried(NamedTuple):
     states: HiddenStates
 
 
-def model_forward(base: Any, woven: Woven) -> Callable[..., Any]:
-    """Return the forward pass of all layers. It notes whether the mask is only causal: inside a CUDA graph capture
-    Transformers passes attention a dense mask even then, and torch has no fast attention with a mask."""
-    base_forward = base.forward
+class ModelForward:
+    """The forward pass of all layers. It notes whether a dense mask is only causal, since torch has no fast attention
+    with a mask."""
 
-    def requested(name: str, kwargs: Mapping[str, object]) -> bool:
-        value = kwargs.get(name)
-        return bool(getattr(base.config, name) if value is None else value)
+    def __init__(self, base: Any, attention: HeadsShard, woven: Woven) -> None:
+        self.base, self.base_forward, self.attention, self.woven = base, base.forward, attention, woven
 
-    def forward(input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        woven, config = self.woven, self.base.config
         if not torch.compiler.is_compiling():
-            woven.check(base)
-        only_ids = attention_mask is None and all(kwargs.get(name) is None for name in ("position_ids", *CACHES))
-        woven.causal = only_ids and base.config._attn_implementation == "sdpa"
-        woven.recorded = requested("output_hidden_states", kwargs)
-        if requested("output_attentions", kwargs) and woven.world.size > 1:
+            woven.check(self.base)
+        woven.depth = min(config.num_hidden_layers, len(self.base.layers))
+        if woven.depth < 1:
+            raise Unsupported(f"config.num_hidden_layers is {woven.depth}: a woven model runs one layer or more")
+        caches = [cache for name in CACHES if (cache := kwargs.get(name)) is not None]
+        for cache in caches:
+            check_heads(cache, self.attention)
+        only_ids = attention_mask is None and not caches and kwargs.get("position_ids") is None
+        woven.causal = only_ids and config._attn_implementation == "sdpa" and has_dense_masks(woven.world)
+        woven.recorded = self._requested("output_hidden_states", kwargs)
+        if self._requested("output_attentions", kwargs) and woven.world.size > 1:
             raise Unsupported(
                 "output_attentions: each rank of a woven model has only the attention weights of its own heads; "
                 "weft.hf.unweave(model) returns those of all heads"
             )
         try:
             with without_draws():
-                return base_forward(input_ids, attention_mask=attention_mask, **kwargs)
+                return self.base_forward(input_ids, attention_mask=attention_mask, **kwargs)
         except BaseException:  # the second stream of a pass in two parts still reads and writes its tensors
             if not torch.compiler.is_compiling():
-                woven.world.join_side_streams()
+                self.woven.world.join_side_streams()
             raise
 
-    return forward
+    def _requested(self, name: str, kwargs: Mapping[str, object]) -> bool:
+        value = kwargs.get(name)
+        return bool(getattr(self.base.config, name) if value is None else value)
 
 
-def layer_forward(
-    layer: Module, following: Module, attention: HeadsShard, mlp: Sublayer, last: bool, woven: Woven
-) -> Callable[..., Carried]:
-    """Return the forward pass of a decoder layer, from Carried, or from the embedding's hidden states, to Carried.
-    `following` is the next layer's norm."""
-    # Looking an attribute up in a module is slow, so it is done once.
-    attend, between = attention.attend, layer.post_attention_layernorm
+def has_dense_masks(world: World) -> bool:
+    """Return whether Transformers makes a mask even where every token attends to all before it, as inside a CUDA graph
+    capture and in compiled code."""
+    return torch.compiler.is_compiling() or world.capturing()
 
-    def forward(hidden_states: torch.Tensor | Carried, attention_mask: Any = None, **kwargs: Any) -> Carried:
+
+def check_heads(cache: object, attention: HeadsShard) -> None:
+    """Raise ValueError for a cache that was filled, or made early, with another number of heads than this rank's."""
+    layers = getattr(cache, "layers", None)
+    keys = getattr(layers[0], "keys", None) if layers else None
+    heads, ranks = attention.heads[1], attention.world.size
+    if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[1] != heads:
+        raise ValueError(
+            f"the cache has keys {list(keys.shape)} of {keys.shape[1]} heads; each of {ranks} ranks of this woven "
+            f"model has {heads} of {heads * ranks} key-value heads: let the woven model fill an empty cache"
+        )
+
+
+class LayerForward:
+    """The forward pass of decoder layer number `index`, from Carried, or from the embedding's hidden states, to
+    Carried. It also computes the norm of the next layer, or the model's final norm if no other layer follows in this
+    pass."""
+
+    def __init__(self, base: Module, index: int, attention: HeadsShard, mlp: Sublayer, woven: Woven) -> None:
+        self.layer, self.index, self.attention, self.mlp, self.woven = base.layers[index], index, attention, mlp, woven
+        # Looking a submodule up in a module is slow, so it is done once.
+        self.between, self.final_norm = self.layer.post_attention_layernorm, base.norm
+        is_last = index + 1 == len(base.layers)
+        self.next_norm = base.norm if is_last else base.layers[index + 1].input_layernorm
+
+    def forward(self, hidden_states: torch.Tensor | Carried, attention_mask: Any = None, **kwargs: Any) -> Carried:
+        attention, woven = self.attention, self.woven
         if isinstance(hidden_states, Carried):
             states = hidden_states.states
         else:
-            states = first_states(woven, hidden_states, layer.input_layernorm(hidden_states))
-        mask = None if woven.causal and attention.window is None else attention_mask
+            states = first_states(woven, hidden_states, self.layer.input_layernorm(hidden_states))
+        mask = None if woven.causal and attention.has_causal_mask(self.index) else attention_mask
+        last = self.index + 1 == woven.depth
+        following = self.final_norm if last else self.next_norm
 
         def heads(states: HiddenStates) -> tuple[RowShard, torch.Tensor]:
+            attend = attention.attend
             return attention.out, attend(states.normed, attention_mask=mask, project=states.project, **kwargs)[0]
 
-        decoder_layer(states, heads, mlp, (norm_of(between), norm_of(following)), last)
+        decoder_layer(states, heads, self.mlp, (norm_of(self.between), norm_of(following)), last)
         residual = states.residual
         return Carried(residual.view(states.shape) if woven.recorded else residual, states)
-
-    return forward
 
 
 def first_states(woven: Woven, hidden: torch.Tensor, normed: torch.Tensor) -> HiddenStates:

@@ -53,22 +53,22 @@ def without_draws() -> AbstractContextManager[object]:
 def same_draws(method: Method, world: World) -> Method:
     """Return the model's `generate`, with the random draws of rank 0 on every rank."""
 
-    @functools.wraps(method)
-    def generate(*args: object, **kwargs: object) -> object:
-        with RankZeroDraws(world):
-            return method(*args, **kwargs)
+    return functools.update_wrapper(functools.partial(_generate, method, world), method)
 
-    return generate
+
+def _generate(method: Method, world: World, *args: object, **kwargs: object) -> object:
+    with RankZeroDraws(world):
+        return method(*args, **kwargs)
 
 
 def not_emulated(method: Method) -> Method:
     """Return a `generate_batch` that raises Unsupported."""
 
-    @functools.wraps(method)
-    def generate_batch(*args: object, **kwargs: object) -> object:
-        raise Unsupported(
-            "generate_batch runs the model on a thread of its own, on which an emulated rank cannot call an operator: "
-            "call generate, or run on GPUs"
-        )
+    return functools.update_wrapper(functools.partial(_refuse_batch), method)
 
-    return generate_batch
+
+def _refuse_batch(*args: object, **kwargs: object) -> object:
+    raise Unsupported(
+        "generate_batch runs the model on a thread of its own, on which an emulated rank cannot call an operator: "
+        "call generate, or run on GPUs"
+    )

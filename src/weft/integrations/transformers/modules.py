@@ -9,7 +9,8 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import FunctionType
+from typing import NamedTuple, NoReturn
 
 from torch import nn
 
@@ -29,9 +30,7 @@ def check_modules(layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
         modeling = sys.modules[kind.__module__]
         is_own = kind.__module__.startswith("transformers.models.") and getattr(modeling, kind.__name__, None) is kind
         if not is_own and kind not in (nn.Linear, type(ACT2FN["silu"])):
-            raise Unsupported(
-                f"{path} is {kind.__module__}.{kind.__qualname__}, which is not one of the model's own classes"
-            )
+            raise Unsupported(f"{path} is {class_of(module)}, which is not one of the model's own classes")
         for forward in (kind.forward, vars(module).get("forward")):
             if forward is not None and not _is_from(forward, *TRUSTED, "torch.nn."):
                 raise Unsupported(f"{path}.forward is {_name(forward)}, which a woven model would not call")
@@ -39,38 +38,125 @@ def check_modules(layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
         _check_hooks(path, hooks)
 
 
-class Layers:
-    """The modules, forwards and hooks of a woven model's layers at the time of weaving."""
+UNBOUND = (
+    "which computes with the original's weights in a deep copy: load the model a second time in place of copying it"
+)
 
-    def __init__(self, base: nn.Module, layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
-        norm = base.get_submodule("norm")
+
+def copy_reason(model: nn.Module) -> str | None:
+    """Return why the model cannot be copied: a module's forward that copy.deepcopy does not bind to the copied module.
+    Return None if there is none."""
+    for path, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, FunctionType) and forward.__closure__:
+            return f"{path}.forward is {_name(forward)}, {UNBOUND}"
+    return None
+
+
+def refuse_copy(why: str, memo: dict[int, object]) -> NoReturn:
+    """Raise Unsupported. This is the `__deepcopy__` of modules that cannot be copied."""
+    raise Unsupported(why)
+
+
+class Numbers(NamedTuple):
+    """Numbers of a module that are built into its shard, so that a woven model does not follow them."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+    values: tuple[object, ...]
+
+    @classmethod
+    def built_in(cls, module: nn.Module, *followed: str) -> Numbers:
+        """Return all numbers of the module but `followed` and its private ones."""
+        numbers = {
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, int | float) and name not in ("training", *followed) and not name.startswith("_")
+        }
+        return cls(module, tuple(numbers), tuple(numbers.values()))
+
+    def check(self, path: str) -> None:
+        """Raise Unsupported, naming the module and the number, if one has changed."""
+        attributes = vars(self.module)
+        if all(map(operator.eq, map(attributes.get, self.names), self.values)):
+            return
+        for name, value in zip(self.names, self.values, strict=True):
+            if (current := attributes.get(name)) != value:
+                raise Unsupported(
+                    f"{path}.{name} was {value} when the model was woven and is {current} now, which a woven model "
+                    "does not follow: call weft.hf.unweave(model) and weave it again"
+                )
+
+
+class Layers:
+    """The modules, forwards, hooks and unfollowed numbers of a woven model's layers at the time of weaving."""
+
+    def __init__(
+        self, base: nn.Module, layers: Sequence[nn.Module], called: Sequence[Hooks], numbers: Sequence[Numbers]
+    ) -> None:
+        norm, self._base = base.get_submodule("norm"), base
         self._hooks = [*_uncalled(layers, called), ("norm", norm._forward_pre_hooks)]
         self._hook_dicts = [hooks for _, hooks in self._hooks]
-        # (path, dictionary, key, value): where each module, and each forward of an instance, is stored
-        self._entries: list[tuple[str, dict[str, Any], str, object]] = []
+        # (path, module, child's name, child)
+        self._children: list[tuple[str, nn.Module, str, nn.Module | None]] = []
         for path, module in (("layers", base.get_submodule("layers")), *_named(layers)):
-            self._entries += [
-                (f"{path}.{name}", module._modules, name, child) for name, child in module._modules.items()
-            ]
-        self._entries += [(f"model.{name}", base._modules, name, base._modules[name]) for name in ("layers", "norm")]
-        for path, module in (*_named(layers), ("norm", norm)):
-            self._entries.append((f"{path}.forward", vars(module), "forward", vars(module).get("forward")))
-        self._dicts = [entries for _, entries, _, _ in self._entries]
-        self._names, self._values = [name for _, _, name, _ in self._entries], [value for *_, value in self._entries]
+            self._children += [(f"{path}.{name}", module, name, child) for name, child in module._modules.items()]
+        self._children += [(f"model.{name}", base, name, base._modules[name]) for name in ("layers", "norm")]
+        self._forwards = [
+            (f"{path}.forward", module, vars(module).get("forward"))
+            for path, module in (*_named(layers), ("norm", norm))
+        ]
+        self._numbers = numbers
+        self._unchanged: Callable[[], bool] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a deep copy takes over: not the comparison, which refers to this model's modules."""
+        return vars(self) | {"_unchanged": None}
 
     def check(self) -> None:
-        """Raise Unsupported, naming the module, if a module or its forward was replaced, or if it has a hook that is
-        not called."""
-        # The comparisons loop in C, since this runs at every pass.
-        if not all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values)):
-            path = next(path for path, entries, name, value in self._entries if entries.get(name) is not value)
-            raise Unsupported(
-                f"{path} was replaced after the model was woven, which has no effect on a woven model: call "
-                "weft.hf.unweave(model) and weave it again"
-            )
+        """Raise Unsupported, naming what has changed, if a module, its forward or an unfollowed number was replaced, or
+        if a module has a hook that is not called."""
+        if self._unchanged is None:
+            self._unchanged = self._comparison()
+        if not self._unchanged():
+            self._name_change()
         if any(self._hook_dicts):
             for path, hooks in self._hooks:
                 _check_hooks(path, hooks)
+
+    def _comparison(self) -> Callable[[], bool]:
+        """Return a function that says whether nothing has changed. It runs at every pass, so its loops are in C."""
+        dicts = [module._modules for _, module, _, _ in self._children] + [
+            vars(module) for _, module, _ in self._forwards
+        ]
+        names = [name for _, _, name, _ in self._children] + ["forward"] * len(self._forwards)
+        values: list[object] = [child for *_, child in self._children] + [forward for *_, forward in self._forwards]
+        for module, number_names, numbers in self._numbers:
+            dicts += [vars(module)] * len(numbers)
+            names, values = [*names, *number_names], [*values, *numbers]
+        return lambda: all(map(operator.eq, map(dict.get, dicts, names), values))
+
+    def _name_change(self) -> None:
+        children = [(path, module._modules.get(name) is child) for path, module, name, child in self._children]
+        forwards = [(path, vars(module).get("forward") == forward) for path, module, forward in self._forwards]
+        for path, unchanged in (*children, *forwards):
+            if not unchanged:
+                raise Unsupported(
+                    f"{path} was replaced after the model was woven, which has no effect on a woven model: call "
+                    "weft.hf.unweave(model) and weave it again"
+                )
+        for numbers in self._numbers:
+            numbers.check(path_of(self._base, numbers.module))
+
+
+def class_of(module: object) -> str:
+    """Return the name of a module's class, with that of the Python module that defines it."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def path_of(base: nn.Module, module: nn.Module) -> str:
+    """Return the name of `module` in the model, else its type's name."""
+    return next((name for name, child in base.named_modules() if child is module), type(module).__name__)
 
 
 def _named(layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

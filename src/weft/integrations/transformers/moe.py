@@ -35,8 +35,9 @@ from ...ops.moe.expert_parallel.op import moe, pack
 from ...ops.moe.routing.router import gate
 from ...tensor_checks import DTYPES
 from ...world import World
-from .parameters import Parameters, local_of, shard_of
-from .shards import HeadsShard, Module
+from .modules import Numbers, class_of
+from .parameters import Bound, Parameters, local_of, shard_of
+from .shards import ColumnShards, HeadsShard, Module
 from .woven import Woven
 
 
@@ -68,7 +69,7 @@ GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
 def check_experts(name: str, experts: Module) -> None:
     """Raise Unsupported for experts of an unknown class, dtype or activation."""
     if type(experts).__name__ not in EXPERT_KINDS:
-        raise Unsupported(f"{name} is {type(experts).__name__}; weave knows {', '.join(EXPERT_KINDS)}")
+        raise Unsupported(f"{name} is {class_of(experts)}; weave knows {', '.join(EXPERT_KINDS)}")
     dtype = experts.gate_up_proj.dtype
     if dtype not in DTYPES:
         raise Unsupported(f"{name}.gate_up_proj is {dtype}; bfloat16 and float16 are supported")
@@ -88,13 +89,20 @@ def parallel_of(parameter: Tensor) -> str:
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
-class RankExperts:
+class RankExperts(Bound):
     """This rank's experts, in the layout of `weft.moe.moe`, of a module that every rank has whole or that Transformers
     has split. `split` says which experts they are. Packed gate and up need their bytes a second time, and so do the
     transposed second matrices of GPT-OSS.
 
     With `local` the module's tensors are already this rank's experts, and routed ids are numbered from 0 among them.
+    `numbers` are those of the module, all of which are built into the kernels.
     """
+
+    bound = "w13", "w2", "b13", "b2"
+    w13: Tensor | None = None
+    w2: Tensor | None = None
+    b13: Tensor | None = None
+    b2: Tensor | None = None
 
     def __init__(self, module: Module, world: World, local: bool = False) -> None:
         self.kind, self.module, self.local = EXPERT_KINDS[type(module).__name__], module, local
@@ -104,10 +112,7 @@ class RankExperts:
         parallel = parallel_of(w13)
         ranks = self.alone if local and parallel == "expert" else world
         self.split = Share.for_rank(ranks, parallel, count, inner, False)
-        self.w13: Tensor | None = None
-        self.w2: Tensor | None = None
-        self.b13: Tensor | None = None
-        self.b2: Tensor | None = None
+        self.numbers = Numbers.built_in(module)
         self.parameters = Parameters([module], self._bind, packed=True)
 
     def _bind(self) -> None:
@@ -148,18 +153,16 @@ def in_memory_of(previous: Tensor | None, t: Tensor) -> Tensor:
     return t if previous is None else previous.copy_(t)
 
 
-class Router:
-    """The forward pass of a router, which returns logits, weights and ids, as Transformers' routers do."""
+class Router(Bound):
+    """The forward pass of a router, which returns logits, weights and ids, as Transformers' routers do. It reads the
+    numbers that are `followed` at every call."""
+
+    bound = "weight", "bias"
+    followed = "top_k", "norm_topk_prob"
 
     def __init__(self, router: Module, kind: Kind, world: World) -> None:
-        self.module = router
-        self.gate = functools.partial(
-            gate,
-            k=router.top_k,
-            world=world,
-            scoring=kind.scoring,
-            renormalise=getattr(router, "norm_topk_prob", True),
-        )
+        self.module, self.world, self.scoring = router, world, kind.scoring
+        self.always_renormalises = not hasattr(router, "norm_topk_prob")
         self.parameters = Parameters([router], self._bind)
 
     def _bind(self) -> None:
@@ -168,7 +171,9 @@ class Router:
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(x.flatten(0, -2), self.weight, self.bias)
-        ids, weights = self.gate(logits)
+        module = self.module
+        renormalise = self.always_renormalises or module.norm_topk_prob
+        ids, weights = gate(logits, k=module.top_k, world=self.world, scoring=self.scoring, renormalise=renormalise)
         return logits, weights, ids
 
 
@@ -187,6 +192,7 @@ def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
         if experts is None or experts.world is not world:
             check_experts(type(module).__name__, module)
             experts = module.__dict__[EXPERTS_ATTRIBUTE] = RankExperts(module, world, local=True)
+        experts.numbers.check(type(module).__name__)
         experts.parameters.refresh(world, lambda module: type(module).__name__)
         return experts.partial(hidden_states, top_k_index.int(), top_k_weights.float())
 
@@ -227,37 +233,47 @@ def register_experts(world: World) -> None:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 class Projections(HeadsShard):
-    """Transformers' own attention of this rank's heads, between weft's projections."""
+    """Transformers' own attention of this rank's heads, between weft's projections. `sinks` are the attention sinks of
+    these heads, if the module has sinks and there are other ranks."""
+
+    bound = ("sinks",)
+    sinks: Tensor | None = None
 
     def __init__(self, attention: Module, world: World) -> None:
         super().__init__(attention, world)
-        self.attend = lambda normed, *, project, **kwargs: attention(project(self.qkv, normed), **kwargs)
+        self.parameters = Parameters([attention], self._bind)
+
+    def _bind(self) -> None:
+        if hasattr(self.module, "sinks") and self.world.size > 1:
+            self.sinks = shard_of(self.module.sinks, 0, self.world)
+
+    def attend(self, normed: Tensor, *, project: Callable[[ColumnShards, Tensor], Tensor], **kwargs: Any) -> Any:
+        module, projected = self.module, project(self.qkv, normed)
+        if self.sinks is None:
+            return module(projected, **kwargs)
+        # During the call the sinks of this rank's heads shadow the module's parameter, which has those of all heads.
+        module.__dict__["sinks"] = self.sinks
+        try:
+            return module(projected, **kwargs)
+        finally:
+            del module.__dict__["sinks"]
 
 
 def weave_attention(attention: Module, woven: Woven) -> Projections:
     """Make `attention` take projected queries, keys and values in place of hidden states and return its heads'
     output."""
     projections, start = Projections(attention, woven.world), 0
-    woven.follow(projections.qkv, projections.out)
+    woven.follow(projections, projections.qkv, projections.out)
     for linear, width in zip(projections.qkv.linears, projections.qkv.widths, strict=True):
         woven.forward(linear, functools.partial(torch.narrow, dim=-1, start=start, length=width))
         start += width
-    woven.forward(attention.o_proj, lambda heads: heads)
-    if hasattr(attention, "sinks"):
-        woven.follow(Sinks(attention, woven.world))
-        woven.undo.append(lambda: attention.__dict__.pop("sinks"))
+    woven.forward(attention.o_proj, unprojected)
     return projections
 
 
-class Sinks:
-    """The attention sinks of this rank's heads, which shadow the module's replicated parameter."""
-
-    def __init__(self, attention: Module, world: World) -> None:
-        self.attention, self.world = attention, world
-        self.parameters = Parameters([attention], self._bind)
-
-    def _bind(self) -> None:
-        self.attention.__dict__["sinks"] = shard_of(self.attention._parameters["sinks"], 0, self.world)
+def unprojected(heads: Tensor) -> Tensor:
+    """Return the heads' output as it is: the forward pass of an output projection that follows attention."""
+    return heads
 
 
 # -- MLPs --------------------------------------------------------------------------------------------------------------
@@ -281,8 +297,20 @@ def weave_experts(mlp: Module, woven: Woven) -> RoutedExperts:
     router, experts = router_of(mlp), RankExperts(mlp.experts, woven.world)
     woven_router = Router(router, experts.kind, woven.world)
     woven.follow(experts, woven_router)
+    woven.numbers += [experts.numbers, Numbers.built_in(router, *Router.followed), *numbers_of_block(mlp)]
     woven.forward(router, woven_router.forward)
     return RoutedExperts(router, experts)
+
+
+def numbers_of_block(mlp: Module) -> list[Numbers]:
+    """Return the jitter noise of Mixtral, whose random draws a woven model does not make. Raises Unsupported for a
+    block that makes them."""
+    if not hasattr(mlp, "jitter_noise"):
+        return []
+    if mlp.training and mlp.jitter_noise:
+        raise Unsupported(f"{type(mlp).__name__}.jitter_noise is {mlp.jitter_noise}: call model.eval()")
+    names = ("jitter_noise", "training") if mlp.jitter_noise else ("jitter_noise",)
+    return [Numbers(mlp, names, tuple(getattr(mlp, name) for name in names))]
 
 
 def split_of(experts: Module) -> str:

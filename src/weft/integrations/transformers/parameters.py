@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -59,6 +59,15 @@ class WatchedParameter(nn.Parameter):
 
     data_accesses = 0
 
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
+        """Return a copy that is not watched, without an access to `data`, since nothing is written."""
+        if id(self) not in memo:
+            data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+            memo[id(self)] = nn.Parameter(data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        copied = memo[id(self)]
+        assert isinstance(copied, nn.Parameter)
+        return copied
+
     @property
     def data(self) -> torch.Tensor:
         self.data_accesses += 1
@@ -103,16 +112,33 @@ class Unchanged:
         return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses))
 
 
+class Bound:
+    """A shard with tensors that `_bind` derives from the parameters of modules. `bound` names these tensors. A deep
+    copy does not take them over: it is bound to the parameters of the copied modules at its first pass."""
+
+    bound: ClassVar[tuple[str, ...]]
+    parameters: Parameters
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name not in self.bound}
+
+
 class Parameters:
     """The parameters of some modules, to which a shard is bound.
 
     `bind` derives the shard's tensors from the parameters. It is called again when a parameter is another tensor, and,
-    if the shard has `packed` copies, also when a parameter was written.
+    if the shard has `packed` copies, also when a parameter was written, and for a deep copy.
     """
+
+    _unchanged: Unchanged | None = None
 
     def __init__(self, modules: Sequence[nn.Module], bind: Callable[[], None], packed: bool = False) -> None:
         self.modules, self._bind, self.packed = modules, bind, packed
         self.bind()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a deep copy takes over: of the states only the form."""
+        return vars(self) | {"_unchanged": None, "states": [state._replace(local=None) for state in self.states]}
 
     def bind(self) -> None:
         with torch.inference_mode(False), torch.no_grad():  # a later call may run outside inference mode
@@ -143,7 +169,9 @@ class Parameters:
         return p._version, local_of(p)._version, getattr(p, "data_accesses", 0)
 
     def changed(self) -> bool:
-        return not (self._unchanged.holds() and all(s.writes == self._writes(s.parameter) for s in self.states))
+        if self._unchanged is None or not self._unchanged.holds():
+            return True
+        return any(s.writes != self._writes(s.parameter) for s in self.states)
 
     def refresh(self, world: World, path: Callable[[nn.Module], str]) -> None:
         """Bind the shard again if a parameter has changed. `path` returns a module's name, for errors. Raises

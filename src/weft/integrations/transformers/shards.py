@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ...errors import Unsupported
 from ...models.attention import fastest
 from ...models.cache import is_long
 from ...ops.activation import silu_mul
@@ -26,20 +27,22 @@ from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.rotary import rotary
 from ...transport.collectives import gather
 from ...world import World
-from .parameters import Parameters, local_of, shard_of, stacked
+from .parameters import Bound, Parameters, local_of, shard_of, stacked
 
 Module: TypeAlias = Any  # a module of Transformers, whose attributes the type checker does not know
 
 
-class ColumnShards:
+class ColumnShards(Bound):
     """This rank's columns of linears with the same input. Linears that Transformers has split, or those of a single
     rank, become views of one stacked weight and are one GEMM; those that every rank has whole are a GEMM each."""
+
+    bound = "weights", "biases"
+    weights: Sequence[torch.Tensor] = ()  # one a GEMM
+    biases: Sequence[torch.Tensor | None] = ()
 
     def __init__(self, linears: Sequence[nn.Linear], world: World) -> None:
         self.world, self.linears = world, linears
         self.widths = [shard_of(linear.weight, 0, world).shape[0] for linear in linears]
-        self.weights: Sequence[torch.Tensor] = ()  # one a GEMM
-        self.biases: Sequence[torch.Tensor | None] = ()
         self.parameters = Parameters(linears, self._bind)
 
     def _bind(self) -> None:
@@ -76,9 +79,11 @@ class ColumnShards:
         return torch.cat([y, *others], -1)
 
 
-class RowShard:
+class RowShard(Bound):
     """This rank's input columns of a row-parallel linear, whose output is a partial sum. Rank 0 adds the bias;
     `full_bias` is for an operator that adds it to the sum."""
+
+    bound = "weight", "bias", "full_bias"
 
     def __init__(self, linear: nn.Linear, world: World) -> None:
         self.world, self.linear = world, linear
@@ -104,9 +109,11 @@ def _linear(
     return world.linear(x, weight, bias, world.current_stream(), out)
 
 
-class HeadShard:
+class HeadShard(Bound):
     """The output head of a model that Transformers has split: this rank's columns, and those of the other ranks by
     NCCL's all-gather. `eager_forward` is the module's own forward, which torch.compile can trace."""
+
+    bound = ("weight",)
 
     def __init__(self, linear: nn.Linear, world: World) -> None:
         self.world, self.eager_forward, self.linear = world, linear.forward, linear
@@ -149,46 +156,55 @@ class MlpShard:
         return self.down.sharded(silu_mul(self.gate_up.gathered(x, shards), world=self.world), shards)
 
 
-def window_of(attention: Module) -> int | None:
-    """Return the window of sliding-window attention, from the module, or from the configuration."""
-    holder: Module = attention if hasattr(attention, "sliding_window") else attention.config
-    window: int | None = getattr(holder, "sliding_window", None)
-    return window
+@functools.cache
+def attention_functions() -> Any:
+    """Return Transformers' registry of attention functions."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
 
 
-class HeadsShard:
+class HeadsShard(Bound):
     """Attention of this rank's heads. `attend` takes normalised hidden states and returns the heads' output [.., heads
     D] and the attention weights; its argument `project` computes the projections [.., N]. `out` is the output
-    projection. `window` is that of sliding-window attention."""
+    projection, `heads` the number of query heads and of key-value heads."""
 
     attend: Callable[..., tuple[torch.Tensor, Any]]
 
     def __init__(self, attention: Module, world: World) -> None:
-        self.module, self.world, self.window = attention, world, window_of(attention)
+        self.module, self.world = attention, world
         self.qkv = ColumnShards((attention.q_proj, attention.k_proj, attention.v_proj), world)
         self.out = RowShard(attention.o_proj, world)
+        self.heads = self.qkv.widths[0] // attention.head_dim, self.qkv.widths[1] // attention.head_dim
+
+    def has_causal_mask(self, layer: int) -> bool:
+        """Return whether the mask that Transformers makes for layer number `layer` has no window."""
+        config = self.module.config
+        if getattr(config, "sliding_window", None) is None:
+            return True
+        kinds = getattr(config, "layer_types", None) if getattr(self.module, "sliding_window", 0) is None else None
+        return kinds is not None and kinds[layer] == "full_attention"
 
 
 class AttentionShard(HeadsShard):
-    """Attention without the output projection, whose rows may run in two token parts. The constructor looks up all
-    constants, because attributes of a configuration are slow to read."""
+    """Attention without the output projection, whose rows may run in two token parts. Like Transformers'
+    forward it reads the numbers of the module, which are `followed`, and of its configuration at every call."""
+
+    bound = ("norm_weights",)
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None
+    followed = "scaling", "layer_idx", "attention_dropout", "is_causal", "sliding_window"
 
     def __init__(self, attention: Module, world: World) -> None:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         super().__init__(attention, world)
-        self.config, self.attend = attention.config, attention  # `weave` sets the forward below on this module
+        self.attend = attention  # `weave` sets the forward below on this module
         self.dim = d = attention.head_dim
-        self.heads = self.qkv.widths[0] // d, self.qkv.widths[1] // d
         self.head_counts = [width // d for width in self.qkv.widths]
         self.norm_modules = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        self.norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None
         self.parameters = Parameters(self.norm_modules, self._bind)
-        self.eps = self.norm_modules[0].variance_epsilon if self.norm_modules else 0.0
-        self.scaling, self.layer_idx = attention.scaling, attention.layer_idx
+        self.window_in_module = hasattr(attention, "sliding_window")
+        self.window_in_config = not self.window_in_module and hasattr(attention.config, "sliding_window")
         self.takes_cache = "cache" in inspect.signature(type(attention).forward).parameters
-        self.interfaces, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
-        self.eager = modeling.eager_attention_forward
+        self.eager = sys.modules[type(attention).__module__].eager_attention_forward
         self.has_cudnn = fastest(
             world, AttentionConfig((), *self.heads, d, attention.q_proj.weight.dtype, attention.scaling)
         )
@@ -197,6 +213,29 @@ class AttentionShard(HeadsShard):
         if self.norm_modules:
             q, k = (local_of(norm.weight).detach() for norm in self.norm_modules)
             self.norm_weights = q, k
+
+    @property
+    def window(self) -> int | None:
+        """Return the window of sliding-window attention that Transformers passes to an attention function."""
+        window: int | None = None
+        if self.window_in_module:
+            window = self.module.sliding_window
+        elif self.window_in_config:
+            window = self.module.config.sliding_window
+        return window
+
+    def norm_eps(self) -> float:
+        """Return the eps of the norms of heads. Raises Unsupported if the two norms differ."""
+        if not self.norm_modules:
+            return 0.0
+        q_eps, k_eps = (norm.variance_epsilon for norm in self.norm_modules)
+        if q_eps != k_eps:
+            raise Unsupported(
+                f"layers.{self.module.layer_idx}.self_attn: q_norm.variance_epsilon is {q_eps} and "
+                f"k_norm.variance_epsilon {k_eps}; a woven model computes both norms in one launch, with one epsilon"
+            )
+        eps: float = q_eps
+        return eps
 
     def forward(
         self,
@@ -212,44 +251,36 @@ class AttentionShard(HeadsShard):
 
         Since Transformers 5.24 a module of attention updates every cache, which it takes as `cache`. Before, it updated
         `past_key_values`, and `cache` was that of continuous batching, which the attention function updates."""
-        qkv, (cos, sin) = project(self.qkv, hidden_states), position_embeddings
-        shape = qkv.shape[:-1]
-        qkv = rotary(qkv.flatten(0, -2), cos, sin, *self.heads, self.norm_weights, self.eps, world=self.world)
+        module, qkv, (cos, sin) = self.module, project(self.qkv, hidden_states), position_embeddings
+        shape, window, dropout = qkv.shape[:-1], self.window, module.attention_dropout if module.training else 0.0
+        qkv = rotary(qkv.flatten(0, -2), cos, sin, *self.heads, self.norm_weights, self.norm_eps(), world=self.world)
         q, k, v = qkv.view(*shape, -1, self.dim).transpose(1, 2).split(self.head_counts, 1)
         if self.takes_cache and (cache := kwargs.pop("cache", past_key_values)) is not None:
-            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+            k, v = cache.update(k, v, module.layer_idx, kwargs=kwargs)
         elif past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        name = self.config._attn_implementation
-        if (
-            name == "sdpa"
-            and (faster := self._faster_attention(q, k, v, attention_mask, kwargs.get("is_causal"))) is not None
-        ):
-            return faster.reshape(*shape, -1), None
-        attend = self.interfaces.get_interface(name, self.eager)
+            k, v = past_key_values.update(k, v, module.layer_idx)
+        name = module.config._attn_implementation
+        if name == "sdpa" and not dropout:
+            causal = kwargs.get("is_causal")
+            causal = module.is_causal if causal is None else causal
+            if (faster := self._faster_attention(q, k, v, attention_mask, causal and window is None)) is not None:
+                return faster.reshape(*shape, -1), None
+        attend = attention_functions().get_interface(name, self.eager)
         heads, weights = attend(
-            self.module,
-            q,
-            k,
-            v,
-            attention_mask,
-            dropout=0.0,
-            scaling=self.scaling,
-            sliding_window=self.window,
-            **kwargs,
+            module, q, k, v, attention_mask, dropout=dropout, scaling=module.scaling, sliding_window=window, **kwargs
         )
         return heads.reshape(*shape, -1), weights
 
     def _faster_attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor | None:
         """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None."""
-        (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.scaling
+        (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.module.scaling
         if m == 1 and heads != kv and mask is not None and mask.shape[1] == 1:
             # The query heads of one key head are rows of one call, so that keys and values are not repeated.
             rows = q.reshape(b, kv, heads // kv, d)
             return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
-        if self.has_cudnn and mask is None and causal is not False and self.window is None and m == k.shape[2]:
+        if self.has_cudnn and mask is None and causal and m == k.shape[2]:
             if is_long(m, m):
                 args = q, k, v, None, False, 0.0, True, False
                 return torch.ops.aten._scaled_dot_product_cudnn_attention(*args, scale=scale)[0].transpose(1, 2)

@@ -19,6 +19,7 @@ from ...ops.matmul_reduce.op import MATMUL_ALL_REDUCE, matmul_all_reduce
 from ...plans import Plan
 from ...tensor_checks import DTYPES
 from ..torch_async_tp import world_of
+from .modules import UNBOUND, refuse_copy
 
 Forward = Callable[..., torch.Tensor]
 
@@ -57,6 +58,9 @@ class Styles:
                 plain = type(module) is nn.Linear
                 if plain:
                     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+                    module.__deepcopy__ = functools.partial(
+                        refuse_copy, f"{module} has a forward that Transformers has split, {UNBOUND}"
+                    )
                     module.forward = _with_fallback(
                         functools.partial(compute, module, group, styles.plan), module.forward
                     )

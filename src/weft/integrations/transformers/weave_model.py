@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +19,9 @@ from ...plans import Plan
 from ...tensor_checks import DTYPES
 from ...world import World
 from . import moe
-from .forwards import SHARDED_FROM, layer_forward, model_forward, norm_forward
+from .forwards import SHARDED_FROM, LayerForward, ModelForward, norm_forward
 from .generation import not_emulated, same_draws
-from .modules import Hooks, Layers, check_modules
+from .modules import Hooks, Layers, Numbers, check_modules, class_of, copy_reason, refuse_copy
 from .shards import AttentionShard, HeadShard, HeadsShard, MlpShard, Module
 from .woven import Woven
 
@@ -74,22 +75,25 @@ def weave(
     check_modules(layers, called)
     with_experts = [hasattr(layer.mlp, "experts") for layer in layers]
     two_parts_from, two_parts_plan = _two_parts(world, layers[0], plan, two_parts)
-    woven = Woven(world, plan, two_parts_from, two_parts_plan, any(with_experts), all(with_experts))
+    woven = Woven(model, world, plan, two_parts_from, two_parts_plan, any(with_experts), all(with_experts))
     try:
-        _weave_layers(layers, base.norm, woven)
+        attention = _weave_layers(base, woven)
         woven.replaced.append(_describe_parts(woven))
-        _weave_model(model, base, woven)
+        _weave_model(model, base, attention, woven)
     except BaseException:
         woven.undo_all()
         raise
-    woven.layers = Layers(base, layers, called)
+    if why := copy_reason(model):
+        for module in (model, base) if base is not model else (model,):
+            woven.replace(module, "__deepcopy__", functools.partial(refuse_copy, why))
+    woven.layers = Layers(base, layers, called, woven.numbers)
     setattr(model, WOVEN_ATTRIBUTE, woven)
     return model
 
 
-def _weave_model(model: nn.Module, base: Module, woven: Woven) -> None:
-    woven.forward(base, model_forward(base, woven))
-    loaded = base.register_load_state_dict_post_hook(lambda *_: woven.refresh(base))
+def _weave_model(model: nn.Module, base: Module, attention: HeadsShard, woven: Woven) -> None:
+    woven.forward(base, ModelForward(base, attention, woven).forward)
+    loaded = base.register_load_state_dict_post_hook(woven.refresh)
     woven.undo.append(loaded.remove)
     head: Module = getattr(model, "lm_head", None)
     if split := HeadShard.fits(head, woven.world):
@@ -120,13 +124,15 @@ def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
             yield from (router._forward_hooks, router._forward_pre_hooks)
 
 
-def _weave_layers(layers: list[Module], last: nn.Module, woven: Woven) -> None:
-    norms = [layer.input_layernorm for layer in layers[1:]] + [last]
-    for layer, norm in zip(layers, norms, strict=True):
+def _weave_layers(base: Module, woven: Woven) -> HeadsShard:
+    """Replace the forwards of layers and of the final norm. Return one of the layers' attentions."""
+    layers = [*base.layers]
+    for index, layer in enumerate(layers):
         attention, mlp = _weave_attention(layer, woven), _weave_mlp(layer.mlp, woven)
-        woven.forward(layer, layer_forward(layer, norm, attention, mlp, norm is last, woven))
-    woven.forward(last, norm_forward)
+        woven.forward(layer, LayerForward(base, index, attention, mlp, woven).forward)
+    woven.forward(base.norm, norm_forward)
     woven.replaced += _describe_layers(layers, woven)
+    return attention
 
 
 def _weave_attention(layer: Module, woven: Woven) -> HeadsShard:
@@ -134,6 +140,7 @@ def _weave_attention(layer: Module, woven: Woven) -> HeadsShard:
         return moe.weave_attention(layer.self_attn, woven)
     attention = AttentionShard(layer.self_attn, woven.world)
     woven.follow(attention, attention.qkv, attention.out)
+    woven.numbers.append(Numbers.built_in(layer.self_attn, *AttentionShard.followed))
     woven.forward(layer.self_attn, attention.forward)
     return attention
 
@@ -255,7 +262,7 @@ def _check(base: nn.Module, layers: list[Module]) -> None:
                 continue
             linear = layer.get_submodule(name)
             if type(linear) is not nn.Linear:
-                raise Unsupported(f"layers.{i}.{name} is {type(linear).__name__}, not a plain nn.Linear")
+                raise Unsupported(f"layers.{i}.{name} is {class_of(linear)}, not a plain nn.Linear")
             if linear.weight.dtype not in DTYPES:
                 raise Unsupported(f"layers.{i}.{name} is {linear.weight.dtype}; bfloat16 and float16 are supported")
         for names in (COLUMN_PARALLEL[:3], COLUMN_PARALLEL[3:] if not mixture else ()):

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
 
+from ...errors import Unsupported
 from ...plans import Plan
 from ...world import World
-from .modules import Layers
-from .parameters import Parameters, Unchanged
-
-
-def path_of(base: nn.Module, module: nn.Module) -> str:
-    """Return the name of `module` in the model, else its type's name."""
-    return next((name for name, child in base.named_modules() if child is module), type(module).__name__)
-
-
-class Bound(Protocol):
-    parameters: Parameters
+from .modules import Layers, Numbers, copy_reason, path_of
+from .parameters import Bound, Parameters, Unchanged
 
 
 @dataclass
 class Woven:
     """The state of a woven model.
 
+    A deep copy of the model has its own: every forward and function in here is a method of an object, or has its
+    arguments in a functools.partial, which copy.deepcopy binds to the copied modules. `model` is the whole model.
+
     `replaced` has a line for each kind of module that was replaced, `left` the module and reason of the others. The
     functions of `undo` restore the modules. From `two_parts` tokens on (None: never) a pass runs in two token parts,
     whose `all_reduce_rms_norm` uses `two_parts_plan`. `experts` says whether any layer has experts, `shards_tokens`
-    whether the hidden states of many tokens are sharded. Of the current pass, `causal` says that the mask is only
-    causal, and `recorded` that Transformers records hidden states.
+    whether the hidden states of many tokens are sharded. Of the current pass, `causal` says that a dense
+    mask is only causal, `depth` how many layers run, and `recorded` that Transformers records hidden states.
     """
 
+    model: nn.Module
     world: World
     plan: str | Plan
     two_parts: int | None = None
@@ -43,13 +39,25 @@ class Woven:
     experts: bool = False
     shards_tokens: bool = False
     causal: bool = False
+    depth: int = 0
     recorded: bool = False
     replaced: list[str] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     parameters: list[Parameters] = field(default_factory=list)
+    numbers: list[Numbers] = field(default_factory=list)
     layers: Layers | None = None
     unchanged: Unchanged | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Woven:
+        """Return the state of a copied model, whose shards are bound to its parameters at its first pass. Raises
+        Unsupported if a module has a forward that copy.deepcopy cannot bind to the copied module."""
+        if why := copy_reason(self.model):
+            raise Unsupported(why)
+        twin = memo[id(self)] = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(twin, name, None if name == "unchanged" else copy.deepcopy(value, memo))
+        return twin
 
     def follow(self, *shards: Bound) -> None:
         """Bind these shards to their current parameters at the start of every pass."""
@@ -57,7 +65,7 @@ class Woven:
         self.undo += [shard.parameters.release for shard in shards]
 
     def check(self, base: nn.Module) -> None:
-        """Check before a pass that only the values of parameters have changed since weaving."""
+        """Check before a pass that only what a woven model follows has changed since weaving."""
         assert self.layers is not None
         self.layers.check()
         if torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()):
@@ -67,8 +75,8 @@ class Woven:
             )
         self.refresh(base)
 
-    def refresh(self, base: nn.Module) -> None:
-        """Rebind the shards whose parameters have changed."""
+    def refresh(self, base: nn.Module, *_: object) -> None:
+        """Rebind the shards whose parameters have changed. It is also the base model's hook after `load_state_dict`."""
         bound = [parameters for parameters in self.parameters if parameters.packed]
         if self.unchanged is None or not self.unchanged.holds():
             bound = self.parameters
@@ -88,13 +96,12 @@ class Woven:
             undo()
 
     def replace(self, module: nn.Module, name: str, method: Callable[..., object]) -> None:
-        before = module.__dict__.get(name)
-
-        def undo() -> None:
-            if before is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, before)
-
+        self.undo.append(functools.partial(_restore, module, name, vars(module).get(name)))
         setattr(module, name, method)
-        self.undo.append(undo)
+
+
+def _restore(module: nn.Module, name: str, method: Callable[..., object] | None) -> None:
+    if method is None:
+        delattr(module, name)
+    else:
+        setattr(module, name, method)
