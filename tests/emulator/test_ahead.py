@@ -20,8 +20,8 @@ SEEDS = range(4)  # one of each kind of schedule
 
 @weft.jit
 def double(x, y, ch, N: tl.constexpr):
-    at = tl.arange(0, N)
-    tl.store(y + at, tl.load(x + at) * 2)
+    i = tl.arange(0, N)
+    tl.store(y + i, tl.load(x + i) * 2)
     wl.end_call(ch, None, 1)
 
 
