@@ -147,3 +147,22 @@ def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
         return all_gather_grads(world, (8,) * 4, 16, 16, TwoLevel(), through=True)
 
     assert max(ran(main, 0, 4, nodes=2)) < 1.2e-2
+
+
+def test_torch_may_take_elements_that_nothing_wrote() -> None:
+    """As rows of padding, which grouped products skip; what a kernel on another stream writes is ordered all the same."""
+
+    def main(world: World, event: bool) -> torch.Tensor:
+        x, side = world.empty((16,), torch.float32), world.side_stream("side")
+        first = x[:8]
+        world.call(lambda: first.fill_(1.0), [], [first], world.current_stream())
+        if event:
+            world.wait_event(side, world.record(world.current_stream()))
+        with world.on(side):
+            return x.clone()[:8]
+
+    for seed in SEEDS:
+        assert all(torch.equal(y, torch.ones(8)) for y in ran(main, seed, args=(True,)))
+    with pytest.raises(weft.Race):
+        for seed in SEEDS:
+            ran(main, seed, args=(False,))

@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..errors import Mismatch
 from ..lang.channel import CALLS, DONE, BlockChannel
 from . import interpret, memory
-from .memory import ATOMIC_WRITE, READ, WRITE, extent
+from .memory import ATOMIC_WRITE, MAYBE_UNWRITTEN, READ, WRITE, extent
 from .ran import Function
 from .tasks import (
     FLOPS,
@@ -157,7 +157,7 @@ class Streams:
         stream = self.current_stream(rank)
 
         def do() -> None:
-            for kind, tensors in ((READ, reads), (WRITE, writes)):
+            for kind, tensors in ((READ | MAYBE_UNWRITTEN, reads), (WRITE, writes)):
                 for t in tensors:
                     self.access_all(t, kind)
 
