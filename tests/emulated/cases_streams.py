@@ -1,7 +1,8 @@
 """Calls of all operators on several streams of ranks whose hosts run ahead: whether weft itself orders the memory that its calls
-share, by locks, barriers and events, when operators are under way at once. A seed draws what is called:
+share, by locks, barriers and events, when operators are under way at once. What a call must give is computed before it, since torch waits for a call whose operands it
+reads. A seed draws what is called:
 
-    python -m tests.emulated.cases_streams 10000 [first]    # so many seeds; prints those that fail
+    python -m tests.emulated.cases_streams 10000 [first seed]    # so many seeds; prints those that fail
 
 Half of the seeds take the pairs of operators in turn, each pair on two streams of two ranks, twice; the others draw up to five calls on
 three streams of two to four ranks, on one node or two."""
@@ -74,53 +75,56 @@ class Op:
 
 def gather(world: World, call: Call, plan: str | Plan) -> Result:
     xs, w = call.tensors(world, call.m, call.k), call.weight()
-    return weft.all_gather_matmul(xs[world.rank], w, world=world, plan=plan), torch.cat(xs).float() @ w.float().t()
+    expected = torch.cat(xs).float() @ w.float().t()
+    return weft.all_gather_matmul(xs[world.rank], w, world=world, plan=plan), expected
 
 
 def reduce_scatter(world: World, call: Call, plan: str | Plan) -> Result:
     xs, w = call.tensors(world, call.m * world.size, call.k), call.weight()
-    y = weft.matmul_reduce_scatter(xs[world.rank], w, world=world, plan=plan)
-    total = torch.stack(xs).float().sum(0) @ w.float().t()
-    return y, total[call.m * world.rank :][: call.m]
+    expected = (torch.stack(xs).float().sum(0) @ w.float().t())[call.m * world.rank :][: call.m]
+    return weft.matmul_reduce_scatter(xs[world.rank], w, world=world, plan=plan), expected
 
 
 def all_reduce_product(world: World, call: Call, plan: str | Plan) -> Result:
     xs, w = call.tensors(world, call.m, call.k), call.weight()
-    y = weft.matmul_all_reduce(xs[world.rank], w, world=world, plan=plan)
-    return y, torch.stack(xs).float().sum(0) @ w.float().t()
+    expected = torch.stack(xs).float().sum(0) @ w.float().t()
+    return weft.matmul_all_reduce(xs[world.rank], w, world=world, plan=plan), expected
 
 
 def all_reduce(world: World, call: Call, plan: str | Plan) -> Result:
     xs = call.tensors(world, call.m, call.n)
-    return weft.all_reduce(xs[world.rank], world=world, plan=plan), torch.stack(xs).float().sum(0)
+    expected = torch.stack(xs).float().sum(0)
+    return weft.all_reduce(xs[world.rank], world=world, plan=plan), expected
 
 
 def norm(world: World, call: Call, plan: str | Plan) -> Result:
     xs, weight = call.tensors(world, call.m, call.n), torch.ones(call.n, dtype=torch.bfloat16)
-    y, _ = weft.all_reduce_rms_norm(xs[world.rank], None, weight, 1e-6, world=world, plan=plan, full_residual=True)
     total = torch.stack(xs).float().sum(0)
-    return y, total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6)
+    expected = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6)
+    y, _ = weft.all_reduce_rms_norm(xs[world.rank], None, weight, 1e-6, world=world, plan=plan, full_residual=True)
+    return y, expected
 
 
 def to_ranks(world: World, call: Call, plan: str | Plan) -> Result:
     xs, w = call.tensors(world, call.m, call.k), call.weight()
     rng = random.Random(call.seed)
     destinations = [[rng.randrange(world.size) for _ in range(call.m)] for _ in range(world.size)]
-    routing = weft.route(destinations[world.rank], world=world)
-    y = weft.matmul_all_to_all(xs[world.rank], w, destinations=routing, world=world, plan=plan)
     rows = [x[[i for i, to in enumerate(d) if to == world.rank]] for x, d in zip(xs, destinations, strict=True)]
-    return y, torch.cat(rows).float() @ w.float().t()
+    expected = torch.cat(rows).float() @ w.float().t()
+    # Made once, since calls on two streams share what a routing keeps.
+    routing = world.cached((call.seed, call.m), lambda: weft.route(destinations[world.rank], world=world))
+    return weft.matmul_all_to_all(xs[world.rank], w, destinations=routing, world=world, plan=plan), expected
 
 
 def routed(world: World, call: Call, plan: str | Plan) -> Result:
     xs, w = call.tensors(world, call.m, call.k), call.weight()
     generator = torch.Generator().manual_seed(call.seed)
     to = [torch.randint(-1, world.size, (call.m,), generator=generator).int() for _ in range(world.size)]
-    y, _ = weft.matmul_all_to_all_routed(xs[world.rank], w, destinations=to[world.rank], world=world, plan=plan)
     expected = torch.zeros(world.size, call.m, call.n)
     for rank, (x, destinations) in enumerate(zip(xs, to, strict=True)):
         rows = x[destinations == world.rank].float() @ w.float().t()
         expected[rank, : len(rows)] = rows
+    y, _ = weft.matmul_all_to_all_routed(xs[world.rank], w, destinations=to[world.rank], world=world, plan=plan)
     return y, expected
 
 
@@ -131,19 +135,19 @@ def experts(world: World, call: Call, plan: str | Plan) -> Result:
     local = slice(2 * world.rank, 2 * world.rank + 2)
     x = draw(call.seed + world.rank, call.m, hidden)
     ids = torch.arange(call.m)[:, None].int() * (call.seed + 1) % count
-    packed = moe.pack(w13[local], world=world)
-    y = moe.moe(x, ids, torch.ones(call.m, 1), packed, w2[local], world=world, plan=plan)
     gate, up = (
         torch.einsum("mh,mih->mi", x.float(), w13[ids[:, 0]][:, part].float())
         for part in (slice(size), slice(size, None))
     )
-    return y, torch.einsum("mi,mhi->mh", torch.nn.functional.silu(gate) * up, w2[ids[:, 0]].float())  # fmt: skip
+    expected = torch.einsum("mi,mhi->mh", torch.nn.functional.silu(gate) * up, w2[ids[:, 0]].float())
+    packed = moe.pack(w13[local], world=world)
+    return moe.moe(x, ids, torch.ones(call.m, 1), packed, w2[local], world=world, plan=plan), expected
 
 
 def attend(world: World, call: Call, plan: str | Plan) -> Result:
     inputs = Inputs(world, Shape((call.m,) * world.size, causal=call.seed % 2 > 0), call.seed)
-    y = weft.gathered_attention(*inputs.local_qkv(), **inputs.options(), plan=plan)
-    return y, inputs.expected()[0]
+    expected, _ = inputs.expected()
+    return weft.gathered_attention(*inputs.local_qkv(), **inputs.options(), plan=plan), expected
 
 
 SHOTS = (TwoShotPush(warps=4, stages=2), TwoShotPull(warps=4, stages=2, programs=1), TwoShotPull(warps=4, stages=2))
@@ -220,9 +224,9 @@ def run(seed: int) -> None:
 
 
 if __name__ == "__main__":
-    count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    count, first_seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     failed = 0
-    for seed in range(first, first + count):
+    for seed in range(first_seed, first_seed + count):
         try:
             run(seed)
         except Exception as error:

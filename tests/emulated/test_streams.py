@@ -10,10 +10,10 @@ from tests.gates import some
 PER_CASE = 4
 
 
-@pytest.mark.parametrize("first", some(range(0, 400, PER_CASE)))
-def test_nothing_is_found_in_random_calls_on_several_streams(first: int) -> None:
+@pytest.mark.parametrize("first_seed", some(range(0, 400, PER_CASE)))
+def test_nothing_is_found_in_random_calls_on_several_streams(first_seed: int) -> None:
     """`python -m tests.emulated.cases_streams 10000` makes the calls of more seeds."""
-    for seed in range(first, first + PER_CASE):
+    for seed in range(first_seed, first_seed + PER_CASE):
         run(seed)
 
 

@@ -154,8 +154,8 @@ def test_torch_may_take_elements_that_nothing_wrote() -> None:
 
     def main(world: World, event: bool) -> torch.Tensor:
         x, side = world.empty((16,), torch.float32), world.side_stream("side")
-        first = x[:8]
-        world.call(lambda: first.fill_(1.0), [], [first], world.current_stream())
+        first_half = x[:8]
+        world.call(lambda: first_half.fill_(1.0), [], [first_half], world.current_stream())
         if event:
             world.wait_event(side, world.record(world.current_stream()))
         with world.on(side):
