@@ -307,6 +307,37 @@ def test_ranks_add_to_one_word_at_scope_sys(seed: int) -> None:
             spmd(lambda b, scopes=scopes: fn(b, scopes, 0), 2, seed=seed)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("programs", [1, 2])
+def test_scope_cta_orders_nothing_between_programs(programs: int, seed: int) -> None:
+    def fn(b: EmulatedBackend) -> None:
+        b.launch(add_to, programs, dict(word=b.zeros((1,), torch.int32), SCOPE="cta"), {}, b.current_stream())
+
+    if programs == 1:
+        spmd(fn, 1, seed=seed)
+        return
+    with pytest.raises(Race, match=r'at scope "cta"(.|\n)*scope "cta" orders nothing between programs'):
+        spmd(fn, 1, seed=seed)
+
+
+@jit
+def wait_at(flags, guard, SCOPE: tl.constexpr, FENCE: tl.constexpr):
+    if FENCE:
+        release_fence(SCOPE)
+    else:
+        wait_until(flags, 0, guard, -1, -1, SCOPE)
+
+
+@pytest.mark.parametrize("fence", [False, True])
+def test_waits_and_fences_of_scope_cta_are_refused(fence: bool) -> None:
+    def fn(b: EmulatedBackend) -> None:
+        args = dict(flags=b.zeros((1,), torch.int32), guard=b.guard(), SCOPE="cta", FENCE=fence)
+        b.launch(wait_at, 1, args, {}, b.current_stream())
+
+    with pytest.raises(ValueError, match=r'SCOPE is "gpu" or "sys", not \'cta\''):
+        spmd(fn, 1)
+
+
 @jit
 def fenced_counts(x, flags, out, guard, N: tl.constexpr, MANY: tl.constexpr):
     """Program 0 stores, and counts N flags up behind one fence; program 1 waits for the first MANY."""

@@ -409,7 +409,7 @@ class Builder(stock.InterpreterBuilder):
         do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), val, mask, sem, scope)
         order = _enum(sem)
         return hooks.atomic(
-            ptr.data, _mask(mask), val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
+            ptr.data, _mask(mask), val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope)
         )
 
     def create_atomic_cas(
@@ -418,7 +418,7 @@ class Builder(stock.InterpreterBuilder):
         do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
         order = _enum(sem)
         return hooks.atomic(
-            ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
+            ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope)
         )
 
     def create_atomic_load(self, *_: object) -> TensorHandle:  # these three since Triton 3.9

@@ -42,6 +42,7 @@ from .memory import (
     ATOMIC_WRITE,
     BULK_READ,
     BULK_WRITE,
+    CTA_SCOPE,
     GPU_SCOPE,
     READ,
     WRITE,
@@ -601,6 +602,8 @@ class Machine:
             reason = "the program's own bulk and ordinary accesses are not ordered without flush_stores or bulk_fence"
         elif access.kind in (BULK_READ, BULK_WRITE) and task.clock[agent] >= clock:
             reason = "acquired, but no proxy fence (wait_until, bulk_fence) stands before this bulk access"
+        elif (kind | access.kind) & CTA_SCOPE:
+            reason = 'scope "cta" orders nothing between programs: atomics of two programs need scope "gpu" or "sys"'
         elif (kind | access.kind) & GPU_SCOPE:
             reason = 'atomics of two ranks need scope "sys", both of them: else one may miss or undo the other'
         elif early := self._early(earlier, kind, later, access.kind):

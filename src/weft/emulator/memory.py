@@ -30,13 +30,15 @@ UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
 BY_MANY_THREADS = 8  # flag of an atomic kind: many threads of the program make it, each for some elements of a block
 GPU_SCOPE = 16  # flag of an atomic kind: it has scope "gpu", and so is not atomic to other ranks
+CTA_SCOPE = 32  # flag of an atomic kind: it has scope "cta", and so is not atomic to other programs
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
 WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
 
 def verb(kind: int) -> str:
     """Return the kind of an access in words, for a report."""
-    return VERB[kind & 7] + (' at scope "gpu"' if kind & GPU_SCOPE else "")
+    scope = "gpu" if kind & GPU_SCOPE else "cta" if kind & CTA_SCOPE else ""
+    return VERB[kind & 7] + (f' at scope "{scope}"' if scope else "")
 
 
 Stamp = tuple[int, int, int, int]  # agent, tick, kind of access, site
@@ -305,7 +307,9 @@ class Memory:
             # An earlier atomic of this tick covers this one.
             if a[0] == agent and a[1] == tick and a[2] | stamp == a[2]:
                 return number
-            if not covered and (a[2] | stamp) & GPU_SCOPE and ranks[a[0]] != task.rank:
+            scopes = a[2] | stamp
+            narrow = scopes & CTA_SCOPE and self.machine.program_of_agent.get(a[0]) != task.agent
+            if not covered and (narrow or (scopes & GPU_SCOPE and ranks[a[0]] != task.rank)):
                 if ATOMIC_WRITE in (kind, a[2] & 7):
                     self._report(task, region, block, number, stamp, a)
             if not covered or (a[2] & 7 == ATOMIC_WRITE and kind == ATOMIC_READ):
