@@ -166,6 +166,39 @@ def test_waits_of_a_loop_that_might_make_no_turn_are_waits() -> None:
 
 
 @weft.jit
+def spin(x, inbox, peers, out, ch, N: tl.constexpr, BY: tl.constexpr):
+    at = tl.arange(0, N)
+    wl.tile_push_data(peers, (wl.rank_of(ch) + 1) % ch.world, at, tl.load(x + at), None)
+    wl.channel_notify(ch, 0, (wl.rank_of(ch) + 1) % ch.world, False)
+    if BY == "add":
+        while tl.atomic_add(ch.counters, 0, sem="acquire", scope="sys") < 1:
+            pass
+    else:
+        while tl.atomic_cas(ch.counters, 1, 1, sem="acquire", scope="sys") < 1:
+            pass
+    tl.store(out + at, tl.load(inbox + at))
+    wl.end_call(ch, None, 1)
+
+
+@pytest.mark.parametrize("by", ["add", "cas"])
+def test_a_spin_by_an_atomic_that_acquires_is_a_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def main(world: World) -> None:
+        inbox, out = world.symmetric((16,), torch.float32, "inbox"), world.empty((16,), torch.float32)
+        args = dict(x=torch.ones(16), inbox=inbox.local, peers=inbox.addresses, out=out, N=16, BY=by)
+        world.launch(spin, 1, args | dict(ch=world.channel("row", 1, None)), {}, world.current_stream())
+
+    (one,) = gated(main)
+    assert one.problems == []
+    relaxed = re.sub(r"(ld|atom)\.global\.sys\.acquire", r"\1.global.sys.relaxed", one.compiled.ptx)
+    assert relaxed != one.compiled.ptx
+    awaited = [((__file__, spin.fn.__code__.co_firstlineno + 11),)]
+    (problem,) = broken_kernel_rules(relaxed, "", awaited)
+    assert problem.startswith("acquire: may be loaded before the wait: test_check.py"), problem
+
+
+@weft.jit
 def tile(desc, epoch, ch, BULK: tl.constexpr):
     desc.store([0, 0], tl.zeros((16, 16), tl.float32))
     wl.channel_notify(ch, 0, wl.rank_of(ch), BULK)

@@ -116,10 +116,13 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
 
 TOKEN = re.compile(
     r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
-    r"|(?P<load>cp\.async\.c[ag]\.shared)|(?P<plain_load>(?<![\w.])ld\.global)"
+    r"|(?P<load>cp\.async\.c[ag]\.shared)"
+    # A wait of weft.lang, and what Triton makes of an atomic that adds 0.
+    r"|(?P<acquire>ld\.acquire)|(?P<acquire_by_atomic>(?<![\w.])ld\.global\.\w+\.acquire)"
+    r"|(?P<plain_load>(?<![\w.])ld\.global)"
     r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)"
     r"|(?P<fence>fence\.acq_rel\.sys)"
-    r"|(?P<barrier>bar\.sync\s+0|barrier\.sync)|(?P<acquire>ld\.acquire)|(?P<store>(?<!\.)st\.global)"
+    r"|(?P<barrier>bar\.sync\s+0|barrier\.sync)|(?P<store>(?<!\.)st\.global)"
     r"|(?P<atomic>(?<![a-z])(?:atom|red)\.global\S*)"
 )
 
@@ -182,6 +185,8 @@ def follow(
             bulk = RELEASED if bulk == DRAINED else bulk
         elif kind == "acquire":
             acquired = UNSHARED if "%tid.x" in step.text else UNFENCED
+        elif kind == "acquire_by_atomic":
+            acquired = min(acquired, UNSHARED)
         elif kind in ("load", "bulk_load", "plain_load"):
             most = READY if kind == "bulk_load" else UNFENCED
             if broken is not None and acquired > most and waits(step):
@@ -220,7 +225,7 @@ def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
                 j = names.index(target)
                 skipped = set().union(*(kinds[n] for n in names[i + 1 : j]))
                 work = skipped & {"load", "bulk_load", "store", "bulk_store", "atomic"}
-                if j > i and "acquire" in skipped and not work:
+                if j > i and skipped & {"acquire", "acquire_by_atomic"} and not work:
                     after[name].remove(target)
     return after
 
