@@ -26,6 +26,7 @@ import weft.lang as wl
 from weft import Deadlock, MemoryFault, Mismatch, Race, Unsupported
 from weft.backends.emulated import EmulatedBackend, spmd
 from weft.check.offline import compile_kernel
+from weft.emulator import interpret
 from weft.errors import SignalError
 from weft.lang.host import beyond
 from weft.lang.intrinsics import bulk_fence, flush_stores, post, release_fence, wait_until
@@ -235,6 +236,37 @@ def test_a_deadlock_tells_equal_waits_once() -> None:
     names = ", ".join(f"wait_for_nobody[{i}]" for i in range(3))
     assert f"rank 0 {names} wait for flag[0] of rank 0 >= 1, now 0, tiles 0, 1, 2 at" in text
     assert text.count("nobody that still runs has raised it or a neighbour so far") == 1
+
+
+@jit
+def compute_for_ever(x, END: tl.constexpr, STORE: tl.constexpr):
+    i = 0
+    while i < END:
+        if STORE:
+            tl.store(x, i)
+        i = i * 2
+    for _ in range(3):
+        n = 0
+        while n < 90:
+            n += 1
+    tl.store(x, n)
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_loop_without_an_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
+    """Whether or not it changes memory; each of the loops inside another one is counted by itself."""
+    monkeypatch.setattr(interpret, "TURNS", 100)
+
+    def fn(b: EmulatedBackend, end: int) -> int:
+        x = b.empty((1,), torch.int32)
+        b.launch(compute_for_ever, 1, dict(x=x, END=end, STORE=store), {}, b.current_stream())
+        b.synchronize()
+        return x.item()
+
+    assert spmd(lambda b: fn(b, 0), 1)[0] == [90]
+    line = compute_for_ever.fn.__code__.co_firstlineno + 3
+    with pytest.raises(Deadlock, match=rf"made 100 turns and has not ended\n.*test_emulator.py:{line} "):
+        spmd(lambda b: fn(b, 1), 1)
 
 
 @jit

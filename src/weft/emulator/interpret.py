@@ -29,6 +29,7 @@ from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
+from ..errors import Deadlock
 from .bounds import ADDRESS
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.con
 
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
+TURNS = 100_000  # a `while` loop of more turns is taken to be endless; it takes about two seconds
 hooks: Programs = None  # the Programs of the Machine that runs; None without a run
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
@@ -50,7 +52,8 @@ _users: dict[int, CodeType] = {}
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Makes assignments convert numbers to tensors and drops annotations (a `tl.constexpr` stays what it is)."""
+    """Makes assignments convert numbers to tensors, drops annotations (a `tl.constexpr` stays what it is), and counts
+    the turns of `while` loops."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
@@ -69,6 +72,14 @@ class _Rewriter(ast.NodeTransformer):
             return node
         value = ast.BinOp(ast.Name(target.id, ast.Load()), node.op, node.value)
         return ast.Assign([target], ast.Call(ast.Name("__to_tensor", ast.Load()), [value], []))
+
+    def visit_While(self, node: ast.While) -> list[ast.stmt]:
+        self.generic_visit(node)
+        turns = f"__turns_{node.lineno}"
+        count = ast.Attribute(ast.Call(ast.Name("__turns", ast.Load()), [], []), "__next__", ast.Load())
+        begin = ast.Assign([ast.Name(turns, ast.Store())], count)
+        node.body.insert(0, ast.Expr(ast.Call(ast.Name(turns, ast.Load()), [], [])))
+        return [ast.copy_location(begin, node), node]
 
 
 class _Reach(ast.NodeTransformer):
@@ -113,7 +124,7 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
         arg.annotation = None
     raw = fn.fn
     free = dict(zip(raw.__code__.co_freevars, (c.cell_contents for c in raw.__closure__ or ()), strict=True))
-    closure = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, **free}
+    closure = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, "__turns": _turns, **free}
     outer = ast.parse(f"def __outer({', '.join(closure)}):\n    return {define.name}")
     outer.body[0].body.insert(0, define)  # type: ignore[attr-defined]
     ast.fix_missing_locations(outer)
@@ -128,6 +139,12 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
 
 def _reached(key: tuple[str, int]) -> None:
     hooks.reached.add(key)
+
+
+def _turns() -> Iterator[None]:
+    """Yield once for each turn of a loop; raise Deadlock after more than a loop that ends would make."""
+    yield from itertools.repeat(None, TURNS)
+    raise Deadlock(f"a loop has made {TURNS} turns and has not ended\n{hooks.machine.me()}")
 
 
 def where() -> tuple[tuple[str, int, str], ...]:
