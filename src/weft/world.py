@@ -26,6 +26,7 @@ from triton import JITFunction
 from .backends.base import (
     Arguments,
     Backend,
+    CallRecord,
     Options,
     Stream,
     SymmetricTensor,
@@ -154,7 +155,6 @@ class Levels:
     across: World
 
 
-CallRecord = tuple[str, tuple[tuple[str, Hashable], ...]]  # the title and the fields of a call
 Collect = Callable[[float | None], list[Any] | None]  # returned by `Backend.post`
 Memo = dict[Hashable, Any]
 
@@ -301,12 +301,9 @@ class World:
         """
         if number is not None:
             self.number = number
-            if self.backend.compares:
-                if self._uncompared:
-                    self._collect(None)
-                calls = self.backend.compared(self._calls[number])
-                if calls is not None:
-                    self._raise_unless_same(calls)
+            if self.backend.compares and self._uncompared:
+                self._collect(None)
+            self._compare_places(self._calls[number], first_call=False)
 
     def calls(self, name: str) -> BlockChannel:
         """Collective on first use. Return the channel in which launches, which come in one order on every rank, compare
@@ -331,7 +328,19 @@ class World:
 
     def _compare(self, key: CallRecord) -> None:
         """Collective. Raise Mismatch on every rank unless all ranks have the same key."""
-        self._raise_unless_same(dict(enumerate(self.exchange(key))))
+        if self._uncompared:
+            self._collect(None)
+        self._compare_places(key, first_call=True)
+        self._raise_unless_same(dict(enumerate(self.backend.exchange(key))))
+
+    def _compare_places(self, call: CallRecord, first_call: bool) -> None:
+        """Where the backend compares every call on the host, raise Mismatch unless all ranks make this call here.
+        first_call: an exchange of the hosts follows. If it does on all ranks, it compares the calls, on every rank."""
+        if self.backend.compares_at_once if first_call else self.backend.compares:
+            title, fields = call
+            calls = self.backend.compared((title, (*fields, ("first_call", first_call))))
+            if calls and any(("first_call", True) not in peer_fields for _, peer_fields in calls.values()):
+                self._raise_unless_same(calls)
 
     def _raise_unless_same(self, calls: Mapping[int, object]) -> None:
         first_call, *other_calls = calls.values()
@@ -344,6 +353,7 @@ class World:
         """Collective. All-gather objects, by rank; blocks the host until all ranks have called it."""
         if self._uncompared:
             self._collect(None)
+        self._compare_places(("an exchange of objects", ()), first_call=True)
         return self.backend.exchange(obj)
 
     def check(self) -> None:

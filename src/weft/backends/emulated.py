@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from triton import JITFunction
@@ -31,6 +31,7 @@ from ..transport import barrier
 from .base import (
     Arguments,
     Backend,
+    CallRecord,
     Options,
     R,
     SymmetricTensor,
@@ -89,7 +90,7 @@ class EmulatedBackend(Backend):
     """One rank of an emulated world, for any of its threads (`HostThread.calling`)."""
 
     name = "emulated"
-    compares = True
+    compares = compares_at_once = True
 
     def __init__(self, machine: Machine, machine_rank: int, ranks: tuple[int, ...], path: tuple[int, ...] = ()) -> None:
         """Make the backend of the machine's rank `machine_rank`, in a World of the machine's ranks `ranks`. path: the
@@ -130,12 +131,12 @@ class EmulatedBackend(Backend):
             self.machine, self.machine_rank, tuple(self.ranks[r] for r in group), (*self.path, self._splits)
         )
 
-    def compared(self, call: object) -> Mapping[int, object] | None:
+    def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
         """Compare the call with those of the ranks that have made theirs so far: no rank waits, so that hosts may stay
         apart."""
         self._calls += 1
         key = (self.path, self.ranks, self._calls)
-        calls = self.machine.calls.setdefault(key, {})
+        calls = cast(dict[int, CallRecord], self.machine.calls.setdefault(key, {}))
         calls[self.rank] = call
         if len(calls) == self.size:
             del self.machine.calls[key]
