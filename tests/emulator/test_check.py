@@ -185,8 +185,8 @@ def test_waits_of_a_loop_that_might_make_no_turn_are_waits() -> None:
 
 @weft.jit
 def spin(x, inbox, peers, out, ch, N: tl.constexpr, BY: tl.constexpr):
-    at = tl.arange(0, N)
-    wl.tile_push_data(peers, (wl.rank_of(ch) + 1) % ch.world, at, tl.load(x + at), None)
+    lane = tl.arange(0, N)
+    wl.tile_push_data(peers, (wl.rank_of(ch) + 1) % ch.world, lane, tl.load(x + lane), None)
     wl.channel_notify(ch, 0, (wl.rank_of(ch) + 1) % ch.world, False)
     if BY == "add":
         while tl.atomic_add(ch.counters, 0, sem="acquire", scope="sys") < 1:
@@ -194,15 +194,15 @@ def spin(x, inbox, peers, out, ch, N: tl.constexpr, BY: tl.constexpr):
     else:
         while tl.atomic_cas(ch.counters, 1, 1, sem="acquire", scope="sys") < 1:
             pass
-    tl.store(out + at, tl.load(inbox + at))
+    tl.store(out + lane, tl.load(inbox + lane))
     wl.end_call(ch, None, 1)
 
 
-@pytest.mark.parametrize("by", ["add", "cas"])
-def test_a_spin_by_an_atomic_that_acquires_is_a_wait(by: str) -> None:
+@pytest.mark.parametrize("atomic", ["add", "cas"])
+def test_a_spin_by_an_atomic_that_acquires_is_a_wait(atomic: str) -> None:
     def main(world: World) -> None:
         inbox, out = world.symmetric((16,), torch.float32, "inbox"), world.empty((16,), torch.float32)
-        args = dict(x=torch.ones(16), inbox=inbox.local, peers=inbox.addresses, out=out, N=16, BY=by)
+        args = dict(x=torch.ones(16), inbox=inbox.local, peers=inbox.addresses, out=out, N=16, BY=atomic)
         world.launch(spin, 1, args | dict(ch=world.channel("row", 1, None)), {}, world.current_stream())
 
     (one,) = gated(main)

@@ -115,12 +115,12 @@ def names_own_files(kernel: JITFunction, ptx: str) -> bool:
     """Return whether the lines in the code are those of the kernel's file and of other files that this process has
     loaded. Triton's cache goes by content: it may hold the code of a file that was copied, and the lines of that
     file."""
-    named, own = set(files_of(ptx).values()), kernel.fn.__code__.co_filename
-    loaded = {own, *(file for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None)))}
+    named, kernel_file = set(files_of(ptx).values()), kernel.fn.__code__.co_filename
+    loaded = {kernel_file, *(file for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None)))}
     if not named <= loaded:  # by other names, maybe
         named, loaded = ({str(Path(file).resolve()) for file in files} for files in (named, loaded))
-        own = str(Path(own).resolve())
-    return own in named and named <= loaded
+        kernel_file = str(Path(kernel_file).resolve())
+    return kernel_file in named and named <= loaded
 
 
 @functools.lru_cache(maxsize=64)
