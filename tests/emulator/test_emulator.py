@@ -811,6 +811,31 @@ def test_unwritten_memory() -> None:
         spmd(shifted(half, 0), 1)
 
 
+@jit
+def take_in(x, N: tl.constexpr):
+    tl.load(x + tl.arange(0, N))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16])
+def test_no_number_that_host_code_writes_looks_unwritten(dtype: torch.dtype) -> None:
+    """Neither one number everywhere nor all of them in turn; beside what is written, elements stay unwritten."""
+    same_size = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    every = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32).to(same_size)
+
+    def fn(b: EmulatedBackend, filled: int) -> None:
+        unlike_others = every if dtype.itemsize == 1 else every[0x7F80:0x8000]  # those that are NaN in bf16
+        contents = [number.expand(64) for number in unlike_others] + [every, every.flip(0)]
+        for content in contents:
+            x = b.empty((content.numel(),), dtype)
+            x.view(same_size)[:filled].copy_(content[:filled])
+            b.launch(take_in, 1, dict(x=x, N=content.numel()), {}, b.current_stream())
+            b.finish(b.current_stream())
+
+    spmd(lambda b: fn(b, 2**16), 1)
+    with pytest.raises(MemoryFault, match=r"read of x\[8\] of rank 0, which nothing has written"):
+        spmd(lambda b: fn(b, 8), 1)
+
+
 @pytest.mark.parametrize("distance, first_index", [(1, 64), (-1, -1), (60, 64), (100_000_000, 100_000_000)])
 def test_out_of_bounds(distance: int, first_index: int) -> None:
     for make in (lambda b: b.zeros((64,), torch.float32), lambda b: torch.zeros(64)):

@@ -242,7 +242,7 @@ ARITHMETIC: dict[str, tuple[ArrayFunction, Callable[..., Fraction]]] = {  # in t
     "sqrt": (np.sqrt, lambda x: x),  # whose square root is meant
     "rsqrt": (lambda x: 1 / np.sqrt(x), lambda x: x),
 }
-INTEGERS = {
+INTEGERS: dict[str, np.dtype] = {
     "int": np.dtype(np.int32),
     "uint": np.dtype(np.uint32),
     "ll": np.dtype(np.int64),

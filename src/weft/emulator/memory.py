@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from .machine import Machine
     from .tasks import Task
 
-POISON = np.array([0xFB, 0x7F], np.uint8)  # a NaN in bf16, fp16, fp32 and fp64
+# The bytes of memory that nothing has written, again and again: NaN in bf16, fp16, fp32 and fp64, and such that no four
+# of them are equal numbers of 8 or 16 bits, as host code may write them.
+POISON = np.array([0x7FFB, 0x7FF3, 0x7FFD, 0x7FF5, 0x7FF9, 0x7FFE, 0x7FF7, 0x7FFA], "<u2").view(np.uint8)
 MARGIN = 256  # an access at most so many bytes outside a tensor is reported as a small mistake in its index
 UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
@@ -210,17 +212,19 @@ class Memory:
         return region
 
     def refresh(self, region: Region) -> None:
-        """Count as written what host code has filled since the backend allocated `region`."""
+        """Count as written what host code has filled since the backend allocated `region`: elements that are not
+        poison, and all in 4 bytes of which one is not, since a number of 8 or 16 bits alone may look like poison."""
         unwritten = region.states == UNWRITTEN
         if not unwritten.any():
             region.fresh = False
             return
-        if region.granule % 2:
-            differs = region.bytes != np.tile(POISON, region.bytes.size // 2 + 1)[: region.bytes.size]
-        else:
-            differs = region.bytes.view(np.uint16) != POISON.view(np.uint16)
-        granules = differs.size // region.states.size
-        region.states[unwritten & (differs.reshape(-1, granules).any(1) if granules > 1 else differs)] = INITIAL
+        step, whole = max(4, region.granule), region.bytes.size // 4 * 4
+        differs = np.zeros(-(-region.bytes.size // step) * step // 4, np.bool_)  # of each 4 bytes
+        differs[: whole // 4] = region.bytes[:whole].view(np.uint32) != np.resize(POISON.view(np.uint32), whole // 4)
+        if rest := region.bytes[whole:].size:
+            differs[whole // 4] = (region.bytes[whole:] != np.resize(POISON, whole % 16 + rest)[-rest:]).any()
+        written = differs.reshape(-1, step // 4).any(1).repeat(step // region.granule)[: unwritten.size]
+        region.states[unwritten & written] = INITIAL
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def touch(self, task: Task, region: Region, block: np.ndarray, kind: int) -> None:

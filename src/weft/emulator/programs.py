@@ -453,7 +453,7 @@ class Programs:
 def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
     """Return the value of a load where its mask is off: `other`, or without it the poison that a GPU may have left
     there."""
-    value = np.tile(POISON, 4)[: dtype.itemsize].view(dtype) if value is None else value
+    value = np.resize(POISON, dtype.itemsize).view(dtype) if value is None else value
     return np.array(np.broadcast_to(value, shape))
 
 

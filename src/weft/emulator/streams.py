@@ -601,5 +601,5 @@ def fresh(nbytes: int, alignment: int, poison: bool) -> tuple[torch.Tensor, int]
     raw = torch.zeros(nbytes + 3 * alignment, dtype=torch.uint8)
     start = alignment + -(raw.data_ptr() + alignment) % alignment
     if poison and nbytes:
-        raw[start : start + nbytes] = torch.from_numpy(np.tile(memory.POISON, nbytes // 2 + 1)[:nbytes])
+        raw[start : start + nbytes] = torch.from_numpy(np.resize(memory.POISON, nbytes))
     return raw, start
