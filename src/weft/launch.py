@@ -66,8 +66,8 @@ def spmd(
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
     (the same, but ranks share the GPUs where there are fewer, which says nothing of speed), "gloo" (CPU processes:
     every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, `nodes`,
-    ...). An exception in one rank ends the others and is raised here. A rank in a process of its own gets copies of the
-    arguments, other ranks the same objects.
+    `ahead`, ...). An exception in one rank ends the others and is raised here. A rank in a process of its own gets
+    copies of the arguments, other ranks the same objects.
 
     Raises:
         TypeError: fn cannot be called, or is async or a generator, whose call runs nothing.

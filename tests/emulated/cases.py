@@ -4,8 +4,7 @@ cases_<package>.py has what a package of src/weft must compute, written once for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -58,16 +57,4 @@ def strided(t: torch.Tensor) -> torch.Tensor:
 
 def on_stream(world: weft.World, name: str) -> Any:
     """`world`'s current stream is its stream `name` inside, as under `torch.cuda.stream`."""
-    if world.device.type == "cuda":
-        return torch.cuda.stream(world.side_stream(name)) if name else nullcontext()
-    return _emulated_stream(world.backend, name)
-
-
-@contextmanager
-def _emulated_stream(backend: Any, name: str) -> Iterator[None]:
-    before, chosen = backend.current_stream, backend.side_stream(name)
-    backend.current_stream = lambda: chosen
-    try:
-        yield
-    finally:
-        backend.current_stream = before
+    return world.on(world.side_stream(name)) if name else nullcontext()

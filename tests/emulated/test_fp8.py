@@ -151,6 +151,14 @@ def test_quantized_rows(m: int, k: int, scaling: str, gated: bool, by_columns: b
     assert alone(lambda w: quantize_case(w, m, size, scaling, **options)) < ROUNDED
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "weight"), [(3, 256, False), (1, 384, False), (40, 512, False), (300, 384, True), (129, 128, True)]
+)
+def test_scales_by_columns(m: int, k: int, weight: bool) -> None:
+    """Fewer rows than groups of columns, and more; also scales that blocks of rows share."""
+    assert alone(lambda w: quantize_case(w, m, k, "block", weight=weight, by_columns=True)) < ROUNDED
+
+
 def test_weights_and_long_rows() -> None:
     """Of 300 rows, blocks of 128; a row that no program holds in registers; a scale that is given; zeros."""
     assert alone(lambda w: quantize_case(w, 300, 384, "block", weight=True)) < ROUNDED

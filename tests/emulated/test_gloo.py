@@ -199,6 +199,11 @@ def parts(world: weft.World) -> tuple[Any, ...]:
     """Of split Worlds, which may be of several sizes, and of a group that somebody else made."""
     part = world.split(world.rank == 0)
     sums = [weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=w)[0].item() for w in (world, part)]
+    # A sum that is rounded after each rank stays at 256, where bfloat16 has no odd numbers.
+    rows = torch.full((world.size, 8), 256.0 if world.rank == 0 else 1.0).bfloat16()
+    world.reduce_scatter(own_row := torch.empty(1, 8).bfloat16(), rows, None)
+    world.all_reduce(rows, None)
+    assert (rows == 258).all() and (own_row == 258).all()
     group = dist.new_group([0, 2])
     if world.rank != 1:
         some = weft.init(group)

@@ -119,6 +119,22 @@ def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
     assert ranks(main) == [True, True]
 
 
+def test_final_data_takes_no_slot_of_posts() -> None:
+    """Of any rank, wherever in its ring its posts are."""
+
+    def main(shm: SharedMemoryExchange) -> bool:
+        ends: list[bytes | None] = [b"end of %d" % rank for rank in range(3)]
+        for batch_start in range(0, 4 * LEAD, LEAD):
+            for i in range(batch_start, batch_start + LEAD):
+                shm.post(b"%d of %d" % (i, shm.rank))
+            assert shm.end(b"end of %d" % shm.rank, 20.0) == ends
+            for i in range(batch_start, batch_start + LEAD):
+                assert shm.collect(None) == [b"%d of %d" % (i, rank) for rank in range(3)]
+        return True
+
+    assert ranks(main, 3) == [True] * 3
+
+
 def test_half_a_slot_is_not_taken() -> None:
     def main(shm: SharedMemoryExchange) -> Any:
         shm.post(b"whole")

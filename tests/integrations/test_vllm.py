@@ -8,6 +8,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -244,6 +245,47 @@ def test_one_rank_that_fails_leaves_the_model_on_all(modules: Any, monkeypatch: 
     assert all("leaves to vLLM all: RuntimeError: of this rank alone" in text for text, _ in texts), texts
 
 
+DIFFERENCES: dict[str, Any] = {
+    "a site less": lambda c: replace(c, flow=replace(c.flow, sites=c.flow.sites[1:])),
+    "a site without its column": lambda c: replace(
+        c, flow=replace(c.flow, sites=[*c.flow.sites[:-1], replace(c.flow.sites[-1], column=None)])
+    ),
+    "a site without residual": lambda c: replace(
+        c,
+        flow=replace(
+            c.flow, sites=[replace(c.flow.sites[0], residual=not c.flow.sites[0].residual), *c.flow.sites[1:]]
+        ),
+    ),
+    "another site": lambda c: replace(c, flow=replace(c.flow, sites=c.flow.sites[::-1])),
+    "residuals by rows": lambda c: replace(c, flow=replace(c.flow, by_rows=not c.flow.by_rows)),
+    "a linear more": lambda c: replace(c, rows=[*c.rows, nn.Linear(8, 8)]),
+    "a linear of 8 bits": lambda c: replace(c, fp8_reasons={**c.fp8_reasons, 0: ""}),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_ranks_that_hold_different_models_leave_them_to_vllm(
+    modules: Any, monkeypatch: pytest.MonkeyPatch, difference: str
+) -> None:
+    """Whatever an operator of the model on one rank would wait for in vain on another."""
+    plugin.register()
+    find_candidates = plugin.find_candidates
+
+    def different(*arguments: Any) -> Any:
+        found = find_candidates(*arguments)
+        return DIFFERENCES[difference](found) if standin.current_world().rank == 1 else found
+
+    monkeypatch.setattr(plugin, "find_candidates", different)
+
+    def main(world: weft.World) -> tuple[set[type], str]:
+        model = loaded(MODELS["dense"])
+        return {type(m) for m in model.modules()}, plugin._models[-1].text()
+
+    for kinds, text in standin.run(main):
+        assert "leaves to vLLM all: ranks have different models" in text, text
+        assert not any(kind.__name__.startswith("Weft") for kind in kinds)
+
+
 def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Off; a class that is missing; other parameters; an exception: none of them is vLLM's."""
     load_model = standin.BaseModelLoader.load_model
@@ -405,6 +447,26 @@ def test_every_form_gives_the_same(plan: str, options: dict[str, Any], ranks: in
             (last, normed(h + added)),
         ):
             assert (actual.float() - expected).norm() < 8e-3 * expected.norm()
+
+
+def test_the_engines_kernel_leaves_the_callers_rows_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's kernel writes the residual into its input."""
+
+    def fused(x: torch.Tensor, residual: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        results: tuple[torch.Tensor, torch.Tensor] = norm(x.clone(), residual)
+        x.copy_(residual)
+        return results
+
+    monkeypatch.setattr(sys.modules[row_norm_column.__module__], "engine_all_reduce_norm", lambda: fused)
+
+    def main(world: weft.World) -> bool:
+        t = [standin.drawn(i, *shape).data for i, shape in enumerate(((M, H), (M, H), (H,)))]
+        before = [tensor.clone() for tensor in t]
+        ROW_NORM_COLUMN(world, "engine", (*t, *[None] * 6), (1e-6, 0, 0))
+        world.synchronize()
+        return all(map(torch.equal, t, before))
+
+    assert standin.run(main) == [True, True]
 
 
 def test_residuals_of_many_tokens_are_held_by_rows() -> None:

@@ -34,7 +34,7 @@ from tests.gates import some
 from weft import World, check
 from weft._triton import ptxas
 from weft.check.offline import Compiled, compile_kernel
-from weft.check.ptx import blocks_of, forward
+from weft.check.ptx import blocks_of, broken_rules, forward, no_instruction
 from weft.lang import guarded_loads
 
 EARLY = "acquire: may be loaded before the wait"
@@ -271,6 +271,38 @@ def test_parsed_text_is_printed_again() -> None:
     assert loop.end == "    } {tt.num_stages = 1 : i32} loc(#loc3)" and not guarded_loads.is_pipelined(loop)
 
 
+SPIN = """\
+module {
+  tt.func public @spin(%word: !tt.ptr<i32>, %x: tensor<8x!tt.ptr<f32>>, %n: i32) {
+    %zero = arith.constant 0 : i32
+    %one = arith.constant 1 : i32
+    %true = arith.constant true
+    scf.for %i = %zero to %n step %one  : i32 {
+      %seen = tt.atomic_rmw add, ORDER, gpu, %word, %zero, %true : (!tt.ptr<i32>, i32, i1) -> i32
+      %value = tt.load %x : tensor<8x!tt.ptr<f32>>
+    } {tt.num_stages = 3 : i32}
+    tt.return
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("order", ["acquire", "acq_rel"])
+def test_loads_stay_behind_a_wait_by_atomics(order: str) -> None:
+    """Loads cannot be made to depend on it, so that the loop is not pipelined."""
+    guarded = guarded_loads.guard_loads(SPIN.replace("ORDER", order))
+    assert guarded == SPIN.replace("ORDER", order).replace("tt.num_stages = 3", "tt.num_stages = 1")
+    cas = SPIN.replace("atomic_rmw add, ORDER", f"atomic_cas {order}").replace(
+        "!tt.ptr<i32>, i32, i1", "!tt.ptr<i32>, i32, i32"
+    )
+    assert (guarded_loads.guard_loads(cas) or "").count("tt.num_stages = 1") == 1
+
+
+@pytest.mark.parametrize("order", ["relaxed", "release"])
+def test_atomics_that_acquire_nothing_are_no_waits(order: str) -> None:
+    assert guarded_loads.guard_loads(SPIN.replace("ORDER", order)) is None
+
+
 def test_a_kernel_without_waits_in_loops_is_left_alone() -> None:
     assert guarded_loads.guard_loads(TEXT) is None
 
@@ -285,3 +317,33 @@ def test_ir_that_triton_does_not_take_is_an_error_that_says_what_to_do(
     _, (refused,) = check.compile_and_check(exploration.ran, 90)
     assert "exchange_and_sum: its loads cannot be kept behind its waits" in refused
     assert "@weft.jit(guard_loads=False)" in refused
+
+
+SPIN_PTX = """
+.visible .entry spin(
+)
+{
+    ORDER %r1, [%rd1], 0;
+    bar.sync 0;
+    ld.global.f32 %f1, [%rd2];
+    ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("atomic", "waits"),
+    [
+        ("atom.global.gpu.acquire.add.u32", True),
+        ("atom.global.sys.acq_rel.cas.b32", True),
+        ("atom.global.gpu.relaxed.add.u32", False),
+        ("atom.global.sys.release.add.u32", False),
+    ],
+)
+def test_the_rules_take_atomics_that_acquire_for_waits(atomic: str, waits: bool) -> None:
+    ptx = SPIN_PTX.replace("ORDER", atomic)
+    is_load = lambda step: "ld.global" in step.text  # noqa: E731
+    broken = [rule for rule in broken_rules(ptx, is_load, no_instruction) if rule.startswith(EARLY)]
+    assert bool(broken) is not waits
+    unshared = broken_rules(ptx.replace("    bar.sync 0;\n", ""), is_load, no_instruction)
+    assert any(rule.startswith(EARLY) for rule in unshared), "other threads than the one that polls load too"

@@ -7,7 +7,8 @@ Ordering contract: operations enqueued on one stream run in that order. `record`
 `launch`, `copy`, `call`, `signal`, `wait` and the collectives are stream operations: they return before the work is
 done. `exchange` is the only host-side collective. An op calls `finish(stream)` before it returns a tensor to its
 caller: on a GPU it does nothing (the caller's next operation is stream-ordered), in the emulator it blocks the calling
-host task until the stream is drained, because the caller reads CPU memory directly.
+host task until the stream is drained, because the caller reads CPU memory directly, unless hosts run ahead there
+(`spmd(..., ahead=True)`).
 """
 
 from __future__ import annotations

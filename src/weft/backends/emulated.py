@@ -2,7 +2,8 @@
 
 Streams and events are the emulator's; memory is CPU tensors. Memory from `empty` is NaN until it is written. `finish`
 blocks the calling host task until the stream is drained, because the caller reads CPU memory directly; it adds no order
-between streams, as on a GPU, so a missing event is still found.
+between streams, as on a GPU, so a missing event is still found. With `ahead` it does nothing, as on a GPU, so that an
+operator begins while those before it are still under way.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ class EmulatedBackend(Backend):
 
     # -- streams -----------------------------------------------------------------------------------------------------
     def current_stream(self) -> EmulatedStream:
-        return self.machine.streams.current[self.machine_rank] or self.machine.streams.stream(self.machine_rank, "main")
+        return self.machine.streams.current_stream(self.machine_rank)
 
     @contextmanager
     def on(self, stream: EmulatedStream) -> Iterator[None]:
@@ -262,10 +263,13 @@ class EmulatedBackend(Backend):
         return False
 
     def on_side_stream(self) -> bool:
-        return self.machine.streams.current[self.machine_rank] is not None
+        return self.current_stream() is not self.machine.streams.stream(self.machine_rank, "main")
 
     def finish(self, stream: EmulatedStream) -> None:
-        self.machine.streams.finish(stream)
+        host = self.machine.hosts[self.machine_rank].host
+        assert host is not None
+        if not self.machine.ahead or not host.on_rank_thread:  # torch operations are put in order on that thread alone
+            self.machine.streams.finish(stream)
 
     # -- stream operations -------------------------------------------------------------------------------------------
     def launch(
@@ -475,11 +479,13 @@ def spmd(
     mutation: Mutation | None = None,
     record: bool = False,
     nodes: int | Sequence[int] = 1,
+    ahead: bool = False,
 ) -> tuple[list[R], Report]:
     """Run `fn(backend)` as `size` ranks; return the results by rank, and the run's report. nodes: the number of nodes
-    of equal size, or the number of ranks on each node."""
+    of equal size, or the number of ranks on each node. ahead: operators return before their streams are drained, as on
+    a GPU, and torch operations come in the order of the current stream."""
     machine = Machine(
-        size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record
+        size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record, ahead=ahead
     )
     machine.nodes = placed(nodes, size)
     return drive(fn, machine), machine.report

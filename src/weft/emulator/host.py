@@ -37,6 +37,7 @@ class HostThread:
         self._thread = threading.Thread(target=self._whole, args=(body,), daemon=True)
         self._resume, self._returned = threading.Semaphore(0), threading.Semaphore(0)
         self._lock = threading.RLock()  # held by the thread of this rank whose call is under way
+        self._caller: int | None = None  # the identifier of the thread that holds the lock
         self._machine: int | None = None  # the identifier of the thread that runs programs and streams
         self._request: Callable[[], object] | None = None
         self._failed: BaseException | None = None
@@ -83,12 +84,29 @@ class HostThread:
             yield
             return
         with self._lock:
-            if self._ended:
-                raise WeftError(
-                    f"rank {self.rank}'s function has returned, and thread {threading.current_thread().name!r} of it "
-                    "goes on: join the threads that call operators before the function given to spmd returns"
-                )
-            yield
+            outer, self._caller = self._caller, threading.get_ident()
+            try:
+                self._require_running()
+                yield
+            finally:
+                self._caller = outer
+
+    @property
+    def in_call(self) -> bool:
+        """Return whether the calling thread is inside a call of host code (`calling`)."""
+        return self._caller == threading.get_ident()
+
+    @property
+    def on_rank_thread(self) -> bool:
+        """Return whether the calling thread is the one that runs the rank's function, not one that this started."""
+        return threading.current_thread() is self._thread
+
+    def _require_running(self) -> None:
+        if self._ended:
+            raise WeftError(
+                f"rank {self.rank}'s function has returned, and thread {threading.current_thread().name!r} of it "
+                "goes on: join the threads that call operators before the function given to spmd returns"
+            )
 
     def ask(self, request: Callable[[], object]) -> None:
         """Run `request` on the machine's thread, where it may switch tasks; called on a thread of the rank."""

@@ -25,6 +25,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
@@ -54,6 +55,7 @@ from .memory import (
 from .programs import Programs
 from .streams import Streams
 from .tasks import Collective, KernelRun, Owner, Poll, Report, SourceSite, Task, Update, Wait, merged, place, reached
+from .torch_order import in_stream_order
 
 if TYPE_CHECKING:
     from .mutate import Mutation
@@ -82,10 +84,12 @@ class Machine:
         preempt: float = 0.05,
         mutation: Mutation | None = None,
         record: bool = False,
+        ahead: bool = False,
     ) -> None:
+        """Make the machine of a run. ahead: host code runs ahead of its streams, as on a GPU (torch_order.py)."""
         self.nodes: tuple[int, ...] = (0,) * size  # the number of each rank's node, by rank
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
-        self.mutation, self.record = mutation, record
+        self.mutation, self.record, self.ahead = mutation, record, ahead
         self.rng = random.Random(seed)
         self.mode = MODES[seed % len(MODES)]
         self.memory = Memory(self, races)
@@ -149,7 +153,8 @@ class Machine:
         def host(rank: int, fn: Callable[[], R]) -> Callable[[], None]:
             def body() -> None:
                 try:
-                    results[rank] = fn()
+                    with in_stream_order(self, rank) if self.ahead else nullcontext():
+                        results[rank] = fn()
                 except GreenletExit:
                     raise
                 except BaseException as error:

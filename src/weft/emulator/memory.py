@@ -32,7 +32,8 @@ UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
 BY_MANY_THREADS = 8  # flag of an atomic kind: many threads of the program make it, each for some elements of a block
 GPU_SCOPE = 16  # flag of an atomic kind: it has scope "gpu", and so is not atomic to other ranks
-CTA_SCOPE = 32  # flag of an atomic kind: it has scope "cta", and so is not atomic to other programs
+CTA_SCOPE = 64  # flag of an atomic kind: it has scope "cta", and so is not atomic to other programs
+MAYBE_UNWRITTEN = 32  # flag of a read by torch, which may take elements that mean nothing, such as rows of padding
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
 WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
@@ -277,6 +278,8 @@ class Memory:
 
     def _step(self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, site: int) -> int:
         """Return the state after the access; raises Finding where the access is a race or an unwritten read."""
+        if number == UNWRITTEN and kind & MAYBE_UNWRITTEN:
+            return UNWRITTEN
         state = self.states[number]
         many, kind, stamp = kind & BY_MANY_THREADS, kind & 7, kind & ~BY_MANY_THREADS
         clock = task.bulk_view if kind in (BULK_READ, BULK_WRITE) else task.clock

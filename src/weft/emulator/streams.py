@@ -13,6 +13,8 @@ import dis
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -26,9 +28,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..errors import Mismatch
 from ..lang.channel import CALLS, DONE, BlockChannel
 from . import interpret, memory
-from .memory import ATOMIC_WRITE, READ, WRITE, extent
+from .memory import ATOMIC_WRITE, MAYBE_UNWRITTEN, READ, WRITE, extent
 from .ran import Function
-from .tasks import FLOPS, LINK, Arrival, Collective, EmulatedEvent, EmulatedStream, KernelRun, Owner, Task, merged
+from .tasks import (
+    FLOPS,
+    LINK,
+    Arrival,
+    Collective,
+    CountedWrites,
+    EmulatedEvent,
+    EmulatedStream,
+    KernelRun,
+    Owner,
+    Task,
+    merged,
+)
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -82,6 +96,9 @@ class Streams:
             self.machine.unready(task)
         return self.streams[rank, name]
 
+    def current_stream(self, rank: int) -> EmulatedStream:
+        return self.current[rank] or self.stream(rank, "main")
+
     def _serve(self, stream: EmulatedStream) -> None:
         """Run the stream's operations in order, as the body of its task."""
         task = stream.task
@@ -130,6 +147,34 @@ class Streams:
             stream.finishers.append(host)
             self.machine.block(f"the end of stream {stream.name} of rank {stream.rank}")
         host.time = max(host.time, stream.task.time)
+
+    def torch_operation(
+        self, rank: int, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], numbers: bool
+    ) -> None:
+        """Let the host make a torch operation in the order of the rank's current stream: enqueue its accesses, and
+        block until the stream has come to them. numbers: the operation returns numbers to the host, which it orders
+        after the stream."""
+        stream = self.current_stream(rank)
+
+        def do() -> None:
+            for kind, tensors in ((READ | MAYBE_UNWRITTEN, reads), (WRITE, writes)):
+                for t in tensors:
+                    self.access_all(t, kind)
+
+        self.enqueue(stream, name, do)
+        self.finish(stream)
+        if numbers:
+            self.machine.current.join(stream.task.clock)
+
+    def written_by_torch(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Track the results of a torch operation, which the rank's current stream has written."""
+        previous, self.machine.current = self.machine.current, self.current_stream(rank).task
+        try:
+            for t in tensors:
+                self.track("", t, rank)
+                self.access_all(t, WRITE)
+        finally:
+            self.machine.current = previous
 
     def synchronize(self, rank: int) -> None:
         """Block the host until all the rank's streams are drained, and order it after them."""
@@ -352,6 +397,7 @@ class Streams:
         """Enqueue a copy, in up to four chunks, between which other tasks may run."""
         self.track("", dst, stream.rank)
         self.track("", src, stream.rank)
+        counted = CountedWrites([dst])
 
         def do() -> None:
             task = stream.task
@@ -364,7 +410,8 @@ class Streams:
                 self.machine.pause()
                 self.access_all(src_chunk, READ)
                 self.access_all(dst_chunk, WRITE)
-                dst_chunk.copy_(src_chunk)
+                with counted.kept():
+                    dst_chunk.copy_(src_chunk)
                 task.time += dst_chunk.numel() * dst_chunk.element_size() * LINK
                 self.changed(dst_chunk)
             self.machine.span(task, "copy", "copy", start)
@@ -383,6 +430,7 @@ class Streams:
         for t in (*reads, *writes):
             self.track("", t, stream.rank)
         name = getattr(fn, "__name__", "call")
+        counted = CountedWrites(writes)
 
         def do() -> None:
             task = stream.task
@@ -391,7 +439,8 @@ class Streams:
             self._wait_for_free_sm(stream, name)
             for t in reads:
                 self.access_all(t, READ)
-            fn()
+            with counted.kept():
+                fn()
             for t in writes:
                 self.access_all(t, WRITE)
                 self.changed(t)
@@ -469,6 +518,7 @@ class Streams:
         if moves:
             before, self.latest[rank, among, communicator] = self.latest.get((rank, among, communicator)), collective
         source_ranks = range(len(among)) if sources is None else sources
+        counted = CountedWrites(writes)
 
         def do() -> None:
             task = stream.task
@@ -478,7 +528,7 @@ class Streams:
                 self.machine.block(before)
             if moves:
                 self._wait_for_free_sm(stream, kind)
-            collective.arrived[rank] = Arrival(task, reads, writes, source_ranks)
+            collective.arrived[rank] = Arrival(task, reads, writes, source_ranks, counted)
             if len(collective.arrived) < len(among):
                 while not collective.done:
                     self.machine.block(collective)
@@ -500,7 +550,10 @@ class Streams:
                 arrival.task.join(clocks[r])
             end += self._access_tensors(arrival)
         if work is not None:
-            work(arrivals)
+            with ExitStack() as kept:
+                for arrival in arrivals:
+                    kept.enter_context(arrival.counted.kept())
+                work(arrivals)
         collective.done = True
         for arrival in arrivals:
             waiting = arrival.task
@@ -572,16 +625,21 @@ def bound(fn: Callable[[], object]) -> Callable[[], object]:
 
 _HOST_SIDE = (
     "weft/lang/host.py",
+    "weft/emulator/torch_order.py",
     "weft/emulator/streams.py",
     "weft/backends/emulated.py",
     "weft/world.py",
 )
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def call_site() -> tuple[str, int]:
     """Return (file, line) of the op or user code that gave a World an operation."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.endswith(_HOST_SIDE):
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not file.endswith(_HOST_SIDE) and not file.startswith(_TORCH):
+            break
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -209,6 +210,19 @@ class EmulatedStream:
         return not self.queue and not self.busy
 
 
+class CountedWrites:
+    """The tensors that a stream operation writes by torch. Their versions, by which autograd sees that a tensor was
+    changed, count the write when it is enqueued, as on a GPU, and not when the stream comes to it (`kept`)."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._versioned = tuple(t for t in tensors if not t.is_inference())
+        torch.autograd.graph.increment_version(self._versioned)
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Return a context manager within which writes leave the versions as they are."""
+        return torch.autograd._unsafe_preserve_version_counter(self._versioned)
+
+
 @dataclass(eq=False)
 class Arrival:
     """A rank's part in a collective. `sources` are the indices of the ranks whose data it receives."""
@@ -217,6 +231,7 @@ class Arrival:
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
     sources: Sequence[int]
+    counted: CountedWrites
 
 
 @dataclass(eq=False)

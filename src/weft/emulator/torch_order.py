@@ -1,0 +1,138 @@
+"""Torch operations of host code that runs ahead of its streams, put in the order of the rank's current stream.
+
+On a GPU a torch operation is enqueued on the current stream, behind the kernels that are there already. Here it
+computes on CPU memory at once. So where host code does not wait for its operators (`spmd(..., ahead=True)`), an
+operation on a tensor that was given to the emulator first waits until the current stream is drained, and its reads and
+writes are recorded as the stream's own: an operation that no event orders after a kernel on another stream is a race.
+An operation that returns a number, and not a tensor, also orders the host after the stream, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tag, Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+aten = torch.ops.aten
+# These take a tensor for its shape, dtype and device alone.
+SHAPE_ONLY = {
+    getattr(aten, name)
+    for name in (
+        "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_empty_strided new_zeros new_ones "
+        "new_full is_same_size"
+    ).split()
+}
+# Methods that read memory without an operation of the dispatcher.
+HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__reduce_ex__, Tensor.__dlpack__}
+
+
+def _tensors(tree: object) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _in_memory(t: Tensor) -> bool:
+    return t.numel() > 0 and t.layout is torch.strided and t.device.type == "cpu"
+
+
+def _written(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
+    """Return the tensors among an operation's arguments that its schema says it writes."""
+    arguments = func._schema.arguments
+    named = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    return [t for argument, value in named if argument.is_write for t in _tensors(value)]
+
+
+def _returns_numbers(func: OpOverload) -> bool:
+    """Return whether an operation's result depends on values that the host has to know, as `Tensor.item` does."""
+    return Tag.data_dependent_output in func.tags or Tag.dynamic_output_shape in func.tags
+
+
+class StreamOrder(TorchDispatchMode):
+    """Puts the torch operations of one rank's host thread in the order of its current stream."""
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        super().__init__()
+        self.machine, self.rank = machine, rank
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        host = self.machine.hosts[self.rank].host
+        assert host is not None
+        if host.in_call or func.is_view or func.overloadpacket in SHAPE_ONLY:
+            return func(*args, **kwargs)
+        known = [t for t in _tensors((args, kwargs)) if self._known(t)]
+        if not known:
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        with host.calling():
+            self.order(
+                func.__name__,
+                [t for t in known if all(t is not w for w in written)],
+                [t for t in known if any(t is w for w in written)],
+                _returns_numbers(func),
+            )
+            result = func(*args, **kwargs)
+            self.machine.streams.written_by_torch(
+                self.rank, [t for t in _tensors(result) if _in_memory(t) and not self._known(t)]
+            )
+        return result
+
+    def _known(self, t: Tensor) -> bool:
+        """Return whether an operation of the emulator was given this memory."""
+        if not _in_memory(t):
+            return False
+        region = self.machine.memory.find(t.data_ptr(), t.data_ptr() + 1)
+        return region is not None and not region.storage.expired()
+
+    def order(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], numbers: bool) -> None:
+        self.machine.streams.torch_operation(self.rank, name, reads, writes, numbers)
+
+    def host_reads(self, t: Tensor) -> None:
+        """Order the host, which is about to read the tensor's memory, after the current stream."""
+        host = self.machine.hosts[self.rank].host
+        assert host is not None
+        if self._known(t):
+            with host.calling():
+                self.order("a read by the host", [t], [], True)
+
+
+class HostReads(TorchFunctionMode):
+    """Orders what reads a tensor's memory on the host without an operation that `StreamOrder` sees."""
+
+    def __init__(self, order: StreamOrder) -> None:
+        super().__init__()
+        self.order = order
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func in HOST_READS:
+            self.order.host_reads(cast(Tensor, args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def in_stream_order(machine: Machine, rank: int) -> ExitStack:
+    """Return a context manager around a rank's function, on its thread."""
+    stack, order = ExitStack(), StreamOrder(machine, rank)
+    stack.enter_context(order)
+    stack.enter_context(HostReads(order))
+    return stack
