@@ -270,6 +270,62 @@ def test_a_loop_without_an_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch, st
 
 
 @jit
+def double(x, y, N: tl.constexpr):
+    lanes = tl.arange(0, N)
+    tl.store(y + lanes, tl.load(x + lanes) * 2)
+
+
+def seen_by(read: Any) -> Any:
+    """Return a rank's function that returns what `read` makes of a kernel's result, with no wait in between."""
+
+    def fn(b: EmulatedBackend) -> list[float]:
+        x, y = torch.ones(16), b.zeros((16,), torch.float32)
+        with torch.device("cpu"):  # a mode of torch that is entered before the kernel is enqueued and left after it
+            b.launch(double, 1, dict(x=x, y=y, N=16), {}, b.current_stream())
+        seen = read(y)
+        x.fill_(5.0)  # the kernel has loaded before
+        b.synchronize()
+        assert y.tolist() == [2.0] * 16
+        assert not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
+        return [seen] * 16 if isinstance(seen, float) else [float(number) for number in seen]
+
+    return fn
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda y: y[3].item(),
+        lambda y: y.tolist(),
+        lambda y: y.numpy(),
+        lambda y: y + 0,
+        lambda y: torch.stack([y]).reshape(-1),
+        lambda y: torch.empty(16).copy_(y),
+        lambda y: y if bool((y == 2).all()) else y - 1,
+    ],
+)
+def test_torch_operations_see_the_kernels_before_them(read: Any, seed: int) -> None:
+    assert spmd(seen_by(read), 1, seed=seed)[0] == [[2.0] * 16]
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+def test_a_torch_operation_beside_a_kernel_of_another_stream_is_a_race(seed: int) -> None:
+    def fn(b: EmulatedBackend, waits: bool) -> None:
+        x, y, side = torch.ones(16), b.zeros((16,), torch.float32), b.side_stream("side")
+        b.launch(double, 1, dict(x=x, y=y, N=16), {}, side)
+        if waits:
+            b.wait_event(b.current_stream(), b.record(side))
+        y.add_(1)
+        b.synchronize()
+        assert y.tolist() == [3.0] * 16
+
+    spmd(lambda b: fn(b, True), 1, seed=seed)
+    with pytest.raises(Race, match=r"race on y\[0\] of rank 0: (.|\n)*add_.*test_emulator.py"):
+        spmd(lambda b: fn(b, False), 1, seed=seed)
+
+
+@jit
 def overwrite(x, value):
     tl.store(x, value)
 

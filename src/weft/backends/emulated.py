@@ -68,7 +68,8 @@ class _Symmetric(SymmetricTensor):
 
 
 def _one_call_at_a_time(backend: type[B]) -> type[B]:
-    """Make the backend's public methods, which host code calls from any thread of the rank, run one at a time."""
+    """Make the backend's public methods, which host code calls from any thread of the rank, run one at a time. Torch
+    operations after a call that leaves work on a stream come after it (torch_order.py)."""
 
     def wrapped(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
@@ -76,7 +77,10 @@ def _one_call_at_a_time(backend: type[B]) -> type[B]:
             host = self.machine.hosts[self.machine_rank].host
             assert host is not None
             with host.calling():
-                return method(self, *args, **options)
+                result = method(self, *args, **options)
+            if not self._machine.ahead and host.on_rank_thread and not host.in_call:
+                self._machine.torch_order[self.machine_rank].set(not self._machine.streams.idle_on(self.machine_rank))
+            return result
 
         return call
 

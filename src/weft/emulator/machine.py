@@ -55,7 +55,7 @@ from .memory import (
 from .programs import Programs
 from .streams import Streams
 from .tasks import Collective, KernelRun, Owner, Poll, Report, SourceSite, Task, Update, Wait, merged, place, reached
-from .torch_order import in_stream_order
+from .torch_order import OrderWhileBusy, in_stream_order
 
 if TYPE_CHECKING:
     from .mutate import Mutation
@@ -132,6 +132,7 @@ class Machine:
         self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # makes a World's error, by its guard
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
+        self.torch_order = [OrderWhileBusy(self, rank) for rank in range(size)]
 
     # -- running -----------------------------------------------------------------------------------------------------
     def add_window(self, nbytes: int, starts: list[int]) -> int:

@@ -80,6 +80,10 @@ class Streams:
     def idle(self) -> bool:
         return all(s.idle for s in self.streams.values())
 
+    def idle_on(self, rank: int) -> bool:
+        """Return whether the streams of a rank have no work left."""
+        return all(s.idle for (stream_rank, _), s in self.streams.items() if stream_rank == rank)
+
     def clear(self) -> None:
         for stream in self.streams.values():
             stream.queue.clear()
