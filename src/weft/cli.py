@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import traceback
@@ -319,5 +320,30 @@ def bench(
     raise typer.Exit(subprocess.run([*torchrun, "-m", "bench.measure.run", *context.args]).returncode)
 
 
+def main() -> None:
+    """Run the command. One that runs a user's file does so in a child process, since the file may end its process with
+    any status, 0 included, and then nothing was checked."""
+    if sys.argv[1:2] not in (["check"], ["trace"]):
+        app()
+    ended, end = os.pipe()
+    child = os.fork()  # no thread runs yet: nothing that starts any is imported
+    if not child:
+        try:
+            app()
+        finally:
+            os.write(end, b"!")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the child, which the terminal interrupts too, ends
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else lambda n, _: os.kill(child, n))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.set_blocking(ended, False)  # processes that the file has left behind hold the other end open
+    try:
+        os.read(ended, 1)
+    except BlockingIOError:
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        print_line(f"[bold red]the process ended {how} before the command did: a file must not end it")
+        raise SystemExit(1) from None
+    raise SystemExit(status if status >= 0 else 128 - status)
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -27,6 +27,7 @@ from triton import JITFunction
 from .backends.base import (
     Arguments,
     Backend,
+    CallRecord,
     Options,
     Stream,
     SymmetricTensor,
@@ -178,7 +179,6 @@ class Levels:
     across: World
 
 
-CallRecord = tuple[str, tuple[tuple[str, Hashable], ...]]  # the title and the fields of a call
 Collect = Callable[[float | None], list[Any] | None]  # returned by `Backend.post`
 Memo = dict[Hashable, Any]
 
@@ -344,9 +344,7 @@ class World:
             if self.backend.compares:
                 if self._uncompared:
                     self._collect(None)
-                calls = self._bounded(self.backend.compared, self._calls[number])
-                if calls is not None:
-                    raise self._lose(disagreement(calls))
+                self._compare_places(self._calls[number], first_call=False)
 
     def calls(self, name: str) -> BlockChannel:
         """Collective on first use. Return the channel in which launches, which come in one order on every rank, compare
@@ -371,6 +369,14 @@ class World:
     def _compare(self, key: CallRecord) -> None:
         """Collective. Raise Mismatch on every rank unless all ranks make this call."""
         self._raise_unless_same(key, self._gathered(Message(COMPARED, key)))
+
+    def _compare_places(self, call: CallRecord, first_call: bool) -> None:
+        """Raise Mismatch where the backend compares every call on the host, and another rank makes another call here.
+        first_call: an exchange of the hosts follows. If it does on all ranks, it compares the calls, on every rank."""
+        title, fields = call
+        calls = self._bounded(self.backend.compared, (title, (*fields, ("first_call", first_call))))
+        if calls and any(("first_call", True) not in peer_fields for _, peer_fields in calls.values()):
+            raise self._lose(disagreement(calls))
 
     def _raise_unless_same(self, key: CallRecord, messages: Sequence[object]) -> None:
         same = all(isinstance(m, Message) and m.is_call and m.content == key for m in messages)
@@ -401,6 +407,8 @@ class World:
             self._collect(None)
         self._raise_if_lost()
         self._messages += 1
+        if self.backend.compares_at_once:
+            self._compare_places(message.content if message.is_call else (message.kind, ()), first_call=True)
         return self._bounded(self.backend.exchange, message)
 
     # -- the end of a World ------------------------------------------------------------------------------------------

@@ -137,6 +137,43 @@ def test_known_calls_of_another_op_dtype_or_plan_raise(rank_0_call: str, rank_1_
         weft.spmd(main, 2, backend="emulated", sm_count=4)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("unlike", [*CALLS, "an exchange of objects", "symmetric 'user'"])
+def test_a_known_call_of_one_rank_and_a_first_one_of_the_other_raise(unlike: str, seed: int) -> None:
+    """A first call begins with an exchange of the hosts, in which the rank of a known call never comes to it."""
+    calls: dict[str, Callable[[World], Any]] = {
+        "an exchange of objects": lambda world: world.exchange([torch.ones(2)]),
+        "symmetric 'user'": lambda world: world.symmetric((4,), BF),
+        **CALLS,
+    }
+
+    def main(world: World) -> None:
+        norm(world, 8, "one_shot")
+        if world.rank == 0:
+            calls[unlike](world)
+        norm(world, 8, "one_shot")
+        world.synchronize()
+
+    named = r"rank 0: \w+.* first_call=True; rank 1: all_reduce_rms_norm .*first_call=False"
+    with pytest.raises(Mismatch, match=named) as raised:
+        weft.spmd(main, 2, backend="emulated", sm_count=4, seed=seed)
+    assert unlike in CALLS or f"rank 0: {unlike} " in str(raised.value)
+
+
+def test_a_call_that_one_rank_has_forgotten_raises() -> None:
+    def main(world: World) -> None:
+        for _ in range(2):
+            norm(world, 8, "one_shot")
+        if world.rank == 0:
+            world.decided.clear(), world._numbers.clear()
+        norm(world, 8, "one_shot")
+
+    with pytest.raises(
+        Mismatch, match="rank 0: all_reduce_rms_norm first_call=True; rank 1: all_reduce_rms_norm first_"
+    ):
+        weft.spmd(main, 2, backend="emulated", sm_count=4)
+
+
 def test_worlds_of_a_part_of_the_ranks_make_calls_of_their_own() -> None:
     def main(world: World) -> None:
         split_a, split_b = world.split(world.rank // 2), world.split(world.rank // 2)

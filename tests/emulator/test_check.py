@@ -146,10 +146,8 @@ def sums(late: bool, guard: bool) -> Callable[[World], None]:
     return main
 
 
-def test_a_wait_inside_a_pipelined_loop_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The emulator, which runs the source, calls it clean. Compiled anew: Triton's cache goes by content, and what another checkout put
-    there names that one's file."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
+    """The emulator, which runs the source, calls it clean."""
     (one,) = gated(sums(late=True, guard=False))
     (problem,) = one.problems
     assert re.match(
@@ -159,10 +157,61 @@ def test_a_wait_inside_a_pipelined_loop_is_found(monkeypatch: pytest.MonkeyPatch
     assert one.problems == []
 
 
+def test_a_verdict_does_not_depend_on_the_file_that_was_compiled_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For the copy, Triton's cache has the code of the original, which names the original's lines."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    source = Path(__file__).read_text()
+    for name in ("original", "copy"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(source)
+        for loaded in (path, path):  # the second time from the cache
+            for kernel in gated(check.load(f"{loaded}:late_sums")):
+                assert [problem.partition(" (")[0].rpartition(":")[0] for problem in kernel.problems] == [
+                    f"acquire: may be loaded before the wait: {name}.py"
+                ]
+
+
+def late_sums(world: World) -> None:
+    sums(late=True, guard=False)(world)
+
+
 def test_waits_of_a_loop_that_might_make_no_turn_are_waits() -> None:
     (one,) = gated(sums(late=False, guard=False))
     assert one.problems == []
     assert "cp.async" in one.compiled.ptx, "a pipelined loop"
+
+
+@weft.jit
+def spin(x, inbox, peers, out, ch, N: tl.constexpr, BY: tl.constexpr):
+    lane = tl.arange(0, N)
+    wl.tile_push_data(peers, (wl.rank_of(ch) + 1) % ch.world, lane, tl.load(x + lane), None)
+    wl.channel_notify(ch, 0, (wl.rank_of(ch) + 1) % ch.world, False)
+    if BY == "add":
+        while tl.atomic_add(ch.counters, 0, sem="acquire", scope="sys") < 1:
+            pass
+    else:
+        while tl.atomic_cas(ch.counters, 1, 1, sem="acquire", scope="sys") < 1:
+            pass
+    tl.store(out + lane, tl.load(inbox + lane))
+    wl.end_call(ch, None, 1)
+
+
+@pytest.mark.parametrize("atomic", ["add", "cas"])
+def test_a_spin_by_an_atomic_that_acquires_is_a_wait(atomic: str) -> None:
+    def main(world: World) -> None:
+        inbox, out = world.symmetric((16,), torch.float32, "inbox"), world.empty((16,), torch.float32)
+        args = dict(x=torch.ones(16), inbox=inbox.local, peers=inbox.addresses, out=out, N=16, BY=atomic)
+        world.launch(spin, 1, args | dict(ch=world.channel("row", 1, None)), {}, world.current_stream())
+
+    (one,) = gated(main)
+    assert one.problems == []
+    relaxed = one.compiled.ptx.replace(".acquire", ".relaxed")
+    assert relaxed != one.compiled.ptx
+    awaited = [((__file__, spin.fn.__code__.co_firstlineno + 11),)]
+    (problem,) = broken_kernel_rules(relaxed, "", awaited)
+    assert problem.startswith("acquire: may be loaded before the wait: test_check.py"), problem
 
 
 @weft.jit

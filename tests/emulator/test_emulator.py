@@ -26,6 +26,7 @@ import weft.lang as wl
 from weft import Deadlock, MemoryFault, Mismatch, Race, Unsupported
 from weft.backends.emulated import EmulatedBackend, spmd
 from weft.check.offline import compile_kernel
+from weft.emulator import interpret
 from weft.errors import SignalError
 from weft.lang.host import beyond
 from weft.lang.intrinsics import bulk_fence, flush_stores, post, release_fence, wait_until
@@ -238,6 +239,93 @@ def test_a_deadlock_tells_equal_waits_once() -> None:
 
 
 @jit
+def compute_for_ever(x, END: tl.constexpr, STORE: tl.constexpr):
+    i = 0
+    while i < END:
+        if STORE:
+            tl.store(x, i)
+        i = i * 2
+    for _ in range(3):
+        n = 0
+        while n < 90:
+            n += 1
+    tl.store(x, n)
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_loop_without_an_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
+    """Whether or not it changes memory; each of the loops inside another one is counted by itself."""
+    monkeypatch.setattr(interpret, "TURNS", 100)
+
+    def fn(b: EmulatedBackend, end: int) -> int:
+        x = b.empty((1,), torch.int32)
+        b.launch(compute_for_ever, 1, dict(x=x, END=end, STORE=store), {}, b.current_stream())
+        b.synchronize()
+        return x.item()
+
+    assert spmd(lambda b: fn(b, 0), 1)[0] == [90]
+    line = compute_for_ever.fn.__code__.co_firstlineno + 3
+    with pytest.raises(Deadlock, match=rf"made 100 turns and has not ended\n.*test_emulator.py:{line} "):
+        spmd(lambda b: fn(b, 1), 1)
+
+
+@jit
+def double(x, y, N: tl.constexpr):
+    lanes = tl.arange(0, N)
+    tl.store(y + lanes, tl.load(x + lanes) * 2)
+
+
+def seen_by(read: Any) -> Any:
+    """Return a rank's function that returns what `read` makes of a kernel's result, with no wait in between."""
+
+    def fn(b: EmulatedBackend) -> list[float]:
+        x, y = torch.ones(16), b.zeros((16,), torch.float32)
+        with torch.device("cpu"):  # a mode of torch that is entered before the kernel is enqueued and left after it
+            b.launch(double, 1, dict(x=x, y=y, N=16), {}, b.current_stream())
+        seen = read(y)
+        x.fill_(5.0)  # the kernel has loaded before
+        b.synchronize()
+        assert y.tolist() == [2.0] * 16
+        assert not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
+        return [seen] * 16 if isinstance(seen, float) else [float(number) for number in seen]
+
+    return fn
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda y: y[3].item(),
+        lambda y: y.tolist(),
+        lambda y: y.numpy(),
+        lambda y: y + 0,
+        lambda y: torch.stack([y]).reshape(-1),
+        lambda y: torch.empty(16).copy_(y),
+        lambda y: y if bool((y == 2).all()) else y - 1,
+    ],
+)
+def test_torch_operations_see_the_kernels_before_them(read: Any, seed: int) -> None:
+    assert spmd(seen_by(read), 1, seed=seed)[0] == [[2.0] * 16]
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+def test_a_torch_operation_beside_a_kernel_of_another_stream_is_a_race(seed: int) -> None:
+    def fn(b: EmulatedBackend, waits: bool) -> None:
+        x, y, side = torch.ones(16), b.zeros((16,), torch.float32), b.side_stream("side")
+        b.launch(double, 1, dict(x=x, y=y, N=16), {}, side)
+        if waits:
+            b.wait_event(b.current_stream(), b.record(side))
+        y.add_(1)
+        b.synchronize()
+        assert y.tolist() == [3.0] * 16
+
+    spmd(lambda b: fn(b, True), 1, seed=seed)
+    with pytest.raises(Race, match=r"race on y\[0\] of rank 0: (.|\n)*add_.*test_emulator.py"):
+        spmd(lambda b: fn(b, False), 1, seed=seed)
+
+
+@jit
 def overwrite(x, value):
     tl.store(x, value)
 
@@ -305,6 +393,37 @@ def test_ranks_add_to_one_word_at_scope_sys(seed: int) -> None:
     for scopes in (("gpu", "gpu"), ("sys", "gpu")):
         with pytest.raises(Race, match=r'race on word\[0\](.|\n)*atomics of two ranks need scope "sys"'):
             spmd(lambda b, scopes=scopes: fn(b, scopes, 0), 2, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("programs", [1, 2])
+def test_scope_cta_orders_nothing_between_programs(programs: int, seed: int) -> None:
+    def fn(b: EmulatedBackend) -> None:
+        b.launch(add_to, programs, dict(word=b.zeros((1,), torch.int32), SCOPE="cta"), {}, b.current_stream())
+
+    if programs == 1:
+        spmd(fn, 1, seed=seed)
+        return
+    with pytest.raises(Race, match=r'at scope "cta"(.|\n)*scope "cta" orders nothing between programs'):
+        spmd(fn, 1, seed=seed)
+
+
+@jit
+def wait_at(flags, guard, SCOPE: tl.constexpr, FENCE: tl.constexpr):
+    if FENCE:
+        release_fence(SCOPE)
+    else:
+        wait_until(flags, 0, guard, -1, -1, SCOPE)
+
+
+@pytest.mark.parametrize("fence", [False, True])
+def test_waits_and_fences_of_scope_cta_are_refused(fence: bool) -> None:
+    def fn(b: EmulatedBackend) -> None:
+        args = dict(flags=b.zeros((1,), torch.int32), guard=b.guard(), SCOPE="cta", FENCE=fence)
+        b.launch(wait_at, 1, args, {}, b.current_stream())
+
+    with pytest.raises(ValueError, match=r'SCOPE is "gpu" or "sys", not \'cta\''):
+        spmd(fn, 1)
 
 
 @jit
@@ -746,6 +865,31 @@ def test_unwritten_memory() -> None:
 
     with pytest.raises(MemoryFault, match=r"x\[40\]"):
         spmd(shifted(half, 0), 1)
+
+
+@jit
+def take_in(x, N: tl.constexpr):
+    tl.load(x + tl.arange(0, N))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16])
+def test_no_number_that_host_code_writes_looks_unwritten(dtype: torch.dtype) -> None:
+    """Neither one number everywhere nor all of them in turn; beside what is written, elements stay unwritten."""
+    same_size = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    every = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32).to(same_size)
+
+    def fn(b: EmulatedBackend, filled: int) -> None:
+        unlike_others = every if dtype.itemsize == 1 else every[0x7F80:0x8000]  # those that are NaN in bf16
+        contents = [number.expand(64) for number in unlike_others] + [every, every.flip(0)]
+        for content in contents:
+            x = b.empty((content.numel(),), dtype)
+            x.view(same_size)[:filled].copy_(content[:filled])
+            b.launch(take_in, 1, dict(x=x, N=content.numel()), {}, b.current_stream())
+            b.finish(b.current_stream())
+
+    spmd(lambda b: fn(b, 2**16), 1)
+    with pytest.raises(MemoryFault, match=r"read of x\[8\] of rank 0, which nothing has written"):
+        spmd(lambda b: fn(b, 8), 1)
 
 
 @pytest.mark.parametrize("distance, first_index", [(1, 64), (-1, -1), (60, 64), (100_000_000, 100_000_000)])

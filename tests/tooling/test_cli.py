@@ -238,6 +238,19 @@ def test_check_does_not_pass_what_was_not_run(tmp_path: Path) -> None:
         assert "clean" not in result.output
 
 
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.execlp('true', 'true')"])
+def test_check_does_not_pass_a_file_that_ends_the_process(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "file.py"
+    path.write_text(f"import os\n{end}\n")
+    done = subprocess.run([sys.executable, "-m", "weft.cli", "check", str(path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "before the command did" in done.stdout, done
+
+
+def test_check_hands_its_own_status_on(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "weft.cli", "check"], capture_output=True, text=True)
+    assert done.returncode == 2 and "Missing argument" in done.stderr and not done.stdout, done
+
+
 def test_check_leaves_its_arguments_to_itself(kernel) -> None:
     path = kernel("import torch\n", "import argparse\nimport torch\nargparse.ArgumentParser().parse_args()\n")
     before = list(sys.argv)

@@ -17,7 +17,7 @@ import math
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -47,6 +47,7 @@ Communicator: TypeAlias = Any  # returned by `communicator`; None: the World's o
 
 Arguments = Mapping[str, object]  # the arguments of a launch, by the kernel's names
 Options = Mapping[str, int]  # the options of a launch, lang.jit.OPTIONS
+CallRecord = tuple[str, tuple[tuple[str, Hashable], ...]]  # the title and the fields of a call
 
 BETWEEN_CTAS = 8  # CTAs that a collective between nodes may take; kernels of a node's level leave it as many SMs
 VIEWS = 4096  # cached views of one symmetric tensor
@@ -170,6 +171,7 @@ class Backend(ABC):
     limits_ctas: bool = True  # whether `communicator` keeps to its limit of CTAs
     ledgers: Ledgers | None = None  # of the device, for all Worlds of its ranks; None where no kernel waits
     compares: bool = False  # whether the hosts compare every call of every rank (`compared`)
+    compares_at_once: bool = False  # whether `compared` waits for no rank
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -195,8 +197,9 @@ class Backend(ABC):
         exchange. Where `post` returns None, `obj` is not posted and has to be exchanged."""
         return None
 
-    def compared(self, call: object) -> Mapping[int, object] | None:
-        """Return the calls known so far, by rank, where some rank makes another call than `call` here; else None."""
+    def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
+        """Return the calls known so far, by rank, where some rank's call of the same number is another one than `call`;
+        else None."""
         raise NotImplementedError
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:

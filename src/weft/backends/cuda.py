@@ -33,7 +33,7 @@ from ..errors import Mismatch, Timeout, Unsupported
 from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
 from ..scale import Scale
 from . import nodes, shared_gpu
-from .base import BETWEEN_CTAS, Arguments, Backend, Options, R, SymmetricTensor, timeout_seconds
+from .base import BETWEEN_CTAS, Arguments, Backend, CallRecord, Options, R, SymmetricTensor, timeout_seconds
 from .launcher import Launcher, NotingLauncher, room_of
 from .residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from .shared_gpu import RankDevice
@@ -513,7 +513,7 @@ class CudaBackend(GpuBackend):
         ranks = [dist.get_process_group_ranks(self.group)[self.rank]]
         return CudaBackend(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), self.compares)
 
-    def compared(self, call: object) -> Mapping[int, object] | None:
+    def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
         """Compare the calls of all ranks, whose hosts wait for each other."""
         calls = self.exchange(call)
         return dict(enumerate(calls)) if any(peer_call != call for peer_call in calls) else None

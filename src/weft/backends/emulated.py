@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from triton import JITFunction
@@ -32,6 +32,7 @@ from ..transport import barrier
 from .base import (
     Arguments,
     Backend,
+    CallRecord,
     Options,
     R,
     SymmetricTensor,
@@ -68,7 +69,8 @@ class _Symmetric(SymmetricTensor):
 
 
 def _one_call_at_a_time(backend: type[B]) -> type[B]:
-    """Make the backend's public methods, which host code calls from any thread of the rank, run one at a time."""
+    """Make the backend's public methods, which host code calls from any thread of the rank, run one at a time. Torch
+    operations after a call that leaves work on a stream come after it (torch_order.py)."""
 
     def wrapped(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
@@ -76,7 +78,10 @@ def _one_call_at_a_time(backend: type[B]) -> type[B]:
             host = self.machine.hosts[self.machine_rank].host
             assert host is not None
             with host.calling():
-                return method(self, *args, **options)
+                result = method(self, *args, **options)
+            if not self._machine.ahead and host.on_rank_thread and not host.in_call:
+                self._machine.torch_order[self.machine_rank].set(not self._machine.streams.idle_on(self.machine_rank))
+            return result
 
         return call
 
@@ -91,7 +96,7 @@ class EmulatedBackend(Backend):
     """One rank of an emulated world, for any of its threads (`HostThread.calling`)."""
 
     name = "emulated"
-    compares = True
+    compares = compares_at_once = True
 
     def __init__(self, machine: Machine, machine_rank: int, ranks: tuple[int, ...], path: tuple[int, ...] = ()) -> None:
         """Make the backend of the machine's rank `machine_rank`, in a World of the machine's ranks `ranks`. path: the
@@ -134,12 +139,12 @@ class EmulatedBackend(Backend):
             self.machine, self.machine_rank, tuple(self.ranks[r] for r in group), (*self.path, self._splits)
         )
 
-    def compared(self, call: object) -> Mapping[int, object] | None:
+    def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
         """Compare the call with those of the ranks that have made theirs so far: no rank waits, so that hosts may stay
         apart."""
         self._calls += 1
         key = (self.path, self.ranks, self._calls)
-        calls = self.machine.calls.setdefault(key, {})
+        calls = cast(dict[int, CallRecord], self.machine.calls.setdefault(key, {}))
         calls[self.rank] = call
         if len(calls) == self.size:
             del self.machine.calls[key]

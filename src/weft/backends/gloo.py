@@ -27,6 +27,7 @@ from ..scale import SMALL, Scale
 from .base import (
     Arguments,
     Backend,
+    CallRecord,
     Communicator,
     Event,
     Options,
@@ -134,7 +135,7 @@ class GlooBackend(Backend):
     def left_out(self) -> int:
         return int(self._guard[3])
 
-    def compared(self, call: object) -> Mapping[int, object] | None:
+    def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
         calls = self.exchange(call)
         return dict(enumerate(calls)) if any(peer_call != call for peer_call in calls) else None
 

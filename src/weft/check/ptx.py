@@ -65,10 +65,15 @@ def source_file(path: str) -> str:
     return str(own_path) if own_path.is_file() else path
 
 
+def files_of(ptx: str) -> dict[str, str]:
+    """Return the files whose lines the code names, by their numbers there."""
+    named = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
+    return {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
+
+
 def blocks_of(ptx: str) -> dict[str, BasicBlock]:
     """Return the basic blocks by label, in program order; the first is the entry."""
-    named = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
-    files = {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
+    files = files_of(ptx)
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
     blocks, name = {"entry": BasicBlock()}, "entry"
     assembly: list[str] | None = None
@@ -116,10 +121,13 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
 
 TOKEN = re.compile(
     r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
-    r"|(?P<load>cp\.async\.c[ag]\.shared)|(?P<plain_load>(?<![\w.])ld\.global)"
+    r"|(?P<load>cp\.async\.c[ag]\.shared)"
+    # A wait of weft.lang, and what Triton makes of an atomic that adds 0.
+    r"|(?P<acquire>ld\.acquire)|(?P<acquire_by_atomic>(?<![\w.])ld\.global\.\w+\.acquire)"
+    r"|(?P<plain_load>(?<![\w.])ld\.global)"
     r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)"
     r"|(?P<fence>fence\.acq_rel\.sys)"
-    r"|(?P<barrier>bar\.sync\s+0|barrier\.sync)|(?P<acquire>ld\.acquire)|(?P<store>(?<!\.)st\.global)"
+    r"|(?P<barrier>bar\.sync\s+0|barrier\.sync)|(?P<store>(?<!\.)st\.global)"
     r"|(?P<atomic>(?<![a-z])(?:atom|red)\.global\S*)"
 )
 
@@ -182,6 +190,8 @@ def follow(
             bulk = RELEASED if bulk == DRAINED else bulk
         elif kind == "acquire":
             acquired = UNSHARED if "%tid.x" in step.text else UNFENCED
+        elif kind == "acquire_by_atomic":
+            acquired = min(acquired, UNSHARED)
         elif kind in ("load", "bulk_load", "plain_load"):
             most = READY if kind == "bulk_load" else UNFENCED
             if broken is not None and acquired > most and waits(step):
@@ -220,7 +230,7 @@ def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
                 j = names.index(target)
                 skipped = set().union(*(kinds[n] for n in names[i + 1 : j]))
                 work = skipped & {"load", "bulk_load", "store", "bulk_store", "atomic"}
-                if j > i and "acquire" in skipped and not work:
+                if j > i and skipped & {"acquire", "acquire_by_atomic"} and not work:
                     after[name].remove(target)
     return after
 

@@ -13,6 +13,8 @@ and rounded to nearest even, fp16 dots accumulate in fp32, minimum and maximum i
 from __future__ import annotations
 
 import ast
+import builtins
+import ctypes
 import functools
 import inspect
 import itertools
@@ -26,9 +28,15 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+from triton.language.extra import cuda, hip
+from triton.language.extra import libdevice as generic_libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
+from ..architectures import HOPPER
+from ..errors import Deadlock
+from . import libdevice
 from .bounds import ADDRESS
 
 if TYPE_CHECKING:
@@ -41,6 +49,7 @@ Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.con
 
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
+TURNS = 100_000  # a `while` loop of more turns is taken to be endless; it takes about two seconds
 hooks: Programs = None  # the Programs of the Machine that runs; None without a run
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
@@ -50,7 +59,8 @@ _users: dict[int, CodeType] = {}
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Makes assignments convert numbers to tensors and drops annotations (a `tl.constexpr` stays what it is)."""
+    """Makes assignments convert numbers to tensors, drops annotations (a `tl.constexpr` stays what it is), and counts
+    the turns of `while` loops."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
@@ -69,6 +79,14 @@ class _Rewriter(ast.NodeTransformer):
             return node
         value = ast.BinOp(ast.Name(target.id, ast.Load()), node.op, node.value)
         return ast.Assign([target], ast.Call(ast.Name("__to_tensor", ast.Load()), [value], []))
+
+    def visit_While(self, node: ast.While) -> list[ast.stmt]:
+        self.generic_visit(node)
+        counter = f"__turns_{node.lineno}"
+        count = ast.Attribute(ast.Call(ast.Name("__turns", ast.Load()), [], []), "__next__", ast.Load())
+        begin = ast.Assign([ast.Name(counter, ast.Store())], count)
+        node.body.insert(0, ast.Expr(ast.Call(ast.Name(counter, ast.Load()), [], [])))
+        return [ast.copy_location(begin, node), node]
 
 
 class _Reach(ast.NodeTransformer):
@@ -113,7 +131,11 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
         arg.annotation = None
     raw = fn.fn
     free = dict(zip(raw.__code__.co_freevars, (c.cell_contents for c in raw.__closure__ or ()), strict=True))
-    closure = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, **free}
+    used = {node.id: raw.__globals__.get(node.id) for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    imported = {name: _late(value) for name, value in used.items() if _is_language(value)}
+    rewriting_names = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, "__turns": _count_turns}
+    extremes = {name: _extreme(name) for name in ("min", "max") if name not in raw.__globals__}
+    closure = {**rewriting_names, **extremes, **imported, **free}
     outer = ast.parse(f"def __outer({', '.join(closure)}):\n    return {define.name}")
     outer.body[0].body.insert(0, define)  # type: ignore[attr-defined]
     ast.fix_missing_locations(outer)
@@ -128,6 +150,12 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
 
 def _reached(key: tuple[str, int]) -> None:
     hooks.reached.add(key)
+
+
+def _count_turns() -> Iterator[None]:
+    """Yield once for each turn of a loop; raise Deadlock after more than a loop that ends would make."""
+    yield from itertools.repeat(None, TURNS)
+    raise Deadlock(f"a loop has made {TURNS} turns and has not ended\n{hooks.machine.me()}")
 
 
 def where() -> tuple[tuple[str, int, str], ...]:
@@ -156,10 +184,30 @@ def trail() -> tuple[int, ...]:
 # -- scalars -----------------------------------------------------------------------------------------------------------
 
 
+_FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
+def _float8(kind: tl.dtype) -> torch.dtype:
+    """Return torch's dtype of an 8-bit float."""
+    if (dtype := _FLOAT8.get(kind)) is None:
+        raise NotImplementedError(f"{kind} is no type of these GPUs: they have float8e4nv and float8e5")
+    return dtype
+
+
+def to_float8(x: np.ndarray, kind: tl.dtype) -> np.ndarray:
+    """Return the bits of 8-bit floats, as `cvt.rn.satfinite` does: to nearest even, infinity and what is too large to
+    the largest number, and every NaN to the positive one."""
+    dtype = _float8(kind)
+    largest = torch.finfo(dtype).max
+    wide = torch.from_numpy(np.array(x, np.float32))
+    bits = wide.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    return torch.where(wide.isnan(), 0x7F, bits).to(torch.uint8).numpy()
+
+
 def _f32(h: TensorHandle) -> np.ndarray:
-    """Return the numbers of a handle; a bf16 or e4m3 handle has their bits."""
-    if h.dtype.scalar == tl.float8e4nv:
-        return torch.from_numpy(np.ascontiguousarray(h.data)).view(torch.float8_e4m3fn).float().numpy()
+    """Return the numbers of a handle; one of bf16 or an 8-bit float has their bits."""
+    if h.dtype.scalar.is_fp8():
+        return torch.from_numpy(np.array(h.data)).view(_float8(h.dtype.scalar)).float().numpy()
     if h.dtype.scalar is tl.bfloat16 or h.dtype.scalar == tl.bfloat16:
         return (h.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return h.data
@@ -226,6 +274,21 @@ def _range(a: Scalar, b: Scalar | None = None, step: Scalar | None = None, **_: 
 def _static_range(a: Scalar, b: Scalar | None = None, step: Scalar | None = None, **_: object) -> Iterator[int]:
     bounds = (0, as_int(a)) if b is None else (as_int(a), as_int(b))
     return iter(range(*bounds, 1 if step is None else as_int(step)))
+
+
+def _condition(condition: T, disable_licm: object = False) -> T:
+    return condition
+
+
+def _extreme(name: str) -> Function:
+    """Return Python's min or max as kernels have it: of tensors, element by element."""
+
+    def call(*args: object) -> object:
+        if any(isinstance(a, tl.tensor) for a in args):
+            return getattr(tl.core, f"builtin_{name}")(*args)
+        return getattr(builtins, name)(*map(plain, args))
+
+    return call
 
 
 def _quotient(a: int, b: int) -> int:
@@ -382,6 +445,21 @@ class Builder(stock.InterpreterBuilder):
     def create_inline_asm(self, *_: object) -> TensorHandle:
         raise NotImplementedError("the emulator cannot run inline assembly: make the function a weft.lang intrinsic")
 
+    def create_extern_elementwise(
+        self, library: str, path: str, symbol: str, args: list[TensorHandle], kind: tl.dtype, pure: bool
+    ) -> TensorHandle:
+        function = libdevice.function_of(symbol)
+        if function is None:
+            raise NotImplementedError(f"the emulator has no form of the library function {symbol}")
+        dtype = stock._get_np_dtype(kind)
+        return TensorHandle(np.asarray(function(*(a.data for a in args))).astype(dtype), kind.scalar)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise for an operation that Triton's interpreter does not have. Its own tests for one get AttributeError."""
+        if not name.startswith("create_"):
+            raise AttributeError(name)
+        raise NotImplementedError(f"the emulator has no form of the operation {name.removeprefix('create_')}")
+
     # memory; `caching` is two hints, and since Triton 3.9 one policy
     def create_load(self, ptr: TensorHandle, *caching_and_volatile: object) -> TensorHandle:
         return self.create_masked_load(ptr, None, None, *caching_and_volatile)
@@ -407,9 +485,11 @@ class Builder(stock.InterpreterBuilder):
         self, op: object, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: object, scope: object
     ) -> TensorHandle:
         do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), val, mask, sem, scope)
+        if val.dtype.scalar == tl.bfloat16:
+            do = functools.partial(_atomic_bf16, _enum(op), ptr, val, mask)
         order = _enum(sem)
         return hooks.atomic(
-            ptr.data, _mask(mask), val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
+            ptr.data, _mask(mask), val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope)
         )
 
     def create_atomic_cas(
@@ -417,13 +497,10 @@ class Builder(stock.InterpreterBuilder):
     ) -> TensorHandle:
         do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
         order = _enum(sem)
-        return hooks.atomic(
-            ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
-        )
+        return hooks.atomic(ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope))
 
     def create_atomic_load(self, *_: object) -> TensorHandle:  # these three since Triton 3.9
         raise NotImplementedError(
-            "the emulator does not run tl.atomic_load, atomic_store and atomic_poll: "
             "weft.lang's wait_until waits, and tl.atomic_add and atomic_xchg read and write, with every Triton"
         )
 
@@ -455,7 +532,7 @@ class Builder(stock.InterpreterBuilder):
 
     def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: object) -> TensorHandle:
         hooks.worked(2 * a.data.size * b.data.shape[-1])
-        if a.dtype.primitive_bitwidth == 8 and a.dtype.scalar != tl.float8e4nv:
+        if a.dtype.scalar.is_int():
             return super().create_dot(a, b, d, *rest)
         x, y = _f32(a), _f32(b)
         if x.dtype == np.float16:
@@ -471,6 +548,8 @@ class Builder(stock.InterpreterBuilder):
         if element == tl.bfloat16:
             out = op(_f32(lhs), _f32(rhs))
             return TensorHandle(out, tl.int1) if out.dtype == np.bool_ else TensorHandle(to_bf16(out), element)
+        if element.primitive_bitwidth == 8 and element.is_fp8():
+            raise NotImplementedError("GPUs compute no 8-bit floats: cast them first")
         out = op(lhs.data, rhs.data)
         if out.dtype == np.bool_:
             return TensorHandle(out, tl.int1)
@@ -520,18 +599,49 @@ class Builder(stock.InterpreterBuilder):
 
     def create_fp_to_fp(self, src: TensorHandle, dst_type: tl.dtype, rounding: object) -> TensorHandle:
         if 8 in (src.dtype.scalar.primitive_bitwidth, dst_type.scalar.primitive_bitwidth):
-            half = src if src.dtype.scalar != tl.bfloat16 else self.cast_impl(src, tl.float32)
-            if dst_type.scalar == tl.float8e4nv:  # Triton's own drops the carry into the exponent
-                wide = torch.from_numpy(half.data.astype(np.float32))
-                return TensorHandle(wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), dst_type.scalar)
-            return super().create_fp_to_fp(half, dst_type, rounding)
+            return self._cast_of_8_bits(src, dst_type.scalar, _enum(rounding) == "RTZ")
         return self.cast_impl(src, dst_type, _enum(rounding) == "RTZ")
+
+    def _cast_of_8_bits(self, src: TensorHandle, kind: tl.dtype, truncate: bool) -> TensorHandle:
+        """Cast to or from 8-bit floats with the numbers of Triton's code for Hopper (PTX of Triton 3.6)."""
+        source = src.dtype.scalar
+        if (source.is_fp8() and kind.is_fp8()) or tl.float64 in (source, kind):
+            raise NotImplementedError(f"there is no cast from {source} to {kind}: cast to float16 in between")
+        if truncate and not (kind == tl.float8e5 and source == tl.float32):
+            raise NotImplementedError(f"a cast from {source} to {kind} rounds to nearest only")
+        if truncate:  # to fp16, whose upper byte it is
+            half = libdevice.directed("rz", np.dtype(np.float16), src.data)
+            half[np.isnan(src.data)] = np.uint16(0x7FFF).view(np.float16)
+            return TensorHandle((half.view(np.uint16) >> 8).astype(np.uint8), kind)
+        wide = _f32(src).astype(np.float32)
+        if kind.is_fp8():
+            return TensorHandle(to_float8(wide, kind), kind)
+        if source == tl.float8e5 and kind == tl.bfloat16:  # by a shift and a product: exponents of all ones are numbers
+            finite = (src.data & 0x7F).astype(np.uint16) << 5
+            signed = (finite | (src.data & 0x80).astype(np.uint16) << 8).astype(np.uint32) << np.uint32(16)
+            wide = signed.view(np.float32) * np.float32(2.0**112)
+        return self.cast_impl(TensorHandle(wide, tl.float32), kind)
 
     create_fp_ext = create_fp_trunc = create_si_to_fp = create_ui_to_fp = cast_impl
     create_fp_to_si = create_fp_to_ui = cast_impl
 
     def create_int_cast(self, src: TensorHandle, dst_type: tl.dtype, is_signed: bool) -> TensorHandle:
         return self.cast_impl(src, dst_type)
+
+
+def _atomic_bf16(op: str, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle) -> TensorHandle:
+    """Add to, or exchange, bf16 numbers in memory, one after another; return what was there."""
+    if op not in ("FADD", "XCHG"):
+        raise NotImplementedError(f"GPUs have no atomic {op.lower()} of bf16")
+    addresses, values, on = np.broadcast_arrays(_plain(ptr).data, val.data, mask.data)
+    before = np.zeros_like(values)
+    for i in np.ndindex(addresses.shape):
+        if on[i]:
+            word = ctypes.c_uint16.from_address(int(addresses[i]))
+            before[i] = word.value
+            old, added = (TensorHandle(np.array([bits], np.uint16), tl.bfloat16) for bits in (word.value, values[i]))
+            word.value = int(builder.create_fadd(old, added).data[0] if op == "FADD" else values[i])
+    return TensorHandle(before, tl.bfloat16)
 
 
 def _matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -723,12 +833,70 @@ def _dot(
     return tl.tensor(builder.create_dot(a, b, c), acc.type)
 
 
-def _builtin(member: Function) -> Function:
+def _of_triton(fn: Function) -> Function:
+    """Mark a function as one that Triton's hash of a kernel, which host code may ask for during a run, leaves out."""
+    setattr(fn, tl.core.TRITON_BUILTIN, True)
+    return fn
+
+
+NOT_RUN = " does not run in the emulator: "
+
+
+def _builtin(member: Function, title: str) -> Function:
+    """Return the interpreted form of a function of the language. Where the emulator has none, what is raised names it
+    by its title."""
+
     def call(*args: object, **kwargs: object) -> object:
         kwargs["_semantic"] = semantic
-        return member(*args, **kwargs)
+        try:
+            return member(*args, **kwargs)
+        except NotImplementedError as error:
+            reason = str(error).partition(NOT_RUN)[2] or str(error)
+            raise NotImplementedError(f"{title}{NOT_RUN}{reason}") from None
 
-    return call
+    return _of_triton(call)
+
+
+def _refused(title: str, reason: str) -> Function:
+    """Return the form of a function of the language that the emulator does not run."""
+
+    def call(*_: object, **__: object) -> NoReturn:
+        raise NotImplementedError(f"{title}{NOT_RUN}{reason}")
+
+    return _of_triton(call)
+
+
+_SPACES = {
+    "tl": (tl, tl.core, tl.core.tensor, tl.math),
+    "tl.tensor_descriptor": (tl.core.tensor_descriptor_base,),
+    "tl.extra.cuda": (cuda,),
+    "tl.extra.cuda.libdevice": (cuda.libdevice,),
+}
+_OTHER_GPUS = "it is for other GPUs than NVIDIA's"
+_REFUSED = {
+    "tl.dot_scaled": "scale the blocks, and use tl.dot",
+    "tl.map_elementwise": "use tl.where in place of control flow for each element",
+    **dict.fromkeys(
+        (f"tl.tensor_descriptor.atomic_{name}" for name in ("add", "and", "max", "min", "or", "xor")),
+        "use tl.atomic_add and its like, by pointers",
+    ),
+    **dict.fromkeys(
+        ("tl.extra.cuda.num_warps", "tl.extra.cuda.num_threads"),
+        "the number is an option of the launch: pass it as a constant too",
+    ),
+}
+
+
+def _late(member: Function) -> Function:
+    """Return a call of a function of the language that a kernel's module has imported by its name: the function that
+    is there when the kernel runs."""
+    return lambda *args, **kwargs: getattr(sys.modules[member.__module__], member.__name__)(*args, **kwargs)
+
+
+def _is_language(value: object) -> bool:
+    """Return whether a global of a kernel's module is a function of the language. Those of `libdevice` are ordinary
+    functions without a body, in place of which Triton compiles the ones of the GPU's own module."""
+    return tl.core.is_builtin(value) or (inspect.isfunction(value) and value.__module__ == generic_libdevice.__name__)
 
 
 def _call(self: JITFunction, *args: object, **kwargs: object) -> object:
@@ -753,7 +921,7 @@ def _constexpr_call(self: ConstexprFunction, *args: object, _semantic: object = 
     return self.fn(*[plain(a) for a in args], **{k: plain(v) for k, v in kwargs.items()})
 
 
-_stock_dot = _builtin(tl.core.dot)
+_stock_dot = _builtin(tl.core.dot, "tl.dot")
 _np_dtypes: dict[tl.dtype, np.dtype] = {}
 
 
@@ -828,10 +996,20 @@ def _changes() -> list[Change]:
     """Return (object, attribute, interpreted value) of all that is patched, computed once while the language is
     unpatched."""
     scope = _Recorder()
-    for space in (tl, tl.core, tl.core.tensor, tl.math, tl.core.tensor_descriptor_base):
-        for name, member in inspect.getmembers(space):
+    for path, spaces in _SPACES.items():
+        for space, (name, member) in ((s, named) for s in spaces for named in inspect.getmembers(s)):
             if tl.core.is_builtin(member):
-                scope.set_attr(space, name, _builtin(member))
+                title = f"{path}.{name}"
+                reason = _REFUSED.get(title)
+                scope.set_attr(space, name, _refused(title, reason) if reason else _builtin(member, title))
+    for name, _ in inspect.getmembers(generic_libdevice, inspect.isfunction):
+        title, of_cuda = f"tl.extra.libdevice.{name}", getattr(cuda.libdevice, name, None)
+        interpreted = _refused(title, _OTHER_GPUS) if of_cuda is None else _builtin(of_cuda, title)
+        scope.set_attr(generic_libdevice, name, interpreted)
+    for path, space in (("tl.extra.hip", hip), ("tl.extra.hip.libdevice", hip.libdevice)):
+        for name, _ in inspect.getmembers(space, tl.core.is_builtin):
+            scope.set_attr(space, name, _refused(f"{path}.{name}", _OTHER_GPUS))
+    scope.set_attr(tl.target_info, "current_target", _of_triton(lambda: GPUTarget("cuda", HOPPER, 32)))
     stock._patch_lang_tensor(tl.core.tensor, scope)
     scope.set_attr(tl.core.tensor, "__index__", as_int)  # numpy 2.4 takes no array of one element for a number
     for space in (tl, tl.core):
@@ -839,6 +1017,7 @@ def _changes() -> list[Change]:
         for name, value in (
             ("range", _range),
             ("static_range", _static_range),
+            ("condition", _condition),
             ("reduce", _reduce),
             ("associative_scan", _scan),
         ):
@@ -848,7 +1027,7 @@ def _changes() -> list[Change]:
     scope.set_attr(tl.core.tensor_descriptor_base, "load", _desc_load)
     scope.set_attr(tl.core.tensor_descriptor_base, "store", _desc_store)
     for name in dict.fromkeys((*_SCALAR, *_COMPARE, *_BLOCK)):
-        scope.set_attr(tl.core.tensor, name, _fast(name, _builtin(vars(tl.core.tensor)[name])))
+        scope.set_attr(tl.core.tensor, name, _fast(name, _builtin(vars(tl.core.tensor)[name], f"tl.tensor.{name}")))
     scope.set_attr(tl.core.tensor, "__init__", _tensor_init)
     scope.set_attr(tl.core.block_type, "__init__", _block_type_init)
     scope.set_attr(TensorHandle, "__post_init__", _post_init)

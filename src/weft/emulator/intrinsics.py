@@ -24,7 +24,7 @@ def wait_until(
     SCOPE: Constant = "gpu",
     MANY: Constant = 1,
 ) -> tl.tensor:
-    scope_sys, address, rank = plain(SCOPE) == "sys", as_int(ptr), as_int(peer)
+    scope_sys, address, rank = _scope_sys("wait_until", SCOPE), as_int(ptr), as_int(peer)
     if as_int(MANY) > WARP:
         raise ValueError(f"wait_until: a warp polls at most {WARP} words, not {as_int(MANY)}")
     for i in range(as_int(MANY)):
@@ -66,7 +66,14 @@ def bulk_fence() -> None:
 
 
 def release_fence(SCOPE: Constant = "sys") -> None:
-    interpret.hooks.release_fence(plain(SCOPE) == "sys")
+    interpret.hooks.release_fence(_scope_sys("release_fence", SCOPE))
+
+
+def _scope_sys(intrinsic: str, scope: Constant) -> bool:
+    """Return whether a scope is "sys". Raise ValueError for scopes at which other programs see nothing."""
+    if plain(scope) not in ("gpu", "sys"):
+        raise ValueError(f'{intrinsic}: SCOPE is "gpu" or "sys", not {plain(scope)!r}')
+    return plain(scope) == "sys"
 
 
 def post(ptr: tl.tensor, w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.tensor, ok: tl.tensor) -> None:

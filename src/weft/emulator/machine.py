@@ -44,6 +44,7 @@ from .memory import (
     ATOMIC_WRITE,
     BULK_READ,
     BULK_WRITE,
+    CTA_SCOPE,
     GPU_SCOPE,
     READ,
     WRITE,
@@ -55,7 +56,7 @@ from .memory import (
 from .programs import Programs
 from .streams import Streams
 from .tasks import Collective, KernelRun, Owner, Poll, Report, SourceSite, Task, Update, Wait, merged, place, reached
-from .torch_order import in_stream_order
+from .torch_order import OrderWhileBusy, in_stream_order
 
 if TYPE_CHECKING:
     from .mutate import Mutation
@@ -133,6 +134,7 @@ class Machine:
         self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # makes a World's error, by its guard
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
+        self.torch_order = [OrderWhileBusy(self, rank) for rank in range(size)]
 
     # -- running -----------------------------------------------------------------------------------------------------
     def add_window(self, nbytes: int, starts: list[int]) -> int:
@@ -608,6 +610,8 @@ class Machine:
             reason = "the program's own bulk and ordinary accesses are not ordered without flush_stores or bulk_fence"
         elif access.kind in (BULK_READ, BULK_WRITE) and task.clock[agent] >= clock:
             reason = "acquired, but no proxy fence (wait_until, bulk_fence) stands before this bulk access"
+        elif (kind | access.kind) & CTA_SCOPE:
+            reason = 'scope "cta" orders nothing between programs: atomics of two programs need scope "gpu" or "sys"'
         elif (kind | access.kind) & GPU_SCOPE:
             reason = 'atomics of two ranks need scope "sys", both of them: else one may miss or undo the other'
         elif early := self._early(earlier, kind, later, access.kind):

@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from .machine import Machine
     from .tasks import Task
 
-POISON = np.array([0xFB, 0x7F], np.uint8)  # a NaN in bf16, fp16, fp32 and fp64
+# The bytes of memory that nothing has written, again and again: NaN in bf16, fp16, fp32 and fp64, and such that no four
+# of them are equal numbers of 8 or 16 bits, as host code may write them.
+POISON = np.array([0x7FFB, 0x7FF3, 0x7FFD, 0x7FF5, 0x7FF9, 0x7FFE, 0x7FF7, 0x7FFA], "<u2").view(np.uint8)
 MARGIN = 256  # an access at most so many bytes outside a tensor is reported as a small mistake in its index
 UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
 BY_MANY_THREADS = 8  # flag of an atomic kind: many threads of the program make it, each for some elements of a block
 GPU_SCOPE = 16  # flag of an atomic kind: it has scope "gpu", and so is not atomic to other ranks
+CTA_SCOPE = 64  # flag of an atomic kind: it has scope "cta", and so is not atomic to other programs
 MAYBE_UNWRITTEN = 32  # flag of a read by torch, which may take elements that mean nothing, such as rows of padding
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
 WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
@@ -37,7 +40,8 @@ WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
 def verb(kind: int) -> str:
     """Return the kind of an access in words, for a report."""
-    return VERB[kind & 7] + (' at scope "gpu"' if kind & GPU_SCOPE else "")
+    scope = "gpu" if kind & GPU_SCOPE else "cta" if kind & CTA_SCOPE else ""
+    return VERB[kind & 7] + (f' at scope "{scope}"' if scope else "")
 
 
 Stamp = tuple[int, int, int, int]  # agent, tick, kind of access, site
@@ -209,17 +213,19 @@ class Memory:
         return region
 
     def refresh(self, region: Region) -> None:
-        """Count as written what host code has filled since the backend allocated `region`."""
+        """Count as written what host code has filled since the backend allocated `region`: elements that are not
+        poison, and all in 4 bytes of which one is not, since a number of 8 or 16 bits alone may look like poison."""
         unwritten = region.states == UNWRITTEN
         if not unwritten.any():
             region.fresh = False
             return
-        if region.granule % 2:
-            differs = region.bytes != np.tile(POISON, region.bytes.size // 2 + 1)[: region.bytes.size]
-        else:
-            differs = region.bytes.view(np.uint16) != POISON.view(np.uint16)
-        granules = differs.size // region.states.size
-        region.states[unwritten & (differs.reshape(-1, granules).any(1) if granules > 1 else differs)] = INITIAL
+        step, whole = max(4, region.granule), region.bytes.size // 4 * 4
+        differs = np.zeros(-(-region.bytes.size // step) * step // 4, np.bool_)  # of each 4 bytes
+        differs[: whole // 4] = region.bytes[:whole].view(np.uint32) != np.resize(POISON.view(np.uint32), whole // 4)
+        if rest := region.bytes[whole:].size:
+            differs[whole // 4] = (region.bytes[whole:] != np.resize(POISON, whole % 16 + rest)[-rest:]).any()
+        written = differs.reshape(-1, step // 4).any(1).repeat(step // region.granule)[: unwritten.size]
+        region.states[unwritten & written] = INITIAL
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def touch(self, task: Task, region: Region, block: np.ndarray, kind: int) -> None:
@@ -308,7 +314,9 @@ class Memory:
             # An earlier atomic of this tick covers this one.
             if a[0] == agent and a[1] == tick and a[2] | stamp == a[2]:
                 return number
-            if not covered and (a[2] | stamp) & GPU_SCOPE and ranks[a[0]] != task.rank:
+            scopes = a[2] | stamp
+            narrow = scopes & CTA_SCOPE and self.machine.program_of_agent.get(a[0]) != task.agent
+            if not covered and (narrow or (scopes & GPU_SCOPE and ranks[a[0]] != task.rank)):
                 if ATOMIC_WRITE in (kind, a[2] & 7):
                     self._report(task, region, block, number, stamp, a)
             if not covered or (a[2] & 7 == ATOMIC_WRITE and kind == ATOMIC_READ):

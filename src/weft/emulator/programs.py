@@ -20,6 +20,7 @@ from .memory import (
     BULK_READ,
     BULK_WRITE,
     BY_MANY_THREADS,
+    CTA_SCOPE,
     GPU_SCOPE,
     POISON,
     READ,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 WARP = 32  # threads of the first warp, which alone makes a release fence
+SCOPES = {"SYSTEM": 0, "GPU": GPU_SCOPE, "CTA": CTA_SCOPE}  # flags of an atomic kind
 SPIN = 512  # reads of one address, without any change in between, after which a program is taken to spin on it
 
 R = TypeVar("R")
@@ -322,18 +324,21 @@ class Programs:
         do: Callable[[], R],
         acquire: bool,
         release: bool,
-        scope_sys: bool,
+        scope: str,
     ) -> R:
-        """Run an atomic operation `do` on each element, and record its access, its acquire and its release."""
+        """Run an atomic operation `do` on each element, and record its access, its acquire and its release. scope:
+        "SYSTEM", "GPU" or "CTA", in which it neither acquires from other programs nor releases to them."""
         self.machine.pause()
         task = self.machine.current
+        scope_sys = scope == "SYSTEM"
+        acquire, release = acquire and scope != "CTA", release and scope != "CTA"
         if self.machine.record and scope_sys:
             self.machine.report.sys_lines.add(interpret.where()[0][:2])
         size = dtype.itemsize
         flat = ptrs.ravel() if mask is None else ptrs[np.broadcast_to(mask, ptrs.shape)]
         addresses = [self._address(int(a), ATOMIC_WRITE, size) for a in flat.ravel()]
         task.time += len(addresses) * size / 1000
-        how = (BY_MANY_THREADS if ptrs.size > 1 else 0) | (0 if scope_sys else GPU_SCOPE)
+        how = (BY_MANY_THREADS if ptrs.size > 1 else 0) | SCOPES[scope]
         before = [ctypes.string_at(a, size) for a in addresses]
         result = do()
         after = [ctypes.string_at(a, size) for a in addresses]
@@ -342,7 +347,8 @@ class Programs:
             if acquire and (log := self.machine.words.get(address)):
                 self.machine.acquire(task, log[-1], scope_sys)
             if old != new:
-                self.machine.release(task, address, scope_sys, False, release, ptrs.size <= WARP)
+                fenced = ptrs.size <= WARP and scope != "CTA"
+                self.machine.release(task, address, scope_sys, False, release, fenced)
                 self.machine.word_changed(address)
         if acquire and ptrs.size == 1:
             task.stored.clear()  # one thread makes the atomic, and a barrier orders the other threads after it
@@ -447,7 +453,7 @@ class Programs:
 def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
     """Return the value of a load where its mask is off: `other`, or without it the poison that a GPU may have left
     there."""
-    value = np.tile(POISON, 4)[: dtype.itemsize].view(dtype) if value is None else value
+    value = np.resize(POISON, dtype.itemsize).view(dtype) if value is None else value
     return np.array(np.broadcast_to(value, shape))
 
 

@@ -80,6 +80,10 @@ class Streams:
     def idle(self) -> bool:
         return all(s.idle for s in self.streams.values())
 
+    def idle_on(self, rank: int) -> bool:
+        """Return whether the streams of a rank have no work left."""
+        return all(s.idle for (stream_rank, _), s in self.streams.items() if stream_rank == rank)
+
     def clear(self) -> None:
         for stream in self.streams.values():
             stream.queue.clear()
@@ -660,5 +664,5 @@ def fresh(nbytes: int, alignment: int, poison: bool) -> tuple[torch.Tensor, int]
     raw = torch.zeros(nbytes + 3 * alignment, dtype=torch.uint8)
     start = alignment + -(raw.data_ptr() + alignment) % alignment
     if poison and nbytes:
-        raw[start : start + nbytes] = torch.from_numpy(np.tile(memory.POISON, nbytes // 2 + 1)[:nbytes])
+        raw[start : start + nbytes] = torch.from_numpy(np.resize(memory.POISON, nbytes))
     return raw, start

@@ -1,28 +1,34 @@
-"""Torch operations of host code that runs ahead of its streams, put in the order of the rank's current stream.
+"""Torch operations of host code, put in the order of the rank's current stream.
 
 On a GPU a torch operation is enqueued on the current stream, behind the kernels that are there already. Here it
-computes on CPU memory at once. So where host code does not wait for its operators (`spmd(..., ahead=True)`), an
-operation on a tensor that was given to the emulator first waits until the current stream is drained, and its reads and
-writes are recorded as the stream's own: an operation that no event orders after a kernel on another stream is a race.
-An operation that returns a number, and not a tensor, also orders the host after the stream, as on a GPU.
+computes on CPU memory at once. So an operation on a tensor that was given to the emulator first waits until the current
+stream is drained, and its reads and writes are recorded as the stream's own: an operation that no event orders after a
+kernel on another stream is a race. An operation that returns a number, and not a tensor, also orders the host after the
+stream, as on a GPU.
+
+Where operators return after their streams are drained, that is done only while a stream of the rank has work left,
+which host code has enqueued by itself (`OrderWhileBusy`); where they do not (`spmd(..., ahead=True)`), always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tag, Tensor
+from torch import Tag, Tensor, overrides
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from .machine import Machine
 
+Mode = TorchDispatchMode | TorchFunctionMode
 aten = torch.ops.aten
 # These take a tensor for its shape, dtype and device alone.
 SHAPE_ONLY = {
@@ -73,7 +79,7 @@ class StreamOrder(TorchDispatchMode):
         kwargs = kwargs or {}
         host = self.machine.hosts[self.rank].host
         assert host is not None
-        if host.in_call or func.is_view or func.overloadpacket in SHAPE_ONLY:
+        if host.in_call or not self._ordered() or func.is_view or func.overloadpacket in SHAPE_ONLY:
             return func(*args, **kwargs)
         known = [t for t in _tensors((args, kwargs)) if self._known(t)]
         if not known:
@@ -92,6 +98,9 @@ class StreamOrder(TorchDispatchMode):
             )
         return result
 
+    def _ordered(self) -> bool:
+        return self.machine.ahead or not self.machine.streams.idle_on(self.rank)
+
     def _known(self, t: Tensor) -> bool:
         """Return whether an operation of the emulator was given this memory."""
         if not _in_memory(t):
@@ -106,7 +115,7 @@ class StreamOrder(TorchDispatchMode):
         """Order the host, which is about to read the tensor's memory, after the current stream."""
         host = self.machine.hosts[self.rank].host
         assert host is not None
-        if self._known(t):
+        if self._ordered() and self._known(t):
             with host.calling():
                 self.order("a read by the host", [t], [], True)
 
@@ -128,6 +137,30 @@ class HostReads(TorchFunctionMode):
         if func in HOST_READS:
             self.order.host_reads(cast(Tensor, args[0]))
         return func(*args, **(kwargs or {}))
+
+
+class OrderWhileBusy:
+    """The order of one rank's torch operations while its streams have work left."""
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        self.dispatch = StreamOrder(machine, rank)
+        self.function = HostReads(self.dispatch)
+
+    def set(self, busy: bool) -> None:
+        """Begin or end the order on the calling thread. The modes stand below those that host code has entered, which
+        may leave them in any order with this."""
+        dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
+        if (self.dispatch in dispatch_modes) != busy:
+            _put_lowest(self.dispatch, busy, dispatch_modes, _python_dispatch)
+            _put_lowest(self.function, busy, overrides._get_current_function_mode_stack(), overrides)
+
+
+def _put_lowest(mode: Mode, present: bool, stack: Sequence[Mode], of_torch: ModuleType) -> None:
+    """Put a mode below all others of torch's stack of them, or take it away. of_torch: the module of the stack."""
+    for _ in stack:
+        of_torch._pop_mode()
+    for kept in [*([mode] if present else ()), *(m for m in stack if m is not mode)]:
+        of_torch._push_mode(kept)
 
 
 def in_stream_order(machine: Machine, rank: int) -> ExitStack:
