@@ -6,6 +6,7 @@ import functools
 import io
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -26,6 +27,7 @@ from ..architectures import HOPPER, SHARED_KIB
 from ..emulator.interpret import source_tree
 from ..lang.descriptors import for_gpu
 from ..lang.jit import check_tuple
+from .ptx import files_of
 
 
 class OfflineDriver(DriverBase):
@@ -91,7 +93,15 @@ def compile_kernel(
     for name, value in args.items():
         check_tuple(f"{kernel.__name__}, argument {name}", value)
     with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
-        compiled = kernel.warmup(**for_gpu(args, capability), **_triton.options(options), grid=(1,))
+        compile_it = functools.partial(
+            kernel.warmup, **for_gpu(args, capability), **_triton.options(options), grid=(1,)
+        )
+        compiled = compile_it()
+        if not names_own_files(kernel, compiled.asm["ptx"]):
+            with triton.knobs.compilation.scope():
+                triton.knobs.compilation.always_compile = True
+                kernel.device_caches.clear()
+                compiled = compile_it()
     text = _ptxas(compiled.asm["ptx"], capability)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))
@@ -99,6 +109,18 @@ def compile_kernel(
     return Compiled(
         compiled.hash, compiled.asm["ptx"], compiled.asm["ttgir"], registers, spills, compiled.metadata.shared, warnings
     )
+
+
+def names_own_files(kernel: JITFunction, ptx: str) -> bool:
+    """Return whether the lines in the code are those of the kernel's file and of other files that this process has
+    loaded. Triton's cache goes by content: it may hold the code of a file that was copied, and the lines of that
+    file."""
+    named, own = set(files_of(ptx).values()), kernel.fn.__code__.co_filename
+    loaded = {own, *(file for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None)))}
+    if not named <= loaded:  # by other names, maybe
+        named, loaded = ({str(Path(file).resolve()) for file in files} for files in (named, loaded))
+        own = str(Path(own).resolve())
+    return own in named and named <= loaded
 
 
 @functools.lru_cache(maxsize=64)

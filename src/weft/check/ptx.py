@@ -65,10 +65,15 @@ def source_file(path: str) -> str:
     return str(own_path) if own_path.is_file() else path
 
 
+def files_of(ptx: str) -> dict[str, str]:
+    """Return the files whose lines the code names, by their numbers there."""
+    named = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
+    return {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
+
+
 def blocks_of(ptx: str) -> dict[str, BasicBlock]:
     """Return the basic blocks by label, in program order; the first is the entry."""
-    named = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
-    files = {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
+    files = files_of(ptx)
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
     blocks, name = {"entry": BasicBlock()}, "entry"
     assembly: list[str] | None = None

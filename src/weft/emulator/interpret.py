@@ -417,9 +417,7 @@ class Builder(stock.InterpreterBuilder):
     ) -> TensorHandle:
         do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
         order = _enum(sem)
-        return hooks.atomic(
-            ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope)
-        )
+        return hooks.atomic(ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope))
 
     def create_atomic_load(self, *_: object) -> TensorHandle:  # these three since Triton 3.9
         raise NotImplementedError(
