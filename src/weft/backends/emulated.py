@@ -474,11 +474,19 @@ def spmd(
     mutation: Mutation | None = None,
     record: bool = False,
     nodes: int | Sequence[int] = 1,
+    ends_release: bool = False,
 ) -> tuple[list[R], Report]:
     """Run `fn(backend)` as `size` ranks; return the results by rank, and the run's report. nodes: the number of nodes
-    of equal size, or the number of ranks on each node."""
+    of equal size, or the number of ranks on each node. ends_release: see Machine."""
     machine = Machine(
-        size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record
+        size,
+        seed=seed,
+        sm_count=sm_count,
+        races=races,
+        preempt=preempt,
+        mutation=mutation,
+        record=record,
+        ends_release=ends_release,
     )
     machine.nodes = placed(nodes, size)
     return drive(fn, machine), machine.report

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, SimpleNamespace
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -30,8 +30,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from .bounds import ADDRESS
+from .thread_values import Branch, ThreadTensor, refuse_thread_values
 
 if TYPE_CHECKING:
+    from .inline_ptx import Outputs
     from .programs import Programs
 
 T = TypeVar("T")
@@ -42,6 +44,7 @@ Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.con
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
 hooks: Programs = None  # the Programs of the Machine that runs; None without a run
+user_launch: Function | None = None  # (kernel, grid, *arguments, **options) of Triton's launch; None where it is refused
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
@@ -50,7 +53,29 @@ _users: dict[int, CodeType] = {}
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Makes assignments convert numbers to tensors and drops annotations (a `tl.constexpr` stays what it is)."""
+    """Makes assignments convert numbers to tensors, drops annotations (a `tl.constexpr` stays what it is), and lets a
+    branch be taken by some threads of the program alone (`Branch`)."""
+
+    branches = 0
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        self.branches += 1
+        name = f"__branch_{self.branches}"
+
+        def call(method: str) -> ast.expr:
+            return ast.Call(ast.Attribute(ast.Name(name, ast.Load()), method, ast.Load()), [], [])
+
+        def part(method: str, body: list[ast.stmt]) -> ast.If:
+            return ast.If(call(method), [ast.Try(body, [], [], [ast.Expr(call("leave"))])], [])
+
+        condition = ast.Call(ast.Name("__branch", ast.Load()), [node.test], [])
+        out: list[ast.stmt] = [ast.Assign([ast.Name(name, ast.Store())], condition), part("then", node.body)]
+        if node.orelse:
+            out.append(part("otherwise", node.orelse))
+        for statement in out:
+            ast.copy_location(statement, node)
+        return out
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
@@ -113,7 +138,7 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
         arg.annotation = None
     raw = fn.fn
     free = dict(zip(raw.__code__.co_freevars, (c.cell_contents for c in raw.__closure__ or ()), strict=True))
-    closure = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, **free}
+    closure = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, "__branch": _branch, **free}
     outer = ast.parse(f"def __outer({', '.join(closure)}):\n    return {define.name}")
     outer.body[0].body.insert(0, define)  # type: ignore[attr-defined]
     ast.fix_missing_locations(outer)
@@ -128,6 +153,10 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
 
 def _reached(key: tuple[str, int]) -> None:
     hooks.reached.add(key)
+
+
+def _branch(condition: object) -> Branch:
+    return Branch(hooks.current, condition)
 
 
 def where() -> tuple[tuple[str, int, str], ...]:
@@ -379,8 +408,13 @@ class Builder(stock.InterpreterBuilder):
         if not condition.data.all():
             raise AssertionError(f"tl.device_assert: {message}\n{hooks.machine.me()}")
 
-    def create_inline_asm(self, *_: object) -> TensorHandle:
-        raise NotImplementedError("the emulator cannot run inline assembly: make the function a weft.lang intrinsic")
+    def create_inline_asm(
+        self, text: str, constraints: str, inputs: list[TensorHandle], types: list[tl.dtype], _: bool, pack: int
+    ) -> Outputs:
+        from .inline_ptx import run  # imported here, since it computes with this module's handles
+
+        self.assembled = run(text, constraints, inputs, types, pack)
+        return self.assembled
 
     # memory; `caching` is two hints, and since Triton 3.9 one policy
     def create_load(self, ptr: TensorHandle, *caching_and_volatile: object) -> TensorHandle:
@@ -723,10 +757,23 @@ def _dot(
 
 def _builtin(member: Function) -> Function:
     def call(*args: object, **kwargs: object) -> object:
+        if ThreadTensor.made:
+            refuse_thread_values(*args, *kwargs.values())
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
     return call
+
+
+def _inline_asm(*args: object, **kwargs: object) -> object:
+    """Return the outputs of inline assembly; those that differ between threads as ThreadTensors."""
+    outputs = _stock_inline_asm(*args, **kwargs)
+    several = not isinstance(outputs, tl.tensor)
+    made = [
+        t if values is None else ThreadTensor(t, values)
+        for t, values in zip(outputs if several else (outputs,), builder.assembled.threads, strict=True)
+    ]
+    return tuple(made) if several else made[0]
 
 
 def _call(self: JITFunction, *args: object, **kwargs: object) -> object:
@@ -737,7 +784,9 @@ def _call(self: JITFunction, *args: object, **kwargs: object) -> object:
     return hooks.interpreted(self)(*args, **kwargs)
 
 
-def _launch(self: JITFunction, grid: object) -> NoReturn:
+def _launch(self: JITFunction, grid: object) -> Function:
+    if user_launch is not None:
+        return functools.partial(user_launch, self, grid)
     raise TypeError(
         f"{self.__name__}[grid](...) is Triton's launch; here it is World.launch(kernel, grid, args, options, stream)"
     )
@@ -752,6 +801,7 @@ def _constexpr_call(self: ConstexprFunction, *args: object, _semantic: object = 
 
 
 _stock_dot = _builtin(tl.core.dot)
+_stock_inline_asm = _builtin(tl.core.inline_asm_elementwise)
 _np_dtypes: dict[tl.dtype, np.dtype] = {}
 
 
@@ -843,6 +893,7 @@ def _changes() -> list[Change]:
             scope.set_attr(space, name, value)
     for space in (tl, tl.core):
         scope.set_attr(space, "dot", _dot)
+        scope.set_attr(space, "inline_asm_elementwise", _inline_asm)
     scope.set_attr(tl.core.tensor_descriptor_base, "load", _desc_load)
     scope.set_attr(tl.core.tensor_descriptor_base, "store", _desc_store)
     for name in dict.fromkeys((*_SCALAR, *_COMPARE, *_BLOCK)):
