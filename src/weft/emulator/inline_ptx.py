@@ -83,21 +83,32 @@ class Instruction:
         guard = f"@{'!' if self.negated else ''}{self.guard} " if self.guard else ""
         return f"{guard}{'.'.join(self.words)} {', '.join(self.operands)}".strip()
 
-    @property
+    @functools.cached_property
     def type(self) -> str:
         return next((w for w in reversed(self.words) if w in _SIZES), "b32")
 
-    @property
+    @functools.cached_property
     def order(self) -> str:
         """Return the ordering that the words name; an instruction `atom` or `red` that names none is relaxed."""
         default = "relaxed" if self.words[0] in ("atom", "red") else ""
         return next((_ORDERS[w] for w in self.words if w in _ORDERS), default)
 
-    @property
+    @functools.cached_property
     def scope(self) -> str:
         """Return the scope that the words name. A volatile access is as strong as a relaxed one of scope "sys"."""
         default = "SYSTEM" if "volatile" in self.words else "GPU"
         return next((_SCOPES[w] for w in self.words if w in _SCOPES), default)
+
+    @functools.cached_property
+    def integers(self) -> bool:
+        """Return whether its words name no type of floating-point numbers."""
+        return not any(_FLOAT.fullmatch(w) for w in self.words[1:])
+
+    @property
+    def local(self) -> bool:
+        """Return whether it touches registers alone, and reads no special one that differs between programs."""
+        accesses = ("ld", "st", "atom", "red", "fence", "membar", "bar", "barrier", "bra")
+        return self.words[0] not in accesses and not any("ctaid" in operand for operand in self.operands)
 
     def unknown(self, known: set[str]) -> list[str]:
         """Return the words behind the first that mean nothing here."""
@@ -213,7 +224,7 @@ class _Thread:
     def run(self, instruction: Instruction) -> None:
         name, operands = instruction.words[0], instruction.operands
         size = _SIZES[instruction.type]
-        integers = not any(_FLOAT.fullmatch(w) for w in instruction.words[1:])
+        integers = instruction.integers
         if name in ("ld", "st"):
             self._moved(instruction, size, store=name == "st")
         elif name == "atom":
@@ -315,6 +326,14 @@ def run(text: str, constraints: str, inputs: Sequence[TensorHandle], types: Sequ
     by_thread, count = "%tid" in text or "%laneid" in text, int(np.prod(shape))
     if by_thread and count > 1:
         raise Unsupported(f"inline PTX that reads the number of a thread, for each element of a block\n{_me()}")
+    if not inputs and task.threads is None and all(instruction.local for instruction in parsed(text)[0]):
+        lanes = _values_by_thread(text, outputs, total)
+        kinds = [interpret.stock._get_np_dtype(kind.scalar) for kind in types]
+        by_type = [_of_type(np.array(column, np.uint64), kind) for column, kind in zip(lanes, kinds, strict=True)]
+        handles = [TensorHandle(v[:1], kind.scalar) for v, kind in zip(by_type, types, strict=True)]
+        return Outputs(handles, by_type if by_thread else [None] * len(types))
+    if count > 1 and (handles_of_block := _block_move(text, outputs, inputs, types)) is not None:
+        return Outputs(handles_of_block, [None] * len(types))
     repeats = "atom" in text or "red." in text  # what else there is does the same once and several times
     copies = [int(t) for t in active] if count == 1 and (by_thread or repeats) else [int(active[0])]
     if count > 1 and repeats:
@@ -338,6 +357,47 @@ def run(text: str, constraints: str, inputs: Sequence[TensorHandle], types: Sequ
             lanes[copies] = [thread.values[output] for _, thread in threads]
         values.append(_of_type(lanes, dtype) if by_thread else None)
     return Outputs(handles, values)
+
+
+def _block_move(
+    text: str, outputs: int, inputs: Sequence[TensorHandle], types: Sequence[tl.dtype]
+) -> list[TensorHandle] | None:
+    """Run a text of one relaxed or ordinary load or store for all elements at once; return its outputs, or None for any
+    other text."""
+    instructions, _ = parsed(text)
+    if len(instructions) != 1 or instructions[0].words[0] not in ("ld", "st"):
+        return None
+    (instruction,) = instructions
+    store = instruction.words[0] == "st"
+    registers, memory = instruction.operands[::-1] if store else instruction.operands
+    address = re.fullmatch(r"\[\s*\$(\d+)\s*(?:\+\s*(\d+))?\s*\]", memory)
+    names = registers.strip("{}").replace(" ", "").split(",")
+    plain = instruction.order in ("", "relaxed") and not instruction.guard and not instruction.unknown({"v2", "v4", "v8"})
+    if not plain or address is None or any(not re.fullmatch(r"\$\d+", name) for name in names):
+        return None
+    strong, size = instruction.order == "relaxed", _SIZES[instruction.type]
+    pointers = inputs[int(address[1]) - outputs].data.astype(np.uint64) + np.uint64(address[2] or 0)
+    results = []
+    for i, name in enumerate(names):
+        at, number = pointers + np.uint64(i * size), int(name[1:])
+        if store:
+            value = np.broadcast_to(_bits(inputs[number - outputs].data), at.shape).astype(f"u{size}")
+            interpret.hooks.store(at, value, None, low_latency=strong, scope=instruction.scope)
+        else:
+            bits = interpret.hooks.load(at, None, None, np.dtype(f"u{size}"), strong, scope=instruction.scope)
+            dtype = interpret.stock._get_np_dtype(types[number].scalar)
+            results.append(TensorHandle(_of_type(bits, dtype), types[number].scalar))
+    return results or [TensorHandle(np.zeros(pointers.shape, np.int32), tl.int32)]
+
+
+@functools.cache
+def _values_by_thread(text: str, outputs: int, total: int) -> list[list[int]]:
+    """Return the outputs, by thread, of a text that touches registers alone."""
+    threads = [_Thread(text, [0] * outputs, number, total) for number in range(total)]
+    for thread in threads:
+        for _ in thread.steps(everywhere=True):
+            raise AssertionError("a text without jumps spins")
+    return [list(column) for column in zip(*(thread.values for thread in threads), strict=True)]
 
 
 def _bits(data: np.ndarray) -> np.ndarray:

@@ -101,10 +101,11 @@ class Programs:
         volatile: bool,
         polls: bool = True,
         whole: WholeBlock | None = None,
+        scope: str = "SYSTEM",
     ) -> np.ndarray:
         """Return the elements at `ptrs`. polls: a volatile load is a program's look at a word that it waits for, unless
         the program calls `look_again` itself. whole: the block and mask of which this call loads the part where the
-        mask is on."""
+        mask is on. scope: that of a volatile load, as in `atomic`."""
         whole = whole or (ptrs, mask)
         task = self.machine.current
         if volatile:
@@ -113,7 +114,7 @@ class Programs:
             self._maybe_pause()
             self._not_yet_waited()
         out = None
-        kind = ATOMIC_READ | (BY_MANY_THREADS if ptrs.size > 1 else 0) if volatile else READ
+        kind = ATOMIC_READ | (BY_MANY_THREADS if ptrs.size > 1 else 0) | SCOPES[scope] if volatile else READ
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
@@ -143,13 +144,15 @@ class Programs:
             self._polled((lo, value.tobytes().__hash__()), lo)
         return value
 
-    def store(self, ptrs: np.ndarray, value: np.ndarray, mask: Mask, low_latency: bool = False) -> None:
-        """Store elements. low_latency: words that other programs may be polling."""
+    def store(
+        self, ptrs: np.ndarray, value: np.ndarray, mask: Mask, low_latency: bool = False, scope: str = "SYSTEM"
+    ) -> None:
+        """Store elements. low_latency: words that other programs may be polling, stored at this scope (`atomic`)."""
         if low_latency:
             self.machine.pause()
         else:
             self._maybe_pause()
-        kind = ATOMIC_WRITE | BY_MANY_THREADS if low_latency else WRITE
+        kind = ATOMIC_WRITE | BY_MANY_THREADS | SCOPES[scope] if low_latency else WRITE
         whole = ptrs, mask
         if mask is not None:
             rows = sub_block(ptrs, mask)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from .ranks import Rank, here, untracked
 
 CPU = torch.device("cpu")
 # Operations whose result the host reads, or whose shapes depend on values.
-_VALUES = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique", "_unique2", "allclose"}
+_VALUES = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose"}
 # In-place operations that do not read what they write over.
 _OVERWRITE = {"copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "exponential_", "bernoulli_"}
 _REFUSED = {"set_", "resize_", "resize_as_"}
@@ -83,11 +82,6 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.rank = rank
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -106,7 +100,11 @@ class Operations(TorchDispatchMode):
                 kwargs["generator"] = kwargs.get("generator") or self.rank.generator
             if name in _VALUES:
                 return self._value(func, args, kwargs)
-            return self._enqueued(func, name, args, kwargs)
+            try:
+                shapes = self._shapes(func, args, kwargs)
+            except NotImplementedError:  # torch cannot tell the shapes without the values
+                return self._value(func, args, kwargs)
+            return self._enqueued(func, name, args, kwargs, shapes)
 
     @staticmethod
     def _views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -116,25 +114,25 @@ class Operations(TorchDispatchMode):
     def _value(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation whose value the host needs, when the stream has come to it."""
         result: list[Any] = []
-        reads = _tensors((args, kwargs))
         stream = self.rank.stream()
-        self._run(functools.partial(_keep, result, func, args, kwargs), func, reads, [], stream)
+        self._run(functools.partial(_keep, result, func, args, kwargs), func, _tensors((args, kwargs)), [], stream)
         self.rank.wait_for(stream)
         return result[0]
 
-    def _enqueued(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enqueued(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> Any:
+        """Enqueue an operation whose results have these shapes, and return them."""
         written = _written(func, args, kwargs)
         ids = {id(t) for t in written}
         overwrites = name in _OVERWRITE
         reads = [t for t in _tensors((args, kwargs)) if not (id(t) in ids and (overwrites or "out" in kwargs))]
-        returned, spec = tree_flatten(self._shapes(func, args, kwargs))
+        returned, spec = tree_flatten(shapes)
         own = iter(written)
-        fresh, results = [], []
-        returns_written = bool(written) and "out" not in kwargs
+        fresh: list[torch.Tensor] = []
+        results: list[Any] = []
         for like in returned:
             if not isinstance(like, torch.Tensor):
                 results.append(like)
-            elif returns_written or "out" in kwargs:
+            elif written:
                 results.append(next(own))
             else:
                 results.append(self._memory(like))
@@ -148,8 +146,8 @@ class Operations(TorchDispatchMode):
             return dst
 
         def run() -> None:
-            values = [t for t in tree_flatten(func(*args, **kwargs))[0] if isinstance(t, torch.Tensor)]
-            for memory, value in zip(fresh, values, strict=bool(fresh)) if fresh else ():
+            values = _tensors(func(*args, **kwargs))
+            for memory, value in zip(fresh, values if fresh else (), strict=True):
                 memory.copy_(value)
 
         self._run(run, func, reads, [*written, *fresh], self.rank.stream())
