@@ -466,6 +466,15 @@ class Machine:
                 task.later = merged(task.later, clock)
             else:
                 task.join(clock)
+                self.show_copies(task)
+
+    def show_copies(self, task: Task) -> None:
+        """With `ends_release`, let the task's bulk accesses see the operations of streams that it is ordered after: these
+        do not write through the caches of the SM that a proxy fence is for."""
+        if self.ends_release and task.kind == "program":
+            self.widen(task)
+            streams = [agent for key, agent in self.agents.items() if isinstance(key, tuple) and key[0] == "stream"]
+            task.bulk_view[streams] = np.maximum(task.bulk_view[streams], task.clock[streams])
 
     def observe(self, task: Task, update: Update, scope_sys: bool) -> None:
         """Note that a relaxed atomic has read an update: with `ends_release` what follows the task's kernel on its stream

@@ -464,6 +464,7 @@ class Programs:
         if task.later is not None:
             task.join(task.later)
             task.later = None
+            self.machine.show_copies(task)
         if bulk:
             if self.machine.record:
                 self.machine.report.bulk_lines.add(interpret.where()[0][:2])

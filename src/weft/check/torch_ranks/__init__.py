@@ -8,6 +8,7 @@ and graphs from torch.cuda, its collectives from torch.distributed. While `patch
     operations.py    every operation of torch, in the order of the rank's current stream
     symmetric.py     symmetric memory and signal pads
     cuda.py          devices, streams, events, graphs
+    driver.py        words that streams store and wait for
     collectives.py   torch.distributed
     launches.py      kernel[grid](..)
 
@@ -18,6 +19,7 @@ streams: it waits where it asks for a value, or synchronises.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,7 +29,7 @@ import torch
 from ...backends.emulated import EmulatedBackend
 from ...emulator import interpret
 from ...errors import WeftError
-from . import collectives, cuda, launches, symmetric
+from . import collectives, cuda, driver, launches, symmetric
 from .operations import Devices, Operations
 from .ranks import Rank, acting
 
@@ -39,8 +41,12 @@ _MISSING = object()
 def patched() -> Iterator[None]:
     """Lead the names of torch and Triton that ranks use to the emulator, until the block ends."""
     undo: list[tuple[object, str, object]] = []
+    missing: list[str] = []
     try:
-        for module in (collectives, cuda, symmetric, launches):
+        for name, stand_in in driver.modules():
+            sys.modules[name] = stand_in
+            missing.append(name)
+        for module in (collectives, cuda, driver, symmetric, launches):
             for place, name, value in module.replacements():
                 undo.append((place, name, vars(place).get(name, getattr(place, name, _MISSING))))
                 setattr(place, name, value)
@@ -48,6 +54,8 @@ def patched() -> Iterator[None]:
         yield
     finally:
         interpret.user_launch = None
+        for name in missing:
+            del sys.modules[name]
         for place, name, value in reversed(undo):
             if value is _MISSING:
                 delattr(place, name)

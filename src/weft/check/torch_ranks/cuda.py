@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,6 +16,12 @@ from ...errors import Unsupported
 from .ranks import here, rank_number
 
 _numbers = itertools.count(1)
+_by_number: weakref.WeakValueDictionary[int, EmulatedStream] = weakref.WeakValueDictionary()
+
+
+def stream_of(number: int) -> EmulatedStream:
+    """Return the stream whose `Stream.cuda_stream` is this number."""
+    return here().stream() if number == 0 else _by_number[number]
 
 
 class Stream:
@@ -23,6 +30,7 @@ class Stream:
     def __init__(self, device: object = None, priority: int = 0, *, emulated: EmulatedStream | None = None) -> None:
         self.emulated = emulated or here().new_stream()
         self.priority, self.cuda_stream = priority, next(_numbers)
+        _by_number[self.cuda_stream] = self.emulated
         self.device = torch.device("cuda", rank_number())
 
     def __eq__(self, other: object) -> bool:
@@ -30,6 +38,14 @@ class Stream:
 
     def __hash__(self) -> int:
         return id(self.emulated)
+
+    def __enter__(self) -> Stream:
+        self._before = here().backend.on(self.emulated)
+        self._before.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._before.__exit__(*error)
 
     def synchronize(self) -> None:
         here().wait_for(self.emulated)

@@ -179,7 +179,9 @@ class Operations(TorchDispatchMode):
     def _memory(self, like: torch.Tensor) -> torch.Tensor:
         """Return new memory of the rank with a tensor's shape and strides, which nothing has written."""
         span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
-        return self.rank.backend.empty((span,), like.dtype).as_strided(like.shape, like.stride())
+        memory = self.rank.backend.empty((span,), like.dtype)
+        self.rank.allocated.append(memory)
+        return memory.as_strided(like.shape, like.stride())
 
     def _write_value(self, word: torch.Tensor, offset: int, val: int) -> torch.Tensor:
         """Store a word by the stream itself, behind a barrier of memory (cuStreamWriteValue32)."""

@@ -29,6 +29,8 @@ class Rank:
         self.generator = torch.Generator()
         self.capture: Graph | None = None
         self.made = 0  # streams, for their names
+        # Memory that kernels may know by its address alone. On a GPU, what is freed is used again in the stream's order.
+        self.allocated: list[torch.Tensor] = []
 
     def stream(self) -> EmulatedStream:
         return self.backend.current_stream()
@@ -56,6 +58,7 @@ class Rank:
 
     def synchronize(self) -> None:
         self.backend.synchronize()
+        self.allocated.clear()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from ...emulator.memory import ATOMIC_READ, ATOMIC_WRITE
 from ...emulator.tasks import EmulatedStream, Poll
 from ...errors import Mismatch, Unsupported
+from .cuda import Stream
 from .ranks import Rank, here, untracked
 
 SIGNAL_PAD_BYTES = 2048  # torch's default
@@ -84,6 +85,12 @@ class Handle:
         """Enqueue: wait until the word for a peer in this rank's pad is 1, acquiring, and store 0."""
         self._swap(self._word(self.rank, src_rank, channel), 1, 0, f"wait_signal from rank {src_rank}")
 
+    @staticmethod
+    def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
+        """Enqueue a store of a word by the stream itself."""
+        written: torch.Tensor = torch.ops.symm_mem.stream_write_value32_(input, offset, val)
+        return written
+
     def _word(self, owner: int, sender: int, channel: int) -> int:
         index = self.world_size * channel + sender
         if not 0 <= index < self._pads[owner].numel():
@@ -150,6 +157,15 @@ def _workspace(group: object, min_size: int) -> Handle:
     return spaces[-1]
 
 
+def _backend_stream(priority: int = 0) -> Stream:
+    """Return the rank's stream of this priority for torch's own pipelines, the same one each time."""
+    streams = here().__dict__.setdefault("backend_streams", {})
+    if priority not in streams:
+        streams[priority] = Stream(priority=priority)
+    stream: Stream = streams[priority]
+    return stream
+
+
 def _unsupported(name: str) -> Any:
     def refuse(*_: object, **__: object) -> None:
         raise Unsupported(f"torch.distributed._symmetric_memory.{name}: the emulator does not model it")
@@ -163,6 +179,7 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         empty=empty,
         rendezvous=rendezvous,
         get_symm_mem_workspace=_workspace,
+        _get_backend_stream=_backend_stream,
         enable_symm_mem_for_group=lambda group: None,
         is_symm_mem_enabled_for_group=lambda group: True,
         is_symm_mem_tensor=lambda t: t.data_ptr() in here().__dict__.get("handles", {}),
