@@ -29,8 +29,8 @@ def signal_after_stores(buffers, pads, out, n: tl.constexpr, rank: tl.constexpr,
                         FENCED: tl.constexpr):  # fmt: skip
     """Each rank stores a row, signals its neighbour, waits for its other neighbour, and reads the row there."""
     offsets = tl.arange(0, n)
-    own = pointer(buffers, rank, tl.float32)
-    tl.store(own + offsets, tl.full((n,), rank + 1, tl.float32))
+    local = pointer(buffers, rank, tl.float32)
+    tl.store(local + offsets, tl.full((n,), rank + 1, tl.float32))
     if MENDED:
         tl.debug_barrier()
     if thread_number() == 0:
@@ -66,7 +66,9 @@ def only_one_thread_acquires(rank: int, world_size: int, mended: bool) -> None:
 
 
 @triton.jit
-def count_in_graph(buffers, pads, out, n: tl.constexpr, number, calls, rank: tl.constexpr, W: tl.constexpr, BAKED: tl.constexpr):
+def count_in_graph(
+    buffers, pads, out, n: tl.constexpr, number, calls, rank: tl.constexpr, W: tl.constexpr, BAKED: tl.constexpr
+):
     """Each rank stores a row of another value in every call, counts its calls in a neighbour's flag, and waits for its other
     neighbour's count. number: of the call, as the host had it; calls: the same, counted on the device."""
     offsets = tl.arange(0, n)
@@ -105,9 +107,9 @@ def stage_and_read(buffers, pads, x, out, n: tl.constexpr, slot, rank: tl.conste
     tl.store(pointer(buffers, rank, tl.float32) + slot * n + offsets, tl.load(x + offsets))
     tl.debug_barrier()
     peers = tl.arange(0, W)
-    theirs = tl.load(pads.to(tl.pointer_type(tl.uint64)) + peers).to(tl.pointer_type(tl.uint32)) + rank
+    remote_words = tl.load(pads.to(tl.pointer_type(tl.uint64)) + peers).to(tl.pointer_type(tl.uint32)) + rank
     if thread_number() < W:
-        swap(theirs, 0, 1, "release")
+        swap(remote_words, 0, 1, "release")
         swap(pointer(pads, rank, tl.uint32) + peers, 1, 0, "acquire")
     tl.debug_barrier()
     total = tl.zeros((n,), tl.float32)
@@ -163,7 +165,9 @@ def lock_without_order(rank: int, world_size: int, mended: bool) -> None:
 
 
 @triton.jit
-def publish_rows(buffers, pads, x, out, n: tl.constexpr, programs, rank: tl.constexpr, W: tl.constexpr, MENDED: tl.constexpr):
+def publish_rows(
+    buffers, pads, x, out, n: tl.constexpr, programs, rank: tl.constexpr, W: tl.constexpr, MENDED: tl.constexpr
+):
     """Programs push rows of x to a neighbour, one of which publishes how many there are; program 0 reads them there."""
     program, to, offsets = tl.program_id(0), (rank + 1) % W, tl.arange(0, n)
     row = program * n + offsets

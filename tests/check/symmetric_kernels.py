@@ -60,16 +60,16 @@ def sync_blocks(
     pads, rank: tl.constexpr, W: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, FENCED: tl.constexpr = True
 ):
     """Meet the same block of every rank. BEFORE: this block's accesses come before; AFTER: those of other ranks come before
-    what follows. FENCED: with the barriers of the block's own threads."""
+    what follows. FENCED: with the barriers of the block's local threads."""
     block, peers = tl.program_id(0), tl.arange(0, W)
     pads = pads.to(tl.pointer_type(tl.uint64))
-    theirs = tl.load(pads + peers).to(tl.pointer_type(tl.uint32)) + block * W + rank
-    ours = tl.load(pads + rank).to(tl.pointer_type(tl.uint32)) + block * W + peers
+    remote_words = tl.load(pads + peers).to(tl.pointer_type(tl.uint32)) + block * W + rank
+    local_words = tl.load(pads + rank).to(tl.pointer_type(tl.uint32)) + block * W + peers
     if BEFORE and FENCED:
         tl.debug_barrier()
     if thread_number() < W:
-        swap(theirs, 0, 1, "release" if BEFORE else "relaxed")
-        swap(ours, 1, 0, "acquire" if AFTER else "relaxed")
+        swap(remote_words, 0, 1, "release" if BEFORE else "relaxed")
+        swap(local_words, 1, 0, "acquire" if AFTER else "relaxed")
     if AFTER and FENCED:
         tl.debug_barrier()
 
@@ -223,23 +223,25 @@ def push_kernel(
     bits = tl.load(x + offsets).to(tl.int32, bitcast=True)
     for r in tl.static_range(W):
         store_relaxed(tl.load(buffers + r).to(tl.pointer_type(tl.float32)) + (slot * W + rank) * n + offsets, bits)
-    own = tl.load(buffers + rank).to(tl.pointer_type(tl.float32))
+    local = tl.load(buffers + rank).to(tl.pointer_type(tl.float32))
     total = tl.zeros((B,), tl.float32)
     for r in tl.static_range(W):
-        part = tl.load(own + (slot * W + r) * n + offsets, volatile=True)
+        part = tl.load(local + (slot * W + r) * n + offsets, volatile=True)
         if WAIT:
             while tl.min(part, 0) == EMPTY:
-                part = tl.load(own + (slot * W + r) * n + offsets, volatile=True)
+                part = tl.load(local + (slot * W + r) * n + offsets, volatile=True)
         total += part
     tl.store(out + offsets, total)
     if CLEAR:
         # The slot after next: a rank may be one call ahead, and fill the next one already.
         for r in tl.static_range(W):
             empty = tl.full((B,), EMPTY, tl.float32).to(tl.int32, bitcast=True)
-            store_relaxed(own + (((slot + CLEAR) % 3) * W + r) * n + offsets, empty)
+            store_relaxed(local + (((slot + CLEAR) % 3) * W + r) * n + offsets, empty)
 
 
-def push(rank: int, world_size: int, n: int = 256, grid: int = 2, calls: int = 4, clear: int = 2, wait: bool = True) -> None:
+def push(
+    rank: int, world_size: int, n: int = 256, grid: int = 2, calls: int = 4, clear: int = 2, wait: bool = True
+) -> None:
     """clear: how many slots ahead the emptied one is. With three slots that is 2: nobody fills it before all ranks have
     filled the one between, which each does after it has emptied this one."""
     memory = Memory(rank, world_size, 3 * world_size * n)

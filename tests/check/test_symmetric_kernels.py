@@ -23,22 +23,22 @@ FOUND = (Race, Deadlock, MemoryFault, AssertionError)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_right_kernel_is_clean(kernel, ranks):
-    found = search(getattr(symmetric_kernels, kernel), ranks, range(3))
-    assert not found.findings, found.findings
-    assert found.programs
+    exploration = search(getattr(symmetric_kernels, kernel), ranks, range(3))
+    assert not exploration.findings, exploration.findings
+    assert exploration.programs
 
 
 @pytest.mark.parametrize(("kernel", "without"), [(k, w) for k, variants in KERNELS.items() for w in variants], ids=str)
 def test_a_kernel_without_a_barrier_is_found(kernel, without):
-    found = search(functools.partial(getattr(symmetric_kernels, kernel), **without), 2, range(12))
-    assert found.findings and isinstance(found.findings[0][1], FOUND), found.findings
+    exploration = search(functools.partial(getattr(symmetric_kernels, kernel), **without), 2, range(12))
+    assert exploration.findings and isinstance(exploration.findings[0][1], FOUND), exploration.findings
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_public_bug_is_found_and_its_mend_is_clean(bug):
     main = getattr(fixed_bugs, bug)
-    found = search(functools.partial(main, mended=False), 2, range(20))
-    assert found.findings and isinstance(found.findings[0][1], FOUND), found.findings
+    exploration = search(functools.partial(main, mended=False), 2, range(20))
+    assert exploration.findings and isinstance(exploration.findings[0][1], FOUND), exploration.findings
     mended = search(functools.partial(main, mended=True), 2, range(4))
     assert not mended.findings, mended.findings
     assert mended.programs

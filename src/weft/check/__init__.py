@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ..backends.base import Backend
-from ..backends.emulated import drive
+from ..backends.emulated import EmulatedBackend, drive
 from ..emulator import Machine, Report
 from ..emulator.host import folded
 from ..emulator.ran import Ran, Variant
@@ -29,7 +29,14 @@ from .ptx import broken_kernel_rules
 from .schedules import Exploration, explore
 
 Main = Callable[..., object]  # of a World, or of a rank and the number of ranks
-SMS = 32  # the SMs of an emulated GPU for kernels that were not written for weft, which often start more programs
+
+
+class RunOptions(TypedDict, total=False):
+    """Options of a run (`Machine`). Kernels that were not written for weft often start more programs than a small GPU
+    has SMs, and rely on what GPUs do beyond PTX's promises."""
+
+    sm_count: int
+    ends_release: bool
 
 
 def load(target: str) -> Main:
@@ -78,13 +85,13 @@ def takes_rank(main: Main) -> bool:
 
 
 @contextmanager
-def ranks_of(main: Main) -> Iterator[tuple[Callable[[Any], object], dict[str, Any]]]:
-    """Yield the function of one emulated rank's backend, and the options of the run."""
+def ranks_of(main: Main) -> Iterator[tuple[Callable[[EmulatedBackend], object], RunOptions]]:
+    """Yield the function of one emulated rank's backend, and how the run simulates GPUs."""
     if takes_rank(main):
         with torch_ranks.patched():
-            yield torch_ranks.as_rank(main), dict(sm_count=SMS, ends_release=True)
+            yield torch_ranks.as_rank(main), RunOptions(sm_count=32, ends_release=True)
     else:
-        yield _rank(main), {}
+        yield _rank(main), RunOptions()
 
 
 def _rank(main: Main) -> Callable[[Backend], object]:

@@ -30,10 +30,34 @@ from ..errors import Unsupported
 from . import interpret
 from .interpret import TensorHandle
 
-_SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4,
-          "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "pred": 1}  # fmt: skip
-_ORDERS = {"weak": "", "relaxed": "relaxed", "volatile": "relaxed", "acquire": "acquire", "release": "release",
-           "acq_rel": "acq_rel", "sc": "acq_rel"}  # fmt: skip
+_SIZES = {
+    "b8": 1,
+    "u8": 1,
+    "s8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+    "pred": 1,
+}
+_ORDERS = {
+    "weak": "",
+    "relaxed": "relaxed",
+    "volatile": "relaxed",
+    "acquire": "acquire",
+    "release": "release",
+    "acq_rel": "acq_rel",
+    "sc": "acq_rel",
+}
 _SCOPES = {"cta": "CTA", "gpu": "GPU", "gl": "GPU", "sys": "SYSTEM"}
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "eq": lambda a, b: a == b,
@@ -71,7 +95,7 @@ _HINT = re.compile(r"L[12]_\w+")
 
 
 @dataclass(frozen=True)
-class Instruction:
+class AsmInstruction:
     """One instruction: its words between dots, the operands as text, and the predicate that guards it."""
 
     words: tuple[str, ...]
@@ -117,10 +141,10 @@ class Instruction:
 
 
 @functools.cache
-def parsed(text: str) -> tuple[tuple[Instruction, ...], dict[str, int]]:
+def parsed(text: str) -> tuple[tuple[AsmInstruction, ...], dict[str, int]]:
     """Return the instructions of an assembly text, and the index of the instruction behind each label."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
-    instructions: list[Instruction] = []
+    instructions: list[AsmInstruction] = []
     labels: dict[str, int] = {}
     for statement in _statements(text):
         while label := re.match(r"([$\w]+):\s*", statement):
@@ -133,7 +157,7 @@ def parsed(text: str) -> tuple[tuple[Instruction, ...], dict[str, int]]:
         name, _, operands = body.partition(" ")
         words = tuple(name.replace("::", "_").split("."))  # hints are like L2::128B
         negated = bool(guard and guard[1])
-        instructions.append(Instruction(words, tuple(_operands(operands)), guard[2] if guard else "", negated))
+        instructions.append(AsmInstruction(words, tuple(_operands(operands)), guard[2] if guard else "", negated))
     return tuple(instructions), labels
 
 
@@ -173,19 +197,19 @@ class _Thread:
     def steps(self, everywhere: bool) -> Iterator[_Thread]:
         """Run to the end; yield at each jump backwards. everywhere: all threads of the program run the same text on the
         same values."""
-        self.everywhere, at = everywhere, 0
-        while at < len(self.instructions):
-            instruction = self.instructions[at]
-            at += 1
+        self.everywhere, position = everywhere, 0
+        while position < len(self.instructions):
+            instruction = self.instructions[position]
+            position += 1
             if instruction.guard and bool(self.read(instruction.guard)) == instruction.negated:
                 continue
             if instruction.words[0] == "bra":
                 (label,) = instruction.operands
                 if label not in self.labels:
                     raise refused(instruction, "the text has no such label")
-                if self.labels[label] < at:
+                if self.labels[label] < position:
                     yield self
-                at = self.labels[label]
+                position = self.labels[label]
             elif instruction.words[0] in ("ret", "exit"):
                 return
             else:
@@ -221,7 +245,7 @@ class _Thread:
         return self.read(base.strip()) + (int(offset, 0) if offset else 0)
 
     # -- instructions
-    def run(self, instruction: Instruction) -> None:
+    def run(self, instruction: AsmInstruction) -> None:
         name, operands = instruction.words[0], instruction.operands
         size = _SIZES[instruction.type]
         integers = instruction.integers
@@ -236,7 +260,7 @@ class _Thread:
         elif name in ("bar", "barrier") and "sync" in instruction.words and operands[0] == "0":
             interpret.hooks.flush_stores(bulk=False)
         elif name == "griddepcontrol":
-            pass  # a kernel begins here when the one before it on its stream has ended, which is all that this waits for
+            pass  # a kernel begins when the one before it on its stream has ended, which is all that this waits for
         elif name == "mov" or (name in ("cvt", "cvta") and integers):
             self.write(operands[0], self.read(operands[1]), size)
         elif name == "setp" and instruction.words[1] in _COMPARE and integers and len(operands) == 3:
@@ -251,13 +275,18 @@ class _Thread:
             raise refused(instruction)
 
     def _access(
-        self, instruction: Instruction, address: int, size: int, new: Callable[[int], int] | None = None, **kind: bool
+        self,
+        instruction: AsmInstruction,
+        address: int,
+        size: int,
+        new: Callable[[int], int] | None = None,
+        **kind: bool,
     ) -> int:
         self.looked = address
         order, scope = instruction.order, instruction.scope
         return interpret.hooks.thread_access(address, size, order, scope, new, everywhere=self.everywhere, **kind)
 
-    def _moved(self, instruction: Instruction, size: int, store: bool) -> None:
+    def _moved(self, instruction: AsmInstruction, size: int, store: bool) -> None:
         """Load into, or store from, a register or a vector of them."""
         if instruction.unknown({"v2", "v4", "v8"}):
             raise refused(instruction)
@@ -270,7 +299,7 @@ class _Thread:
             else:
                 self.write(register, self._access(instruction, address + i * size, size), size)
 
-    def _updated(self, instruction: Instruction, size: int, memory: str, *values: str) -> int:
+    def _updated(self, instruction: AsmInstruction, size: int, memory: str, *values: str) -> int:
         """Make an atomic update; return the value before it."""
         operation = next((w for w in instruction.words[1:] if w in _UPDATE or w == "cas"), "")
         if not operation or instruction.unknown({operation}) or instruction.type[0] == "f" or size < 4:
@@ -284,7 +313,7 @@ class _Thread:
 
         return self._access(instruction, self.address(memory), size, new)
 
-    def _fence(self, instruction: Instruction) -> None:
+    def _fence(self, instruction: AsmInstruction) -> None:
         if "proxy" in instruction.words:
             interpret.hooks.bulk_fence()
         elif instruction.scope != "CTA":
@@ -298,7 +327,7 @@ def _signed(value: int, kind: str) -> int:
     return value - (1 << bits) if kind[0] == "s" and value >> bits - 1 else value
 
 
-def refused(instruction: Instruction, reason: str = "the emulator does not model it") -> Unsupported:
+def refused(instruction: AsmInstruction, reason: str = "the emulator does not model it") -> Unsupported:
     return Unsupported(f"inline PTX `{instruction}`: {reason}\n{interpret.hooks.machine.me()}")
 
 
@@ -372,19 +401,21 @@ def _block_move(
     registers, memory = instruction.operands[::-1] if store else instruction.operands
     address = re.fullmatch(r"\[\s*\$(\d+)\s*(?:\+\s*(\d+))?\s*\]", memory)
     names = registers.strip("{}").replace(" ", "").split(",")
-    plain = instruction.order in ("", "relaxed") and not instruction.guard and not instruction.unknown({"v2", "v4", "v8"})
+    plain = (
+        instruction.order in ("", "relaxed") and not instruction.guard and not instruction.unknown({"v2", "v4", "v8"})
+    )
     if not plain or address is None or any(not re.fullmatch(r"\$\d+", name) for name in names):
         return None
     strong, size = instruction.order == "relaxed", _SIZES[instruction.type]
     pointers = inputs[int(address[1]) - outputs].data.astype(np.uint64) + np.uint64(address[2] or 0)
     results = []
     for i, name in enumerate(names):
-        at, number = pointers + np.uint64(i * size), int(name[1:])
+        addresses, number = pointers + np.uint64(i * size), int(name[1:])
         if store:
-            value = np.broadcast_to(_bits(inputs[number - outputs].data), at.shape).astype(f"u{size}")
-            interpret.hooks.store(at, value, None, low_latency=strong, scope=instruction.scope)
+            value = np.broadcast_to(_bits(inputs[number - outputs].data), addresses.shape).astype(f"u{size}")
+            interpret.hooks.store(addresses, value, None, low_latency=strong, scope=instruction.scope)
         else:
-            bits = interpret.hooks.load(at, None, None, np.dtype(f"u{size}"), strong, scope=instruction.scope)
+            bits = interpret.hooks.load(addresses, None, None, np.dtype(f"u{size}"), strong, scope=instruction.scope)
             dtype = interpret.stock._get_np_dtype(types[number].scalar)
             results.append(TensorHandle(_of_type(bits, dtype), types[number].scalar))
     return results or [TensorHandle(np.zeros(pointers.shape, np.int32), tl.int32)]
@@ -421,3 +452,6 @@ def _take_turns(threads: list[Iterator[_Thread]]) -> None:
         threads = [steps for steps, _ in spinning]
         if spinning:
             interpret.hooks.look_again(spinning[0][1].looked if len(spinning) == 1 else None)
+
+
+interpret.assembly = run

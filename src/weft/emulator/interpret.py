@@ -33,7 +33,6 @@ from .bounds import ADDRESS
 from .thread_values import Branch, ThreadTensor, refuse_thread_values
 
 if TYPE_CHECKING:
-    from .inline_ptx import Outputs
     from .programs import Programs
 
 T = TypeVar("T")
@@ -44,7 +43,9 @@ Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.con
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
 hooks: Programs = None  # the Programs of the Machine that runs; None without a run
-user_launch: Function | None = None  # (kernel, grid, *arguments, **options) of Triton's launch; None where it is refused
+assembly: Function = None  # runs inline PTX (inline_ptx.py, which sets it)
+# (kernel, grid, *arguments, **options) of Triton's launch; None where it is refused
+user_launch: Function | None = None
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
@@ -410,10 +411,8 @@ class Builder(stock.InterpreterBuilder):
 
     def create_inline_asm(
         self, text: str, constraints: str, inputs: list[TensorHandle], types: list[tl.dtype], _: bool, pack: int
-    ) -> Outputs:
-        from .inline_ptx import run  # imported here, since it computes with this module's handles
-
-        self.assembled = run(text, constraints, inputs, types, pack)
+    ) -> object:
+        self.assembled = assembly(text, constraints, inputs, types, pack)
         return self.assembled
 
     # memory; `caching` is two hints, and since Triton 3.9 one policy
@@ -757,7 +756,7 @@ def _dot(
 
 def _builtin(member: Function) -> Function:
     def call(*args: object, **kwargs: object) -> object:
-        if ThreadTensor.made:
+        if ThreadTensor.exist:
             refuse_thread_values(*args, *kwargs.values())
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
@@ -769,11 +768,11 @@ def _inline_asm(*args: object, **kwargs: object) -> object:
     """Return the outputs of inline assembly; those that differ between threads as ThreadTensors."""
     outputs = _stock_inline_asm(*args, **kwargs)
     several = not isinstance(outputs, tl.tensor)
-    made = [
+    tensors = [
         t if values is None else ThreadTensor(t, values)
         for t, values in zip(outputs if several else (outputs,), builder.assembled.threads, strict=True)
     ]
-    return tuple(made) if several else made[0]
+    return tuple(tensors) if several else tensors[0]
 
 
 def _call(self: JITFunction, *args: object, **kwargs: object) -> object:

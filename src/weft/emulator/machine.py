@@ -469,7 +469,7 @@ class Machine:
                 self.show_copies(task)
 
     def show_copies(self, task: Task) -> None:
-        """With `ends_release`, let the task's bulk accesses see the operations of streams that it is ordered after: these
+        """Let the task's bulk accesses see operations of streams that it is ordered after, with `ends_release`: these
         do not write through the caches of the SM that a proxy fence is for."""
         if self.ends_release and task.kind == "program":
             self.widen(task)
@@ -477,8 +477,8 @@ class Machine:
             task.bulk_view[streams] = np.maximum(task.bulk_view[streams], task.clock[streams])
 
     def observe(self, task: Task, update: Update, scope_sys: bool) -> None:
-        """Note that a relaxed atomic has read an update: with `ends_release` what follows the task's kernel on its stream
-        comes after what the update released."""
+        """Note that a relaxed atomic has read an update. With `ends_release`, what follows the task's kernel on its
+        stream comes after what the update released."""
         if self.ends_release and task.kind == "program":
             for clock in self.published(task, update, scope_sys):
                 task.at_end = merged(task.at_end, clock)

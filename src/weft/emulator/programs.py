@@ -439,7 +439,9 @@ class Programs:
                 machine.observe(task, log[-1], scope == "SYSTEM")
         if changes:
             ctypes.memmove(address, after.to_bytes(size, "little"), size)
-            machine.release(task, address, scope == "SYSTEM", store, order in ("release", "acq_rel") and not near, not near)
+            machine.release(
+                task, address, scope == "SYSTEM", store, order in ("release", "acq_rel") and not near, not near
+            )
             machine.word_changed(address)
         return before
 

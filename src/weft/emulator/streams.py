@@ -199,7 +199,20 @@ class Streams:
                 return
             start = stream.task.time
             run = KernelRun(
-                kernel, body, bound, grid, stream, count, start, start, number, enqueue_index, co_resident, per_sm, fits, warps
+                kernel,
+                body,
+                bound,
+                grid,
+                stream,
+                count,
+                start,
+                start,
+                number,
+                enqueue_index,
+                co_resident,
+                per_sm,
+                fits,
+                warps,
             )
             self._number(run, states)
             if co_resident:

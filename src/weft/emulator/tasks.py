@@ -57,7 +57,9 @@ class Task:
     bulk_agent: int = -1
     bulk_clock: int = 0
     bulk_view: np.ndarray = None  # type: ignore[assignment]
-    later: np.ndarray | None = None  # what one thread of a program acquired, and its others have from their next barrier
+    later: np.ndarray | None = (
+        None  # what one thread of a program acquired, and its others have from their next barrier
+    )
     at_end: np.ndarray | None = None  # what follows a program's kernel is ordered after this too (`Machine.observe`)
     threads: np.ndarray | None = None  # bool [threads], those that run the present branch; None: all of the program's
     fenced: tuple[np.ndarray, bool] | None = None  # the clock that its last release fence covered; whether scope "sys"

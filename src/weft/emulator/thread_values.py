@@ -38,19 +38,19 @@ _OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def _refuse(what: str) -> NoReturn:
-    raise Unsupported(f"{what} that depends on the number of a thread (%tid): the emulator takes it under `if` alone")
+def _refuse(use: str) -> NoReturn:
+    raise Unsupported(f"{use} that depends on the number of a thread (%tid): the emulator takes it under `if` alone")
 
 
 class ThreadTensor(tl.tensor):
     """A scalar whose value is by_thread[t] on thread t; as a tensor it has the value of thread 0."""
 
-    made = False  # whether there is any, so that the language is checked for them
+    exist = False  # whether there is any, so that the language is checked for them
 
     def __init__(self, plain: tl.tensor, by_thread: np.ndarray) -> None:
         super().__init__(plain.handle, plain.type)
         self.plain, self.by_thread = plain, by_thread
-        ThreadTensor.made = True
+        ThreadTensor.exist = True
 
     def __bool__(self) -> bool:
         _refuse("a loop, or a condition with `and`, `or` or `not`,")
@@ -62,16 +62,16 @@ class ThreadTensor(tl.tensor):
 def _operator(name: str, operation: Callable[..., np.ndarray], reflected: bool) -> Callable[..., object]:
     method = f"__{'r' if reflected else ''}{name}__"
 
-    def apply(self: ThreadTensor, other: object, **_: object) -> object:
-        if isinstance(other, ThreadTensor):
-            plain_other, values = other.plain, other.by_thread
-        elif isinstance(other, tl.tensor):
-            if other.handle.data.size > 1 or other.dtype.is_ptr():
+    def apply(self: ThreadTensor, operand: object, **_: object) -> object:
+        if isinstance(operand, ThreadTensor):
+            plain_operand, values = operand.plain, operand.by_thread
+        elif isinstance(operand, tl.tensor):
+            if operand.handle.data.size > 1 or operand.dtype.is_ptr():
                 _refuse("a block or an address")
-            plain_other, values = other, other.handle.data.item()
+            plain_operand, values = operand, operand.handle.data.item()
         else:
-            plain_other, values = other, getattr(other, "value", other)
-        plain = getattr(tl.tensor, method)(self.plain, plain_other)
+            plain_operand, values = operand, np.asarray(getattr(operand, "value", operand))
+        plain = getattr(tl.tensor, method)(self.plain, plain_operand)
         a, b = (values, self.by_thread) if reflected else (self.by_thread, values)
         return ThreadTensor(plain, operation(np.asarray(a, np.int64), np.asarray(b, np.int64)))
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -71,7 +70,12 @@ def as_rank(main: MainOfRank) -> Callable[[EmulatedBackend], object]:
     def run(backend: EmulatedBackend) -> object:
         rank = Rank(backend)
         with ExitStack() as stack:
-            modes: list[Any] = [acting(rank), torch.inference_mode(), Devices(), Operations(rank)]
+            modes: list[AbstractContextManager[object]] = [
+                acting(rank),
+                torch.inference_mode(),
+                Devices(),
+                Operations(rank),
+            ]
             for mode in modes:
                 stack.enter_context(mode)
             try:

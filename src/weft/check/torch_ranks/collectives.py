@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...backends.base import sum_in_order
-from ...emulator.tasks import Arrival, EmulatedEvent, EmulatedStream
+from ...emulator.tasks import Arrival, EmulatedStream
 from ...errors import Unsupported
 from .operations import all_dense
-from .ranks import here, untracked
+from .ranks import current_rank, untracked
 
 _REDUCE: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "SUM": sum_in_order,
@@ -31,23 +30,23 @@ class Group:
     group_name, group_desc = "0", "default_pg"
 
     def rank(self) -> int:
-        return here().rank
+        return current_rank().rank
 
     def size(self) -> int:
-        return here().size
+        return current_rank().size
 
     def name(self) -> str:
         return NCCL
 
 
-class Work:
+class PendingCollective:
     """A collective that was enqueued on a stream of NCCL's."""
 
     def __init__(self, stream: EmulatedStream) -> None:
-        self.stream, self.event = stream, here().streams.record_event(stream)
+        self.stream, self.event = stream, current_rank().streams.record_event(stream)
 
     def wait(self, timeout: object = None) -> bool:
-        rank = here()
+        rank = current_rank()
         rank.streams.wait_event(rank.stream(), self.event)
         return True
 
@@ -63,12 +62,12 @@ def _collective(
     group: object,
     async_op: bool,
     signature: tuple[object, ...] | None = None,
-) -> Work | None:
+) -> PendingCollective | None:
     """Enqueue a collective of all ranks on the current stream, or, if it is not waited for, on NCCL's."""
     if group not in (None, WORLD, dist.group.WORLD):
         raise Unsupported(f"{kind} of {group}: the emulator has one group, of all ranks")
     all_dense(kind, (*reads, *writes))
-    rank = here()
+    rank = current_rank()
     stream = rank.backend.side_stream(NCCL) if async_op else rank.stream()
     if async_op:
         rank.streams.wait_event(stream, rank.streams.record_event(rank.stream()))
@@ -79,7 +78,7 @@ def _collective(
                 kind, stream, shapes, list(reads), list(writes), work, None, None, rank.backend.ranks
             )
         )
-    return Work(stream) if async_op else None
+    return PendingCollective(stream) if async_op else None
 
 
 def _reduction(op: object) -> Callable[[list[torch.Tensor]], torch.Tensor]:
@@ -89,7 +88,9 @@ def _reduction(op: object) -> Callable[[list[torch.Tensor]], torch.Tensor]:
     return _REDUCE[name]
 
 
-def all_reduce(tensor: torch.Tensor, op: object = dist.ReduceOp.SUM, group: object = None, async_op: bool = False) -> Any:
+def all_reduce(
+    tensor: torch.Tensor, op: object = dist.ReduceOp.SUM, group: object = None, async_op: bool = False
+) -> PendingCollective | None:
     reduce = _reduction(op)
 
     def work(arrivals: list[Arrival]) -> None:
@@ -102,19 +103,19 @@ def all_reduce(tensor: torch.Tensor, op: object = dist.ReduceOp.SUM, group: obje
 
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object = None, async_op: bool = False
-) -> Any:
+) -> PendingCollective | None:
     def work(arrivals: list[Arrival]) -> None:
         full = torch.cat([a.reads[0].reshape(-1) for a in arrivals])
         for a in arrivals:
             a.writes[0].view(-1).copy_(full)
 
-    _check_sizes("all_gather_into_tensor", output_tensor.numel(), input_tensor.numel() * here().size)
+    _check_sizes("all_gather_into_tensor", output_tensor.numel(), input_tensor.numel() * current_rank().size)
     return _collective("all_gather_into_tensor", [input_tensor], [output_tensor], work, group, async_op)
 
 
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: object = None, async_op: bool = False
-) -> Any:
+) -> PendingCollective | None:
     def work(arrivals: list[Arrival]) -> None:
         for a in arrivals:
             for out, source in zip(a.writes, arrivals, strict=True):
@@ -129,7 +130,7 @@ def reduce_scatter_tensor(
     op: object = dist.ReduceOp.SUM,
     group: object = None,
     async_op: bool = False,
-) -> Any:
+) -> PendingCollective | None:
     reduce = _reduction(op)
 
     def work(arrivals: list[Arrival]) -> None:
@@ -137,7 +138,7 @@ def reduce_scatter_tensor(
         for a, part in zip(arrivals, parts, strict=True):
             a.writes[0].view(-1).copy_(part)
 
-    _check_sizes("reduce_scatter_tensor", input.numel(), output.numel() * here().size)
+    _check_sizes("reduce_scatter_tensor", input.numel(), output.numel() * current_rank().size)
     return _collective("reduce_scatter_tensor", [input], [output], work, group, async_op)
 
 
@@ -148,8 +149,8 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: object = None,
     async_op: bool = False,
-) -> Any:
-    size = here().size
+) -> PendingCollective | None:
+    size = current_rank().size
     sends = list(input.split(list(input_split_sizes) if input_split_sizes else len(input) // size))
     receives = list(output.split(list(output_split_sizes) if output_split_sizes else len(output) // size))
 
@@ -161,30 +162,32 @@ def all_to_all_single(
     return _collective("all_to_all_single", sends, receives, work, group, async_op, (str(input.dtype),))
 
 
-def broadcast(tensor: torch.Tensor, src: int = 0, group: object = None, async_op: bool = False) -> Any:
+def broadcast(
+    tensor: torch.Tensor, src: int = 0, group: object = None, async_op: bool = False
+) -> PendingCollective | None:
     def work(arrivals: list[Arrival]) -> None:
         for a in arrivals:
             a.writes[0].copy_(arrivals[src].reads[0])
 
-    sent = [tensor] if here().rank == src else [tensor[:0] if tensor.dim() else tensor]
+    sent = [tensor] if current_rank().rank == src else [tensor[:0] if tensor.dim() else tensor]
     signature = (src, tuple(tensor.shape), str(tensor.dtype))
     return _collective("broadcast", sent, [tensor], work, group, async_op, signature)
 
 
 def barrier(group: object = None, async_op: bool = False, device_ids: object = None) -> None:
     """Let the host wait until the current streams of all ranks have come here."""
-    rank = here()
+    rank = current_rank()
     stream = rank.stream()
     rank.enqueue_or_capture(lambda: rank.streams.collective("barrier", stream, among=rank.backend.ranks))
     rank.wait_for(stream)
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: object = None) -> None:
-    object_list[:] = here().backend.exchange(obj)
+def all_gather_object(object_list: list[object], obj: object, group: object = None) -> None:
+    object_list[:] = current_rank().backend.exchange(obj)
 
 
-def broadcast_object_list(object_list: list[Any], src: int = 0, group: object = None, device: object = None) -> None:
-    object_list[:] = here().backend.exchange(list(object_list))[src]
+def broadcast_object_list(object_list: list[object], src: int = 0, group: object = None, device: object = None) -> None:
+    object_list[:] = current_rank().backend.exchange(list(object_list))[src]
 
 
 def _check_sizes(kind: str, actual: int, expected: int) -> None:
@@ -192,8 +195,8 @@ def _check_sizes(kind: str, actual: int, expected: int) -> None:
         raise ValueError(f"{kind}: {actual} elements where {expected} are expected")
 
 
-def _new_group(ranks: Sequence[int] | None = None, **_: Any) -> Group:
-    if ranks is not None and list(ranks) != list(range(here().size)):
+def _new_group(ranks: Sequence[int] | None = None, **_: object) -> Group:
+    if ranks is not None and list(ranks) != list(range(current_rank().size)):
         raise Unsupported(f"a group of ranks {list(ranks)}: the emulator has one group, of all ranks")
     return WORLD
 
@@ -206,8 +209,22 @@ def _refused(name: str) -> Callable[..., None]:
 
 
 WORLD = Group()
-_LEFT_OUT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "reduce", "gather", "scatter", "reduce_scatter",
-             "all_to_all", "monitored_barrier", "init_device_mesh", "all_gather_coalesced", "all_reduce_coalesced")  # fmt: skip
+_LEFT_OUT = (
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "reduce",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "monitored_barrier",
+    "init_device_mesh",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+)
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
@@ -218,10 +235,10 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         is_available=lambda: True,
         is_initialized=lambda: True,
         is_nccl_available=lambda: True,
-        get_rank=lambda group=None: here().rank,
-        get_world_size=lambda group=None: here().size,
+        get_rank=lambda group=None: current_rank().rank,
+        get_world_size=lambda group=None: current_rank().size,
         get_backend=lambda group=None: NCCL,
-        get_process_group_ranks=lambda group=None: list(range(here().size)),
+        get_process_group_ranks=lambda group=None: list(range(current_rank().size)),
         new_group=_new_group,
         barrier=barrier,
         all_reduce=all_reduce,

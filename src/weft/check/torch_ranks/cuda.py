@@ -7,13 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from ...emulator.tasks import EmulatedEvent, EmulatedStream
 from ...errors import Unsupported
-from .ranks import here, rank_number
+from .ranks import current_rank, rank_number
 
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[int, EmulatedStream] = weakref.WeakValueDictionary()
@@ -21,34 +20,34 @@ _by_number: weakref.WeakValueDictionary[int, EmulatedStream] = weakref.WeakValue
 
 def stream_of(number: int) -> EmulatedStream:
     """Return the stream whose `Stream.cuda_stream` is this number."""
-    return here().stream() if number == 0 else _by_number[number]
+    return current_rank().stream() if number == 0 else _by_number[number]
 
 
 class Stream:
     """torch.cuda.Stream."""
 
     def __init__(self, device: object = None, priority: int = 0, *, emulated: EmulatedStream | None = None) -> None:
-        self.emulated = emulated or here().new_stream()
+        self.emulated = emulated or current_rank().new_stream()
         self.priority, self.cuda_stream = priority, next(_numbers)
         _by_number[self.cuda_stream] = self.emulated
         self.device = torch.device("cuda", rank_number())
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.emulated is self.emulated
+    def __eq__(self, stream: object) -> bool:
+        return isinstance(stream, Stream) and stream.emulated is self.emulated
 
     def __hash__(self) -> int:
         return id(self.emulated)
 
     def __enter__(self) -> Stream:
-        self._before = here().backend.on(self.emulated)
+        self._before = current_rank().backend.on(self.emulated)
         self._before.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._before.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self._before.__exit__(None, None, None)
 
     def synchronize(self) -> None:
-        here().wait_for(self.emulated)
+        current_rank().wait_for(self.emulated)
 
     def query(self) -> bool:
         return self.emulated.idle
@@ -68,22 +67,23 @@ class Stream:
 class Event:
     """torch.cuda.Event. Its times are the emulator's."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: object
+    ) -> None:
         self.recorded: EmulatedEvent | None = None
         self.stream: EmulatedStream | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        rank = here()
-        of = rank.stream() if stream is None else stream.emulated
-        self.stream = of
+        rank = current_rank()
+        recording = self.stream = rank.stream() if stream is None else stream.emulated
 
         def enqueue() -> None:
-            self.recorded = rank.streams.record_event(of)
+            self.recorded = rank.streams.record_event(recording)
 
         rank.enqueue_or_capture(enqueue)
 
     def wait(self, stream: Stream | None = None) -> None:
-        rank = here()
+        rank = current_rank()
         waiting = rank.stream() if stream is None else stream.emulated
 
         def enqueue() -> None:
@@ -94,40 +94,40 @@ class Event:
 
     def synchronize(self) -> None:
         if self.stream is not None:
-            here().wait_for(self.stream)
+            current_rank().wait_for(self.stream)
 
     def query(self) -> bool:
         return self.recorded is None or self.recorded.done
 
     def elapsed_time(self, end: Event) -> float:
-        here().synchronize()
+        current_rank().synchronize()
         assert self.recorded is not None and end.recorded is not None
         return (end.recorded.time - self.recorded.time) / 1000
 
 
-class Graph:
+class CapturedGraph:
     """torch.cuda.CUDAGraph: what was enqueued while it was captured, enqueued again by each replay."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.operations: list[Callable[[], object]] = []
         self.origin: EmulatedStream | None = None
 
-    def capture_begin(self, *_: Any, **__: Any) -> None:
-        rank = here()
+    def capture_begin(self, *_: object, **__: object) -> None:
+        rank = current_rank()
         self.operations, self.origin, rank.capture = [], rank.stream(), self
 
     def capture_end(self) -> None:
-        here().capture = None
+        current_rank().capture = None
 
     def replay(self) -> None:
-        rank = here()
+        rank = current_rank()
         if self.origin is None:
             raise RuntimeError("replay of a CUDA graph that was not captured")
-        now, origin = Stream(emulated=rank.stream()), Stream(emulated=self.origin)
-        origin.wait_stream(now)
+        current, origin = Stream(emulated=rank.stream()), Stream(emulated=self.origin)
+        origin.wait_stream(current)
         for operation in self.operations:
             rank.enqueue_or_capture(operation)
-        now.wait_stream(origin)
+        current.wait_stream(origin)
 
     def reset(self) -> None:
         self.operations = []
@@ -137,7 +137,7 @@ class Graph:
 
 
 @contextmanager
-def graph(cuda_graph: Graph, pool: object = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
+def graph(cuda_graph: CapturedGraph, pool: object = None, stream: Stream | None = None, **_: object) -> Iterator[None]:
     with use_stream(stream or Stream()):
         cuda_graph.capture_begin()
         try:
@@ -151,7 +151,7 @@ def use_stream(stream: Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    with here().backend.on(stream.emulated):
+    with current_rank().backend.on(stream.emulated):
         yield
 
 
@@ -168,51 +168,57 @@ class device:
 
 def set_device(which: object) -> None:
     """Check that a rank takes the GPU of its own number."""
-    number = which if isinstance(which, int) else torch.device(which).index  # type: ignore[arg-type]
+    number = which if isinstance(which, int) else torch.device(str(which)).index
     if number is not None and number != rank_number():
         raise Unsupported(f"rank {rank_number()} uses GPU {number}: every emulated rank has the GPU of its own number")
 
 
 def _set_stream(stream: Stream) -> None:
-    rank = here()
+    rank = current_rank()
     rank.streams.current[rank.rank] = stream.emulated
 
 
 def _properties(_: object = None) -> SimpleNamespace:
     return SimpleNamespace(
-        name="emulated", multi_processor_count=here().backend.sm_count, major=9, minor=0, total_memory=80 << 30,
-        warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 << 20,
-        shared_memory_per_block_optin=227 << 10, regs_per_multiprocessor=65536,
-    )  # fmt: skip
+        name="emulated",
+        multi_processor_count=current_rank().backend.sm_count,
+        major=9,
+        minor=0,
+        total_memory=80 << 30,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        L2_cache_size=50 << 20,
+        shared_memory_per_block_optin=227 << 10,
+        regs_per_multiprocessor=65536,
+    )
 
 
 def _seed(seed: int) -> torch.Generator:
-    return here().generator.manual_seed(seed)
+    return current_rank().generator.manual_seed(seed)
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
     """Yield (place, name, value) of all that stands in for torch's own."""
-    here_stream = Stream
     functions: dict[str, object] = dict(
         is_available=lambda: True,
         is_initialized=lambda: True,
         init=lambda: None,
-        device_count=lambda: here().size,
+        device_count=lambda: current_rank().size,
         current_device=rank_number,
         set_device=set_device,
         device=device,
-        synchronize=lambda device=None: here().synchronize(),
-        current_stream=lambda device=None: here_stream(emulated=here().stream()),
-        default_stream=lambda device=None: here_stream(
-            emulated=here().streams.stream(here().backend.machine_rank, "main")
+        synchronize=lambda device=None: current_rank().synchronize(),
+        current_stream=lambda device=None: Stream(emulated=current_rank().stream()),
+        default_stream=lambda device=None: Stream(
+            emulated=current_rank().streams.stream(current_rank().backend.machine_rank, "main")
         ),
         stream=use_stream,
         set_stream=_set_stream,
         Stream=Stream,
         Event=Event,
-        CUDAGraph=Graph,
+        CUDAGraph=CapturedGraph,
         graph=graph,
-        is_current_stream_capturing=lambda: here().capture is not None,
+        is_current_stream_capturing=lambda: current_rank().capture is not None,
         empty_cache=lambda: None,
         get_device_properties=_properties,
         get_device_capability=lambda device=None: (9, 0),

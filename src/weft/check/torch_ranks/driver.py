@@ -1,5 +1,5 @@
-"""The words of CUDA's driver that streams store and wait for, as `cuda.bindings.driver` names them. Where that package is not
-installed, a module of its name holds them while `patched` lasts."""
+"""Words that streams store and wait for, as `cuda.bindings.driver` names these operations of the driver. Where that
+package is not installed, a module of its name stands in for it while `patched` lasts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import ModuleType
-from typing import Any
+from typing import NoReturn, SupportsInt
 
 from ...emulator.bounds import ADDRESS
 from ...emulator.memory import ATOMIC_READ, ATOMIC_WRITE
 from ...emulator.tasks import EmulatedStream, Poll
 from ...errors import Unsupported
 from .cuda import stream_of
-from .ranks import here
+from .ranks import current_rank
 
-NAME = "cuda.bindings.driver"
-INSTALLED = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec(NAME) is not None
+DRIVER = "cuda.bindings.driver"
+INSTALLED = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec(DRIVER) is not None
 
 
 class CUresult(IntEnum):
@@ -47,14 +47,16 @@ _REACHED: dict[int, Callable[[int, int], bool]] = {
 
 
 def _enqueue(stream: EmulatedStream, text: str, do: Callable[[], None]) -> tuple[CUresult]:
-    rank = here()
+    rank = current_rank()
     rank.enqueue_or_capture(lambda: rank.streams.enqueue(stream, text, do))
     return (CUresult.CUDA_SUCCESS,)
 
 
-def cuStreamWriteValue32(stream: Any, address: Any, value: Any, flags: int = 0) -> tuple[CUresult]:
+def cuStreamWriteValue32(
+    stream: SupportsInt, address: SupportsInt, value: SupportsInt, flags: int = 0
+) -> tuple[CUresult]:
     """Enqueue a store of a word, behind a barrier of memory unless the flags say that there is none."""
-    target, machine, where = stream_of(int(stream)), here().backend.machine, int(address) & ADDRESS
+    target, machine, where = stream_of(int(stream)), current_rank().backend.machine, int(address) & ADDRESS
 
     def do() -> None:
         machine.pause()
@@ -67,9 +69,11 @@ def cuStreamWriteValue32(stream: Any, address: Any, value: Any, flags: int = 0) 
     return _enqueue(target, "cuStreamWriteValue32", do)
 
 
-def cuStreamWaitValue32(stream: Any, address: Any, value: Any, flags: int = 0) -> tuple[CUresult]:
+def cuStreamWaitValue32(
+    stream: SupportsInt, address: SupportsInt, value: SupportsInt, flags: int = 0
+) -> tuple[CUresult]:
     """Enqueue a wait for a word to reach, equal, .. a value."""
-    waiting, machine, where = stream_of(int(stream)), here().backend.machine, int(address) & ADDRESS
+    waiting, machine, where = stream_of(int(stream)), current_rank().backend.machine, int(address) & ADDRESS
     reached, wanted = _REACHED[int(flags) & 3], int(value) & 0xFFFFFFFF
 
     def do() -> None:
@@ -92,29 +96,35 @@ def _signed(value: int) -> int:
 class _Driver(ModuleType):
     """A module with what is above; anything else that is asked of it is refused."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Unsupported(f"{NAME}.{name}: the emulator does not model it")
+        raise Unsupported(f"{DRIVER}.{name}: the emulator does not model it")
 
 
 def modules() -> Iterator[tuple[str, ModuleType]]:
     """Yield (name, module) of the packages that are missing here."""
     if INSTALLED:
         return
-    driver = _Driver(NAME)
-    for value in (CUresult, CUstreamWriteValue_flags, CUstreamWaitValue_flags, cuStreamWriteValue32, cuStreamWaitValue32):
+    driver = _Driver(DRIVER)
+    for value in (
+        CUresult,
+        CUstreamWriteValue_flags,
+        CUstreamWaitValue_flags,
+        cuStreamWriteValue32,
+        cuStreamWaitValue32,
+    ):
         setattr(driver, value.__name__, value)
     for name in ("CUstream", "CUdeviceptr", "cuuint32_t"):
         setattr(driver, name, int)
     bindings, cuda = ModuleType("cuda.bindings"), ModuleType("cuda")
     bindings.driver, cuda.bindings = driver, bindings  # type: ignore[attr-defined]
-    yield from (("cuda", cuda), ("cuda.bindings", bindings), (NAME, driver))
+    yield from (("cuda", cuda), ("cuda.bindings", bindings), (DRIVER, driver))
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
     """Yield (place, name, value) of all that stands in for the package's own, where it is installed."""
     if INSTALLED:
-        installed = importlib.import_module(NAME)
+        installed = importlib.import_module(DRIVER)
         yield installed, "cuStreamWriteValue32", cuStreamWriteValue32
         yield installed, "cuStreamWaitValue32", cuStreamWaitValue32

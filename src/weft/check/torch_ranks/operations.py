@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ...emulator.tasks import EmulatedStream
 from ...errors import Unsupported
-from .ranks import Rank, here, untracked
+from .ranks import Rank, current_rank, untracked
+
+Operator: TypeAlias = Any  # what torch dispatches, an argument of it, or a result
+Operands: TypeAlias = tuple[Operator, ...]
+Keywords: TypeAlias = dict[str, Operator]
 
 CPU = torch.device("cpu")
 # Operations whose result the host reads, or whose shapes depend on values.
@@ -31,10 +36,10 @@ def _on_cpu(value: object) -> object:
     return value
 
 
-def _copied_to_host(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _copied_to_host(t: torch.Tensor, *args: Operator, **kwargs: Operator) -> torch.Tensor:
     """Return a copy that later writes on the device do not change; the host waits for it."""
     copy = t.clone()
-    here().wait_for(here().stream())
+    current_rank().wait_for(current_rank().stream())
     return copy.to(*args, **kwargs) if args or kwargs else copy
 
 
@@ -48,17 +53,17 @@ class Devices(TorchFunctionMode):
     """Gives every tensor the rank's GPU as its device, and puts it in CPU memory."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Operator, types: object, args: Operands = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.device:
             return func(*args, **kwargs)
         if func == torch.Tensor.device.__get__:
-            return torch.device("cuda", here().rank)
-        if func == torch.Tensor.is_cuda.__get__:
+            return torch.device("cuda", current_rank().rank)
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
         if func is torch.Tensor.get_device:
-            return here().rank
+            return current_rank().rank
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.record_stream:
@@ -68,23 +73,23 @@ class Devices(TorchFunctionMode):
         if func is torch.Tensor.to and _to_host(args[1:], kwargs):
             return _copied_to_host(*args, **kwargs)
         if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
-            here().wait_for(here().stream())
+            current_rank().wait_for(current_rank().stream())
             with untracked():
                 return func(*args, **kwargs)
         return func(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
 
 
 class Operations(TorchDispatchMode):
-    """Enqueues every operation on the rank's current stream. Its results have memory at once, and values when the stream
-    has come to it."""
+    """Enqueues every operation on the rank's current stream. Its results have memory at once, and values once the
+    stream has come to it."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
         self.rank = rank
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Operator, types: object, args: Operands = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
         if func._schema.name == "symm_mem::stream_write_value32_":
@@ -96,8 +101,6 @@ class Operations(TorchDispatchMode):
                 out = func(*args, **kwargs)
                 if _shares_memory(out, args, kwargs):
                     return out  # otherwise it was a copy
-            if self.rank.generator is not None and any(a.name == "generator" for a in func._schema.arguments):
-                kwargs["generator"] = kwargs.get("generator") or self.rank.generator
             if name in _VALUES:
                 return self._value(func, args, kwargs)
             try:
@@ -107,36 +110,36 @@ class Operations(TorchDispatchMode):
             return self._enqueued(func, name, args, kwargs, shapes)
 
     @staticmethod
-    def _views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _views(func: Operator, args: Operands, kwargs: Keywords) -> bool:
         returns = func._schema.returns
         return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
-    def _value(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _value(self, func: Operator, args: Operands, kwargs: Keywords) -> object:
         """Run an operation whose value the host needs, when the stream has come to it."""
-        result: list[Any] = []
+        result: list[object] = []
         stream = self.rank.stream()
         self._run(functools.partial(_keep, result, func, args, kwargs), func, _tensors((args, kwargs)), [], stream)
         self.rank.wait_for(stream)
         return result[0]
 
-    def _enqueued(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> Any:
+    def _enqueued(self, func: Operator, name: str, args: Operands, kwargs: Keywords, shapes: object) -> object:
         """Enqueue an operation whose results have these shapes, and return them."""
         written = _written(func, args, kwargs)
         ids = {id(t) for t in written}
         overwrites = name in _OVERWRITE
         reads = [t for t in _tensors((args, kwargs)) if not (id(t) in ids and (overwrites or "out" in kwargs))]
         returned, spec = tree_flatten(shapes)
-        own = iter(written)
+        targets = iter(written)
         fresh: list[torch.Tensor] = []
-        results: list[Any] = []
+        results: list[object] = []
         for like in returned:
             if not isinstance(like, torch.Tensor):
                 results.append(like)
             elif written:
-                results.append(next(own))
+                results.append(next(targets))
             else:
-                results.append(self._memory(like))
-                fresh.append(results[-1])
+                fresh.append(self._memory(like))
+                results.append(fresh[-1])
         if name.startswith(("empty", "new_empty")):
             return tree_unflatten(results, spec)
 
@@ -156,18 +159,21 @@ class Operations(TorchDispatchMode):
     def _run(
         self,
         run: Callable[[], object],
-        func: Any,
+        func: Operator,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
-        stream: Any,
+        stream: EmulatedStream,
     ) -> None:
         def named() -> None:
-            run()
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self.rank.with_random_numbers(run)
+            else:
+                run()
 
         named.__name__ = func._schema.name
         self.rank.enqueue_or_capture(lambda: self.rank.streams.call(named, reads, writes, stream))
 
-    def _shapes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _shapes(self, func: Operator, args: Operands, kwargs: Keywords) -> object:
         """Return the results without values."""
         meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
         meta_kwargs = {k: torch.device("meta") if isinstance(v, torch.device) else v for k, v in meta[1].items()}
@@ -193,7 +199,7 @@ class Operations(TorchDispatchMode):
         return word
 
 
-def _keep(result: list[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep(result: list[object], func: Operator, args: Operands, kwargs: Keywords) -> None:
     result[:] = [func(*args, **kwargs)]
 
 
@@ -201,7 +207,7 @@ def _tensors(tree: object) -> list[torch.Tensor]:
     return [t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def _written(func: Operator, args: Operands, kwargs: Keywords) -> list[torch.Tensor]:
     """Return the arguments that the operation writes, in the order of its results."""
     out: list[torch.Tensor] = []
     for i, argument in enumerate(func._schema.arguments):

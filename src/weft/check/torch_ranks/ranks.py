@@ -15,7 +15,7 @@ from ...emulator.tasks import EmulatedStream
 from ...errors import Unsupported
 
 if TYPE_CHECKING:
-    from .cuda import Graph
+    from .cuda import CapturedGraph
 
 _thread = threading.local()
 
@@ -27,17 +27,17 @@ class Rank:
         self.backend, self.rank, self.size = backend, backend.rank, backend.size
         self.streams = backend.machine.streams
         self.generator = torch.Generator()
-        self.capture: Graph | None = None
-        self.made = 0  # streams, for their names
-        # Memory that kernels may know by its address alone. On a GPU, what is freed is used again in the stream's order.
+        self.capture: CapturedGraph | None = None
+        self.stream_count = 0  # streams, for their names
+        # Memory that kernels may know by its address alone. On a GPU, freed memory is used again in the stream's order.
         self.allocated: list[torch.Tensor] = []
 
     def stream(self) -> EmulatedStream:
         return self.backend.current_stream()
 
     def new_stream(self) -> EmulatedStream:
-        self.made += 1
-        return self.backend.side_stream(f"torch {self.made}")
+        self.stream_count += 1
+        return self.backend.side_stream(f"torch {self.stream_count}")
 
     def enqueue_or_capture(self, enqueue: Callable[[], object]) -> None:
         """Enqueue an operation now, or at each replay of the graph that is being captured."""
@@ -48,6 +48,17 @@ class Rank:
         assert host is not None
         with host.calling():
             enqueue()
+
+    def with_random_numbers(self, run: Callable[[], object]) -> None:
+        """Call a function with this rank's random numbers in place of the process's, which all ranks share."""
+        process = torch.default_generator
+        state = process.get_state()
+        process.set_state(self.generator.get_state())
+        try:
+            run()
+            self.generator.set_state(process.get_state())
+        finally:
+            process.set_state(state)
 
     def wait_for(self, stream: EmulatedStream) -> None:
         """Make the host wait until a stream has done what was enqueued."""
@@ -71,7 +82,7 @@ def acting(rank: Rank) -> Iterator[None]:
         del _thread.rank
 
 
-def here() -> Rank:
+def current_rank() -> Rank:
     """Return the calling thread's rank. Raises Unsupported in a thread that has none."""
     rank = getattr(_thread, "rank", None)
     if rank is None:

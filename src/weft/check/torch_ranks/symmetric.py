@@ -4,23 +4,22 @@ pads."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from ...emulator.memory import ATOMIC_READ, ATOMIC_WRITE
-from ...emulator.tasks import EmulatedStream, Poll
+from ...emulator.tasks import Poll
 from ...errors import Mismatch, Unsupported
 from .cuda import Stream
-from .ranks import Rank, here, untracked
+from .ranks import Rank, current_rank, untracked
 
 SIGNAL_PAD_BYTES = 2048  # torch's default
 _state = {"signal pad": SIGNAL_PAD_BYTES}
 
 
-class Handle:
+class SymmetricHandle:
     """What `rendezvous` returns: every rank's copy of a tensor of `empty`, and every rank's signal pad."""
 
     def __init__(self, rank: Rank, tensor: torch.Tensor) -> None:
@@ -30,18 +29,19 @@ class Handle:
         with untracked():
             raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             start = tensor.data_ptr() - raw.data_ptr()
-            own = raw[start : start + tensor.numel() * tensor.element_size()]
+            local = raw[start : start + tensor.numel() * tensor.element_size()]
             pad = backend.zeros((_state["signal pad"] // 4,), torch.int32)
             backend.name_elements(pad, "signal pad")
-            peers = backend._exchange((own, pad, tuple(tensor.shape), tensor.dtype))
+            peers = backend._exchange((local, pad, tuple(tensor.shape), tensor.dtype))
         for number, (_, _, shape, dtype) in enumerate(peers):
             if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
                 raise Mismatch(
-                    f"rendezvous: rank {rank.rank} has {list(tensor.shape)} {tensor.dtype}, rank {number} {list(shape)} {dtype}"
+                    f"rendezvous: rank {rank.rank} has {list(tensor.shape)} {tensor.dtype}, "
+                    f"rank {number} {list(shape)} {dtype}"
                 )
         self._buffers: list[torch.Tensor] = [buffer for buffer, *_ in peers]
         self._pads: list[torch.Tensor] = [pad for _, pad, *_ in peers]
-        self.buffer_size, self.signal_pad_size = own.numel(), pad.numel() * 4
+        self.buffer_size, self.signal_pad_size = local.numel(), pad.numel() * 4
         with untracked():
             typed = [b.view(tensor.dtype) for b in self._buffers]
             bounds = backend.machine.bounds
@@ -54,9 +54,7 @@ class Handle:
     def has_multicast_support(*_: object) -> bool:
         return False
 
-    def get_buffer(
-        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
-    ) -> torch.Tensor:
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
         return _part(self._buffers[rank], sizes, dtype, storage_offset)
 
     get_remote_tensor = get_buffer
@@ -94,7 +92,9 @@ class Handle:
     def _word(self, owner: int, sender: int, channel: int) -> int:
         index = self.world_size * channel + sender
         if not 0 <= index < self._pads[owner].numel():
-            raise IndexError(f"channel {channel} of {self.world_size} ranks lies outside a pad of {self.signal_pad_size} bytes")
+            raise IndexError(
+                f"channel {channel} of {self.world_size} ranks lies outside a pad of {self.signal_pad_size} bytes"
+            )
         return self._pads[owner].data_ptr() + 4 * index
 
     def _swap(self, address: int, expected: int, value: int, text: str) -> None:
@@ -128,29 +128,29 @@ def _part(raw: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, storage_o
         return raw[begin:end].view(dtype).view(shape)
 
 
-def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
+def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
     """Return memory that `rendezvous` takes; nothing has written it."""
-    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    rank = here()
+    shape = size[0] if isinstance(size[0], Sequence) else [int(n) for n in size if isinstance(n, int)]
+    rank = current_rank()
     with untracked():
         tensor = rank.backend.empty(tuple(shape), dtype or torch.get_default_dtype())
         rank.backend.name_elements(tensor, "symmetric memory")
     return tensor
 
 
-def rendezvous(tensor: torch.Tensor, group: object = None) -> Handle:
-    """Collective. Return the Handle of a tensor of `empty`, the same one each time."""
-    rank = here()
+def rendezvous(tensor: torch.Tensor, group: object = None) -> SymmetricHandle:
+    """Collective. Return the SymmetricHandle of a tensor of `empty`, the same one each time."""
+    rank = current_rank()
     handles = rank.__dict__.setdefault("handles", {})
     key = tensor.data_ptr()
     if key not in handles:
-        handles[key] = Handle(rank, tensor)
+        handles[key] = SymmetricHandle(rank, tensor)
         handles[key].tensor = tensor  # its memory stays as long as the rank
     return handles[key]
 
 
-def _workspace(group: object, min_size: int) -> Handle:
-    rank = here()
+def _workspace(group: object, min_size: int) -> SymmetricHandle:
+    rank = current_rank()
     spaces = rank.__dict__.setdefault("workspaces", [])
     if not spaces or spaces[-1].buffer_size < min_size:
         spaces.append(rendezvous(empty(min_size, dtype=torch.uint8)))
@@ -158,15 +158,15 @@ def _workspace(group: object, min_size: int) -> Handle:
 
 
 def _backend_stream(priority: int = 0) -> Stream:
-    """Return the rank's stream of this priority for torch's own pipelines, the same one each time."""
-    streams = here().__dict__.setdefault("backend_streams", {})
+    """Return the rank's stream of this priority for torch's local pipelines, the same one each time."""
+    streams = current_rank().__dict__.setdefault("backend_streams", {})
     if priority not in streams:
         streams[priority] = Stream(priority=priority)
     stream: Stream = streams[priority]
     return stream
 
 
-def _unsupported(name: str) -> Any:
+def _unsupported(name: str) -> Callable[..., None]:
     def refuse(*_: object, **__: object) -> None:
         raise Unsupported(f"torch.distributed._symmetric_memory.{name}: the emulator does not model it")
 
@@ -174,7 +174,7 @@ def _unsupported(name: str) -> Any:
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
-    """Yield (place, name, value) of all that stands in for torch's own."""
+    """Yield (place, name, value) of all that stands in for torch's local."""
     functions = dict(
         empty=empty,
         rendezvous=rendezvous,
@@ -182,7 +182,7 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         _get_backend_stream=_backend_stream,
         enable_symm_mem_for_group=lambda group: None,
         is_symm_mem_enabled_for_group=lambda group: True,
-        is_symm_mem_tensor=lambda t: t.data_ptr() in here().__dict__.get("handles", {}),
+        is_symm_mem_tensor=lambda t: t.data_ptr() in current_rank().__dict__.get("handles", {}),
         set_backend=lambda name: None,
         get_backend=lambda device=None: "CUDA",
         is_nvshmem_available=lambda: False,
