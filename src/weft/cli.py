@@ -129,7 +129,8 @@ def check(
     target: Target,
     seeds: Seeds = 20,
     world: Annotated[
-        list[int] | None, typer.Option(min=1, help="World size; may be repeated. Default: 2, 3 and 4.")
+        list[int] | None,
+        typer.Option("--world", "--ranks", min=1, help="World size; may be repeated. Default: 2, 3 and 4."),
     ] = None,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     gpu: Annotated[str, typer.Option("--target", help="What to compile for; no GPU is needed.")] = "sm_90a",
@@ -140,7 +141,7 @@ def check(
     programs = 0
     try:
         from .architectures import capability_of
-        from .check import load, search
+        from .check import load, search, takes_rank
         from .emulator.ran import Ran
 
         ran, capability, main = Ran(), capability_of(gpu), load(target)
@@ -164,7 +165,9 @@ def check(
         print_line(f"{status} with {size} ranks: {exploration.runs} seeds, {exploration.schedules} different schedules")
     if not programs:
         raise fail(f"{target} launches no kernel, so there was nothing to check")
-    if not no_compile:
+    if takes_rank(main):
+        print_line("Not compiled: the rules for generated code are those of kernels written with weft.lang.")
+    elif not no_compile:
         _compile(ran, capability)
 
 

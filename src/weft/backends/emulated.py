@@ -501,12 +501,21 @@ def spmd(
     record: bool = False,
     nodes: int | Sequence[int] = 1,
     ahead: bool = False,
+    ends_release: bool = False,
 ) -> tuple[list[R], Report]:
     """Run `fn(backend)` as `size` ranks; return the results by rank, and the run's report. nodes: the number of nodes
     of equal size, or the number of ranks on each node. ahead: operators return before their streams are drained, as on
-    a GPU, and torch operations come in the order of the current stream."""
+    a GPU, and torch operations come in the order of the current stream. ends_release: see Machine."""
     machine = Machine(
-        size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record, ahead=ahead
+        size,
+        seed=seed,
+        sm_count=sm_count,
+        races=races,
+        preempt=preempt,
+        mutation=mutation,
+        record=record,
+        ahead=ahead,
+        ends_release=ends_release,
     )
     machine.nodes = placed(nodes, size)
     return drive(fn, machine), machine.report

@@ -5,31 +5,48 @@ compile the kernels that ran for a GPU that is not there (offline.py), and check
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from ..backends.base import Backend
-from ..backends.emulated import drive
+from ..backends.emulated import EmulatedBackend, drive
 from ..emulator import Machine, Report
 from ..emulator.host import folded
 from ..emulator.ran import Ran, Variant
 from ..errors import WeftError
 from ..launch import runs_nothing
 from ..world import World
+from . import torch_ranks
 from .names import variant_names
 from .offline import Compiled, compile_kernel, refusal, too_large
 from .ptx import broken_kernel_rules
 from .schedules import Exploration, explore
 
-Main = Callable[[World], object]
+Main = Callable[..., object]  # of a World, or of a rank and the number of ranks
+
+
+class RunOptions(TypedDict, total=False):
+    """Options of a run (`Machine`). Kernels that were not written for weft often start more programs than a small GPU
+    has SMs, and rely on what GPUs do beyond PTX's promises."""
+
+    sm_count: int
+    ends_release: bool
 
 
 def load(target: str) -> Main:
     """Return the function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError where there is none, where
-    a call would not run it, or where the file fails."""
+    a call would not run it, or where the file fails. The file may use torch and Triton as on a GPU (`torch_ranks`)."""
+    with torch_ranks.patched():
+        return _load(target)
+
+
+def _load(target: str) -> Main:
     name, _, function = target.partition(":")
     path, function = Path(name), function or "main"
     if not path.is_file():
@@ -55,10 +72,26 @@ def load(target: str) -> Main:
         sys.argv = arguments
     main = getattr(module, function, None)
     if not callable(main):
-        raise WeftError(f"{path} defines no function {function}(world)")
+        raise WeftError(f"{path} defines no function {function}(world) or {function}(rank, world_size)")
     if runs_nothing(main):
         raise WeftError(f"{path}: {function} is async or a generator: calling it runs nothing of it")
     return main
+
+
+def takes_rank(main: Main) -> bool:
+    """Return whether the function is called as torchrun would start it, main(rank, world_size), and not main(world)."""
+    parameters = inspect.signature(main).parameters.values()
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 2
+
+
+@contextmanager
+def ranks_of(main: Main) -> Iterator[tuple[Callable[[EmulatedBackend], object], RunOptions]]:
+    """Yield the function of one emulated rank's backend, and how the run simulates GPUs."""
+    if takes_rank(main):
+        with torch_ranks.patched():
+            yield torch_ranks.as_rank(main), RunOptions(sm_count=32, ends_release=True)
+    else:
+        yield _rank(main), RunOptions()
 
 
 def _rank(main: Main) -> Callable[[Backend], object]:
@@ -73,17 +106,19 @@ def _rank(main: Main) -> Callable[[Backend], object]:
 
 def run(main: Main, world: int, seed: int) -> tuple[Report, Exception | None]:
     """Run one schedule of `main` on `world` emulated ranks; return its report, and the error that ended it, if any."""
-    machine = Machine(world, seed=seed)
-    try:
-        drive(_rank(main), machine)
-    except Exception as error:
-        return machine.report, folded(error)
+    with ranks_of(main) as (rank, options):
+        machine = Machine(world, seed=seed, **options)
+        try:
+            drive(rank, machine)
+        except Exception as error:
+            return machine.report, folded(error)
     return machine.report, None
 
 
 def search(main: Main, world: int, seeds: Iterable[int]) -> Exploration:
     """Run every seed until one fails. A seed fixes the schedule, so that a finding can be reproduced."""
-    return explore(_rank(main), world, seeds, stop=True)
+    with ranks_of(main) as (rank, options):
+        return explore(rank, world, seeds, stop=True, **options)
 
 
 @dataclass

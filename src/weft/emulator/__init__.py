@@ -17,8 +17,8 @@ schedules.
     deadlock    the wait-for graph as text
 
 It does not see what host code itself reads and writes, how the compiler lays blocks out over threads, how it reorders
-waits and loads (`weft check` reads the PTX for that), integer overflow, and inline assembly other than weft.lang's
-intrinsics, which it refuses to run. Specialisation of integer arguments has no effect here.
+waits and loads (`weft check` reads the PTX for that), and integer overflow. Inline assembly runs where inline_ptx.py
+knows its instructions, and is refused elsewhere. Specialisation of integer arguments has no effect here.
 """
 
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ from ..errors import SignalError, WeftError
 if find_spec("greenlet") is None:
     raise WeftError("the emulator needs greenlet, which is not installed: pip install greenlet")
 
-from . import intrinsics  # noqa: F401  (registers the emulated forms of weft.lang's intrinsics)
+from . import inline_ptx, intrinsics  # noqa: F401  (they register what inline PTX and weft.lang's intrinsics do)
 from .machine import Machine
 from .mutate import Mutation, sites
 from .tasks import Report

@@ -38,6 +38,7 @@ from ..architectures import HOPPER
 from ..errors import Deadlock
 from . import libdevice
 from .bounds import ADDRESS
+from .thread_values import Branch, ThreadTensor, refuse_thread_values
 
 if TYPE_CHECKING:
     from .programs import Programs
@@ -51,6 +52,9 @@ stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
 TURNS = 100_000  # a `while` loop of more turns is taken to be endless; it takes about two seconds
 hooks: Programs = None  # the Programs of the Machine that runs; None without a run
+assembly: Function = None  # runs inline PTX (inline_ptx.py, which sets it)
+# (kernel, grid, *arguments, **options) of Triton's launch; None where it is refused
+user_launch: Function | None = None
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
@@ -59,8 +63,29 @@ _users: dict[int, CodeType] = {}
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Makes assignments convert numbers to tensors, drops annotations (a `tl.constexpr` stays what it is), and counts
-    the turns of `while` loops."""
+    """Makes assignments convert numbers to tensors, drops annotations (a `tl.constexpr` stays what it is), counts the
+    turns of `while` loops, and lets a branch be taken by some threads of the program alone (`Branch`)."""
+
+    branches = 0
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        self.branches += 1
+        name = f"__branch_{self.branches}"
+
+        def call(method: str) -> ast.expr:
+            return ast.Call(ast.Attribute(ast.Name(name, ast.Load()), method, ast.Load()), [], [])
+
+        def part(method: str, body: list[ast.stmt]) -> ast.If:
+            return ast.If(call(method), [ast.Try(body, [], [], [ast.Expr(call("leave"))])], [])
+
+        condition = ast.Call(ast.Name("__branch", ast.Load()), [node.test], [])
+        out: list[ast.stmt] = [ast.Assign([ast.Name(name, ast.Store())], condition), part("then", node.body)]
+        if node.orelse:
+            out.append(part("otherwise", node.orelse))
+        for statement in out:
+            ast.copy_location(statement, node)
+        return out
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
@@ -134,6 +159,7 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
     used = {node.id: raw.__globals__.get(node.id) for node in ast.walk(tree) if isinstance(node, ast.Name)}
     imported = {name: _late(value) for name, value in used.items() if _is_language(value)}
     rewriting_names = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, "__turns": _count_turns}
+    rewriting_names["__branch"] = _branch
     extremes = {name: _extreme(name) for name in ("min", "max") if name not in raw.__globals__}
     closure = {**rewriting_names, **extremes, **imported, **free}
     outer = ast.parse(f"def __outer({', '.join(closure)}):\n    return {define.name}")
@@ -156,6 +182,10 @@ def _count_turns() -> Iterator[None]:
     """Yield once for each turn of a loop; raise Deadlock after more than a loop that ends would make."""
     yield from itertools.repeat(None, TURNS)
     raise Deadlock(f"a loop has made {TURNS} turns and has not ended\n{hooks.machine.me()}")
+
+
+def _branch(condition: object) -> Branch:
+    return Branch(hooks.current, condition)
 
 
 def where() -> tuple[tuple[str, int, str], ...]:
@@ -442,8 +472,11 @@ class Builder(stock.InterpreterBuilder):
         if not condition.data.all():
             raise AssertionError(f"tl.device_assert: {message}\n{hooks.machine.me()}")
 
-    def create_inline_asm(self, *_: object) -> TensorHandle:
-        raise NotImplementedError("the emulator cannot run inline assembly: make the function a weft.lang intrinsic")
+    def create_inline_asm(
+        self, text: str, constraints: str, inputs: list[TensorHandle], types: list[tl.dtype], _: bool, pack: int
+    ) -> object:
+        self.assembled = assembly(text, constraints, inputs, types, pack)
+        return self.assembled
 
     def create_extern_elementwise(
         self, library: str, path: str, symbol: str, args: list[TensorHandle], kind: tl.dtype, pure: bool
@@ -847,6 +880,8 @@ def _builtin(member: Function, title: str) -> Function:
     by its title."""
 
     def call(*args: object, **kwargs: object) -> object:
+        if ThreadTensor.exist:
+            refuse_thread_values(*args, *kwargs.values())
         kwargs["_semantic"] = semantic
         try:
             return member(*args, **kwargs)
@@ -899,6 +934,17 @@ def _is_language(value: object) -> bool:
     return tl.core.is_builtin(value) or (inspect.isfunction(value) and value.__module__ == generic_libdevice.__name__)
 
 
+def _inline_asm(*args: object, **kwargs: object) -> object:
+    """Return the outputs of inline assembly; those that differ between threads as ThreadTensors."""
+    outputs = _stock_inline_asm(*args, **kwargs)
+    several = not isinstance(outputs, tl.tensor)
+    tensors = [
+        t if values is None else ThreadTensor(t, values)
+        for t, values in zip(outputs if several else (outputs,), builder.assembled.threads, strict=True)
+    ]
+    return tuple(tensors) if several else tensors[0]
+
+
 def _call(self: JITFunction, *args: object, **kwargs: object) -> object:
     if hooks.current.run is None:
         raise RuntimeError(f"{self.__name__} runs on a device only: give it to World.launch, or call it in a kernel")
@@ -907,7 +953,9 @@ def _call(self: JITFunction, *args: object, **kwargs: object) -> object:
     return hooks.interpreted(self)(*args, **kwargs)
 
 
-def _launch(self: JITFunction, grid: object) -> NoReturn:
+def _launch(self: JITFunction, grid: object) -> Function:
+    if user_launch is not None:
+        return functools.partial(user_launch, self, grid)
     raise TypeError(
         f"{self.__name__}[grid](...) is Triton's launch; here it is World.launch(kernel, grid, args, options, stream)"
     )
@@ -922,6 +970,7 @@ def _constexpr_call(self: ConstexprFunction, *args: object, _semantic: object = 
 
 
 _stock_dot = _builtin(tl.core.dot, "tl.dot")
+_stock_inline_asm = _builtin(tl.core.inline_asm_elementwise, "tl.inline_asm_elementwise")
 _np_dtypes: dict[tl.dtype, np.dtype] = {}
 
 
@@ -1024,6 +1073,7 @@ def _changes() -> list[Change]:
             scope.set_attr(space, name, value)
     for space in (tl, tl.core):
         scope.set_attr(space, "dot", _dot)
+        scope.set_attr(space, "inline_asm_elementwise", _inline_asm)
     scope.set_attr(tl.core.tensor_descriptor_base, "load", _desc_load)
     scope.set_attr(tl.core.tensor_descriptor_base, "store", _desc_store)
     for name in dict.fromkeys((*_SCALAR, *_COMPARE, *_BLOCK)):

@@ -86,8 +86,14 @@ class Machine:
         mutation: Mutation | None = None,
         record: bool = False,
         ahead: bool = False,
+        ends_release: bool = False,
     ) -> None:
-        """Make the machine of a run. ahead: host code runs ahead of its streams, as on a GPU (torch_order.py)."""
+        """Make the machine of a run. ahead: host code runs ahead of its streams, as on a GPU (torch_order.py).
+        ends_release: a relaxed atomic of a kernel publishes what the operations before the kernel on its stream have
+        written, and what it reads orders the operations behind the kernel. PTX does not promise that, but GPUs make
+        writes visible to all when an operation ends, and the signals of published kernels rely on it. weft's own
+        kernels release and acquire."""
+        self.ends_release = ends_release
         self.nodes: tuple[int, ...] = (0,) * size  # the number of each rank's node, by rank
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
         self.mutation, self.record, self.ahead = mutation, record, ahead
@@ -380,6 +386,9 @@ class Machine:
     def peek(self, address: int) -> int:
         return ctypes.c_int32.from_address(address).value
 
+    def store_word(self, address: int, value: int) -> None:
+        ctypes.c_int32.from_address(address).value = value
+
     def _wake_word(self, task: Task) -> None:
         tasks = self.waiting[task.wait.address]
         tasks.remove(task)
@@ -457,12 +466,35 @@ class Machine:
                 f"program that never starts never signals (launch at most world.sm_count)\n{self.me()}"
             )
 
-    def acquire(self, task: Task, update: Update, scope_sys: bool) -> None:
+    def acquire(self, task: Task, update: Update, scope_sys: bool, later: bool = False) -> None:
+        """Order the task after what an update of a word released; later: from its threads' next barrier on."""
         task.acquired = True
-        if (rank_clock := update.ranks.get(task.rank)) is not None:
-            task.join(rank_clock)
-        if scope_sys and update.system is not None:
-            task.join(update.system)
+        for clock in self.published(task, update, scope_sys):
+            if later:
+                task.later = merged(task.later, clock)
+            else:
+                task.join(clock)
+                self.show_copies(task)
+
+    def show_copies(self, task: Task) -> None:
+        """Let the task's bulk accesses see operations of streams that it is ordered after, with `ends_release`: these
+        do not write through the caches of the SM that a proxy fence is for."""
+        if self.ends_release and task.kind == "program":
+            self.widen(task)
+            streams = [agent for key, agent in self.agents.items() if isinstance(key, tuple) and key[0] == "stream"]
+            task.bulk_view[streams] = np.maximum(task.bulk_view[streams], task.clock[streams])
+
+    def observe(self, task: Task, update: Update, scope_sys: bool) -> None:
+        """Note that a relaxed atomic has read an update. With `ends_release`, what follows the task's kernel on its
+        stream comes after what the update released."""
+        if self.ends_release and task.kind == "program":
+            for clock in self.published(task, update, scope_sys):
+                task.at_end = merged(task.at_end, clock)
+
+    def published(self, task: Task, update: Update, scope_sys: bool) -> list[np.ndarray]:
+        """Return the clocks that an update shows to a task."""
+        clocks = [update.ranks.get(task.rank), update.system if scope_sys else None]
+        return [clock for clock in clocks if clock is not None]
 
     def release(
         self, task: Task, address: int, scope_sys: bool, store: bool, released: bool, fenced: bool = True
@@ -490,6 +522,10 @@ class Machine:
             covered, fence_sys = task.fenced
             scope_sys &= fence_sys
             covered[task.atomic_agent] = task.atomic_clock
+        if covered is None and self.ends_release and task.kind == "program":
+            ranks = {**ranks, task.rank: merged(ranks.get(task.rank), task.start)}
+            if scope_sys:
+                system = merged(system, task.start)
         if covered is not None:
             if task.kind == "program":
                 task.atomic_clock += 1

@@ -101,10 +101,11 @@ class Programs:
         volatile: bool,
         polls: bool = True,
         whole: WholeBlock | None = None,
+        scope: str = "SYSTEM",
     ) -> np.ndarray:
         """Return the elements at `ptrs`. polls: a volatile load is a program's look at a word that it waits for, unless
         the program calls `look_again` itself. whole: the block and mask of which this call loads the part where the
-        mask is on."""
+        mask is on. scope: that of a volatile load, as in `atomic`."""
         whole = whole or (ptrs, mask)
         task = self.machine.current
         if volatile:
@@ -113,7 +114,7 @@ class Programs:
             self._maybe_pause()
             self._not_yet_waited()
         out = None
-        kind = ATOMIC_READ | (BY_MANY_THREADS if ptrs.size > 1 else 0) if volatile else READ
+        kind = ATOMIC_READ | (BY_MANY_THREADS if ptrs.size > 1 else 0) | SCOPES[scope] if volatile else READ
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
@@ -143,13 +144,15 @@ class Programs:
             self._polled((lo, value.tobytes().__hash__()), lo)
         return value
 
-    def store(self, ptrs: np.ndarray, value: np.ndarray, mask: Mask, low_latency: bool = False) -> None:
-        """Store elements. low_latency: words that other programs may be polling."""
+    def store(
+        self, ptrs: np.ndarray, value: np.ndarray, mask: Mask, low_latency: bool = False, scope: str = "SYSTEM"
+    ) -> None:
+        """Store elements. low_latency: words that other programs may be polling, stored at this scope (`atomic`)."""
         if low_latency:
             self.machine.pause()
         else:
             self._maybe_pause()
-        kind = ATOMIC_WRITE | BY_MANY_THREADS if low_latency else WRITE
+        kind = ATOMIC_WRITE | BY_MANY_THREADS | SCOPES[scope] if low_latency else WRITE
         whole = ptrs, mask
         if mask is not None:
             rows = sub_block(ptrs, mask)
@@ -344,8 +347,11 @@ class Programs:
         after = [ctypes.string_at(a, size) for a in addresses]
         for address, old, new in zip(addresses, before, after, strict=True):
             self.machine.word(address, (ATOMIC_READ if old == new else ATOMIC_WRITE) | how, size)
-            if acquire and (log := self.machine.words.get(address)):
-                self.machine.acquire(task, log[-1], scope_sys)
+            if scope != "CTA" and (log := self.machine.words.get(address)):
+                if acquire:
+                    self.machine.acquire(task, log[-1], scope_sys)
+                else:
+                    self.machine.observe(task, log[-1], scope_sys)
             if old != new:
                 fenced = ptrs.size <= WARP and scope != "CTA"
                 self.machine.release(task, address, scope_sys, False, release, fenced)
@@ -389,16 +395,66 @@ class Programs:
         cut = self.machine.rng.randrange(count + 1)
         return slice(cut), slice(cut, None)
 
-    def look_again(self) -> None:
+    @property
+    def threads(self) -> int:
+        """Return the number of threads of the running program."""
+        run = self.machine.current.run
+        return 0 if run is None else 32 * run.warps
+
+    def thread_access(
+        self,
+        pointer: int,
+        size: int,
+        order: str,
+        scope: str,
+        new: Callable[[int], int] | None = None,
+        *,
+        store: bool = False,
+        everywhere: bool = False,
+    ) -> int:
+        """Make one thread's access to a word of `size` bytes, and return its value before. order: "" for an ordinary
+        access, "relaxed", "acquire", "release" or "acq_rel"; scope: as in `atomic`. new: makes the new value of the one
+        before; None for a load. store: the new value does not depend on it. everywhere: all threads of the program make
+        the same access, so that they all acquire. Otherwise a barrier has to order the others behind an acquire."""
+        if not order:
+            ptrs, dtype = np.array([pointer], np.uint64), np.dtype(f"u{size}")
+            if new is None:
+                return int(self.load(ptrs, None, None, dtype, False)[0])
+            self.store(ptrs, np.array([new(0)], dtype), None)
+            return 0
+        machine, task, near = self.machine, self.machine.current, scope == "CTA"
+        machine.pause()
+        address = self._address(pointer, ATOMIC_READ if new is None else ATOMIC_WRITE, size)
+        task.time += size / 1000
+        before = int.from_bytes(ctypes.string_at(address, size), "little")
+        after = before if new is None else new(before)
+        changes = store or after != before
+        machine.word(address, (ATOMIC_WRITE if changes else ATOMIC_READ) | SCOPES[scope], size)
+        if not near and not store and (log := machine.words.get(address)):
+            if order in ("acquire", "acq_rel"):
+                machine.acquire(task, log[-1], scope == "SYSTEM", later=not everywhere)
+                if everywhere:
+                    task.stored.clear()
+            else:
+                machine.observe(task, log[-1], scope == "SYSTEM")
+        if changes:
+            ctypes.memmove(address, after.to_bytes(size, "little"), size)
+            machine.release(
+                task, address, scope == "SYSTEM", store, order in ("release", "acq_rel") and not near, not near
+            )
+            machine.word_changed(address)
+        return before
+
+    def look_again(self, address: int | None = None) -> None:
         """Note that the task looked at words that are not there yet: it sleeps if nothing has changed since its last
-        look."""
+        look, or, with an address, until that word changes."""
         task, machine = self.machine.current, self.machine
         machine.signals("waits")
         if task.polled != (machine.progress,):
             task.polled = (machine.progress,)
             return
         machine.polling.append(task)
-        machine.block(Poll(None, interpret.where()))
+        machine.block(Poll(address, interpret.where()))
         task.polled = ()
 
     def flush_stores(self, bulk: bool) -> None:
@@ -407,6 +463,10 @@ class Programs:
         task = self.machine.current
         task.flushed = task.tick
         task.stored.clear()
+        if task.later is not None:
+            task.join(task.later)
+            task.later = None
+            self.machine.show_copies(task)
         if bulk:
             if self.machine.record:
                 self.machine.report.bulk_lines.add(interpret.where()[0][:2])

@@ -225,9 +225,10 @@ class Streams:
         stream: EmulatedStream,
         co_resident: bool = False,
         per_sm: int = 1,
+        warps: int = 4,
     ) -> None:
         """Enqueue a launch. co_resident: its programs become resident at once, and take no SM from others. per_sm: the
-        number of programs that share an SM."""
+        number of programs that share an SM. warps: of a program."""
         rank = stream.rank
         for name, value in args.items():
             self.track(name, value, rank)
@@ -247,7 +248,20 @@ class Streams:
                 return
             start = stream.task.time
             run = KernelRun(
-                kernel, body, bound, grid, stream, count, start, start, number, enqueue_index, co_resident, per_sm, fits
+                kernel,
+                body,
+                bound,
+                grid,
+                stream,
+                count,
+                start,
+                start,
+                number,
+                enqueue_index,
+                co_resident,
+                per_sm,
+                fits,
+                warps,
             )
             self._number(run, states)
             if co_resident:
@@ -366,7 +380,8 @@ class Streams:
                     error.add_note(f"launched with {', '.join(map(_described, run.args.items()))}")
                 raise
             task.clock[bulk_agent], task.clock[atomic_agent] = task.bulk_clock, task.atomic_clock
-            run.clock = merged(run.clock, task.clock)
+            for clock in (task.clock, task.later, task.at_end):
+                run.clock = run.clock if clock is None else merged(run.clock, clock)
             run.ended = max(run.ended, task.time)
             run.left -= 1
             self.machine.span(task, kernel, "compute", task.begun)
@@ -635,16 +650,20 @@ _HOST_SIDE = (
     "weft/backends/emulated.py",
     "weft/world.py",
 )
+
+
 _TORCH = str(Path(torch.__file__).parent)
+
+
+def _host_side(file: str) -> bool:
+    """Return whether a file is between an op or user code and the streams."""
+    return file.endswith(_HOST_SIDE) or "weft/check/torch_ranks/" in file or file.startswith(_TORCH)
 
 
 def call_site() -> tuple[str, int]:
     """Return (file, line) of the op or user code that gave a World an operation."""
     frame = sys._getframe(1)
-    while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        if not file.endswith(_HOST_SIDE) and not file.startswith(_TORCH):
-            break
+    while frame.f_back is not None and _host_side(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

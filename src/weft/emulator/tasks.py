@@ -58,6 +58,11 @@ class Task:
     bulk_agent: int = -1
     bulk_clock: int = 0
     bulk_view: np.ndarray = None  # type: ignore[assignment]
+    later: np.ndarray | None = (
+        None  # what one thread of a program acquired, and its others have from their next barrier
+    )
+    at_end: np.ndarray | None = None  # what follows a program's kernel is ordered after this too (`Machine.observe`)
+    threads: np.ndarray | None = None  # bool [threads], those that run the present branch; None: all of the program's
     fenced: tuple[np.ndarray, bool] | None = None  # the clock that its last release fence covered; whether scope "sys"
     cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
@@ -166,6 +171,7 @@ class KernelRun:
     co_resident: bool = False  # whether its programs are resident together with other kernels' programs
     per_sm: int = 1  # programs that share an SM
     fits: bool = True  # whether all its programs can be resident at once
+    warps: int = 4  # of a program
     call: int = 0  # the call's number in the first channel when the launch began; 0 without a channel
     uncounted: str = ""  # why `call` is the number of an earlier launch; empty where it is not
     started: int = 0

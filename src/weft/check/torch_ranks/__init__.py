@@ -1,0 +1,88 @@
+"""Programs written against torch and plain Triton, as torchrun would start them, on emulated ranks.
+
+`main(rank, world_size)` runs once a rank, unchanged: its kernels are `@triton.jit` functions launched as
+`kernel[grid](..)`, its memory comes from torch.distributed._symmetric_memory or torch's factories, its streams, events
+and graphs from torch.cuda, its collectives from torch.distributed. While `patched` lasts, these names lead here:
+
+    ranks.py         the rank of the calling thread, and its streams
+    operations.py    every operation of torch, in the order of the rank's current stream
+    symmetric.py     symmetric memory and signal pads
+    cuda.py          devices, streams, events, graphs
+    driver.py        words that streams store and wait for
+    collectives.py   torch.distributed
+    launches.py      kernel[grid](..)
+
+All tensors are CPU tensors of the emulator, whatever device they ask for. As on a GPU, the host runs ahead of its
+streams: it waits where it asks for a value, or synchronises.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+
+from ...backends.emulated import EmulatedBackend
+from ...emulator import interpret
+from ...errors import WeftError
+from . import collectives, cuda, driver, launches, symmetric
+from .operations import Devices, Operations
+from .ranks import Rank, acting
+
+MainOfRank = Callable[[int, int], object]
+_MISSING = object()
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Lead the names of torch and Triton that ranks use to the emulator, until the block ends."""
+    undo: list[tuple[object, str, object]] = []
+    missing: list[str] = []
+    try:
+        for name, stand_in in driver.modules():
+            sys.modules[name] = stand_in
+            missing.append(name)
+        for module in (collectives, cuda, driver, symmetric, launches):
+            for place, name, value in module.replacements():
+                undo.append((place, name, vars(place).get(name, getattr(place, name, _MISSING))))
+                setattr(place, name, value)
+        interpret.user_launch = launches.launch
+        yield
+    finally:
+        interpret.user_launch = None
+        for name in missing:
+            del sys.modules[name]
+        for place, name, value in reversed(undo):
+            if value is _MISSING:
+                delattr(place, name)
+            else:
+                setattr(place, name, value)
+
+
+def as_rank(main: MainOfRank) -> Callable[[EmulatedBackend], object]:
+    """Return the function of one emulated rank that runs main(rank, world_size) and then waits for its streams. It is
+    called while `patched`."""
+
+    @functools.wraps(main)
+    def run(backend: EmulatedBackend) -> object:
+        rank = Rank(backend)
+        with ExitStack() as stack:
+            modes: list[AbstractContextManager[object]] = [
+                acting(rank),
+                torch.inference_mode(),
+                Devices(),
+                Operations(rank),
+            ]
+            for mode in modes:
+                stack.enter_context(mode)
+            try:
+                result = main(rank.rank, rank.size)
+            except SystemExit as e:  # raised on, it would end the command with status 0
+                raise WeftError(f"rank {rank.rank} ended by sys.exit({e.code!r})") from e
+            rank.synchronize()
+            return result
+
+    return run

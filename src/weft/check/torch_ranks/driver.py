@@ -1,0 +1,130 @@
+"""Words that streams store and wait for, as `cuda.bindings.driver` names these operations of the driver. Where that
+package is not installed, a module of its name stands in for it while `patched` lasts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from types import ModuleType
+from typing import NoReturn, SupportsInt
+
+from ...emulator.bounds import ADDRESS
+from ...emulator.memory import ATOMIC_READ, ATOMIC_WRITE
+from ...emulator.tasks import EmulatedStream, Poll
+from ...errors import Unsupported
+from .cuda import stream_of
+from .ranks import current_rank
+
+DRIVER = "cuda.bindings.driver"
+INSTALLED = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec(DRIVER) is not None
+
+
+class CUresult(IntEnum):
+    CUDA_SUCCESS = 0
+
+
+class CUstreamWriteValue_flags(IntEnum):
+    CU_STREAM_WRITE_VALUE_DEFAULT = 0
+    CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER = 1
+
+
+class CUstreamWaitValue_flags(IntEnum):
+    CU_STREAM_WAIT_VALUE_GEQ = 0
+    CU_STREAM_WAIT_VALUE_EQ = 1
+    CU_STREAM_WAIT_VALUE_AND = 2
+    CU_STREAM_WAIT_VALUE_NOR = 3
+    CU_STREAM_WAIT_VALUE_FLUSH = 1 << 30
+
+
+_REACHED: dict[int, Callable[[int, int], bool]] = {
+    0: lambda word, value: (word - value) & 0xFFFFFFFF < 1 << 31,
+    1: lambda word, value: word == value,
+    2: lambda word, value: word & value != 0,
+    3: lambda word, value: ~(word | value) & 0xFFFFFFFF != 0,
+}
+
+
+def _enqueue(stream: EmulatedStream, text: str, do: Callable[[], None]) -> tuple[CUresult]:
+    rank = current_rank()
+    rank.enqueue_or_capture(lambda: rank.streams.enqueue(stream, text, do))
+    return (CUresult.CUDA_SUCCESS,)
+
+
+def cuStreamWriteValue32(
+    stream: SupportsInt, address: SupportsInt, value: SupportsInt, flags: int = 0
+) -> tuple[CUresult]:
+    """Enqueue a store of a word, behind a barrier of memory unless the flags say that there is none."""
+    target, machine, where = stream_of(int(stream)), current_rank().backend.machine, int(address) & ADDRESS
+
+    def do() -> None:
+        machine.pause()
+        machine.word(where, ATOMIC_WRITE)
+        machine.store_word(where, _signed(int(value)))
+        machine.release(target.task, where, True, True, not int(flags) & 1)
+        machine.word_changed(where)
+        target.task.advance()
+
+    return _enqueue(target, "cuStreamWriteValue32", do)
+
+
+def cuStreamWaitValue32(
+    stream: SupportsInt, address: SupportsInt, value: SupportsInt, flags: int = 0
+) -> tuple[CUresult]:
+    """Enqueue a wait for a word to reach, equal, .. a value."""
+    waiting, machine, where = stream_of(int(stream)), current_rank().backend.machine, int(address) & ADDRESS
+    reached, wanted = _REACHED[int(flags) & 3], int(value) & 0xFFFFFFFF
+
+    def do() -> None:
+        machine.pause()
+        while not reached(machine.peek(where) & 0xFFFFFFFF, wanted):
+            machine.polling.append(waiting.task)
+            machine.block(Poll(where, ()))
+        machine.word(where, ATOMIC_READ)
+        if log := machine.words.get(where):
+            machine.acquire(waiting.task, log[-1], True)
+
+    return _enqueue(waiting, "cuStreamWaitValue32", do)
+
+
+def _signed(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value
+
+
+class _Driver(ModuleType):
+    """A module with what is above; anything else that is asked of it is refused."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Unsupported(f"{DRIVER}.{name}: the emulator does not model it")
+
+
+def modules() -> Iterator[tuple[str, ModuleType]]:
+    """Yield (name, module) of the packages that are missing here."""
+    if INSTALLED:
+        return
+    driver = _Driver(DRIVER)
+    for value in (
+        CUresult,
+        CUstreamWriteValue_flags,
+        CUstreamWaitValue_flags,
+        cuStreamWriteValue32,
+        cuStreamWaitValue32,
+    ):
+        setattr(driver, value.__name__, value)
+    for name in ("CUstream", "CUdeviceptr", "cuuint32_t"):
+        setattr(driver, name, int)
+    bindings, cuda = ModuleType("cuda.bindings"), ModuleType("cuda")
+    bindings.driver, cuda.bindings = driver, bindings  # type: ignore[attr-defined]
+    yield from (("cuda", cuda), ("cuda.bindings", bindings), (DRIVER, driver))
+
+
+def replacements() -> Iterator[tuple[object, str, object]]:
+    """Yield (place, name, value) of all that stands in for the package's own, where it is installed."""
+    if INSTALLED:
+        installed = importlib.import_module(DRIVER)
+        yield installed, "cuStreamWriteValue32", cuStreamWriteValue32
+        yield installed, "cuStreamWaitValue32", cuStreamWaitValue32

@@ -1,0 +1,227 @@
+"""Operations of torch in the order of a rank's current stream, with what they read and write."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ...emulator.tasks import EmulatedStream
+from ...errors import Unsupported
+from .ranks import Rank, current_rank, untracked
+
+Operator: TypeAlias = Any  # what torch dispatches, an argument of it, or a result
+Operands: TypeAlias = tuple[Operator, ...]
+Keywords: TypeAlias = dict[str, Operator]
+
+CPU = torch.device("cpu")
+# Operations whose result the host reads, or whose shapes depend on values.
+_VALUES = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose"}
+# In-place operations that do not read what they write over.
+_OVERWRITE = {"copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "exponential_", "bernoulli_"}
+_REFUSED = {"set_", "resize_", "resize_as_"}
+
+
+def _on_cpu(value: object) -> object:
+    """Return a device argument that names a GPU as the CPU, and any other argument unchanged."""
+    if isinstance(value, torch.device):
+        return CPU if value.type == "cuda" else value
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return CPU
+    return value
+
+
+def _copied_to_host(t: torch.Tensor, *args: Operator, **kwargs: Operator) -> torch.Tensor:
+    """Return a copy that later writes on the device do not change; the host waits for it."""
+    copy = t.clone()
+    current_rank().wait_for(current_rank().stream())
+    return copy.to(*args, **kwargs) if args or kwargs else copy
+
+
+def _to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Return whether the arguments of `Tensor.to` name the CPU."""
+    named = [*args, kwargs.get("device")]
+    return any(a == "cpu" or (isinstance(a, torch.device) and a.type == "cpu") for a in named)
+
+
+class Devices(TorchFunctionMode):
+    """Gives every tensor the rank's GPU as its device, and puts it in CPU memory."""
+
+    def __torch_function__(
+        self, func: Operator, types: object, args: Operands = (), kwargs: Keywords | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func == torch.Tensor.device.__get__:
+            return torch.device("cuda", current_rank().rank)
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if func is torch.Tensor.get_device:
+            return current_rank().rank
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.cpu:
+            return _copied_to_host(args[0])
+        if func is torch.Tensor.to and _to_host(args[1:], kwargs):
+            return _copied_to_host(*args, **kwargs)
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
+            current_rank().wait_for(current_rank().stream())
+            with untracked():
+                return func(*args, **kwargs)
+        return func(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
+
+
+class Operations(TorchDispatchMode):
+    """Enqueues every operation on the rank's current stream. Its results have memory at once, and values once the
+    stream has come to it."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Operands = (), kwargs: Keywords | None = None
+    ) -> object:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.partition("::")[2]
+        if func._schema.name == "symm_mem::stream_write_value32_":
+            return self._write_value(*args, **kwargs)
+        if name in _REFUSED or not func._schema.name.startswith(("aten::", "prims::")):
+            raise Unsupported(f"the emulator does not run {func._schema.name}")
+        with untracked():
+            if self._views(func, args, kwargs):
+                out = func(*args, **kwargs)
+                if _shares_memory(out, args, kwargs):
+                    return out  # otherwise it was a copy
+            if name in _VALUES:
+                return self._value(func, args, kwargs)
+            try:
+                shapes = self._shapes(func, args, kwargs)
+            except NotImplementedError:  # torch cannot tell the shapes without the values
+                return self._value(func, args, kwargs)
+            return self._enqueued(func, name, args, kwargs, shapes)
+
+    @staticmethod
+    def _views(func: Operator, args: Operands, kwargs: Keywords) -> bool:
+        returns = func._schema.returns
+        return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+    def _value(self, func: Operator, args: Operands, kwargs: Keywords) -> object:
+        """Run an operation whose value the host needs, when the stream has come to it."""
+        result: list[object] = []
+        stream = self.rank.stream()
+        self._run(functools.partial(_keep, result, func, args, kwargs), func, _tensors((args, kwargs)), [], stream)
+        self.rank.wait_for(stream)
+        return result[0]
+
+    def _enqueued(self, func: Operator, name: str, args: Operands, kwargs: Keywords, shapes: object) -> object:
+        """Enqueue an operation whose results have these shapes, and return them."""
+        written = _written(func, args, kwargs)
+        ids = {id(t) for t in written}
+        overwrites = name in _OVERWRITE
+        reads = [t for t in _tensors((args, kwargs)) if not (id(t) in ids and (overwrites or "out" in kwargs))]
+        returned, spec = tree_flatten(shapes)
+        targets = iter(written)
+        fresh: list[torch.Tensor] = []
+        results: list[object] = []
+        for like in returned:
+            if not isinstance(like, torch.Tensor):
+                results.append(like)
+            elif written:
+                results.append(next(targets))
+            else:
+                fresh.append(self._memory(like))
+                results.append(fresh[-1])
+        if name.startswith(("empty", "new_empty")):
+            return tree_unflatten(results, spec)
+
+        if name == "copy_" and args[0].dtype == args[1].dtype and args[0].shape == args[1].shape:
+            dst, src, stream = args[0], args[1], self.rank.stream()
+            self.rank.enqueue_or_capture(lambda: self.rank.streams.copy(dst, src, stream))
+            return dst
+
+        def run() -> None:
+            values = _tensors(func(*args, **kwargs))
+            for memory, value in zip(fresh, values if fresh else (), strict=True):
+                memory.copy_(value)
+
+        self._run(run, func, reads, [*written, *fresh], self.rank.stream())
+        return tree_unflatten(results, spec)
+
+    def _run(
+        self,
+        run: Callable[[], object],
+        func: Operator,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: EmulatedStream,
+    ) -> None:
+        def named() -> None:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self.rank.with_random_numbers(run)
+            else:
+                run()
+
+        named.__name__ = func._schema.name
+        self.rank.enqueue_or_capture(lambda: self.rank.streams.call(named, reads, writes, stream))
+
+    def _shapes(self, func: Operator, args: Operands, kwargs: Keywords) -> object:
+        """Return the results without values."""
+        meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+        meta_kwargs = {k: torch.device("meta") if isinstance(v, torch.device) else v for k, v in meta[1].items()}
+        meta_kwargs.pop("generator", None)
+        if any(a.name == "device" for a in func._schema.arguments) and "device" not in meta_kwargs:
+            meta_kwargs["device"] = torch.device("meta")
+        return func(*meta[0], **meta_kwargs)
+
+    def _memory(self, like: torch.Tensor) -> torch.Tensor:
+        """Return new memory of the rank with a tensor's shape and strides, which nothing has written."""
+        span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
+        memory = self.rank.backend.empty((span,), like.dtype)
+        self.rank.allocated.append(memory)
+        return memory.as_strided(like.shape, like.stride())
+
+    def _write_value(self, word: torch.Tensor, offset: int, val: int) -> torch.Tensor:
+        """Store a word by the stream itself, behind a barrier of memory (cuStreamWriteValue32)."""
+        with untracked():
+            target = word.view(torch.int32)[offset : offset + 1]
+            value = self.rank.backend.tensor([val - (1 << 32) if val >= 1 << 31 else val], torch.int32)
+            stream = self.rank.stream()
+            self.rank.enqueue_or_capture(lambda: self.rank.streams.signal(target, value, stream))
+        return word
+
+
+def _keep(result: list[object], func: Operator, args: Operands, kwargs: Keywords) -> None:
+    result[:] = [func(*args, **kwargs)]
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
+
+
+def _written(func: Operator, args: Operands, kwargs: Keywords) -> list[torch.Tensor]:
+    """Return the arguments that the operation writes, in the order of its results."""
+    out: list[torch.Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            out += _tensors(kwargs[argument.name] if argument.name in kwargs else args[i] if i < len(args) else None)
+    return out
+
+
+def _shares_memory(out: object, args: object, kwargs: object) -> bool:
+    storages = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+    return all(t.untyped_storage().data_ptr() in storages for t in _tensors(out))
+
+
+def all_dense(name: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError for a tensor that is not contiguous, which NCCL does not take."""
+    if not all(t.is_contiguous() for t in tensors):
+        raise ValueError(f"{name}: tensors must be contiguous")

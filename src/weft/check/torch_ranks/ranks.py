@@ -1,0 +1,104 @@
+"""The emulated rank that a thread acts for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...backends.emulated import EmulatedBackend
+from ...emulator.tasks import EmulatedStream
+from ...errors import Unsupported
+
+if TYPE_CHECKING:
+    from .cuda import CapturedGraph
+
+_thread = threading.local()
+
+
+class Rank:
+    """One rank: its backend, its random numbers, and the graph that it captures."""
+
+    def __init__(self, backend: EmulatedBackend) -> None:
+        self.backend, self.rank, self.size = backend, backend.rank, backend.size
+        self.streams = backend.machine.streams
+        self.generator = torch.Generator()
+        self.capture: CapturedGraph | None = None
+        self.stream_count = 0  # streams, for their names
+        # Memory that kernels may know by its address alone. On a GPU, freed memory is used again in the stream's order.
+        self.allocated: list[torch.Tensor] = []
+
+    def stream(self) -> EmulatedStream:
+        return self.backend.current_stream()
+
+    def new_stream(self) -> EmulatedStream:
+        self.stream_count += 1
+        return self.backend.side_stream(f"torch {self.stream_count}")
+
+    def enqueue_or_capture(self, enqueue: Callable[[], object]) -> None:
+        """Enqueue an operation now, or at each replay of the graph that is being captured."""
+        if self.capture is not None:
+            self.capture.operations.append(enqueue)
+            return
+        host = self.backend.machine.hosts[self.rank].host
+        assert host is not None
+        with host.calling():
+            enqueue()
+
+    def with_random_numbers(self, run: Callable[[], object]) -> None:
+        """Call a function with this rank's random numbers in place of the process's, which all ranks share."""
+        process = torch.default_generator
+        state = process.get_state()
+        process.set_state(self.generator.get_state())
+        try:
+            run()
+            self.generator.set_state(process.get_state())
+        finally:
+            process.set_state(state)
+
+    def wait_for(self, stream: EmulatedStream) -> None:
+        """Make the host wait until a stream has done what was enqueued."""
+        if self.capture is not None:
+            raise Unsupported("a synchronisation while a CUDA graph is captured: torch raises here too")
+        self.backend.finish(stream)
+        self.backend.machine.current.join(stream.task.clock)
+
+    def synchronize(self) -> None:
+        self.backend.synchronize()
+        self.allocated.clear()
+
+
+@contextmanager
+def acting(rank: Rank) -> Iterator[None]:
+    """Let the calling thread act for a rank."""
+    _thread.rank = rank
+    try:
+        yield
+    finally:
+        del _thread.rank
+
+
+def current_rank() -> Rank:
+    """Return the calling thread's rank. Raises Unsupported in a thread that has none."""
+    rank = getattr(_thread, "rank", None)
+    if rank is None:
+        raise Unsupported("this call belongs into main(rank, world_size), on the thread that runs it")
+    assert isinstance(rank, Rank)
+    return rank
+
+
+def rank_number() -> int:
+    """Return the calling thread's rank, or 0 while a file is being loaded."""
+    rank = getattr(_thread, "rank", None)
+    return 0 if rank is None else rank.rank
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Call torch itself: for what the emulator does with tensors, which is no operation of the rank."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield

@@ -1,0 +1,119 @@
+"""Values that differ between the threads of one program, which kernels make of %tid, and branches that depend on them.
+
+A program is one task here, and its values are whole blocks. The number of a thread is an exception: `ThreadTensor` has
+a value for each thread. It can be computed with, compared and branched on. `if` then runs its body for the threads
+whose condition is true, and after that `else` for the others. Anything else that depends on it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+import triton.language as tl
+
+from ..errors import Unsupported
+
+if TYPE_CHECKING:
+    from .tasks import Task
+
+_OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "floordiv": np.floor_divide,  # numbers of threads are not negative
+    "mod": np.remainder,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "lshift": np.left_shift,
+    "rshift": np.right_shift,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+
+
+def _refuse(use: str) -> NoReturn:
+    raise Unsupported(f"{use} that depends on the number of a thread (%tid): the emulator takes it under `if` alone")
+
+
+class ThreadTensor(tl.tensor):
+    """A scalar whose value is by_thread[t] on thread t; as a tensor it has the value of thread 0."""
+
+    exist = False  # whether there is any, so that the language is checked for them
+
+    def __init__(self, plain: tl.tensor, by_thread: np.ndarray) -> None:
+        super().__init__(plain.handle, plain.type)
+        self.plain, self.by_thread = plain, by_thread
+        ThreadTensor.exist = True
+
+    def __bool__(self) -> bool:
+        _refuse("a loop, or a condition with `and`, `or` or `not`,")
+
+    def to(self, dtype: tl.dtype, **_: object) -> ThreadTensor:
+        return ThreadTensor(self.plain.to(dtype), self.by_thread)
+
+
+def _operator(name: str, operation: Callable[..., np.ndarray], reflected: bool) -> Callable[..., object]:
+    method = f"__{'r' if reflected else ''}{name}__"
+
+    def apply(self: ThreadTensor, operand: object, **_: object) -> object:
+        if isinstance(operand, ThreadTensor):
+            plain_operand, values = operand.plain, operand.by_thread
+        elif isinstance(operand, tl.tensor):
+            if operand.handle.data.size > 1 or operand.dtype.is_ptr():
+                _refuse("a block or an address")
+            plain_operand, values = operand, operand.handle.data.item()
+        else:
+            plain_operand, values = operand, np.asarray(getattr(operand, "value", operand))
+        plain = getattr(tl.tensor, method)(self.plain, plain_operand)
+        a, b = (values, self.by_thread) if reflected else (self.by_thread, values)
+        return ThreadTensor(plain, operation(np.asarray(a, np.int64), np.asarray(b, np.int64)))
+
+    return apply
+
+
+for _name, _operation in _OPERATIONS.items():
+    setattr(ThreadTensor, f"__{_name}__", _operator(_name, _operation, False))
+    if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(ThreadTensor, f"__r{_name}__", _operator(_name, _operation, True))
+
+
+def refuse_thread_values(*values: object) -> None:
+    """Raise Unsupported if one of a function's arguments differs between threads."""
+    if any(isinstance(value, ThreadTensor) for value in values):
+        _refuse("a function of the language")
+
+
+class Branch:
+    """An `if` statement whose condition may differ between threads. While `then()` or `otherwise()` is true and until
+    `leave()`, the task's `threads` are those for which the branch is taken."""
+
+    def __init__(self, task: Task, condition: object) -> None:
+        self.task, self.before = task, task.threads
+        self.taken: np.ndarray | None = None
+        if isinstance(condition, ThreadTensor):
+            everyone = np.ones(len(condition.by_thread), np.bool_) if self.before is None else self.before
+            self.taken = everyone & condition.by_thread.astype(np.bool_)
+            self.left = everyone & ~self.taken
+        else:
+            self.value = bool(condition)
+
+    def then(self) -> bool:
+        return self.value if self.taken is None else self._enter(self.taken)
+
+    def otherwise(self) -> bool:
+        return not self.value if self.taken is None else self._enter(self.left)
+
+    def _enter(self, threads: np.ndarray) -> bool:
+        if threads.any():
+            self.task.threads = threads
+        return bool(threads.any())
+
+    def leave(self) -> None:
+        self.task.threads = self.before

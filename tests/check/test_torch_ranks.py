@@ -1,0 +1,196 @@
+"""Programs written against torch and Triton on emulated ranks: what they see of streams, graphs and libraries, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from typer.testing import CliRunner
+
+from tests.check import symmetric_kernels
+from tests.check.symmetric_kernels import Memory, same, thread_number
+from weft.check import search
+from weft.cli import app
+from weft.errors import Deadlock, Race, Unsupported
+from weft_pytest import emulated_ranks  # noqa: F401  (the fixture, also where weft is not installed anew)
+
+N = 64
+
+
+@triton.jit
+def add_kernel(x, value, n: tl.constexpr):
+    offsets = tl.arange(0, n)
+    tl.store(x + offsets, tl.load(x + offsets) + value)
+
+
+def checked(main, ranks: int = 2, seeds: int = 3, **options: object):
+    """Return the first error of a program, or None."""
+    exploration = search(functools.partial(main, **options), ranks, range(seeds))
+    if not exploration.findings:
+        assert exploration.programs
+        return None
+    return exploration.findings[0][1]
+
+
+def streams(rank: int, world_size: int, ordered: bool = True) -> None:
+    x, side = torch.zeros(N, device="cuda"), torch.cuda.Stream()
+    add_kernel[(1,)](x, 1.0, N)
+    x.mul_(2)  # behind the kernel, as on a GPU
+    if ordered:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        add_kernel[(1,)](x, 1.0, N)
+        event = side.record_event()
+    if ordered:
+        event.wait()
+    assert x.sum().item() == 3 * N
+    assert x.device == torch.device("cuda", rank) and x.cpu().tolist() == [3.0] * N
+
+
+def test_operations_of_torch_are_in_the_order_of_their_stream():
+    assert checked(streams) is None
+    assert isinstance(checked(streams, ordered=False), Race)
+
+
+def graphs(rank: int, world_size: int) -> None:
+    x, graph = torch.zeros(N, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        add_kernel[(1,)](y, 2.0, N)
+        x.copy_(y)
+    same(x, 0)
+    for replays in (1, 2):
+        graph.replay()
+        same(x, 3 * replays)
+
+
+def test_a_graph_does_what_it_captured_at_each_replay():
+    assert checked(graphs) is None
+
+
+def collectives(rank: int, world_size: int, wait: bool = True) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(N, device="cuda")
+    add_kernel[(1,)](x, float(rank), N)
+    total, full = x.clone(), torch.empty(world_size * N, device="cuda")
+    work = dist.all_reduce(total, async_op=True)
+    dist.all_gather_into_tensor(full, x)
+    if wait:
+        work.wait()
+    torch.testing.assert_close(full.view(world_size, N).sum(0), total)
+    part = torch.empty(N, device="cuda")
+    dist.reduce_scatter_tensor(part, full)
+    torch.testing.assert_close(part, world_size * full[rank * N :][:N])
+    torch.testing.assert_close(
+        total, world_size * (x - rank) + sum(range(world_size))
+    )  # all have the same random numbers
+
+
+def test_collectives_are_waited_for():
+    assert checked(collectives) is None
+    assert isinstance(checked(collectives, wait=False), Race)
+
+
+@triton.jit
+def assembly_kernel(x, TEXT: tl.constexpr, n: tl.constexpr):
+    tl.inline_asm_elementwise(TEXT, "=r, l", [x + tl.arange(0, n)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def assembly(rank: int, world_size: int, text: str) -> None:
+    assembly_kernel[(1,)](torch.zeros(N, dtype=torch.int32, device="cuda"), text, N)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "multimem.st.relaxed.sys.global.f32 [$1], 0f00000000;",
+        "cp.async.bulk.commit_group;",
+        "atom.global.add.f32 $0, [$1], 0f00000000;",
+        "add.f32 $0, $1, $1;",
+        "ld.global.frobnicate.b32 $0, [$1];",
+        "mov.u32 $0, %clock;",
+        "bra nowhere;",
+    ],
+)
+def test_assembly_that_is_not_modelled_is_refused_by_name(text):
+    error = checked(assembly, text=text)
+    assert isinstance(error, Unsupported) and "inline PTX" in str(error)
+    assert "test_torch_ranks.py" in str(error)
+
+
+@triton.jit
+def by_thread_kernel(x, FORM: tl.constexpr):
+    thread = thread_number()
+    if FORM == "branch":
+        if thread == 3:
+            tl.inline_asm_elementwise(
+                "red.global.add.u32 [$1], 1;", "=r, l", [x], dtype=tl.int32, is_pure=False, pack=1
+            )
+        else:
+            tl.inline_asm_elementwise(
+                "red.global.add.u32 [$1], 2;", "=r, l", [x], dtype=tl.int32, is_pure=False, pack=1
+            )
+    elif FORM == "all":
+        tl.inline_asm_elementwise("red.global.add.u32 [$1], 1;", "=r, l", [x], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.store(x + thread, 1)
+
+
+def by_thread(rank: int, world_size: int, form: str, expected: int = 0) -> None:
+    x = torch.zeros(1, dtype=torch.int32, device="cuda")
+    by_thread_kernel[(1,)](x, form, num_warps=2)
+    assert x.item() == expected
+
+
+def test_threads_take_their_branches_and_run_assembly_once_each():
+    assert checked(by_thread, form="branch", expected=1 + 2 * 63) is None
+    assert checked(by_thread, form="all", expected=64) is None
+    assert isinstance(checked(by_thread, form="address"), Unsupported)
+
+
+def signals(rank: int, world_size: int, wait_for: int = 1) -> None:
+    memory = Memory(rank, world_size, N)
+    add_kernel[(1,)](torch.zeros(N, device="cuda"), 1.0, N)
+    memory.handle.put_signal((rank + 1) % world_size, channel=3)
+    memory.handle.wait_signal((rank - wait_for) % world_size, channel=3)
+
+
+def test_a_signal_that_nobody_puts_is_a_deadlock():
+    assert checked(signals, ranks=3) is None
+    error = checked(signals, ranks=3, wait_for=2)
+    assert isinstance(error, Deadlock) and "signal pad" in str(error)
+
+
+@pytest.mark.parametrize("name", ["send", "init_device_mesh", "scatter"])
+def test_what_is_not_modelled_of_torch_is_refused_by_name(name):
+    error = checked(lambda rank, world_size: getattr(dist, name)(torch.zeros(1)))
+    assert isinstance(error, Unsupported) and name in str(error)
+
+
+def test_the_command_says_clean_only_of_kernels_that_ran(tmp_path):
+    file = symmetric_kernels.__file__
+    run = CliRunner().invoke(app, ["check", f"{file}:two_shot", "--ranks", "2", "--seeds", "2"])
+    assert run.exit_code == 0 and "clean with 2 ranks: 2 seeds" in run.output
+    (tmp_path / "nothing.py").write_text("def main(rank, world_size):\n    pass\n")
+    run = CliRunner().invoke(app, ["check", str(tmp_path / "nothing.py"), "--ranks", "2", "--seeds", "2"])
+    assert run.exit_code == 1 and "launches no kernel" in run.output and "clean with" not in run.output
+
+
+def test_the_fixture_of_pytest(emulated_ranks):  # noqa: F811
+    emulated_ranks(2, symmetric_kernels.one_shot, schedules=2)
+    with pytest.raises(Race) as raised:
+        emulated_ranks(2, functools.partial(symmetric_kernels.one_shot, LAST=False))
+    assert any("schedules=1, seed=" in note for note in raised.value.__notes__)
+    with pytest.raises(pytest.fail.Exception, match="no kernel was launched"):
+        emulated_ranks(2, lambda rank, world_size: None, schedules=1)
+
+
+def test_torch_is_itself_again_behind_a_run():
+    before = torch.cuda.Stream, dist.all_reduce, torch.manual_seed, triton.JITFunction.run
+    assert checked(streams) is None
+    assert (torch.cuda.Stream, dist.all_reduce, torch.manual_seed, triton.JITFunction.run) == before
+    assert not torch.cuda.is_available() and not dist.is_initialized()
