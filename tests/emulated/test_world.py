@@ -1151,7 +1151,13 @@ def of_gpus(current: int) -> Iterator[None]:
         mock.patch.multiple(
             torch.cuda, is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 4, set_device=lambda device: None,
             current_device=lambda: current, get_device_capability=lambda device: (9, 0), can_device_access_peer=lambda a, b: True,
-            get_device_properties=lambda d: SimpleNamespace(uuid=f"GPU {d}", multi_processor_count=132),
+            get_device_properties=lambda d: SimpleNamespace(
+                uuid=f"GPU {d}",
+                multi_processor_count=132,
+                regs_per_multiprocessor=65536,
+                shared_memory_per_multiprocessor=233472,
+                max_threads_per_multi_processor=2048,
+            ),
         ),
     ):  # fmt: skip
         yield
