@@ -1063,6 +1063,7 @@ def every_mutation_is_caught(
     """unused: what no schedule can show, from which each is taken that is met."""
 
     def run(backend: Any) -> None:
+        backend.ledgers = None  # calls that need the same SMs overlap, so that this order hides no missing event
         case.run(World(backend))
 
     _, report = spmd(run, case.ranks, record=True, nodes=case.nodes)
