@@ -276,7 +276,8 @@ class World:
     @property
     def alone(self) -> World:
         """Return the World of this rank alone, which is kept. Its ops wait for no other rank, so that they may run at
-        the same time as an op of this World on another stream. Not collective."""
+        the same time as an op of this World on another stream; plan FusedMoe, whose programs wait for each other, does
+        where both fit on the SMs. Not collective."""
         world: World = self if self.size == 1 else self.cached("alone", lambda: World(self.backend.alone()))
         return world
 
