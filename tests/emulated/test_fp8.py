@@ -151,6 +151,34 @@ def test_quantized_rows(m: int, k: int, scaling: str, gated: bool, by_columns: b
     assert alone(lambda w: quantize_case(w, m, size, scaling, **options)) < ROUNDED
 
 
+def test_a_nan_stays_one() -> None:
+    """Whether the scale is given or computed, here and behind a norm; and what is too large for a given scale is clamped."""
+
+    def main(world: weft.World) -> None:
+        x = torch.ones(2, 128).bfloat16()
+        x[0, 3], x[1, 5] = float("nan"), 1e5
+        for recipe, scale in (("row", None), ("block", None), ("tensor", None), ("tensor", torch.ones(1))):
+            values = weft.quantize(x, recipe, scale=scale, world=world)[0].float()
+            assert values[0, 3].isnan(), (recipe, scale)
+            if (recipe, scale) != ("tensor", None):  # where the scale of all elements is a NaN itself
+                assert values[1, 5] == 448 and values.isnan().sum() == 1, (recipe, scale)
+        for plan in ("sequential", "one_shot", "two_shot"):
+            normed, residual = weft.all_reduce_rms_norm(
+                x, None, torch.ones(128).bfloat16(), 1e-6, scale=torch.ones(1), out_dtype=E4M3, world=world, plan=plan
+            )
+            assert normed[0].float().isnan().all() and not normed[1].float().isnan().any(), plan
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_no_column_to_quantize() -> None:
+    def main(world: weft.World) -> None:
+        values, scales = weft.quantize(torch.empty(4, 0).bfloat16(), "tensor", world=world)
+        assert values.shape == (4, 0) and scales.shape == (1,) and scales.isfinite().all()
+
+    weft.spmd(main, 1, backend="emulated")
+
+
 def test_weights_and_long_rows() -> None:
     """Of 300 rows, blocks of 128; a row that no program holds in registers; a scale that is given; zeros."""
     assert alone(lambda w: quantize_case(w, 300, 384, "block", weight=True)) < ROUNDED

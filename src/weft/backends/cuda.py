@@ -197,7 +197,8 @@ class GpuBackend(Backend):
         self.launcher.run(launch, stream, moving)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
-        self.launcher.load(kernel, grid, args, options)
+        with torch.cuda.device(self.device):  # a user's thread may have another, for which Triton would load the kernel
+            self.launcher.load(kernel, grid, args, options)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self.call(lambda: dst.copy_(src, non_blocking=True), [src], [dst], stream)
