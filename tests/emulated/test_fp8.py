@@ -417,6 +417,53 @@ def test_linears_of_16_bit_ones_and_back(recipe: str) -> None:
     assert max(weft.spmd(rank, 2, backend="emulated")) < CLOSE
 
 
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_scales_of_columns_that_ranks_split_are_the_same(recipe: str) -> None:
+    """Of drawn weights and of 16-bit ones that are loaded, with a large element in one rank's columns: the unsharded weight
+    is what ranks multiply by."""
+    weight = draw(3, 128, 256)
+    weight[:, 200] *= 30
+
+    def values(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return dequantized(weight, scale, 128 if recipe == "block" else 1)
+
+    def rank(world: weft.World) -> float:
+        torch.manual_seed(world.rank)
+        row = weft.nn.RowParallelLinear(256, 128, world=world, bias=False, recipe=recipe)
+        drawn = row.weight.clone()
+        for loaded in (False, True):
+            if loaded:
+                row.load_state_dict({"weight": weight})
+            full = weft.nn.full_state_dict(row)
+            whole = values(full["weight"], full[NAMES[recipe]])
+            own_columns = values(row.weight, row.get_shard(NAMES[recipe]))
+            assert torch.equal(whole.chunk(2, 1)[world.rank], own_columns), f"loaded: {loaded}"
+        assert drawn.float().abs().max() > 400 and not torch.equal(*world.exchange(drawn.float()))
+        mlp = weft.nn.ParallelMLP(256, 256, world=world, recipe=recipe)
+        mlp.load_state_dict({f"{name}.weight": draw(i, *shape) for i, (name, shape) in enumerate(MLP.items())})
+        weft.nn.full_state_dict(mlp)
+        world.synchronize()
+        return distance(whole, weight.double())
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < 0.04
+
+
+def test_scales_that_cannot_be_those_of_all_ranks_are_refused() -> None:
+    def rank(world: weft.World) -> None:
+        row = weft.nn.RowParallelLinear(64, 16, world=world, bias=False, recipe="row")
+        with pytest.raises(
+            RuntimeError, match=r"weight: the scales .* from a 16-bit shard \[16, 32\] of one of 2 ranks"
+        ):
+            row.load_state_dict({"weight": draw(world.rank, 16, 32)}, strict=False)
+        shard = row.state_dict()
+        row.load_state_dict(shard)
+        row.load_state_dict(shard | {"weight_scale": shard["weight_scale"] * (1 + world.rank)})
+        with pytest.raises(ValueError, match=r"RowParallelLinear: weight_scale \[16, 1\] differs between ranks"):
+            weft.nn.full_state_dict(row)
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
 def test_modules_that_no_block_divides_say_so() -> None:
     def rank(world: weft.World) -> None:
         with pytest.raises(ValueError, match=r"rank's weight \[64, 256\] is not of whole blocks of 128 x 128"):
