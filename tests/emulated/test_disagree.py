@@ -174,6 +174,21 @@ def test_a_call_that_one_rank_has_forgotten_raises() -> None:
         weft.spmd(main, 2, backend="emulated", sm_count=4)
 
 
+@pytest.mark.parametrize("plan", ["auto", "sequential"])
+@pytest.mark.parametrize("known", [False, True])
+def test_shapes_of_one_size_raise(plan: str, known: bool) -> None:
+    def main(world: World) -> None:
+        shapes = (8, 32), (4, 64), (4, 8, 8)
+        for shape in shapes if known else ():
+            weft.all_reduce(ones(*shape), world=world, plan=plan)
+        weft.all_reduce(ones(*shapes[world.rank]), world=world, plan=plan)
+        world.synchronize()
+
+    says = r"rank 0: all_reduce shape=\(8, 32\).*rank 1: all_reduce shape=\(4, 64\)"
+    with pytest.raises(Mismatch, match=says):
+        weft.spmd(main, 2, backend="emulated")
+
+
 def test_worlds_of_a_part_of_the_ranks_make_calls_of_their_own() -> None:
     def main(world: World) -> None:
         split_a, split_b = world.split(world.rank // 2), world.split(world.rank // 2)

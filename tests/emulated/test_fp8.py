@@ -159,6 +159,34 @@ def test_scales_by_columns(m: int, k: int, weight: bool) -> None:
     assert alone(lambda w: quantize_case(w, m, k, "block", weight=weight, by_columns=True)) < ROUNDED
 
 
+def test_a_nan_stays_one() -> None:
+    """Whether the scale is given or computed, here and behind a norm; and what is too large for a given scale is clamped."""
+
+    def main(world: weft.World) -> None:
+        x = torch.ones(2, 128).bfloat16()
+        x[0, 3], x[1, 5] = float("nan"), 1e5
+        for recipe, scale in (("row", None), ("block", None), ("tensor", None), ("tensor", torch.ones(1))):
+            values = weft.quantize(x, recipe, scale=scale, world=world)[0].float()
+            assert values[0, 3].isnan(), (recipe, scale)
+            if (recipe, scale) != ("tensor", None):  # where the scale of all elements is a NaN itself
+                assert values[1, 5] == 448 and values.isnan().sum() == 1, (recipe, scale)
+        for plan in ("sequential", "one_shot", "two_shot"):
+            normed, residual = weft.all_reduce_rms_norm(
+                x, None, torch.ones(128).bfloat16(), 1e-6, scale=torch.ones(1), out_dtype=E4M3, world=world, plan=plan
+            )
+            assert normed[0].float().isnan().all() and not normed[1].float().isnan().any(), plan
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_no_column_to_quantize() -> None:
+    def main(world: weft.World) -> None:
+        values, scales = weft.quantize(torch.empty(4, 0).bfloat16(), "tensor", world=world)
+        assert values.shape == (4, 0) and scales.shape == (1,) and scales.isfinite().all()
+
+    weft.spmd(main, 1, backend="emulated")
+
+
 def test_weights_and_long_rows() -> None:
     """Of 300 rows, blocks of 128; a row that no program holds in registers; a scale that is given; zeros."""
     assert alone(lambda w: quantize_case(w, 300, 384, "block", weight=True)) < ROUNDED
@@ -395,6 +423,53 @@ def test_linears_of_16_bit_ones_and_back(recipe: str) -> None:
         return max(distance(y, expected.chunk(2)[world.rank]), distance(z, expected))
 
     assert max(weft.spmd(rank, 2, backend="emulated")) < CLOSE
+
+
+@pytest.mark.parametrize("recipe", ["row", "block"])
+def test_scales_of_columns_that_ranks_split_are_the_same(recipe: str) -> None:
+    """Of drawn weights and of 16-bit ones that are loaded, with a large element in one rank's columns: the unsharded weight
+    is what ranks multiply by."""
+    weight = draw(3, 128, 256)
+    weight[:, 200] *= 30
+
+    def values(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return dequantized(weight, scale, 128 if recipe == "block" else 1)
+
+    def rank(world: weft.World) -> float:
+        torch.manual_seed(world.rank)
+        row = weft.nn.RowParallelLinear(256, 128, world=world, bias=False, recipe=recipe)
+        drawn = row.weight.clone()
+        for loaded in (False, True):
+            if loaded:
+                row.load_state_dict({"weight": weight})
+            full = weft.nn.full_state_dict(row)
+            whole = values(full["weight"], full[NAMES[recipe]])
+            own_columns = values(row.weight, row.get_shard(NAMES[recipe]))
+            assert torch.equal(whole.chunk(2, 1)[world.rank], own_columns), f"loaded: {loaded}"
+        assert drawn.float().abs().max() > 400 and not torch.equal(*world.exchange(drawn.float()))
+        mlp = weft.nn.ParallelMLP(256, 256, world=world, recipe=recipe)
+        mlp.load_state_dict({f"{name}.weight": draw(i, *shape) for i, (name, shape) in enumerate(MLP.items())})
+        weft.nn.full_state_dict(mlp)
+        world.synchronize()
+        return distance(whole, weight.double())
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < 0.04
+
+
+def test_scales_that_cannot_be_those_of_all_ranks_are_refused() -> None:
+    def rank(world: weft.World) -> None:
+        row = weft.nn.RowParallelLinear(64, 16, world=world, bias=False, recipe="row")
+        with pytest.raises(
+            RuntimeError, match=r"weight: the scales .* from a 16-bit shard \[16, 32\] of one of 2 ranks"
+        ):
+            row.load_state_dict({"weight": draw(world.rank, 16, 32)}, strict=False)
+        shard = row.state_dict()
+        row.load_state_dict(shard)
+        row.load_state_dict(shard | {"weight_scale": shard["weight_scale"] * (1 + world.rank)})
+        with pytest.raises(ValueError, match=r"RowParallelLinear: weight_scale \[16, 1\] differs between ranks"):
+            weft.nn.full_state_dict(row)
+
+    weft.spmd(rank, 2, backend="emulated")
 
 
 def test_modules_that_no_block_divides_say_so() -> None:

@@ -56,13 +56,10 @@ def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "pod-2")
     assert host_name() != host and host_name().split()[1:] == host.split()[1:]
     monkeypatch.setattr("platform.node", lambda: "pod-1")
+    readlink = os.readlink
     for kind in ("ipc", "pid"):  # of containers with the host's network
         with monkeypatch.context() as patch:
-            readlink = os.readlink
-            patch.setattr(
-                "os.readlink",
-                lambda path, kind=kind, readlink=readlink: "another" if path.name == kind else readlink(path),
-            )
+            patch.setattr("os.readlink", lambda path, kind=kind: "another" if path.name == kind else readlink(path))
             assert host_name() != host and host_name().split()[:2] == host.split()[:2]
     monkeypatch.setenv("WEFT_NODE", "first")
     assert host_name() == "first"

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy as np
@@ -607,6 +607,19 @@ def test_ranks_that_end_without_a_result_are_named(monkeypatch: pytest.MonkeyPat
         processes.spmd(weft.init, kept.getvalue(), 2, (), {}, False)  # type: ignore[arg-type]
 
 
+def test_ranks_are_given_a_port_that_is_taken_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that was only free when it was asked for may be another program's by the time that a rank listens there."""
+
+    def start(fn: Any, args: Any, **_: Any) -> NoReturn:
+        environment = next(value for value in args if isinstance(value, dict) and "MASTER_PORT" in value)
+        socket.create_connection((environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))).close()
+        raise InterruptedError("somebody listens")
+
+    monkeypatch.setattr(processes.mp, "start_processes", start)
+    with pytest.raises(InterruptedError):
+        processes.spmd(weft.init, repr, 2, (), {}, False)
+
+
 def test_a_world_takes_no_option_that_it_does_not_know() -> None:
     with pytest.raises(TypeError, match="sm_counts"):
         weft.spmd(lambda world: None, 2, backend="emulated", sm_counts=8)
@@ -958,6 +971,29 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
         launcher.run(launch, SimpleNamespace(cuda_stream=7), {})  # type: ignore[arg-type]
         assert current_device[0] == current
     assert launched == [(2, 7), (2, 7)]
+
+
+def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the thread's current device is: loaded on another, it would be loaded again while a kernel waits."""
+    current, loaded = [0], []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    backend: Any = CudaBackend.__new__(CudaBackend)
+    backend.device = torch.device("cuda", 2)
+    backend.launcher = SimpleNamespace(load=lambda *_: loaded.append(current[-1]))
+    launch = weft.Launch(backend, emulated_word, 1, {}, counters=1)
+    launch.load()
+    assert (loaded, current) == ([2], [0])
+
+
+@weft.jit
+def emulated_word(counters): ...  # type: ignore[no-untyped-def]
 
 
 class Kernel:

@@ -235,7 +235,8 @@ class GpuBackend(Backend):
         self.call(fn, reads, writes, stream)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
-        self.launcher.load(kernel, grid, args, options)
+        with torch.cuda.device(self.device):  # a user's thread may have another, for which Triton would load the kernel
+            self.launcher.load(kernel, grid, args, options)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self.call(lambda: dst.copy_(src, non_blocking=True), [src], [dst], stream)

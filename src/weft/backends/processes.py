@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import io
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty
@@ -88,10 +87,16 @@ def spmd(
     and the result must be one that `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. An
     exception in one rank ends the others and is raised here.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # This process has the store in which ranks find each other, so that nobody else can be given its port before.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = dict(
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # as torchrun tells its ranks that the store is not rank 0's
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
     environment[VARIABLE] = str(int(share))
     context = mp.get_context("spawn")
     queue = context.Queue()

@@ -32,6 +32,13 @@ def e4m3_scale(largest):
 
 
 @jit
+def divide_by_given_scale(values, scale):
+    """Return values / scale, clamped to what e4m3 holds. A NaN stays one."""
+    most = tl.minimum(values / scale, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(most, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
 def divide_by_scales(values, COUNT: tl.constexpr, GROUP: tl.constexpr):
     """Return values float32 [COUNT GROUP] divided by the scale of their group, and the scales [COUNT]."""
     parts = tl.reshape(values, (COUNT, GROUP))
@@ -87,7 +94,7 @@ def quantize_rows(x, out, scales, rows, N, stride, row_stride, group_stride, gro
             ok = (row < rows) & (col < N)
             values = load_values(x, row, col, ok, stride, groups.INTERLEAVE)
             if groups.STATIC:
-                values = tl.minimum(tl.maximum(values / tl.load(scales), -LARGEST), LARGEST)
+                values = divide_by_given_scale(values, tl.load(scales))
             else:
                 parts = tl.reshape(values, (R, C // GROUP, GROUP))
                 largest = tl.max(tl.abs(parts), 2)

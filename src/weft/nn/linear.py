@@ -13,7 +13,7 @@ from ..ops.common import ScaledOptions
 from ..ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
-from .scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, quantized_weight, scaled_operand
+from .scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, scaled_operand
 from .sharded import divide_by_ranks
 
 
@@ -69,11 +69,7 @@ class _ParallelLinear(ScaledModule):
         module = cls(
             linear.in_features, linear.out_features, world=world, bias=linear.bias is not None, plan=plan, **options
         )
-        state = linear.state_dict()
-        if module.recipe is not None:
-            weight = state["weight"].to(module.dtype)
-            state["weight"], state[NAMES[module.recipe]] = quantized_weight(weight, module.recipe, world)
-        module.load_state_dict(state)
+        module.load_state_dict(linear.state_dict())
         for name, p in linear.named_parameters():
             getattr(module, name).requires_grad_(p.requires_grad and module.recipe is None)
         return module

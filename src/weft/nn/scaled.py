@@ -16,11 +16,12 @@ from typing import cast
 import torch
 from torch import nn
 
+from ..compute.quantize import LARGEST
 from ..ops.common import ScaledOptions
 from ..ops.quantize import quantize
 from ..ops.recipes import E4M3, SCALE_BLOCK
 from ..world import World
-from .sharded import Sharded
+from .sharded import Sharded, gathered
 
 NAMES = {"row": "weight_scale", "block": "weight_scale_inv"}
 Activation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # in 16 bits, or in 8 bits with its scales
@@ -85,7 +86,8 @@ def scaled_operand(
 
 class ScaledModule(Sharded):
     """A module whose weights may be of 8 bits. With a `recipe` its state dict has their scales (NAMES), and 16-bit
-    weights are rounded to `dtype` and quantized when they are stored."""
+    weights are rounded to `dtype` and quantized when they are loaded. Scales by row of a weight whose columns ranks
+    split are those of the whole row, and so the same on all ranks."""
 
     dtype: torch.dtype
     recipe: str | None
@@ -96,6 +98,22 @@ class ScaledModule(Sharded):
         self.sharded_dim = self.sharded_dim | {f"{prefix}{NAMES[recipe]}": dim for prefix, dim in dims.items()}
         self.ignored = tuple(f"{prefix}input_scale" for prefix in dims)
 
+    def scale_name(self, name: str) -> str | None:
+        """Return the name of the scales of an 8-bit weight; None for any other tensor."""
+        shard = self.get_shard(name)
+        if self.recipe is None or shard is None or shard.dtype != E4M3:
+            return None
+        return f"{name.removesuffix('weight')}{NAMES[self.recipe]}"
+
+    @torch.no_grad()
+    def fill(self, init: dict[str, float]) -> None:
+        """Draw as `Sharded.fill` does. The scales of 8-bit weights follow from the bound alone, so that those of one
+        row are the same on all ranks."""
+        scales = {name: scale for name in init if (scale := self.scale_name(name)) is not None}
+        super().fill({name: LARGEST.value if name in scales else bound for name, bound in init.items()})
+        for name, scale in scales.items():
+            self.get_shard(scale).fill_(init[name] / LARGEST.value)  # type: ignore[union-attr]
+
     def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         if name.rpartition(".")[2] in NAMES.values():
             value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
@@ -104,7 +122,53 @@ class ScaledModule(Sharded):
     def set_shard(self, name: str, value: torch.Tensor) -> None:
         shard = self.get_shard(name)
         assert shard is not None
-        if self.recipe is not None and shard.dtype == E4M3 and value.dtype != E4M3:
-            value, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
-            self.set_shard(f"{name.removesuffix('weight')}{NAMES[self.recipe]}", scale)
         shard.copy_(value)
+
+    def unsharded(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        if name.rpartition(".")[2] in NAMES.values() and self.sharded_dim[name] is None:
+            of_ranks = gathered(self.world, shard, 0).view(self.world.size, *shard.shape)
+            if not torch.equal(of_ranks.view(torch.int32), shard.expand_as(of_ranks).contiguous().view(torch.int32)):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} {list(shard.shape)} differs between ranks, whose columns of the "
+                    "weight are in units of it; load the unsharded weight to have them quantized alike"
+                )
+        return super().unsharded(name, shard)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        prefix: str,
+        local_metadata: dict[str, object],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        in_8_bits = {**state_dict}
+        for name in self.sharded_dim:
+            scale_name, value = self.scale_name(name), state_dict.get(prefix + name)
+            if scale_name is not None and value is not None and value.dtype != E4M3:
+                try:
+                    in_8_bits |= self._quantized(prefix, name, scale_name, value)
+                except ValueError as error:
+                    error_msgs.append(str(error))
+                    return
+        super()._load_from_state_dict(
+            in_8_bits, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _quantized(self, prefix: str, name: str, scale_name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a 16-bit weight of a state dict in 8 bits, and its scales, by name. Raises ValueError for a shard of
+        rows whose columns ranks split: the scale of a row depends on the columns of all ranks."""
+        shard = self.get_shard(name)
+        assert shard is not None and self.recipe is not None
+        part = self.local_shard(name, value, shard.shape)
+        if part is None:
+            return {}  # the caller says which shapes fit
+        if part is value and self.world.size > 1 and self.sharded_dim[scale_name] is None:
+            raise ValueError(
+                f"{prefix + name}: the scales of 8-bit rows cannot be computed from a 16-bit shard "
+                f"{list(value.shape)} of one of {self.world.size} ranks; load the unsharded tensor"
+            )
+        weight, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
+        return {prefix + name: weight, prefix + scale_name: scale}

@@ -78,7 +78,7 @@ class Sharded(nn.Module):
 
     def unsharded(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         """Return the unsharded tensor of all ranks' shards. Collective."""
-        return _gathered(self.world, shard, self.sharded_dim[name])
+        return gathered(self.world, shard, self.sharded_dim[name])
 
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:
@@ -175,7 +175,8 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         _unsharded.reset(token)
 
 
-def _gathered(world: World, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+def gathered(world: World, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """Return the shards of all ranks, joined along `dim`. Collective, unless `dim` is None."""
     if world.size == 1 or dim is None:
         return x
     shard = x.transpose(0, dim).contiguous()

@@ -132,6 +132,8 @@ QUANTIZE = registered(Quantize())
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
+    if not x.numel():
+        return x.new_full((), LEAST.value, dtype=torch.float32)
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).float().clamp_min(LEAST.value)
 

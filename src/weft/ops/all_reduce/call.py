@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ class SumCall(Call):
     """A checked call of `op`. m, h: M and H. norm: a constant of kernels.py. residual, keep: whether there is a
     residual, and whether the sum is returned: ABSENT, OWN (this rank's rows) or WHOLE. scaled: the result is divided by
     a scale that is an operand. group: elements of a row that share a scale, which is returned; 0: there are no such
-    scales."""
+    scales. shape: that of a tensor that is summed as such a matrix; it is compared between ranks, and nothing that is
+    prepared depends on it."""
 
     op: str
     m: int
@@ -44,6 +45,7 @@ class SumCall(Call):
     bias: bool
     scaled: bool
     group: int = 0
+    shape: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def scales(self) -> tuple[int, int]:
@@ -126,8 +128,10 @@ def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
     """Return the call that sums a tensor of any shape over ranks, as a matrix of rows."""
     n = math.prod(shape)
     columns = _columns(world, n, shape[-1] if shape else 1, dtype.itemsize)
-    rows = n // columns if columns else 0
-    return SumCall(PLAIN_SUM, rows, columns, dtype, dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
+    rows, none = n // columns if columns else 0, ABSENT.value
+    return SumCall(
+        PLAIN_SUM, rows, columns, dtype, dtype, PLAIN.value, 0.0, none, none, False, False, shape=tuple(shape)
+    )
 
 
 def _columns(world: World, n: int, last: int, itemsize: int) -> int:

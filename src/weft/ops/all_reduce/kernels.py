@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...compute.quantize import divide_by_scales
+from ...compute.quantize import divide_by_given_scale, divide_by_scales
 from ...lang.channel import address_of, calls_of, end_call, rank_of, select
 from ...lang.intrinsics import flush_stores, release_fence, wait_until, window_fence, window_store, window_sum
 from ...lang.jit import jit
@@ -151,7 +151,7 @@ def normalise(h, w, b, divisor, norm):
     if norm.BIAS:
         y += b.to(tl.float32)
     if norm.SCALED:
-        y = tl.minimum(tl.maximum(y / divisor, -448.0), 448.0)
+        y = divide_by_given_scale(y, divisor)
     return y
 
 
