@@ -13,11 +13,12 @@ host task until the stream is drained, because the caller reads CPU memory direc
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -160,6 +161,7 @@ class Backend(ABC):
     shares_gpu: bool = False  # whether ranks take turns on one GPU, so that times mean nothing
     clock: Clock | None = None  # times calls; None where times mean nothing
     limits_ctas: bool = True  # whether `communicator` keeps to its limit of CTAs
+    world_numbers: Iterator[int] = itertools.count()  # a number for each World, in its name
     compares: bool = False  # whether the hosts compare every call of every rank (`compared`)
     compares_at_once: bool = False  # whether `compared` waits for no rank
 

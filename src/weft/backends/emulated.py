@@ -110,6 +110,8 @@ class EmulatedBackend(Backend):
         self.sm_count = machine.sm_count
         self.scale = Scale.for_programs(machine.sm_count)
         self._guard: torch.Tensor | None = None
+        # The same in every run, so that what torch.compile made for a rank serves the next run's rank.
+        self.world_numbers = machine.world_numbers[machine_rank]
 
     @property
     def machine(self) -> Machine:
