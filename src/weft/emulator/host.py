@@ -27,7 +27,7 @@ from ..errors import WeftError
 E = TypeVar("E", bound=BaseException)
 _PACKAGE = Path(__file__).parents[1]
 _EMULATOR = _PACKAGE / "emulator", _PACKAGE / "backends" / "emulated.py", Path(triton.__file__).parent
-RECOMPILES = 256  # compiled functions of one piece of code
+LIMIT, RECOMPILES = "recompile_limit", 256  # the option of torch.compile, and its value: functions of one code
 LEFT_BEHIND = 5.0  # seconds that host code has to end after a failed run; a thread that waits for another may not end
 
 
@@ -128,8 +128,8 @@ def _allow_recompiles() -> None:
     """Let torch.compile keep as many compiled functions as there are ranks of several runs. The limit is the calling
     thread's own."""
     config = sys.modules.get("torch._dynamo.config")
-    if config is not None and config.recompile_limit < RECOMPILES:
-        config.recompile_limit = RECOMPILES
+    if config is not None and getattr(config, LIMIT) < RECOMPILES:
+        setattr(config, LIMIT, RECOMPILES)
 
 
 def folded(error: E) -> E:
