@@ -47,7 +47,6 @@ from .lang.mapping import StaticMapping, TableMapping
 from .scale import Scale
 
 log = logging.getLogger("weft")
-_numbers = itertools.count()
 P = ParamSpec("P")
 R = TypeVar("R")
 Lost = TypeVar("Lost", Timeout, Mismatch)
@@ -204,7 +203,7 @@ class World:
         self.nodes_reason = spread(backend.nodes)  # why only NCCL can move data: several nodes; None with one node
         # The name is the same in each run, for caches of compiled code. It has the size in it, since torch caches
         # compiled graphs for later processes under the World's name.
-        self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}/{self.size}"
+        self.name = name or f"{backend.name}:{next(backend.world_numbers)}:{self.rank}/{self.size}"
         self._channels: dict[Hashable, BlockChannel] = {}
         self._arrivals: dict[Hashable, int | list[int] | None] = {}  # of each channel, as the caller passed them
         self._channel_memory: dict[int, SymmetricTensor] = {}  # keyed by the address of this rank's counters

@@ -263,3 +263,25 @@ def test_worlds_of_other_sizes_have_other_names() -> None:
     for size in (2, 4):
         assert all(name.endswith(f"/{size}") for name, _ in weft.spmd(main, size, backend="emulated"))
         assert all(name.endswith("/1") for _, name in weft.spmd(main, size, backend="emulated"))
+
+
+def test_a_rank_compiles_once_however_many_ranks_and_runs_there_are() -> None:
+    """torch.compile keeps what it made by the function's code, which is the same for all ranks."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def step(x: torch.Tensor, world: weft.World) -> torch.Tensor:
+        return weft.all_reduce(x * 2, world=world) + 1
+
+    def main(world: weft.World) -> float:
+        compiled = torch.compile(step, fullgraph=True, backend=kept)
+        return compiled(torch.ones(1, 8, dtype=torch.bfloat16), world).mean().item()
+
+    sizes = 4, 5, 4
+    for size in sizes:
+        assert weft.spmd(main, size, backend="emulated") == [2 * size + 1] * size
+    assert len(graphs) == sum({*sizes})

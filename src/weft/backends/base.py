@@ -13,6 +13,7 @@ host task until the stream is drained, because the caller reads CPU memory direc
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import os
@@ -170,6 +171,7 @@ class Backend(ABC):
     clock: Clock | None = None  # times calls; None where times mean nothing
     limits_ctas: bool = True  # whether `communicator` keeps to its limit of CTAs
     ledgers: Ledgers | None = None  # of the device, for all Worlds of its ranks; None where no kernel waits
+    world_numbers: Iterator[int] = itertools.count()  # a number for each World, in its name
     compares: bool = False  # whether the hosts compare every call of every rank (`compared`)
     compares_at_once: bool = False  # whether `compared` waits for no rank
 

@@ -113,6 +113,8 @@ class EmulatedBackend(Backend):
         self._guard: torch.Tensor | None = None
         self.ledgers = machine.ledgers.setdefault(machine_rank, Ledgers(SMs(machine.sm_count, (1,))))
         self._noting = Noting()
+        # The same in every run, so that what torch.compile made for a rank serves the next run's rank.
+        self.world_numbers = machine.world_numbers[machine_rank]
 
     @property
     def machine(self) -> Machine:

@@ -6,6 +6,7 @@ breaks a protocol on purpose, one call at a time, to test that the fault is noti
 schedules.
 
     interpret   Triton's language on numpy, one program
+    libdevice   CUDA's mathematical functions on numpy
     memory      the history of accesses to each element
     bounds      the tensor that a pointer comes from
     threads     a program's loads of elements that its other threads have stored
@@ -13,12 +14,14 @@ schedules.
     programs    what a running program does to memory and counters
     streams     what host code enqueues on streams: launches, copies, collectives
     host        a rank's host code, on a thread of its own
+    torch_order a rank's torch operations in the order of its stream
     ran         the kernels that ran, for compiling them
     deadlock    the wait-for graph as text
 
-It does not see what host code itself reads and writes, how the compiler lays blocks out over threads, how it reorders
-waits and loads (`weft check` reads the PTX for that), and integer overflow. Inline assembly runs where inline_ptx.py
-knows its instructions, and is refused elsewhere. Specialisation of integer arguments has no effect here.
+It sees what host code reads and writes by torch operations while a stream of its rank has work left, or where hosts run
+ahead. It does not see what compiled torch operations read and write, how the compiler lays blocks out over threads, how
+it reorders waits and loads (`weft check` reads the PTX for that), and integer overflow. Inline assembly runs where
+inline_ptx.py knows its instructions, and is refused elsewhere. Specialisation of integer arguments has no effect here.
 """
 
 from importlib.util import find_spec

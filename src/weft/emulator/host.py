@@ -11,6 +11,7 @@ runs.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from ..errors import WeftError
 E = TypeVar("E", bound=BaseException)
 _PACKAGE = Path(__file__).parents[1]
 _EMULATOR = _PACKAGE / "emulator", _PACKAGE / "backends" / "emulated.py", Path(triton.__file__).parent
+LIMIT, RECOMPILES = "recompile_limit", 256  # the option of torch.compile, and its value: functions of one code
 LEFT_BEHIND = 5.0  # seconds that host code has to end after a failed run; a thread that waits for another may not end
 
 
@@ -46,6 +48,7 @@ class HostThread:
     def _whole(self, body: Callable[[], None]) -> None:
         failed: BaseException | None = None
         try:
+            _allow_recompiles()
             body()
         except BaseException as error:
             failed = error
@@ -113,11 +116,20 @@ class HostThread:
         self._request = request
         self._returned.release()
         self._resume.acquire()
+        _allow_recompiles()
         if self._failed is not None:
             error, self._failed = self._failed, None
             if isinstance(error, GreenletExit) and threading.current_thread() is not self._thread:
                 raise WeftError(f"the emulated run of rank {self.rank} has ended with an error of another task")
             raise error
+
+
+def _allow_recompiles() -> None:
+    """Let torch.compile keep as many compiled functions as there are ranks of several runs. The limit is the calling
+    thread's own."""
+    config = sys.modules.get("torch._dynamo.config")
+    if config is not None and getattr(config, LIMIT) < RECOMPILES:
+        setattr(config, LIMIT, RECOMPILES)
 
 
 def folded(error: E) -> E:

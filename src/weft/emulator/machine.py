@@ -21,6 +21,7 @@ Inside a program the GPU's order is weaker than program order, and so is this mo
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import random
 from collections import deque
@@ -140,6 +141,7 @@ class Machine:
         self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # makes a World's error, by its guard
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
+        self.world_numbers = [itertools.count() for _ in range(size)]
         self.torch_order = [OrderWhileBusy(self, rank) for rank in range(size)]
 
     # -- running -----------------------------------------------------------------------------------------------------
