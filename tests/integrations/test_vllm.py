@@ -248,7 +248,7 @@ def test_one_rank_that_fails_leaves_the_model_on_all(modules: Any, monkeypatch: 
 DIFFERENCES: dict[str, Any] = {
     "a site less": lambda c: replace(c, flow=replace(c.flow, sites=c.flow.sites[1:])),
     "a site without its column": lambda c: replace(
-        c, flow=replace(c.flow, sites=[*c.flow.sites[:-1], replace(c.flow.sites[-1], column=None)])
+        c, flow=replace(c.flow, sites=[replace(c.flow.sites[0], column=None), *c.flow.sites[1:]])
     ),
     "a site without residual": lambda c: replace(
         c,
