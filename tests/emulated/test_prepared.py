@@ -59,7 +59,7 @@ def test_calls_of_which_a_plan_may_serve_one_alone_share_no_trial(op: str, monke
     assert shared_by(key, call) - {"everywhere", "gathered"} == {"shards"}
 
 
-def other(value: Any) -> Any:
+def another(value: Any) -> Any:
     """Another value of a field, in which plans may differ."""
     if isinstance(value, bool):
         return not value
@@ -73,7 +73,7 @@ def other(value: Any) -> Any:
 def shared_by(key: Any, call: Any) -> set[str]:
     """The fields in which calls may differ that share a trial, where `shards` keeps its sum."""
     names = {field.name for field in fields(call)}
-    values = {name: (16,) * 2 if name == "shards" else other(getattr(call, name)) for name in names}
+    values = {name: (16,) * 2 if name == "shards" else another(getattr(call, name)) for name in names}
     return {name for name in names if key(replace(call, **{name: values[name]})) == key(call)}
 
 

@@ -272,8 +272,8 @@ def test_ranks_that_hold_different_models_leave_them_to_vllm(
     find_candidates = plugin.find_candidates
 
     def different(*arguments: Any) -> Any:
-        found = find_candidates(*arguments)
-        return DIFFERENCES[difference](found) if standin.current_world().rank == 1 else found
+        candidates = find_candidates(*arguments)
+        return DIFFERENCES[difference](candidates) if standin.current_world().rank == 1 else candidates
 
     monkeypatch.setattr(plugin, "find_candidates", different)
 
