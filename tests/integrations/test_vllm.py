@@ -245,12 +245,14 @@ def test_one_rank_that_fails_leaves_the_model_on_all(modules: Any, monkeypatch: 
 
 
 def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Off; a class that is missing; other parameters; an exception: none of them is vLLM's."""
+    """Not asked for; off; a class that is missing; other parameters; an exception: none of them is vLLM's."""
     load_model = standin.BaseModelLoader.load_model
+    monkeypatch.delenv("WEFT_VLLM")
+    plugin.register()
     monkeypatch.setenv("WEFT_VLLM", "0")
     plugin.register()
     assert standin.BaseModelLoader.load_model is load_model
-    monkeypatch.delenv("WEFT_VLLM")
+    monkeypatch.setenv("WEFT_VLLM", "1")
 
     linear = modules["vllm.model_executor.layers.linear"]
     monkeypatch.setattr(linear, "RowParallelLinear", SimpleNamespace(forward=lambda self, x, residual: None))
@@ -304,6 +306,8 @@ def test_reports_of_an_engine_and_of_the_doctor(modules: Any, monkeypatch: pytes
     assert vllm.state() == "0.32.0; the plugin is off by VLLM_PLUGINS=another"
     monkeypatch.setenv("WEFT_VLLM", "0")
     assert vllm.state() == "0.32.0; the plugin is off by WEFT_VLLM=0"
+    monkeypatch.delenv("WEFT_VLLM")
+    assert vllm.state() == "0.32.0; the plugin is off without WEFT_VLLM=1"
     monkeypatch.setattr(vllm, "installed", lambda: None)
     assert vllm.state() == "not installed"
 

@@ -348,8 +348,8 @@ def served_by_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Modu
     monkeypatch.setattr(plugin, "world_of", lambda group: group.world)
     monkeypatch.setattr(plugin, "_models", [])
     monkeypatch.setattr(interface, "installed", lambda: "0.32.0")
-    for variable in ("WEFT_VLLM", "WEFT_VLLM_FP8"):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("WEFT_VLLM", "1")
+    monkeypatch.delenv("WEFT_VLLM_FP8", raising=False)
     with installed() as modules:
         yield modules
 

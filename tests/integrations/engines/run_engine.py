@@ -133,7 +133,7 @@ def run(job: str) -> dict[str, Any]:
             enforce_eager=mode == "eager",
         )
         results: dict[str, Any] = dict(tokens=tokens(llm))
-        if os.environ.get("WEFT_VLLM") == "0":
+        if os.environ.get("WEFT_VLLM") != "1":
             return results
         results["report"] = weft.vllm.report(llm)
         if mode == "eager":

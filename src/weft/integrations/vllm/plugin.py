@@ -32,7 +32,7 @@ from .layers import Classes, Undo
 from .row_norm_column import row_norm_column
 
 log = logging.getLogger("vllm.weft")  # vLLM shows the loggers below its own name
-WEFT_VLLM = "WEFT_VLLM"  # the environment variable that turns the plugin off with 0
+WEFT_VLLM = "WEFT_VLLM"  # the environment variable that turns the plugin on with 1
 FUSED = "fused_allreduce_rms_norm"  # a function of new-style models
 OPS = ("row_norm_column", "row_all_reduce")
 
@@ -76,7 +76,7 @@ class ServedModel:
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
 def register() -> None:
     """Register the plugin. This is the entry point in the group `vllm.general_plugins`, and never raises."""
-    if os.environ.get(WEFT_VLLM) == "0":
+    if os.environ.get(WEFT_VLLM) != "1":
         return
     try:
         interface = read_interface(fp8.asked_for())
