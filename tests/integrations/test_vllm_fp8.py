@@ -52,7 +52,7 @@ def model(method: Fp8LinearMethod, layer: Any = DecoderLayer) -> nn.Module:
 def served(make: Any) -> tuple[nn.Module, str]:
     """The model after vLLM's loader, and the report."""
     loaded = standin.BaseModelLoader().load_model(vllm_config=standin.config(make), model_config=None)
-    return loaded, plugin._models[-1].text()
+    return loaded, plugin.models[-1].text()
 
 
 def output(decoder: nn.Module, tokens: int = 24) -> Any:
@@ -85,7 +85,7 @@ def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, me
 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
         decoder, _ = served(lambda: model(METHODS[method]()))
-        return output(decoder), plugin._models[-1].text()
+        return output(decoder), plugin.models[-1].text()
 
     results = standin.run(main)
     assert no_further(results[0][0], expected)
