@@ -230,6 +230,7 @@ class World:
         self.ran: Any = None  # the call and plan that an op ran last (`op.Known`)
         self.forward_passes: Memo = {}  # calls of compiled graphs (`torch_library.ForwardKey`), for backward passes
         self.choices = Chooser(backend.clock, backend.capturing, self)  # the candidates that were timed
+        self.uploads = 0  # calls of `tensor`
         self.max_captured_rows: int | None = None  # calls of more rows are in no CUDA graph; None: any may be
         World._all[self.name] = self
         backend.name_counters(self._describe)
@@ -574,6 +575,11 @@ class World:
             )
         return f"address {address:#x}"
 
+    def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a small device tensor holding `values`. The host may wait until the stream has taken them."""
+        self.uploads += 1
+        return self.backend.tensor(values, dtype)
+
     def words(self, *tables: Sequence[int]) -> list[torch.Tensor]:
         """Return int32 tensors of these values, made by one copy to the device; each begins at a multiple of 16
         bytes."""
@@ -605,7 +611,7 @@ class World:
                 if self._block is None or self._used + counters > _COUNTERS:
                     self._block, self._used = self._bounded(self.backend.symmetric, _COUNTERS * 4, "channels"), 0
                 memory = self._block.view(self._used * 4, (counters,), torch.int32)
-                state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
+                state = self.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             self._used += _padded(counters)
             for rank, peer_counters in enumerate(memory.peers):
                 self._name_range(peer_counters, name if rank == self.rank else f"{name}, rank {rank}'s copy")
@@ -624,7 +630,7 @@ class World:
         its notifies in every call."""
         with self.persistent_allocation():
             counters = self.backend.zeros((len(arrivals),), torch.int32)
-            state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
+            state = self.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             nowhere = self.backend.zeros((self.size,), torch.int64)
         named = self._name_range(counters, name)
         weakref.finalize(counters, self._ranges.remove, named)
@@ -802,7 +808,6 @@ class World:
 
     empty = _delegated(Backend.empty)
     zeros = _delegated(Backend.zeros)
-    tensor = _delegated(Backend.tensor)
     guard = _delegated(Backend.guard)
     current_stream = _delegated(Backend.current_stream)
     side_stream = _delegated(Backend.side_stream)

@@ -1,6 +1,6 @@
 """The plugin in vLLM on a GPU: `gpu/vllm.sh run`. One rank, on which it must serve nothing; or several that share the GPU, started by
-torchrun, without the plugin first (WEFT_VLLM=0), whose answers the ranks with it then compare theirs with: as the plugin chooses, which on
-small models gives most calls back to vLLM, and with each of its own forms for all calls. Requests are cut into chunks, have prefixes in
+torchrun, without the plugin first (WEFT_VLLM=0), whose answers the ranks with it then compare theirs with: all passes by the twin, in each
+of its forms, since nothing can be timed there. Requests are cut into chunks, have prefixes in
 common, are preempted, since the cache is too small for all of them, and one is aborted. Probabilities of given tokens must be no further
 from the model in float32 than 1.5 times vLLM's own. The kinds LlamaFP8 (which needs compressed_tensors) and LlamaFP8Block, named by KINDS,
 have FP8 linears, whose GEMMs weft must serve."""
@@ -30,7 +30,7 @@ ROUNDING_OF_FP8 = (
 BLOCKS = 24  # of 16 tokens, in the cache: fewer than CROWD takes
 CROWD = [[i, *range(40)] for i in range(8)]
 FURTHER = 1.5  # than vLLM's own probabilities are from float32's
-FORMS = {"auto": None, "whole": (0, 0), "rows": (8, 0), "woven": (8, 8)}  # tokens from which on: `forced`
+PASS_FORMS = ("sequential", "own_rows", "sequence_parallel", "woven")
 MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
 
 
@@ -59,23 +59,12 @@ def engine(folder: str, ranks: int, mode: str) -> Any:
 
 @contextmanager
 def forced(form: str) -> Iterator[None]:
-    """weft's own kernels for every call: residuals whole on every rank, or by rows and in two parts from so many tokens on."""
-    if FORMS[form] is None:
-        yield
-        return
+    """All passes by the twin, in one form."""
     from weft.integrations.vllm import plugin
-    from weft.integrations.vllm.row_norm_column import RowNormColumn, ShardedTokens, TwoParts
-    from weft.plans import Sequential
+    from weft.integrations.vllm.row_norm_column import PASS_FORMS
 
-    def first_that_fits(op: Any, world: Any, call: Any, mode: str) -> Any:
-        plans = TwoParts(), ShardedTokens(), Sequential()
-        return next(plan for plan in plans if op.fits(world, call, plan, "auto") is None)
-
-    with (
-        mock.patch.object(plugin, "thresholds", lambda *_: FORMS[form]),
-        mock.patch.object(RowNormColumn, "auto", first_that_fits),
-        mock.patch.object(RowNormColumn, "candidates", lambda *_: ()),
-    ):
+    (plan,) = (compared for compared in PASS_FORMS if compared.kind == form)
+    with mock.patch.object(plugin, "untimed", lambda passes: [(1, passes.max_tokens, plan)]):
         yield
 
 
@@ -162,7 +151,7 @@ def main() -> None:
     parser.add_argument(
         "--kind", default="Llama", help="as run_engine.KINDS has it; vLLM makes its groups once a process"
     )
-    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--forms", nargs="+", default=PASS_FORMS, choices=PASS_FORMS)
     parser.add_argument("--out", type=Path, required=True, help="answers without the plugin, JSON")
     parser.add_argument("--rows", type=Path, help="a line for each comparison is added here, JSON")
     args = parser.parse_args()
@@ -171,12 +160,12 @@ def main() -> None:
     if args.kind in QUANTIZED:
         os.environ["WEFT_VLLM_FP8"] = "1"
         os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # with it vLLM rounds scales to powers of two, and weft serves none
-    off, rank = os.environ.get("WEFT_VLLM") == "0", int(os.environ.get("RANK", "0"))
+    off, rank = os.environ.get("WEFT_VLLM") != "1", int(os.environ.get("RANK", "0"))
     known = json.loads(args.out.read_text()) if args.out.exists() and not off else {}
     with tempfile.TemporaryDirectory(prefix=f"rank{rank}-") as folder:
         checkpoint(args.kind, folder, "bfloat16")
         reference = float32_logprobs(exact(args.kind, folder))
-        for mode, form in itertools.product(MODES, args.forms if args.ranks > 1 and not off else ["auto"]):
+        for mode, form in itertools.product(MODES, args.forms if args.ranks > 1 and not off else PASS_FORMS[:1]):
             job = f"{args.kind} {mode}"
             with forced(form):
                 llm = engine(folder, args.ranks, mode)

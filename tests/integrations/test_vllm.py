@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -18,12 +17,10 @@ from torch import nn
 
 import weft
 from tests.integrations import vllm_standin as standin
-from tests.integrations.vllm_standin import BF, DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
-from weft.chooser import CallTime, Choice, Chooser
+from tests.integrations.vllm_standin import DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
 from weft.integrations import vllm
-from weft.integrations.vllm import interface, layers, plugin, timing
-from weft.integrations.vllm.dataflow import flow_of
-from weft.integrations.vllm.row_norm_column import ROW_NORM_COLUMN, row_norm_column
+from weft.integrations.vllm import interface, plugin
+from weft.integrations.vllm.row_norm_column import PASS_FORMS, row_norm_column
 
 IDS = torch.randint(0, 32, (24,), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(24)
@@ -58,22 +55,30 @@ def loaded(make: Any, **changes: Any) -> Any:
     return standin.BaseModelLoader().load_model(vllm_config=standin.config(make, **changes), model_config=None)
 
 
+def in_form(monkeypatch: pytest.MonkeyPatch, form: int) -> None:
+    """Let twins run all passes in a form, if the model allows it."""
+    monkeypatch.setattr(plugin, "untimed", lambda passes: [(1, passes.max_tokens, PASS_FORMS[form])])
+
+
 def output(model: nn.Module, tokens: int = 24) -> Any:
     with torch.no_grad():
         return model(IDS[:tokens], POSITIONS[:tokens], None)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 24])
+@pytest.mark.parametrize(("tokens", "form"), [(1, 0), (5, 0), (24, 1), (21, 2), (24, 3)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_served_model_computes_what_it_did(modules: Any, name: str, tokens: int) -> None:
-    """Few tokens, with whole residuals, and many, with those that a rank owns."""
+def test_a_served_model_computes_what_it_did(
+    modules: Any, monkeypatch: pytest.MonkeyPatch, name: str, tokens: int, form: int
+) -> None:
+    """In every form that the model allows; 5 and 21 tokens are padded."""
     expected = standin.run(lambda world: output(loaded(MODELS[name]), tokens))[0]
+    in_form(monkeypatch, form)
     plugin.register()
 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
         model = loaded(MODELS[name])
         output(model, tokens)
-        return output(model, tokens), plugin._models[-1].text()
+        return output(model, tokens), plugin.models[-1].text()
 
     results = standin.run(main)
     assert (results[0][0] == results[1][0]).all()
@@ -83,45 +88,44 @@ def test_a_served_model_computes_what_it_did(modules: Any, name: str, tokens: in
 
 
 @pytest.mark.parametrize(
-    ("name", "served", "by_rows"),
+    ("name", "served"),
     [
-        ("dense", ["a row-parallel linear with its GEMM, residual and norm (4 times)", "GEMM after it (3 times)"], True),
-        ("experts", ["sum of experts, residual and norm (2 times)", "linear with its GEMM, residual and norm (2 times)", "GEMM after it (1 times)"], True),
-        ("quantized", ["sum of a row-parallel linear, residual and norm (2 times)", "with its GEMM, residual and norm (2 times)"], True),
-        ("gemma 2", ["with its GEMM, residual and norm (4 times)"], True),
-        ("scaled", ["a row-parallel GEMM and its sum (4 times)"], None),
+        ("dense", ["a row-parallel linear with its GEMM, residual and norm (4 times)", "GEMM after it (3 times)"]),
+        ("experts", ["sum of experts, residual and norm (2 times)", "linear with its GEMM, residual and norm (2 times)", "GEMM after it (1 times)"]),
+        ("quantized", ["sum of a row-parallel linear, residual and norm (2 times)", "with its GEMM, residual and norm (2 times)"]),
+        ("gemma 2", ["with its GEMM, residual and norm (4 times)"]),
+        ("scaled", ["a row-parallel GEMM and its sum (4 times)"]),
     ],
 )  # fmt: skip
-def test_the_report_says_what_is_served(modules: Any, name: str, served: list[str], by_rows: bool | None) -> None:
+def test_the_report_says_what_is_served(modules: Any, name: str, served: list[str]) -> None:
     plugin.register()
 
     def main(world: weft.World) -> str:
         loaded(MODELS[name])
-        return plugin._models[-1].text()
+        return plugin.models[-1].text()
 
     text = standin.run(main)[0]
     assert text.startswith(f"weft {weft.__version__} under vLLM 0.32.0: Model, 2 ranks (emulated)")
     assert all(line in text for line in served), text
-    assert ("residuals from 9 tokens on by the rows that a rank owns" in text) == bool(by_rows), text
     assert "leaves to vLLM" not in text, text
 
 
 def test_sums_that_something_else_reads_stay(modules: Any) -> None:
-    """Hidden states between layers are recorded: only the sums inside a layer go to their norms, and residuals are
-    whole, since others read them."""
+    """Hidden states between layers are recorded: only the sums inside a layer go to their norms, and only the form with
+    whole residuals is allowed, since others read them."""
     plugin.register()
 
-    def main(world: weft.World) -> tuple[Any, str]:
+    def main(world: weft.World) -> tuple[Any, str, Any]:
         def make() -> nn.Module:
             model = MODELS["dense"]()
             model.recorded = (0,)
             return model
 
-        return output(loaded(make)), plugin._models[-1].text()
+        return output(loaded(make)), plugin.models[-1].text(), plugin.models[-1].forms
 
-    (_, seen), text = standin.run(main)[0]
+    (_, seen), text, forms = standin.run(main)[0]
+    assert tuple(forms) == PASS_FORMS[:1]
     assert "residual and norm (3 times)" in text and "a row-parallel GEMM and its sum (1 times)" in text, text
-    assert "residuals whole on every rank: they are read between layers" in text, text
 
     def without_plugin(world: weft.World) -> Any:
         model = MODELS["dense"]()
@@ -156,7 +160,7 @@ def test_experts_whose_sum_something_else_takes_stay(modules: Any, attributes: d
 
     def main(world: weft.World) -> str:
         loaded(lambda: Model(functools.partial(DecoderLayer, mlp=Mixture)))
-        return plugin._models[-1].text()
+        return plugin.models[-1].text()
 
     text = standin.run(main)[0]
     assert "of experts" not in text and "residual and norm (2 times)" in text, text
@@ -174,7 +178,7 @@ def test_tracing_leaves_nothing_in_the_model(modules: Any) -> None:
 
     def main(world: weft.World) -> tuple[Any, bool, str]:
         model = loaded(lambda: Remembering(DecoderLayer))
-        return model.seen, hasattr(model, "positions"), plugin._models[-1].text()
+        return model.seen, hasattr(model, "positions"), plugin.models[-1].text()
 
     seen, has_positions, text = standin.run(main)[0]
     assert seen is None and not has_positions and "residual and norm (4 times)" in text, text
@@ -190,7 +194,7 @@ def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) 
     plugin.register()
 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
-        return output(loaded(lambda: Branching(DecoderLayer))), plugin._models[-1].text()
+        return output(loaded(lambda: Branching(DecoderLayer))), plugin.models[-1].text()
 
     actual, text = standin.run(main)[0]
     assert "residual and norm (2 times)" in text and "a row-parallel GEMM and its sum (2 times)" in text, text
@@ -208,6 +212,11 @@ def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) 
         (dict(speculative_config=object()), "speculative decoding"),
         (dict(parallel_config=SimpleNamespace(enable_dbo=True)), "enable_dbo"),
         (dict(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=True))), "enable_sp"),
+        (dict(parallel_config=SimpleNamespace(pipeline_parallel_size=2)), "pipeline parallelism"),
+        (
+            dict(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_DECODE_ONLY"))),
+            "only batches that decode are captured",
+        ),
     ],
 )
 def test_what_leaves_a_model_to_vllm(modules: Any, changes: dict[str, Any], why: str) -> None:
@@ -215,10 +224,7 @@ def test_what_leaves_a_model_to_vllm(modules: Any, changes: dict[str, Any], why:
 
     def main(world: weft.World) -> tuple[set[type], str, torch.Tensor]:
         model = loaded(MODELS["dense"], **changes)
-        report = plugin._models[-1]
-        if report.async_tp is not None:
-            report.async_tp.close()
-        return {type(m) for m in model.modules()}, report.text(), output(model)
+        return {type(m) for m in model.modules()}, plugin.models[-1].text(), output(model)
 
     kinds, text, actual = standin.run(main)[0]
     assert "leaves to vLLM all: " in text and why in text, text
@@ -239,7 +245,7 @@ def test_one_rank_that_fails_leaves_the_model_on_all(modules: Any, monkeypatch: 
 
     def main(world: weft.World) -> tuple[str, torch.Tensor]:
         model = loaded(MODELS["dense"])
-        return plugin._models[-1].text(), output(model)
+        return plugin.models[-1].text(), output(model)
 
     texts = standin.run(main)
     assert all("leaves to vLLM all: RuntimeError: of this rank alone" in text for text, _ in texts), texts
@@ -287,12 +293,14 @@ def test_ranks_that_hold_different_models_leave_them_to_vllm(
 
 
 def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Off; a class that is missing; other parameters; an exception: none of them is vLLM's."""
+    """Not asked for; off; a class that is missing; other parameters; an exception: none of them is vLLM's."""
     load_model = standin.BaseModelLoader.load_model
+    monkeypatch.delenv("WEFT_VLLM")
+    plugin.register()
     monkeypatch.setenv("WEFT_VLLM", "0")
     plugin.register()
     assert standin.BaseModelLoader.load_model is load_model
-    monkeypatch.delenv("WEFT_VLLM")
+    monkeypatch.setenv("WEFT_VLLM", "1")
 
     linear = modules["vllm.model_executor.layers.linear"]
     monkeypatch.setattr(linear, "RowParallelLinear", SimpleNamespace(forward=lambda self, x, residual: None))
@@ -346,63 +354,14 @@ def test_reports_of_an_engine_and_of_the_doctor(modules: Any, monkeypatch: pytes
     assert vllm.state() == "0.32.0; the plugin is off by VLLM_PLUGINS=another"
     monkeypatch.setenv("WEFT_VLLM", "0")
     assert vllm.state() == "0.32.0; the plugin is off by WEFT_VLLM=0"
+    monkeypatch.delenv("WEFT_VLLM")
+    assert vllm.state() == "0.32.0; the plugin is off without WEFT_VLLM=1"
     monkeypatch.setattr(vllm, "installed", lambda: None)
     assert vllm.state() == "not installed"
 
 
-def test_compiled_code_is_named_by_what_is_served(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin.register()
-
-    def main(world: weft.World) -> Any:
-        seen = standin.config(MODELS["dense"])
-        standin.BaseModelLoader().load_model(vllm_config=seen, model_config=None)
-        return seen.additional_config["weft"]
-
-    named = standin.run(main)
-    assert (
-        named[0][2] == named[1][2]
-        and weft.__version__ in named[0]
-        and "layers.0.post_attention_layernorm" in named[0][2]
-    )
-    monkeypatch.setattr(plugin, "thresholds", lambda *_: (8, 16))
-    assert [code[3:] for code in standin.run(main)] == [[8, 16]] * 2 != [code[3:] for code in named]
-
-
-def fused_allreduce_rms_norm(hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any) -> Any:
-    """As vLLM names it."""
-    raise AssertionError("vLLM's own")
-
-
-def test_norms_of_new_style_models(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the function was imported, and back; one that takes something else stays."""
-    known_form, other_form = ModuleType("vllm.models.new.model"), ModuleType("vllm.models.other.model")
-    known_form.fused_allreduce_rms_norm = fused_allreduce_rms_norm  # type: ignore[attr-defined]
-    other_form.fused_allreduce_rms_norm = lambda x, norm: None  # type: ignore[attr-defined]
-    for module in (known_form, other_form):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-
-    def main(world: weft.World) -> Any:
-        norm, x, residual = standin.RMSNorm(3), standin.drawn(world.rank, 6, H).data, standin.drawn(9, 6, H).data
-        served = plugin.fused_norm(fused_allreduce_rms_norm, world)(x, residual, norm)
-        return *served, *norm(weft.all_reduce(x, world=world), residual)
-
-    y, kept, expected, h = standin.run(main)[0]
-    assert (y.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
-    assert (kept.float() - h.float()).norm() < 1e-2 * h.float().norm()
-
-    report, counts = plugin.ServedModel("", ""), Counter[str]()
-    plugin.serve_fused_norms(SimpleNamespace(), report, counts)  # type: ignore[arg-type]
-    assert counts.total() == 1 and known_form.fused_allreduce_rms_norm.weft
-    assert report.left == [
-        "vllm.models.other.model.fused_allreduce_rms_norm, which takes x, norm, not hidden_states, residual, norm"
-    ]
-    report.undo[0]()
-    assert known_form.fused_allreduce_rms_norm is fused_allreduce_rms_norm
-
-
 # -- the operator ------------------------------------------------------------------------------------------------------
 M, K, N = 24, 32, 48
-GIVEN = dict(rows_from=1)
 
 
 def operands(rank: int, ranks: int = 2) -> dict[str, torch.Tensor]:
@@ -412,23 +371,17 @@ def operands(rank: int, ranks: int = 2) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        ("auto", {}), ("auto", GIVEN), ("sequential", GIVEN), ("sequence_parallel", GIVEN),
-        ("auto", dict(GIVEN, woven_from=8)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("plan", ["auto", "own_rows", "sequence_parallel", "woven"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_form_gives_the_same(plan: str, options: dict[str, Any], ranks: int) -> None:
+def test_every_form_gives_the_same(plan: str, ranks: int) -> None:
     """Twice in a row, the second time with the residual of the first, and without the second GEMM."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
         t = operands(world.rank, ranks)
         x, residual, norm = t.pop("x"), t.pop("residual"), t.pop("norm")
-        y, kept = row_norm_column(x, residual, norm, 1e-6, **t, **options, world=world, plan=plan)
+        y, kept = row_norm_column(x, residual, norm, 1e-6, **t, world=world, plan=plan)
         row = dict(row=t["row"], row_bias=t["row_bias"])
-        last, _ = row_norm_column(x, kept, norm, 1e-6, **row, **options, world=world)
+        last, _ = row_norm_column(x, kept, norm, 1e-6, **row, world=world, plan=plan)
         world.synchronize()
         return [y, last]
 
@@ -469,7 +422,8 @@ def test_the_engines_kernel_leaves_the_callers_rows_as_they_are(monkeypatch: pyt
     assert standin.run(main) == [True, True]
 
 
-def test_residuals_of_many_tokens_are_held_by_rows() -> None:
+@pytest.mark.parametrize("plan", ["own_rows", "sequence_parallel"])
+def test_residuals_are_held_by_rows(plan: str) -> None:
     """What a rank does not own of the residual may be anything."""
 
     def main(world: weft.World, tokens: int) -> torch.Tensor:
@@ -478,7 +432,7 @@ def test_residuals_of_many_tokens_are_held_by_rows() -> None:
         row_counts = weft.lang.balanced_rows(tokens, world.size)
         first_row = sum(row_counts[: world.rank])
         residual[:first_row], residual[first_row + row_counts[world.rank] :] = float("nan"), float("nan")
-        return row_norm_column(x, residual, norm, 1e-6, **t, rows_from=1, world=world)[0]
+        return row_norm_column(x, residual, norm, 1e-6, **t, world=world, plan=plan)[0]
 
     assert all(y.isfinite().all() for y in standin.run(lambda world: main(world, 24)))
 
@@ -493,83 +447,14 @@ def test_torch_compile_follows_a_served_model(modules: Any) -> None:
         return graph.forward
 
     def main(world: weft.World) -> list[torch.Tensor]:
-        model = loaded(MODELS["dense"])
-        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+        loaded(MODELS["dense"])
+        twin = plugin.models[-1].passes.twin
+        compiled = torch.compile(twin, backend=backend, fullgraph=True, dynamic=True)
         with torch.no_grad():
             outs = [compiled(IDS[:n].clone(), POSITIONS[:n].clone(), None) for n in (24, 7, 3)]
-            return [*outs, *(model(IDS[:n], POSITIONS[:n], None) for n in (24, 7, 3))]
+            return [*outs, *(twin(IDS[:n], POSITIONS[:n], None) for n in (24, 7, 3))]
 
     outputs = standin.run(main)[0]
     assert all((a == b).all() for a, b in zip(outputs[:3], outputs[3:], strict=True))
     calls = [str(n.target) for graph in graphs for n in graph.graph.nodes if "row_norm_column" in str(n.target)]
     assert len(calls) == 4 * len(graphs) and len(graphs) == 2, [str(graph.graph) for graph in graphs]
-
-
-def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU whole rows are the engine's until a trial finds weft's faster; rows that ranks own are tried in both forms."""
-    world: Any = SimpleNamespace(
-        device=torch.device("cuda", 0), size=2, symmetric_reason=None, scale=weft.scale.Scale()
-    )
-
-    def call(tokens: int, **options: Any) -> Any:
-        t = [torch.empty(tokens, 4096, dtype=BF, device="meta"), None, torch.empty(4096, dtype=BF, device="meta")]
-        matrix = torch.empty(4096, 4096, dtype=BF, device="meta")
-        monkeypatch.setattr("weft.integrations.vllm.row_norm_column.check_operands", lambda *_: None)
-        return ROW_NORM_COLUMN.check(world, (*t, matrix, None, matrix, None, None, None), (1e-6, options.get("rows_from", 16), options.get("woven_from", 0)))  # fmt: skip
-
-    def plans(call: Any) -> tuple[str, list[str]]:
-        return ROW_NORM_COLUMN.expected(world, call, "eager").kind, [
-            p.kind for p in ROW_NORM_COLUMN.candidates(world, call)
-        ]
-
-    assert plans(call(8)) == ("engine", ["sequential"])
-    assert plans(call(4096, rows_from=0)) == ("engine", ["sequential"])
-    assert plans(call(4096)) == ("sequential", ["sequence_parallel"])
-    assert plans(call(4096, woven_from=4096)) == ("woven", [])
-    assert (
-        ROW_NORM_COLUMN.trial_key(call(65))
-        == ROW_NORM_COLUMN.trial_key(call(128))
-        != ROW_NORM_COLUMN.trial_key(call(129))
-    )
-
-
-def test_a_timed_pass_does_not_grow_with_the_layers() -> None:
-    """All sites of 80 layers took all the memory of a GPU: their results, which other streams still used, waited for them."""
-    kinds = Counter({(4096, 14336): 80, (14336, 5120): 79, (14336, 0): 1})
-    assert timing.calls_of_pass(kinds) == {(4096, 14336): 2, (14336, 5120): 2}
-    assert timing.calls_of_pass(Counter({(64, 128): 2, (64, 0): 1})) == {(64, 128): 2, (64, 0): 1}
-
-
-def test_where_residuals_by_rows_begin_is_timed(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are faster up to the most tokens; each kind of site as often as there are such."""
-
-    def time(self: Chooser, choice: Choice[int], rows_from: int, *_: Any) -> CallTime:
-        """By rows pays from 32 tokens on, but for `slow`."""
-        (tokens,) = choice.sizes
-        us = 1.0 if not rows_from else 0.5 if tokens >= 32 and tokens != slow else 2.0
-        return CallTime(us, us)
-
-    def one_pass(world: weft.World, sites: Any, rows_from: int) -> None:
-        calls.extend((len(t.x), rows_from, t.row is not None, t.column is not None) for t, _ in sites)
-        counts.append([count for _, count in sites])
-
-    monkeypatch.setattr(Chooser, "time", time)
-    monkeypatch.setattr(timing, "one_pass", one_pass)
-    counts: list[list[int]] = []
-    calls: list[tuple[int, int, bool, bool]] = []
-    slow = 0
-
-    def main(world: weft.World) -> Any:
-        objects = interface.read_interface().objects
-        classes = layers.Classes(**{name: objects[name] for name in ("row", "column", "norm", "unquantized")})
-        flow = flow_of(MODELS["dense"](), classes)
-        world.choices.clock = lambda *_: pytest.fail("really timed")
-        return timing.rows_from(flow, classes, world, 9, 256)
-
-    assert standin.run(main) == [32, 32]
-    slow = 128
-    assert standin.run(main) == [256, 256]
-    slow = 256
-    assert standin.run(main) == [0, 0]
-    assert {call[0] for call in calls} == {16, 32, 64, 128, 256}
-    assert {call[2:] for call in calls} == {(True, True), (True, False)}

@@ -17,7 +17,6 @@ import torch.fx.experimental.proxy_tensor
 from torch import fx
 
 import weft
-from weft.integrations.vllm import plugin
 
 WHEEL = os.environ.get("VLLM_WHEEL")
 PASS = "vllm/compilation/passes/fusion/collective_fusion.py"
@@ -114,14 +113,14 @@ def rank(world: weft.World, wheel: str | None = None) -> tuple[list[str], float,
     graph = fx.experimental.proxy_tensor.make_fx(layer, tracing_mode="fake")(*own_operands)
     matcher.apply(graph.graph)
     graph.recompile()
-    serving = plugin.ServedModel("model", "version", async_tp=weft.torch.async_tp(world))
+    serving = weft.torch.async_tp(world)
     gathered, scattered = graph(*own_operands)
     exact = x.flatten(0, 1).float() @ w[world.rank].float()
     reduced = sum(h[r].float() @ v[r].float() for r in range(size)).chunk(size)[world.rank]  # type: ignore[union-attr]
     error = max(((a.float() - b).norm() / b.norm()).item() for a, b in ((gathered, exact), (scattered, reduced)))
     targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     del held
-    return targets, error, serving.text()
+    return targets, error, serving.report()
 
 
 def from_wheel(world: weft.World) -> tuple[list[str], float, str]:

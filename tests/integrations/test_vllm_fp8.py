@@ -52,12 +52,18 @@ def model(method: Fp8LinearMethod, layer: Any = DecoderLayer) -> nn.Module:
 def served(make: Any) -> tuple[nn.Module, str]:
     """The model after vLLM's loader, and the report."""
     loaded = standin.BaseModelLoader().load_model(vllm_config=standin.config(make), model_config=None)
-    return loaded, plugin._models[-1].text()
+    return loaded, plugin.models[-1].text()
 
 
 def output(decoder: nn.Module, tokens: int = 24) -> Any:
     with torch.no_grad():
         return decoder(IDS[:tokens], torch.arange(tokens), None)
+
+
+def in_form(monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+    """Let twins run all passes with weft's own GEMMs, by sequence parallelism, or with vLLM's."""
+    form = ShardedTokens() if sharded else Sequential()
+    monkeypatch.setattr(plugin, "untimed", lambda passes: [(1, passes.max_tokens, form)])
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -79,13 +85,12 @@ def no_further(actual: torch.Tensor, expected: torch.Tensor, layer: Any = Decode
 def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, method: str, sharded: bool) -> None:
     """With vLLM's products; and with weft's, which overlap, for as many tokens as ranks hold by rows."""
     expected = standin.run(lambda world: output(model(METHODS[method]())))[0]
-    if sharded:
-        monkeypatch.setattr(RowNormColumn, "auto", lambda op, world, call, mode: sharded_if_it_fits(op, world, call))
+    in_form(monkeypatch, sharded)
     plugin.register()
 
     def main(world: weft.World) -> tuple[torch.Tensor, str]:
         decoder, _ = served(lambda: model(METHODS[method]()))
-        return output(decoder), plugin._models[-1].text()
+        return output(decoder), plugin.models[-1].text()
 
     results = standin.run(main)
     assert no_further(results[0][0], expected)
@@ -129,8 +134,7 @@ def test_reloaded_scales_are_used(monkeypatch: pytest.MonkeyPatch, reload: str, 
         return output(decoder)
 
     expected = standin.run(reloaded)[0]
-    if sharded:
-        monkeypatch.setattr(RowNormColumn, "auto", lambda op, world, call, mode: sharded_if_it_fits(op, world, call))
+    in_form(monkeypatch, sharded)
     plugin.register()
 
     def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,10 +182,6 @@ def test_operators_read_the_scales_of_the_linears(
     for rank, read in addresses.items():
         forward = read[: len(read) // 2]
         assert forward and read == forward * 2 and set(forward) <= of_linears[rank]
-
-
-def sharded_if_it_fits(op: Any, world: Any, call: Any) -> Any:
-    return ShardedTokens() if op.fits(world, call, ShardedTokens(), "auto") is None else Sequential()
 
 
 def test_sums_that_no_norm_reads() -> None:
@@ -341,15 +341,9 @@ def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) 
     return wanted(x8, w[0], x_scale, w[1], recipe)
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        ("auto", {}), ("auto", dict(rows_from=1)), ("sequence_parallel", dict(rows_from=1)),
-        ("auto", dict(rows_from=1, woven_from=8)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("plan", ["sequential", "own_rows", "sequence_parallel", "woven"])
 @pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
-def test_every_form_gives_the_same(plan: str, options: dict[str, Any], recipe: str) -> None:
+def test_every_form_gives_the_same(plan: str, recipe: str) -> None:
     """With weft's own products, since no linear of vLLM has these weights."""
     h = 256
     rows, columns = [[weight(seed + r, n, k, recipe) for r in range(2)] for seed, n, k in ((10, h, K), (20, N, h))]
@@ -359,9 +353,7 @@ def test_every_form_gives_the_same(plan: str, options: dict[str, Any], recipe: s
         (row, row_scale), (column, column_scale) = rows[world.rank], columns[world.rank]
         scales = dict(row_scale=row_scale, column_scale=column_scale)
         x = xs[world.rank]
-        y, _ = row_norm_column(
-            x, residual, norm, 1e-6, row=row, column=column, **scales, **options, world=world, plan=plan
-        )
+        y, _ = row_norm_column(x, residual, norm, 1e-6, row=row, column=column, **scales, world=world, plan=plan)
         world.synchronize()
         return y
 
@@ -371,15 +363,14 @@ def test_every_form_gives_the_same(plan: str, options: dict[str, Any], recipe: s
         assert error(y, product(normed, column, recipe)) < 2e-2
 
 
-@pytest.mark.parametrize("plan", ["sequential", "engine"])
 @pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
-def test_a_gemm_under_its_own_sum(recipe: str, plan: str) -> None:
+def test_a_gemm_under_its_own_sum(recipe: str) -> None:
     rows = [weight(r, N, K, recipe) for r in range(2)]
     xs, bias = [drawn(30 + r, M, K) for r in range(2)], drawn(5, N)
 
     def main(world: weft.World) -> torch.Tensor:
         elements, scale = rows[world.rank]
-        y = row_all_reduce.ROW_ALL_REDUCE(world, plan, (xs[world.rank], elements, bias, scale))
+        y = row_all_reduce.ROW_ALL_REDUCE(world, "auto", (xs[world.rank], elements, bias, scale))
         world.synchronize()
         return y
 
@@ -433,13 +424,14 @@ def test_torch_compile_follows_a_served_model() -> None:
 
     def main(world: weft.World) -> list[torch.Tensor]:
         decoder, _ = served(lambda: model(METHODS["tensor"]()))
-        compiled = torch.compile(decoder, backend="eager", fullgraph=True, dynamic=True)
+        twin = plugin.models[-1].passes.twin
+        compiled = torch.compile(twin, backend="eager", fullgraph=True, dynamic=True)
         with torch.no_grad():
             outs = [compiled(IDS[:n].clone(), torch.arange(n), None) for n in (24, 7)]
-            expected = [output(decoder, n) for n in (24, 7)]
+            expected = [output(twin, n) for n in (24, 7)]
             reload_rows(decoder, negate_in_place)
             outs.append(compiled(IDS[:7].clone(), torch.arange(7), None))
-        return [*outs, *expected, output(decoder, 7)]
+        return [*outs, *expected, output(twin, 7)]
 
     outputs = standin.run(main)[0]
     assert all((a == b).all() for a, b in zip(outputs[:3], outputs[3:], strict=True))

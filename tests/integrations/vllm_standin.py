@@ -20,7 +20,7 @@ from torch import nn
 import weft
 from tests.emulated.cases_fp8 import scaled
 from weft.backends.library_gemm import dequantized
-from weft.integrations.vllm import interface, plugin
+from weft.integrations.vllm import compare, interface, plugin, served, start
 
 BF = torch.bfloat16
 H, INNER, HEADS, EXPERTS = 64, 96, 64, 4
@@ -29,6 +29,11 @@ _worlds: dict[int, weft.World] = {}
 
 def current_world() -> weft.World:
     return _worlds[id(greenlet.getcurrent())]
+
+
+def enter(world: weft.World) -> None:
+    """Make `world` that of the current greenlet."""
+    _worlds[id(greenlet.getcurrent())] = world
 
 
 def drawn(seed: int, *shape: int) -> nn.Parameter:
@@ -310,9 +315,49 @@ class BaseModelLoader:
         return model
 
 
+class TorchCompileWithNoGuardsWrapper:
+    def __init__(self, compile_prefix: str = "", is_encoder: bool = False) -> None:
+        self.compile_prefix = compile_prefix
+
+
 class WorkerBase:
     def get_model(self) -> nn.Module:
         raise NotImplementedError
+
+
+class ModelRunner:
+    """Runs passes of a model; `log` has what it was asked for."""
+
+    def __init__(self, model: nn.Module, max_tokens: int) -> None:
+        self.model, self.max_tokens, self.log = model, max_tokens, list[str]()
+
+    def _dummy_run(self, num_tokens: int, **options: Any) -> Any:
+        with torch.inference_mode():
+            return self.model(torch.zeros(num_tokens, dtype=torch.long), torch.arange(num_tokens), None)
+
+    def profile_run(self) -> None:
+        self.log.append("profile")
+        self._dummy_run(self.max_tokens)
+
+    def capture_model(self) -> int:
+        self.log.append("capture")
+        return 0
+
+
+class Worker(WorkerBase):
+    """The worker of GPUs. A start is `determine_available_memory`, then `compile_or_warm_up_model`."""
+
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.model_runner = ModelRunner(model, vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def determine_available_memory(self) -> int:
+        self.model_runner.profile_run()
+        return 1
+
+    def compile_or_warm_up_model(self) -> float:
+        self.model_runner.capture_model()
+        return 2.0
 
 
 def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
@@ -321,6 +366,7 @@ def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
         parallel_config=SimpleNamespace(enable_dbo=False, prefill_context_parallel_size=1),
         model_config=SimpleNamespace(dtype=BF, hf_text_config=SimpleNamespace(hidden_size=H, intermediate_size=INNER)),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=256, max_num_seqs=16),
         lora_config=None,
         speculative_config=None,
         additional_config={},
@@ -330,6 +376,8 @@ def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
 
 PLACES: dict[str, tuple[Any, ...]] = {
     "vllm": (),
+    "vllm.config": (),
+    "vllm.compilation.wrapper": (TorchCompileWithNoGuardsWrapper,),
     "vllm.distributed": (tensor_model_parallel_all_reduce, get_tp_group),
     "vllm.model_executor.model_loader.base_loader": (BaseModelLoader,),
     "vllm.model_executor.layers.linear": (RowParallelLinear, ColumnParallelLinear, UnquantizedLinearMethod),
@@ -338,18 +386,23 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "vllm.model_executor.layers.layernorm": (RMSNorm, GemmaRMSNorm),
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": (MoERunner,),
     "vllm.v1.worker.worker_base": (WorkerBase,),
+    "vllm.v1.worker.gpu_worker": (Worker,),
 }
 
 
 @contextmanager
 def served_by_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The modules in their places, as vLLM 0.32, for a plugin whose ranks are emulated."""
-    monkeypatch.setattr(plugin, "gather_objects", lambda value, group: group.world.exchange(value))
+    for module in (plugin, start):
+        monkeypatch.setattr(module, "gather_objects", lambda value, group: group.world.exchange(value))
+    loaded: list[served.ServedModel] = []
+    for module in (plugin, start, served):
+        monkeypatch.setattr(module, "models", loaded)
     monkeypatch.setattr(plugin, "world_of", lambda group: group.world)
-    monkeypatch.setattr(plugin, "_models", [])
+    monkeypatch.setattr(compare, "stored_at", lambda model, depends_on: None)
     monkeypatch.setattr(interface, "installed", lambda: "0.32.0")
-    for variable in ("WEFT_VLLM", "WEFT_VLLM_FP8"):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("WEFT_VLLM", "1")
+    monkeypatch.delenv("WEFT_VLLM_FP8", raising=False)
     with installed() as modules:
         yield modules
 
@@ -362,12 +415,17 @@ def installed() -> Iterator[dict[str, ModuleType]]:
         for thing in things:
             setattr(modules[name], thing.__name__, thing)
     before = {name: sys.modules.get(name) for name in modules}
-    load_model = BaseModelLoader.load_model
+    modules["vllm.config"].CUDAGraphMode = SimpleNamespace(NONE=None)  # type: ignore[attr-defined]
+    methods = [
+        (BaseModelLoader, "load_model"), (Worker, "determine_available_memory"), (Worker, "compile_or_warm_up_model")
+    ]  # fmt: skip
+    originals = [getattr(owner, name) for owner, name in methods]
     sys.modules.update(modules)
     try:
         yield modules
     finally:
-        BaseModelLoader.load_model = load_model  # type: ignore[method-assign]
+        for (owner, name), original in zip(methods, originals, strict=True):
+            setattr(owner, name, original)
         for name, module in before.items():
             if module is None:
                 sys.modules.pop(name, None)
@@ -377,7 +435,7 @@ def installed() -> Iterator[dict[str, ModuleType]]:
 
 def run(fn: Callable[[weft.World], Any], ranks: int = 2) -> list[Any]:
     def main(world: weft.World) -> Any:
-        _worlds[id(greenlet.getcurrent())] = world
+        enter(world)
         return fn(world)
 
     return weft.spmd(main, ranks, backend="emulated")

@@ -277,6 +277,11 @@ class Backend(ABC):
         """Return the device block, int64 [16], that every bounded wait reads. Its layout is in `lang/intrinsics.py`."""
 
     # -- names and counts, for what is reported ------------------------------------------------------------------------
+    @property
+    def kernels(self) -> int:
+        """Return the number of kernels that were compiled and loaded so far; 0 where none are."""
+        return 0
+
     def name_counters(self, describe: Callable[[int], str]) -> None:
         """Register the World's `describe`, which gives the name of the counter at an address."""
 

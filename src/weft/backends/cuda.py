@@ -162,6 +162,10 @@ class GpuBackend(Backend):
     def guard(self) -> torch.Tensor:
         return self.record_words.guard
 
+    @property
+    def kernels(self) -> int:
+        return len(self.launcher.checked)
+
     # -- streams
     def current_stream(self) -> torch.cuda.Stream:
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)

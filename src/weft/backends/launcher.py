@@ -67,7 +67,7 @@ class Launcher:
     def __init__(self, backend: GpuBackend) -> None:
         _triton.require()
         self.backend = backend
-        self._checked: set[Hashable] = set()
+        self.checked: set[Hashable] = set()
         self._co_resident_with: CompiledKernel | None = (
             None  # the kernel that was loaded last, if it is to be co-resident
         )
@@ -131,7 +131,7 @@ class Launcher:
         aligned = (v.data_ptr() % 16 == 0 for v in leaves if isinstance(v, torch.Tensor))
         variant = (kernel, grid, *options.values(), *map(_kind, leaves), *aligned)
         co_resident, self._co_resident_with = self._co_resident_with, None  # only the next load is checked with it
-        if variant in self._checked and co_resident is None:
+        if variant in self.checked and co_resident is None:
             return
         compiled = self.compiled(kernel, grid, values, options)
         if options.get("co_resident"):
@@ -146,7 +146,7 @@ class Launcher:
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
                 f"{self.occupancy(compiled)} an SM"
             )
-        self._checked.add(variant)
+        self.checked.add(variant)
 
     def compiled(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> CompiledKernel:
         """Return the compiled kernel of a launch, loaded. Raises Unsupported where a program does not fit."""

@@ -91,10 +91,9 @@ def write_quantized(folder: str, tensors: dict[str, Any], entry: dict[str, Any])
 
 def undo(worker: Any) -> None:
     """The model of this worker is vLLM's own again."""
-    from weft.integrations.vllm import plugin
+    from weft.integrations.vllm.served import models
 
-    for put_back in reversed(plugin._models[-1].undo):
-        put_back()
+    models[-1].passes.remove()
 
 
 def tokens(llm: Any) -> list[list[tuple[int, float]]]:
@@ -133,7 +132,7 @@ def run(job: str) -> dict[str, Any]:
             enforce_eager=mode == "eager",
         )
         results: dict[str, Any] = dict(tokens=tokens(llm))
-        if os.environ.get("WEFT_VLLM") == "0":
+        if os.environ.get("WEFT_VLLM") != "1":
             return results
         results["report"] = weft.vllm.report(llm)
         if mode == "eager":

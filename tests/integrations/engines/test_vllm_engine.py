@@ -23,7 +23,7 @@ QUIET = dict(
 def engines(folder: Path, *jobs: str, **variables: str) -> tuple[dict[str, Any], str]:
     """What the jobs made, and the log."""
     out = folder / "out.json"
-    env = {**os.environ, **QUIET, "VLLM_CACHE_ROOT": str(folder / "cache"), **variables}
+    env = {**os.environ, **QUIET, "VLLM_CACHE_ROOT": str(folder / "cache"), "WEFT_VLLM": "1", **variables}
     done = subprocess.run(
         [sys.executable, str(HERE / "run_engine.py"), str(out), *jobs],
         env=env,

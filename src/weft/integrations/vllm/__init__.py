@@ -1,4 +1,4 @@
-"""weft in vLLM: `pip install weft` into vLLM's environment, then `vllm serve` as before.
+"""weft in vLLM: `pip install weft` into vLLM's environment, then `WEFT_VLLM=1 vllm serve`.
 
 vLLM calls the entry point in its group `vllm.general_plugins` in each of its processes. Once a tensor-parallel model is
 loaded, weft's operators replace its sums over ranks:
@@ -9,7 +9,7 @@ loaded, weft's operators replace its sums over ranks:
 
 With WEFT_VLLM_FP8=1 the GEMMs may be those of FP8 linears (fp8.py).
 
-The places are found in the model's own forward (dataflow.py). WEFT_VLLM=0 turns the plugin off.
+The places are found in the model's own forward (dataflow.py). Without WEFT_VLLM=1 the plugin does nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def state() -> str:
     if installed() is None:
         return "not installed"
     interface = read_interface(asked_for())
-    parts = [f"{interface.version}{'' if interface.tried else ' (untried)'}", plugin_state(WEFT_VLLM, "VLLM_PLUGINS")]
-    return "; ".join([*parts, *(f"not served: {why}" for why in interface.missing.values())])
+    version = f"{interface.version}{'' if interface.tried else ' (untried)'}"
+    switch = plugin_state(WEFT_VLLM, "VLLM_PLUGINS", default="0")
+    return "; ".join([version, switch, *(f"not served: {why}" for why in interface.missing.values())])
 
 
 def report(llm: VllmObject) -> str:

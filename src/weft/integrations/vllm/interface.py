@@ -33,6 +33,10 @@ OPTIONAL = {
         f"{VLLM_LAYERS}.fused_moe.runner.moe_runner:MoERunner.forward",
         ("self", "hidden_states", "router_logits"),
     ),
+    "compiler": (
+        "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.__init__",
+        ("self", "compile_prefix", "is_encoder"),
+    ),
     "worker": ("vllm.v1.worker.worker_base:WorkerBase.get_model", ("self",)),
 }
 FP8_METHODS = {  # read only if FP8 GEMMs are to be served (fp8.py)
@@ -42,7 +46,6 @@ FP8_METHODS = {  # read only if FP8 GEMMs are to be served (fp8.py)
         ("self", "layer", "x", "bias"),
     ),
 }
-FUSED_NORM = ("hidden_states", "residual", "norm")  # the parameters of fused_allreduce_rms_norm in new-style models
 
 
 @dataclass

@@ -1,12 +1,8 @@
-"""The classes that replace those of vLLM's layers after loading, one instance at a time.
-
-An instance gets a subclass of its own class. So isinstance checks and weight loading work as before, and torch.compile
-traces its forward as that of any module.
-"""
+"""What vLLM's modules are, and the forwards of the copies that stand for them in the twin."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +15,7 @@ from .fp8 import Fp8Linears, weight_of
 from .interface import VllmObject
 from .row_all_reduce import ROW_ALL_REDUCE
 from .row_norm_column import row_norm_column
+from .twin import copied
 
 # The attributes of a linear that are read below.
 LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_size")
@@ -96,13 +93,11 @@ def sums_experts(runner: VllmObject) -> bool:
 
 # -- forwards ----------------------------------------------------------------------------------------------------------
 class Served(NamedTuple):
-    """The operands and options with which a norm calls `row_norm_column`: the linears before and after it whose GEMMs
-    it computes too, or None."""
+    """The operands with which a norm calls `row_norm_column`: the linears before and after it whose GEMMs it computes
+    too, or None."""
 
     row: VllmObject | None
     column: VllmObject | None
-    rows_from: int
-    woven_from: int
     world: World
 
 
@@ -126,7 +121,7 @@ class SummedNorm:
         return self.weight
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> VllmObject:
-        row, column, rows_from, woven_from, world = self.weft
+        row, column, world = self.weft
         row_weight, row_scale = (None, None) if row is None else weight_of(row)
         column_weight, column_scale = (None, None) if column is None else weight_of(column)
         y, new_residual = row_norm_column(
@@ -140,8 +135,6 @@ class SummedNorm:
             column_bias=None if column is None else column.bias,
             row_scale=row_scale,
             column_scale=column_scale,
-            rows_from=rows_from,
-            woven_from=woven_from,
             world=world,
         )
         return y if residual is None else (y, new_residual)
@@ -169,33 +162,11 @@ class Row:
         return (y, None) if self.return_bias else y
 
 
-# -- on an instance ----------------------------------------------------------------------------------------------------
-Undo = Callable[[], None]
-
-
-def put(module: VllmObject, served: type, **attributes: object) -> Undo:
-    """Give the module a class of its own, with the forward of `served`. Return a function that undoes it."""
-    original, old_attributes = type(module), dict(module.__dict__)
-    module.__class__ = type(f"Weft{original.__name__}", (served, original), {"__module__": __name__})
-    for name, value in attributes.items():
-        module.__dict__[name] = value
-
-    def undo() -> None:
-        module.__class__ = original
-        for name in attributes:
-            module.__dict__.pop(name, None)
-            if name in old_attributes:
-                module.__dict__[name] = old_attributes[name]
-
-    return undo
-
-
-def leave_sum(reduction: VllmObject) -> Undo:
-    """Make the module return its partial sum. Return a function that undoes it."""
-    target, name, value = (
-        (reduction, "reduce_results", False)
-        if hasattr(reduction, "reduce_results")
-        else (reduction.moe_config, "skip_final_all_reduce", True)
-    )
-    setattr(target, name, value)
-    return lambda: setattr(target, name, not value)
+# -- copies ------------------------------------------------------------------------------------------------------------
+def without_sum(reduction: VllmObject) -> VllmObject:
+    """Return a copy of the module that returns its partial sum."""
+    if hasattr(reduction, "reduce_results"):
+        return copied(reduction, reduce_results=False)
+    config = copy(reduction.moe_config)
+    config.skip_final_all_reduce = True
+    return copied(reduction, moe_config=config)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,8 +15,7 @@ from ...ops.recipes import validate
 from ...plans import Plan, Sequential
 from ...tensor_checks import check_operands
 from ...world import World
-from .fp8 import operand_specs, product, recipe_of, scaled_rows
-from .row_norm_column import Engine
+from .fp8 import operand_specs, recipe_of, scaled_rows
 
 
 class RowTensors(NamedTuple):
@@ -48,15 +47,6 @@ def run_sequential(world: World, call: RowCall, plan: Plan, operands: RowTensors
     return matmul_all_reduce(rows, weight, bias, world=world, **scales)
 
 
-def run_engine(world: World, call: RowCall, plan: Engine, operands: RowTensors) -> torch.Tensor:
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    x, weight, bias, scale = operands
-    partial = product(world, x, weight, None if world.rank else bias, scale)
-    total: torch.Tensor = tensor_model_parallel_all_reduce(partial)
-    return total
-
-
 class RowAllReduce(Op[RowCall]):
     """row_all_reduce. The operands are x [M, K], weight [N, K] and bias [N] or None, as for
     `weft.matmul_all_reduce`, and the scales of a weight in e4m3; x is quantised here."""
@@ -64,8 +54,7 @@ class RowAllReduce(Op[RowCall]):
     name = "row_all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor? weight_scale"
     takes = RowTensors
-    runs = {Sequential: run_sequential, Engine: run_engine}
-    tries = (Sequential(),)
+    runs = {Sequential: run_sequential}
 
     def check(self, world: World, operands: RowTensors, options: tuple[object, ...]) -> RowCall:
         x, weight, bias, scale = operands
@@ -89,14 +78,10 @@ class RowAllReduce(Op[RowCall]):
         return call.m, call.n, call.k
 
     def expected(self, world: World, call: RowCall, mode: str) -> Plan:
-        return Engine() if world.device.type == "cuda" else Sequential()
+        return Sequential()
 
     def scaling(self, call: RowCall) -> str:
         return call.recipe or ""
-
-    def trial_key(self, call: RowCall) -> Hashable:
-        """Return the call with its number of tokens rounded up to a power of two."""
-        return replace(call, m=1 << (call.m - 1).bit_length())
 
     def check_same_on_all_ranks(self, world: World, call: RowCall, plan: Plan, **further: Hashable) -> None:
         """Check nothing: the operators that this one calls check that all ranks make the same call."""

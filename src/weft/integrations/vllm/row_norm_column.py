@@ -1,25 +1,24 @@
 """The steps between two sublayers of a tensor-parallel decoder as one operator: the row-parallel GEMM, the sum over
-ranks, residual and RMSNorm, and the column-parallel GEMM.
+ranks, residual and RMSNorm, and the column-parallel GEMM. Its plans are the forms that a forward pass can take:
 
     sequential  GEMM | all_reduce_rms_norm | GEMM
-    engine      GEMM | the engine's own all-reduce and norm | GEMM
+    own rows    the same; each rank holds only its own rows of the residual
     sequence    GEMM + reduce-scatter | norm of this rank's rows | all-gather + GEMM
     woven       the tokens in two parts, one's all_reduce_rms_norm under the other's GEMMs (TokenWeave, section 4):
 
         caller's   row(0) | row(1)  | column(0) | column(1)
         "weave"             norm(0) | norm(1)
 
-It is one operator so that a compiled graph with symbolic shapes contains all of these plans: which plan runs depends on
-the number of tokens, but no shape in the graph does. The residual is always [M, H]. For many tokens only this rank's
-rows of it are defined (`ResidualRows`), and only the next call of this operator reads them.
+It is one operator so that a compiled graph with symbolic shapes contains all of these plans: which one runs depends on
+the number of tokens (`forms`), but no shape in the graph does. The residual is always [M, H]. In all plans but
+sequential only some of its rows are defined on a rank, and only the next call of this operator, which has the same
+plan, reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
-from functools import cache
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -32,17 +31,18 @@ from ...ops.all_reduce.op import all_reduce_rms_norm
 from ...ops.common import split_rows
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.norm import rms_norm
-from ...plans import Plan, Sequential
+from ...plans import Plan, Sequential, TwoShotPull
 from ...tensor_checks import check_operands, dims
+from ...torch_library import CallOptions
 from ...world import World
 from .fp8 import operand_specs, product, recipe_of, scaled_rows
 
 
 @dataclass(frozen=True)
-class Engine(Plan):
-    """The engine's own all-reduce and norm."""
+class OwnRows(Plan):
+    """The sequential steps, with the residual's rows on their owners."""
 
-    kind: ClassVar[str] = "engine"
+    kind: ClassVar[str] = "own_rows"
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,21 @@ class ShardedTokens(Plan):
 
 @dataclass(frozen=True)
 class TwoParts(Plan):
-    """The tokens in two parts, one's communication under the other's GEMMs."""
+    """The tokens in two parts, one's communication under the other's GEMMs, to which it leaves all SMs but those of its
+    `programs`."""
 
     kind: ClassVar[str] = "woven"
+    programs: int = 16
 
 
-class ResidualRows(IntEnum):
-    """The rows of the residual that are defined on a rank: all rows; the rows that it owns (`weft.lang.balanced_rows`);
-    or the rows that it owns of each half of the tokens."""
+# In the order in which they are compared. All but the first need a residual that nothing between the layers reads.
+PASS_FORMS: Sequence[Plan] = (Sequential(), OwnRows(), ShardedTokens(), TwoParts())
 
-    WHOLE = 0
-    OWN = 1
-    HALVES = 2
+
+def forms(world: World) -> dict[int, Plan]:
+    """Return the World's table of forms, by the number of tokens of a pass; a pass of other numbers is sequential."""
+    table: dict[int, Plan] = world.cached("forms of passes", dict)
+    return table
 
 
 class LayerTensors(NamedTuple):
@@ -96,7 +99,6 @@ class RowNormColumnCall(Call):
     eps: float
     residual: bool
     plain_norm: bool
-    layout: ResidualRows
     row_recipe: str | None = None
     column_recipe: str | None = None
 
@@ -107,48 +109,47 @@ class RowNormColumnCall(Call):
 
 # -- the plans ---------------------------------------------------------------------------------------------------------
 def run_sequential(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    if call.layout is ResidualRows.HALVES:
-        return run_woven(world, call, plan, t)
-    whole = call.layout is ResidualRows.WHOLE
-    own_range = slice(None) if whole else own_row_range(world, call.m)
-    residuals = None if t.residual is None else t.residual[own_range]
-    y, new_residual = all_reduce_rms_norm(
-        row_product(world, t, t.x), residuals, t.norm, call.eps, full_residual=whole, world=world
+    y, residual = all_reduce_rms_norm(
+        row_product(world, t, t.x), t.residual, t.norm, call.eps, full_residual=True, world=world
     )
-    return column_product(world, t, y), new_residual if whole else residual_of_rows(
-        world, call, [(own_range, new_residual)]
-    )
+    return column_product(world, t, y), residual
 
 
-def run_engine(world: World, call: RowNormColumnCall, plan: Engine, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    # x is cloned, because FlashInfer's kernel writes the residual into its input.
-    partial = t.x.clone() if t.row is None else row_product(world, t, t.x)
-    y, new_residual = engine_all_reduce_norm()(partial, t.residual, EngineNorm(world, t.norm, call.eps))
-    return column_product(world, t, y), new_residual
+def run_own_rows(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
+    own_range = own_row_range(world, call.m)
+    residual = None if t.residual is None else t.residual[own_range]
+    y, new_residual = all_reduce_rms_norm(row_product(world, t, t.x), residual, t.norm, call.eps, world=world)
+    return column_product(world, t, y), residual_of_rows(world, call, [(own_range, new_residual)])
 
 
 def run_sequence_parallel(
     world: World, call: RowNormColumnCall, plan: ShardedTokens, t: LayerTensors
 ) -> tuple[Tensor, Tensor]:
-    assert t.row is not None and t.column is not None
+    """Shard the tokens between both GEMMs; run as own rows without one of them, or with a norm in float32."""
+    if t.row is None or t.column is None or not call.plain_norm:
+        return run_own_rows(world, call, plan, t)
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
     x, scales = scaled_rows(world, t.x, t.row, t.row_scale)
-    y = matmul_reduce_scatter(x, t.row, t.row_bias, world=world, **scales)
-    y, new_residual = EngineNorm(world, t.norm, call.eps)(y, None if t.residual is None else t.residual[own_range])
+    y = new_residual = matmul_reduce_scatter(x, t.row, t.row_bias, world=world, **scales)
+    if t.residual is None:
+        y = rms_norm(y, t.norm, call.eps, world=world)
+    else:
+        y, new_residual = rms_norm(y, t.norm, call.eps, world=world, residual=t.residual[own_range])
     rows = None if len(set(counts)) == 1 else counts
     y, scales = scaled_rows(world, y, t.column, t.column_scale)
     out = all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows, **scales)
     return out, residual_of_rows(world, call, [(own_range, new_residual)])
 
 
-def run_woven(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
+def run_woven(world: World, call: RowNormColumnCall, plan: TwoParts, t: LayerTensors) -> tuple[Tensor, Tensor]:
     cut, weave, normed, residuals = halves(call.m), Weave(world, 2), [], []
     parts = (slice(0, cut), slice(cut, call.m))
     for i, part in enumerate(parts):
         partial, own_range = row_product(world, t, t.x[part]), own_row_range(world, part.stop - part.start, part.start)
         with weave.reducing(i, partial):
             residual = None if t.residual is None else t.residual[own_range]
-            y, new_residual = all_reduce_rms_norm(partial, residual, t.norm, call.eps, world=world)
+            on_few_sms = TwoShotPull(programs=plan.programs)
+            y, new_residual = all_reduce_rms_norm(partial, residual, t.norm, call.eps, world=world, plan=on_few_sms)
         normed.append(y)
         residuals.append((own_range, new_residual))
     out, main = world.empty((call.m, call.n or call.h), call.dtype), world.current_stream()
@@ -186,58 +187,33 @@ def column_product(world: World, t: LayerTensors, y: Tensor) -> Tensor:
     return y if t.column is None else product(world, y, t.column, t.column_bias, t.column_scale)
 
 
-# -- the engine's own --------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class EngineNorm:
-    """An RMSNorm with the attributes and the signature of vLLM's."""
-
-    world: World
-    weight: Tensor
-    variance_epsilon: float
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            return rms_norm(x, self.weight, self.variance_epsilon, world=self.world), x
-        return rms_norm(x, self.weight, self.variance_epsilon, world=self.world, residual=residual)
-
-
-@cache
-def engine_all_reduce_norm() -> Callable[[Tensor, Tensor | None, EngineNorm], tuple[Tensor, Tensor]]:
-    """Return vLLM's norm(all_reduce(x), residual): FlashInfer's kernel where vLLM uses it, else its all-reduce and
-    norm."""
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    def plain(x: Tensor, residual: Tensor | None, norm: EngineNorm) -> tuple[Tensor, Tensor]:
-        return norm(tensor_model_parallel_all_reduce(x), residual)
-
-    try:
-        from vllm.models.common.ops.fused_allreduce_rms_norm import fused_allreduce_rms_norm
-    except ImportError:
-        return plain
-    return lambda x, residual, norm: (plain if residual is None else fused_allreduce_rms_norm)(x, residual, norm)
-
-
 # -- the operator ------------------------------------------------------------------------------------------------------
 class RowNormColumn(Op[RowNormColumnCall]):
-    """row_norm_column. The operands are those of LayerTensors. The options are eps, the number of tokens from which on
-    a rank holds only its own rows of the residual, and the number from which on the tokens run in two parts (0: never).
-    Returns the product [M, N], or without a column-parallel weight the normalised rows [M, H], and the residual [M,
-    H]."""
+    """row_norm_column. The operands are those of LayerTensors, the option is eps. Plan "auto" is the World's form for
+    so many tokens. Returns the product [M, N], or without a column-parallel weight the normalised rows [M, H], and the
+    residual [M, H]."""
 
     name = "row_norm_column"
     signature = (
         "Tensor x, Tensor? residual, Tensor norm, Tensor? row, Tensor? row_bias, Tensor? column, Tensor? column_bias,"
-        " Tensor? row_scale, Tensor? column_scale, float eps, int rows_from, int woven_from"
+        " Tensor? row_scale, Tensor? column_scale, float eps"
     )
     results = 2
     takes = LayerTensors
     runs = {
         Sequential: run_sequential,
-        Engine: run_engine,
+        OwnRows: run_own_rows,
         ShardedTokens: run_sequence_parallel,
         TwoParts: run_woven,
     }
-    tries = (Sequential(), ShardedTokens())
+
+    def call(
+        self, world: World, plan: str | Plan, operands: LayerTensors, options: CallOptions, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if plan == "auto":
+            plan = forms(world).get(operands[0].shape[0], PASS_FORMS[0])
+        results: tuple[Tensor, Tensor] = super().call(world, plan, operands, options, out)
+        return results
 
     def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
         """Return whether the engine's own kernels wait; weft's operators, which the other plans call, wait by
@@ -261,13 +237,10 @@ class RowNormColumn(Op[RowNormColumnCall]):
         specs |= operand_specs("row", row, row_scale, (h, k), x.dtype)
         specs |= operand_specs("column", column, column_scale, (n, h), x.dtype)
         check_operands(self.name, world, specs)
-        eps, rows_from, woven_from = options
-        assert isinstance(eps, float) and isinstance(rows_from, int) and isinstance(woven_from, int)
-        layout = ResidualRows.WHOLE
-        if 0 < rows_from <= m and m >= world.size and not world.symmetric_reason:
-            layout = ResidualRows.HALVES if 0 < woven_from <= m else ResidualRows.OWN
+        (eps,) = options
+        assert isinstance(eps, float)
         same_dtype, recipes = norm.dtype == x.dtype, (recipe_of(row_scale), recipe_of(column_scale))
-        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, same_dtype, layout, *recipes)
+        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, same_dtype, *recipes)
 
     def meta(
         self, world: World, operands: LayerTensors, options: tuple[object, ...]
@@ -285,32 +258,9 @@ class RowNormColumn(Op[RowNormColumnCall]):
     def scaling(self, call: RowNormColumnCall) -> str:
         return call.row_recipe or call.column_recipe or ""
 
-    # -- which plan
-    def expected(self, world: World, call: RowNormColumnCall, mode: str) -> Plan:
-        """Return the plan without a trial. On GPUs that is the engine's own for whole rows, which the engine has tuned
-        for its machine."""
-        if call.layout is ResidualRows.HALVES:
-            return TwoParts()
-        prefers_engine = world.device.type == "cuda" and self.fits(world, call, Engine(), "auto") is None
-        return Engine() if prefers_engine else Sequential()
-
-    def candidates(self, world: World, call: RowNormColumnCall) -> Sequence[Plan]:
-        plan = Sequential() if call.layout is ResidualRows.WHOLE else ShardedTokens()
-        return (plan,) if self.fits(world, call, plan, "auto") is None else ()
-
-    def trial_key(self, call: RowNormColumnCall) -> Hashable:
-        """Return the call with its number of tokens rounded up to a power of two, for any epsilon."""
-        return replace(call, m=1 << (call.m - 1).bit_length(), eps=0.0)
-
     def fits(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
-        gemms = call.k and call.n
-        if isinstance(plan, Engine) and (call.layout is not ResidualRows.WHOLE or not call.plain_norm):
-            return "the engine's own norm needs whole rows and a weight of their dtype"
-        if isinstance(plan, ShardedTokens) and not (call.layout is ResidualRows.OWN and gemms and call.plain_norm):
-            return "sequence parallelism needs both GEMMs, and a residual of which each rank holds its own rows"
-        if isinstance(plan, TwoParts) != (call.layout is ResidualRows.HALVES):
-            return "two parts need a residual of which each rank holds its own rows of both"
-        return None
+        """Return the reason, which is the same for all calls of a pass."""
+        return world.symmetric_reason or (f"{call.m} tokens of {world.size} ranks" if call.m < world.size else None)
 
     def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **further: Hashable) -> None:
         """Check nothing: the operators that this one calls check that all ranks make the same call."""
@@ -342,8 +292,6 @@ def row_norm_column(
     column_bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
-    rows_from: int = 0,
-    woven_from: int = 0,
     world: World,
     plan: str | Plan = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -351,25 +299,22 @@ def row_norm_column(
 
     Args:
         x: [M, K], this rank's columns of the activation; without `row` this rank's partial sum [M, H].
-        residual: [M, H], or None. It is the residual of an earlier call with the same rows_from and woven_from, or the
-            same on all ranks.
+        residual: [M, H], or None. It is the residual of an earlier call with the same plan, or the same on all ranks.
         norm, eps: the RMSNorm's weight [H], of x's dtype or float32, and its epsilon.
         row: [H, K], this rank's shard of the row-parallel weight. row_bias: [H], the same on all ranks.
         column: [N, H], this rank's shard of the column-parallel weight, or None. column_bias: [N], this rank's.
         row_scale, column_scale: the scales of weights in e4m3, float32: [N], or [1] for the whole weight, and x and the
             normalised rows are quantised by row; or [N / 128, K / 128], and these are quantised by block.
-        rows_from: the number of tokens from which on each rank has only its own rows of the residual, which then only
-            this operator may read; 0: never. Without symmetric memory each rank has all rows.
-        woven_from: the number of tokens from which on the tokens run in two parts; 0: never.
-        world, plan: as in `weft.all_reduce_rms_norm`; plan may also be "engine", "sequence_parallel" or "woven".
+        world: as in `weft.all_reduce_rms_norm`.
+        plan: "auto", "sequential", "own_rows", "sequence_parallel", "woven", or a Plan. All but sequential need
+            symmetric memory and a token a rank, and are sequential without.
 
     Returns:
-        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], which is undefined if ranks hold their own
-        rows and there is no residual.
+        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], of which, unless the plan is sequential,
+        a rank has only its own rows, and none if there is no residual.
 
     Raises as `weft.all_reduce_rms_norm`.
     """
-    options = eps, rows_from, woven_from
     operands = LayerTensors(x, residual, norm, row, row_bias, column, column_bias, row_scale, column_scale)
-    results: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(world, plan, operands, options)
+    results: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(world, plan, operands, (eps,))
     return results

@@ -1,0 +1,217 @@
+"""Which passes of an engine run with weft: whole forward passes of the loaded model with and without it, timed at the
+engine's start in the mode in which requests run them, at both ends of ranges of tokens up to the engine's limit.
+
+Sizes that vLLM captures are captured and replayed; others are launched by the host, back to back. A form
+(`PASS_FORMS`) gets a range if it is at least WORTH times as fast as vLLM's own pass at both ends; the fastest gets it
+if several do. The ranges are stored by what the times depend on, so that later starts time nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ...chooser import WORTH, CallTime, Choice, Chooser, Trial
+from ...plans import Plan, Sequential
+from .interface import VllmObject
+from .row_norm_column import PASS_FORMS, OwnRows
+from .twin import Passes, Switched
+
+VLLM = "vLLM"  # the candidate that is vLLM's own pass
+PassWay: TypeAlias = Plan | str
+RunPass: TypeAlias = Callable[[int], object]  # runs a pass of so many tokens
+IN_GRAPHS = (Sequential(), OwnRows())  # the forms of few tokens, which one GEMM's tile holds
+PASSES_TIMED = 2  # passes that are timed together, so that the host prepares the second under the first
+
+
+class TokenSpan(NamedTuple):
+    """A range of tokens to compare, at its `ends`. `mode` is "graph" or "eager"."""
+
+    low: int
+    high: int
+    ends: tuple[int, ...]
+    mode: str
+
+
+@dataclass(frozen=True)
+class Range:
+    """The result for a range of tokens. `form` is None where vLLM's own pass runs. `us` has the times of the passes at
+    the ends, (tokens, {way: us})."""
+
+    low: int
+    high: int
+    form: Plan | None
+    us: tuple[tuple[int, dict[str, float]], ...]
+
+    def line(self) -> str:
+        """Return the range for the report, with the times of vLLM's own pass over those of the others."""
+        ends = []
+        for tokens, times in self.us:
+            others = [f"{times[VLLM] / us:.3f}x by {way}" for way, us in times.items() if way != VLLM]
+            ends.append(f"{tokens} tokens {times[VLLM]:.0f} us, {', '.join(others)}")
+        return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({'; '.join(ends)})"
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+def spans(passes: Passes) -> Iterator[TokenSpan]:
+    """Yield the ranges: those of captured sizes by powers of four, the others by powers of two."""
+    captured = passes.captured
+    high = 0
+    for _, group in itertools.groupby(captured, lambda size: ((size - 1).bit_length() + 1) // 2):
+        sizes = list(group)
+        yield TokenSpan(high + 1, sizes[-1], tuple(sorted({sizes[0], sizes[-1]}, reverse=True)), "graph")
+        high = sizes[-1]
+    while high < passes.max_tokens:
+        low, high = high + 1, min(1 << high.bit_length(), passes.max_tokens)
+        yield TokenSpan(low, high, tuple(sorted({low, high}, reverse=True)), "eager")
+
+
+def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
+    """Return the forms that the model and the World allow."""
+    return PASS_FORMS if by_rows and passes.world.symmetric_reason is None else PASS_FORMS[:1]
+
+
+def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass) -> list[Range]:
+    """Return what is faster in each range. Collective."""
+    chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
+    ranges = []
+    for span in spans(passes):
+        candidates = [form for form in allowed if span.mode == "eager" or form in IN_GRAPHS]
+        trials: list[Trial[PassWay]] = []
+        for tokens in span.ends:
+            trial = chooser.trial(choice(passes, tokens, candidates, span.mode, run))
+            assert trial is not None
+            trials.append(trial)
+            candidates = [form for form in candidates if gain(trial, form, span.mode) >= WORTH]
+            if not candidates:
+                break
+        gains = {form: min(gain(trial, form, span.mode) for trial in trials) for form in candidates}
+        best = max(gains, key=lambda form: gains[form], default=None)
+        times = [(t.sizes[0], {str(way): us.us(span.mode) for way, us in t.times.items()}) for t in trials]
+        ranges.append(Range(span.low, span.high, best, tuple(times)))
+    passes.serve(())
+    return ranges
+
+
+def gain(trial: Trial[PassWay], form: Plan, mode: str) -> float:
+    """Return the time of vLLM's own pass over that of the form."""
+    return trial.times[VLLM].us(mode) / trial.times[form].us(mode)
+
+
+def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
+    """Return the choice of the way in which passes of so many tokens run."""
+    graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
+
+    def in_way(way: PassWay) -> None:
+        passes.serve(() if isinstance(way, str) else [(tokens, tokens, way)])
+        run(tokens)
+
+    def prepare(way: PassWay) -> None:
+        for _ in range(2):  # a plan for graphs is prepared at the second call of a size
+            in_way(way)
+        if mode == "graph":
+            graphs[way] = captured(passes, lambda: in_way(way))
+
+    def once(way: PassWay) -> None:
+        graphs[way].replay() if mode == "graph" else in_way(way)
+
+    return Choice(("passes", tokens), lambda mode: VLLM, lambda: candidates, once, prepare, "whole passes", (tokens,))
+
+
+def back_to_back(run: Callable[[], object], times: int, ahead: float) -> CallTime:
+    """Time passes that are launched one after the other, with the host's work for them."""
+    times = max(times, PASSES_TIMED)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(times):
+        run()
+    torch.cuda.synchronize()
+    us = (time.perf_counter() - began) * 1e6 / times
+    return CallTime(us, us)
+
+
+class Captured(Switched):
+    """A stack of layers whose passes are captured."""
+
+    def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
+        graph: torch.cuda.CUDAGraph = self.__dict__["weft_graph"]
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            return super().__call__(*args, **kwargs)
+
+
+def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Return the graph of the stack's part of one pass, captured as vLLM captures it."""
+    graph = torch.cuda.CUDAGraph()
+    capture = importlib.import_module("vllm.distributed.parallel_state").graph_capture
+    passes.stack.__dict__["weft_graph"] = graph
+    passes.put(Captured)
+    try:
+        with capture(device=passes.world.device):
+            one_pass()
+    finally:
+        passes.put()
+        del passes.stack.__dict__["weft_graph"]
+    return graph
+
+
+def pass_of(runner: VllmObject, config: VllmObject) -> RunPass:
+    """Return a function that runs a pass of random requests, without a graph, with attention over their own tokens."""
+    accepted = inspect.signature(runner._dummy_run).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    mode = importlib.import_module("vllm.config").CUDAGraphMode.NONE
+    fixed = dict(cudagraph_runtime_mode=mode, force_attention=True, skip_eplb=True, remove_lora=False)
+    fixed = {name: value for name, value in fixed.items() if takes_any or name in accepted}
+
+    def run(tokens: int) -> object:
+        requests = min(tokens, config.scheduler_config.max_num_seqs)
+        longest = tokens // requests + tokens % requests
+        of_size = {"profile_seq_lens": longest} if "profile_seq_lens" in accepted else {}
+        return runner._dummy_run(tokens, **fixed, **of_size)
+
+    return run
+
+
+# -- storing -----------------------------------------------------------------------------------------------------------
+def stored_at(model: str, depends_on: Mapping[str, object]) -> Path | None:
+    """Return the file for the ranges of such a model, in the user's cache directory. None without platformdirs."""
+    try:
+        from platformdirs import user_cache_dir
+    except ModuleNotFoundError:
+        return None
+    digest = hashlib.sha256(repr(sorted(depends_on.items())).encode()).hexdigest()[:16]
+    return Path(user_cache_dir("weft")) / "vllm" / f"{re.sub(r'[^A-Za-z0-9]', '_', model)}-{digest}.json"
+
+
+def read(path: Path | None) -> list[Range] | None:
+    """Return the stored ranges, None if there are none. Never raises."""
+    try:
+        stored = json.loads(path.read_text()) if path is not None else None
+        return stored and [
+            Range(low, high, form and Plan.from_json(form), tuple((tokens, us) for tokens, us in times))
+            for low, high, form, times in stored["ranges"]
+        ]
+    except Exception:
+        return None
+
+
+def write(path: Path | None, ranges: Sequence[Range], depends_on: Mapping[str, object]) -> None:
+    """Store the ranges, so that a reader never sees half a file. Raises OSError."""
+    if path is None:
+        return
+    rows = [(r.low, r.high, r.form and r.form.to_json(), r.us) for r in ranges]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps({"depends_on": {k: str(v) for k, v in depends_on.items()}, "ranges": rows}, indent=1))
+    part.replace(path)

@@ -1,0 +1,87 @@
+"""What the plugin knows of each model that this process has loaded, and its report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...chooser import Chooser
+from ...op import Known
+from ...plans import Plan
+from ...world import World
+from .compare import Range
+from .interface import VllmObject
+from .twin import Passes
+
+OPS = ("row_norm_column", "row_all_reduce")
+
+models: list[ServedModel] = []  # one for each model that this process has loaded
+
+
+@dataclass
+class ServedModel:
+    """One loaded model. `served` and `left` have a line for each kind of module in the twin, and for each reason why
+    something stays vLLM's. `passes` is None if everything does. `ranges` is None until they are compared; `stored` is
+    where they are, for the model that is described by `depends_on`. `error` is that of an attempt to run the twin;
+    `started` says that it is decided what runs. `counts` are those of the start's end."""
+
+    model: str
+    version: str
+    config: VllmObject = None
+    group: VllmObject = None
+    served: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    world: World | None = None
+    passes: Passes | None = None
+    forms: Sequence[Plan] = ()
+    ranges: list[Range] | None = None
+    depends_on: Mapping[str, object] = field(default_factory=dict)
+    error: str | None = None
+    started: bool = False
+    counts: Counter[str] | None = None
+
+    def give_up(self, why: str) -> None:
+        """Leave the whole model to vLLM."""
+        if self.passes is not None:
+            self.passes.serve(())
+            self.passes.remove()
+        self.passes, self.world, self.served, self.started = None, None, [], True
+        self.left.append(f"all: {why}")
+
+    def line(self) -> str:
+        """Return the report as one line, for the log."""
+        return f"{self.version}: {self.model}: " + "; ".join(
+            [f"serves {line}" for line in self.served or ["nothing"]]
+            + [f"leaves to vLLM {line}" for line in self.left]
+            + [compared.line() for compared in self.ranges or ()]
+        )
+
+    def text(self) -> str:
+        ranks = "" if self.world is None else f", {self.world.size} ranks ({self.world.backend.name})"
+        lines = [f"{self.version}: {self.model}{ranks}"]
+        lines += [f"  serves {line}" for line in self.served] + [f"  leaves to vLLM {line}" for line in self.left]
+        lines += [f"  {compared.line()}" for compared in self.ranges or ()]
+        lines += [f"  {name}: {count} calls decided, by {plan}" for (name, plan), count in self.decided().items()]
+        if self.counts is not None and self.world is not None:
+            later = counts(self.world)
+            since = ", ".join(f"{later[name] - count} {name}" for name, count in self.counts.items())
+            lines.append(f"  since the start: {since}")
+        return "\n".join(lines)
+
+    def decided(self) -> Counter[tuple[str, str]]:
+        """Count the different calls so far, by operator and kind of plan."""
+        decided = {} if self.world is None else self.world.decided
+        keyed = ((key, call.plan.kind) for key, call in decided.items() if isinstance(call, Known))
+        return Counter((key[0], kind) for key, kind in keyed if isinstance(key, tuple) and key[0] in OPS)
+
+
+def counts(world: World) -> Counter[str]:
+    """Return how often so far something was made that only the start may make."""
+    trials = len(world.choices.trials) + len(Chooser.alone.trials)
+    return Counter(compiles=world.backend.kernels, trials=trials, decisions=len(world.decided), uploads=world.uploads)
+
+
+def text() -> str:
+    """Return the reports of all models that this process has loaded."""
+    return "\n".join(model.text() for model in models) or "weft has served no model in this process"

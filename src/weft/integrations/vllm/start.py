@@ -1,0 +1,170 @@
+"""The start of an engine: its worker runs each model's twin where it measures memory, and compares both before it
+captures graphs. Errors on any rank leave the model to vLLM on all."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ...errors import WeftError
+from . import compare
+from .interface import VllmObject, resolve
+from .served import ServedModel, counts, models
+
+log = logging.getLogger("vllm.weft")
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
+
+
+def hook_worker() -> None:
+    """Make the worker that starts an engine run each model's twin where it measures memory, and compare both before it
+    captures. Raises ImportError, AttributeError or TypeError if the worker is another than is known."""
+    worker = resolve(f"{WORKER}.compile_or_warm_up_model", ("self",))
+    resolve(f"{WORKER}.determine_available_memory", ("self",))
+    if hasattr(worker.compile_or_warm_up_model, "weft"):
+        return
+    warm_up, measure = worker.compile_or_warm_up_model, worker.determine_available_memory
+
+    @functools.wraps(warm_up)
+    def compile_or_warm_up_model(self: VllmObject) -> VllmObject:
+        result = around(self, "capture_model", warm_up, before=start)
+        for model in unfinished(self):
+            start(model, self.model_runner)  # it captures nothing
+        for model in models_of(self):
+            model.counts = None if model.world is None else counts(model.world)
+        return result
+
+    @functools.wraps(measure)
+    def determine_available_memory(self: VllmObject) -> VllmObject:
+        return around(self, "profile_run", measure, after=profile)
+
+    compile_or_warm_up_model.weft = True  # type: ignore[attr-defined]
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
+    worker.determine_available_memory = determine_available_memory
+
+
+StartStep = Callable[[ServedModel, VllmObject], None]
+
+
+def around(
+    worker: VllmObject,
+    name: str,
+    call: Callable[[VllmObject], VllmObject],
+    before: StartStep | None = None,
+    after: StartStep | None = None,
+) -> VllmObject:
+    """Return call(worker), in which the model runner's method of that name is called with these steps around it for
+    each model that is not decided."""
+    runner, models = worker.model_runner, unfinished(worker)
+    if not models:
+        return call(worker)
+    method = getattr(runner, name)
+
+    def with_steps(*args: VllmObject, **kwargs: VllmObject) -> VllmObject:
+        setattr(runner, name, method)  # which a step may call
+        for model in models if before else ():
+            before(model, runner)  # type: ignore[misc]
+        result = method(*args, **kwargs)
+        for model in models if after else ():
+            after(model, runner)  # type: ignore[misc]
+        return result
+
+    setattr(runner, name, with_steps)
+    try:
+        return call(worker)
+    finally:
+        setattr(runner, name, method)
+
+
+def models_of(worker: VllmObject) -> list[ServedModel]:
+    """Return the models that this worker has loaded."""
+    return [model for model in models if model.config is worker.vllm_config]
+
+
+def unfinished(worker: VllmObject) -> list[ServedModel]:
+    """Return those of the worker's models of which it is not decided what weft runs."""
+    return [model for model in models_of(worker) if model.passes is not None and not model.started]
+
+
+# -- a model -----------------------------------------------------------------------------------------------------------
+def profile(model: ServedModel, runner: VllmObject) -> None:
+    """Run the twin with as many tokens as there may be, in each form, so that its compiled code and memory exist before
+    the engine measures what is free. Never raises."""
+    passes = model.passes
+    assert passes is not None
+    try:
+        forms = model.forms if model.ranges is None else {compared.form for compared in model.ranges} - {None}
+        passes.put()
+        for form in forms:
+            passes.serve([(1, passes.max_tokens, form)] if form is not None else ())
+            runner.profile_run()
+    except Exception as error:
+        model.error = f"{type(error).__name__}: {error}"
+        log.debug("weft's pass failed", exc_info=True)
+    finally:
+        passes.serve(())
+        passes.remove()
+
+
+def start(model: ServedModel, runner: VllmObject) -> None:
+    """Decide what weft runs, and run each of its sizes once. Never raises. Collective."""
+    try:
+        raise_errors(model)
+        try:
+            decide(model, runner)
+        except Exception as error:
+            model.error = f"{type(error).__name__}: {error}"
+            log.debug("weft's comparison failed", exc_info=True)
+        raise_errors(model)
+    except Exception as error:
+        model.give_up(f"{error}")
+    model.started = True
+    if model.group.rank_in_group == 0:
+        log.info("%s", model.line())
+
+
+def raise_errors(model: ServedModel) -> None:
+    """Raise WeftError on all ranks if there was an error on one. Collective."""
+    errors = gather_objects((model.error,), model.group)
+    if any(error for (error,) in errors):
+        raise WeftError("; ".join(f"rank {rank}: {error}" for rank, (error,) in enumerate(errors) if error))
+
+
+def decide(model: ServedModel, runner: VllmObject) -> None:
+    """Take the stored ranges or compare, and let the twin run those that it wins; drop it if there are none."""
+    passes = model.passes
+    assert passes is not None
+    run = compare.pass_of(runner, model.config)
+    passes.put()
+    with torch.inference_mode():
+        if model.ranges is None:
+            model.ranges = compare.compare(passes, model.forms, run)
+            if model.group.rank_in_group == 0:
+                store(model)
+        won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
+        if not won:
+            model.give_up("no pass is 1% faster with weft")
+            return
+        passes.serve(won)
+        for size in sorted(set(passes.sizes) - {0}, reverse=True):
+            run(size)
+        passes.world.wait_for_streams()
+    if passes.world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def store(model: ServedModel) -> None:
+    try:
+        compare.write(compare.stored_at(model.model, model.depends_on), model.ranges or (), model.depends_on)
+    except OSError as error:
+        log.warning("weft: the comparison is not stored: %s", error)
+
+
+def gather_objects(value: tuple[VllmObject, ...], group: VllmObject) -> list[tuple[VllmObject, ...]]:
+    """Return the `value` of every rank. Collective."""
+    values: list[VllmObject] = [None] * group.world_size
+    dist.all_gather_object(values, value, group=group.cpu_group)
+    return values

@@ -1,0 +1,196 @@
+"""A second forward pass of a loaded model, with weft's operators, beside vLLM's own, which stays as vLLM made it.
+
+The promise is that vLLM is never slower with weft. It holds by construction:
+
+1. vLLM loads, compiles, measures and captures its own model, untouched: no class, configuration or cache key changes.
+2. `twin_of` makes the twin of the stack of layers. Modules that weft serves are copies with weft's forward, and so are
+   those above them; all others, and all parameters, buffers and `Attention` objects, are the model's own. So weights
+   and KV cache exist once. The twin's forward has a code object and a name of its own. vLLM compiles it as any other
+   model (it drops Dynamo's guards, so that one code object would mean one graph), with pieces, CUDA graphs and an entry
+   in its compile cache of their own.
+3. Whole passes of both are compared at the start (compare.py). Where the twin wins nowhere it is dropped, and nothing
+   of weft is left in the model. Otherwise the stack gets a class whose `__call__` looks up the number of tokens in a
+   table, `Passes.sizes`: 0 is vLLM's own pass. vLLM captures after that, so that each captured size has one graph.
+4. The twin knows a finite number of sizes: those that vLLM captures, and multiples of STEP above these, to which a
+   pass is padded. GEMMs compute whole tiles of 128 rows anyway, and the padding is in the times that were compared.
+   Every size is called before the first request. So whatever depends on the number of tokens (kernels, plans, channels,
+   tables, workspaces) exists then: requests cannot meet a new one.
+
+A pass that vLLM's compiler makes for some ranges of tokens only (`compile_ranges_endpoints`) would save the second
+trace. But its ranges are fixed before anything can be timed, and they change vLLM's own graphs and cache keys; it would
+look for vLLM's operators in a graph that differs with the version and the options, where this needs only the modules;
+and an engine that compiles nothing has no passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ...errors import WeftError
+from ...plans import Plan
+from ...world import World
+from .interface import VllmObject
+from .row_norm_column import forms
+
+STEP = 128  # tokens between the sizes that no graph has
+PADDED = ("input_ids", "positions", "inputs_embeds")  # the arguments of a pass that have a row, or column, for a token
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+def copied(module: nn.Module, served: type | None = None, **attributes: object) -> VllmObject:
+    """Return a copy of the module alone, which shares its children, parameters and buffers. Its class gets the methods
+    of `served`. So isinstance checks work as before, and torch.compile traces its forward as that of any module."""
+    original = type(module)
+    copy: nn.Module = object.__new__(original)
+    copy.__dict__.update(module.__dict__)
+    for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            copy.__dict__[name] = MethodType(value.__func__, copy)
+    copy.__dict__["_modules"] = dict(module._modules)
+    if served is not None:
+        copy.__class__ = type(f"Weft{original.__name__}", (served, original), {"__module__": __name__})
+    copy.__dict__.update(attributes)
+    return copy
+
+
+def with_copies(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
+    """Return the module with `copies`, by the id of the original, in their places: itself if there are none below it,
+    else a copy, which is added to `copies`."""
+    if id(module) in copies:
+        return copies[id(module)]
+    children = {name: child and with_copies(child, copies) for name, child in module._modules.items()}
+    if all(children[name] is child for name, child in module._modules.items()):
+        return module
+    copy = copies[id(module)] = copied(module)
+    copy._modules.update(children)
+    return copy
+
+
+def own_forward(forward: Callable[..., object], name: str) -> FunctionType:
+    """Return the function with a code object of its own and another name, by which vLLM keys its cache."""
+    assert isinstance(forward, FunctionType)
+    code = forward.__code__.replace(co_name=f"{forward.__code__.co_name}_with_weft")
+    function = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    function.__kwdefaults__, function.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    function.__qualname__, function.__module__ = name, forward.__module__
+    return function
+
+
+def compiles(stack: VllmObject) -> bool:
+    """Return whether vLLM compiles the forward of this module."""
+    return not getattr(stack, "do_not_compile", True)
+
+
+def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper: VllmObject) -> VllmObject:
+    """Return the stack's twin, with `copies` in place of the modules that weft serves. `name` is that of its compiled
+    code: of equal names vLLM's cache has one entry. `wrapper` is the class with which vLLM compiles. The caller has set
+    vLLM's current configuration."""
+    if id(stack) in copies:
+        raise WeftError(f"{type(stack).__name__} is itself one of the modules to serve")
+    twin = with_copies(stack, copies)
+    forward = own_forward(type(stack).forward, f"{type(stack).__name__}.forward with {name}")
+    twin.__class__ = type(f"Weft{type(stack).__name__}", (type(stack),), {"forward": forward, "__module__": __name__})
+    if compiles(stack):
+        if wrapper is None or not isinstance(stack, wrapper):
+            raise WeftError(f"{type(stack).__name__} is compiled by another class than is known")
+        wrapper.__init__(twin, compile_prefix=name)
+        twin.__dict__.update(aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False)
+    return twin
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class Passes:
+    """A stack of layers with its twin, for passes of up to `max_tokens` tokens; `captured` are the numbers of tokens
+    that vLLM captures. `sizes` has, for each number of tokens, that with which the twin runs, or 0 for vLLM's own pass.
+    `names` are those of the arguments of a pass, `positions` the place of that one."""
+
+    stack: VllmObject
+    twin: VllmObject
+    world: World
+    max_tokens: int
+    captured: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.own_class = type(self.stack)
+        self.names = tuple(inspect.signature(self.own_class.forward).parameters)[1:]
+        self.positions = self.names.index("positions")
+        self.sizes = [0] * (self.max_tokens + 1)
+        self.captured = tuple(sorted({size for size in self.captured if size <= self.max_tokens}))
+
+    def known_sizes(self) -> list[int]:
+        """Return the sizes of the twin in ascending order: those that vLLM captures, and above them small steps up to
+        STEP, then steps of STEP. Every power of two is one of them, so that no two ranges share a size."""
+        above = max(self.captured, default=0)
+        steps = (1, 2, 4, *range(8, STEP, 8), *range(STEP, self.max_tokens, STEP))
+        return sorted({*self.captured, *(n for n in steps if above < n < self.max_tokens), self.max_tokens})
+
+    def serve(self, ranges: Iterable[tuple[int, int, Plan]]) -> None:
+        """Let the twin run passes of these numbers of tokens, (low, high, form), and vLLM's own model all others."""
+        table, known = forms(self.world), self.known_sizes()
+        self.sizes[:] = [0] * len(self.sizes)
+        table.clear()
+        for low, high, form in ranges:
+            for tokens in range(low, high + 1):
+                self.sizes[tokens] = size = known[bisect_left(known, tokens)]
+                table[size] = form
+
+    def put(self, kind: type | None = None) -> None:
+        """Make the stack look up the number of tokens at each pass. `kind` is the class that does it."""
+        namespace = {"__module__": self.own_class.__module__}
+        self.stack.__dict__["weft_passes"] = self
+        self.stack.__class__ = type(self.own_class.__name__, (kind or Switched, self.own_class), namespace)
+
+    def remove(self) -> None:
+        """Make the stack vLLM's own again, as if weft were not installed."""
+        self.stack.__class__ = self.own_class
+        self.stack.__dict__.pop("weft_passes", None)
+
+    def others(self, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> Iterator[bool]:
+        """Yield, for each argument that the twin cannot pad, whether it is there."""
+        for name, value in itertools.chain(zip(self.names, args, strict=False), kwargs.items()):
+            if name not in PADDED:
+                yield value is not None
+
+    def run(self, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> VllmObject:
+        """Run the twin with `size` tokens, of which only the first `tokens` count."""
+        if size == tokens:
+            return self.twin(*args, **kwargs)
+        rows = [padded(name, value, size - tokens) for name, value in zip(self.names, args, strict=False)]
+        named_rows = {name: padded(name, value, size - tokens) for name, value in kwargs.items()}
+        return first_rows(self.twin(*rows, **named_rows), tokens)
+
+
+class Switched:
+    """A stack of layers some of whose passes its twin runs."""
+
+    def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
+        passes: Passes = self.__dict__["weft_passes"]
+        index = passes.positions
+        tokens = (args[index] if len(args) > index else kwargs["positions"]).shape[-1]
+        size = passes.sizes[tokens] if tokens <= passes.max_tokens else 0
+        if not size or any(passes.others(args, kwargs)):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return passes.run(size, tokens, args, kwargs)
+
+
+def padded(name: str, rows: Tensor | None, further: int) -> Tensor | None:
+    """Return the argument of that name with so many further tokens, which are 0; others are absent."""
+    if rows is None:
+        return None
+    return pad(rows, (0, 0, 0, further) if name == "inputs_embeds" else (0, further))
+
+
+def first_rows(output: VllmObject, tokens: int) -> VllmObject:
+    """Return the rows of the first tokens, of each tensor of a pass's output."""
+    if isinstance(output, Tensor):
+        return output[:tokens]
+    return type(output)(first_rows(part, tokens) for part in output)

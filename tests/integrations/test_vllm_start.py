@@ -1,0 +1,250 @@
+"""The start of an engine: whole passes with and without weft are compared, and what wins nowhere is not there; nothing is
+made during requests. Stand-ins for vLLM's classes, in the emulator, with times from a table."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tests.integrations.vllm_standin as standin
+import weft
+from tests.integrations.vllm_standin import DecoderLayer, Model, Worker
+from weft import chooser
+from weft.chooser import CallTime, Choice, Chooser
+from weft.integrations.vllm import compare, plugin, start
+from weft.integrations.vllm.compare import VLLM, Range
+from weft.integrations.vllm.row_norm_column import PASS_FORMS, OwnRows
+from weft.integrations.vllm.row_norm_column import forms as forms_of
+from weft.integrations.vllm.served import ServedModel
+from weft.integrations.vllm.twin import Passes
+from weft.plans import Plan, Sequential
+
+MOST, CAPTURED = 12, (1, 2, 4)
+Gain = Callable[[int, Plan], float]  # of a form over vLLM's own pass, by the number of tokens
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with standin.served_by_plugin(monkeypatch):
+        faked(monkeypatch)
+        monkeypatch.setattr(standin.ModelRunner, "_dummy_run", lambda self, num_tokens, **options: None)
+        yield
+
+
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the plugin, for engines whose graphs are passes."""
+    monkeypatch.setattr(plugin, "make_one_trial_an_octave", lambda: None)
+    monkeypatch.setattr(chooser, "ROUNDS", 1)
+    monkeypatch.setattr(compare, "captured", lambda passes, one_pass: SimpleNamespace(replay=one_pass))
+    plugin.register()
+
+
+def times_of(monkeypatch: pytest.MonkeyPatch, gain: Gain) -> list[tuple[int, str]]:
+    """Let passes take times of these gains. Return the list to which each timed pass is added."""
+    timed: list[tuple[int, str]] = []
+
+    def time(self: Chooser, choice: Choice[Any], way: Any, *_: Any) -> CallTime:
+        choice.run(way)
+        timed.append((choice.sizes[0], str(way)))
+        us = 1000.0 if way == VLLM else 1000.0 / gain(choice.sizes[0], way)
+        return CallTime(us, us)
+
+    monkeypatch.setattr(Chooser, "time", time)
+    return timed
+
+
+def engine(world: weft.World) -> Worker:
+    """Return the worker of a model on a rank whose times count."""
+    world.backend.clock = lambda *_: pytest.fail("really timed")  # type: ignore[method-assign,assignment]
+    world.backend.reference = True  # ops run by library calls, since what they compute is tested elsewhere
+    compilation = SimpleNamespace(
+        pass_config=SimpleNamespace(),
+        cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
+        cudagraph_capture_sizes=list(CAPTURED),
+    )
+    config = standin.config(
+        lambda: Model(DecoderLayer),
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=MOST, max_num_seqs=4),
+    )
+    model = standin.BaseModelLoader().load_model(vllm_config=config, model_config=None)
+    return Worker(model, config)
+
+
+def started(world: weft.World) -> tuple[Worker, ServedModel]:
+    worker = engine(world)
+    assert worker.determine_available_memory() == 1
+    assert worker.compile_or_warm_up_model() == 2.0
+    (report,) = (model for model in plugin.models if model.config is worker.vllm_config)
+    return worker, report
+
+
+def served_tokens(passes: Passes | None) -> list[int]:
+    return [] if passes is None else [tokens for tokens, size in enumerate(passes.sizes) if size]
+
+
+def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own rows win from 5 tokens on; whole residuals only up to 11 tokens, which is one end of their range."""
+    times_of(monkeypatch, lambda tokens, form: {Sequential(): 1.2 if tokens < 12 else 0.9, OwnRows(): 1.1}.get(form, 0.5) if tokens > 4 else 1.0)  # fmt: skip
+
+    def main(world: weft.World) -> tuple[Any, list[int], dict[int, Plan], list[str]]:
+        worker, report = started(world)
+        assert report.passes is not None and report.ranges is not None
+        ranges = [(compared.low, compared.high, compared.form) for compared in report.ranges]
+        forms = {tokens: forms_of(world)[size] for tokens, size in enumerate(report.passes.sizes) if size}
+        return ranges, served_tokens(report.passes), forms, worker.model_runner.log
+
+    for ranges, tokens, forms, log in standin.run(main):
+        assert ranges == [
+            (1, 1, None), (2, 4, None), (5, 8, Sequential()), (9, 12, OwnRows())
+        ]  # fmt: skip
+        assert tokens == list(range(5, 13)) and forms[8] == Sequential() and forms[9] == OwnRows()
+        assert log == ["profile", *["profile"] * len(PASS_FORMS), "capture"]
+
+
+@pytest.mark.parametrize("gain", [0.9, 1.0, 1.009])
+def test_a_model_in_which_weft_wins_nowhere_is_vllms(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
+    """As if weft were not installed, but for the report, which has the figures."""
+    times_of(monkeypatch, lambda tokens, form: gain)
+
+    def main(world: weft.World) -> tuple[set[str], bool, str]:
+        worker, report = started(world)
+        model = worker.model_runner.model
+        kinds = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+        return kinds, any("weft" in name for name in vars(model)) or type(model) is not Model, report.text()
+
+    for kinds, changed, text in standin.run(main):
+        assert not any(kind.startswith("weft.") for kind in kinds) and not changed
+        assert "leaves to vLLM all: no pass is 1% faster with weft" in text
+        assert f"9 to 12 tokens: vLLM (12 tokens 1000 us, {gain:.3f}x by Sequential()" in text, text
+
+
+def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is vLLM's own forward, and the twin is not called."""
+    times_of(monkeypatch, lambda tokens, form: 2.0 if tokens > 8 else 0.5)
+
+    def main(world: weft.World) -> list[str]:
+        worker, report = started(world)
+        assert report.passes is not None
+        called: list[str] = []
+        run = type(report.passes.twin).__call__
+        monkeypatch.setattr(type(report.passes.twin), "__call__", lambda *a, **k: called.append("twin") or run(*a, **k))
+        model = worker.model_runner.model
+        for tokens in (8, 9, 12, 3):
+            called.append(str(tokens))
+            with torch.inference_mode():
+                assert len(model(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), None)) == tokens
+        return called
+
+    assert standin.run(main) == [["8", "9", "twin", "12", "twin", "3"]] * 2
+
+
+def requests(world: weft.World) -> tuple[str, int]:
+    """Start an engine in a process of its own, and run passes of random sizes."""
+    with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
+        faked(monkeypatch)
+        times_of(monkeypatch, lambda tokens, form: 2.0)
+        standin.enter(world)
+        worker, report = started(world)
+        world.backend.compares = False  # of every call on the host, which takes most of the time
+        before, draw = len(world.prepared), random.Random(0)
+        for _ in range(100):
+            worker.model_runner._dummy_run(draw.randint(1, MOST))
+        return report.text(), len(world.prepared) - before
+
+
+def test_nothing_is_made_during_requests() -> None:
+    """No compile, trial, decision or upload in 1,000 passes of random sizes on CPU ranks."""
+    for text, prepared in weft.spmd(requests, 2, backend="gloo"):
+        assert "since the start: 0 compiles, 0 trials, 0 decisions, 0 uploads" in text, text
+        assert "2 to 4 tokens: Sequential()" in text and prepared == 0
+
+
+@pytest.mark.parametrize("stage", ["profile", "compare"])
+def test_an_error_on_one_rank_leaves_all_to_vllm(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    times_of(monkeypatch, lambda tokens, form: 2.0)
+    if stage == "compare":
+        monkeypatch.setattr(start.compare, "compare", lambda *_: fail())
+    else:
+        monkeypatch.setattr(Passes, "put", lambda self, kind=None: fail())
+
+    def fail() -> list[Range]:
+        if standin.current_world().rank == 1:
+            raise RuntimeError("of this rank alone")
+        return [Range(1, MOST, OwnRows(), ())]
+
+    def main(world: weft.World) -> tuple[bool, str]:
+        worker, report = started(world)
+        return type(worker.model_runner.model) is Model, report.text()
+
+    for unchanged, text in standin.run(main):
+        assert unchanged and "leaves to vLLM all: rank 1: RuntimeError: of this rank alone" in text, text
+
+
+def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compare, "stored_at", lambda model, depends_on: tmp_path / "ranges.json")
+    timed = times_of(monkeypatch, lambda tokens, form: 1.5 if tokens > 8 and form == OwnRows() else 0.5)
+
+    def main(world: weft.World) -> tuple[list[str], list[int], list[str]]:
+        worker, report = started(world)
+        return (
+            [compared.line() for compared in report.ranges or ()],
+            served_tokens(report.passes),
+            worker.model_runner.log,
+        )
+
+    earlier = standin.run(main)
+    count = len(timed)
+    second = standin.run(main)
+    assert len(timed) == count > 0 and [result[:2] for result in second] == [result[:2] for result in earlier]
+    assert second[0][2] == ["profile", "profile", "capture"]  # its one form
+
+
+def test_a_stored_loss_makes_no_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compare, "stored_at", lambda model, depends_on: tmp_path / "ranges.json")
+    compare.write(tmp_path / "ranges.json", [Range(1, MOST, None, ((1, {VLLM: 1.0, "x": 2.0}),))], {})
+    monkeypatch.setattr(plugin, "world_of", lambda group: pytest.fail("a World"))
+
+    def main(world: weft.World) -> str:
+        return started(world)[1].text()
+
+    for text in standin.run(main):
+        assert "no pass was 1% faster with weft at an earlier start" in text and "0.500x by x" in text
+
+
+def test_another_worker_leaves_the_model_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self, further: 1)
+
+    def main(world: weft.World) -> str:
+        engine(world)
+        return plugin.models[-1].text()
+
+    assert all("leaves to vLLM all: TypeError: takes self, further, not self" in text for text in standin.run(main))
+
+
+def test_the_twins_code_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keys compiled code by the name of the forward and by its code object. Parameters are shared."""
+    times_of(monkeypatch, lambda tokens, form: 2.0)
+
+    def main(world: weft.World) -> tuple[bool, bool, bool]:
+        worker, report = started(world)
+        assert report.passes is not None
+        model, twin = worker.model_runner.model, report.passes.twin
+        forward = type(twin).forward
+        shared = [a is b for a, b in zip(model.parameters(), twin.parameters(), strict=True)]
+        name = f"Model.forward with {plugin.name_of(plugin.find_candidates(report.passes.stack, report.config, classes()), world)}"
+        return forward.__code__ is not Model.forward.__code__, forward.__qualname__ == name, all(shared)
+
+    def classes() -> Any:
+        objects = plugin.read_interface().objects
+        return plugin.Classes(
+            **{n: objects[n] for n in ("row", "column", "norm", "unquantized", "gemma_norm", "runner")}
+        )
+
+    assert standin.run(main) == [(True, True, True)] * 2
