@@ -164,7 +164,7 @@ class GpuBackend(Backend):
 
     @property
     def kernels(self) -> int:
-        return len(self.launcher.checked)
+        return len(self._plain_launcher.checked)
 
     # -- streams
     def current_stream(self) -> torch.cuda.Stream:
