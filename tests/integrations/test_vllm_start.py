@@ -3,6 +3,7 @@ made during requests. Stand-ins for vLLM's classes, in the emulator, with times 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,8 +146,8 @@ def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert standin.run(main) == [["8", "9", "twin", "12", "twin", "3"]] * 2
 
 
-def requests(world: weft.World) -> tuple[str, int]:
-    """Start an engine in a process of its own, and run passes of random sizes."""
+def requests(world: weft.World, count: int) -> tuple[str, int]:
+    """Start an engine in a process of its own, and run so many passes of random sizes."""
     with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
         faked(monkeypatch)
         times_of(monkeypatch, lambda tokens, form: 2.0)
@@ -154,14 +155,15 @@ def requests(world: weft.World) -> tuple[str, int]:
         worker, report = started(world)
         world.backend.compares = False  # of every call on the host, which takes most of the time
         before, draw = len(world.prepared), random.Random(0)
-        for _ in range(100):
+        for _ in range(count):
             worker.model_runner._dummy_run(draw.randint(1, MOST))
         return report.text(), len(world.prepared) - before
 
 
-def test_nothing_is_made_during_requests() -> None:
-    """No compile, trial, decision or upload in 1,000 passes of random sizes on CPU ranks."""
-    for text, prepared in weft.spmd(requests, 2, backend="gloo"):
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.gate)])
+def test_nothing_is_made_during_requests(count: int) -> None:
+    """No compile, trial, decision or upload in passes of random sizes on CPU ranks."""
+    for text, prepared in weft.spmd(functools.partial(requests, count=count), 2, backend="gloo"):
         assert "since the start: 0 compiles, 0 trials, 0 decisions, 0 uploads" in text, text
         assert "2 to 4 tokens: Sequential()" in text and prepared == 0
 
