@@ -693,7 +693,7 @@ class World:
         if ledgers is None:
             return
         ledger, stream = ledgers.captured if capturing else ledgers.eager, self.current_stream()
-        if stream == ledger.last_stream and launches in ledger.recent:
+        if stream == ledger.last_stream and (launches is ledger.last or launches in ledger.recent):
             return
         for earlier in ledger.enter(stream, launches):
             if self.backend.captures(earlier) == capturing:

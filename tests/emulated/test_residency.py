@@ -4,7 +4,8 @@ another, in one order on all ranks, and all others as they do without this."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 import weft
 from weft import moe
-from weft.backends.residency import UNKNOWN, Ledger, ResidentPrograms, SMs
+from weft.backends.launcher import NotingLauncher
+from weft.backends.residency import UNKNOWN, Ledger, Noting, ResidentPrograms, SMs
 from weft.nn import weave
 from weft.plans import TwoShotPull
 
@@ -96,6 +98,42 @@ def alone_beside_all(world: weft.World) -> list[str]:
 def test_programs_of_one_rank_that_wait_for_each_other_need_room_too() -> None:
     """FusedMoe has a grid barrier, also with one rank."""
     assert all("user a" in waits for waits in weft.spmd(alone_beside_all, 2, backend="emulated"))
+
+
+def experts_on_few_sms(world: weft.World, plan: str, sms: int) -> None:
+    """A layer of one rank, where launches begin with fewer SMs than programs."""
+    w13 = moe.pack(torch.ones(4, 32, 32).bfloat16(), world=world)
+    ids, w2 = torch.arange(8)[:, None].int() % 4, torch.ones(4, 32, 16).bfloat16()
+    for _ in range(2):
+        moe.moe(x()[:8], ids, torch.ones(8, 1), w13, w2, world=world, plan=plan)
+        world.synchronize()
+        del world.backend.machine.streams.free[0][sms:]
+
+
+@pytest.mark.parametrize("plan", ["sequential", "dispatched", "low_latency"])
+def test_with_one_rank_other_plans_need_no_room_for_all_programs(plan: str) -> None:
+    weft.spmd(experts_on_few_sms, 1, backend="emulated", args=(plan, 1))
+
+
+def test_a_grid_barrier_needs_room_for_all_programs() -> None:
+    with pytest.raises(weft.Deadlock, match="grid_barrier"):
+        weft.spmd(experts_on_few_sms, 1, backend="emulated", args=("fused", 5))
+
+
+def test_launches_are_noted_as_they_were_compiled(monkeypatch: Any) -> None:
+    """On a GPU: registers of all threads, shared memory with the system's part, and threads; none of a launch that waits for nobody."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    compiled = SimpleNamespace(n_regs=165, metadata=SimpleNamespace(num_warps=8, shared=4096))
+    plain: Any = SimpleNamespace(
+        backend=SimpleNamespace(device=None), launch=lambda *_: None, load=None, compiled=lambda *_: compiled
+    )
+    noting = Noting()
+    launcher = NotingLauncher(plain, noting)
+    with noting.noting() as notes:
+        for options in (dict(num_warps=8), dict(num_warps=8, local=True)):
+            launcher.launch(None, 132, {}, options, "stream")  # type: ignore[arg-type]
+    launcher.launch(None, 1, {}, {}, "stream")  # type: ignore[arg-type]
+    assert notes.launches == (frozenset({ResidentPrograms(132, (168 * 256, 5120, 256))}),)
 
 
 # -- what goes on as without it ----------------------------------------------------------------------------------------

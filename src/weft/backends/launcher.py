@@ -206,6 +206,7 @@ class NotingLauncher:
         self, kernel: JITFunction, grid: int, values: Arguments, options: Options, stream: torch.cuda.Stream
     ) -> None:
         if not options.get("local"):
-            compiled = self.launcher.compiled(kernel, grid, values, options)
+            with torch.cuda.device(self.launcher.backend.device):
+                compiled = self.launcher.compiled(kernel, grid, values, options)
             registers, shared, threads = taken_by(compiled)
             self._noting.add(stream, ResidentPrograms(grid, (registers, shared, max(threads, SLOT))))
