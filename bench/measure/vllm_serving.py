@@ -135,15 +135,13 @@ class Engine:
 
 
 def start_engines(engines: list[Engine], end: float) -> None:
-    """Start all engines, weft's first: the others begin when its model is loaded, since the plugin times its operators while it loads.
-    Their own work on the GPU begins half a minute later, when weft's engine compiles and captures."""
-    for engine in sorted(engines, key=lambda engine: engine.setup.method != "weft"):
+    """Start all engines at once. The plugin compares whole passes behind both of its model's compilations, when the others, which have
+    one, are idle: the logs say at which time each was done."""
+    for engine in engines:
         engine.start()
-        while engine.setup.method == "weft" and not engine.loaded() and time.monotonic() < end:
-            time.sleep(0.5)
     for engine in engines:
         engine.facts = engine.answer(end - time.monotonic())
-        print(f"{engine.setup.model} {engine.setup.method}: {engine.facts}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {engine.setup.model} {engine.setup.method}: {engine.facts}", flush=True)
 
 
 def scaled(stock: Any, mix: Mix, rate: float) -> Load:
