@@ -170,7 +170,6 @@ class Backend(ABC):
     shares_gpu: bool = False  # whether ranks take turns on one GPU, so that times mean nothing
     clock: Clock | None = None  # times calls; None where times mean nothing
     limits_ctas: bool = True  # whether `communicator` keeps to its limit of CTAs
-    ledgers: Ledgers | None = None  # of the device, for all Worlds of its ranks; None where no kernel waits
     world_numbers: Iterator[int] = itertools.count()  # a number for each World, in its name
     compares: bool = False  # whether the hosts compare every call of every rank (`compared`)
     compares_at_once: bool = False  # whether `compared` waits for no rank
@@ -180,6 +179,11 @@ class Backend(ABC):
         """Return the number of each rank's node, by rank; nodes are numbered in the order of their first ranks. A
         backend whose ranks are on several hosts sets it."""
         return (0,) * self.size
+
+    @cached_property
+    def ledgers(self) -> Ledgers | None:
+        """Return the ledgers of the device, the same for all Worlds of its ranks; None where no kernel waits."""
+        return None
 
     @property
     def levels_reason(self) -> str | None:

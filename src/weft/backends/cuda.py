@@ -14,6 +14,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -92,7 +93,6 @@ class GpuBackend(Backend):
         self.record_words = Record(device)
         self._plain_launcher = Launcher(self)
         self.launcher: Launcher | NotingLauncher = self._plain_launcher
-        self.ledgers = _ledgers(device)
         self._noting = Noting(self._note)
         self.collective = self.call
         self._wait_word: Launch | None = None
@@ -102,6 +102,10 @@ class GpuBackend(Backend):
         self.describe: Callable[[int], str] | None = None
         self._waits: list[str] | None = None  # the ops that ranks wait in, once a wait has expired
         self.disagreement: Callable[[Mapping[int, int]], Mismatch] | None = None
+
+    @cached_property
+    def ledgers(self) -> Ledgers:
+        return _ledgers(self.device)
 
     # -- host
     def synchronize(self) -> None:
