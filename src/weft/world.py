@@ -342,7 +342,11 @@ class World:
             if self.backend.compares:
                 if self._uncompared:
                     self._collect(None)
-                calls = self._bounded(self.backend.compared, self._calls[number])
+                try:  # as `_bounded`, which would be another call
+                    calls = self.backend.compared(self._calls[number])
+                except Timeout as error:
+                    self._lose(error)
+                    raise
                 if calls is not None:
                     raise self._lose(disagreement(calls))
 
@@ -430,12 +434,17 @@ class World:
         World is closed. It is cheap enough for every call."""
         if self._closed:
             raise WeftError(f"rank {self.rank}'s World is closed: an operator needs an open one")
-        self._raise_if_lost()
+        if self._lost is not None:
+            self._raise_if_lost()
         if self._uncompared:
             self._collect(0.0)
-        self._bounded(self.backend.check)
-        if self._levels is not None:
-            self._bounded(self._check_node, self._levels)
+        try:  # as `_bounded`, which would be another call
+            self.backend.check()
+            if self._levels is not None:
+                self._check_node(self._levels)
+        except Timeout as error:
+            self._lose(error)
+            raise
 
     def _check_node(self, levels: Levels) -> None:
         """Raise the error of a wait that expired in the node's own World, whose ranks have other numbers than here."""
