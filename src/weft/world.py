@@ -375,7 +375,11 @@ class World:
         """Raise Mismatch where the backend compares every call on the host, and another rank makes another call here.
         first_call: an exchange of the hosts follows. If it does on all ranks, it compares the calls, on every rank."""
         title, fields = call
-        calls = self._bounded(self.backend.compared, (title, (*fields, ("first_call", first_call))))
+        try:  # as `_bounded`, which would be another function of a known call
+            calls = self.backend.compared((title, (*fields, ("first_call", first_call))))
+        except Timeout as error:
+            self._lose(error)
+            raise
         if calls and any(("first_call", True) not in peer_fields for _, peer_fields in calls.values()):
             raise self._lose(disagreement(calls))
 
@@ -441,12 +445,17 @@ class World:
         World is closed. It is cheap enough for every call."""
         if self._closed:
             raise WeftError(f"rank {self.rank}'s World is closed: an operator needs an open one")
-        self._raise_if_lost()
+        if self._lost is not None:
+            self._raise_if_lost()
         if self._uncompared:
             self._collect(0.0)
-        self._bounded(self.backend.check)
-        if self._levels is not None:
-            self._bounded(self._check_node, self._levels)
+        try:  # as `_bounded`, which would be another call
+            self.backend.check()
+            if self._levels is not None:
+                self._check_node(self._levels)
+        except Timeout as error:
+            self._lose(error)
+            raise
 
     def _check_node(self, levels: Levels) -> None:
         """Raise the error of a wait that expired in the node's own World, whose ranks have other numbers than here."""

@@ -168,7 +168,7 @@ def _opened(path: Path, rank: int, size: int, seconds: float) -> SharedMemoryExc
 
 def _remove_abandoned() -> None:
     """Remove the files of ranks that were killed while they started: no process has locked them any more."""
-    for path in FOLDER.glob(f"{_PREFIX}*"):
+    for path in FOLDER.glob(_PREFIX + "[0-9a-f]" * 32):  # others' files may begin alike
         with suppress(OSError):  # another user's, or removed meanwhile
             with path.open("r+b") as file:
                 held = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _lock(0, bytes=0))
