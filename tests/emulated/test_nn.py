@@ -231,6 +231,24 @@ def test_deepcopy_shares_the_world_and_nothing_else() -> None:
     emulate(rank, 2)
 
 
+def test_a_deep_copy_of_every_module_computes_with_its_own_parameters() -> None:
+    def rank(world: weft.World) -> None:
+        for module, width in (
+            (weft.nn.ColumnParallelLinear(64, 32, world=world), 64),
+            (weft.nn.RowParallelLinear(64, 32, world=world), 32),
+            (weft.nn.ParallelMLP(64, 80, world=world), 64),
+            (weft.moe.MoE(64, 32, 4, 2, world=world, bias=True, capacity_factor=1.0), 64),
+        ):
+            x, twin = draw(1, 8, width), copy.deepcopy(module)
+            with torch.no_grad():
+                before = module(x)
+                for p in twin.parameters():
+                    p.zero_()
+                assert not twin(x).any() and torch.equal(module(x), before)
+
+    emulate(rank, 2)
+
+
 class Holder(torch.nn.Module):
     """A module of one's own, which knows the World."""
 

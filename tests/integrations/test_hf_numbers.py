@@ -151,3 +151,15 @@ def test_draws_that_a_woven_model_does_not_make_are_refused(world: weft.World) -
     hf.weave(model.eval(), world)
     with torch.no_grad(), pytest.raises(weft.Unsupported, match="layers.0.mlp.training was False .* is True now"):
         model.train()(IDS[:1, :4])
+
+
+def test_compiled_code_follows_a_number(world: weft.World) -> None:
+    plain, woven = small("Qwen3"), hf.weave(small("Qwen3"), world)
+    compiled = torch.compile(woven, backend="eager", fullgraph=True)
+    change = Change("model.layers.0.self_attn", "scaling", 0.75)
+    with torch.no_grad():
+        before = compiled(IDS[:1, :4], use_cache=False).logits.float()
+        change.holder(woven).scaling = change.value
+        after = compiled(IDS[:1, :4], use_cache=False).logits.float()
+        assert wrong(result(plain), before, []) is None and wrong(result(plain, change), after, [change]) is None
+    assert wrong(before, after, [change])

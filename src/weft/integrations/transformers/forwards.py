@@ -49,7 +49,7 @@ class ModelForward:
         woven.depth = min(config.num_hidden_layers, len(self.base.layers))
         if woven.depth < 1:
             raise Unsupported(f"config.num_hidden_layers is {woven.depth}: a woven model runs one layer or more")
-        caches = [cache for name in CACHES if (cache := kwargs.get(name)) is not None]
+        caches = [kwargs[name] for name in CACHES if kwargs.get(name) is not None]
         for cache in caches:
             check_heads(cache, self.attention)
         only_ids = attention_mask is None and not caches and kwargs.get("position_ids") is None

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -156,14 +156,6 @@ class MlpShard:
         return self.down.sharded(silu_mul(self.gate_up.gathered(x, shards), world=self.world), shards)
 
 
-@functools.cache
-def attention_functions() -> Any:
-    """Return Transformers' registry of attention functions."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS
-
-
 class HeadsShard(Bound):
     """Attention of this rank's heads. `attend` takes normalised hidden states and returns the heads' output [.., heads
     D] and the attention weights; its argument `project` computes the projections [.., N]. `out` is the output
@@ -193,9 +185,13 @@ class AttentionShard(HeadsShard):
     bound = ("norm_weights",)
     norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None
     followed = "scaling", "layer_idx", "attention_dropout", "is_causal", "sliding_window"
+    functions: ClassVar[Any]  # Transformers' registry, which a deep copy shares
 
     def __init__(self, attention: Module, world: World) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         super().__init__(attention, world)
+        AttentionShard.functions = ALL_ATTENTION_FUNCTIONS
         self.attend = attention  # `weave` sets the forward below on this module
         self.dim = d = attention.head_dim
         self.head_counts = [width // d for width in self.qkv.widths]
@@ -265,7 +261,7 @@ class AttentionShard(HeadsShard):
             causal = module.is_causal if causal is None else causal
             if (faster := self._faster_attention(q, k, v, attention_mask, causal and window is None)) is not None:
                 return faster.reshape(*shape, -1), None
-        attend = attention_functions().get_interface(name, self.eager)
+        attend = self.functions.get_interface(name, self.eager)
         heads, weights = attend(
             module, q, k, v, attention_mask, dropout=dropout, scaling=module.scaling, sliding_window=window, **kwargs
         )
