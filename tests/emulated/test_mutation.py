@@ -1073,7 +1073,7 @@ def every_mutation_is_caught(
             ),
             None,
         )
-        seeds = SEEDS if entry is None else SEEDS[:8]
+        seeds = SEEDS if entry is None else SEEDS[:4]
         ((_, failure),) = kill_rate(run, case.ranks, [mutation], seeds, **options)
         if failure is None and entry is None:
             ((_, failure),) = kill_rate(run, case.ranks, [mutation], MORE, **options)

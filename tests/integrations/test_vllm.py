@@ -248,7 +248,7 @@ def test_one_rank_that_fails_leaves_the_model_on_all(modules: Any, monkeypatch: 
 DIFFERENCES: dict[str, Any] = {
     "a site less": lambda c: replace(c, flow=replace(c.flow, sites=c.flow.sites[1:])),
     "a site without its column": lambda c: replace(
-        c, flow=replace(c.flow, sites=[*c.flow.sites[:-1], replace(c.flow.sites[-1], column=None)])
+        c, flow=replace(c.flow, sites=[replace(c.flow.sites[0], column=None), *c.flow.sites[1:]])
     ),
     "a site without residual": lambda c: replace(
         c,
@@ -272,8 +272,8 @@ def test_ranks_that_hold_different_models_leave_them_to_vllm(
     find_candidates = plugin.find_candidates
 
     def different(*arguments: Any) -> Any:
-        found = find_candidates(*arguments)
-        return DIFFERENCES[difference](found) if standin.current_world().rank == 1 else found
+        candidates = find_candidates(*arguments)
+        return DIFFERENCES[difference](candidates) if standin.current_world().rank == 1 else candidates
 
     monkeypatch.setattr(plugin, "find_candidates", different)
 
