@@ -34,8 +34,10 @@ from weft.transport.sums import sum_staged
 FAST = ("decomposed", "fused", "one_shot")
 
 
-def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, **options: Any) -> list[Any]:
-    return weft.spmd(fn, ranks, backend="emulated", seed=seed, **options)
+def emulate(
+    fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, ahead: bool = True, **options: Any
+) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="emulated", seed=seed, ahead=ahead, **options)
 
 
 def errors(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **options: Any) -> list[float]:

@@ -26,7 +26,7 @@ import weft.lang as wl
 from weft import Deadlock, MemoryFault, Mismatch, Race, Unsupported
 from weft.backends.emulated import EmulatedBackend, spmd
 from weft.check.offline import compile_kernel
-from weft.emulator import interpret
+from weft.emulator import host, interpret
 from weft.errors import SignalError
 from weft.lang.host import beyond
 from weft.lang.intrinsics import bulk_fence, flush_stores, post, release_fence, wait_until
@@ -267,6 +267,20 @@ def test_a_loop_without_an_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch, st
     line = compute_for_ever.fn.__code__.co_firstlineno + 3
     with pytest.raises(Deadlock, match=rf"made 100 turns and has not ended\n.*test_emulator.py:{line} "):
         spmd(lambda b: fn(b, 1), 1)
+
+
+def test_host_code_that_makes_no_call_for_long_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host, "SILENT", 0.05)
+
+    def fn(b: EmulatedBackend) -> None:
+        while not caplog.messages and b.rank == 1:
+            pass
+
+    spmd(fn, 2)
+    (message,) = caplog.messages
+    assert re.fullmatch(r"rank 1's function has made no call of weft for 0.05 seconds: at .*\.py:\d+", message)
 
 
 @jit

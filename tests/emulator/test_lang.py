@@ -186,6 +186,7 @@ def test_a_launch_is_checked_before_any_backend() -> None:
         clock, capturing = None, Backend.capturing
         name_counters = Backend.name_counters
         name_calls = Backend.name_calls
+        world_numbers = Backend.world_numbers
 
     with pytest.raises(ValueError, match="no option num_warp"):
         weft.World(Elsewhere()).launch(running_sum, 1, {}, dict(num_warp=4), None)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ runs.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from ..errors import WeftError
 E = TypeVar("E", bound=BaseException)
 _PACKAGE = Path(__file__).parents[1]
 _EMULATOR = _PACKAGE / "emulator", _PACKAGE / "backends" / "emulated.py", Path(triton.__file__).parent
+SILENT = 60.0  # seconds after which host code that makes no call is named: its loop may have no end
+log = logging.getLogger("weft")
 LIMIT, RECOMPILES = "recompile_limit", 256  # the option of torch.compile, and its value: functions of one code
 LEFT_BEHIND = 5.0  # seconds that host code has to end after a failed run; a thread that waits for another may not end
 
@@ -61,7 +64,7 @@ class HostThread:
         raised."""
         self._machine = threading.get_ident()
         self._thread.start()
-        self._returned.acquire()
+        self._await_call()
         while self._request is not None:
             try:
                 self._request()
@@ -69,11 +72,21 @@ class HostThread:
                 self._failed = error
             ending = self._failed is not None
             self._resume.release()
-            if not self._returned.acquire(timeout=LEFT_BEHIND if ending else None):
+            if not ending:
+                self._await_call()
+            elif not self._returned.acquire(timeout=LEFT_BEHIND):
                 return
         self._thread.join()
         if self._failed is not None:
             raise self._failed
+
+    def _await_call(self) -> None:
+        """Wait until the rank's function makes a call or ends, and say where it is if that takes long."""
+        if not self._returned.acquire(timeout=SILENT):
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "its end"
+            log.warning("rank %d's function has made no call of weft for %g seconds: at %s", self.rank, SILENT, place)
+            self._returned.acquire()
 
     def outside(self) -> bool:
         """Return whether the caller is not on the machine's thread, and so has to `ask`."""
