@@ -204,13 +204,13 @@ def drawn(seed: int) -> Drawn:
 def residency(world: World, call: Call) -> Iterator[None]:
     """Let no other stream run while a layer in one launch does, which needs every SM of all ranks at once: launches of two operators that
     wait for other ranks could each hold SMs that the other needs. It is the caller who orders them."""
-    layer, here = (call.op, call.plan(world)) == ("moe", "fused"), world.current_stream()
+    layer, current = (call.op, call.plan(world)) == ("moe", "fused"), world.current_stream()
     others = [world.side_stream(name or "main") for name in STREAMS if layer and name != call.stream]
     for stream in others:
-        world.wait_event(here, world.record(stream))
+        world.wait_event(current, world.record(stream))
     yield
     for stream in others:
-        world.wait_event(stream, world.record(here))
+        world.wait_event(stream, world.record(current))
 
 
 def run(seed: int) -> None:
