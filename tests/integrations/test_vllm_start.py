@@ -18,7 +18,7 @@ import weft
 from tests.integrations.vllm_standin import DecoderLayer, Model, Worker
 from weft import chooser
 from weft.chooser import CallTime, Choice, Chooser
-from weft.integrations.vllm import compare, plugin, start
+from weft.integrations.vllm import compare, plugin, start, twin
 from weft.integrations.vllm.compare import VLLM, Range
 from weft.integrations.vllm.row_norm_column import PASS_FORMS, OwnRows
 from weft.integrations.vllm.row_norm_column import forms as forms_of
@@ -146,6 +146,19 @@ def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert standin.run(main) == [["8", "9", "twin", "12", "twin", "3"]] * 2
 
 
+def test_padding_has_no_slots_in_the_cache() -> None:
+    """As where vLLM pads, and some kernels write a slot for each token; afterwards the pass's own are back."""
+    slots, padding = torch.tensor([7, 9]), torch.tensor([False, False])
+    own_slots = {"layer 0": slots, "layer 1": slots}
+    context = SimpleNamespace(slot_mapping=own_slots, is_padding=padding)
+    with pytest.raises(ZeroDivisionError), twin.padded_slots(context, 2):
+        assert [t.tolist() for t in context.slot_mapping.values()] == [[7, 9, -1, -1]] * 2
+        assert context.slot_mapping["layer 0"] is context.slot_mapping["layer 1"]
+        assert context.is_padding.tolist() == [False, False, True, True]
+        raise ZeroDivisionError
+    assert context.slot_mapping is own_slots and context.is_padding is padding
+
+
 def requests(world: weft.World, count: int) -> tuple[str, int]:
     """Start an engine in a process of its own, and run so many passes of random sizes."""
     with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
@@ -237,9 +250,9 @@ def test_the_twins_code_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def main(world: weft.World) -> tuple[bool, bool, bool]:
         worker, report = started(world)
         assert report.passes is not None
-        model, twin = worker.model_runner.model, report.passes.twin
-        forward = type(twin).forward
-        shared = [a is b for a, b in zip(model.parameters(), twin.parameters(), strict=True)]
+        model, copy = worker.model_runner.model, report.passes.twin
+        forward = type(copy).forward
+        shared = [a is b for a, b in zip(model.parameters(), copy.parameters(), strict=True)]
         name = f"Model.forward with {plugin.name_of(plugin.find_candidates(report.passes.stack, report.config, classes()), world)}"
         return forward.__code__ is not Model.forward.__code__, forward.__qualname__ == name, all(shared)
 

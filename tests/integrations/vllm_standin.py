@@ -50,6 +50,13 @@ def get_tp_group() -> Any:
     return SimpleNamespace(world=world, world_size=world.size, rank_in_group=world.rank)
 
 
+CONTEXT = SimpleNamespace(slot_mapping={})  # of a pass
+
+
+def get_forward_context() -> Any:
+    return CONTEXT
+
+
 class UnquantizedLinearMethod:
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, layer.weight, bias)
@@ -377,6 +384,7 @@ def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
 PLACES: dict[str, tuple[Any, ...]] = {
     "vllm": (),
     "vllm.config": (),
+    "vllm.forward_context": (get_forward_context,),
     "vllm.compilation.wrapper": (TorchCompileWithNoGuardsWrapper,),
     "vllm.distributed": (tensor_model_parallel_all_reduce, get_tp_group),
     "vllm.model_executor.model_loader.base_loader": (BaseModelLoader,),

@@ -26,6 +26,7 @@ REQUIRED = {  # if one of these is missing, nothing is served
     "norm": (f"{VLLM_LAYERS}.layernorm:RMSNorm.forward_native", ("self", "x", "residual")),
     "all_reduce": ("vllm.distributed:tensor_model_parallel_all_reduce", ("input_",)),
     "group": ("vllm.distributed:get_tp_group", ()),
+    "context": ("vllm.forward_context:get_forward_context", ()),
 }
 OPTIONAL = {
     "gemma_norm": (f"{VLLM_LAYERS}.layernorm:GemmaRMSNorm.forward_native", ("self", "x", "residual")),

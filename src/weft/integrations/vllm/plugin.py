@@ -302,7 +302,8 @@ def passes_of(
     report.served += [f"{line} ({count} times)" for line, count in counted.items() if count]
     report.left += flow.left + classes.fp8.left()
     max_tokens = config.scheduler_config.max_num_batched_tokens
-    return Passes(candidates.stack, twin, world, max_tokens, captured_sizes(config))
+    context = interface.objects["context"]
+    return Passes(candidates.stack, twin, world, context, max_tokens, captured_sizes(config))
 
 
 def name_of(candidates: Candidates, world: World) -> str:

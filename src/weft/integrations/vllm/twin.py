@@ -28,6 +28,7 @@ import inspect
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 
@@ -110,12 +111,14 @@ def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper:
 @dataclass(eq=False)
 class Passes:
     """A stack of layers with its twin, for passes of up to `max_tokens` tokens; `captured` are the numbers of tokens
-    that vLLM captures. `sizes` has, for each number of tokens, that with which the twin runs, or 0 for vLLM's own pass.
-    `names` are those of the arguments of a pass, `positions` the place of that one."""
+    that vLLM captures, and `context` returns the context of a pass, in which attention finds its slots. `sizes` has,
+    for each number of tokens, that with which the twin runs, or 0 for vLLM's own pass. `names` are those of the
+    arguments of a pass, `positions` the place of that one."""
 
     stack: VllmObject
     twin: VllmObject
     world: World
+    context: Callable[[], VllmObject]
     max_tokens: int
     captured: tuple[int, ...] = ()
 
@@ -166,7 +169,8 @@ class Passes:
             return self.twin(*args, **kwargs)
         rows = [padded(name, value, size - tokens) for name, value in zip(self.names, args, strict=False)]
         named_rows = {name: padded(name, value, size - tokens) for name, value in kwargs.items()}
-        return first_rows(self.twin(*rows, **named_rows), tokens)
+        with padded_slots(self.context(), size - tokens):
+            return first_rows(self.twin(*rows, **named_rows), tokens)
 
 
 class Switched:
@@ -187,6 +191,24 @@ def padded(name: str, rows: Tensor | None, further: int) -> Tensor | None:
     if rows is None:
         return None
     return pad(rows, (0, 0, 0, further) if name == "inputs_embeds" else (0, further))
+
+
+@contextmanager
+def padded_slots(context: VllmObject, further: int) -> Iterator[None]:
+    """Within the context manager, tokens that are padding have no slot in the KV cache, which vLLM, too, writes as -1.
+    Some kernels write a slot for each token that they get."""
+    slots, padding = context.slot_mapping, getattr(context, "is_padding", None)
+    tensors = {id(t): t for t in (slots or {}).values()}
+    longer = {key: pad(t, (0, further), value=-1) for key, t in tensors.items()}
+    context.slot_mapping = slots and {name: longer[id(t)] for name, t in slots.items()}
+    if padding is not None:
+        context.is_padding = pad(padding, (0, further), value=True)
+    try:
+        yield
+    finally:
+        context.slot_mapping = slots
+        if padding is not None:
+            context.is_padding = padding
 
 
 def first_rows(output: VllmObject, tokens: int) -> VllmObject:
