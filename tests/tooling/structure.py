@@ -30,7 +30,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("errors",),
     ("architectures",),
     ("_triton", "trace.span"),
-    ("plans",),
+    ("plans", "scaled_tensor"),
     ("scale", "chooser"),
     ("backends.library_gemm",),
     ("backends.nodes", "backends.residency"),

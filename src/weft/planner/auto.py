@@ -28,7 +28,7 @@ import torch
 
 from ..chooser import LAUNCH_MODES, AnyTrial, length, span
 from ..op import REGISTRY, Call, Op, collectives, trial_title
-from ..ops.recipes import SCALINGS
+from ..ops.recipes import check_name
 from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
 from ..world import World
 from .parts import ITEM, NotMeasured
@@ -296,14 +296,13 @@ def _explained_in_8_bits(
     op: str, sizes: tuple[int, int, int], world: World | int | None, mode: str, recipe: str
 ) -> Decision:
     """Return `explain`'s Decision for 8-bit operands, which rests on the trial of an earlier call."""
-    if recipe not in SCALINGS:
-        raise ValueError(f"{op}: recipe {recipe!r} is not one of {sorted(SCALINGS)}")
-    trial = world.choices.last(trial_title(op, recipe), sizes) if isinstance(world, World) else None
-    size = world.size if isinstance(world, World) else world or 0
+    check_name(op, recipe)
+    title, size = trial_title(op, recipe), world.size if isinstance(world, World) else world or 0
+    trial = world.choices.last(title, sizes) if isinstance(world, World) else None
     if trial is None:
-        why = f"no profile has rates of 8-bit GEMMs ({recipe}), and no call of this size was timed: the first one is"
+        why = f"no profile has rates of {title}, and no call of this size was timed: the first one is"
         return Decision(op, *sizes, size, mode, Sequential(), why, ())
-    why = f"8-bit operands by {recipe}; {trial.timings(mode)}"
+    why = f"{title}: {trial.timings(mode)}"
     return Decision(op, *sizes, size, mode, trial.chosen(mode), why, _timed(trial, mode))
 
 
