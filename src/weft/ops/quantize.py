@@ -194,8 +194,8 @@ def quantize(
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{_OP}: x must be a tensor, got {type(x).__name__}")
     columns = x.shape[1] if x.dim() == 2 else 0
-    block_rows = SCALE_BLOCK if weight and recipe == "block" else 1
-    options = recipe, columns, 0, block_rows, by_columns and recipe == "block"
+    by_block = recipe == "block"
+    options = recipe, columns, 0, SCALE_BLOCK if weight and by_block else 1, by_columns and by_block
     return _scaled(world, x, scale, options)
 
 

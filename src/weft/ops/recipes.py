@@ -58,15 +58,15 @@ def scaled_factors(
     fast_accum: bool,
 ) -> tuple[ScaledFactors, CallOptions]:
     """Return the operands one by one, and the fields of `ProductOptions`."""
-    if isinstance(x, ScaledTensor) and isinstance(weight, ScaledTensor):
-        if x.recipe != weight.recipe:
-            raise ValueError(f"{op}: x has scales by {x.recipe}, and weight by {weight.recipe}: one recipe is needed")
-        operands = ScaledFactors(x.values, weight.values, bias, x.scales, weight.scales)
-        return operands, (x.recipe, out_dtype, fast_accum)
-    if isinstance(x, ScaledTensor) or isinstance(weight, ScaledTensor):
+    if not isinstance(x, ScaledTensor) and not isinstance(weight, ScaledTensor):
+        return ScaledFactors(x, weight, bias), (None, out_dtype, fast_accum)
+    if not isinstance(x, ScaledTensor) or not isinstance(weight, ScaledTensor):
         kinds = f"x is a {type(x).__name__} and weight a {type(weight).__name__}"
         raise TypeError(f"{op}: {kinds}: both are a weft.ScaledTensor, as weft.quantize returns it, or neither is")
-    return ScaledFactors(x, weight, bias), (None, out_dtype, fast_accum)
+    (values, scales, by_x), (weight_values, weight_scales, by_weight) = x, weight
+    if by_x != by_weight:
+        raise ValueError(f"{op}: x has scales by {by_x}, and weight by {by_weight}: one recipe is needed")
+    return ScaledFactors(values, weight_values, bias, scales, weight_scales), (by_x, out_dtype, fast_accum)
 
 
 def check_name(op: str, recipe: str) -> None:
@@ -102,18 +102,16 @@ def scales_of_part(scaling: Scaling | None, x_scale: torch.Tensor | None, rows: 
     return x_scale if scaling is None or x_scale is None or scaling.recipe == "tensor" else x_scale[rows]
 
 
-def check_scaled(op: str, world: World, operands: ScaledFactors, recipe: str) -> None:
+def check_scaled(op: str, world: World, operands: ScaledFactors, scaling: Scaling) -> None:
     """Raise ValueError or TypeError for 8-bit operands that cannot be multiplied, quoting them, and Unsupported for a
     GPU that does not multiply such operands."""
-    x, weight, _, x_scale, weight_scale = operands
-    check_name(op, recipe)
+    (x, weight, _, x_scale, weight_scale), kind = operands, scaling.recipe
+    check_name(op, kind)
     n, k = weight.shape
-    for size_name, size, word in (("K", k, SCALE_BLOCK if recipe == "block" else 16), ("N", n, 8)):
+    for size_name, size, word in (("K", k, SCALE_BLOCK if kind == "block" else 16), ("N", n, 8)):
         if size % word:
             quoted = f"x {dims(x)} and weight {dims(weight)}"
-            raise ValueError(
-                f"{op}: {size_name} {size} of {quoted} must be a multiple of {word}, for scales by {recipe}"
-            )
+            raise ValueError(f"{op}: {size_name} {size} of {quoted} must be a multiple of {word}, for scales by {kind}")
     for name, values, scales, block_rows in (("x", x, x_scale, 1), ("weight", weight, weight_scale, SCALE_BLOCK)):
         if values.dtype != E4M3:
             raise TypeError(f"{op}: {name}.values is {dims(values)}; float8_e4m3fn is supported")
@@ -121,11 +119,11 @@ def check_scaled(op: str, world: World, operands: ScaledFactors, recipe: str) ->
         assert scales is not None
         if scales.dtype != torch.float32:
             raise TypeError(f"{op}: {name}.scales is {dims(scales)}; float32 is needed")
-        shape, actual = scales_shape(recipe, len(values), k, block_rows), tuple(scales.shape)
-        is_vector = recipe != "block" and scales.numel() == max(actual, default=1) == shape[0]
+        shape, actual = scales_shape(kind, len(values), k, block_rows), tuple(scales.shape)
+        is_vector = kind != "block" and scales.numel() == max(actual, default=1) == shape[0]
         if actual != shape and not is_vector:
             problem = f"{name}.scales {list(actual)} do not fit {name}.values {dims(values)}"
-            raise ValueError(f"{op}: {problem}: by {recipe} they are {list(shape)}")
+            raise ValueError(f"{op}: {problem}: by {kind} they are {list(shape)}")
     if missing := lacks(world.capability, ADA, "products of 8-bit operands"):
         raise Unsupported(f"{op}: {missing}")
 
@@ -171,13 +169,13 @@ def check_product(
             raise TypeError(f"{op}: out_dtype {out_dtype} goes with x in float8_e4m3fn, and x is {dims(x)}")
         return None, x.dtype
     check_shapes(op, world, x, weight, bias)
-    check_scaled(op, world, operands, recipe)
-    dtype = out_dtype or torch.bfloat16
+    scaling, dtype = Scaling(recipe, fast_accum), out_dtype or torch.bfloat16
+    check_scaled(op, world, operands, scaling)
     if dtype not in DTYPES:
         raise TypeError(f"{op}: out_dtype {dtype}; bfloat16 and float16 are supported")
     if bias is not None and bias.dtype != dtype:
         raise TypeError(f"{op}: bias is {dims(bias)}, and the result {dtype}: one dtype is needed")
-    return Scaling(recipe, fast_accum), dtype
+    return scaling, dtype
 
 
 P = TypeVar("P", bound=Plan)

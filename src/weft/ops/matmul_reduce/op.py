@@ -257,7 +257,7 @@ def matmul_reduce_scatter(
     if removed:
         raise unexpected(GEMM_REDUCE_SCATTER, removed)
     operands, options = scaled_factors(GEMM_REDUCE_SCATTER, x, weight, bias, out_dtype, use_fast_accum)
-    return MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), True, *options), out)
+    return MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), True) + options, out)
 
 
 def matmul_reduce_scatter_tiles(
@@ -279,7 +279,7 @@ def matmul_reduce_scatter_tiles(
     """
     check_plain(f"{GEMM_REDUCE_SCATTER}_tiles", x, weight, bias)
     operands, options = scaled_factors(GEMM_REDUCE_SCATTER, x, weight, bias, out_dtype, use_fast_accum)
-    return MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), False, *options))
+    return MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), False) + options)
 
 
 def matmul_all_reduce(
@@ -318,7 +318,7 @@ def matmul_all_reduce(
     if removed:
         raise unexpected(GEMM_ALL_REDUCE, removed)
     operands, options = scaled_factors(GEMM_ALL_REDUCE, x, weight, bias, out_dtype, use_fast_accum)
-    return MATMUL_ALL_REDUCE(world, plan, operands, (True, *options), out)
+    return MATMUL_ALL_REDUCE(world, plan, operands, (True,) + options, out)
 
 
 def matmul_all_reduce_tiles(
@@ -337,7 +337,7 @@ def matmul_all_reduce_tiles(
     """
     check_plain(f"{GEMM_ALL_REDUCE}_tiles", x, weight, bias)
     operands, options = scaled_factors(GEMM_ALL_REDUCE, x, weight, bias, out_dtype, use_fast_accum)
-    return MATMUL_ALL_REDUCE(world, plan, operands, (False, *options))
+    return MATMUL_ALL_REDUCE(world, plan, operands, (False,) + options)
 
 
 def check_plain(
