@@ -196,8 +196,16 @@ def test_why_ranks_cannot_count_in_each_others_memory(monkeypatch: pytest.Monkey
 
 
 def test_an_architecture_is_named_as_nvidia_does() -> None:
-    assert architectures.lacks(89, 90, "these") == "these need compute capability 9.0, and this GPU has 8.9"
-    assert architectures.lacks(120, 90, "these") is None and architectures.dotted(120) == "12.0"
+    assert architectures.lacks(89, "tma", "these") == "these need compute capability 9.0, and this GPU has 8.9"
+    assert architectures.lacks(120, "tma", "these") is None and architectures.dotted(120) == "12.0"
+
+
+def test_a_gpu_that_is_in_no_table_can_do_what_the_next_older_one_can() -> None:
+    ampere, ada, unknown = (architectures.features(capability) for capability in (86, 89, 87))
+    assert not unknown.e4m3 and unknown.bf16 and unknown == ampere and ada.e4m3 and not ada.tma
+    turing, later = architectures.features(75), architectures.features(130)
+    assert not turing.bf16 and turing.shared_kib == later.shared_kib == 99 and later.tma and not later.wgmma
+    assert [known for known, can in architectures.FEATURES.items() if can.wgmma] == [architectures.HOPPER]
 
 
 def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_them() -> None:

@@ -383,7 +383,7 @@ def test_the_tiles_of_promoted_sums() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the tiles of 8-bit operands, whatever a profile says of 16-bit ones; `explain` says what was timed."""
-    monkeypatch.setattr("weft.planner.auto._generation", lambda device: 9)
+    monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: True)
     best = fit_plan(REGISTRY[op].variants[0], Scaling("block"))
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:

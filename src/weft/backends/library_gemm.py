@@ -72,7 +72,7 @@ def lacks() -> str | None:
     if not OLDEST <= numbers(version) < BEFORE:
         wanted = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BEFORE))}"
         return f"quack-kernels {version} is not one of {wanted}, for which weft was written"
-    if not torch.cuda.is_available() or architectures.device_capability() // 10 != 9:
+    if not torch.cuda.is_available() or not architectures.features(architectures.device_capability()).wgmma:
         return "its GEMM is used on Hopper GPUs alone"
     try:
         import quack.gemm  # noqa: F401

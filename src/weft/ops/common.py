@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from ..architectures import EARLIEST, lacks
+from ..architectures import lacks
 from ..backends import library_gemm
 from ..compute.gemm import Tile
 from ..errors import Unsupported
@@ -149,7 +149,7 @@ class MatmulOp(Op[M]):
         if isinstance(plan, TwoLevel):
             return None
         assert isinstance(plan, Signaled)
-        reason = lacks(world.capability, EARLIEST, "weft's kernels") or whole_words(K=call.k)
+        reason = lacks(world.capability, "bf16", "weft's kernels") or whole_words(K=call.k)
         reason = reason or (world.symmetric_reason if plan.copies else None)
         if reason is None and not 0 < plan.ctas < world.sm_count:
             raise Unsupported(

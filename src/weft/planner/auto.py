@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from ..architectures import device_capability, features
 from ..chooser import LAUNCH_MODES, AnyTrial, length, span
 from ..op import REGISTRY, Call, Op, collectives, trial_title
 from ..ops.recipes import check_name
@@ -43,7 +44,6 @@ log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # M, N, K of the self-check's GEMM
 DRIFT = 0.10  # a GPU whose check GEMM differs from its profile by more than this causes a warning
 UNUSABLE = "unusable"  # stands for the planner of a World whose profile cannot be used
-GENERATION = 9  # the major number of Hopper's compute capability
 
 
 def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
@@ -74,7 +74,7 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
     and only on Hopper, because the kernels have not been run on newer GPUs. Collective at the first call."""
     if not op.variants or world.capturing() or world.backend.name != "cuda" or world.symmetric_reason is not None:
         return ()
-    if _generation(world.device) != GENERATION:
+    if not _is_measured(world.device):
         return ()
     if not op.scaling(call):
         stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCH_MODES)
@@ -84,8 +84,9 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
 
 
 @functools.cache
-def _generation(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
+def _is_measured(device: torch.device) -> bool:
+    """Return whether the plans of "auto" were measured on such GPUs."""
+    return features(device_capability(device)).wgmma
 
 
 def _limited(plan: Plan) -> bool:

@@ -8,7 +8,7 @@ from typing import ClassVar, Never
 
 import torch
 
-from ...architectures import HOPPER, lacks
+from ...architectures import lacks
 from ...backends.base import Stream
 from ...backends.library_gemm import stepped
 from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
@@ -97,7 +97,7 @@ class Reduce(Op[SumCall]):
             return world.peer_reason
         reason = world.symmetric_reason
         if reason is None and isinstance(plan, Multicast):
-            reason = lacks(world.capability, HOPPER, "multicast addresses")
+            reason = lacks(world.capability, "multicast", "multicast addresses")
         return why_no_multicast(world, call) if reason is None and isinstance(plan, Multicast) else reason
 
     def execute(
