@@ -32,18 +32,19 @@ import weft
 from bench.common.timing import time_interleaved
 from bench.measure.run import commit
 from weft.backends import library_gemm
-from weft.backends.library_gemm import ScaledOperands, dequantized
+from weft.backends.library_gemm import ScaledOperands
 from weft.compute.scaled_gemm import Scales, scaled_matmul
-from weft.ops.recipes import Recipe, block_rows, scaled_tile
+from weft.ops.recipes import block_rows, scaled_tile
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.plans import GemmTile, Persistent
+from weft.scaled_tensor import SCALE_BLOCK, ScaledTensor, Scaling, scales_shape
 from weft.transport.memory import descriptor
 
 BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 RIGHT = 2e-2  # relative error of a right result
 ROWS = 128  # of the check against float64
 RECIPES = {
-    "tensor": Recipe("tensor", True), "row": Recipe("row", True), "slow": Recipe("row", False), "block": Recipe("block"),
+    "tensor": Scaling("tensor", True), "row": Scaling("row", True), "slow": Scaling("row", False), "block": Scaling("block"),
 }  # fmt: skip
 
 
@@ -70,43 +71,51 @@ def plan_label(plan: Persistent) -> str:
 
 
 def launched(
-    recipe: Recipe, plan: Persistent, o: ScaledOperands, out: torch.Tensor, sms: int, by_columns: bool = False
+    plan: Persistent, o: ScaledOperands, out: torch.Tensor, sms: int, by_columns: bool = False
 ) -> Callable[[], object]:
     """Return a launch of weft's own kernel without a World, for the compiling processes too."""
-    (m, k), n, tile = o.x.shape, len(o.weight), plan.tile
+    (x, x_scales, _), (weight, weight_scales, _), bias, _ = o
+    (m, k), n, tile = x.shape, len(weight), plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
-    rows = block_rows(tile, recipe)
-    a, b = descriptor(o.x, m, k, (rows, bk)), descriptor(o.weight, n, k, (bn, bk))
+    rows = block_rows(tile, o.scaling)
+    a, b = descriptor(x, m, k, (rows, bk)), descriptor(weight, n, k, (bn, bk))
     c = descriptor(out, m, n, (rows, bn // 2))
     grid = (min(sms * plan.per_sm, -(-m // bm) * -(-n // bn)),)
     args = dict(
-        x_desc=a, w_desc=b, out_desc=c, bias=o.bias, scales=Scales(o.x_scale, o.weight_scale), M=m, N=n, K=k,
-        tile=scaled_tile(tile, tile.group_m, recipe), BY_COLUMNS=by_columns, FLATTEN=plan.flatten,
+        x_desc=a, w_desc=b, out_desc=c, bias=bias, scales=Scales(x_scales, weight_scales), M=m, N=n, K=k,
+        tile=scaled_tile(tile, tile.group_m, o.scaling), BY_COLUMNS=by_columns, FLATTEN=plan.flatten,
     )  # fmt: skip
     return lambda: scaled_matmul[grid](**args, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def operands(m: int, n: int, k: int, scaling: str, fast: bool) -> ScaledOperands:
+def operands(m: int, n: int, k: int, scaling: Scaling) -> ScaledOperands:
     """Return random operands, whose scales are as large as a dynamic quantization's."""
 
-    def scale(*shape: int) -> torch.Tensor:
-        return (torch.rand(*shape, device="cuda") + 0.5) * 0.01
+    def scaled(rows: int, block_rows: int) -> ScaledTensor:
+        values = (torch.randn(rows, k, device="cuda") * 100).clamp(-448, 448).to(E4M3)
+        shape = scales_shape(scaling.recipe, rows, k, block_rows)
+        return ScaledTensor(values, (torch.rand(*shape, device="cuda") + 0.5) * 0.01, scaling.recipe)
 
-    x, w = ((torch.randn(r, k, device="cuda") * 100).clamp(-448, 448).to(E4M3) for r in (m, n))
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-        "tensor": ((1,), (1,)), "row": ((m, 1), (n, 1)), "block": ((m, k // 128), (-(-n // 128), k // 128)),
-    }  # fmt: skip
-    of_x, of_w = shapes[scaling]
-    return ScaledOperands(x, w, None, scale(*of_x), scale(*of_w), scaling, fast)
+    return ScaledOperands(scaled(m, 1), scaled(n, SCALE_BLOCK), None, scaling.fast_accum)
+
+
+def rows_of(t: ScaledTensor, rows: torch.Tensor) -> ScaledTensor:
+    """Return some rows of t with their scales."""
+    scales = t.scales if t.recipe == "tensor" else t.scales[rows]
+    return ScaledTensor(t.values.view(torch.uint8)[rows].view(E4M3), scales, t.recipe)
+
+
+def column_major(o: ScaledOperands) -> ScaledOperands:
+    """Return the operands with x's scales laid out column after column."""
+    return o._replace(x=o.x._replace(scales=o.x.scales.t().contiguous().t()))
 
 
 def compiled(job: tuple[str, Persistent, bool]) -> str:
     """Compile it, in a process of its own; what went wrong, if something did."""
     name, plan, by_columns = job
     try:
-        recipe = RECIPES[name]
-        o = operands(512, 512, 512, recipe.scaling, recipe.fast_accum)
-        launched(recipe, plan, o, torch.empty(512, 512, device="cuda", dtype=BF), 1, by_columns)()
+        o = operands(512, 512, 512, RECIPES[name])
+        launched(plan, o, torch.empty(512, 512, device="cuda", dtype=BF), 1, by_columns)()
         torch.cuda.synchronize()
         return ""
     except Exception as e:
@@ -134,26 +143,26 @@ def sizes() -> Iterator[tuple[str, int, int, int]]:
 
 def libraries(name: str, o: ScaledOperands, out: torch.Tensor) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {
-        product: lambda run=run: run(o, out) for product, run in library_gemm.scaled_products(o.scaling).items()
+        product: lambda run=run: run(o, out) for product, run in library_gemm.scaled_products(o.x.recipe).items()
     }
     if name == "block":
-        columns = o._replace(x_scale=o.x_scale.t().contiguous().t())
+        columns = column_major(o)
         if "torch" in ways:
             ways["torch"] = lambda: library_gemm.torch_scaled_by_block(columns, out)
         if "deep_gemm" in ways:
             from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
 
-            ready = o._replace(x_scale=get_mn_major_tma_aligned_tensor(o.x_scale))
+            ready = o._replace(x=o.x._replace(scales=get_mn_major_tma_aligned_tensor(o.x.scales)))
             ways["deep_gemm"] = lambda: library_gemm.deep_gemm_by_block(ready, out)
     if name == "tensor":
         try:
             from quack.gemm import gemm
         except ImportError:
             return ways
-        alpha = o.x_scale * o.weight_scale
+        alpha = o.x.scales * o.weight.scales
         for tile_m, tile_n, cluster, pingpong in QUACK:
             ways[f"quack {tile_m}x{tile_n}"] = lambda a=tile_m, b=tile_n, c=cluster, p=pingpong: gemm(
-                o.x, o.weight, out, None, None, a, b, c, 1, pingpong=p, alpha=alpha
+                o.x.values, o.weight.values, out, None, None, a, b, c, 1, pingpong=p, alpha=alpha
             )
     return ways
 
@@ -178,24 +187,21 @@ def methods(
 ) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
     """Return the methods of a recipe that give the right result, and their errors."""
     recipe = RECIPES[name]
-    o = operands(m, n, k, recipe.scaling, recipe.fast_accum)
-    columns = o._replace(x_scale=o.x_scale.t().contiguous().t()) if name == "block" else o
+    o = operands(m, n, k, recipe)
+    columns = column_major(o) if name == "block" else o
     ways: dict[str, Callable[[], object]] = {}
     for job in jobs([name]):
         _, plan, by_columns = job
         if job not in bad:
-            way = launched(recipe, plan, columns if by_columns else o, out, world.sm_count, by_columns)
+            way = launched(plan, columns if by_columns else o, out, world.sm_count, by_columns)
             ways[plan_label(plan) + (" columns" if by_columns else "")] = way
     ways |= libraries(name, o, out)
     ways["weft auto"] = lambda: weft.matmul(
-        o.x, o.weight, x_scale=columns.x_scale, weight_scale=o.weight_scale, use_fast_accum=recipe.fast_accum,
-        world=world, out=out,
+        columns.x, o.weight, use_fast_accum=recipe.fast_accum, world=world, out=out,
     )  # fmt: skip
     rows = torch.randperm(m, device="cuda")[:ROWS]
-    x_scale = o.x_scale if name == "tensor" else o.x_scale[rows]
-    blocks = 128 if name == "block" else 1
-    some = o.x.view(torch.uint8)[rows].view(E4M3)
-    expected = dequantized(some, x_scale).double() @ dequantized(o.weight, o.weight_scale, blocks).double().t()
+    some = rows_of(o.x, rows)
+    expected = some.dequantized().double() @ o.weight.dequantized(SCALE_BLOCK).double().t()
     errors = {way: error_of(fn, out, rows, expected) for way, fn in ways.items()}
     for way, error in errors.items():
         if error is None and f"{name}: {way}" not in _failed:
@@ -249,13 +255,14 @@ def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> di
     }
     for recipe in ("row", "block", "tensor"):
         scale = one if recipe == "tensor" else None
-        fns[f"silu_mul, {recipe}"] = lambda r=recipe, s=scale: weft.silu_mul(gate_up, quantize=r, scale=s, world=world)
+        fns[f"silu_mul, {recipe}"] = lambda r=recipe, s=scale: weft.silu_mul_quantized(gate_up, r, scale=s, world=world)
         for before, rows in (("silu_mul", hidden), ("norm", x)):
             fns[f"quantize after {before}, {recipe}"] = lambda t=rows, r=recipe, s=scale: weft.quantize(
                 t, r, scale=s, world=world
             )
-        options: dict[str, Any] = dict(out_dtype=E4M3, scale=one) if recipe == "tensor" else dict(quantize=recipe)
-        fns[f"norm, {recipe}"] = lambda k=options: weft.all_reduce_rms_norm(x, residual, weight, world=world, **k)
+        fns[f"norm, {recipe}"] = lambda r=recipe, s=scale: weft.all_reduce_rms_norm_quantized(
+            x, residual, weight, r, scale=s, world=world
+        )
     times = time_interleaved(fns, mode="graph", calls=5, rounds=rounds)
     return dict(name="quantizing", M=m, N=h, K=inner, us={way: round(us, 2) for way, us in times.items()}, error={})
 

@@ -38,16 +38,17 @@ import triton
 import weft
 from bench.common import peers
 from bench.common.timing import error_of, time_interleaved
-from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, RIGHT, ROWS, operands, versions
+from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, RIGHT, ROWS, operands, rows_of, versions
 from bench.measure.run import OPS, capturable, commit
 from weft.backends import library_gemm
-from weft.backends.library_gemm import ScaledOperands, dequantized
+from weft.backends.library_gemm import ScaledOperands
 from weft.op import trial_title
+from weft.scaled_tensor import SCALE_BLOCK, ScaledTensor
 
 TOKENS = (4096, 8192, 1024, 16384, 2048, 512)
 GATHER, SCATTER, _ = OPS
 SEQUENTIAL, COALESCED = "sequential", ", coalesced"
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of x and its scales, with the layer's weight
+Product = Callable[[ScaledTensor], torch.Tensor]  # of x, with the layer's weight
 
 
 class Size(NamedTuple):
@@ -83,20 +84,17 @@ class Layer:
     def __init__(self, size: Size, world: weft.World) -> None:
         self.size, self.world = size, world
         m = size.m // world.size if size.op == GATHER else size.m
-        recipe = RECIPES[size.recipe]
-        self.o = o = operands(m, size.n, size.k, recipe.scaling, recipe.fast_accum)
+        self.o = o = operands(m, size.n, size.k, RECIPES[size.recipe])
         if size.recipe == "tensor":
-            dist.broadcast(o.x_scale, 0)
-        blocks = 128 if size.recipe == "block" else 1
-        self.x, self.weight = dequantized(o.x, o.x_scale).to(BF), dequantized(o.weight, o.weight_scale, blocks).to(BF)
-        self.whole_x, self.whole_scale = gathered(o, world.size) if size.op == GATHER else (o.x, o.x_scale)
+            dist.broadcast(o.x.scales, 0)
+        self.x, self.weight = o.x.dequantized().to(BF), o.weight.dequantized(SCALE_BLOCK).to(BF)
+        self.whole_x = gathered(o.x, world.size) if size.op == GATHER else o.x
         shard = size.m // world.size
         some = torch.randperm(shard, generator=torch.Generator().manual_seed(shard))[: ROWS // world.size].cuda()
         all_rows = torch.cat([some + shard * rank for rank in range(world.size)])
         self.rows = some if size.op == SCATTER else all_rows  # of the result, which are compared
-        scale = self.whole_scale if size.recipe == "tensor" else self.whole_scale[all_rows]
-        x = dequantized(self.whole_x.view(torch.uint8)[all_rows].view(E4M3), scale).double()
-        self.expected = x @ dequantized(o.weight, o.weight_scale, blocks).double().t()
+        x = rows_of(self.whole_x, all_rows).dequantized().double()
+        self.expected = x @ o.weight.dequantized(SCALE_BLOCK).double().t()
         if size.op != GATHER:
             dist.all_reduce(self.expected)
         if size.op == SCATTER:
@@ -108,44 +106,45 @@ class Layer:
         return of_rows if trusted is None else max(of_rows, error_of(result, trusted))
 
 
-def gathered(o: ScaledOperands, world: int, coalesced: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered(x: ScaledTensor, world: int, coalesced: bool = False) -> ScaledTensor:
     """Return all ranks' rows and their scales, by NCCL."""
-    parts = [t.view(torch.uint8) for t in ((o.x,) if o.scaling == "tensor" else (o.x, o.x_scale))]
+    parts = [t.view(torch.uint8) for t in ((x.values,) if x.recipe == "tensor" else (x.values, x.scales))]
     whole = [torch.empty(len(t) * world, t.shape[1], device=t.device, dtype=t.dtype) for t in parts]
     with dist.distributed_c10d._coalescing_manager() if coalesced else contextlib.nullcontext():
         for full, part in zip(whole, parts, strict=True):
             dist.all_gather_into_tensor(full, part)
-    return whole[0].view(E4M3), o.x_scale if o.scaling == "tensor" else whole[1].view(torch.float32)
+    scales = x.scales if x.recipe == "tensor" else whole[1].view(torch.float32)
+    return ScaledTensor(whole[0].view(E4M3), scales, x.recipe)
 
 
 # -- the methods -------------------------------------------------------------------------------------------------------
 def products(o: ScaledOperands) -> dict[str, Product]:
     """Return the libraries' scaled products with the layer's weight, by name, outputs by the caching allocator."""
-    weight = o.weight.t()
-    if o.scaling != "block":
-        scale = o.weight_scale.view(1, -1) if o.scaling == "row" else o.weight_scale
-        return {"torch": lambda x, s: torch._scaled_mm(x, weight, s, scale, out_dtype=BF, use_fast_accum=o.fast_accum)}
+    weight, recipe = o.weight.values.t(), o.weight.recipe
+    if recipe != "block":
+        scale, fast = o.weight.scales.view(1, -1) if recipe == "row" else o.weight.scales, o.fast_accum
+        return {"torch": lambda x: torch._scaled_mm(x.values, weight, x.scales, scale, out_dtype=BF, use_fast_accum=fast)}  # fmt: skip
     return {name: by_block(o, product) for name, product in library_gemm.scaled_products("block").items()}
 
 
 def by_block(o: ScaledOperands, product: library_gemm.ScaledProduct) -> Product:
-    def run(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(x), len(o.weight), device=x.device, dtype=BF)
-        product(o._replace(x=x, x_scale=scale), out)
+    def run(x: ScaledTensor) -> torch.Tensor:
+        out = torch.empty(len(x.values), len(o.weight.values), device=x.values.device, dtype=BF)
+        product(o._replace(x=x), out)
         return out
 
     return run
 
 
-def ready_scale(product: str, o: ScaledOperands, scale: torch.Tensor) -> torch.Tensor:
-    """Return the scales of x in the layout that the library takes without a copy, as a quantization can write them."""
-    if o.scaling != "block":
-        return scale
+def ready(product: str, x: ScaledTensor) -> ScaledTensor:
+    """Return x with its scales in the layout that the library takes without a copy, as a quantization can write them."""
+    if x.recipe != "block":
+        return x
     if product == "torch":
-        return scale.t().contiguous().t()
+        return x._replace(scales=x.scales.t().contiguous().t())
     from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
 
-    return get_mn_major_tma_aligned_tensor(scale)
+    return x._replace(scales=get_mn_major_tma_aligned_tensor(x.scales))
 
 
 def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers.Run]:
@@ -154,13 +153,13 @@ def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers
     if size.op == GATHER:
         forms = {"": False} | ({COALESCED: True} if size.recipe != "tensor" else {})
         return {
-            f"{SEQUENTIAL}, {product}{form}": lambda once=once: multiply(*gathered(o, world, once))
+            f"{SEQUENTIAL}, {product}{form}": lambda once=once: multiply(gathered(o.x, world, once))
             for form, once in forms.items()
         }
-    scale = ready_scale(product, o, o.x_scale)
+    x = ready(product, o.x)
 
     def run() -> torch.Tensor:
-        y = multiply(o.x, scale)
+        y = multiply(x)
         if size.op == SCATTER:
             out = torch.empty(size.m // world, size.n, device=y.device, dtype=BF)
             dist.reduce_scatter_tensor(out, y)
@@ -177,17 +176,18 @@ def torch_fused(layer: Layer) -> dict[str, peers.Run]:
     if size.recipe == "block" or size.op == OPS[2]:
         return {}
     symm.enable_symm_mem_for_group(group)
-    scale = o.weight_scale.view(1, -1) if size.recipe == "row" else o.weight_scale
-    weight, fast, ops = o.weight.t(), o.fast_accum, torch.ops.symm_mem
+    (x, x_scale, _), (weight, scale, _), _, fast = o
+    scale = scale.view(1, -1) if size.recipe == "row" else scale
+    weight, ops = weight.t(), torch.ops.symm_mem
     if size.op == GATHER:
         return {
             "torch symm_mem": lambda: ops.fused_all_gather_scaled_matmul(
-                o.x, [weight], o.x_scale, [scale], 0, group, [None], [None], [BF], [fast]
+                x, [weight], x_scale, [scale], 0, group, [None], [None], [BF], [fast]
             )[1][0]
         }
     return {
         "torch symm_mem": lambda: ops.fused_scaled_matmul_reduce_scatter(
-            o.x, weight, o.x_scale, scale, "sum", 0, 0, group, [size.m, size.n], None, None, BF, fast
+            x, weight, x_scale, scale, "sum", 0, 0, group, [size.m, size.n], None, None, BF, fast
         )
     }
 
@@ -195,9 +195,8 @@ def torch_fused(layer: Layer) -> dict[str, peers.Run]:
 def overlapped(layer: Layer) -> dict[str, peers.Run]:
     """Return weft's and torch's operators, and those of 16-bit operands."""
     o, world, fn = layer.o, layer.world, getattr(weft, layer.size.op)
-    options = dict(x_scale=o.x_scale, weight_scale=o.weight_scale, use_fast_accum=o.fast_accum, world=world)
     weft_ways: dict[str, peers.Run] = {
-        f"weft {plan}": lambda plan=plan: fn(o.x, o.weight, plan=plan, **options)
+        f"weft {plan}": lambda plan=plan: fn(o.x, o.weight, plan=plan, use_fast_accum=o.fast_accum, world=world)
         for plan in ("auto", "fused", "decomposed")
     }
     return torch_fused(layer) | weft_ways | {
@@ -252,8 +251,8 @@ def methods(layer: Layer) -> tuple[dict[str, peers.Run], dict[str, float]]:
     gemms: dict[str, peers.Run] = {}
     for product, multiply in products(o).items():
         if checked.add(sequential(layer, product, multiply)):
-            scale = ready_scale(product, o, layer.whole_scale)
-            gemms[f"gemm, {product}"] = lambda multiply=multiply, scale=scale: multiply(layer.whole_x, scale)
+            whole = ready(product, layer.whole_x)
+            gemms[f"gemm, {product}"] = lambda multiply=multiply, whole=whole: multiply(whole)
     if not gemms:
         return {}, {}
     checked.add(overlapped(layer))

@@ -66,12 +66,12 @@ KNOWN = MODELS | UNGATED
 ONE_AN_SM = FusedMoe(tile=GemmTile(), per_sm=1, copy_programs=16, copy_stages=3)
 PLANS: dict[str, Plan] = {
     "weft fused": FusedMoe(),
-    "weft fused, 8 movers": FusedMoe(copy_programs=8),
-    "weft fused, 16 movers": FusedMoe(copy_programs=16),
-    "weft fused, 128 movers": FusedMoe(copy_programs=128),
+    "weft fused, 8 copy programs": FusedMoe(copy_programs=8),
+    "weft fused, 16 copy programs": FusedMoe(copy_programs=16),
+    "weft fused, 128 copy programs": FusedMoe(copy_programs=128),
     "weft fused, 256 columns": ONE_AN_SM,
-    "weft fused, 256 columns, 8 movers": replace(ONE_AN_SM, copy_programs=8),
-    "weft fused, 256 columns, 32 movers": replace(ONE_AN_SM, copy_programs=32),
+    "weft fused, 256 columns, 8 copy programs": replace(ONE_AN_SM, copy_programs=8),
+    "weft fused, 256 columns, 32 copy programs": replace(ONE_AN_SM, copy_programs=32),
     "weft fused, 64 rows": FusedMoe(tile=replace(NARROW, block_m=64)),
     "weft low latency": LowLatency(),
     "weft low latency, 32 rows": LowLatency(tile=replace(LowLatency.tile, block_m=32)),
@@ -80,7 +80,7 @@ FUSED = ["weft fused", "weft fused, 256 columns"]
 FEW = ["weft low latency", "weft fused, 64 rows"]
 ONE_LAUNCH: list[tuple[str, int, list[str]]] = [
     ("Qwen3-30B", 8192, [name for name in PLANS if "fused" in name and "64 rows" not in name]),
-    ("Qwen3-30B", 2048, [*FUSED, "weft fused, 128 movers"]),
+    ("Qwen3-30B", 2048, [*FUSED, "weft fused, 128 copy programs"]),
     ("Qwen3-30B", 512, [*FUSED, "weft fused, 64 rows"]),
     ("FlashMoE", 8192, FUSED),
     ("FlashMoE", 2048, FUSED),
@@ -127,7 +127,7 @@ class Layer:
 
 
 class Library:
-    """As `../peers`: what one writes with torch.distributed and torch._grouped_mm."""
+    """What one writes with torch.distributed and torch._grouped_mm."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.size = layer, layer.world.size

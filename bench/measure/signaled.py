@@ -372,7 +372,7 @@ class Bench:
         fns |= {name: lambda p=p: run(p) for name, p in plans.items()}
         if op != A2A:  # what comes next reads the tiles
             fns |= {
-                f"{name}, tiles": partial(getattr(weft, op), x, w, world=world, plan=p, reorder=False)
+                f"{name}, tiles": partial(getattr(weft, f"{op}_tiles"), x, w, world=world, plan=p)
                 for name, p in plans.items()
                 if p.ctas == 8 and not p.copies
             }

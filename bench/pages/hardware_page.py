@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.pages.tables import grid
-from weft.architectures import SHARED_KIB, capability_of
+from weft.architectures import FEATURES, capability_of
 
 BEGIN = "<!-- made by bench/pages/pages.py from tests/architectures.json and tests/gpu_record.json -->"
 RECORD = "<!-- made by bench/pages/pages.py from tests/gpu_record.json -->"
@@ -25,7 +25,7 @@ def compiled(record: dict[str, Any]) -> str:
     rows = []
     for triton, targets in sorted(record.items()):
         for target in (t for t in GPUS if t in targets):
-            facts, kib = targets[target], SHARED_KIB[capability_of(target)]
+            facts, kib = targets[target], FEATURES[capability_of(target)].shared_kib
             broken = ", ".join(sorted(facts["wrong"])) or "none"
             rows.append([target, GPUS[target], triton, facts["date"], str(facts["launches"]), str(facts["registers"]), f"{facts['shared'] / 1024:.0f} of {kib}", broken])  # fmt: skip
     head = [

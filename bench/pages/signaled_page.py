@@ -478,7 +478,7 @@ def judged_and_varied(goals: list[list[str]], cases_by_op: CasesByOp) -> str:
     )
     text += section(
         "Left in tiles",
-        f"Time of plans with {EQUAL} CTAs that leave the result in tiles (`reorder=False`), beside the same plans in ordinary order:",
+        f"Time of plans with {EQUAL} CTAs that leave the result in tiles, beside the same plans in ordinary order:",
         left_in_tiles(cases_by_op),
         level=4,
     )

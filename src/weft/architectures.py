@@ -4,15 +4,53 @@ ten: 89 for NVIDIA's 8.9."""
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 
 import torch
 
 from .errors import WeftError
 
-AMPERE, ADA, HOPPER = 80, 89, 90
-EARLIEST = AMPERE  # the first with mma.sync of bfloat16 and cp.async
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB of shared memory that a program may have, by capability."""
+AMPERE, HOPPER = 80, 90
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the GPUs of one capability can do, as far as weft decides by it.
+
+    shared_kib: KiB of shared memory that a program may have. bf16: mma.sync of bfloat16, and cp.async. e4m3: products
+    and results in float8_e4m3fn. tma: bulk copies by descriptors of tensors. multicast: addresses that stand for the
+    memory of all ranks. wgmma: Hopper's tensor cores, for which the tiles and plans of "auto" were measured.
+    """
+
+    shared_kib: int
+    bf16: bool = True
+    e4m3: bool = False
+    tma: bool = False
+    multicast: bool = False
+    wgmma: bool = False
+
+
+BLACKWELL = Features(227, e4m3=True, tma=True, multicast=True)
+FEATURES = {
+    80: Features(163),
+    86: Features(99),
+    89: Features(99, e4m3=True),
+    90: replace(BLACKWELL, wgmma=True),
+    100: BLACKWELL,
+    103: BLACKWELL,
+    120: replace(BLACKWELL, shared_kib=99),
+    121: replace(BLACKWELL, shared_kib=99),
+}
+
+
+def features(capability: int) -> Features:
+    """Return what a GPU of this capability can do. One that is not in FEATURES can do what the next older one can, with
+    the least shared memory of all."""
+    if capability in FEATURES:
+        return FEATURES[capability]
+    least = min(known.shared_kib for known in FEATURES.values())
+    older = [known for known in FEATURES if known < capability]
+    return replace(FEATURES[max(older)], shared_kib=least) if older else Features(least, bf16=False)
 
 
 def device_capability(device: torch.device | None = None) -> int:
@@ -26,8 +64,8 @@ def capability_of(target: str) -> int:
     not know, which ends the process."""
     match = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
     capability = int(match[1] + match[2]) if match else 0
-    if capability not in SHARED_KIB:
-        raise WeftError(f"{target}: no GPU that weft compiles for: {', '.join(f'sm_{known}' for known in SHARED_KIB)}")
+    if capability not in FEATURES:
+        raise WeftError(f"{target}: no GPU that weft compiles for: {', '.join(f'sm_{known}' for known in FEATURES)}")
     return capability
 
 
@@ -36,14 +74,9 @@ def dotted(capability: int) -> str:
     return f"{capability // 10}.{capability % 10}"
 
 
-def lacks(capability: int, least: int, feature: str) -> str | None:
-    """Return why `feature`, a plural, cannot run on a GPU of that capability; None where it can."""
-    if capability >= least:
+def lacks(capability: int, feature: str, subject: str) -> str | None:
+    """Return why `subject`, a plural, cannot run on a GPU of that capability, if it lacks a feature of `Features`."""
+    if getattr(features(capability), feature):
         return None
-    return f"{feature} need compute capability {dotted(least)}, and this GPU has {dotted(capability)}"
-
-
-def shared_kib(capability: int) -> int:
-    """Return the KiB of shared memory that a program may have; for a capability that is not in SHARED_KIB, the least of
-    those known."""
-    return SHARED_KIB.get(capability, min(SHARED_KIB.values()))
+    least = min(known for known, can in FEATURES.items() if getattr(can, feature))
+    return f"{subject} need compute capability {dotted(least)}, and this GPU has {dotted(capability)}"

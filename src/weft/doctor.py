@@ -271,7 +271,7 @@ def _verdict(gpus: int) -> tuple[str, str]:
         i, j = without_access[0]
         return "cuda", f"cuda:{i} cannot access cuda:{j}: {nccl_plans}"
     capability = architectures.device_capability(torch.device("cuda", 0))
-    if why := architectures.lacks(capability, architectures.EARLIEST, "weft's kernels"):
+    if why := architectures.lacks(capability, "bf16", "weft's kernels"):
         return "cuda", f"{why}: {sequential}"
     model = gpu_model(torch.device("cuda", 0))
     serves = f"{gpus} GPUs with peer access: symmetric memory"
@@ -284,7 +284,7 @@ def _verdict(gpus: int) -> tuple[str, str]:
     if not load(model):
         action = (
             "measures plans at the first call of a size"
-            if architectures.device_capability(torch.device("cuda", 0)) == architectures.HOPPER
+            if architectures.features(capability).wgmma
             else "is sequential"
         )
         return "cuda", f'{serves}; plan="auto" {action}, as none was measured on {model}: run `weft tune`'

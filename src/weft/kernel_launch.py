@@ -138,7 +138,8 @@ class Ahead:
         self._loaded: set[Hashable] = set()
 
     def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[BoundLaunch]]) -> None:
-        """Return what `steps` returns, all launches of the call. tensors: the caller's."""
+        """Load the kernels of the launches that `steps` returns, which are all those of the call, unless they have been
+        loaded for such alignments. tensors: the caller's."""
         aligned = tuple([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:
             for launch, moving in steps():

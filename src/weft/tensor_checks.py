@@ -94,6 +94,6 @@ def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ..
     return out
 
 
-def requires_grad(*tensors: torch.Tensor | None) -> bool:
+def requires_grad(*tensors: object) -> bool:
     """Return whether one of these tensors requires a gradient. Other objects are refused later."""
     return any([isinstance(t, torch.Tensor) and t.requires_grad for t in tensors])

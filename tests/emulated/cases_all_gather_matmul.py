@@ -29,8 +29,8 @@ def all_gather_case(
         if views:
             x_there, w_there = strided(x_there), strided(w_there)
         out = world.zeros((m, n), dtype) if into else None
-        actual, gathered = weft.all_gather_matmul(
-            x_there, w_there, b_there, world=world, plan=plan, out=out, return_gathered=True,
+        actual, gathered = weft.all_gather_matmul_with_gathered(
+            x_there, w_there, b_there, world=world, plan=plan, out=out,
             rows=None if len(set(shards)) == 1 else shards,
         )  # fmt: skip
         world.synchronize()

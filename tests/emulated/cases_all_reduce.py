@@ -47,7 +47,7 @@ def norm_case(
     out_dtype: torch.dtype | None = None, calls: int = 2, seed: int = 0, into: str = "", symmetric: bool = False,
     views: bool = False, quantize: str | None = None,
 ) -> float:  # fmt: skip
-    """Largest error over `calls` calls with fresh inputs, the new residual included; with `quantize` that of the dequantized rows.
+    """Largest error over `calls` calls with fresh inputs, the new residual included; with `quantize`, a recipe, that of the dequantized rows.
 
     into: "" (a fresh output), "plain" or "symmetric" memory. symmetric: x lies in symmetric memory. views: not contiguous.
     """
@@ -56,7 +56,7 @@ def norm_case(
     lo = sum(rows[: world.rank])
     own_rows = slice(0, m) if full else slice(lo, lo + rows[world.rank])
     to = FP8 if quantize else out_dtype or dtype
-    scale = torch.tensor([SCALE], device=device) if to == FP8 and not quantize else None
+    scale = torch.tensor([SCALE], device=device) if quantize == "tensor" else None
     out = place = None
     if into == "symmetric":
         out = world.symmetric((m, h), to, "out").local
@@ -75,21 +75,26 @@ def norm_case(
             x, old_rows = strided(x), None if old_rows is None else strided(old_rows)
         if place is not None:
             x = place.copy_(x)
-        y, new, *scales = weft.all_reduce_rms_norm(
-            x, old_rows, weight, eps, bias=shift, norm=norm, out_dtype=out_dtype, scale=scale, full_residual=full, out=out,
-            world=world, plan=plan, quantize=quantize,
-        )  # fmt: skip
+        options = dict[str, Any](bias=shift, norm=norm, full_residual=full, out=out, world=world, plan=plan)
+        scales = None
+        if quantize:
+            (y, scales, _), new = weft.all_reduce_rms_norm_quantized(
+                x, old_rows, weight, quantize, eps, scale=scale, **options
+            )
+        else:
+            y, new = weft.all_reduce_rms_norm(x, old_rows, weight, eps, out_dtype=out_dtype, **options)
         world.synchronize()
+        by_group = quantize in ("row", "block")
         assert out is None or y is out
         wide = torch.float64 if m * h < 1 << 20 else torch.float32
         total = sum(part.to(wide) for part in xs)
         if old is not None:
             total = total + old.to(wide)
         expected = reference(
-            total, weight.cpu(), None if shift is None else shift.cpu(), norm, eps, dtype if scales else to
+            total, weight.cpu(), None if shift is None else shift.cpu(), norm, eps, dtype if by_group else to
         )
-        if scales:
-            expected, y = requantized(expected, y.cpu(), scales[0].cpu(), quantize)
+        if scales is not None and by_group:
+            expected, y = requantized(expected, y.cpu(), scales.cpu(), quantize)
         worst = max(worst, distance(new.cpu(), total[own_rows]), distance(y.cpu().to(wide), expected))
         if place is not None or into == "symmetric":
             world.exchange(None)  # the host writes there next

@@ -14,13 +14,19 @@ import torch
 
 import weft
 from tests.emulated.cases import distance, draw
-from weft.backends.library_gemm import dequantized
 from weft.compute.quantize import LARGEST as LARGEST_OF_E4M3
 from weft.lang.mapping import balanced_rows
-from weft.ops.recipes import E4M3
+from weft.scaled_tensor import E4M3
 
 SCALINGS = ("tensor", "row", "block")
 LARGEST = LARGEST_OF_E4M3.value
+
+
+def dequantized(t: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    """The float32 values of t [R, K]. rows: rows that share a scale by block."""
+    if scale.dim() == 2 and scale.shape[1] * 128 == t.shape[1] and scale.shape[0] * rows >= t.shape[0]:
+        return weft.ScaledTensor(t, scale, "block").dequantized(rows)
+    return weft.ScaledTensor(t, scale, "row" if scale.numel() > 1 else "tensor").dequantized()
 
 
 def scaled(t: torch.Tensor, scaling: str, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,9 +70,9 @@ def matmul_case(
     """weft.matmul. by_columns: x's scales are laid out column after column."""
     x, w, xs, ws = factors(seed * 10, m, n, k, scaling, world.device)
     b = draw(seed * 10 + 5, n, dtype=dtype).to(world.device) if bias else None
-    x_scale = xs.t().contiguous().t() if by_columns else xs
+    operand = weft.ScaledTensor(x, xs.t().contiguous().t() if by_columns else xs, scaling)
     actual = weft.matmul(
-        x, w, b, x_scale=x_scale, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan
+        operand, weft.ScaledTensor(w, ws, scaling), b, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan
     )
     world.synchronize()
     expected = wanted(x, w, xs, ws, scaling)
@@ -78,18 +84,19 @@ def quantize_case(
     world: weft.World, m: int, k: int, scaling: str, *, gated: bool = False, weight: bool = False, by_columns: bool = False,
     with_scale: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
-    """weft.quantize, or silu_mul with quantize: the error of the dequantized rows, beside which scales must be right."""
+    """weft.quantize, or silu_mul_quantized: the error of the dequantized rows, beside which scales must be right."""
     x = (draw(seed, m, 2 * k if gated else k) * torch.exp(draw(seed + 1, m, 1))).to(dtype)
     scale = torch.tensor([0.02], device=world.device) if with_scale else None
     if gated:
-        actual, scales = weft.silu_mul(x.to(world.device), world=world, quantize=scaling, scale=scale)
+        actual, scales, recipe = weft.silu_mul_quantized(x.to(world.device), scaling, scale=scale, world=world)
         expected = torch.nn.functional.silu(x[:, :k].float()) * x[:, k:].float()
     else:
-        actual, scales = weft.quantize(
+        actual, scales, recipe = weft.quantize(
             x.to(world.device), scaling, scale=scale, weight=weight, by_columns=by_columns, world=world
         )
         expected = x.float()
     world.synchronize()
+    assert recipe == scaling
     rows = 128 if weight else 1
     (rounded, expected_scales), actual_on_host = scaled(expected, scaling, rows), actual.cpu()
     assert scales.t().is_contiguous() if by_columns else scales.is_contiguous()
@@ -117,15 +124,15 @@ def all_gather_case(
         b = draw(s + 5 + 7 * me, n, dtype=dtype).to(world.device) if bias else None
         own_rows = slice(sum(shards[:me]), sum(shards[: me + 1]))
         x_shard, x_scale = x[own_rows].clone(), xs if scaling == "tensor" else xs[own_rows].clone()
-        actual, rows, scales = weft.all_gather_matmul(
-            x_shard, w, b, x_scale=x_scale, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world,
-            plan=plan, return_gathered=True, rows=None if len(set(shards)) == 1 else shards,
+        actual, (rows, scales, _) = weft.all_gather_matmul_with_gathered(
+            weft.ScaledTensor(x_shard, x_scale, scaling), weft.ScaledTensor(w, ws, scaling), b, out_dtype=dtype,
+            use_fast_accum=fast, world=world, plan=plan, rows=None if len(set(shards)) == 1 else shards,
         )  # fmt: skip
         world.synchronize()
         expected = wanted(x, w, xs, ws, scaling)
         worst = max(worst, distance(actual, expected if b is None else expected + b.to(expected)))
         same = torch.equal(rows.view(torch.uint8), x.view(torch.uint8))
-        assert same and (scales is None if scaling == "tensor" else torch.equal(scales, xs)), "what was gathered"
+        assert same and torch.equal(scales, xs), "what was gathered"
     return worst
 
 
@@ -144,7 +151,8 @@ def reduce_case(
         b = draw(s + 99, n, dtype=dtype).to(world.device) if bias else None
         x, w, xs, ws = parts[me]
         run = op if rows is None else partial(op, rows=rows)
-        actual = run(x, w, b, x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan)
+        operand, weight = weft.ScaledTensor(x, xs, scaling), weft.ScaledTensor(w, ws, scaling)
+        actual = run(operand, weight, b, out_dtype=dtype, use_fast_accum=fast, world=world, plan=plan)
         world.synchronize()
         expected = sum(wanted(*part, scaling) for part in parts)
         expected = expected if b is None else expected + b.to(expected)

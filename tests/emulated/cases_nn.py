@@ -59,8 +59,10 @@ def all_gather_grads(
     g, h = gs[me].to(world.device), hs[me].to(world.device)
     rows = None if len(set(shards)) == 1 else shards
     for _ in range(passes):
-        out = weft.all_gather_matmul(x, w, b, world=world, plan=plan, return_gathered=keep or through, rows=rows)
-        y, full = out if keep or through else (out, None)
+        if keep or through:
+            y, full = weft.all_gather_matmul_with_gathered(x, w, b, world=world, plan=plan, rows=rows)
+        else:
+            y = weft.all_gather_matmul(x, w, b, world=world, plan=plan, rows=rows)
         loss = (y * g).sum()
         if through:
             loss = loss + (full * h).sum()
@@ -304,7 +306,7 @@ def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | 
     w = world.size
 
     def fn(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        y, full = weft.all_gather_matmul(x, weight, bias, world=world, return_gathered=True)
+        y, full = weft.all_gather_matmul_with_gathered(x, weight, bias, world=world)
         y = weft.matmul_all_reduce(y, weight, bias, world=world, plan=Sequential())
         y = weft.silu_mul(torch.cat([y, full * 2], 1), world=world)
         return weft.matmul_reduce_scatter(y, weight, bias, world=world, rows=[x.shape[0]] * w), full

@@ -12,12 +12,12 @@ from weft.plans import Plan
 
 
 def tiles_case(world: weft.World, op: str, m: int, n: int, k: int, plan: str | Plan) -> float:
-    """reorder=False against the op in ordinary order: the Remap, and residual add through it. RMSNorm, from rows and
+    """The op that leaves tiles against the op in ordinary order: the Remap, and residual add through it. RMSNorm, from rows and
     from tiles, against torch's; returns its error."""
     device, fn = world.device, getattr(weft, op)
     x, w, b = (t.to(device) for t in (draw(world.rank, m, k), draw(50 + world.rank, n, k), draw(9, n)))
     ordered = fn(x, w, b, world=world, plan=plan)
-    tiles, remap = fn(x, w, b, world=world, plan=plan, reorder=False)
+    tiles, remap = getattr(weft, f"{op}_tiles")(x, w, b, world=world, plan=plan)
     assert tuple(tiles.shape) == remap.shape
     weight, residual = draw(11, n).to(device), draw(12 + world.rank, *ordered.shape).to(device)
     from_tiles = tiles.flatten()[remap.index().to(device)]  # the same rows, from tiles

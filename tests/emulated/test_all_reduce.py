@@ -65,7 +65,7 @@ def test_every_plan_against_torch(name: str, ranks: int) -> None:
     ):
         assert max(emulate(lambda w, m=m, h=h, k=options: norm_case(w, m, h, plan, **k), ranks, seed)) < BF16
     assert max(emulate(lambda w: norm_case(w, 5, 32, plan, dtype=torch.float32), ranks)) < 1e-5
-    assert max(emulate(lambda w: norm_case(w, 5, 128, plan, out_dtype=FP8), ranks)) < bound(FP8) * 1.5
+    assert max(emulate(lambda w: norm_case(w, 5, 128, plan, quantize="tensor"), ranks)) < bound(FP8) * 1.5
     for recipe, h in (("row", 136), ("block", 384)):
         options = dict(quantize=recipe, full=recipe == "row")
         assert max(emulate(lambda w, h=h, k=options: norm_case(w, 5, h, plan, **k), ranks)) < bound(FP8) * 1.5
@@ -588,8 +588,9 @@ def test_plans_survive_json() -> None:
 
 def raises(error: type[Exception], match: str, *args: Any, ranks: int = 2, **options: Any) -> None:
     def main(world: weft.World) -> None:
+        op: Any = weft.all_reduce_rms_norm_quantized if len(args) > 3 else weft.all_reduce_rms_norm
         with pytest.raises(error, match=match):
-            weft.all_reduce_rms_norm(*args, world=world, **options)
+            op(*args, world=world, **options)
 
     emulate(main, ranks)
 
@@ -608,12 +609,12 @@ def test_bad_input() -> None:
     raises(TypeError, r"weight is \[64\] float16", x, None, w.half())
     raises(TypeError, r"x is .*int32", x.int(), None, w)
     raises(TypeError, r"out_dtype torch.int8", x, None, w, out_dtype=torch.int8)
-    raises(ValueError, r"a scale goes with", x, None, w, out_dtype=FP8)
-    raises(ValueError, r"a scale goes with", x, None, w, scale=torch.ones(1))
-    raises(ValueError, r"scale \[2\].*float32 \[1\]", x, None, w, out_dtype=FP8, scale=torch.ones(2))
-    raises(ValueError, r"quantize 'tensor' is not", x, None, w, quantize="tensor")
-    raises(ValueError, r"quantize='row' gives .* takes no other", x, None, w, quantize="row", scale=torch.ones(1))
-    raises(ValueError, r"H 64 of x .* not a multiple of 128", x, None, w, quantize="block")
+    raises(TypeError, r"out_dtype torch.float8_e4m3fn is not one of", x, None, w, out_dtype=FP8)
+    raises(ValueError, r"a scale goes with", x, None, w, "tensor")
+    raises(ValueError, r"a scale goes with", x, None, w, "row", scale=torch.ones(1))
+    raises(ValueError, r"scale \[2\].*float32 \[1\]", x, None, w, "tensor", scale=torch.ones(2))
+    raises(ValueError, r"recipe 'column' is not one of", x, None, w, "column")
+    raises(ValueError, r"64 columns of x .* not a multiple of 128", x, None, w, "block")
     raises(ValueError, r'norm "batch"|norm \'batch\'', x, None, w, norm="batch")
     raises(ValueError, r"requires a gradient", x.requires_grad_(), None, w)
     x = x.detach()

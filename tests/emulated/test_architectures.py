@@ -91,7 +91,7 @@ def test_a_decomposed_all_gather_returns_what_it_gathered_without_symmetric_memo
     def main(world: weft.World) -> bool:
         without_peers(world)
         x, w = torch.full((5, 16), world.rank + 1.0).bfloat16(), torch.ones(8, 16).bfloat16()
-        y, full = weft.all_gather_matmul(x, w, world=world, plan=Decomposed(), return_gathered=True)
+        y, full = weft.all_gather_matmul_with_gathered(x, w, world=world, plan=Decomposed())
         world.synchronize()
         expected = torch.cat([torch.full((5, 16), r + 1.0) for r in range(world.size)])
         return torch.equal(full.float(), expected) and torch.equal(y.float(), expected @ w.float().t())
@@ -138,7 +138,7 @@ def test_results_of_8_bits_need_ada() -> None:
     def main(world: weft.World) -> None:
         world.backend.capability = 86
         x = torch.ones(4, 64).bfloat16()
-        weft.all_reduce_rms_norm(x, None, torch.ones(64).bfloat16(), out_dtype=torch.float8_e4m3fn, scale=torch.ones(1), world=world)  # fmt: skip
+        weft.all_reduce_rms_norm_quantized(x, None, torch.ones(64).bfloat16(), "row", world=world)
 
     with pytest.raises(weft.Unsupported, match=r"float8_e4m3fn need compute capability 8.9, and this GPU has 8.6"):
         emulate(main)
@@ -196,8 +196,16 @@ def test_why_ranks_cannot_count_in_each_others_memory(monkeypatch: pytest.Monkey
 
 
 def test_an_architecture_is_named_as_nvidia_does() -> None:
-    assert architectures.lacks(89, 90, "these") == "these need compute capability 9.0, and this GPU has 8.9"
-    assert architectures.lacks(120, 90, "these") is None and architectures.dotted(120) == "12.0"
+    assert architectures.lacks(89, "tma", "these") == "these need compute capability 9.0, and this GPU has 8.9"
+    assert architectures.lacks(120, "tma", "these") is None and architectures.dotted(120) == "12.0"
+
+
+def test_a_gpu_that_is_in_no_table_can_do_what_the_next_older_one_can() -> None:
+    ampere, ada, unknown = (architectures.features(capability) for capability in (86, 89, 87))
+    assert not unknown.e4m3 and unknown.bf16 and unknown == ampere and ada.e4m3 and not ada.tma
+    turing, later = architectures.features(75), architectures.features(130)
+    assert not turing.bf16 and turing.shared_kib == later.shared_kib == 99 and later.tma and not later.wgmma
+    assert [known for known, can in architectures.FEATURES.items() if can.wgmma] == [architectures.HOPPER]
 
 
 def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_them() -> None:

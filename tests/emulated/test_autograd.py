@@ -88,7 +88,7 @@ def test_float16_odd_sizes_and_one_rank() -> None:
 def test_no_rows_at_all() -> None:
     def rank(world: weft.World) -> None:
         x, w, b = leaf(draw(1, 0, 16), world), leaf(draw(2, 24, 16), world), leaf(draw(3, 24), world)
-        y, full = weft.all_gather_matmul(x, w, b, world=world, return_gathered=True)
+        y, full = weft.all_gather_matmul_with_gathered(x, w, b, world=world)
         z = weft.matmul_reduce_scatter(x, w, b, world=world)
         (y.sum() + full.sum() + z.sum()).backward()
         assert x.grad is not None and x.grad.shape == (0, 16)
@@ -176,7 +176,7 @@ def test_without_gradients_nothing_is_recorded() -> None:
     def rank(world: weft.World) -> None:
         x, w = leaf(draw(1, 8, 16), world), leaf(draw(2, 24, 16), world)
         with torch.no_grad():
-            y, full = weft.all_gather_matmul(x, w, world=world, return_gathered=True)
+            y, full = weft.all_gather_matmul_with_gathered(x, w, world=world)
             z = weft.matmul_reduce_scatter(x, w, world=world)
             h = weft.silu_mul(y, world=world)
         assert not any(t.requires_grad for t in (y, full, z, h))

@@ -60,43 +60,43 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
     gather, scatter, all_reduce = ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce
     weight, bias, unscaled = [24, 16], [24], (None, None)
     return [
-        (gather, (p(8, 16), p(24, 16), p(24), *unscaled, None, 0, True, None, False, name, "auto")),
-        (gather, (p(m_local, 16), p(24, 16), None, *unscaled, rows, 0, False, None, False, name, text)),
-        (scatter, (p(9, 16), p(24, 16), p(24), *unscaled, None, True, None, False, name, "auto")),
-        (scatter, (p(m, 16), p(24, 16), p(24), *unscaled, rows, True, None, False, name, "auto")),
-        (all_reduce, (p(9, 16), p(24, 16), p(24), *unscaled, True, None, False, name, "auto")),
+        (gather, (p(8, 16), p(24, 16), p(24), *unscaled, None, 0, True, None, None, False, name, "auto")),
+        (gather, (p(m_local, 16), p(24, 16), None, *unscaled, rows, 0, False, None, None, False, name, text)),
+        (scatter, (p(9, 16), p(24, 16), p(24), *unscaled, None, True, None, None, False, name, "auto")),
+        (scatter, (p(m, 16), p(24, 16), p(24), *unscaled, rows, True, None, None, False, name, "auto")),
+        (all_reduce, (p(9, 16), p(24, 16), p(24), *unscaled, True, None, None, False, name, "auto")),
         (ops.silu_mul, (p(10, 64), 24, 16, name, "auto")),
-        (gather, (t(8, 16), t(64, 16), None, *unscaled, None, 24, False, None, False, name, "auto")),
-        (gather, (*eight_bits, None, 0, True, None, False, name, "auto")),
-        (scatter, (*eight_bits, None, True, torch.float16, True, name, "auto")),
-        (all_reduce, (*eight_bits, True, None, False, name, "auto")),
+        (gather, (t(8, 16), t(64, 16), None, *unscaled, None, 24, False, None, None, False, name, "auto")),
+        (gather, (*eight_bits, None, 0, True, "row", None, False, name, "auto")),
+        (scatter, (*eight_bits, None, True, "row", torch.float16, True, name, "auto")),
+        (all_reduce, (*eight_bits, True, "row", None, False, name, "auto")),
         grads(
             ops.all_gather_matmul_backward, [t(8 * w, 16), t(24, 16)], [t(8 * w, 24), t(8 * w, 16), None],
-            [[8, 16], weight, bias, [], []], [True] * 3 + [False] * 2, "auto", None, 0, True, None, False,
+            [[8, 16], weight, bias, [], []], [True] * 3 + [False] * 2, "auto", None, 0, True, None, None, False,
         ),
         grads(
             ops.all_gather_matmul_backward, [t(m_local, 16), None], [t(m, 24), None, None],
-            [[m_local, 16], weight, [], [], []], [False, True, False, False, False], text, rows, 0, False, None, False,
+            [[m_local, 16], weight, [], [], []], [False, True, False, False, False], text, rows, 0, False, None, None, False,
         ),
         grads(
             ops.matmul_reduce_scatter_backward, [t(m, 16), t(24, 16)], [t(m_local, 24)],
-            [[m, 16], weight, bias, [], []], [True] * 3 + [False] * 2, "auto", rows, True, None, False,
+            [[m, 16], weight, bias, [], []], [True] * 3 + [False] * 2, "auto", rows, True, None, None, False,
         ),
         grads(
             ops.matmul_all_reduce_backward, [t(9, 16), t(24, 16)], [t(9, 24)],
-            [[9, 16], weight, bias, [], []], [True, False, True, False, False], "auto", True, None, False,
+            [[9, 16], weight, bias, [], []], [True, False, True, False, False], "auto", True, None, None, False,
         ),
         grads(ops.silu_mul_backward, [t(10, 64)], [t(10, 24)], [[10, 64]], [True], "auto", 24, 16),
         (ops.rotary, (t(6, 32), t(1, 3, 8), t(2, 1, 3, 8)[0], t(8), t(8), 2, 1, 1e-6, name, text_of(Sequential()))),
         (ops.all_reduce, (t(7, 16), name, "auto")),
-        (ops.all_reduce_rms_norm, (*norm, 1e-6, "rms", torch.bfloat16, False, "", name, "auto")),
+        (ops.all_reduce_rms_norm, (*norm, 1e-6, "rms", torch.bfloat16, False, None, name, "auto")),
         (
             ops.all_reduce_rms_norm,
-            (t(7, 16), None, t(16), t(16), None, 1e-6, "layer", torch.float16, True, "", name, "auto"),
+            (t(7, 16), None, t(16), t(16), None, 1e-6, "layer", torch.float16, True, None, name, "auto"),
         ),
         (ops.all_reduce_rms_norm, (t(7, 256), None, t(256), None, None, 1e-6, "rms", None, True, "block", name, "auto")),
         (ops.quantize, (t(7, 256), None, "block", 128, 128, 1, False, name, text_of(Sequential()))),
-        (ops.matmul, (*eight_bits, None, True, name, "auto")),
+        (ops.matmul, (*eight_bits, "row", None, True, name, "auto")),
     ]  # fmt: skip
 
 
@@ -246,9 +246,9 @@ def test_errors() -> None:
     def rank(world: weft.World) -> None:
         x, w = draw(1, 8, 16), draw(2, 24, 16)
         with pytest.raises(RuntimeError, match="no World named 'elsewhere'"):
-            torch.ops.weft.matmul_all_reduce(x, w, None, None, None, True, None, False, "elsewhere", "auto")
+            torch.ops.weft.matmul_all_reduce(x, w, None, None, None, True, None, None, False, "elsewhere", "auto")
         with pytest.raises(RuntimeError, match="has no gradient"):
-            options = None, 8, False, None, False, world.name, "auto"
+            options = None, 8, False, None, None, False, world.name, "auto"
             torch.ops.weft.all_gather_matmul(x.requires_grad_(), w, None, None, None, *options)
 
     emulate(rank, 1)

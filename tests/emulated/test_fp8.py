@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_fp8 import SCALINGS, case, factors, matmul_case, quantize_case, scaled
+from tests.emulated.cases_fp8 import SCALINGS, case, dequantized, factors, matmul_case, quantize_case, scaled
 from tests.emulated.cases_ops import OPS
 from tests.gates import some
 from weft.backends.emulated import EmulatedBackend
-from weft.backends.library_gemm import dequantized
 from weft.chooser import CallTime, Choice, Chooser
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY, Op
-from weft.ops.recipes import E4M3, Recipe, ScaledFactors, block_rows, fit_plan
+from weft.ops.recipes import ScaledFactors, block_rows, fit_plan
 from weft.plans import FusedGather, FusedGatherByCopies, FusedReduceScatter, GemmTile, Persistent, Plan
 from weft.scale import SMALL_TILE
+from weft.scaled_tensor import E4M3, ScaledTensor, Scaling
 
 BF16 = 3e-3  # relative error of bfloat16 results of exact sums
 
@@ -55,56 +55,129 @@ def test_no_rows_and_one(scaling: str) -> None:
             assert alone(lambda w, m=m, plan=plan: matmul_case(w, m, 24, 256, scaling, plan)) < BF16
 
 
-def test_shapes_of_scales_say_the_recipe() -> None:
-    """Each way to write a recipe gives the same bits."""
+def operands(
+    recipe: str, device: torch.device, m: int = 24, n: int = 40, k: int = 256
+) -> tuple[ScaledTensor, ScaledTensor]:
+    x, w, xs, ws = factors(1, m, n, k, recipe, device)
+    return ScaledTensor(x, xs, recipe), ScaledTensor(w, ws, recipe)
+
+
+def test_vectors_of_scales_have_any_shape() -> None:
+    """Each way to write a vector of scales gives the same bits."""
 
     def rank(world: weft.World) -> None:
-        x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
-        row_results = [
-            weft.matmul(x, w, x_scale=a, weight_scale=b, world=world, plan="persistent")
-            for a, b in ((xs, ws), (xs.view(-1), ws.view(-1)), (xs, ws.view(1, -1)))
-        ]
-        x, w, xs, ws = factors(1, 24, 40, 256, "tensor", world.device)
-        tensor_results = [
-            weft.matmul(x, w, x_scale=a, weight_scale=b, world=world, plan="persistent")
-            for a, b in ((xs, ws), (xs.view(()), ws.view(1, 1)))
-        ]
-        world.synchronize()
-        assert all(torch.equal(y, row_results[0]) for y in row_results) and torch.equal(*tensor_results)
+        shapes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
+            "row": [((24, 1), (40, 1)), ((24,), (40,)), ((24, 1), (1, 40))],
+            "tensor": [((1,), (1,)), ((), (1, 1))],
+        }
+        for recipe, pairs in shapes.items():
+            x, w = operands(recipe, world.device)
+            as_given, *reshaped = [
+                weft.matmul(x._replace(scales=x.scales.view(a)), w._replace(scales=w.scales.view(b)), world=world, plan="persistent")
+                for a, b in pairs
+            ]  # fmt: skip
+            world.synchronize()
+            assert all(torch.equal(y, as_given) for y in reshaped)
 
     alone(rank)
 
 
-def refused(error: type[Exception], match: str, **changes: Any) -> None:
+def refused(
+    error: type[Exception], match: str, x: Any = None, weight: Any = None, recipe: str = "row", **options: Any
+) -> None:
+    """x, weight: the fields that differ from those of fitting operands, or the operand itself."""
+
     def rank(world: weft.World) -> None:
-        x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
-        arguments = dict(x=x, weight=w, x_scale=xs, weight_scale=ws) | changes
+        fitting = operands(recipe, world.device)
+        pair = [
+            t._replace(**u) if isinstance(u, dict) else t if u is None else u
+            for t, u in zip(fitting, (x, weight), strict=True)
+        ]
         with pytest.raises(error, match=match):
-            weft.matmul(
-                arguments.pop("x"), arguments.pop("weight"), arguments.pop("bias", None), world=world, **arguments
-            )
+            weft.matmul(*pair, options.pop("bias", None), world=world, **options)
 
     alone(rank)
 
 
-def test_what_fits_no_recipe_is_quoted() -> None:
+def test_scales_that_do_not_fit_are_quoted() -> None:
     ones = torch.ones
-    refused(ValueError, r"x_scale \[23, 1\] and weight_scale \[40, 1\] fit no recipe.*\[24, 1\]", x_scale=ones(23, 1))
-    refused(ValueError, r"x_scale \[24, 1\] and weight_scale \[1, 41\] fit no", weight_scale=ones(1, 41))
-    refused(ValueError, r"x_scale \[1\] and weight_scale \[40, 1\] fit no", x_scale=ones(1))
-    refused(ValueError, r"x_scale \[24, 2\] and weight_scale \[2, 2\] fit no", x_scale=ones(24, 2), weight_scale=ones(2, 2))  # fmt: skip
-    refused(TypeError, r"x_scale is \[24, 1\] bfloat16.*float32", x_scale=ones(24, 1).bfloat16())
-    refused(TypeError, r"weight_scale is \[40, 1\] float64.*float32", weight_scale=ones(40, 1).double())
-    refused(ValueError, r"weight_scale is None", weight_scale=None)
-    refused(TypeError, r"weight is \[40, 256\] float8_e5m2", weight=torch.zeros(40, 256).to(torch.float8_e5m2))
-    refused(TypeError, r"weight is \[40, 256\] bfloat16", weight=torch.zeros(40, 256).bfloat16())
-    refused(TypeError, r"x_scale goes with.*bfloat16", x=torch.zeros(24, 256).bfloat16(), weight=torch.zeros(40, 256).bfloat16())  # fmt: skip
+    refused(
+        ValueError,
+        r"x.scales \[23, 1\] do not fit x.values \[24, 256\].* by row they are \[24, 1\]",
+        dict(scales=ones(23, 1)),
+    )
+    refused(
+        ValueError, r"weight.scales \[1, 41\] do not fit .* by row they are \[40, 1\]", weight=dict(scales=ones(1, 41))
+    )
+    refused(ValueError, r"x.scales \[1\] do not fit", dict(scales=ones(1)))
+    refused(
+        ValueError,
+        r"x.scales \[24, 1\] do not fit .* by tensor they are \[1\]",
+        dict(scales=ones(24, 1)),
+        recipe="tensor",
+    )
+    refused(
+        ValueError,
+        r"weight.scales \[40, 2\] do not fit .* by block they are \[1, 2\]",
+        weight=dict(scales=ones(40, 2)),
+        recipe="block",
+    )
+    refused(TypeError, r"x.scales is \[24, 1\] bfloat16.*float32", dict(scales=ones(24, 1).bfloat16()))
+    refused(TypeError, r"weight.scales is \[40, 1\] float64.*float32", weight=dict(scales=ones(40, 1).double()))
+    refused(TypeError, r"weight.scales must be a tensor on cpu, got NoneType", weight=dict(scales=None))
+    refused(ValueError, r"recipe 'column' is not one of", dict(recipe="column"), dict(recipe="column"))
+    refused(ValueError, r"x has scales by row, and weight by block: one recipe", weight=dict(recipe="block"))
+
+
+def test_8_bit_operands_that_do_not_fit_are_quoted() -> None:
+    zeros = torch.zeros
+    refused(
+        TypeError, r"weight.values is \[40, 256\] float8_e5m2", weight=dict(values=zeros(40, 256).to(torch.float8_e5m2))
+    )
+    refused(
+        TypeError,
+        r"x is a ScaledTensor and weight a Tensor: both are a weft.ScaledTensor",
+        weight=zeros(40, 256).bfloat16(),
+    )
+    refused(
+        TypeError,
+        r"x is \[24, 256\] float8_e4m3fn.*in a weft.ScaledTensor",
+        zeros(24, 256).to(E4M3),
+        zeros(40, 256).to(E4M3),
+    )
     refused(TypeError, r"out_dtype torch.float32", out_dtype=torch.float32)
-    refused(TypeError, r"bias is \[40\] float16 on cpu, and the result torch.bfloat16", bias=torch.zeros(40).half())
-    refused(ValueError, r"K 208 of x \[24, 208\].*multiple of 128 for scales by block", x=torch.zeros(24, 208).to(E4M3), weight=torch.zeros(40, 208).to(E4M3), x_scale=ones(24, 2), weight_scale=ones(1, 2))  # fmt: skip
-    refused(ValueError, r"K 200 .*must be a multiple of 16", x=torch.zeros(24, 200).to(E4M3), weight=torch.zeros(40, 200).to(E4M3))  # fmt: skip
-    refused(ValueError, r"N 41 .*must be a multiple of 8", weight=torch.zeros(41, 256).to(E4M3), weight_scale=ones(41))
-    refused(ValueError, "requires a gradient", bias=torch.zeros(40).bfloat16().requires_grad_())
+    refused(TypeError, r"bias is \[40\] float16 on cpu, and the result torch.bfloat16", bias=zeros(40).half())
+    x, w = dict(values=zeros(24, 208).to(E4M3)), dict(values=zeros(40, 208).to(E4M3))
+    refused(ValueError, r"K 208 of x \[24, 208\].*multiple of 128, for scales by block", x, w, recipe="block")
+    x, w = dict(values=zeros(24, 200).to(E4M3)), dict(values=zeros(40, 200).to(E4M3))
+    refused(ValueError, r"K 200 .*must be a multiple of 16", x, w)
+    refused(
+        ValueError,
+        r"N 41 .*must be a multiple of 8",
+        weight=dict(values=zeros(41, 256).to(E4M3), scales=torch.ones(41)),
+    )
+    refused(ValueError, "requires a gradient", bias=zeros(40).bfloat16().requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (lambda x, w, world: weft.matmul(x, w, x_scale=x, world=world), r"matmul: x_scale= is gone: pass weft.ScaledTensor\(x, x_scale"),
+        (lambda x, w, world: weft.all_gather_matmul(x, w, weight_scale=x, world=world), r"weight_scale= is gone: pass weft.ScaledTensor\(w"),
+        (lambda x, w, world: weft.all_gather_matmul(x, w, return_gathered=True, world=world), "call weft.all_gather_matmul_with_gathered"),
+        (lambda x, w, world: weft.matmul_reduce_scatter(x, w, reorder=False, world=world), "call weft.matmul_reduce_scatter_tiles"),
+        (lambda x, w, world: weft.matmul_all_reduce(x, w, reorder=False, world=world), "call weft.matmul_all_reduce_tiles"),
+        (lambda x, w, world: weft.silu_mul(x, quantize="row", world=world), "call weft.silu_mul_quantized"),
+        (lambda x, w, world: weft.all_reduce_rms_norm(x, None, w, quantize="row", world=world), "call weft.all_reduce_rms_norm_quantized"),
+        (lambda x, w, world: weft.matmul(x, w, scales=x, world=world), r"matmul\(\) got an unexpected keyword argument 'scales'"),
+    ],
+)  # fmt: skip
+def test_keywords_that_are_gone_say_what_to_write(call: Any, instead: str) -> None:
+    def rank(world: weft.World) -> None:
+        with pytest.raises(TypeError, match=instead):
+            call(draw(0, 8, 16), draw(1, 16, 16), world)
+
+    alone(rank)
 
 
 def test_tiles_that_no_block_fits_run_the_library() -> None:
@@ -117,9 +190,8 @@ def test_tiles_that_no_block_fits_run_the_library() -> None:
 def test_a_gpu_without_8_bit_products_says_so() -> None:
     def rank(world: weft.World) -> None:
         world.backend.capability = 86
-        x, w, xs, ws = factors(1, 24, 40, 256, "row", world.device)
         with pytest.raises(weft.Unsupported, match=r"8-bit operands need compute capability 8.9, and this GPU has 8.6"):
-            weft.matmul(x, w, x_scale=xs, weight_scale=ws, world=world)
+            weft.matmul(*operands("row", world.device), world=world)
 
     alone(rank)
 
@@ -196,7 +268,7 @@ def test_weights_and_long_rows() -> None:
 
     def zeros(world: weft.World) -> None:
         for recipe in SCALINGS:
-            quantized, scales = weft.quantize(torch.zeros(3, 256).bfloat16(), recipe, world=world)
+            quantized, scales, _ = weft.quantize(torch.zeros(3, 256).bfloat16(), recipe, world=world)
             world.synchronize()
             assert not quantized.float().any() and scales.isfinite().all() and (scales > 0).all()
         assert weft.quantize(torch.zeros(0, 256).bfloat16(), "row", world=world)[1].shape == (0, 1)
@@ -215,7 +287,7 @@ def test_what_cannot_be_quantized_is_quoted() -> None:
                 r"a scale goes with recipe 'tensor'",
                 lambda: weft.quantize(x, "row", scale=scale, world=world),
             ),
-            (ValueError, r"a scale goes with", lambda: weft.silu_mul(x, quantize="tensor", world=world)),
+            (ValueError, r"a scale goes with", lambda: weft.silu_mul_quantized(x, "tensor", world=world)),
             (TypeError, r"float32 on cpu; bfloat16", lambda: weft.quantize(x.float(), "row", world=world)),
             (ValueError, r"scale \[2\]", lambda: weft.quantize(x, "tensor", scale=torch.ones(2), world=world)),
             (ValueError, "requires a gradient", lambda: weft.quantize(x.clone().requires_grad_(), "row", world=world)),
@@ -259,9 +331,9 @@ def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -
 
 def test_ranks_that_disagree_on_the_recipe_say_so() -> None:
     def rank(world: weft.World) -> None:
-        x, w, xs, ws = factors(1, 8, 16, 128, "row" if world.rank else "tensor", world.device)
+        x, w = operands("row" if world.rank else "tensor", world.device, 8, 16, 128)
         with pytest.raises(weft.Mismatch, match=r"rank 0: .*recipe=.*tensor.*rank 1: .*recipe=.*row"):
-            weft.matmul_reduce_scatter(x, w, x_scale=xs, weight_scale=ws, world=world)
+            weft.matmul_reduce_scatter(x, w, world=world)
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -269,15 +341,15 @@ def test_ranks_that_disagree_on_the_recipe_say_so() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_and_scales_that_do_not_fit_are_refused(op: str) -> None:
     def rank(world: weft.World) -> None:
-        x, w, xs, ws = factors(1, 8, 16, 256, "row", world.device)
+        x, w = operands("row", world.device, 8, 16)
         bias = torch.zeros(16).bfloat16().requires_grad_()
         fn = getattr(weft, op)
         with pytest.raises(ValueError, match=rf"{op}.*gradient, which products of float8_e4m3fn do not have"):
-            fn(x, w, bias, x_scale=xs, weight_scale=ws, world=world)
-        with pytest.raises(ValueError, match=rf"{op}: x_scale \[7, 1\] and weight_scale \[16, 1\] fit no recipe"):
-            fn(x, w, x_scale=xs[:7], weight_scale=ws, world=world)
+            fn(x, w, bias, world=world)
+        with pytest.raises(ValueError, match=rf"{op}: x.scales \[7, 1\] do not fit x.values \[8, 256\]"):
+            fn(x._replace(scales=x.scales[:7]), w, world=world)
         with pytest.raises(TypeError, match=rf"{op}: out_dtype torch.float16 goes with x in float8_e4m3fn"):
-            fn(x.bfloat16(), w.bfloat16(), out_dtype=torch.float16, world=world)
+            fn(x.values.bfloat16(), w.values.bfloat16(), out_dtype=torch.float16, world=world)
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -297,22 +369,22 @@ def test_promoted_tiles_that_are_short_of_rows(scaling: str) -> None:
 
 def test_the_tiles_of_promoted_sums() -> None:
     """128 x 128 of four warps, two programs an SM; beside the programs that sum over ranks one of eight warps."""
-    for recipe in (Recipe("block"), Recipe("row", False)):
+    for scaling in (Scaling("block"), Scaling("row", False)):
         for plan in (FusedGather(), FusedGatherByCopies(), FusedGather(tile=GemmTile(64, 256, 64, 4, 5))):
-            fitted = fit_plan(plan, recipe)
+            fitted = fit_plan(plan, scaling)
             assert fitted.tile == GemmTile(128, 128, 128, 4, 3) and fitted.per_sm == 2 and not fitted.flatten
-        assert fit_plan(FusedReduceScatter(), recipe).tile == GemmTile(128, 128, 128, 8, 4)
-        assert block_rows(fitted.tile, recipe) == 64
-    fast = fit_plan(FusedGather(), Recipe("row", True))
-    assert fast == FusedGather(tile=GemmTile(block_k=128)) and block_rows(fast.tile, Recipe("row", True)) == 128
+        assert fit_plan(FusedReduceScatter(), scaling).tile == GemmTile(128, 128, 128, 8, 4)
+        assert block_rows(fitted.tile, scaling) == 64
+    fast = fit_plan(FusedGather(), Scaling("row", True))
+    assert fast == FusedGather(tile=GemmTile(block_k=128)) and block_rows(fast.tile, Scaling("row", True)) == 128
 
 
 # -- what plan ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the tiles of 8-bit operands, whatever a profile says of 16-bit ones; `explain` says what was timed."""
-    monkeypatch.setattr("weft.planner.auto._generation", lambda device: 9)
-    best = fit_plan(REGISTRY[op].variants[0], Recipe("block"))
+    monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: True)
+    best = fit_plan(REGISTRY[op].variants[0], Scaling("block"))
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
         return CallTime(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
@@ -325,9 +397,9 @@ def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyP
         world.backend.name = "cuda"
         x, w, xs, ws = factors(1, 512, 512, 512, "block", world.device)
         options = {
-            OPS[0]: (None, 0, False, None, False),
-            OPS[1]: (None, True, None, False),
-            OPS[2]: (True, None, False),
+            OPS[0]: (None, 0, False, "block", None, False),
+            OPS[1]: (None, True, "block", None, False),
+            OPS[2]: (True, "block", None, False),
         }[op]
         plan = REGISTRY[op].call(world, "auto", ScaledFactors(x, w, None, xs, ws), options, None)
         m = 1024 if op == OPS[0] else 512

@@ -52,7 +52,7 @@ def gemms_and_sums(world: weft.World) -> Iterator[Case]:
     for norm, full in (("rms", False), ("layer", True)):
         options = dict(norm=norm, full=full, bias=full)
         yield f"all_reduce_rms_norm, {norm}", BF16, lambda options=options: norm_case(world, 7, 64, "auto", **options)
-    yield "all_reduce_rms_norm of fp8", 2e-2, lambda: norm_case(world, 7, 64, "auto", out_dtype=torch.float8_e4m3fn)
+    yield "all_reduce_rms_norm of fp8", 2e-2, lambda: norm_case(world, 7, 64, "auto", quantize="tensor")
     yield "all_reduce", BF16, lambda: sum_case(world, (5, 24), "auto", views=True)
     yield "all_reduce of float32", 1e-5, lambda: sum_case(world, (3, 5), "one_shot", dtype=torch.float32, into=True)
 

@@ -139,7 +139,7 @@ class Caller:
         w = draw(seed * 100 + 50, n, k) * 0.1
         x, w_there = self.tensor("shard", parts[self.world.rank]), self.tensor("weight", w)
         rows = None if len(set(shards)) == 1 else shards
-        actual, full = weft.all_gather_matmul(x, w_there, world=self.world, plan=plan, rows=rows, return_gathered=True)
+        actual, full = weft.all_gather_matmul_with_gathered(x, w_there, world=self.world, plan=plan, rows=rows)
         self.use(actual, torch.cat(parts).double() @ w.double().t())
         self.use(full, torch.cat(parts))
 
@@ -165,7 +165,8 @@ class Caller:
         x, xs = (parts[0][0][rows], parts[0][2][rows]) if gather else (x, xs)
         operands = {name: self.tensor(name, t) for name, t in dict(x=x, w=w, xs=xs, ws=ws).items()}
         actual = getattr(weft, op)(
-            operands["x"], operands["w"], x_scale=operands["xs"], weight_scale=operands["ws"], world=world, plan=plan,
+            weft.ScaledTensor(operands["x"], operands["xs"], scaling),
+            weft.ScaledTensor(operands["w"], operands["ws"], scaling), world=world, plan=plan,
             **({"rows": shards} if op != AR and len(set(shards)) > 1 else {}),
         )  # fmt: skip
         if gather:
@@ -186,13 +187,16 @@ class Caller:
         if seed % 3 and world.nodes_reason is None:
             out = world.cached(("out", m, h), lambda: world.symmetric((m, h), dtype, "out").local)
         x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own_rows])
-        y, new, *scales = weft.all_reduce_rms_norm(
-            x, r, weight, world=world, plan=plan, full_residual=full, out=out, quantize=quantize
-        )
+        options = dict[str, Any](world=world, plan=plan, full_residual=full, out=out)
+        scales = None
+        if quantize:
+            (_, scales, _), new = weft.all_reduce_rms_norm_quantized(x, r, weight, quantize, **options)
+        else:
+            y, new = weft.all_reduce_rms_norm(x, r, weight, **options)
         total = sum(x.double() for x in xs) + old.double()
         expected = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double()
-        if scales:
-            self.use(scales[0], expected.abs().amax(1, keepdim=True) / 448)
+        if scales is not None:
+            self.use(scales, expected.abs().amax(1, keepdim=True) / 448)
         else:
             self.use(y, expected)
         self.use(new, total[own_rows])

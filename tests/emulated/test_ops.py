@@ -199,7 +199,7 @@ def test_results_are_tensors_of_their_own(kind: str) -> None:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i in range(5):
             x, w = draw(i * 10 + world.rank, 8, 16), draw(i * 10 + 5, 16, 16)
-            y, full = weft.all_gather_matmul(x, w, world=world, plan=kind, return_gathered=True)
+            y, full = weft.all_gather_matmul_with_gathered(x, w, world=world, plan=kind)
             s = weft.matmul_reduce_scatter(full, w, world=world, plan=kind)
             a = weft.matmul_all_reduce(full, w, world=world, plan=kind)
             world.synchronize()

@@ -360,13 +360,13 @@ def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op:
 @pytest.mark.parametrize("op", REDUCING)
 @pytest.mark.parametrize("shape", [(40, 72, 24), (33, 16, 40), (7, 100, 8), (96, 64, 16)])
 def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) -> None:
-    """reorder=False: the Remap says where each element is; RMSNorm and residual add read through it."""
+    """The Remap says where each element is; RMSNorm and residual add read through it."""
     m, n, k = shape
 
     def main(world: weft.World) -> None:
         assert tiles_case(world, op, m, n, k, "signaled") < 3e-3
         x, w = draw(world.rank, m, k), draw(50 + world.rank, n, k)
-        rows_in_order, none = getattr(weft, op)(x, w, world=world, plan="sequential", reorder=False)
+        rows_in_order, none = getattr(weft, f"{op}_tiles")(x, w, world=world, plan="sequential")
         assert none is None and distance(rows_in_order, getattr(weft, op)(x, w, world=world, plan="signaled")) < 5e-3
 
     emulate(main, 3)
@@ -387,17 +387,18 @@ def test_out_where_no_bulk_store_gets(n: int) -> None:
 
 
 def test_an_eager_call_prepares_captures_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where "auto" is signaled in graphs alone, reorder=False lays the tiles out otherwise."""
+    """Where "auto" is signaled in graphs alone, a result in tiles has another layout."""
     chosen = dict(graph=S, eager=Sequential())
     monkeypatch.setattr(MatmulAllReduce, "auto", lambda op, world, call, mode: chosen[mode])
 
     def main(world: weft.World) -> None:
         x, w = draw(world.rank, 32, 32), draw(5, 64, 32) * 0.1
-        for reorder in (True, True, False, False):
-            weft.matmul_all_reduce(x, w, world=world, reorder=reorder)
+        for op in (weft.matmul_all_reduce, weft.matmul_all_reduce_tiles):
+            for _ in range(2):
+                op(x, w, world=world)
         backend: Any = world.backend
         backend.capturing = lambda: True
-        _, remap = weft.matmul_all_reduce(x, w, world=world, reorder=False)
+        _, remap = weft.matmul_all_reduce_tiles(x, w, world=world)
         assert remap is not None
 
     emulate(main, 2)
@@ -420,7 +421,7 @@ def test_rms_norm_of_nothing_and_of_float16() -> None:
 def test_errors_quote_what_was_given() -> None:
     def main(world: weft.World) -> None:
         x, w = draw(0, 20, 24), draw(1, 40, 24)
-        tiles, remap = weft.matmul_all_reduce(x, w, world=world, plan="signaled", reorder=False)
+        tiles, remap = weft.matmul_all_reduce_tiles(x, w, world=world, plan="signaled")
         norm: Any = weft.rms_norm
         for error, says, call in (
             (ValueError, r"\[19, 40\]", lambda: weft.residual_add(tiles, draw(3, 19, 40), world=world, remap=remap)),
@@ -431,7 +432,7 @@ def test_errors_quote_what_was_given() -> None:
             (ValueError, "2-D", lambda: norm(draw(3, 4), draw(3, 4), 1e-6, world=world)),
             (ValueError, "gradient", lambda: norm(draw(3, 4, 4).requires_grad_(), draw(3, 4), 1e-6, world=world)),
             (TypeError, "World", lambda: norm(x, x[0], 1e-6, world=None)),
-            (ValueError, "reorder=False", lambda: weft.matmul_all_reduce(x, w, world=world, out=x, reorder=False)),
+            (ValueError, "tiles: such a call has no gradient", lambda: weft.matmul_all_reduce_tiles(x.clone().requires_grad_(), w, world=world)),
             (ValueError, "decomposed.*fused", lambda: weft.all_gather_matmul(x, w, world=world, plan="signaled")),
             (ValueError, "not one of", lambda: weft.all_gather_matmul(x, w, world=world, plan=S)),
             (weft.Unsupported, "6 CTAs", lambda: weft.matmul_all_reduce(x, w, world=world, plan=replace(S, ctas=6))),

@@ -108,7 +108,7 @@ def test_sums(nodes: int, ranks: int) -> None:
                 assert norm_case(world, m, 64, plan, full=full, bias=True, norm="layer", seed=m) < BOUND
             assert norm_case(world, m, 48, plan, residual=False, into="plain", views=True) < BOUND
             assert sum_case(world, (m, 3, 16), plan, into=m == 7) < BOUND
-        assert norm_case(world, 9, 64, TwoLevel(2), out_dtype=FP8) < bound(FP8)
+        assert norm_case(world, 9, 64, TwoLevel(2), quantize="tensor") < bound(FP8)
         assert norm_case(world, 9, 64, TwoLevel(2), dtype=torch.float32, full=True) < 1e-5
         assert sum_case(world, (0, 16), TwoLevel()) == 0
 
@@ -333,11 +333,13 @@ def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixt
         for op in OPS[:3]:
             assert fp8_case(world, op, [4] * 4, 32, 128, "row", plan) < BOUND
         x, weight = draw(1, 8, 128), draw(2, 128)
-        (y, _, scales), same = (
-            weft.all_reduce_rms_norm(x, None, weight, world=world, plan=norm_plan, quantize="row")
+        y, same = (
+            weft.all_reduce_rms_norm_quantized(x, None, weight, "row", world=world, plan=norm_plan)[0]
             for norm_plan in (plan, "sequential")
         )
-        assert torch.equal(y.view(torch.uint8), same[0].view(torch.uint8)) and torch.equal(scales, same[2])
+        assert torch.equal(y.values.view(torch.uint8), same.values.view(torch.uint8)) and torch.equal(
+            y.scales, same.scales
+        )
 
     over_nodes(main)
     messages = [record.getMessage() for record in caplog.records]

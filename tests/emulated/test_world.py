@@ -291,7 +291,7 @@ def test_one_rank_is_an_ordinary_gemm(op: str, plan: Any, caplog: Any) -> None:
 def test_one_rank_gathers_a_copy() -> None:
     def main(world: weft.World) -> None:
         x = draw(0, 5, 16)
-        _, full = weft.all_gather_matmul(x, draw(1, 8, 16), world=world, return_gathered=True)
+        _, full = weft.all_gather_matmul_with_gathered(x, draw(1, 8, 16), world=world)
         assert torch.equal(full, x) and full.data_ptr() != x.data_ptr()
 
     emulate(main, 1)
@@ -304,7 +304,7 @@ def test_no_rows(plan: str) -> None:
             out = torch.zeros(0, 16, dtype=BF)
             assert call(world, op, draw(0, 0, 16), plan=plan).shape == (0, 16)
             assert call(world, op, draw(0, 0, 16), plan=plan, out=out) is out
-        y, full = call(world, "all_gather_matmul", draw(0, 0, 16), plan=plan, return_gathered=True)
+        y, full = call(world, "all_gather_matmul_with_gathered", draw(0, 0, 16), plan=plan)
         assert y.shape == (0, 16) and full.shape == (0, 16) and full.dtype == BF
 
     emulate(main, 3)

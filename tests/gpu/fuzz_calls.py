@@ -259,17 +259,13 @@ def gather_calls(p: Part, r: Round) -> Calls:
     world, layer, me = p.world, p.layers[r.layer], p.world.rank
 
     def run(inputs: Tensors, weights: Tensors, out: torch.Tensor | None) -> Result:
-        y = weft.all_gather_matmul(
-            inputs[0],
-            weights[0],
-            layer.own_bias,
-            world=world,
-            plan=r.plan,
-            out=out,
-            return_gathered=r.whole,
-            rows=r.given_rows,
+        operands, options = (
+            (inputs[0], weights[0], layer.own_bias),
+            dict[str, Any](world=world, plan=r.plan, rows=r.given_rows),
         )
-        return y if isinstance(y, tuple) else (y,)
+        if r.whole:
+            return weft.all_gather_matmul_with_gathered(*operands, out=out, **options)
+        return (weft.all_gather_matmul(*operands, out=out, **options),)
 
     def expected(rank: int, inputs: Sequence[Tensors], whole: Tensors) -> Result:
         full = torch.cat([x for (x,) in inputs])
@@ -302,7 +298,7 @@ def reduce_calls(p: Part, r: Round) -> Calls:
         x, residual = inputs
         if not tiles_of:
             return (op(x, weights[0], layer.bias, out=out, **options),)
-        tiles, remap = op(x, weights[0], layer.bias, reorder=False, **options)
+        tiles, remap = getattr(weft, f"{r.kind.op}_tiles")(x, weights[0], layer.bias, **options)
         normed: Any = weft.rms_norm(tiles, layer.scale, 1e-5, world=world, residual=residual, remap=remap)
         return (weft.residual_add(tiles, residual, world=world, remap=remap), *normed)
 

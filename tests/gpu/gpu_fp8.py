@@ -19,6 +19,7 @@ from weft.backends.library_gemm import ScaledOperands
 from weft.lang.mapping import balanced_rows
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.plans import Decomposed, FusedGatherByCopies, OneShot, Plan, Sequential, TwoShotLowLatency
+from weft.scaled_tensor import ScaledTensor
 
 GATHER = OPS[0]
 BF16, ROUNDED = 5e-3, 5e-3
@@ -41,13 +42,15 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
     for i, (m, n, k) in enumerate(((512, 1024, 4096), (2048, 2048, 1024), (77, 512, 8192))):
         x, w, xs, ws = factors(i * 10, m, n, k, scaling, world.device)
         expected = wanted(x, w, xs, ws, scaling).double()
-        options = dict(x_scale=xs, weight_scale=ws, use_fast_accum=fast, world=world)
+        operands = ScaledTensor(x, xs, scaling), ScaledTensor(w, ws, scaling)
         for plan in WIDE if fast else PROMOTED:
-            own_error = distance(weft.matmul(x, w, plan=plan, **options).double(), expected)  # type: ignore[arg-type]
+            own_error = distance(weft.matmul(*operands, plan=plan, use_fast_accum=fast, world=world).double(), expected)
             out = torch.empty(m, n, device=world.device, dtype=torch.bfloat16)
             torch_scaling = "row" if m < 128 else scaling  # by tensor cuBLAS splits K of few rows, and so rounds less
-            scales = (xs.expand(m).contiguous(), ws.expand(n).contiguous()) if torch_scaling != scaling else (xs, ws)
-            library_gemm.torch_scaled(ScaledOperands(x, w, None, *scales, torch_scaling, fast), out)
+            if torch_scaling != scaling:
+                xs, ws = xs.expand(m).contiguous(), ws.expand(n).contiguous()
+            scaled = ScaledTensor(x, xs, torch_scaling), ScaledTensor(w, ws, torch_scaling)
+            library_gemm.torch_scaled(ScaledOperands(*scaled, None, fast), out)
             torch_error = distance(out.double(), expected)
             if world.rank == 0:
                 print(
@@ -66,7 +69,7 @@ def libraries(world: weft.World, scaling: str) -> float:
     for name, run in library_gemm.scaled_products(scaling).items():
         out = torch.zeros(512, 1024, device=world.device, dtype=torch.bfloat16)
         try:
-            run(ScaledOperands(x, w, None, xs, ws, scaling, False), out)
+            run(ScaledOperands(ScaledTensor(x, xs, scaling), ScaledTensor(w, ws, scaling), None, False), out)
             torch.cuda.synchronize()
         except Exception as e:
             print(f"{name}, {scaling}: {e!r}"[:300], flush=True)
@@ -83,7 +86,8 @@ def call_of(world: weft.World, op: str, plan: Plan, scaling: str) -> tuple[torch
         x = x.chunk(world.size)[world.rank].clone()
         xs = xs if scaling == "tensor" else xs.chunk(world.size)[world.rank].clone()
     fn: Any = getattr(weft, op)
-    return x, lambda: fn(x, w, x_scale=xs, weight_scale=ws, use_fast_accum=True, world=world, plan=plan)
+    operands = ScaledTensor(x, xs, scaling), ScaledTensor(w, ws, scaling)
+    return x, lambda: fn(*operands, use_fast_accum=True, world=world, plan=plan)
 
 
 def delays(world: weft.World, op: str, plan: Plan, scaling: str) -> float:
@@ -124,8 +128,8 @@ def captured(world: weft.World) -> float:
     x = x.bfloat16()
 
     def run() -> torch.Tensor:
-        rows, scales = weft.quantize(x, "row", world=world)
-        return weft.matmul(rows, w, x_scale=scales, weight_scale=ws, use_fast_accum=True, world=world)
+        rows = weft.quantize(x, "row", world=world)
+        return weft.matmul(rows, ScaledTensor(w, ws, "row"), use_fast_accum=True, world=world)
 
     expected = run().clone()
     run()

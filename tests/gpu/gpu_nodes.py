@@ -126,7 +126,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"all-reduce + norm, {parts}", BF16, norm
         yield f"all-reduce + norm, whole residual, {parts}", BF16, partial(norm, full=True, norm="layer")
         yield f"all-reduce, {parts}", BF16, partial(sum_case, world, (1000, 512), plan)
-    yield "all-reduce + norm, FP8", bound(FP8), partial(norm_case, world, 64, 1024, TwoLevel(2), out_dtype=FP8)
+    yield "all-reduce + norm, FP8", bound(FP8), partial(norm_case, world, 64, 1024, TwoLevel(2), quantize="tensor")
     sizes = [200 + 100 * (r % 2) for r in range(size)]
     for name, weights in (("", None), (", favourites", [9, 1, *[0] * (size - 2)])):
         to = drawn(3, size, sizes, weights)

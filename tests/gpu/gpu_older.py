@@ -39,7 +39,7 @@ from tests.gpu import older
 from tests.gpu.gpu_main import ALL, BF16, GATHER, SCATTER, SECOND, delays, replay, run
 from tests.gpu.gpu_queue import WEFT, Queue, tree_of
 from tests.gpu.gpu_signaled import random_shapes, replay_to_ranks, streams
-from weft.architectures import HOPPER, capability_of
+from weft.architectures import capability_of, features
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.kernel_launch import Launch, Matrix
 from weft.lang.descriptors import tiles_of
@@ -239,7 +239,7 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
         world, no_signals, programs, dict(num_warps=tile.warps, num_stages=tile.stages),
         x_desc=Matrix(m, k, (bm, bk)), w_desc=Matrix(n, k, (bn, bk)), out_desc=Matrix(m, n, (bm, bn // 2)),
         tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=tile.group_m,
-        FLAT=world.capability >= HOPPER,
+        FLAT=features(world.capability).tma,
     )  # fmt: skip
     runs["no signals"] = partial(loop, stream, x_desc=x, w_desc=w, out_desc=out)
     for form in FORMS:

@@ -136,7 +136,11 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for name, plan, rows in (("", two_shot, 333), (", posted", two_shot_ll, 133), (", one shot", one_shot, 33)):
         layer = dict(norm="layer", bias=True, full=True)
         yield f"all-reduce + norm, full layer bias{name}", BF16, partial(norm_case, world, rows, 5120, plan, **layer)
-        yield f"all-reduce + norm, fp8{name}", bound(FP8), partial(norm_case, world, rows, 4096, plan, out_dtype=FP8)
+        yield (
+            f"all-reduce + norm, fp8{name}",
+            bound(FP8),
+            partial(norm_case, world, rows, 4096, plan, quantize="tensor"),
+        )
         wide = partial(norm_case, world, min(rows, 100), 16384, plan, dtype=torch.float32)
         yield f"all-reduce + norm, float32{name}", 1e-5, wide
     yield "all-reduce, two shots", BF16, partial(sum_case, world, (1000, 1000), two_shot)

@@ -29,7 +29,7 @@ def as_gpu(capability: int, target: int | None = None) -> None:
         target = 10 * major + minor
         driver: Any = triton.runtime.driver.active
         driver.get_current_target = lambda: GPUTarget("cuda", capability, 32)
-        compiler.max_shared_mem = lambda device: architectures.SHARED_KIB[capability] << 10
+        compiler.max_shared_mem = lambda device: architectures.FEATURES[capability].shared_kib << 10
         architectures.device_capability = lambda device=None: capability
     # By its key such a kernel is one for the older GPU, which could not run it.
     folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))

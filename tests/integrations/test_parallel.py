@@ -113,9 +113,9 @@ def test_a_block_and_its_gradients(mesh: DeviceMesh, dim: int, amp: bool, monkey
     (expected * g.double()).sum().backward()
     dtype = torch.float32 if amp else BF
     calls: list[str] = []
-    all_gather_matmul = parallel.all_gather_matmul
+    gather = parallel.all_gather_matmul_with_gathered
     monkeypatch.setattr(
-        parallel, "all_gather_matmul", lambda *a, **k: (calls.append("gather"), all_gather_matmul(*a, **k))[1]
+        parallel, "all_gather_matmul_with_gathered", lambda *a, **k: (calls.append("gather"), gather(*a, **k))[1]
     )
 
     def summed_over(world: weft.World) -> None:
@@ -191,11 +191,12 @@ def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPa
     """When a graph is replayed, what was gathered elsewhere is gone, or of other values."""
     gathers: list[nn.Module] = []
 
-    def gather(x: torch.Tensor, weight: torch.Tensor, bias: Any, return_gathered: bool = False, **_: Any) -> Any:
+    def gather(x: torch.Tensor, weight: torch.Tensor, bias: Any, **_: Any) -> torch.Tensor:
         gathers.append(module)
-        return (x @ weight.t(), x) if return_gathered else x @ weight.t()
+        return x @ weight.t()
 
     monkeypatch.setattr(parallel, "all_gather_matmul", gather)
+    monkeypatch.setattr(parallel, "all_gather_matmul_with_gathered", lambda x, *args, **_: (gather(x, *args), x))
     for captures in ((False, True), (True, False), (True, True), (False, False)):
         x, modules = torch.randn(3, H), (nn.Linear(H, 4), nn.Linear(H, 4))
         gathers.clear()

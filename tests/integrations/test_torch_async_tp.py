@@ -14,10 +14,9 @@ import torch.multiprocessing as mp
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_fp8 import scaled
+from tests.emulated.cases_fp8 import dequantized, scaled
 from tests.emulated.cases_nn import emulate
 from tests.gates import some
-from weft.backends.library_gemm import dequantized
 from weft.integrations.torch_async_tp import (
     FUSED_GATHER,
     FUSED_SCATTER,
@@ -26,7 +25,7 @@ from weft.integrations.torch_async_tp import (
     SCALED_SCATTER,
     async_tp,
 )
-from weft.ops.recipes import E4M3
+from weft.scaled_tensor import E4M3
 
 BF16 = 1e-2
 LAYOUTS = [((8, 32), 0), ((8, 3, 32), 0), ((3, 4, 32), 1), ((2, 4, 3, 32), 1)]  # shape of a rank's part, dimension

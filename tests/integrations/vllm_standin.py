@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
-from tests.emulated.cases_fp8 import scaled
-from weft.backends.library_gemm import dequantized
+from tests.emulated.cases_fp8 import dequantized, scaled
 from weft.integrations.vllm import compare, interface, plugin, served, start
 
 BF = torch.bfloat16

@@ -45,7 +45,7 @@ from tests.offline.test_offline import (
     to_ranks,
 )  # fmt: skip
 from weft import World
-from weft.architectures import ADA, HOPPER, SHARED_KIB, capability_of
+from weft.architectures import capability_of, features
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.check.ptx import signals_not_by_thread_zero, signals_outside_first_warp
@@ -99,11 +99,11 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
     }.items():  # fmt: skip
         yield f"all-reduce + norm {name}", Case(norm(plan), 8)
         yield f"all-reduce + norm {name}, float32", Case(norm(plan, 40, 16384, dtype=torch.float32), 8)
-        if capability >= ADA:
+        if features(capability).e4m3:
             yield f"all-reduce + norm {name}, fp8", Case(norm(plan, 40, 5120, fp8=True), 8)
     for name in ("silu_mul", "rotary", "rms_norm and residual_add", "wait_word", "World.barrier", "decoder"):
         yield name, Case(*CASES[name])
-    if capability >= HOPPER:
+    if features(capability).tma:
         yield from ((name, Case(*case)) for name, case in CASES.items() if name.startswith(("MoE", "all-reduce x8, ")))
 
 
@@ -115,13 +115,13 @@ def outcome(launch: Launch, k: Compiled, capability: int) -> list[str]:
     gemm = (launch.kernel.__name__ in GEMMS and computes(launch)) or launch.kernel.__name__ in ALONE
     cores = "tcgen05.mma" if capability in (100, 103) else "mma.sync"
     wrong = [f"spills {k.spills} bytes"] * (k.spills > 0) + [*k.warnings]
-    if k.shared > SHARED_KIB[capability] << 10 or (k.shared and programs * (k.shared + 1024) > kib << 10):
+    if k.shared > features(capability).shared_kib << 10 or (k.shared and programs * (k.shared + 1024) > kib << 10):
         wrong.append(f"{programs} programs of {k.shared} bytes of shared memory")
     if programs * warps * 32 > threads or programs * warps * 32 * registers > 65536:
         wrong.append(f"{programs} programs of {warps * 32} threads with {registers} registers")
     if (cores in k.ptx) != gemm or "wgmma" in k.ptx:
         wrong.append(f"{cores}: {cores in k.ptx}, and the kernel is {'a' if gemm else 'no'} GEMM")
-    if capability < HOPPER:
+    if not features(capability).tma:
         wrong += [f"{text} is Hopper's" for text in ("cp.async.bulk", "fence.proxy.async", "multimem") if text in k.ptx]
         if gemm and "cp.async.cg.shared.global" not in k.ptx:
             wrong.append("loads of tiles are not asynchronous, in 16-byte words")

@@ -137,13 +137,12 @@ def call(
         options: dict[str, Any] = {}
         if scaling:
             x, w, xs, ws = factors(1, len(x), n, k, scaling, world.device)
-            options = dict(x_scale=xs, weight_scale=ws, out_dtype=dtype, use_fast_accum=fast)
+            x, w = weft.ScaledTensor(x, xs, scaling), weft.ScaledTensor(w, ws, scaling)
+            options = dict(out_dtype=dtype, use_fast_accum=fast)
         if gated:
             all_gather_swiglu(x, w, gated, world=world, plan=plan, rows=None)
-        elif gather:
-            weft.all_gather_matmul(
-                x, w, b, world=world, plan=plan, rows=rows if uneven else None, return_gathered=uneven, **options
-            )
+        elif gather and uneven:
+            weft.all_gather_matmul_with_gathered(x, w, b, world=world, plan=plan, rows=rows, **options)
         else:
             getattr(weft, op)(x, w, b, world=world, plan=plan, **options)
 
@@ -223,7 +222,7 @@ CASES["World.barrier"] = lambda world: world.barrier(), 8
 
 
 def norm(
-    plan: Plan, m: int = 40, h: int = 8192, *, dtype: torch.dtype = BF, fp8: bool = False, sum_only: bool = False,
+    plan: Plan, m: int = 40, h: int = 8192, *, dtype: torch.dtype = BF, recipe: str = "", sum_only: bool = False,
     full: bool = False, **options: Any,
 ) -> Callable[[World], Any]:  # fmt: skip
     def fn(world: World) -> None:
@@ -231,11 +230,16 @@ def norm(
         if sum_only:
             weft.all_reduce(x, world=world, plan=plan)
             return
-        if fp8:
-            options.update(out_dtype=torch.float8_e4m3fn, scale=torch.ones(1))
         rows = m if full else balanced_rows(m, world.size)[world.rank]
         residual = torch.zeros(rows, h, dtype=dtype)
-        weft.all_reduce_rms_norm(x, residual, w, full_residual=full, world=world, plan=plan, **options)
+        if recipe:
+            scale = torch.ones(1) if recipe == "tensor" else None
+            options.update(scale=scale)
+            weft.all_reduce_rms_norm_quantized(
+                x, residual, w, recipe, full_residual=full, world=world, plan=plan, **options
+            )
+        else:
+            weft.all_reduce_rms_norm(x, residual, w, full_residual=full, world=world, plan=plan, **options)
 
     return fn
 
@@ -256,15 +260,18 @@ for name, plan in {
     if plan != Sequential():
         CASES[f"all-reduce x8, {name}"] = norm(plan, sum_only=True), 8
     CASES[f"all-reduce + norm x8, {name}, full"] = norm(plan, 5, full=True, norm="layer"), 8
-    CASES[f"all-reduce + norm x8, {name}, 5120 float16 fp8"] = norm(plan, 40, 5120, dtype=HALF, fp8=True), 8
+    CASES[f"all-reduce + norm x8, {name}, 5120 float16 fp8"] = norm(plan, 40, 5120, dtype=HALF, recipe="tensor"), 8
     if name != "multicast":
-        CASES[f"all-reduce + norm x8, {name}, by row"] = norm(plan, 40, 8192, quantize="row"), 8
-        CASES[f"all-reduce + norm x8, {name}, by block"] = norm(plan, 40, 7168, quantize="block"), 8
+        CASES[f"all-reduce + norm x8, {name}, by row"] = norm(plan, 40, 8192, recipe="row"), 8
+        CASES[f"all-reduce + norm x8, {name}, by block"] = norm(plan, 40, 7168, recipe="block"), 8
     CASES[f"all-reduce + norm x8, {name}, 16384 float32"] = norm(plan, 40, 16384, dtype=torch.float32), 8
     CASES[f"all-reduce + norm x8, {name}, 1024"] = norm(plan, 1, 1024), 8
     if isinstance(plan, TwoShotCounted):
-        CASES[f"all-reduce + norm x2, {name}, full, by row"] = norm(plan, 40, 8192, full=True, quantize="row"), 2
-        CASES[f"all-reduce + norm x2, {name}, 5120 fp8"] = norm(plan, 40, 5120, dtype=HALF, fp8=True, norm="layer"), 2
+        CASES[f"all-reduce + norm x2, {name}, full, by row"] = norm(plan, 40, 8192, full=True, recipe="row"), 2
+        CASES[f"all-reduce + norm x2, {name}, 5120 fp8"] = (
+            norm(plan, 40, 5120, dtype=HALF, recipe="tensor", norm="layer"),
+            2,
+        )
 for i, (op, ranks, plan) in enumerate(shipped()):
     fn = norm(plan, sum_only=op == "all_reduce") if op.startswith("all_reduce") else call(op, plan)
     CASES[f"table {i}: {op} x{ranks}"] = fn, ranks
@@ -406,15 +413,8 @@ def product_of_8_bits(scaling: str, plan: Plan, m: int, n: int, k: int, **option
     def fn(world: World) -> None:
         x, w, xs, ws = factors(1, m, n, k, scaling, world.device)
         by_columns = options.pop("by_columns", False)
-        weft.matmul(
-            x,
-            w,
-            x_scale=xs.t().contiguous().t() if by_columns else xs,
-            weight_scale=ws,
-            world=world,
-            plan=plan,
-            **options,
-        )
+        operand = weft.ScaledTensor(x, xs.t().contiguous().t() if by_columns else xs, scaling)
+        weft.matmul(operand, weft.ScaledTensor(w, ws, scaling), world=world, plan=plan, **options)
 
     return fn
 
@@ -431,7 +431,7 @@ def quantized(world: World) -> None:
         for recipe in ("row", "block", "tensor"):
             x, scale = torch.zeros(m, k, dtype=BF if m > 40 else HALF), torch.ones(1) if recipe == "tensor" else None
             weft.quantize(x, recipe, scale=scale, world=world)
-            weft.silu_mul(x, world=world, quantize=recipe, scale=scale)
+            weft.silu_mul_quantized(x, recipe, scale=scale, world=world)
         weft.quantize(x, "block", weight=True, world=world)
         weft.quantize(x, "block", by_columns=True, world=world)
 

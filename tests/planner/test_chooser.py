@@ -223,8 +223,8 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every candidate that can run there has its turns; another generation's GPU, and one with rows, stay as they are."""
-    generation, known = [9], [False]
-    monkeypatch.setattr("weft.planner.auto._generation", lambda device: generation[0])
+    is_hopper, known = [True], [False]
+    monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
     monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: None)
     monkeypatch.setattr(weft.World, "capturing", lambda world: False)
@@ -255,7 +255,7 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
 
     plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
     assert plan == best and {Sequential(), *REGISTRY[op].variants, Decomposed()} <= timed
-    for generation[0], known[0] in ((10, False), (9, True)):
+    for is_hopper[0], known[0] in ((False, False), (True, True)):
         plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
         assert plan == Sequential() and not timed
 

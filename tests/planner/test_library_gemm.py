@@ -12,6 +12,7 @@ import torch
 from tests.emulated.cases_fp8 import factors
 from weft.backends import library_gemm
 from weft.chooser import CallTime, Choice, Chooser
+from weft.scaled_tensor import E4M3, ScaledTensor
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +203,8 @@ def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
 def test_a_dequantized_product_is_that_of_the_values() -> None:
     x, w, xs, ws = factors(1, 24, 300, 256, "block", torch.device("cpu"))
     out, bias = torch.empty(24, 300, dtype=torch.bfloat16), torch.randn(300).bfloat16()
-    library_gemm.dequantized_product(library_gemm.ScaledOperands(x, w, bias, xs, ws, "block", False), out)
+    operands = library_gemm.ScaledOperands(ScaledTensor(x, xs, "block"), ScaledTensor(w, ws, "block"), bias, False)
+    library_gemm.dequantized_product(operands, out)
     rows, columns = (
         s.repeat_interleave(n, 0)[:m].repeat_interleave(128, 1) for s, n, m in ((xs, 1, 24), (ws, 128, 300))
     )
@@ -213,7 +215,10 @@ def test_a_dequantized_product_is_that_of_the_values() -> None:
 @pytest.mark.skipif(not hasattr(torch.ops.aten._scaled_mm_v2, "out"), reason="an older torch")
 def test_torch_takes_the_arguments_of_a_product_by_block() -> None:
     """CPUs have no product of this recipe: torch reads all arguments and says so."""
-    x, weight = (torch.zeros(rows, 640, dtype=torch.float8_e4m3fn) for rows in (64, 256))
-    operands = library_gemm.ScaledOperands(x, weight, None, torch.ones(64, 5), torch.ones(2, 5), "block", False)
+    x, weight = (
+        ScaledTensor(torch.zeros(rows, 640).to(E4M3), torch.ones(scales, 5), "block")
+        for rows, scales in ((64, 64), (256, 2))
+    )
+    operands = library_gemm.ScaledOperands(x, weight, None, False)
     with pytest.raises((ValueError, RuntimeError), match="Invalid scaling configuration"):
         library_gemm.torch_scaled_by_block(operands, torch.empty(64, 256, dtype=torch.bfloat16))

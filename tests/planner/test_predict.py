@@ -1182,7 +1182,7 @@ def test_ranks_meet_at_the_profile_before_they_can_differ(monkeypatch: pytest.Mo
     assert known is not None
     monkeypatch.setattr(EmulatedBackend, "name", "cuda")
     monkeypatch.setattr(table, "gpu_model", lambda device: "nvidia-h200")
-    monkeypatch.setattr(weft_auto, "_generation", lambda device: weft_auto.GENERATION)
+    monkeypatch.setattr(weft_auto, "_is_measured", lambda device: True)
     monkeypatch.setattr(weft_auto, "this_machine", lambda device, world: known.machine)
     monkeypatch.setattr(weft_auto, "find", lambda machine: known)
     monkeypatch.setattr(weft_auto, "self_check", lambda profile, device: None)

@@ -244,3 +244,12 @@ def test_rows_of_a_table_that_were_wrapped_as_prose_are_found(tmp_path: Path) ->
     whole = f'"""Title.\n\n{row}\n{rest}\n    pullers         sum\n\nArgs:\n    x: more\n        of it\n"""\n'
     modules = planted(tmp_path, left=broken, right=whole)
     assert [structure.broken_tables(module) for module in modules.values()] == [[4], []]
+
+
+def test_lines_of_code_are_counted(tmp_path: Path) -> None:
+    """Strings that are no docstring count with all their lines, and a statement counts with all of its own."""
+    text = '"""Title.\n\nMore.\n"""\n# why\n\ndef f(\n    a,  # what\n):\n    """Do."""\n    return """x\n\ny"""\n'
+    assert structure.code_lines(text) == 6
+    (tmp_path / "src" / "weft").mkdir(parents=True)
+    (tmp_path / "src" / "weft" / "f.py").write_text(text)
+    assert structure.code_lines_by_directory(tmp_path) == {"src": 6, "examples": 0, "bench": 0}

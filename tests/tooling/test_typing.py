@@ -60,7 +60,7 @@ def own(out, rank):  # type: ignore[no-untyped-def]
     tl.store(out, rank)
 
 
-def main(world: weft.World, whole: bool = False) -> torch.Tensor:
+def main(world: weft.World) -> torch.Tensor:
     x, w = world.empty((4, 8), torch.bfloat16), world.zeros((8, 8), dtype=torch.bfloat16)
     ch = world.channel("rows", 1, None, arrivals=1)
     args = dict(x=x, out=world.symmetric((4, 8), torch.bfloat16, "out").local, ch=ch, N=32)
@@ -70,13 +70,14 @@ def main(world: weft.World, whole: bool = False) -> torch.Tensor:
     world.synchronize()
     assert_type(x, torch.Tensor)
     assert_type(weft.all_gather_matmul(x, w, world=world), torch.Tensor)
-    assert_type(weft.all_gather_matmul(x, w, world=world, return_gathered=True), tuple[torch.Tensor, torch.Tensor])
-    either = weft.all_gather_matmul(x, w, world=world, return_gathered=whole)
-    assert_type(either, torch.Tensor | tuple[torch.Tensor, torch.Tensor])
+    assert_type(weft.all_gather_matmul_with_gathered(x, w, world=world), tuple[torch.Tensor, torch.Tensor])
+    x8, w8 = (weft.quantize(t, "row", world=world) for t in (x, w))
+    assert_type(weft.all_gather_matmul(x8, w8, world=world), torch.Tensor)
+    assert_type(weft.all_gather_matmul_with_gathered(x8, w8, world=world), tuple[torch.Tensor, weft.ScaledTensor])
     assert_type(weft.matmul_reduce_scatter(x, w, world=world, rows=[2, 2], plan=weft.plans.FusedReduceScatter()), torch.Tensor)
-    assert_type(weft.matmul_reduce_scatter(x, w, world=world, reorder=False), tuple[torch.Tensor, Remap | None])
+    assert_type(weft.matmul_reduce_scatter_tiles(x, w, world=world), tuple[torch.Tensor, Remap | None])
     assert_type(weft.matmul_all_reduce(x, w, world=world), torch.Tensor)
-    y, remap = weft.matmul_all_reduce(x, w, world=world, reorder=False)
+    y, remap = weft.matmul_all_reduce_tiles(x, w, world=world)
     assert_type(weft.rms_norm(y, w[0], 1e-6, world=world, remap=remap), torch.Tensor)
     assert_type(weft.rms_norm(y, w[0], 1e-6, world=world, residual=x), tuple[torch.Tensor, torch.Tensor])
     assert_type(weft.all_reduce_rms_norm(x, None, w[0], world=world), tuple[torch.Tensor, torch.Tensor])
@@ -90,9 +91,10 @@ assert_type(weft.spmd(main, 2, backend="emulated", seed=1), list[torch.Tensor])
 
 WRONG = {  # a line of main, and what is said of it
     "weft.all_reduce(x)": 'Missing named argument "world"',
-    "weft.all_gather_matmul([[1.0]], w, world=world)": "No overload variant",
-    "weft.matmul_all_reduce(x, w, world=world, plan=3)": "No overload variant",
-    "weft.matmul_all_reduce(x, w, world=world, out=x, reorder=False)": "No overload variant",
+    "weft.all_gather_matmul([[1.0]], w, world=world)": 'incompatible type "list[list[float]]"',
+    "weft.matmul_all_reduce(x, w, world=world, plan=3)": 'incompatible type "int"; expected "str | Plan"',
+    "weft.matmul_all_reduce(x, w, world=world, reorder=False)": 'incompatible type "bool"; expected "Never"',
+    "weft.matmul_all_reduce_tiles(x, w, world=world, out=x)": 'Unexpected keyword argument "out"',
     "weft.rms_norm(x, 1e-6, w, world=world)": "No overload variant",
     "world.empti((4,), torch.bfloat16)": 'has no attribute "empti"',
     "world.empty(4, torch.bfloat16)": 'incompatible type "int"; expected "Sequence[int]"',

@@ -559,9 +559,7 @@ class CudaBackend(GpuBackend):
     def _compare_devices(self) -> None:
         """Collective. Set `nodes`, `peer_reason`, `symmetric_reason` and `shares_gpu`, which all ranks decide from the
         same list."""
-        reason = architectures.lacks(
-            architectures.device_capability(self.device), architectures.EARLIEST, "weft's kernels"
-        )
+        reason = architectures.lacks(architectures.device_capability(self.device), "bf16", "weft's kernels")
         self.peer_reason = self.symmetric_reason = reason
         if self.size == 1:
             return

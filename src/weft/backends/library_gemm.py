@@ -24,6 +24,7 @@ import torch
 
 from .. import architectures
 from ..chooser import Choice, Chooser
+from ..scaled_tensor import SCALE_BLOCK, ScaledTensor, Scaling
 
 GemmFunction = Callable[..., torch.Tensor]  # takes x, weight, out, and starts for a grouped GEMM; returns the result
 
@@ -71,7 +72,7 @@ def lacks() -> str | None:
     if not OLDEST <= numbers(version) < BEFORE:
         wanted = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BEFORE))}"
         return f"quack-kernels {version} is not one of {wanted}, for which weft was written"
-    if not torch.cuda.is_available() or architectures.device_capability() // 10 != 9:
+    if not torch.cuda.is_available() or not architectures.features(architectures.device_capability()).wgmma:
         return "its GEMM is used on Hopper GPUs alone"
     try:
         import quack.gemm  # noqa: F401
@@ -227,45 +228,35 @@ def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class ScaledOperands(NamedTuple):
-    """x [M, K] and weight [N, K] in e4m3, bias [N] or None, and float32 scales of one of the recipes (ops/recipes.py).
-    scaling: "tensor" (each scale has one element), "row" (M and N elements) or "block" ([M, K / 128], and [N / 128
-    rounded up, K / 128])."""
+    """The operands of a product: x [M, K], weight [N, K] and bias [N] or None. fast_accum: as use_fast_accum of
+    torch._scaled_mm."""
 
-    x: torch.Tensor
-    weight: torch.Tensor
+    x: ScaledTensor
+    weight: ScaledTensor
     bias: torch.Tensor | None
-    x_scale: torch.Tensor
-    weight_scale: torch.Tensor
-    scaling: str
     fast_accum: bool
+
+    @property
+    def scaling(self) -> Scaling:
+        return Scaling(self.x.recipe, self.fast_accum)
 
 
 ScaledProduct = Callable[[ScaledOperands, torch.Tensor], object]  # takes the operands and out [M, N]
 
 
-def dequantized(t: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> torch.Tensor:
-    """Return the float32 values of t [R, K]. rows: rows of t that share a scale of [R / rows rounded up, K / 128]."""
-    if scale.dim() == 2 and scale.shape[1] * 128 == t.shape[1] and scale.shape[0] * rows >= t.shape[0]:
-        scale = scale.repeat_interleave(rows, 0)[: t.shape[0]].repeat_interleave(128, 1)
-    elif scale.numel() > 1:
-        scale = scale.view(-1, 1)
-    return t.float() * scale
-
-
 def dequantized_product(o: ScaledOperands, out: torch.Tensor) -> None:
     """Multiply the float32 values, for CPU tensors."""
-    rows = 128 if o.scaling == "block" else 1
-    y = dequantized(o.x, o.x_scale) @ dequantized(o.weight, o.weight_scale, rows).t()
+    y = o.x.dequantized() @ o.weight.dequantized(SCALE_BLOCK).t()
     out.copy_(y if o.bias is None else y + o.bias.float())
 
 
 def torch_scaled(o: ScaledOperands, out: torch.Tensor) -> None:
     """Multiply by torch, which uses cuBLAS or CUTLASS."""
-    x_scale, weight_scale = o.x_scale, o.weight_scale
-    if o.scaling == "row":
-        x_scale, weight_scale = x_scale.view(-1, 1), weight_scale.view(1, -1)
+    x, weight = o.x.scales, o.weight.scales
+    if o.x.recipe == "row":
+        x, weight = x.view(-1, 1), weight.view(1, -1)
     torch._scaled_mm(
-        o.x, o.weight.t(), x_scale, weight_scale, o.bias, out_dtype=out.dtype, use_fast_accum=o.fast_accum, out=out
+        o.x.values, o.weight.values.t(), x, weight, o.bias, out_dtype=out.dtype, use_fast_accum=o.fast_accum, out=out
     )
 
 
@@ -275,12 +266,13 @@ def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
     it writes `out`, without a copy of the result."""
     from torch.nn.functional import ScalingType
 
-    x_scales, weight_scales, missing = [o.x_scale.t().contiguous().t()], o.weight_scale, -o.weight_scale.shape[1] % 4
+    x, weight = [o.x.scales.t().contiguous().t()], o.weight.scales
+    missing = -weight.shape[1] % 4
     if missing:
-        weight_scales = torch.nn.functional.pad(weight_scales, (0, missing))[:, :-missing]
+        weight = torch.nn.functional.pad(weight, (0, missing))[:, :-missing]
     by_x, by_weight = [ScalingType.BlockWise1x128.value], [ScalingType.BlockWise128x128.value]
     multiply = torch.ops.aten._scaled_mm_v2.out
-    multiply(o.x, o.weight.t(), x_scales, by_x, [], [weight_scales.t()], by_weight, [], None, out.dtype, out=out)
+    multiply(o.x.values, o.weight.values.t(), x, by_x, [], [weight.t()], by_weight, [], None, out.dtype, out=out)
     if o.bias is not None:
         out.add_(o.bias)
 
@@ -289,16 +281,16 @@ def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
     """Multiply by DeepGEMM, if sgl-deep-gemm is installed. It compiles a kernel at the first use of each size."""
     import deep_gemm
 
-    deep_gemm.fp8_gemm_nt((o.x, o.x_scale), (o.weight, o.weight_scale), out)
+    deep_gemm.fp8_gemm_nt(o.x[:2], o.weight[:2], out)
     if o.bias is not None:
         out.add_(o.bias)
 
 
 @functools.cache
-def scaled_products(scaling: str) -> dict[str, ScaledProduct]:
-    """Return the libraries' products of a recipe, by name. One that cannot run here is dropped when it is tried
+def scaled_products(recipe: str) -> dict[str, ScaledProduct]:
+    """Return the libraries' products for a recipe, by name. One that cannot run here is dropped when it is tried
     (`correct_names`)."""
-    if scaling != "block":
+    if recipe != "block":
         return {"torch": torch_scaled}
     products: dict[str, ScaledProduct] = {}
     if hasattr(torch.nn.functional, "scaled_mm") and hasattr(torch.ops.aten._scaled_mm_v2, "out"):

@@ -23,7 +23,7 @@ from triton.backends.nvidia.compiler import sm_arch_from_capability
 from triton.compiler.errors import CompilationError
 
 from .. import _triton
-from ..architectures import HOPPER, SHARED_KIB
+from ..architectures import HOPPER, features
 from ..emulator.interpret import source_tree
 from ..lang.descriptors import for_gpu
 from ..lang.jit import check_tuple
@@ -141,7 +141,7 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 def too_large(compiled: Compiled, capability: int) -> str:
     """Return why no program fits on the GPU, or "" if one does."""
-    available = SHARED_KIB[capability] * 1024
+    available = features(capability).shared_kib * 1024
     if compiled.shared <= available:
         return ""
     return f"a program needs {compiled.shared} bytes of shared memory, of {available}"

@@ -24,10 +24,11 @@ import triton.language as tl
 from ..lang.descriptors import tiles_of
 from ..lang.intrinsics import keep_before
 from ..lang.jit import jit
+from ..scaled_tensor import SCALE_BLOCK
 from .gemm import Tile, column_halves, gemm_tile, grouped_tile, silu, silu_gate, store_tile
 
 BY_TENSOR, BY_ROW, BY_BLOCK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # Tile.SCALED
-BLOCK = tl.constexpr(128)  # elements of K, and rows of w, that share a scale BY_BLOCK
+BLOCK = tl.constexpr(SCALE_BLOCK)  # elements of K, and rows of w, that share a scale BY_BLOCK
 
 
 class Scales(NamedTuple):

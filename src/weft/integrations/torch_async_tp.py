@@ -29,11 +29,12 @@ from torch.distributed import ProcessGroup
 
 from ..backends.gloo import serves
 from ..launch import init
-from ..ops.all_gather_matmul.op import ALL_GATHER_MATMUL, all_gather_matmul
+from ..nn.scaled import ProductKeywords
+from ..ops.all_gather_matmul.op import ALL_GATHER_MATMUL, all_gather_matmul, all_gather_matmul_with_gathered
 from ..ops.matmul_reduce.op import MATMUL_REDUCE_SCATTER, matmul_reduce_scatter
 from ..ops.product import matmul
-from ..ops.recipes import E4M3
 from ..plans import Plan
+from ..scaled_tensor import E4M3, ScaledTensor
 from ..tensor_checks import DTYPES
 from ..world import World
 
@@ -137,7 +138,7 @@ def gather(
     widest = max(range(len(weights)), key=lambda i: weights[i].shape[1])
     if not return_gathered and len(weights) == 1:
         return None, [restore_shape(all_gather_matmul(rows, weights[0].t(), world=world, plan=plan))]
-    y, gathered = all_gather_matmul(rows, weights[widest].t(), world=world, plan=plan, return_gathered=True)
+    y, gathered = all_gather_matmul_with_gathered(rows, weights[widest].t(), world=world, plan=plan)
     stream = world.current_stream()
     products = [
         y if i == widest else world.linear(gathered, weight.t(), None, stream) for i, weight in enumerate(weights)
@@ -192,42 +193,27 @@ def gather_scaled(
     element, or one for each of this rank's rows."""
     front = x.movedim(dim, 0)
     rows, lead = front.flatten(0, -2), (world.size * front.shape[0], *front.shape[1:-1])
-    scale = x_scale.movedim(dim, 0).reshape(-1, 1) if x_scale.numel() > 1 else x_scale.view(1)
+    if x_scale.numel() > 1:
+        operand = ScaledTensor(rows, x_scale.movedim(dim, 0).reshape(-1, 1), "row")
+    else:
+        operand = ScaledTensor(rows, x_scale.view(1), "tensor")
 
     def restore_shape(y: Tensor) -> Tensor:
         return y.view(*lead, y.shape[1]).movedim(0, dim)
 
+    def arguments(w: ScaledWeight) -> tuple[ScaledTensor, Tensor | None]:
+        return ScaledTensor(w.weight.t(), w.scale, operand.recipe), w.bias
+
+    def options(w: ScaledWeight) -> ProductKeywords:
+        return ProductKeywords(out_dtype=w.dtype, use_fast_accum=w.fast_accum)
+
     widest = max(range(len(weights)), key=lambda i: weights[i].weight.shape[1])
-    scaled = weights[widest]
-    y, gathered, scales = all_gather_matmul(
-        rows,
-        scaled.weight.t(),
-        scaled.bias,
-        x_scale=scale,
-        weight_scale=scaled.scale,
-        out_dtype=scaled.dtype,
-        use_fast_accum=scaled.fast_accum,
-        world=world,
-        plan=plan,
-        return_gathered=True,
-    )
-    scales = scale if scales is None else scales
+    w = weights[widest]
+    y, gathered = all_gather_matmul_with_gathered(operand, *arguments(w), world=world, plan=plan, **options(w))
     products = [
-        y
-        if i == widest
-        else matmul(
-            gathered,
-            scaled.weight.t(),
-            scaled.bias,
-            x_scale=scales,
-            weight_scale=scaled.scale,
-            out_dtype=scaled.dtype,
-            use_fast_accum=scaled.fast_accum,
-            world=world,
-        )
-        for i, scaled in enumerate(weights)
+        y if i == widest else matmul(gathered, *arguments(w), world=world, **options(w)) for i, w in enumerate(weights)
     ]
-    return restore_shape(gathered), [restore_shape(product) for product in products]
+    return restore_shape(gathered.values), [restore_shape(product) for product in products]
 
 
 def _all_gather_scaled(
@@ -303,11 +289,10 @@ def _scaled_reduce_scatter(
         front = A.reshape(*lead, A.shape[-1]).movedim(dim, 0)
         rowwise = A_scale.numel() > 1
         scale = A_scale.reshape(*lead, 1).movedim(dim, 0).reshape(-1, 1) if rowwise else A_scale.view(1)
+        recipe = "row" if rowwise else "tensor"
         y = matmul_reduce_scatter(
-            front.flatten(0, -2),
-            B.t(),
-            x_scale=scale,
-            weight_scale=B_scale,
+            ScaledTensor(front.flatten(0, -2), scale, recipe),
+            ScaledTensor(B.t(), B_scale, recipe),
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
             world=world,

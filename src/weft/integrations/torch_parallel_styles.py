@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import style
 from torch.distributed.tensor.placement_types import Placement
 
 from ..op import Op
-from ..ops.all_gather_matmul.op import ALL_GATHER_MATMUL, all_gather_matmul
+from ..ops.all_gather_matmul.op import ALL_GATHER_MATMUL, all_gather_matmul, all_gather_matmul_with_gathered
 from ..ops.matmul_reduce.op import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, matmul_all_reduce, matmul_reduce_scatter
 from ..plans import Plan
 from ..tensor_checks import DTYPES
@@ -261,7 +261,7 @@ def gathered_linear(
         y = F.linear(last.rows, operands.weight, operands.bias)
     else:
         rows = front.flatten(0, -2)
-        y, full = all_gather_matmul(rows, operands.weight, operands.bias, world=world, plan=plan, return_gathered=True)
+        y, full = all_gather_matmul_with_gathered(rows, operands.weight, operands.bias, world=world, plan=plan)
         name = world.name
         reference = weakref.ref(x, lambda dead: _forget(name, dead))
         _gathered[name] = Gathered(reference, x._version, key, full, {id(module)})

@@ -15,20 +15,20 @@ from collections.abc import Mapping
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..architectures import HOPPER
+from ..architectures import features
 from .jit import jit
 
 OUTER = tl.constexpr(16)  # sizes that may differ by rank are passed multiplied by this
 
 
 def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]:
-    """Return a launch's arguments for a GPU of that capability. Before Hopper each TensorDescriptor is replaced by its
-    tensor, sizes, strides and block.
+    """Return a launch's arguments for a GPU of that capability. Without bulk copies each TensorDescriptor is replaced
+    by its tensor, sizes, strides and block.
 
     Triton compiles a different kernel for an integer that 16 divides, so the outer sizes, such as the number of this
     rank's rows, are multiplied by 16, and every rank runs the same kernel.
     """
-    if capability >= HOPPER:
+    if features(capability).tma:
         return args
     return {name: _unpacked(value) if isinstance(value, TensorDescriptor) else value for name, value in args.items()}
 

@@ -42,8 +42,8 @@ class Config:
     """The sizes of a decoder, named as in Hugging Face's LlamaConfig. `rope` is "default", "linear" or "llama3", with
     its numbers in `rope_numbers`: factor, for llama3 also low_freq_factor, high_freq_factor and
     original_max_position_embeddings. With `qkv_bias` queries, keys and values have a bias; with `qk_norm` each head of
-    queries and keys is normalised before the rotary embedding. `mixture` is None if no layer has experts. Raises
-    ValueError for impossible sizes or an unknown rope."""
+    queries and keys is normalised before the rotary embedding. `mixture` is None if no layer has experts. `recipe` is
+    that of 8-bit weights, or None. Raises ValueError for impossible sizes or an unknown rope."""
 
     vocab_size: int
     hidden_size: int
@@ -60,6 +60,7 @@ class Config:
     qkv_bias: bool = False
     qk_norm: bool = False
     mixture: Mixture | None = None
+    recipe: str | None = None
 
     def __post_init__(self) -> None:
         for name in (

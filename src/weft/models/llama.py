@@ -21,12 +21,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..backends.library_gemm import ScaledOperands
 from ..chooser import Choice
 from ..compute.elementwise import rotate_and_keep
 from ..kernel_launch import Launch, prepared
@@ -40,18 +40,18 @@ from ..nn.decoder_layer import (
     own_rows,
 )
 from ..nn.mlp import ParallelMLP
-from ..nn.scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, quantized, scaled_operand
+from ..nn.scaled import NAMES, Activation, ScaledModule, product_operands, quantized
 from ..nn.sharded import divide_by_ranks
 from ..nn.weave import LayerPlan, LayerTimes, Table, halves, table
-from ..ops.activation import launch_silu_mul, silu_mul
+from ..ops.activation import launch_silu_mul, silu_mul_quantized
 from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul import Shares, matmul, tile
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
-from ..ops.product import linear
-from ..ops.recipes import SCALE_BLOCK, Recipe, ScaledFactors
+from ..ops.scaled_gemm import multiply
 from ..planner.layers import DecoderSizes, predicted
+from ..scaled_tensor import SCALE_BLOCK, ScaledTensor
 from ..transport.memory import lock
 from ..world import World
 from .attention import attend, flash_works
@@ -80,32 +80,26 @@ class Attention(ScaledModule):
     qkv_scale: nn.Parameter | None
     out_scale: nn.Parameter | None
 
-    def __init__(self, config: Config, world: World, dtype: torch.dtype, recipe: str | None = None) -> None:
-        super().__init__(world, dtype)
-        self.dtype, self.recipe = dtype, recipe
+    def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
+        super().__init__(world, dtype, config.recipe)
         self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
         self.heads, self.head_dim = divide_by_ranks("num_attention_heads", config.num_attention_heads, world), d
-        rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
-        if recipe is None:
-            self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
-            self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
-            self.register_parameter("qkv_scale", None)
-            self.register_parameter("out_scale", None)
-        else:
-            self._hold_8_bits(recipe, hidden, device)
+        q, kv, device = self.heads * d, self.kv_heads * d, world.device
+        rows = q + 2 * kv
+        self.qkv, qkv_scale = self.matrix([q, kv, kv], hidden)
+        self.out, out_scale = self.matrix([hidden], q)
+        self.register_parameter("qkv_scale", qkv_scale)
+        self.register_parameter("out_scale", out_scale)
+        self.name_scales("q_proj.", "k_proj.", "v_proj.", "o_proj.")
         bias = torch.zeros(rows, dtype=dtype, device=device) if config.qkv_bias else None
         norms = torch.ones(2, d, dtype=dtype, device=device) if config.qk_norm else None
         self.bias, self.norms = (None if t is None else nn.Parameter(t) for t in (bias, norms))
         self.fill({f"{projection}_proj.weight": hidden**-0.5 for projection in "qkvo"})
 
-    def _hold_8_bits(self, recipe: str, hidden: int, device: torch.device) -> None:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        for n, k in ((q, hidden), (kv, hidden), (hidden, q)):
-            check_recipe("Attention", recipe, n, k)
-        self.qkv, self.qkv_scale = parameters(recipe, q + 2 * kv, hidden, device)
-        self.out, self.out_scale = parameters(recipe, hidden, q, device)
-        dims = dict.fromkeys(("q_proj.", "k_proj.", "v_proj."), 0)
-        self.hold_scales(recipe, {**dims, "o_proj.": 1 if recipe == "block" else None})
+    @property
+    def weights(self) -> tuple[Activation, Activation]:
+        """Return the weights before and after attention as ops take them."""
+        return self.scaled(self.qkv, self.qkv_scale), self.scaled(self.out, self.out_scale)
 
     def get_shard(self, name: str) -> Tensor | None:
         scaled = name.rpartition(".")[2] in NAMES.values()
@@ -123,26 +117,21 @@ class Attention(ScaledModule):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(
-        self, config: Config, layer_index: int, world: World, dtype: torch.dtype, seed: int, recipe: str | None
-    ) -> None:
+    def __init__(self, config: Config, layer_index: int, world: World, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         self.input_layernorm = Weight(hidden, world=world, dtype=dtype)
-        self.self_attn = Attention(config, world, dtype, recipe)
+        self.self_attn = Attention(config, world, dtype)
         self.post_attention_layernorm = Weight(hidden, world=world, dtype=dtype)
-        if recipe is None:
-            self.mlp = mlp_of(config, layer_index, world, dtype, seed)
-        else:
-            self.mlp = ParallelMLP(hidden, inner, world=world, dtype=dtype, recipe=recipe)
+        self.mlp = mlp_of(config, layer_index, world, dtype, seed)
 
 
 class _Body(nn.Module):
-    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int, recipe: str | None) -> None:
+    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.embed_tokens = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
         layers = range(c.num_hidden_layers)
-        self.layers: Any = nn.ModuleList(DecoderLayer(c, i, world, dtype, seed + 2 + 2 * i, recipe) for i in layers)
+        self.layers: Any = nn.ModuleList(DecoderLayer(c, i, world, dtype, seed + 2 + 2 * i) for i in layers)
         self.norm = Weight(c.hidden_size, world=world, dtype=dtype)
 
 
@@ -173,16 +162,16 @@ class Llama(nn.Module):
         recipe: str | None = None,
     ) -> None:
         super().__init__()
-        c = Config.from_hf(config)
+        c = replace(Config.from_hf(config), recipe=recipe)
         if c.mixture is not None and recipe is not None:
             raise ValueError(f"recipe {recipe!r}: experts have 16-bit weights")
         if c.mixture is not None:
             c = replace(c, mixture=replace(c.mixture, parallel=parallel))
         elif parallel != "expert":
             raise ValueError(f"parallel {parallel!r}: this config has no experts to split")
-        self.config, self.recipe = c, recipe
+        self.config = c
         self.world = world
-        self.model = _Body(c, world, dtype, seed, recipe)
+        self.model = _Body(c, world, dtype, seed)
         if not c.tie_word_embeddings:
             self.lm_head = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
         dense = [mlp for mlp in self.model.modules() if isinstance(mlp, ParallelMLP)]  # includes shared experts
@@ -228,7 +217,7 @@ class Llama(nn.Module):
         measured = table(world, c.hidden_size, c.intermediate_size) if c.mixture is None else Table()
         if isinstance(plan, str):
             plan = LayerPlan(plan) if plan != "auto" else self._auto(measured, tokens, mode)
-        if self.recipe is not None and isinstance(plan, LayerPlan) and plan.sms:
+        if c.recipe is not None and isinstance(plan, LayerPlan) and plan.sms:
             raise ValueError(f"{plan}: weft's GEMM on some of the SMs takes 16-bit operands, and weights have 8 bits")
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
@@ -255,9 +244,9 @@ class Llama(nn.Module):
         def expected(mode: str) -> LayerPlan:
             stored = measured.choose(tokens, mode)
             plan = LayerPlan(*predicted(self.world, sizes, tokens, mode)) if stored is None else stored
-            return plan if self.recipe is None else replace(plan, sms=0)
+            return plan if self.config.recipe is None else replace(plan, sms=0)
 
-        return self.world.choices.choose(Choice(("decoder", sizes, tokens, self.recipe), expected), mode)
+        return self.world.choices.choose(Choice(("decoder", sizes, tokens, self.config.recipe), expected), mode)
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return (N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
@@ -404,14 +393,15 @@ class Llama(nn.Module):
             )
         return self._rotary
 
-    def _linear(self, x: Activation, weight: Tensor, scale: Tensor | None, out: Tensor | None, sms: int) -> Tensor:
-        """Return x @ weight.T, by weft's own GEMM on `sms` SMs, or by the library's, in `out` if there is one. scale:
-        of an 8-bit weight; x then has 16 bits, or 8 bits with its scales."""
-        if scale is not None and self.recipe is not None:
-            rows, x_scale = quantized(x, self.recipe, self.world)
-            operands = ScaledFactors(rows, weight, None, x_scale, scale)
-            stream = self.world.current_stream()
-            return linear(self.world, Recipe(self.recipe, True), self.dtype, operands, stream, out)
+    def _linear(self, x: Activation, weight: Activation, out: Tensor | None, sms: int) -> Tensor:
+        """Return x @ weight.T, by weft's own GEMM on `sms` SMs, or by the library's, in `out` if there is one. x is
+        quantized if the weight has 8 bits."""
+        world = self.world
+        if isinstance(weight, ScaledTensor):
+            operands = ScaledOperands(quantized(x, weight, world), weight, None, fast_accum=True)
+            out = world.empty((len(operands.x.values), len(weight.values)), self.dtype) if out is None else out
+            multiply(world, operands, world.current_stream(), out)
+            return out
         assert isinstance(x, torch.Tensor)
         out = self.world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if sms:
@@ -455,8 +445,8 @@ class _SublayerOfPass:
     layout: Layout
     memory: _PassMemory
 
-    def linear(self, x: Activation, weight: Tensor, scale: Tensor | None, out: Tensor | None) -> Tensor:
-        return self.model._linear(x, weight, scale, out, self.layout.plan.sms)
+    def linear(self, x: Activation, weight: Activation, out: Tensor | None) -> Tensor:
+        return self.model._linear(x, weight, out, self.layout.plan.sms)
 
     def dense(self, mlp: ParallelMLP, x: Tensor, out: Tensor | None) -> Tensor:
         world, sms = self.model.world, self.layout.plan.sms
@@ -465,12 +455,12 @@ class _SublayerOfPass:
         if sms:
             matmul(x, mlp.gate_up, inner, world, sms, gated=mlp.inner)
         else:
-            self.linear(x, mlp.gate_up, mlp.gate_up_scale, gate_up)
+            self.linear(x, mlp.scaled(mlp.gate_up, mlp.gate_up_scale), gate_up)
             if mlp.recipe is None:
                 launch_silu_mul(gate_up, inner, world, mlp.block)
             else:
-                hidden = silu_mul(gate_up, world=world, quantize=mlp.recipe)
-        return self.linear(hidden, mlp.down, mlp.down_scale, out)
+                hidden = silu_mul_quantized(gate_up, mlp.recipe, world=world)
+        return self.linear(hidden, mlp.scaled(mlp.down, mlp.down_scale), out)
 
 
 class _AttentionOfPass(_SublayerOfPass):
@@ -483,16 +473,16 @@ class _AttentionOfPass(_SublayerOfPass):
 
     def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
         attention = self.module
-        qkv = self.linear(x, attention.qkv, attention.qkv_scale, self.memory.qkv[: x.shape[0]])
-        return self.linear(self.heads(qkv, part), attention.out, attention.out_scale, out)
+        qkv_weight, out_weight = attention.weights
+        qkv = self.linear(x, qkv_weight, self.memory.qkv[: x.shape[0]])
+        return self.linear(self.heads(qkv, part), out_weight, out)
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        attention, world = self.module, self.model.world
-        scaled = partial(scaled_operand, recipe=self.model.recipe, dtype=self.model.dtype, world=world)
-        rows, scales = scaled(x, attention.qkv_scale)
-        qkv = all_gather_matmul(rows, attention.qkv, world=world, rows=shards, **scales)
-        heads, scales = scaled(self.heads(qkv, 0), attention.out_scale)
-        return matmul_reduce_scatter(heads, attention.out, world=world, rows=shards, **scales)
+        (qkv_weight, out_weight), dtype, world = self.module.weights, self.model.dtype, self.model.world
+        rows, options = product_operands(x, qkv_weight, dtype, world)
+        qkv = all_gather_matmul(rows, qkv_weight, world=world, rows=shards, **options)
+        heads, options = product_operands(self.heads(qkv, 0), out_weight, dtype, world)
+        return matmul_reduce_scatter(heads, out_weight, world=world, rows=shards, **options)
 
     def heads(self, qkv: Tensor, part: int) -> Tensor:
         out = self.memory.heads[: qkv.shape[0]]

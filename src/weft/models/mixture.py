@@ -151,4 +151,5 @@ def mlp_of(config: Config, layer_index: int, world: World, dtype: torch.dtype, s
     """Return the MLP of layer `layer_index`."""
     if config.mixture is not None and layer_index not in config.mixture.dense_layers:
         return MixtureMLP(config, world, dtype, seed)
-    return ParallelMLP(config.hidden_size, config.intermediate_size, world=world, dtype=dtype)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return ParallelMLP(hidden, inner, world=world, dtype=dtype, recipe=config.recipe)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
 
-from ..ops.all_gather_matmul.op import all_gather_matmul
-from ..ops.common import ScaledOptions
+from ..ops.all_gather_matmul.op import all_gather_matmul, all_gather_matmul_with_gathered
 from ..ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
-from .scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, scaled_operand
+from .scaled import NAMES, Activation, ProductKeywords, ScaledModule, product_operands
 from .sharded import divide_by_ranks
 
 
@@ -35,28 +34,24 @@ class _ParallelLinear(ScaledModule):
         bias_shape: int,
         recipe: str | None,
     ) -> None:
-        super().__init__(world, dtype)
+        super().__init__(world, dtype, recipe)
         self.in_features, self.out_features, self.plan = in_features, out_features, plan
-        self.dtype, self.recipe = dtype, recipe
-        check_recipe(type(self).__name__, recipe, *weight_shape)
-        if recipe is None:
-            self.weight = nn.Parameter(torch.empty(weight_shape, dtype=dtype, device=world.device))
-            self.register_parameter("weight_scale", None)
-        else:
-            self.weight, self.weight_scale = parameters(recipe, *weight_shape, world.device)
-            dim = self.sharded_dim["weight"]
-            self.hold_scales(recipe, {"": None if dim == 1 and recipe == "row" else dim})
-        self.bias = None
+        (n, k), self.bias = weight_shape, None
+        self.weight, scales = self.matrix([n], k)
+        self.register_parameter("weight_scale", scales)
+        self.name_scales("")
         if bias:
             zeros = torch.zeros(bias_shape, dtype=dtype, device=world.device)
-            self.bias = nn.Parameter(zeros, requires_grad=recipe is None)
+            self.bias = nn.Parameter(zeros, requires_grad=scales is None)
         self.fill({"weight": in_features**-0.5})
 
     def get_shard(self, name: str) -> torch.Tensor | None:
         return self.weight_scale if name in NAMES.values() else self.weight if name == "weight" else self.bias
 
-    def scaled(self, x: Activation) -> tuple[torch.Tensor, ScaledOptions]:
-        return scaled_operand(x, self.weight_scale, self.recipe, self.dtype, self.world)
+    def operands(self, x: Activation) -> tuple[Activation, Activation, ProductKeywords]:
+        weight = self.scaled(self.weight, self.weight_scale)
+        x, options = product_operands(x, weight, self.dtype, self.world)
+        return x, weight, options
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Self:
@@ -112,12 +107,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Apply the layer. rows: rows of every rank's x, if they are not all equal."""
-        keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-        (operand, scales), world, plan = self.scaled(x), self.world, self.plan
-        y = all_gather_matmul(
-            operand, self.weight, self.bias, world=world, plan=plan, rows=rows, return_gathered=keep, **scales
-        )
-        return y[0] if isinstance(y, tuple) else y
+        (x, weight, options), world, plan = self.operands(x), self.world, self.plan
+        if self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad:
+            rows_of_x = cast(torch.Tensor, x)  # the op refuses anything else
+            return all_gather_matmul_with_gathered(rows_of_x, weight, self.bias, world=world, plan=plan, rows=rows)[0]
+        return all_gather_matmul(x, weight, self.bias, world=world, plan=plan, rows=rows, **options)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -155,7 +149,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Apply the layer. rows: rows that every rank gets; None: as evenly as possible, longer shards on lower ranks.
         With reduce="all" every rank gets all rows, and `rows` is ignored."""
-        (operand, scales), world, plan = self.scaled(x), self.world, self.plan
+        (x, weight, options), world, plan = self.operands(x), self.world, self.plan
         if self.reduce == "all":
-            return matmul_all_reduce(operand, self.weight, self.bias, world=world, plan=plan, **scales)
-        return matmul_reduce_scatter(operand, self.weight, self.bias, world=world, plan=plan, rows=rows, **scales)
+            return matmul_all_reduce(x, weight, self.bias, world=world, plan=plan, **options)
+        return matmul_reduce_scatter(x, weight, self.bias, world=world, plan=plan, rows=rows, **options)

@@ -21,13 +21,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from ..ops.activation import silu_mul, silu_mul_blocks
-from ..ops.all_gather_matmul.op import all_gather_matmul, all_gather_swiglu
+from ..ops.activation import silu_mul_blocks, silu_mul_quantized
+from ..ops.all_gather_matmul.op import all_gather_matmul, all_gather_matmul_with_gathered, all_gather_swiglu
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..plans import Plan
 from ..tensor_checks import requires_grad
 from ..world import World
-from .scaled import NAMES, Activation, ScaledModule, check_recipe, parameters, scaled_operand
+from .scaled import NAMES, Activation, ScaledModule, product_operands
 from .sharded import divide_by_ranks
 
 
@@ -44,8 +44,8 @@ class ParallelMLP(ScaledModule):
     keep_gathered: keep the gathered x [M, H] for the backward pass, which otherwise gathers it again. `state_dict()`
     copies gate_proj and up_proj out of gate_up: write to parameters, not to its values. recipe: "row" or "block", as in
     ColumnParallelLinear: weights are e4m3 without a gradient, each with a weight_scale or weight_scale_inv; x has 16
-    bits, or 8 bits as `weft.quantize`, or `all_reduce_rms_norm` with `quantize`, returns it. Raises ValueError if W
-    does not divide I, TypeError for a dtype other than bfloat16 and float16.
+    bits, or is a `weft.ScaledTensor`, as `weft.quantize` or `all_reduce_rms_norm_quantized` returns it. Raises
+    ValueError if W does not divide I, TypeError for a dtype other than bfloat16 and float16.
     """
 
     sharded_dim = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
@@ -65,23 +65,16 @@ class ParallelMLP(ScaledModule):
         recipe: str | None = None,
     ) -> None:
         inner = divide_by_ranks("ParallelMLP: intermediate_size", intermediate_size, world)
-        super().__init__(world, dtype)
+        super().__init__(world, dtype, recipe)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
-        self.keep_gathered, self.dtype, self.recipe = keep_gathered, dtype, recipe
+        self.keep_gathered = keep_gathered
         self.inner, self.block = inner, world.scale.interleave if recipe is None else inner
-        blocks, device = -(-inner // self.block), world.device
-        if recipe is None:
-            self.gate_up = nn.Parameter(torch.zeros(2 * blocks * self.block, hidden_size, dtype=dtype, device=device))
-            self.down = nn.Parameter(torch.empty(hidden_size, inner, dtype=dtype, device=device))
-            self.register_parameter("gate_up_scale", None)
-            self.register_parameter("down_scale", None)
-        else:
-            check_recipe("ParallelMLP", recipe, inner, hidden_size)
-            check_recipe("ParallelMLP", recipe, hidden_size, inner)
-            self.gate_up, self.gate_up_scale = parameters(recipe, 2 * inner, hidden_size, device)
-            self.down, self.down_scale = parameters(recipe, hidden_size, inner, device)
-            dims = {"gate_proj.": 0, "up_proj.": 0, "down_proj.": 1 if recipe == "block" else None}
-            self.hold_scales(recipe, dims)
+        half = -(-inner // self.block) * self.block
+        self.gate_up, gate_up_scale = self.matrix([half, half], hidden_size)
+        self.down, down_scale = self.matrix([hidden_size], inner)
+        self.register_parameter("gate_up_scale", gate_up_scale)
+        self.register_parameter("down_scale", down_scale)
+        self.name_scales("gate_proj.", "up_proj.", "down_proj.")
         bound = hidden_size**-0.5
         self.fill({"gate_proj.weight": bound, "up_proj.weight": bound, "down_proj.weight": intermediate_size**-0.5})
 
@@ -92,21 +85,22 @@ class ParallelMLP(ScaledModule):
             return self._in_8_bits(x, rows, self.recipe)
         x = cast(torch.Tensor, x)  # the op refuses anything else
         if torch.is_grad_enabled() and requires_grad(x, self.gate_up, self.down):
-            keep = self.keep_gathered and self.gate_up.requires_grad
-            gathered = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows, return_gathered=keep)
-            gate_up = gathered[0] if isinstance(gathered, tuple) else gathered
+            if self.keep_gathered and self.gate_up.requires_grad:
+                gate_up, _ = all_gather_matmul_with_gathered(x, self.gate_up, world=world, plan=plan, rows=rows)
+            else:
+                gate_up = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows)
             hidden = silu_mul_blocks(gate_up, self.inner, self.block, world)
         else:
             hidden = all_gather_swiglu(x, self.gate_up, self.inner, world, plan, rows)
         return matmul_reduce_scatter(hidden, self.down, world=world, plan=plan, rows=rows)
 
     def _in_8_bits(self, x: Activation, rows: Sequence[int] | None, recipe: str) -> torch.Tensor:
-        world, plan = self.world, self.plan
-        operand, scales = scaled_operand(x, self.gate_up_scale, recipe, self.dtype, world)
-        gate_up = all_gather_matmul(operand, self.gate_up, world=world, plan=plan, rows=rows, **scales)
-        hidden = silu_mul(gate_up, world=world, quantize=recipe)
-        operand, scales = scaled_operand(hidden, self.down_scale, recipe, self.dtype, world)
-        return matmul_reduce_scatter(operand, self.down, world=world, plan=plan, rows=rows, **scales)
+        world, plan, dtype = self.world, self.plan, self.dtype
+        gate_up, down = self.scaled(self.gate_up, self.gate_up_scale), self.scaled(self.down, self.down_scale)
+        x, options = product_operands(x, gate_up, dtype, world)
+        y = all_gather_matmul(x, gate_up, world=world, plan=plan, rows=rows, **options)
+        hidden, options = product_operands(silu_mul_quantized(y, recipe, world=world), down, dtype, world)
+        return matmul_reduce_scatter(hidden, down, world=world, plan=plan, rows=rows, **options)
 
     def _half(self, name: str) -> torch.Tensor:
         """Return blocks [S / 2B, B, H] of gate or up, as a view."""

@@ -10,46 +10,20 @@ Activations are quantized dynamically, by the same recipe and with scales of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 import torch
 from torch import nn
 
 from ..compute.quantize import LARGEST
-from ..ops.common import ScaledOptions
 from ..ops.quantize import quantize
-from ..ops.recipes import E4M3, SCALE_BLOCK
+from ..scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor, scales_shape
 from ..world import World
 from .sharded import Sharded, gathered
 
 NAMES = {"row": "weight_scale", "block": "weight_scale_inv"}
-Activation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # in 16 bits, or in 8 bits with its scales
-
-
-def check_recipe(module: str, recipe: str | None, n: int, k: int) -> None:
-    """Raise ValueError, which names the `module`, for a recipe that modules do not have, or if its blocks do not divide
-    this rank's weight [n, k]."""
-    if recipe is None:
-        return
-    if recipe not in NAMES:
-        raise ValueError(f"{module}: recipe {recipe!r} is not one of {sorted(NAMES)}")
-    if recipe == "block" and (n % SCALE_BLOCK or k % SCALE_BLOCK):
-        raise ValueError(
-            f"{module}: this rank's weight [{n}, {k}] is not of whole blocks of {SCALE_BLOCK} x {SCALE_BLOCK}"
-        )
-    if n % 8 or k % 16:
-        raise ValueError(f"{module}: this rank's weight [{n}, {k}] in 8 bits needs N a multiple of 8 and K of 16")
-
-
-def scale_shape(recipe: str, n: int, k: int) -> tuple[int, int]:
-    return (n, 1) if recipe == "row" else (n // SCALE_BLOCK, k // SCALE_BLOCK)
-
-
-def parameters(recipe: str, n: int, k: int, device: torch.device) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return a weight [n, k] of zeros and its scales, as parameters without gradients."""
-    weight, scale = torch.zeros(n, k, device=device).to(E4M3), torch.ones(scale_shape(recipe, n, k), device=device)
-    return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
+Activation = torch.Tensor | ScaledTensor
 
 
 def in_shape(value: torch.Tensor, shape: torch.Size, ranks: int, dim: int | None) -> torch.Tensor:
@@ -63,25 +37,26 @@ def in_shape(value: torch.Tensor, shape: torch.Size, ranks: int, dim: int | None
     return value.reshape(whole) if value.numel() == torch.Size(whole).numel() else value
 
 
-def quantized_weight(weight: torch.Tensor, recipe: str, world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a 16-bit weight in 8 bits, and its scales."""
-    return quantize(weight.to(world.device), recipe, weight=True, world=world)
+def quantized(x: Activation, weight: ScaledTensor, world: World) -> ScaledTensor:
+    """Return x in 8 bits, for its product with the weight; an x that is quantized already is returned unchanged."""
+    return x if isinstance(x, ScaledTensor) else quantize(x, weight.recipe, world=world)
 
 
-def quantized(x: Activation, recipe: str, world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in 8 bits and its scales; an x that is quantized already is returned unchanged."""
-    return x if isinstance(x, tuple) else quantize(x, recipe, world=world)
+class ProductKeywords(TypedDict, total=False):
+    """The keywords of an op with a GEMM that concern 8-bit operands."""
+
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
 
 
-def scaled_operand(
-    x: Activation, scale: torch.Tensor | None, recipe: str | None, dtype: torch.dtype, world: World
-) -> tuple[torch.Tensor, ScaledOptions]:
-    """Return x and the keyword arguments with which an op multiplies it by a weight with `scale`, for a result of
-    `dtype`. Without a recipe these are x unchanged and no keywords."""
-    if recipe is None:
-        return cast(torch.Tensor, x), {}  # the op raises TypeError for a pair
-    rows, x_scale = quantized(x, recipe, world)
-    return rows, dict(x_scale=x_scale, weight_scale=scale, out_dtype=dtype, use_fast_accum=True)
+def product_operands(
+    x: Activation, weight: Activation, dtype: torch.dtype, world: World
+) -> tuple[Activation, ProductKeywords]:
+    """Return x as an op multiplies it by the weight, quantized if the weight has 8 bits, and the keywords for a result
+    of `dtype`."""
+    if not isinstance(weight, ScaledTensor):
+        return x, {}
+    return quantized(x, weight, world), ProductKeywords(out_dtype=dtype, use_fast_accum=True)
 
 
 class ScaledModule(Sharded):
@@ -89,14 +64,43 @@ class ScaledModule(Sharded):
     weights are rounded to `dtype` and quantized when they are loaded. Scales by row of a weight whose columns ranks
     split are those of the whole row, and so the same on all ranks."""
 
-    dtype: torch.dtype
-    recipe: str | None
+    def __init__(self, world: World, dtype: torch.dtype, recipe: str | None) -> None:
+        super().__init__(world, dtype)
+        self.dtype, self.recipe = dtype, recipe
+        if recipe not in (None, *NAMES):
+            raise ValueError(f"{type(self).__name__}: recipe {recipe!r} is not one of {sorted(NAMES)}")
 
-    def hold_scales(self, recipe: str, dims: Mapping[str, int | None]) -> None:
-        """Name the scales of weights in the state dict. `dims` has, by the prefix of the name, the dimension that ranks
-        split."""
-        self.sharded_dim = self.sharded_dim | {f"{prefix}{NAMES[recipe]}": dim for prefix, dim in dims.items()}
-        self.ignored = tuple(f"{prefix}input_scale" for prefix in dims)
+    def matrix(self, rows: Sequence[int], k: int) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Return a weight of zeros, whose parts have these numbers of rows, and k columns; and the scales of a weight
+        in 8 bits, both without gradients. Raises ValueError if blocks do not divide a part."""
+        n, device, name = sum(rows), self.world.device, type(self).__name__
+        if self.recipe is None:
+            return nn.Parameter(torch.zeros(n, k, dtype=self.dtype, device=device)), None
+        for part in rows:
+            weight = f"{name}: this rank's weight [{part}, {k}]"
+            if self.recipe == "block" and (part % SCALE_BLOCK or k % SCALE_BLOCK):
+                raise ValueError(f"{weight} is not of whole blocks of {SCALE_BLOCK} x {SCALE_BLOCK}")
+            if part % 8 or k % 16:
+                raise ValueError(f"{weight} in 8 bits needs N a multiple of 8 and K of 16")
+        shape = scales_shape(self.recipe, n, k, SCALE_BLOCK)
+        weight_and_scales = torch.zeros(n, k, device=device).to(E4M3), torch.ones(shape, device=device)
+        values, scales = (nn.Parameter(t, requires_grad=False) for t in weight_and_scales)
+        return values, scales
+
+    def name_scales(self, *prefixes: str) -> None:
+        """Name the scales of the weights with these prefixes in the state dict. They are split as the weights are, but
+        those of rows have no columns to split."""
+        if self.recipe is None:
+            return
+        for prefix in prefixes:
+            dim = self.sharded_dim[f"{prefix}weight"]
+            split = None if dim == 1 and self.recipe == "row" else dim
+            self.sharded_dim = self.sharded_dim | {f"{prefix}{NAMES[self.recipe]}": split}
+        self.ignored = tuple(f"{prefix}input_scale" for prefix in prefixes)
+
+    def scaled(self, weight: nn.Parameter, scales: nn.Parameter | None) -> Activation:
+        """Return a weight of this module as ops take it."""
+        return weight if scales is None or self.recipe is None else ScaledTensor(weight, scales, self.recipe)
 
     def scale_name(self, name: str) -> str | None:
         """Return the name of the scales of an 8-bit weight; None for any other tensor."""
@@ -170,5 +174,5 @@ class ScaledModule(Sharded):
                 f"{prefix + name}: the scales of 8-bit rows cannot be computed from a 16-bit shard "
                 f"{list(value.shape)} of one of {self.world.size} ranks; load the unsharded tensor"
             )
-        weight, scale = quantized_weight(value.to(self.dtype), self.recipe, self.world)
+        weight, scale, _ = quantize(value.to(self.world.device, self.dtype), self.recipe, weight=True, world=self.world)
         return {prefix + name: weight, prefix + scale_name: scale}

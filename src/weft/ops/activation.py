@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import NamedTuple, Never
 
 import torch
 from triton import JITFunction
@@ -13,10 +13,12 @@ from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..kernel_launch import Launch, prepared
 from ..op import Call, Direct, Local, check_call, registered
 from ..plans import Plan, Sequential
+from ..scaled_tensor import ScaledTensor
 from ..tensor_checks import DTYPES, aligned, check_device, dims
 from ..torch_library import Backward, CallOptions
 from ..world import World
-from .quantize import silu_mul_quantized
+from .quantize import quantized_blocks
+from .removed import unexpected
 
 _OP = "silu_mul"
 
@@ -92,33 +94,38 @@ class SiluMul(Local[SiluCall]):
 SILU_MUL = registered(SiluMul())
 
 
-@overload
-def silu_mul(x: torch.Tensor, *, world: World, quantize: None = None, scale: None = None) -> torch.Tensor: ...
-@overload
-def silu_mul(
-    x: torch.Tensor, *, world: World, quantize: str, scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-def silu_mul(
-    x: torch.Tensor, *, world: World, quantize: str | None = None, scale: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def silu_mul(x: torch.Tensor, *, world: World, **removed: Never) -> torch.Tensor:
     """Return silu(gate) * up [M, I] for x [M, 2 I], the gate columns followed by the up columns: the activation of a
     Llama MLP.
 
     Computed in float32, in one launch; differentiable, also in one launch. x is bfloat16 or float16 on `world.device`.
     Raises ValueError or TypeError for anything else. No rank waits for another.
-
-    quantize: a recipe of `weft.quantize`, "row", "block" or "tensor": the result is e4m3 and is returned with its
-    scales, from the same launch; it has no gradient. scale: float32 [1], required by "tensor" and refused by the
-    others.
     """
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"silu_mul: x must be a tensor, got {type(x).__name__}")
-    if x.dim() != 2 or x.shape[1] % 2:
-        raise ValueError(f"silu_mul: x must be [M, 2I], gate then up, got {list(x.shape)}")
-    columns = x.shape[1] // 2
-    if quantize is not None:
-        return silu_mul_quantized(x, columns, columns, quantize, scale, world)
+    if removed:
+        raise unexpected(_OP, removed)
+    columns = columns_of(_OP, x)
     return silu_mul_blocks(x, columns, columns, world)
+
+
+def silu_mul_quantized(
+    x: torch.Tensor, recipe: str, *, scale: torch.Tensor | None = None, world: World
+) -> ScaledTensor:
+    """Return `silu_mul` in 8 bits.
+
+    The values and their scales come from one launch. There is no gradient. recipe, scale: those of `weft.quantize`;
+    "tensor" needs a scale. Raises as `weft.quantize`.
+    """
+    columns = columns_of("silu_mul_quantized", x)
+    return quantized_blocks(x, recipe, scale, columns, columns, world)
+
+
+def columns_of(op: str, x: torch.Tensor) -> int:
+    """Return I for x [M, 2 I]. Raise TypeError or ValueError if it is not such a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ValueError(f"{op}: x must be [M, 2I], gate then up, got {list(x.shape)}")
+    return x.shape[1] // 2
 
 
 def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> torch.Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Required, TypedDict, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from ..architectures import EARLIEST, lacks
+from ..architectures import lacks
 from ..backends import library_gemm
 from ..compute.gemm import Tile
 from ..errors import Unsupported
@@ -29,59 +29,11 @@ from ..plans import (
     TwoShot,
     is_low_latency,
 )
+from ..scaled_tensor import E4M3, Scaling
 from ..tensor_checks import bulk, bulky
 from ..world import World
-from .recipes import E4M3, Recipe, ScaledFactors, fit_plan, scaled_tile, unfit
+from .recipes import ScaledFactors, fit_plan, scaled_tile, unfit
 from .tiles import fitting, suited
-
-
-class PlanOptions(TypedDict, total=False):
-    """Keywords that ops have in common, for the overloads of a function. The function's docstring describes them."""
-
-    world: Required[World]
-    plan: str | Plan
-
-
-class RowOptions(PlanOptions, total=False):
-    rows: Sequence[int] | None
-
-
-class OutOptions(PlanOptions, total=False):
-    out: torch.Tensor | None
-
-
-class RowOutOptions(RowOptions, OutOptions, total=False):
-    pass
-
-
-class DtypeOptions(TypedDict, total=False):
-    out_dtype: torch.dtype | None
-    use_fast_accum: bool
-
-
-class ScaledOptions(DtypeOptions, total=False):
-    x_scale: torch.Tensor | None
-    weight_scale: torch.Tensor | None
-
-
-class ScaledPlanOptions(PlanOptions, ScaledOptions, total=False):
-    pass
-
-
-class ScaledRowOptions(RowOptions, ScaledOptions, total=False):
-    pass
-
-
-class ScaledOutOptions(OutOptions, ScaledOptions, total=False):
-    pass
-
-
-class ScaledRowOutOptions(RowOutOptions, ScaledOptions, total=False):
-    pass
-
-
-class GatheredOptions(RowOutOptions, DtypeOptions, total=False):
-    """Options of all-gather + GEMM, except the scales, which its overload names."""
 
 
 class Factors(NamedTuple):
@@ -95,20 +47,20 @@ class Factors(NamedTuple):
 @dataclass(frozen=True)
 class MatmulCall(Call):
     """A checked call of a GEMM [M, K] x [N, K]^T on every rank, with its collective. shards: the rows of each rank.
-    n, k: N and K. dtype: that of the result. bias: whether there is a bias. recipe: that of 8-bit operands, or None for
-    operands of the result's dtype."""
+    n, k: N and K. dtype: that of the result. bias: whether there is a bias. scaling: that of 8-bit operands, or
+    None for operands of the result's dtype."""
 
     shards: tuple[int, ...]
     n: int
     k: int
     dtype: torch.dtype
     bias: bool
-    recipe: Recipe | None = field(default=None, kw_only=True)
+    scaling: Scaling | None = field(default=None, kw_only=True)
 
     @property
     def operand_dtype(self) -> torch.dtype:
         """Return the dtype of x and the weight."""
-        return self.dtype if self.recipe is None else E4M3
+        return self.dtype if self.scaling is None else E4M3
 
     @property
     def rows(self) -> int:
@@ -119,7 +71,7 @@ class MatmulCall(Call):
         return min(self.shards) == max(self.shards)
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
-        scaled = {} if self.recipe is None else dict(recipe=self.recipe)
+        scaled = {} if self.scaling is None else dict(scaling=self.scaling)
         return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias) | scaled
 
 
@@ -145,11 +97,11 @@ class MatmulOp(Op[M]):
         return "products of float8_e4m3fn do not have" if dtype == E4M3 else super().no_gradient(operands)
 
     def scaling(self, call: M) -> str:
-        return "" if call.recipe is None else call.recipe.scaling
+        return "" if call.scaling is None else call.scaling.recipe
 
     def fitted(self, call: M, plan: Plan) -> Plan:
         """Return the plan, with tiles for 8-bit operands if the call has them."""
-        return plan if call.recipe is None else fit_plan(plan, call.recipe)
+        return plan if call.scaling is None else fit_plan(plan, call.scaling)
 
     def _named(self, world: World, call: M, name: str, capturing: bool) -> Plan:
         return self.fitted(call, super()._named(world, call, name, capturing))
@@ -157,7 +109,7 @@ class MatmulOp(Op[M]):
     def expected(self, world: World, call: M, mode: str) -> Plan:
         """Return the expected plan; sequential for 8-bit operands, for which the planner has no rates and only trials
         decide."""
-        return super().expected(world, call, mode) if call.recipe is None else Sequential()
+        return super().expected(world, call, mode) if call.scaling is None else Sequential()
 
     scatters_rows: ClassVar[bool] = True  # rows are sharded over ranks, before or after
 
@@ -167,7 +119,7 @@ class MatmulOp(Op[M]):
         if isinstance(asked, Plan):
             asked = self.fitted(call, asked)
         plan = super().choose(world, call, asked, capturing)
-        if call.recipe is not None or not isinstance(asked, str):
+        if call.scaling is not None or not isinstance(asked, str):
             return plan
         if self.collective == "all_to_all":
             return fitting(plan, world.capability)
@@ -184,7 +136,7 @@ class MatmulOp(Op[M]):
         return self.takes(*bulk(operands))
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
-        if call.recipe is not None and (reason := self.why_not_8_bits(world, call.recipe, plan)):
+        if call.scaling is not None and (reason := self.why_not_8_bits(world, call.scaling, plan)):
             return reason
         if isinstance(plan, OneShot | TwoShot) and is_low_latency(plan):
             return world.peer_reason or whole_words(K=call.k, N=call.n) or self.why_uneven(world, call, plan, asked)
@@ -197,7 +149,7 @@ class MatmulOp(Op[M]):
         if isinstance(plan, TwoLevel):
             return None
         assert isinstance(plan, Signaled)
-        reason = lacks(world.capability, EARLIEST, "weft's kernels") or whole_words(K=call.k)
+        reason = lacks(world.capability, "bf16", "weft's kernels") or whole_words(K=call.k)
         reason = reason or (world.symmetric_reason if plan.copies else None)
         if reason is None and not 0 < plan.ctas < world.sm_count:
             raise Unsupported(
@@ -205,10 +157,10 @@ class MatmulOp(Op[M]):
             )
         return reason
 
-    def why_not_8_bits(self, world: World, recipe: Recipe, plan: Plan) -> str | None:
-        """Return why the plan does not serve 8-bit operands of a recipe, or None."""
+    def why_not_8_bits(self, world: World, scaling: Scaling, plan: Plan) -> str | None:
+        """Return why the plan does not serve 8-bit operands, or None."""
         if isinstance(plan, Fused):
-            return unfit(recipe, plan.tile)
+            return unfit(scaling, plan.tile)
         if isinstance(plan, Signaled | Awaiting):
             return "its GEMM takes 16-bit operands"
         if isinstance(plan, TwoLevel):
@@ -270,11 +222,11 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, recipe: Recipe | None = None) -> Tile:
-    """Return a kernel's Tile. trans_b: the weight [N, K] is stored as [K, N]. recipe: that of 8-bit operands, or
+def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, scaling: Scaling | None = None) -> Tile:
+    """Return a kernel's Tile. trans_b: the weight [N, K] is stored as [K, N]. scaling: that of 8-bit operands, or
     None."""
-    if recipe is not None:
-        return scaled_tile(tile, group_m, recipe)
+    if scaling is not None:
+        return scaled_tile(tile, group_m, scaling)
     return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)
 
 

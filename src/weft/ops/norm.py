@@ -94,9 +94,8 @@ def rms_norm(
     """Return h / sqrt(mean(h^2) + eps) * weight over the columns of h = x, or h = x + residual.
 
     Args:
-        x: [M, N]; with `remap`, the tiles that `matmul_all_reduce` or `matmul_reduce_scatter` returned with it for
-            `reorder=False`. The norm then puts them in order without a further pass over memory (FlashOverlap, section
-            4.3).
+        x: [M, N]; with `remap`, the tiles that `matmul_all_reduce_tiles` or `matmul_reduce_scatter_tiles` returned with
+            it. The norm then puts them in order without a further pass over memory (FlashOverlap, section 4.3).
         weight: [N].
         eps: added to the mean of squares.
         world: the World whose device is used. No rank waits for another.

@@ -7,17 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from ..architectures import ADA, lacks
 from ..compute.quantize import LARGEST, LEAST, Groups, quantize_rows
-from ..errors import Unsupported
 from ..kernel_launch import Launch, prepared
 from ..lang.jit import constants
 from ..op import Call, Local, Returned, check_call, registered
 from ..plans import Plan, Sequential
+from ..scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor, scales_shape
 from ..tensor_checks import DTYPES, bulk, check_device, dims
 from ..torch_library import CallOptions
 from ..world import World
-from .recipes import E4M3, SCALE_BLOCK, SCALINGS
+from .recipes import check_quantized
 
 _OP = "quantize"
 IN_REGISTERS = 16384  # columns of a row that a program holds in registers
@@ -30,15 +29,15 @@ class QuantizeOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizeCall(Call):
-    """A checked call: out [m, n] of x [m, stride]. scaling: that of `Recipe`. interleave: 0, or the size of the blocks
-    of gate and up columns that alternate in x. block_rows: rows that share a scale by block. by_columns: the scales by
-    block are laid out column after column. static_scale: whether the scale is an operand."""
+    """A checked call: out [m, n] of x [m, stride]. interleave: 0, or the size of the blocks of gate and up columns that
+    alternate in x. block_rows: rows that share a scale by block. by_columns: the scales by block are laid out column
+    after column. static_scale: whether the scale is an operand."""
 
     m: int
     n: int
     stride: int
     dtype: torch.dtype
-    scaling: str
+    recipe: str
     interleave: int
     block_rows: int
     by_columns: bool
@@ -51,17 +50,22 @@ class QuantizeCall(Call):
     @property
     def scales(self) -> tuple[int, ...]:
         """Return the shape of the scales."""
-        if self.scaling == "tensor":
-            return (1,)
-        groups = 1 if self.scaling == "row" else self.n // SCALE_BLOCK
-        return -(-self.m // self.block_rows), groups
+        return scales_shape(self.recipe, self.m, self.n, self.block_rows)
+
+    @property
+    def by_tensor(self) -> bool:
+        return self.recipe == "tensor"
+
+    @property
+    def by_row(self) -> bool:
+        return self.recipe == "row"
 
 
 def run_quantize(
     world: World, call: QuantizeCall, plan: Plan, operands: QuantizeOperands, out: torch.Tensor
 ) -> torch.Tensor:
     (x, scale), stream = operands, world.current_stream()
-    if call.scaling == "tensor":
+    if call.by_tensor:
         scales = world.empty((1,), torch.float32)
         if scale is None:
             world.call(lambda: scales.copy_(_largest(x) / LARGEST.value), [x], [scales], stream)
@@ -77,43 +81,30 @@ def run_quantize(
 
 
 class Quantize(Local[QuantizeCall]):
-    """The op quantize. The options are scaling, the columns of the result, interleave, the rows of a block, and
+    """The op quantize. The options are the recipe, the columns of the result, interleave, the rows of a block, and
     by_columns. The results are the rows and the scales."""
 
     name = _OP
     signature = (
-        "Tensor x, Tensor? scale, str scaling, SymInt columns, SymInt interleave, SymInt block_rows, bool by_columns"
+        "Tensor x, Tensor? scale, str recipe, SymInt columns, SymInt interleave, SymInt block_rows, bool by_columns"
     )
     results = 2
     takes = QuantizeOperands
     runs = {Sequential: run_quantize}
 
     def check(self, world: World, operands: QuantizeOperands, options: CallOptions) -> QuantizeCall:
-        (x, scale), (scaling, columns, interleave, block_rows, by_columns) = operands, options
-        op = "silu_mul" if interleave else _OP
+        (x, scale), (recipe, columns, interleave, block_rows, by_columns) = operands, options
+        op = "silu_mul_quantized" if interleave else _OP
         check_call(op, world)
         check_device(op, world, "x", x)
         if x.dim() != 2:
             raise ValueError(f"{op}: x must be 2-D, got {dims(x)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
-        if scaling not in SCALINGS:
-            raise ValueError(f"{op}: recipe {scaling!r} is not one of {sorted(SCALINGS)}")
-        if scaling == "block" and columns % SCALE_BLOCK:
-            problem = f"{columns} columns of x {dims(x)} are not a multiple of {SCALE_BLOCK}"
-            raise ValueError(f"{op}: {problem}, for scales by block")
-        if (scale is not None and scaling != "tensor") or (scale is None and scaling == "tensor" and interleave):
-            raise ValueError(f"{op}: a scale goes with recipe 'tensor', got {scaling!r} and scale {scale}")
-        if scale is not None:
-            check_device(op, world, "scale", scale)
-            if scale.numel() != 1 or scale.dtype != torch.float32:
-                raise ValueError(f"{op}: scale {dims(scale)} must be float32 [1]")
-        if missing := lacks(world.capability, ADA, "results in float8_e4m3fn"):
-            raise Unsupported(f"{op}: {missing}")
+        check_quantized(op, world, x, columns, recipe, scale, static=interleave > 0)
         m, stride = x.shape
-        return QuantizeCall(
-            m, columns, stride, x.dtype, scaling, interleave, block_rows, by_columns, static_scale=scale is not None
-        )
+        static = scale is not None
+        return QuantizeCall(m, columns, stride, x.dtype, recipe, interleave, block_rows, by_columns, static)
 
     def outputs(self, world: World, call: QuantizeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((call.m, call.n), E4M3), (call.scales, torch.float32)]
@@ -140,14 +131,14 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 @prepared
 def _launch(world: World, call: QuantizeCall) -> Launch:
-    block, by_row, shared = world.scale.gate_block, call.scaling == "row", call.block_rows > 1
+    block, by_row, shared = world.scale.gate_block, call.by_row, call.block_rows > 1
     width = 1 << (call.n - 1).bit_length()
     cols = min(width, IN_REGISTERS if by_row else SCALE_BLOCK if shared else max(block, SCALE_BLOCK))
-    if call.scaling == "block" and not shared:
+    if not (by_row or shared or call.by_tensor):
         cols = min(max(cols, SCALE_BLOCK), 1024)
     looped = by_row and cols < call.n
     rows = call.block_rows if shared else 1 if looped else max(1, block // cols)
-    groups, last = call.scales if call.scaling != "tensor" else (1, 1)
+    groups, last = (1, 1) if call.by_tensor else call.scales
     return Launch(
         world,
         quantize_rows,
@@ -162,7 +153,7 @@ def _launch(world: World, call: QuantizeCall) -> Launch:
             Groups,
             GROUP=cols if by_row else SCALE_BLOCK,
             SHARED=shared,
-            STATIC=call.scaling == "tensor",
+            STATIC=call.by_tensor,
             LOOPED=looped,
             INTERLEAVE=call.interleave,
             R=rows,
@@ -179,13 +170,12 @@ def quantize(
     weight: bool = False,
     by_columns: bool = False,
     world: World,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in e4m3 and its scales, as `weft.matmul` and the ops with a GEMM take them: value = element x scale.
+) -> ScaledTensor:
+    """Return x in 8 bits, as the ops with a GEMM take it.
 
     Args:
         x: [M, K], bfloat16 or float16.
-        recipe: "row" is one scale for each row; "block" one for each row and 128 columns, where K is a multiple of 128;
-            "tensor" one for all elements.
+        recipe: that of `weft.ScaledTensor`. K is a multiple of 128 for "block".
         scale: float32 [1], for "tensor". x is divided by it, and clamped to +-448. None: the scale of the largest
             element, which a reduction of torch computes before.
         weight: a scale by block is that of 128 x 128 elements, as for a weight.
@@ -195,8 +185,7 @@ def quantize(
     A scale is the magnitude of the largest element over 448; an element is divided by it and rounded to nearest.
 
     Returns:
-        The elements in e4m3 [M, K], and the scales in float32: [M, 1], [M, K / 128], [M / 128 rounded up, K / 128]
-        (weight) or [1].
+        A `weft.ScaledTensor`, with scales [M, 1], [M, K / 128], [M / 128 rounded up, K / 128] (weight) or [1].
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. x requires a gradient.
@@ -205,16 +194,19 @@ def quantize(
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{_OP}: x must be a tensor, got {type(x).__name__}")
     columns = x.shape[1] if x.dim() == 2 else 0
-    block_rows = SCALE_BLOCK if weight and recipe == "block" else 1
-    options = recipe, columns, 0, block_rows, by_columns and recipe == "block"
-    rows, scales = QUANTIZE(world, Sequential(), QuantizeOperands(x, scale), options)
-    return rows, scales
+    by_block = recipe == "block"
+    options = recipe, columns, 0, SCALE_BLOCK if weight and by_block else 1, by_columns and by_block
+    return _scaled(world, x, scale, options)
 
 
-def silu_mul_quantized(
-    x: torch.Tensor, columns: int, interleave: int, recipe: str, scale: torch.Tensor | None, world: World
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return silu(gate) * up [M, columns] in e4m3, with its scales, for x [M, S] in which blocks of `interleave` gate
+def quantized_blocks(
+    x: torch.Tensor, recipe: str, scale: torch.Tensor | None, columns: int, interleave: int, world: World
+) -> ScaledTensor:
+    """Return silu(gate) * up [M, columns] in e4m3 with its scales, for x [M, S] in which blocks of `interleave` gate
     and up columns alternate."""
-    rows, scales = QUANTIZE(world, Sequential(), QuantizeOperands(x, scale), (recipe, columns, interleave, 1, False))
-    return rows, scales
+    return _scaled(world, x, scale, (recipe, columns, interleave, 1, False))
+
+
+def _scaled(world: World, x: torch.Tensor, scale: torch.Tensor | None, options: CallOptions) -> ScaledTensor:
+    values, scales = QUANTIZE(world, Sequential(), QuantizeOperands(x, scale), options)
+    return ScaledTensor(values, scales, options[0])

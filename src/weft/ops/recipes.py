@@ -1,43 +1,34 @@
-"""The recipes by which 8-bit operands are scaled (compute/scaled_gemm.py): the recipe that a call's scales mean, and
-checks of operands and plans."""
+"""Products of 8-bit operands (compute/scaled_gemm.py): their options, checks of operands and plans, and tiles."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..architectures import ADA, lacks
+from ..architectures import lacks
 from ..compute.gemm import Tile
-from ..compute.scaled_gemm import BLOCK, BY_BLOCK, BY_ROW, BY_TENSOR
+from ..compute.scaled_gemm import BY_BLOCK, BY_ROW, BY_TENSOR
 from ..errors import Unsupported
 from ..lang.jit import constants
 from ..plans import Fused, FusedGather, FusedGatherByCopies, Plan, TileShape
+from ..scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor, Scaling, scales_shape
 from ..tensor_checks import DTYPES, check_device, dims
+from ..torch_library import CallOptions
 from ..world import World
 
-E4M3 = torch.float8_e4m3fn
 SCALINGS = {"tensor": BY_TENSOR, "row": BY_ROW, "block": BY_BLOCK}
-SCALE_BLOCK: int = BLOCK.value
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the 8-bit operands of a product are scaled. scaling: "tensor", "row" or "block". fast_accum: sums stay in the
-    tensor cores' accumulators, except for "block", whose sums are always added in float32."""
-
-    scaling: str
-    fast_accum: bool = False
-
-    @property
-    def promotes(self) -> bool:
-        """Return whether every step of K is added in float32."""
-        return self.scaling == "block" or not self.fast_accum
+# Operands and options of GEMMs' ops as torch.library writes them: those of ScaledFactors and of ProductOptions.
+SCALED_FACTORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale"
+PRODUCT_OPTIONS = "str? recipe, ScalarType? out_dtype, bool use_fast_accum"
 
 
 class ScaledFactors(NamedTuple):
-    """The operands of a GEMM x @ weight.T + bias, with scales for x and weight in e4m3."""
+    """The operands of a GEMM x @ weight.T + bias, in which the values and the scales of 8-bit x and weight are operands
+    of their own."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -45,63 +36,96 @@ class ScaledFactors(NamedTuple):
     x_scale: torch.Tensor | None = None
     weight_scale: torch.Tensor | None = None
 
-    @property
-    def scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self.x_scale, self.weight_scale
+
+class ProductOptions(NamedTuple):
+    """The options of a GEMM's op that concern 8-bit operands: their recipe, None for 16-bit operands; the dtype of
+    the result, or None; and use_fast_accum."""
+
+    recipe: str | None = None
+    out_dtype: torch.dtype | None = None
+    fast_accum: bool = False
 
 
-def scales_of_part(recipe: Recipe | None, x_scale: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """Return the scales of some rows of x."""
-    return x_scale if recipe is None or x_scale is None or recipe.scaling == "tensor" else x_scale[rows]
+UNSCALED = ProductOptions()
 
 
-def recipe_of(op: str, world: World, operands: ScaledFactors, fast_accum: bool) -> Recipe:
-    """Return the recipe that the scales' shapes mean, for x in e4m3. Raises the errors of `check_product`."""
-    x, weight, _, x_scale, weight_scale = operands
-    if weight.dtype != E4M3:
-        raise TypeError(f"{op}: weight is {dims(weight)}; float8_e4m3fn, as x, is supported")
-    for name, scale in (("x_scale", x_scale), ("weight_scale", weight_scale)):
-        if scale is None:
-            raise ValueError(f"{op}: x is {dims(x)}: x_scale and weight_scale are needed, and {name} is None")
-        check_device(op, world, name, scale)
-        if scale.dtype != torch.float32:
-            raise TypeError(f"{op}: {name} is {dims(scale)}; float32 is needed")
-    (_, k), n = x.shape, weight.shape[0]
-    for name, size, word in (("K", k, 16), ("N", n, 8)):
-        if size % word:
-            raise ValueError(
-                f"{op}: {name} {size} of x {dims(x)} and weight {dims(weight)} must be a multiple of {word}"
-            )
-    if missing := lacks(world.capability, ADA, "products of 8-bit operands"):
+def scaled_factors(
+    op: str,
+    x: torch.Tensor | ScaledTensor,
+    weight: torch.Tensor | ScaledTensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    fast_accum: bool,
+) -> tuple[ScaledFactors, CallOptions]:
+    """Return the operands one by one, and the fields of `ProductOptions`."""
+    if not isinstance(x, ScaledTensor) and not isinstance(weight, ScaledTensor):
+        return ScaledFactors(x, weight, bias), (None, out_dtype, fast_accum)
+    if not isinstance(x, ScaledTensor) or not isinstance(weight, ScaledTensor):
+        kinds = f"x is a {type(x).__name__} and weight a {type(weight).__name__}"
+        raise TypeError(f"{op}: {kinds}: both are a weft.ScaledTensor, as weft.quantize returns it, or neither is")
+    (values, scales, by_x), (weight_values, weight_scales, by_weight) = x, weight
+    if by_x != by_weight:
+        raise ValueError(f"{op}: x has scales by {by_x}, and weight by {by_weight}: one recipe is needed")
+    return ScaledFactors(values, weight_values, bias, scales, weight_scales), (by_x, out_dtype, fast_accum)
+
+
+def check_name(op: str, recipe: str) -> None:
+    """Raise ValueError for a recipe that does not exist."""
+    if recipe not in SCALINGS:
+        raise ValueError(f"{op}: recipe {recipe!r} is not one of {sorted(SCALINGS)}")
+
+
+def check_quantized(
+    op: str, world: World, x: torch.Tensor, columns: int, recipe: str, scale: torch.Tensor | None, static: bool
+) -> int:
+    """Check the arguments of a function that quantizes rows with these numbers of columns, derived from x. Return the
+    elements of a row that share a scale, 0 for a scale by tensor. scale: that of the caller, by tensor. static: there
+    is no scale by tensor without it."""
+    check_name(op, recipe)
+    if recipe == "block" and columns % SCALE_BLOCK:
+        problem = f"{columns} columns of x {dims(x)} are not a multiple of {SCALE_BLOCK}"
+        raise ValueError(f"{op}: {problem}, for scales by block")
+    group = {"tensor": 0, "row": columns, "block": SCALE_BLOCK}[recipe]
+    if (recipe != "tensor") if scale is not None else (static and recipe == "tensor"):
+        raise ValueError(f"{op}: a scale goes with recipe 'tensor', got {recipe!r} and scale {scale}")
+    if scale is not None:
+        check_device(op, world, "scale", scale)
+        if scale.numel() != 1 or scale.dtype != torch.float32:
+            raise ValueError(f"{op}: scale {dims(scale)} must be float32 [1]")
+    if missing := lacks(world.capability, "e4m3", "results in float8_e4m3fn"):
         raise Unsupported(f"{op}: {missing}")
-    assert x_scale is not None and weight_scale is not None
-    return Recipe(_scaling(op, x, weight, x_scale, weight_scale), fast_accum)
+    return group
 
 
-def _scaling(op: str, x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor) -> str:
-    (m, k), n = x.shape, weight.shape[0]
-    shapes, blocks = (tuple(x_scale.shape), tuple(weight_scale.shape)), -(-k // SCALE_BLOCK)
-    if shapes == ((m, blocks), (-(-n // SCALE_BLOCK), blocks)):
-        if k % SCALE_BLOCK == 0:
-            return "block"
-        if blocks > 1:
-            scales = _quote_scales(x_scale, weight_scale)
-            raise ValueError(
-                f"{op}: K {k} of x {dims(x)} must be a multiple of {SCALE_BLOCK} for scales by block, {scales}"
-            )
-    if x_scale.numel() == weight_scale.numel() == 1:
-        return "tensor"
-    if shapes[0] in ((m,), (m, 1)) and shapes[1] in ((n,), (n, 1), (1, n)):
-        return "row"
-    raise ValueError(
-        f"{op}: {_quote_scales(x_scale, weight_scale)} fit no recipe for x {dims(x)} and weight {dims(weight)}: "
-        f"by tensor [1] and [1]; by row [{m}, 1] and [{n}, 1]; by block [{m}, {blocks}] "
-        f"and [{-(-n // SCALE_BLOCK)}, {blocks}], for K a multiple of {SCALE_BLOCK}"
-    )
+def scales_of_part(scaling: Scaling | None, x_scale: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    """Return the scales of some rows of x."""
+    return x_scale if scaling is None or x_scale is None or scaling.recipe == "tensor" else x_scale[rows]
 
 
-def _quote_scales(x_scale: torch.Tensor, weight_scale: torch.Tensor) -> str:
-    return f"x_scale {list(x_scale.shape)} and weight_scale {list(weight_scale.shape)}"
+def check_scaled(op: str, world: World, operands: ScaledFactors, scaling: Scaling) -> None:
+    """Raise ValueError or TypeError for 8-bit operands that cannot be multiplied, quoting them, and Unsupported for a
+    GPU that does not multiply such operands."""
+    (x, weight, _, x_scale, weight_scale), kind = operands, scaling.recipe
+    check_name(op, kind)
+    n, k = weight.shape
+    for size_name, size, word in (("K", k, SCALE_BLOCK if kind == "block" else 16), ("N", n, 8)):
+        if size % word:
+            quoted = f"x {dims(x)} and weight {dims(weight)}"
+            raise ValueError(f"{op}: {size_name} {size} of {quoted} must be a multiple of {word}, for scales by {kind}")
+    for name, values, scales, block_rows in (("x", x, x_scale, 1), ("weight", weight, weight_scale, SCALE_BLOCK)):
+        if values.dtype != E4M3:
+            raise TypeError(f"{op}: {name}.values is {dims(values)}; float8_e4m3fn is supported")
+        check_device(op, world, f"{name}.scales", scales)
+        assert scales is not None
+        if scales.dtype != torch.float32:
+            raise TypeError(f"{op}: {name}.scales is {dims(scales)}; float32 is needed")
+        shape, actual = scales_shape(kind, len(values), k, block_rows), tuple(scales.shape)
+        is_vector = kind != "block" and scales.numel() == max(actual, default=1) == shape[0]
+        if actual != shape and not is_vector:
+            problem = f"{name}.scales {list(actual)} do not fit {name}.values {dims(values)}"
+            raise ValueError(f"{op}: {problem}: by {kind} they are {list(shape)}")
+    if missing := lacks(world.capability, "e4m3", "products of 8-bit operands"):
+        raise Unsupported(f"{op}: {missing}")
 
 
 def check_shapes(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -121,62 +145,59 @@ def check_shapes(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, b
         raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
 
 
-def validate(
-    op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: str = ""
-) -> None:
+def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise ValueError or TypeError for every fault of 16-bit operands that this rank can see by itself; the message
-    quotes the operands. others: the other dtypes that the op takes, for the message."""
+    quotes the operands."""
     check_shapes(op, world, x, weight, bias)
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
     if x.dtype not in DTYPES:
-        raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16{others} are supported")
+        hint = ", and float8_e4m3fn in a weft.ScaledTensor(values, scales, recipe)" if x.dtype == E4M3 else ""
+        raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported{hint}")
 
 
 def check_product(
-    op: str, world: World, operands: ScaledFactors, out_dtype: torch.dtype | None, fast_accum: bool
-) -> tuple[Recipe | None, torch.dtype]:
-    """Check the operands of x @ weight.T + bias. Return the recipe, or None for 16-bit operands, and the dtype of the
-    result. Raises the errors of `validate`, and Unsupported for a GPU that does not multiply 8-bit operands."""
-    x, weight, bias, x_scale, weight_scale = operands
-    if getattr(x, "dtype", None) != E4M3:
-        validate(op, world, x, weight, bias, ", and float8_e4m3fn with scales,")
-        for name, scale in (("x_scale", x_scale), ("weight_scale", weight_scale)):
-            if scale is not None:
-                raise TypeError(f"{op}: {name} goes with x and weight in float8_e4m3fn, and x is {dims(x)}")
+    op: str, world: World, operands: ScaledFactors, options: ProductOptions
+) -> tuple[Scaling | None, torch.dtype]:
+    """Check the operands of x @ weight.T + bias. Return how 8-bit operands are multiplied, or None for 16-bit operands,
+    and the dtype of the result. Raises the errors of `validate` and of `check_scaled`."""
+    (x, weight, bias, *_), (recipe, out_dtype, fast_accum) = operands, options
+    if recipe is None:
+        validate(op, world, x, weight, bias)
         if out_dtype not in (None, x.dtype):
             raise TypeError(f"{op}: out_dtype {out_dtype} goes with x in float8_e4m3fn, and x is {dims(x)}")
         return None, x.dtype
     check_shapes(op, world, x, weight, bias)
-    recipe, dtype = recipe_of(op, world, operands, fast_accum), out_dtype or torch.bfloat16
+    scaling, dtype = Scaling(recipe, fast_accum), out_dtype or torch.bfloat16
+    check_scaled(op, world, operands, scaling)
     if dtype not in DTYPES:
         raise TypeError(f"{op}: out_dtype {dtype}; bfloat16 and float16 are supported")
     if bias is not None and bias.dtype != dtype:
         raise TypeError(f"{op}: bias is {dims(bias)}, and the result {dtype}: one dtype is needed")
-    return recipe, dtype
+    return scaling, dtype
 
 
 P = TypeVar("P", bound=Plan)
 
 
-def unfit(recipe: Recipe, tile: TileShape) -> str | None:
-    """Return why 8-bit operands of a recipe do not suit the tiles of a plan, or None if they do."""
-    if recipe.scaling != "block" or (tile.block_k == SCALE_BLOCK and SCALE_BLOCK % tile.block_n == 0):
+def unfit(scaling: Scaling, tile: TileShape) -> str | None:
+    """Return why 8-bit operands do not suit the tiles of a plan, or None if they do."""
+    if scaling.recipe != "block" or (tile.block_k == SCALE_BLOCK and SCALE_BLOCK % tile.block_n == 0):
         return None
     return f"scales by block need tiles of block_k {SCALE_BLOCK} and block_n at most {SCALE_BLOCK}, not {tile}"
 
 
-def fit_plan(plan: P, recipe: Recipe) -> P:
+def fit_plan(plan: P, scaling: Scaling) -> P:
     """Return the plan with tiles for 8-bit operands instead of those for 16-bit operands. A step of K has as many
     bytes. If sums are promoted, tiles are 128 x 128, for two programs on each SM; or for one program with twice as many
     warps, if another kernel's programs run on the same SMs."""
     if not isinstance(plan, Fused):
         return plan
     tile = plan.tile
-    if tile.block_k == 64 or recipe.scaling == "block":
+    if tile.block_k == 64 or scaling.recipe == "block":
         tile = replace(tile, block_k=SCALE_BLOCK)
-    if not recipe.promotes:
+    if not scaling.promotes:
         return replace(plan, tile=tile)
     wide = tile.block_n > SCALE_BLOCK
     if wide:
@@ -188,13 +209,13 @@ def fit_plan(plan: P, recipe: Recipe) -> P:
     return replace(plan, tile=tile)
 
 
-def block_rows(tile: TileShape, recipe: Recipe | None) -> int:
+def block_rows(tile: TileShape, scaling: Scaling | None) -> int:
     """Return the rows of the blocks in which tiles are loaded and stored. If sums are promoted, a block has half a
     tile's rows (compute/scaled_gemm.py)."""
-    return tile.block_m // 2 if recipe is not None and recipe.promotes else tile.block_m
+    return tile.block_m // 2 if scaling is not None and scaling.promotes else tile.block_m
 
 
-def scaled_tile(tile: TileShape, group_m: int, recipe: Recipe) -> Tile:
+def scaled_tile(tile: TileShape, group_m: int, scaling: Scaling) -> Tile:
     """Return the tile as kernels take it."""
     return constants(
         Tile,
@@ -203,6 +224,6 @@ def scaled_tile(tile: TileShape, group_m: int, recipe: Recipe) -> Tile:
         BK=tile.block_k,
         GROUP_M=group_m,
         TRANS_B=False,
-        SCALED=SCALINGS[recipe.scaling].value,
-        PROMOTE=recipe.promotes,
+        SCALED=SCALINGS[scaling.recipe].value,
+        PROMOTE=scaling.promotes,
     )

@@ -18,8 +18,9 @@ from ..chooser import Choice, Chooser
 from ..compute.scaled_gemm import Scales, scaled_matmul
 from ..kernel_launch import Launch, Matrix, prepared
 from ..plans import GemmTile, Persistent
+from ..scaled_tensor import Scaling
 from ..world import World
-from .recipes import Recipe, block_rows, scaled_tile
+from .recipes import block_rows, scaled_tile
 
 # The first call of a size times these and takes the fastest. The first of each serves where nothing was measured.
 WIDE = (
@@ -30,36 +31,34 @@ PROMOTED = (Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3
 PERSISTENT_PLANS = {str(plan): plan for plan in (*WIDE, *PROMOTED)}
 
 
-def persistent_plans(recipe: Recipe) -> tuple[Persistent, ...]:
-    """Return the plans of weft's own kernel that are worth timing for the recipe."""
-    return PROMOTED if recipe.promotes else WIDE
+def persistent_plans(scaling: Scaling) -> tuple[Persistent, ...]:
+    """Return the plans of weft's own kernel that are worth timing."""
+    return PROMOTED if scaling.promotes else WIDE
 
 
-def default_plan(world: World, recipe: Recipe) -> Persistent:
-    return world.scale.plan(Persistent) if world.scale.presets else persistent_plans(recipe)[0]
+def default_plan(world: World, scaling: Scaling) -> Persistent:
+    return world.scale.plan(Persistent) if world.scale.presets else persistent_plans(scaling)[0]
 
 
-def multiply_persistent(
-    world: World, recipe: Recipe, plan: Persistent, operands: ScaledOperands, out: torch.Tensor
-) -> None:
+def multiply_persistent(world: World, plan: Persistent, operands: ScaledOperands, out: torch.Tensor) -> None:
     """Compute out [M, N] with weft's own kernel, on the current stream."""
-    x, weight, bias, x_scale, weight_scale, *_ = operands
+    (x, x_scales, _), (weight, weight_scales, _), bias, _ = operands
     if len(x) == 0:
         return
-    by_columns = recipe.scaling == "block" and not x_scale.is_contiguous()
-    launch = _persistent_launch(world, recipe, plan, (len(x), len(weight), x.shape[1]), by_columns)
-    scales = Scales(x_scale, weight_scale)
+    size, by_columns = (len(x), len(weight), x.shape[1]), not x_scales.is_contiguous()
+    launch = _persistent_launch(world, operands.scaling, plan, size, by_columns)
+    scales = Scales(x_scales, weight_scales)
     launch(world.current_stream(), x_desc=x, w_desc=weight, out_desc=out, bias=bias, scales=scales)
 
 
 @prepared
 def _persistent_launch(
-    world: World, recipe: Recipe, plan: Persistent, size: tuple[int, int, int], by_columns: bool
+    world: World, scaling: Scaling, plan: Persistent, size: tuple[int, int, int], by_columns: bool
 ) -> Launch:
     """Return the launch of weft's own kernel. size: M, N and K."""
     (m, n, k), tile = size, plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
-    rows = block_rows(tile, recipe)
+    rows = block_rows(tile, scaling)
     return Launch(
         world,
         scaled_matmul,
@@ -71,46 +70,45 @@ def _persistent_launch(
         M=m,
         N=n,
         K=k,
-        tile=scaled_tile(tile, tile.group_m, recipe),
+        tile=scaled_tile(tile, tile.group_m, scaling),
         BY_COLUMNS=by_columns,
         FLATTEN=plan.flatten,
     )
 
 
-def product(world: World, recipe: Recipe, name: str) -> library_gemm.ScaledProduct:
+def product(world: World, scaling: Scaling, name: str) -> library_gemm.ScaledProduct:
     """Return the product with this name: weft's own kernel with a plan's tiles, or a library's."""
-    plan = PERSISTENT_PLANS.get(name)
-    return (
-        library_gemm.scaled_products(recipe.scaling)[name]
-        if plan is None
-        else partial(multiply_persistent, world, recipe, plan)
-    )
+    if name in PERSISTENT_PLANS:
+        return partial(multiply_persistent, world, PERSISTENT_PLANS[name])
+    return library_gemm.scaled_products(scaling.recipe)[name]
 
 
-def multiply(world: World, recipe: Recipe, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
+def multiply(world: World, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
     """Compute out [M, N] with the fastest product, on `stream`. x and weight are contiguous."""
-    if not operands.x.is_cuda:
-        tensors = [t for t in operands[:5] if t is not None]
+    (x, x_scales, _), (weight, weight_scales, _), bias, _ = operands
+    if not x.is_cuda:
+        tensors = [t for t in (x, weight, bias, x_scales, weight_scales) if t is not None]
         world.call(lambda: library_gemm.dequantized_product(operands, out), tensors, [out], stream)
         return
-    if len(operands.x) == 0:
+    if len(x) == 0:
         return
     with world.on(stream):
-        product(world, recipe, fastest(world, recipe, operands, out))(operands, out)
+        product(world, operands.scaling, fastest(world, operands, out))(operands, out)
 
 
-def fastest(world: World, recipe: Recipe, operands: ScaledOperands, out: torch.Tensor) -> str:
+def fastest(world: World, operands: ScaledOperands, out: torch.Tensor) -> str:
     """Return the name of the fastest product. If the size is not measured yet, this times all products, which write
     `out`."""
-    x, weight = operands[:2]
-    layout = recipe, out.dtype, operands.x_scale.is_contiguous()
+    (x, x_scales, _), (weight, _, _), *_ = operands
+    scaling = operands.scaling
+    layout = scaling, out.dtype, x_scales.is_contiguous()
     key = multiply, library_gemm.stepped(len(x)), *weight.shape, x.device, *layout
     known = Chooser.alone.trials.get(key)
     if known is not None:
         return known.chosen("graph")
-    own_names = [str(plan) for plan in persistent_plans(recipe)]
-    names = [*own_names, *library_gemm.scaled_products(recipe.scaling)]
-    products = {name: partial(product(world, recipe, name), operands, out) for name in names}
+    own_names = [str(plan) for plan in persistent_plans(scaling)]
+    names = [*own_names, *library_gemm.scaled_products(scaling.recipe)]
+    products = {name: partial(product(world, scaling, name), operands, out) for name in names}
     return Chooser.alone.choose(
         Choice(
             key,

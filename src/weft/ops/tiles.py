@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ..architectures import HOPPER, shared_kib
+from ..architectures import HOPPER, features
 from ..plans import Fused, FusedGather, FusedGatherByCopies, GemmTile, Plan, Signaled
 
 P = TypeVar("P", bound=Plan)
@@ -36,16 +36,17 @@ def fitting(plan: P, capability: int) -> P:
     tile = plan.tile
     if (tile.block_m, tile.block_n, tile.block_k) != (128, 256, 64):
         return plan
-    if isinstance(plan, Fused) and (capability < HOPPER or shared_kib(capability) < SMALL_TILES_KIB):
+    can = features(capability)
+    if isinstance(plan, Fused) and (not can.tma or can.shared_kib < SMALL_TILES_KIB):
         return replace(plan, tile=replace(tile, block_n=128))
-    return replace(plan, tile=replace(tile, block_k=32)) if shared_kib(capability) < SMALL_TILES_KIB else plan
+    return replace(plan, tile=replace(tile, block_k=32)) if can.shared_kib < SMALL_TILES_KIB else plan
 
 
 def suited(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
     """Return the plan with the tiles that suit shards of these rows by n columns on so many SMs, if it has 128 x 256
     ones. Signaled plans with explicit groups keep their tiles, since groups count waves. On GPUs other than Hopper,
     where half tiles were not measured, this is `fitting`."""
-    if capability != HOPPER:
+    if not features(capability).wgmma:
         return fitting(plan, capability)
     if not isinstance(plan, Fused | Signaled) or (isinstance(plan, Signaled) and plan.groups):
         return plan

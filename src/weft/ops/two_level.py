@@ -44,7 +44,7 @@ from .all_reduce.kernels import ABSENT, OWN, WHOLE
 from .all_reduce.runs import norm_rows
 from .common import Factors, split_rows
 from .matmul_reduce.call import GEMM_REDUCE_SCATTER, ReduceCall
-from .recipes import ScaledFactors
+from .recipes import UNSCALED, ScaledFactors
 
 if TYPE_CHECKING:
     from .matmul_all_to_all.op import RoutedCall, Routing
@@ -111,7 +111,7 @@ def _multiply_node(
     whole, rows, node = _as_one_slice(slices), _lengths(slices), world.levels.node
     if not any(rows):
         return
-    into, options = None if whole is None else out[whole], (rows, call.gated, call.gathered, None, False)
+    into, options = None if whole is None else out[whole], (rows, call.gated, call.gathered, *UNSCALED)
     y, full, _ = REGISTRY[GATHER_GEMM].call(node, "auto", operands, options, into)
     for result, part in ((out, y), (gathered, full)):
         if result is not None and part is not None and (whole is None or result is gathered):
@@ -160,7 +160,7 @@ def _reduce_node(world: World, operands: ScaledFactors, slices: Sequence[slice],
     else:
         part = x[whole]
     REGISTRY[GEMM_REDUCE_SCATTER].call(
-        world.levels.node, "auto", ScaledFactors(part, weight), (rows, True, None, False), out
+        world.levels.node, "auto", ScaledFactors(part, weight), (rows, True, *UNSCALED), out
     )
 
 

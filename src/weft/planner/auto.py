@@ -26,9 +26,10 @@ from pathlib import Path
 
 import torch
 
+from ..architectures import device_capability, features
 from ..chooser import LAUNCH_MODES, AnyTrial, length, span
 from ..op import REGISTRY, Call, Op, collectives, trial_title
-from ..ops.recipes import SCALINGS
+from ..ops.recipes import check_name
 from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
 from ..world import World
 from .parts import ITEM, NotMeasured
@@ -43,7 +44,6 @@ log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # M, N, K of the self-check's GEMM
 DRIFT = 0.10  # a GPU whose check GEMM differs from its profile by more than this causes a warning
 UNUSABLE = "unusable"  # stands for the planner of a World whose profile cannot be used
-GENERATION = 9  # the major number of Hopper's compute capability
 
 
 def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
@@ -74,7 +74,7 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
     and only on Hopper, because the kernels have not been run on newer GPUs. Collective at the first call."""
     if not op.variants or world.capturing() or world.backend.name != "cuda" or world.symmetric_reason is not None:
         return ()
-    if _generation(world.device) != GENERATION:
+    if not _is_measured(world.device):
         return ()
     if not op.scaling(call):
         stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCH_MODES)
@@ -84,8 +84,9 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
 
 
 @functools.cache
-def _generation(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
+def _is_measured(device: torch.device) -> bool:
+    """Return whether the plans of "auto" were measured on such GPUs."""
+    return features(device_capability(device)).wgmma
 
 
 def _limited(plan: Plan) -> bool:
@@ -296,14 +297,13 @@ def _explained_in_8_bits(
     op: str, sizes: tuple[int, int, int], world: World | int | None, mode: str, recipe: str
 ) -> Decision:
     """Return `explain`'s Decision for 8-bit operands, which rests on the trial of an earlier call."""
-    if recipe not in SCALINGS:
-        raise ValueError(f"{op}: recipe {recipe!r} is not one of {sorted(SCALINGS)}")
-    trial = world.choices.last(trial_title(op, recipe), sizes) if isinstance(world, World) else None
-    size = world.size if isinstance(world, World) else world or 0
+    check_name(op, recipe)
+    title, size = trial_title(op, recipe), world.size if isinstance(world, World) else world or 0
+    trial = world.choices.last(title, sizes) if isinstance(world, World) else None
     if trial is None:
-        why = f"no profile has rates of 8-bit GEMMs ({recipe}), and no call of this size was timed: the first one is"
+        why = f"no profile has rates of {title}, and no call of this size was timed: the first one is"
         return Decision(op, *sizes, size, mode, Sequential(), why, ())
-    why = f"8-bit operands by {recipe}; {trial.timings(mode)}"
+    why = f"{title}: {trial.timings(mode)}"
     return Decision(op, *sizes, size, mode, trial.chosen(mode), why, _timed(trial, mode))
 
 

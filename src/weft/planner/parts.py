@@ -30,6 +30,13 @@ def low_latency_name(collective_name: str, plan: Plan) -> str:
     return f"{plan.kind} {collective_name}"
 
 
+# The shape of a library's GEMM time, set by hand when the predictor was written and not fitted. `Smooth` corrects it by
+# the ratios to the GEMMs measured on the machine, so that it decides only what lies between these.
+WHOLE_WAVES = 0.7  # the share of the time that grows with waves rounded up; the rest grows with the tiles themselves
+TILE_POWER = 0.9  # a tile of half the size takes more than half the time: 0.54
+K_OF_EPILOGUE = 200  # a tile's prologue and epilogue take as long as this many columns of K
+
+
 class Gemms:
     """Times of library GEMMs of any size, from some measured ones. The library picks one of many tile shapes: the model
     takes the tile shape with the cheapest whole number of waves, or the memory traffic if that takes longer, times a
@@ -48,8 +55,9 @@ class Gemms:
     def _waves(self, m: int, n: int, k: int) -> float:
         bm, bn = _SHAPES.T
         waves = -(-m // bm) * -(-n // bn) / self.sms
-        cost = (0.7 * np.ceil(waves) + 0.3 * np.maximum(waves, 1)) * (bm * bn / 32768) ** 0.9
-        return float(cost.min()) * (k + 200)
+        whole, tile = np.ceil(waves), (bm * bn / (128 * 256)) ** TILE_POWER
+        cost = (WHOLE_WAVES * whole + (1 - WHOLE_WAVES) * np.maximum(waves, 1)) * tile
+        return float(cost.min()) * (k + K_OF_EPILOGUE)
 
     def _bytes(self, m: int, n: int, k: int) -> int:
         return ITEM * (m * k + n * k + m * n)

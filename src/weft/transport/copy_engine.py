@@ -75,8 +75,8 @@ class PulledShards:
 def gather_rows(
     world: World, plan: Decomposed, shards: Sequence[int], tensors: TensorList, keep: bool = True
 ) -> Iterator[GatheredTensors]:
-    """Yield an arrival for each of the plan's groups of ranks, whose shards all have one length. Where the first group
-    is this rank own_rows_first, its arrival is `tensors` themselves."""
+    """Yield an arrival for each of the plan's groups of ranks, whose shards all have one length. If this rank alone is
+    the first group, the first arrival is `tensors` themselves."""
     groups, rows = chunks(plan, world.rank, world.size), shards[0]
     stream, second_stream = world.current_stream(), world.side_stream("gemm", urgent=False)
     own_rows_first = len(groups[0][1]) == 1
@@ -310,10 +310,11 @@ def exchange_rows(
     """Push rows into the `memory` of the ranks that read them, one send to each of them and a notification behind it,
     and at the end what this rank sends to itself.
 
-    The barrier says that all ranks have finished reading what the
-    previous call pushed, so that the memory may be written again. Nothing is staged, and a reader, which waits on the
-    caller's stream between two kernels, needs no SM beside them. `name` is that of the memory, its barrier and its
-    channel. `push_to_peer` moves what goes to other ranks."""
+    The barrier says that all ranks have finished reading what the previous call pushed, so that the memory may be
+    written again. Nothing is staged. A reader waits on the caller's stream between two kernels, so that its wait takes
+    no SM from a kernel. `name` is that of the memory, its barrier and its channel. `push_to_peer` moves what goes to
+    other ranks.
+    """
     stream, copies, me = world.current_stream(), world.side_stream("copy"), world.rank
     world.order(lock(world, name), stream)
     ch = world.channel(f"{name} arrived", world.size, None)

@@ -21,7 +21,7 @@ from ...errors import Unsupported
 from ...models.attention import fastest
 from ...models.cache import is_long
 from ...ops.activation import silu_mul
-from ...ops.all_gather_matmul.op import all_gather_matmul
+from ...ops.all_gather_matmul.op import all_gather_matmul, all_gather_matmul_with_gathered
 from ...ops.attention.segmented import AttentionConfig
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.rotary import rotary
@@ -69,12 +69,10 @@ class ColumnShards(Bound):
 
     def gathered(self, x: torch.Tensor, shards: Sequence[int] | None) -> torch.Tensor:
         """Return this rank's columns for the rows of all ranks. The first GEMM overlaps the gather."""
-        gathered = functools.partial(
-            all_gather_matmul, x, self.weights[0], self.biases[0], world=self.world, rows=shards
-        )
+        operands, world = (x, self.weights[0], self.biases[0]), self.world
         if len(self.weights) == 1:
-            return gathered()
-        y, full_x = gathered(return_gathered=True)
+            return all_gather_matmul(*operands, world=world, rows=shards)
+        y, full_x = all_gather_matmul_with_gathered(*operands, world=world, rows=shards)
         others = [F.linear(full_x, w, b) for w, b in zip(self.weights[1:], self.biases[1:], strict=True)]
         return torch.cat([y, *others], -1)
 

@@ -16,10 +16,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from ...nn.scaled import scaled_operand
-from ...ops.common import ScaledOptions
+from ...nn.scaled import Activation, ProductKeywords, product_operands
 from ...ops.product import matmul
-from ...ops.recipes import E4M3, SCALE_BLOCK
+from ...scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor
 from ...tensor_checks import DTYPES
 from ...world import World
 from .interface import VllmObject
@@ -135,17 +134,23 @@ def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale:
 
 def own_product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
     """Return x @ weight.T + bias, for a weight in e4m3, by weft alone."""
-    rows, scales = scaled_rows(world, x, weight, scale)
-    return matmul(rows, weight, bias, world=world, **scales)
+    operand, scaled_weight, options = scaled_operands(world, x, weight, scale)
+    return matmul(operand, scaled_weight, bias, world=world, **options)
 
 
-def scaled_rows(world: World, x: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, ScaledOptions]:
-    """Return x and the keyword arguments with which weft's operators multiply it by a weight with these scales, for a
-    result of x's dtype. A scale of the whole weight is expanded to one a row, since the operators do not combine it
-    with scales of x's rows."""
-    if scale is not None and is_of_whole_weight(scale):
+def scaled_operands(
+    world: World, x: Tensor, weight: Tensor, scale: Tensor | None
+) -> tuple[Activation, Activation, ProductKeywords]:
+    """Return x, the weight and the keywords with which weft's operators multiply them, for a result of x's dtype. A
+    scale of the whole weight is expanded to one a row, since the operators do not combine it with scales of x's
+    rows."""
+    if scale is None:
+        return x, weight, {}
+    if is_of_whole_weight(scale):
         scale = scale.expand(weight.shape[0]).contiguous()
-    return scaled_operand(x, scale, recipe_of(scale), x.dtype, world)
+    scaled_weight = ScaledTensor(weight, scale, "row" if scale.dim() == 1 else "block")
+    operand, options = product_operands(x, scaled_weight, x.dtype, world)
+    return operand, scaled_weight, options
 
 
 def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:

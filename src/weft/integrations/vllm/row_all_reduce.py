@@ -15,7 +15,7 @@ from ...ops.recipes import validate
 from ...plans import Plan, Sequential
 from ...tensor_checks import check_operands
 from ...world import World
-from .fp8 import operand_specs, recipe_of, scaled_rows
+from .fp8 import operand_specs, recipe_of, scaled_operands
 
 
 class RowTensors(NamedTuple):
@@ -43,8 +43,8 @@ class RowCall(Call):
 def run_sequential(world: World, call: RowCall, plan: Plan, operands: RowTensors) -> torch.Tensor:
     """Compute the GEMM and the all-reduce with weft, whose operator has plans of its own."""
     x, weight, bias, scale = operands
-    rows, scales = scaled_rows(world, x, weight, scale)
-    return matmul_all_reduce(rows, weight, bias, world=world, **scales)
+    rows, scaled_weight, options = scaled_operands(world, x, weight, scale)
+    return matmul_all_reduce(rows, scaled_weight, bias, world=world, **options)
 
 
 class RowAllReduce(Op[RowCall]):

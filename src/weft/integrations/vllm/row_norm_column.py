@@ -35,7 +35,7 @@ from ...plans import Plan, Sequential, TwoShotPull
 from ...tensor_checks import check_operands, dims
 from ...torch_library import CallOptions
 from ...world import World
-from .fp8 import operand_specs, product, recipe_of, scaled_rows
+from .fp8 import operand_specs, product, recipe_of, scaled_operands
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,15 @@ def run_sequence_parallel(
     if t.row is None or t.column is None or not call.plain_norm:
         return run_own_rows(world, call, plan, t)
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
-    x, scales = scaled_rows(world, t.x, t.row, t.row_scale)
-    y = new_residual = matmul_reduce_scatter(x, t.row, t.row_bias, world=world, **scales)
+    x, weight, options = scaled_operands(world, t.x, t.row, t.row_scale)
+    y = new_residual = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
     if t.residual is None:
         y = rms_norm(y, t.norm, call.eps, world=world)
     else:
         y, new_residual = rms_norm(y, t.norm, call.eps, world=world, residual=t.residual[own_range])
     rows = None if len(set(counts)) == 1 else counts
-    y, scales = scaled_rows(world, y, t.column, t.column_scale)
-    out = all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows, **scales)
+    x, weight, options = scaled_operands(world, y, t.column, t.column_scale)
+    out = all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options)
     return out, residual_of_rows(world, call, [(own_range, new_residual)])
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...scaled_tensor import SCALE_BLOCK
 from ..common import MatmulCall
-from ..recipes import SCALE_BLOCK
 
 GATHER_GEMM = "all_gather_matmul"
 
@@ -34,8 +34,8 @@ class GatherCall(MatmulCall):
     @property
     def scales_in_row(self) -> int:
         """Return the number of scales that are sent with a row."""
-        scaling = self.recipe and self.recipe.scaling
-        return self.k // SCALE_BLOCK if scaling == "block" else int(scaling == "row")
+        by_row = {"tensor": 0, "row": 1, "block": self.k // SCALE_BLOCK}
+        return 0 if self.scaling is None else by_row[self.scaling.recipe]
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
         return super().same_on_all_ranks() | dict(gated=self.gated)

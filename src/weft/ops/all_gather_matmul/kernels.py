@@ -20,6 +20,11 @@ kernel of their own, which runs concurrently with a GEMM on every SM.
 Order of accesses. Peers read the arena half of call n. It is written again in call n + 2, and a rank reaches call n + 2
 only after every peer has counted up its `ready` in call n + 1, whose programs started after that peer's call n had
 ended. Therefore two halves suffice, without a barrier.
+
+Symbols of shapes:
+
+    M, N, K    rows of all ranks, columns of this rank's result, and columns of x; m_r of the rows are rank r's
+    W          ranks
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Unpack, overload
+from typing import ClassVar, Never, TypeVar
 
 import torch
 
@@ -23,11 +23,21 @@ from ...plans import (
     Sequential,
     TwoLevel,
 )
+from ...scaled_tensor import ScaledTensor
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import gather_in_backward, reduce_scatter_in_backward
 from ...world import World
-from ..common import GatheredOptions, MatmulOp, ScaledRowOutOptions, check_rows, plain_rows, whole_words
-from ..recipes import ScaledFactors, check_product
+from ..common import MatmulOp, check_rows, plain_rows, whole_words
+from ..recipes import (
+    PRODUCT_OPTIONS,
+    SCALED_FACTORS,
+    UNSCALED,
+    ProductOptions,
+    ScaledFactors,
+    check_product,
+    scaled_factors,
+)
+from ..removed import unexpected
 from ..two_level import run_gather
 from .call import GATHER_GEMM, GatherCall, GatheredRows
 from .runs import (
@@ -38,17 +48,16 @@ from .runs import (
     usable,
 )
 
+Activation = TypeVar("Activation", torch.Tensor, ScaledTensor)
+
 
 class AllGatherMatmul(MatmulOp[GatherCall]):
-    """The op all_gather(x) @ weight.T + bias. The options are the rows of every rank or None, gated, gathered, the
-    dtype of the result or None, and fast_accum. The results are the result, the gathered activation or None, and its
+    """The op all_gather(x) @ weight.T + bias. The options are the rows of every rank or None, gated, gathered, and
+    those of `ProductOptions`. The results are the result, the gathered activation or None, and its
     scales or None."""
 
     name = GATHER_GEMM
-    signature = (
-        "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale, SymInt[]? rows, int gated, "
-        "bool gathered, ScalarType? out_dtype, bool use_fast_accum"
-    )
+    signature = f"{SCALED_FACTORS}, SymInt[]? rows, int gated, bool gathered, {PRODUCT_OPTIONS}"
     results = 3
     takes = ScaledFactors
     collective = "all_gather"
@@ -75,11 +84,11 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     over_nodes = (TwoLevel(), TwoLevel(2))
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> GatherCall:
-        (x, weight, bias, *_), (rows, gated, gathered, dtype, fast) = operands, options
-        recipe, dtype = check_product(self.name, world, operands, dtype, fast)
+        (x, weight, bias, *_), (rows, gated, gathered, *rest) = operands, options
+        scaling, dtype = check_product(self.name, world, operands, ProductOptions(*rest))
         shards = (x.shape[0],) * world.size if rows is None else check_rows(self.name, world, rows, x, whole=False)
         n, k = weight.shape
-        return GatherCall(shards, n, k, dtype, bias is not None, gated, gathered, recipe=recipe)
+        return GatherCall(shards, n, k, dtype, bias is not None, gated, gathered, scaling=scaling)
 
     def outputs(self, world: World, call: GatherCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         gathered = [((call.rows, call.k), call.operand_dtype)] if call.gathered else []
@@ -124,7 +133,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
                 db = column_sums(world, dy)
             if ctx.needs[0]:
                 assert weight is not None
-                options = shards, True, None, False
+                options = shards, True, *UNSCALED
                 dx = REGISTRY["matmul_reduce_scatter"](world, "auto", ScaledFactors(dy, weight.t()), options)
         if dfull is not None and gathered and ctx.needs[0]:
             part = reduce_scatter_in_backward(world, dfull, shards)
@@ -134,7 +143,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return dx, dw, db, None, None
 
     def fits(self, world: World, call: GatherCall, plan: Plan, asked: str | Plan) -> str | None:
-        if isinstance(plan, Awaiting) and call.recipe is None:
+        if isinstance(plan, Awaiting) and call.scaling is None:
             return self._not_awaiting(world, call, plan, asked)
         reason = super().fits(world, call, plan, asked)
         if reason is None and not isinstance(plan, Decomposed):
@@ -160,7 +169,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
         """Return the awaiting plans for which the shards are whole clusters of tiles, and whose GEMM passes its check
         on every rank."""
-        could = call.even and world.symmetric_reason is None and call.recipe is None
+        could = call.even and world.symmetric_reason is None and call.scaling is None
         fit = [plan for plan in self.tries if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
         if not fit or (key not in world.decided and world.capturing()):
@@ -177,79 +186,26 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return isinstance(plan, Decomposed | Awaiting | FusedGatherByCopies)
 
     def direct(self, world: World, call: GatherCall, plan: Plan) -> Direct | None:
-        usual = isinstance(plan, Sequential) and call.even and call.recipe is None
+        usual = isinstance(plan, Sequential) and call.even and call.scaling is None
         return direct_sequential(world, call) if usual else None
 
 
 ALL_GATHER_MATMUL = registered(AllGatherMatmul())
 
 
-@overload
 def all_gather_matmul(
-    x_shard: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    return_gathered: Literal[False] = False,
-    **options: Unpack[ScaledRowOutOptions],
-) -> torch.Tensor: ...
-@overload
-def all_gather_matmul(
-    x_shard: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    return_gathered: Literal[True],
-    x_scale: None = None,
-    weight_scale: None = None,
-    **options: Unpack[GatheredOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def all_gather_matmul(
-    x_shard: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    return_gathered: Literal[True],
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    **options: Unpack[GatheredOptions],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]: ...
-@overload
-def all_gather_matmul(
-    x_shard: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    return_gathered: bool,
-    x_scale: None = None,
-    weight_scale: None = None,
-    **options: Unpack[GatheredOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def all_gather_matmul(
-    x_shard: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    return_gathered: bool,
-    **options: Unpack[ScaledRowOutOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]: ...
-def all_gather_matmul(
-    x_shard: torch.Tensor,
-    weight: torch.Tensor,
+    x_shard: torch.Tensor | ScaledTensor,
+    weight: torch.Tensor | ScaledTensor,
     bias: torch.Tensor | None = None,
     *,
     world: World,
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
-    return_gathered: bool = False,
     rows: Sequence[int] | None = None,
-    x_scale: torch.Tensor | None = None,
-    weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    **removed: Never,
+) -> torch.Tensor:
     """Return all_gather(x_shard) @ weight.T + bias: the column-parallel half of a layer (TileLink, section 5).
 
     Every rank holds some rows of the activation and some columns of the layer, and gets all rows of its columns.
@@ -263,20 +219,16 @@ def all_gather_matmul(
             Plan; the same on all ranks.
         out: [M, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
             differentiable.
-        return_gathered: also return the gathered activation, in memory of its own. It is differentiable, and saved for
-            the backward pass, which then does not gather again.
         rows: the number of rows of each rank's shard, in the order of the ranks. None: all ranks have as many as this
             one.
-        x_scale, weight_scale, out_dtype, use_fast_accum: those of `weft.matmul`, for x_shard and weight in
-            torch.float8_e4m3fn, whose rows and scales are sent unchanged. x_scale has the scales of this rank's rows; a
-            scale by tensor must be the same on all ranks. Such a call has no gradient.
+        out_dtype, use_fast_accum: those of `weft.matmul`, for a `weft.ScaledTensor` x_shard and weight, whose rows and
+            scales are sent unchanged. A scale by tensor must be the same on all ranks. Such a call has no gradient.
 
     The other tensors are bfloat16, or all are float16, on `world.device`. A tensor that is not contiguous is copied,
     except for a weight whose transpose is contiguous. Sums are accumulated in float32.
 
     Returns:
-        [M, N] with M = sum(rows), the shards in the order of the ranks; with `return_gathered` also [M, K], and for
-        8-bit operands the scales of its rows, [M, 1] or [M, K / 128], or None for a scale by tensor.
+        [M, N] with M = sum(rows), the shards in the order of the ranks.
 
     Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, through the transposed weight; dweight
     gathers the activation again; dbias sums dy over its rows.
@@ -291,13 +243,38 @@ def all_gather_matmul(
         Timeout: a peer did not arrive; see the guide.
         WeftError: the first call of a shape is inside a CUDA graph capture.
     """
+    if removed:
+        raise unexpected(GATHER_GEMM, removed)
+    operands, options = scaled_factors(GATHER_GEMM, x_shard, weight, bias, out_dtype, use_fast_accum)
     named = None if rows is None else plain_rows(GATHER_GEMM, rows)
-    operands = ScaledFactors(x_shard, weight, bias, x_scale, weight_scale)
-    options = named, 0, return_gathered, out_dtype, use_fast_accum
-    y, full, scales = ALL_GATHER_MATMUL(world, plan, operands, options, out)
-    if not return_gathered:
-        return y
-    return (y, full) if x_scale is None else (y, full, scales)
+    return ALL_GATHER_MATMUL(world, plan, operands, (named, 0, False) + options, out)[0]
+
+
+def all_gather_matmul_with_gathered(
+    x_shard: Activation,
+    weight: torch.Tensor | ScaledTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[torch.Tensor, Activation]:
+    """Return `all_gather_matmul` and the gathered activation.
+
+    The gathered activation [M, K], a `weft.ScaledTensor` if x_shard is one, has memory of its own. It is
+    differentiable, and saved for the backward pass, which then does not gather again. Arguments and errors are those of
+    `all_gather_matmul`.
+    """
+    options: CallOptions
+    operands, options = scaled_factors(GATHER_GEMM, x_shard, weight, bias, out_dtype, use_fast_accum)
+    named = None if rows is None else plain_rows(GATHER_GEMM, rows)
+    y, gathered, scales = ALL_GATHER_MATMUL(world, plan, operands, (named, 0, True) + options, out)
+    if isinstance(x_shard, ScaledTensor):
+        return y, x_shard._replace(values=gathered, scales=x_shard.scales if scales is None else scales)
+    return y, gathered
 
 
 def all_gather_swiglu(
@@ -314,5 +291,5 @@ def all_gather_swiglu(
     In weight [S, K] blocks of `world.scale.interleave` rows of gate and of up alternate; the last two are padded with
     zeros. There is no gradient: use all_gather_matmul and silu_mul.
     """
-    options = plain_rows(GATHER_GEMM, rows), columns, False, None, False
+    options = plain_rows(GATHER_GEMM, rows), columns, False, *UNSCALED
     return ALL_GATHER_MATMUL(world, plan, ScaledFactors(x_shard, weight), options)[0]

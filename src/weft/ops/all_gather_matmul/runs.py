@@ -90,7 +90,7 @@ def run_gathered(
         tensors = sent_tensors(call, operands)
         with GATHERS[type(plan)](world, plan, call.shards, tensors, call.gathered) as (gathered, arrivals):
             for rows, parts, lane in arrivals:
-                linear(world, call.recipe, call.dtype, gathered_operands(operands, *parts), lane, full[rows])
+                linear(world, call.scaling, call.dtype, gathered_operands(operands, *parts), lane, full[rows])
     if not call.gathered or world.size > 1:
         return GatheredRows(*gathered)
     return GatheredRows(*(t.clone() for t in gathered))  # with one rank they are the operands themselves
@@ -195,10 +195,10 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
 def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool) -> dict[str, object]:
     """Return the arguments of the GEMM, which both kernels take."""
     columns = world.scale.interleave if gated else tile.block_n // 2
-    unscaled: dict[str, object] = {} if call.recipe else dict(scales=None)
+    unscaled: dict[str, object] = {} if call.scaling else dict(scales=None)
     return dict(
         w_desc=weight_matrix(call, tile, trans_b),
-        out_desc=Matrix(call.rows, gated or call.n, (block_rows(tile, call.recipe), columns)),
+        out_desc=Matrix(call.rows, gated or call.n, (block_rows(tile, call.scaling), columns)),
         M=call.rows,
         N=call.n,
         K=call.k,
@@ -208,7 +208,7 @@ def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, 
 
 def _product(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, **options: object) -> Product:
     gated = world.scale.interleave if gated else 0
-    return constants(Product, tile=tile_of(tile, tile.group_m, trans_b, call.recipe), GATED=gated, **options)
+    return constants(Product, tile=tile_of(tile, tile.group_m, trans_b, call.scaling), GATED=gated, **options)
 
 
 def _scales(operands: ScaledFactors) -> dict[str, Moved]:
@@ -233,7 +233,7 @@ def _pulled_launch(
     ch, shards = _pull_channel(world, call, plan, pull.parts)
     view, granules = flat(world, arena.memory)
     bulk = pull.bulk and view is not None and half % pull.cols == 0
-    blocks = block_rows(tile, call.recipe), bk
+    blocks = block_rows(tile, call.scaling), bk
     whole_arena = Matrix(half // k + call.rows, k, blocks)
     arena_desc = whole_arena.argument(arena.memory.local.view(dtype))
     return Launch(
@@ -330,10 +330,10 @@ def _copied_launch(
     world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int, trans_b: bool
 ) -> tuple[Launch, Ahead]:
     rows, bm = call.shards[0], plan.tile.block_m
-    blocks = block_rows(plan.tile, call.recipe), plan.tile.block_k
+    blocks = block_rows(plan.tile, call.scaling), plan.tile.block_k
     ch, epoch, offsets = _copy_channel(world, call, plan)
     workers = world.sm_count * plan.per_sm - 1
-    unscaled: dict[str, object] = {} if call.recipe else dict(all_scales=None)
+    unscaled: dict[str, object] = {} if call.scaling else dict(all_scales=None)
     launch = Launch(
         world,
         copied_gemm,
@@ -381,7 +381,7 @@ def _by_copy_engine(
     with copy_engine.gather_to_flags(world, tensors, keep, ch.counters.split(1), epoch) as gathered:
         launch, ahead = _copied_launch(world, call, plan, gated, transposed(weight))
         moving = dict(x_desc=x, gathered_desc=gathered[0], w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
-        if call.recipe is not None:
+        if call.scaling is not None:
             moving["all_scales"] = gathered_operands(operands, *gathered).x_scale
         ahead((bias,), lambda: (BoundLaunch(launch, moving),))
         launch(world.current_stream(), **moving)

@@ -23,6 +23,12 @@ call n, because it waits for their rows: staging memory and partial rows may be 
 reason all ranks have read the counters of a call before any rank counts for the next call, so one set suffices. Each
 counter of `done` is counted by one rank, because otherwise a program without rows to sum would count earlier than this
 argument allows.
+
+Symbols of shapes:
+
+    M, H       rows and columns of the matrix
+    P          H rounded up to a power of two
+    W          ranks
 """
 
 from typing import NamedTuple

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Unpack, overload
+from typing import ClassVar, Never
 
 import torch
 
-from ...architectures import ADA, HOPPER, lacks
+from ...architectures import lacks
 from ...backends.base import Stream
 from ...backends.library_gemm import stepped
-from ...errors import Unsupported
 from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
 from ...plans import (
     Decomposed,
@@ -25,14 +24,16 @@ from ...plans import (
     TwoShotPush,
     is_low_latency,
 )
+from ...scaled_tensor import E4M3, ScaledTensor
 from ...tensor_checks import aligned, check_device, dense, dims, output, overlap
 from ...torch_library import CallOptions
 from ...transport.low_latency import VECTOR
 from ...world import World
-from ..common import OutOptions, split_rows
-from ..recipes import E4M3, SCALE_BLOCK
+from ..common import split_rows
+from ..recipes import check_quantized
+from ..removed import unexpected
 from ..two_level import run_sum
-from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
+from .call import NORM, NORMS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
 from .multicast import run_multicast, why_no_multicast
 from .runs import (
@@ -96,7 +97,7 @@ class Reduce(Op[SumCall]):
             return world.peer_reason
         reason = world.symmetric_reason
         if reason is None and isinstance(plan, Multicast):
-            reason = lacks(world.capability, HOPPER, "multicast addresses")
+            reason = lacks(world.capability, "multicast", "multicast addresses")
         return why_no_multicast(world, call) if reason is None and isinstance(plan, Multicast) else reason
 
     def execute(
@@ -155,8 +156,8 @@ class Reduce(Op[SumCall]):
 
 class AllReduceRmsNorm(Reduce):
     """The op all_reduce_rms_norm. The operands are x, residual, weight, bias and scale. The options are eps, norm, the
-    dtype of the normalised rows or None, full_residual, and the recipe of the scales to return or "". The results are
-    the rows, the new residual, and the scales or None."""
+    dtype of the normalised rows or None, full_residual, and the recipe of 8-bit rows or None. The results are the rows,
+    the new residual, and the scales or None."""
 
     name = NORM
     takes = NormOperands
@@ -169,7 +170,7 @@ class AllReduceRmsNorm(Reduce):
     )
     signature = (
         "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? scale, float eps, str norm,"
-        " ScalarType? out_dtype, bool full_residual, str quantize"
+        " ScalarType? out_dtype, bool full_residual, str? recipe"
     )
     results = 3
 
@@ -276,34 +277,6 @@ class AllReduce(Reduce):
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = registered(AllReduceRmsNorm()), registered(AllReduce())
 
 
-class NormOptions(OutOptions, total=False):
-    bias: torch.Tensor | None
-    norm: str
-    out_dtype: torch.dtype | None
-    scale: torch.Tensor | None
-    full_residual: bool
-
-
-@overload
-def all_reduce_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    quantize: None = None,
-    **options: Unpack[NormOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def all_reduce_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    quantize: str,
-    **options: Unpack[NormOptions],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 def all_reduce_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -313,13 +286,12 @@ def all_reduce_rms_norm(
     bias: torch.Tensor | None = None,
     norm: str = "rms",
     out_dtype: torch.dtype | None = None,
-    scale: torch.Tensor | None = None,
     full_residual: bool = False,
-    quantize: str | None = None,
     out: torch.Tensor | None = None,
     world: World,
     plan: str | Plan = "auto",
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    **removed: Never,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: the ops between a row-parallel layer
     and the next column-parallel one (TokenWeave, section 4).
 
@@ -331,11 +303,7 @@ def all_reduce_rms_norm(
         weight: [H], of x's dtype or float32, the same on all ranks.
         bias: [H], of x's dtype or float32, the same on all ranks. It is added after the norm.
         norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
-        out_dtype: the dtype of the normalised rows. None: x's.
-        scale: float32 [1]. The normalised rows are divided by it and clamped to +-448. It is taken with out_dtype
-            torch.float8_e4m3fn only, and required there without `quantize`.
-        quantize: "row" or "block": the normalised rows are float8_e4m3fn, divided by scales of each row or of each 128
-            columns of a row, as in `weft.quantize`; the scales are returned too.
+        out_dtype: the dtype of the normalised rows: bfloat16, float16 or float32. None: x's.
         full_residual: the residual, old and new, is [M, H] on every rank instead of this rank's rows. In two shots the
             new residual is stored on all ranks like the normalised rows.
         out: [M, H], contiguous: the tensor for the normalised rows. If it is in memory of `World.symmetric`, at the
@@ -350,8 +318,7 @@ def all_reduce_rms_norm(
     ("sequential": as NCCL does it). The new residual is rounded once.
 
     Returns:
-        The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H]; with
-        `quantize` also the scales, float32 [M, 1] or [M, H / 128].
+        The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
 
     Memory, in addition to the outputs: the symmetric memory, which all calls of the World share, is none (sequential),
     3 (W + 1) M H elements (one shot), or 3 M H, plus 3 M H with a full residual, plus 3 M' H, where M' is M rounded up
@@ -365,9 +332,37 @@ def all_reduce_rms_norm(
             gradient, which this op does not have: use torch.no_grad().
         Mismatch, Timeout, WeftError: as for `all_gather_matmul`.
     """
-    options = float(eps), norm, out_dtype, full_residual, quantize or ""
-    y, kept, scales = ALL_REDUCE_RMS_NORM(world, plan, NormOperands(x, residual, weight, bias, scale), options, out)
-    return (y, kept, scales) if quantize else (y, kept)
+    if removed:
+        raise unexpected(NORM, removed)
+    options = float(eps), norm, out_dtype, full_residual, None
+    y, kept, _ = ALL_REDUCE_RMS_NORM(world, plan, NormOperands(x, residual, weight, bias), options, out)
+    return y, kept
+
+
+def all_reduce_rms_norm_quantized(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    recipe: str,
+    eps: float = 1e-6,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: str = "rms",
+    scale: torch.Tensor | None = None,
+    full_residual: bool = False,
+    out: torch.Tensor | None = None,
+    world: World,
+    plan: str | Plan = "auto",
+) -> tuple[ScaledTensor, torch.Tensor]:
+    """Return `all_reduce_rms_norm` with 8-bit rows.
+
+    The normalised rows and their scales come from the same launches. recipe: that of `weft.quantize`. scale: float32
+    [1], needed by "tensor" and refused by the others: the rows are divided by it and clamped to +-448. out: the tensor
+    for the values. The other arguments, and errors, are those of `all_reduce_rms_norm`.
+    """
+    operands, options = NormOperands(x, residual, weight, bias, scale), (float(eps), norm, None, full_residual, recipe)
+    y, kept, scales = ALL_REDUCE_RMS_NORM(world, plan, operands, options, out)
+    return ScaledTensor(y, scales if scale is None else scale, recipe), kept
 
 
 def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Plan) -> bool:
@@ -421,7 +416,7 @@ def _checked_call(
     norm: str,
     out_dtype: torch.dtype | None,
     full_residual: bool,
-    quantize: str,
+    recipe: str | None,
 ) -> SumCall:
     """Check the operands and options, and return the call. Raises ValueError or TypeError for every fault that this
     rank can see by itself."""
@@ -453,7 +448,12 @@ def _checked_call(
             raise ValueError(f"{NORM}: {name} {dims(t)} must be [{h}], as H of x {dims(x)}")
         if t is not None and t.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"{NORM}: {name} is {dims(t)}; {x.dtype}, as x, or float32 is needed")
-    out_dtype = _checked_output(world, x, out_dtype, scale, quantize)
+    group, out_dtype = 0, out_dtype or x.dtype
+    if recipe is not None:
+        group = check_quantized(f"{NORM}_quantized", world, x, h, recipe, scale, static=True)
+        out_dtype = E4M3
+    elif out_dtype not in SUMMED_DTYPES:
+        raise TypeError(f"{NORM}: out_dtype {out_dtype} is not one of {[str(d) for d in SUMMED_DTYPES]}")
     layout = WHOLE if full_residual or world.size == 1 else OWN
     return SumCall(
         NORM,
@@ -467,36 +467,8 @@ def _checked_call(
         layout.value,
         bias is not None,
         scale is not None,
-        {"": 0, "row": h, "block": SCALE_BLOCK}[quantize],
+        group,
     )
-
-
-def _checked_output(
-    world: World, x: torch.Tensor, out_dtype: torch.dtype | None, scale: torch.Tensor | None, quantize: str
-) -> torch.dtype:
-    """Check the options of the output, and return the dtype of the normalised rows."""
-    if quantize not in ("", "row", "block"):
-        raise ValueError(f'{NORM}: quantize {quantize!r} is not "row" or "block"; by tensor: out_dtype and scale')
-    if quantize and (scale is not None or out_dtype not in (None, E4M3)):
-        raise ValueError(
-            f"{NORM}: quantize={quantize!r} gives {E4M3} and scales, and takes no other out_dtype, nor a scale"
-        )
-    if quantize == "block" and x.shape[1] % SCALE_BLOCK:
-        raise ValueError(
-            f"{NORM}: H {x.shape[1]} of x {dims(x)} is not a multiple of {SCALE_BLOCK}, for scales by block"
-        )
-    dtype = E4M3 if quantize else out_dtype or x.dtype
-    if dtype not in OUTPUTS:
-        raise TypeError(f"{NORM}: out_dtype {dtype} is not one of {[str(d) for d in OUTPUTS]}")
-    if (dtype == E4M3) != (scale is not None) and not quantize:
-        raise ValueError(
-            f"{NORM}: a scale goes with out_dtype torch.float8_e4m3fn, and only there; out_dtype is {dtype}"
-        )
-    if dtype == E4M3 and (missing := lacks(world.capability, ADA, "results in float8_e4m3fn")):
-        raise Unsupported(f"{NORM}: {missing}")
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-        raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
-    return dtype
 
 
 def _copy(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:

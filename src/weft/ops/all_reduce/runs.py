@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...architectures import shared_kib
+from ...architectures import features
 from ...backends.base import Stream, SymmetricTensor
 from ...kernel_launch import Launch, Words, prepared
 from ...lang.jit import constants
@@ -127,7 +127,7 @@ def all_reduce_low_latency(
 # -- rows with counters ------------------------------------------------------------------------------------------------
 def _room(world: World) -> int:
     """Return the bytes of shared memory for the rows in flight."""
-    return (shared_kib(world.capability) - REST_KIB) << 10
+    return (features(world.capability).shared_kib - REST_KIB) << 10
 
 
 def _shots(world: World, call: SumCall, plan: TwoShotCounted) -> Shots:

@@ -3,6 +3,11 @@
 A partial result is out_i, the softmax over some of the keys, and lse_i, the natural logarithm of its sum of
 exponentials. Over all keys, lse = log sum exp(lse_i) and out = sum exp(lse_i - lse) out_i. The kernel computes in
 float32 and reads each partial result once; partial results have been rounded to 16 bits once.
+
+Symbols of shapes:
+
+    M          rows of the merged result
+    D          elements of a head
 """
 
 import triton.language as tl

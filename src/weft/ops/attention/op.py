@@ -13,7 +13,7 @@ import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, Unpack, overload
+from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
 
@@ -23,7 +23,7 @@ from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...tensor_checks import DTYPES, check_device, dense, dims
 from ...torch_library import Backward, CallOptions
 from ...world import World
-from ..common import RowOutOptions, check_rows, plain_rows
+from ..common import check_rows, plain_rows
 from . import head_parallel, segmented
 from .backward import ForwardResult, backward, sinks_gradient
 from .key_ranges import KeyGroup, KeyRange, KeyRanges, causal_key_ranges, packed_key_ranges, zigzag_rows
@@ -290,7 +290,13 @@ def batch_to_heads(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(0, 1).flatten(1, 2)
 
 
-class AttentionOptions(RowOutOptions, total=False):
+class AttentionOptions(TypedDict, total=False):
+    """The keywords of `gathered_attention` without return_lse."""
+
+    world: Required[World]
+    plan: str | Plan
+    out: torch.Tensor | None
+    rows: Sequence[int] | None
     causal: bool
     scale: float | None
     window: int | None

@@ -23,6 +23,12 @@ every wait ends.
 Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call
 n + 2 has ended its call n + 1, in which it acquired from every rank: by stream order that rank's notify came after it
 had read the half in call n. The tables of a call are read by later launches of the same stream only.
+
+Symbols of shapes:
+
+    m          rows of x on this rank, each of which goes to one rank
+    N, K       columns of the result and of x
+    W          ranks
 """
 
 from typing import NamedTuple

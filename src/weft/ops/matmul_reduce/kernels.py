@@ -31,6 +31,11 @@ release that passes this on.
 Measured and dropped (docs/design-notes.md): pull programs on SMs of their own; GEMM programs that pull when they have
 no tiles left (the last tiles' loads wait behind their requests); notifying owners from the GEMM program, at once or a
 tile later.
+
+Symbols of shapes:
+
+    M, N, K    rows of x, columns of the result, and columns of x on this rank
+    W          ranks, of which rank r owns m_r rows of the result
 """
 
 from typing import NamedTuple

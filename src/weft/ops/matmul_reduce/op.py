@@ -4,7 +4,7 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Unpack, overload
+from typing import ClassVar, Never
 
 import torch
 
@@ -24,23 +24,23 @@ from ...plans import (
     TwoShotPull,
     TwoShotPush,
 )
+from ...scaled_tensor import ScaledTensor
 from ...tensor_checks import requires_grad
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import gather_in_backward
 from ...world import World
-from ..common import (
-    MatmulOp,
-    ScaledOutOptions,
-    ScaledPlanOptions,
-    ScaledRowOptions,
-    ScaledRowOutOptions,
-    check_rows,
-    plain_rows,
-    split_rows,
-    whole_words,
-)
+from ..common import MatmulOp, check_rows, plain_rows, split_rows, whole_words
 from ..norm import Remap
-from ..recipes import ScaledFactors, check_product
+from ..recipes import (
+    PRODUCT_OPTIONS,
+    SCALED_FACTORS,
+    UNSCALED,
+    ProductOptions,
+    ScaledFactors,
+    check_product,
+    scaled_factors,
+)
+from ..removed import unexpected
 from ..two_level import run_reduce_all, run_scatter
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .runs import (
@@ -97,19 +97,16 @@ class MatmulReduce(MatmulOp[ReduceCall]):
 
     def direct(self, world: World, call: ReduceCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.reorder and (self.everywhere or call.even)
-        usual = usual and call.recipe is None
+        usual = usual and call.scaling is None
         return direct_sequential(world, call) if usual else None
 
 
 class MatmulReduceScatter(MatmulReduce):
     """The op matmul_reduce_scatter. The options are the rows that each rank gets, or None for `balanced_rows`; reorder;
-    the dtype of the result or None; and fast_accum."""
+    and those of `ProductOptions`."""
 
     name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
-    signature = (
-        "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale, SymInt[]? rows, bool reorder, "
-        "ScalarType? out_dtype, bool use_fast_accum"
-    )
+    signature = f"{SCALED_FACTORS}, SymInt[]? rows, bool reorder, {PRODUCT_OPTIONS}"
     everywhere = False
     variants = (
         FusedReduceScatter(),
@@ -137,7 +134,7 @@ class MatmulReduceScatter(MatmulReduce):
         dx = full = None
         if needs[0]:
             assert weight is not None
-            options = shards, 0, needs[1] or needs[2], None, False
+            options = shards, 0, needs[1] or needs[2], *UNSCALED
             dx, full, _ = REGISTRY["all_gather_matmul"](world, "auto", ScaledFactors(dy, weight.t()), options)
         elif needs[1] or needs[2]:
             full = gather_in_backward(world, dy, shards)
@@ -149,21 +146,18 @@ class MatmulReduceScatter(MatmulReduce):
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
-        (x, weight, bias, *_), (rows, reorder, dtype, fast) = operands, options
-        recipe, dtype = check_product(self.name, world, operands, dtype, fast)
+        (x, weight, bias, *_), (rows, reorder, *rest) = operands, options
+        scaling, dtype = check_product(self.name, world, operands, ProductOptions(*rest))
         shards = split_rows(world, x.shape[0]) if rows is None else check_rows(self.name, world, rows, x, whole=True)
         (n, k), m = weight.shape, x.shape[0]
-        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, recipe=recipe)
+        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
 
 
 class MatmulAllReduce(MatmulReduce):
-    """The op matmul_all_reduce. The options are reorder, the dtype of the result or None, and fast_accum."""
+    """The op matmul_all_reduce. The options are reorder and those of `ProductOptions`."""
 
     name, collective = GEMM_ALL_REDUCE, "all_reduce"
-    signature = (
-        "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale, bool reorder, "
-        "ScalarType? out_dtype, bool use_fast_accum"
-    )
+    signature = f"{SCALED_FACTORS}, bool reorder, {PRODUCT_OPTIONS}"
     everywhere = True
     variants = (
         FusedAllReduce(),
@@ -200,50 +194,30 @@ class MatmulAllReduce(MatmulReduce):
         return dx, dw, column_sums(world, dy) if needs[2] else None, None, None
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
-        (x, weight, bias, *_), (reorder, dtype, fast) = operands, options
-        recipe, dtype = check_product(self.name, world, operands, dtype, fast)
+        (x, weight, bias, *_), (reorder, *rest) = operands, options
+        scaling, dtype = check_product(self.name, world, operands, ProductOptions(*rest))
         shards = split_rows(world, x.shape[0])
         (n, k), m = weight.shape, x.shape[0]
-        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, recipe=recipe)
+        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
 
 
 MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())
 MATMUL_ALL_REDUCE = registered(MatmulAllReduce())
 
 
-@overload
 def matmul_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    reorder: Literal[True] = True,
-    **options: Unpack[ScaledRowOutOptions],
-) -> torch.Tensor: ...
-@overload
-def matmul_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    reorder: Literal[False],
-    **options: Unpack[ScaledRowOptions],
-) -> tuple[torch.Tensor, Remap | None]: ...
-def matmul_reduce_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | ScaledTensor,
+    weight: torch.Tensor | ScaledTensor,
     bias: torch.Tensor | None = None,
     *,
     world: World,
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
     rows: Sequence[int] | None = None,
-    reorder: bool = True,
-    x_scale: torch.Tensor | None = None,
-    weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
+    **removed: Never,
+) -> torch.Tensor:
     """Return this rank's rows of the sum over ranks of x @ weight.T, + bias: the row-parallel half of a layer
     (TileLink, section 5).
 
@@ -260,12 +234,9 @@ def matmul_reduce_scatter(
             differentiable.
         rows: the number of rows that each rank gets, in the order of the ranks. None: M is split as evenly as possible,
             longer shards first (`weft.lang.balanced_rows`).
-        reorder: False: return the result as the plan's communication leaves it, with a `weft.Remap`, for
-            `weft.rms_norm` or `weft.residual_add`. The Remap is None for rows in ordinary order, which all plans but
-            "signaled" return. Such a call has no gradient and no `out`, and is not compiled.
-        x_scale, weight_scale, out_dtype, use_fast_accum: those of `weft.matmul`, for x and weight in
-            torch.float8_e4m3fn. Partial sums, the result and the bias have the dtype out_dtype. "signaled" takes 16-bit
-            operands only. Such a call has no gradient.
+        out_dtype, use_fast_accum: those of `weft.matmul`, for a `weft.ScaledTensor` x and weight. Partial sums, the
+            result and the bias have the dtype out_dtype. "signaled" takes 16-bit operands only. Such a call has no
+            gradient.
 
     Dtypes, devices and layouts are those of `all_gather_matmul`, which also says what is raised. Sums over ranks are
     accumulated in float32, in the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
@@ -283,51 +254,52 @@ def matmul_reduce_scatter(
     Signaled plans take M N (1 + 1 / W), with the rows of a shard rounded up to whole tiles, of ordinary memory, or with
     `copies` as much as decomposed plans.
     """
-    if not reorder:
-        check_plain(GEMM_REDUCE_SCATTER, out, x, weight, bias)
-    operands = ScaledFactors(x, weight, bias, x_scale, weight_scale)
-    options = plain_rows(GEMM_REDUCE_SCATTER, rows), reorder, out_dtype, use_fast_accum
-    return MATMUL_REDUCE_SCATTER(world, plan, operands, options, out)
+    if removed:
+        raise unexpected(GEMM_REDUCE_SCATTER, removed)
+    operands, options = scaled_factors(GEMM_REDUCE_SCATTER, x, weight, bias, out_dtype, use_fast_accum)
+    return MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), True) + options, out)
 
 
-@overload
-def matmul_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+def matmul_reduce_scatter_tiles(
+    x: torch.Tensor | ScaledTensor,
+    weight: torch.Tensor | ScaledTensor,
     bias: torch.Tensor | None = None,
     *,
-    reorder: Literal[True] = True,
-    **options: Unpack[ScaledOutOptions],
-) -> torch.Tensor: ...
-@overload
+    world: World,
+    plan: str | Plan = "auto",
+    rows: Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[torch.Tensor, Remap | None]:
+    """Return `matmul_reduce_scatter` in tiles.
+
+    The result is as the plan's communication leaves it, with a `weft.Remap` for `weft.rms_norm` or `weft.residual_add`,
+    which is None for rows in ordinary order: all plans but "signaled" return these. Such a call has no gradient and is
+    not compiled. Arguments and errors are those of `matmul_reduce_scatter`.
+    """
+    check_plain(f"{GEMM_REDUCE_SCATTER}_tiles", x, weight, bias)
+    operands, options = scaled_factors(GEMM_REDUCE_SCATTER, x, weight, bias, out_dtype, use_fast_accum)
+    return MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), False) + options)
+
+
 def matmul_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    reorder: Literal[False],
-    **options: Unpack[ScaledPlanOptions],
-) -> tuple[torch.Tensor, Remap | None]: ...
-def matmul_all_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | ScaledTensor,
+    weight: torch.Tensor | ScaledTensor,
     bias: torch.Tensor | None = None,
     *,
     world: World,
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
-    reorder: bool = True,
-    x_scale: torch.Tensor | None = None,
-    weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
+    **removed: Never,
+) -> torch.Tensor:
     """Return the sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence
     parallelism (TileLink, section 5).
 
     Args are those of `matmul_reduce_scatter` without `rows`: x [M, K], weight [N, K], bias [N] the same on all ranks,
-    out [M, N], reorder, and for 8-bit operands x_scale, weight_scale, out_dtype and use_fast_accum. plan may also be
-    "two_shot" or, for few rows, TwoShotLowLatency(). Dtypes and devices are those of `all_gather_matmul`, which also
+    out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot" or, for few rows,
+    TwoShotLowLatency(). Dtypes and devices are those of `all_gather_matmul`, which also
     says what is raised.
 
     Returns:
@@ -343,17 +315,34 @@ def matmul_all_reduce(
     M N (1 + 1 / W), with M rounded up a little. One shot and two shots take M N of ordinary memory, and the memory of
     `weft.all_reduce`.
     """
-    if not reorder:
-        check_plain(GEMM_ALL_REDUCE, out, x, weight, bias)
-    operands = ScaledFactors(x, weight, bias, x_scale, weight_scale)
-    return MATMUL_ALL_REDUCE(world, plan, operands, (reorder, out_dtype, use_fast_accum), out)
+    if removed:
+        raise unexpected(GEMM_ALL_REDUCE, removed)
+    operands, options = scaled_factors(GEMM_ALL_REDUCE, x, weight, bias, out_dtype, use_fast_accum)
+    return MATMUL_ALL_REDUCE(world, plan, operands, (True,) + options, out)
+
+
+def matmul_all_reduce_tiles(
+    x: torch.Tensor | ScaledTensor,
+    weight: torch.Tensor | ScaledTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[torch.Tensor, Remap | None]:
+    """Return `matmul_all_reduce` in tiles.
+
+    Both are those of `matmul_reduce_scatter_tiles`, whose restrictions hold here too.
+    """
+    check_plain(f"{GEMM_ALL_REDUCE}_tiles", x, weight, bias)
+    operands, options = scaled_factors(GEMM_ALL_REDUCE, x, weight, bias, out_dtype, use_fast_accum)
+    return MATMUL_ALL_REDUCE(world, plan, operands, (False,) + options)
 
 
 def check_plain(
-    op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    op: str, x: torch.Tensor | ScaledTensor, weight: torch.Tensor | ScaledTensor, bias: torch.Tensor | None
 ) -> None:
-    """Raise ValueError if these arguments do not allow `reorder=False`."""
-    if out is not None or torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(x, weight, bias)):
-        raise ValueError(
-            f"{op}: reorder=False takes no out=, has no gradient (use torch.no_grad()) and is not compiled"
-        )
+    """Raise ValueError for a call that is compiled or needs a gradient."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(x, weight, bias)):
+        raise ValueError(f"{op}: such a call has no gradient (use torch.no_grad()) and is not compiled")

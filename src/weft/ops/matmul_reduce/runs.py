@@ -72,14 +72,14 @@ def multiply(
     """Return x @ weight.T, or some rows of it, computed by the fastest library on the stream."""
     part = operands._replace(bias=None)
     if rows is not None:
-        part = part._replace(x=part.x[rows], x_scale=scales_of_part(call.recipe, part.x_scale, rows))
-    return linear(world, call.recipe, call.dtype, part, stream, out)
+        part = part._replace(x=part.x[rows], x_scale=scales_of_part(call.scaling, part.x_scale, rows))
+    return linear(world, call.scaling, call.dtype, part, stream, out)
 
 
 def run_reduced(world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor) -> None:
     """Compute the GEMM part by part, and send each part to be summed by the plan's transport."""
     if world.size == 1:
-        linear(world, call.recipe, call.dtype, operands, world.current_stream(), out)
+        linear(world, call.scaling, call.dtype, operands, world.current_stream(), out)
         return
     if isinstance(plan, Decomposed) and world.symmetric_reason and not call.everywhere:
         by_collectives.scatter(world, plan, operands, out)
@@ -183,17 +183,17 @@ def _fused_launches(
     if view is None:
         raise Unsupported("the symmetric memory of the ranks is too far apart for one descriptor")
     fixed: dict[str, object] = dict(
-        x_desc=Matrix(call.m, call.k, (block_rows(tile, call.recipe), bk)),
+        x_desc=Matrix(call.m, call.k, (block_rows(tile, call.scaling), bk)),
         w_desc=weight_matrix(call, tile, trans_b),
         arena=Halves.from_arena(arena, granules, arena.half // call.dtype.itemsize),
-        arena_desc=view.descriptor(call.dtype, block_rows(tile, call.recipe), bn // 2),
+        arena_desc=view.descriptor(call.dtype, block_rows(tile, call.scaling), bn // 2),
         flat_desc=view.descriptor(call.dtype, block, bn // 2),
         ch=ch,
         offsets=offsets,
         tiles_m=_tiles(call, plan)[0],
         N=call.n,
         K=call.k,
-        tile=tile_of(tile, -(-tile.group_m // size) * size, trans_b, call.recipe),
+        tile=tile_of(tile, -(-tile.group_m // size) * size, trans_b, call.scaling),
         how=constants(
             Sums,
             GEMM_PROGRAMS=world.sm_count,
@@ -208,7 +208,7 @@ def _fused_launches(
     )
     small: dict[str, int] = dict(num_warps=4, num_stages=tile.stages, co_resident=True)
     options: dict[str, int] = dict(num_warps=tile.warps, num_stages=tile.stages)
-    if call.recipe is None:
+    if call.scaling is None:
         fixed["scales"] = None
     else:  # without limits an epilogue that scales takes registers that the pull program on its SM needs
         small["maxnreg"] = SUM_REGISTERS

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...architectures import HOPPER
+from ...architectures import features
 from ...backends.base import Stream
 from ...compute.signaled_gemm import Order, signaled_gemm
 from ...kernel_launch import Launch, Matrix, prepared
@@ -99,7 +99,7 @@ def gemm_launch(
             OWNERS=tiling.owners,
             IN_ORDER=tiling.in_order,
             ROTATE=tiling.shard > 0,
-            FLAT=world.capability >= HOPPER,
+            FLAT=features(world.capability).tma,
         ),
         **fixed,
     )

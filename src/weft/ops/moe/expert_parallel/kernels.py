@@ -23,6 +23,14 @@ of the stream's work, waits for all). A rank announces its sums after its first 
 nobody reads rows that `dispatch_rows` overwrites. A rank's outbox is written only for rows that it has sent in this
 call, after it has read the sums of the previous call. So inbox and outbox need no second half, and every counter that
 crosses ranks is incremented by one rank alone.
+
+Symbols of shapes:
+
+    T, H       tokens of this rank, and columns of a token
+    K, KP      routes of a token, and K rounded up to a power of two; in a GEMM K is the columns of its input
+    N          columns of a GEMM's result
+    P          H rounded up to a power of two; in a GEMM the number of programs
+    W, EL      ranks, and experts of a rank
 """
 
 from typing import NamedTuple

@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from ....architectures import HOPPER, lacks
+from ....architectures import lacks
 from ....backends.base import check_tensors
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
@@ -344,7 +344,7 @@ class Moe(Op[MoeCall]):
         else:
             assert isinstance(plan, Dispatched)
             reason = dispatched.fits(world, call.layer, plan)
-        return world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels") or reason
+        return world.symmetric_reason or lacks(world.capability, "tma", "an MoE layer's kernels") or reason
 
     def dense_operands(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
         """Make all operands contiguous but `received`, which is written and must stay where it is."""

@@ -27,6 +27,12 @@ rank's flag of call n + 1; and each rank set that flag after its reads of call n
 
 A rank has columns of EL experts. TP_SIZE neighbouring ranks have columns of the same experts; with 1 an expert belongs
 to one rank.
+
+Symbols of shapes:
+
+    K          routes of a token: the experts that it chooses
+    W, WP      ranks, and W rounded up to a power of two
+    EL, ELP    experts of a rank, and EL rounded up to a power of two
 """
 
 from typing import NamedTuple

@@ -17,6 +17,12 @@ Memory order. Inbox and outbox are the arena's two halves, between which all cal
 call of either kind has been notified by every rank in it: in the first half of its routes, which a rank shares as its
 first act, in the second half of its sums. So every rank has ended its previous call, and nobody reads the half that a
 call writes.
+
+Symbols of shapes:
+
+    T, H       tokens of this rank, and columns of a token
+    K          routes of a token: the experts that it chooses
+    W          ranks
 """
 
 import triton.language as tl

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from ....architectures import HOPPER, lacks
+from ....architectures import lacks
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import DispatchedColumns, Plan, Sequential
 from ....tensor_checks import DTYPES, Expected, check_operands, dense, dims
@@ -148,7 +148,7 @@ class Half(Op[G]):
 
     def fits(self, world: World, call: G, plan: Plan, asked: str | Plan) -> str | None:
         assert isinstance(plan, DispatchedColumns)
-        reason = world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels")
+        reason = world.symmetric_reason or lacks(world.capability, "tma", "an MoE layer's kernels")
         return reason or dispatched.fits(world, call.layer, plan)
 
     def layer(

@@ -1,0 +1,57 @@
+"""The operand of 8 bits: a matrix in e4m3 together with its scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+SCALE_BLOCK = 128  # columns of a row, and rows and columns of a weight, that share a scale by block
+
+
+class ScaledTensor(NamedTuple):
+    """A matrix in 8 bits with its scales.
+
+    The value of an element is the element times its scale. values: torch.float8_e4m3fn [R, K]. scales: float32. recipe:
+    which elements share a scale.
+
+        "tensor"    all of them: [1]
+        "row"       a row: [R, 1] or [R], of a weight also [1, R]
+        "block"     128 columns of a row: [R, K / 128], for K a multiple of 128; of a weight 128 x 128 elements:
+                    [R / 128 rounded up, K / 128] (DeepSeek-V3, section 3.3.2)
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    recipe: str
+
+    def dequantized(self, rows: int = 1) -> torch.Tensor:
+        """Return the values in float32. rows: rows that share a scale by block: 128 for a weight."""
+        scales = self.scales
+        if self.recipe == "row":
+            scales = scales.view(-1, 1)
+        elif self.recipe == "block":
+            scales = scales.repeat_interleave(rows, 0)[: len(self.values)].repeat_interleave(SCALE_BLOCK, 1)
+        return self.values.float() * scales
+
+
+def scales_shape(recipe: str, rows: int, columns: int, block_rows: int = 1) -> tuple[int, ...]:
+    """Return the shape of the scales of a matrix. block_rows: rows that share a scale by block."""
+    by_block = -(-rows // block_rows), columns // SCALE_BLOCK
+    return {"tensor": (1,), "row": (rows, 1), "block": by_block}[recipe]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a product of 8-bit operands is computed. recipe: that of its `ScaledTensor`s. fast_accum: sums stay in the
+    tensor cores' accumulators, except by block, where they are always added in float32."""
+
+    recipe: str
+    fast_accum: bool = False
+
+    @property
+    def promotes(self) -> bool:
+        """Return whether every step of K is added in float32."""
+        return self.recipe == "block" or not self.fast_accum
