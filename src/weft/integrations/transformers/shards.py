@@ -6,7 +6,6 @@ nn/decoder_layer.py.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
