@@ -509,16 +509,9 @@ def spmd(
     of equal size, or the number of ranks on each node. ahead: operators return before their streams are drained, as on
     a GPU, and torch operations come in the order of the current stream. ends_release: see Machine."""
     machine = Machine(
-        size,
-        seed=seed,
-        sm_count=sm_count,
-        races=races,
-        preempt=preempt,
-        mutation=mutation,
-        record=record,
-        ahead=ahead,
-        ends_release=ends_release,
+        size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record, ahead=ahead
     )
+    machine.ends_release = ends_release
     machine.nodes = placed(nodes, size)
     return drive(fn, machine), machine.report
 

@@ -31,7 +31,7 @@ from .schedules import Exploration, explore
 Main = Callable[..., object]  # of a World, or of a rank and the number of ranks
 
 
-class RunOptions(TypedDict, total=False):
+class RunOptions(TypedDict):
     """Options of a run (`Machine`). Kernels that were not written for weft often start more programs than a small GPU
     has SMs, and rely on what GPUs do beyond PTX's promises."""
 
@@ -91,7 +91,7 @@ def ranks_of(main: Main) -> Iterator[tuple[Callable[[EmulatedBackend], object], 
         with torch_ranks.patched():
             yield torch_ranks.as_rank(main), RunOptions(sm_count=32, ends_release=True)
     else:
-        yield _rank(main), RunOptions()
+        yield _rank(main), RunOptions(sm_count=6, ends_release=False)
 
 
 def _rank(main: Main) -> Callable[[Backend], object]:
@@ -107,7 +107,8 @@ def _rank(main: Main) -> Callable[[Backend], object]:
 def run(main: Main, world: int, seed: int) -> tuple[Report, Exception | None]:
     """Run one schedule of `main` on `world` emulated ranks; return its report, and the error that ended it, if any."""
     with ranks_of(main) as (rank, options):
-        machine = Machine(world, seed=seed, **options)
+        machine = Machine(world, seed=seed, sm_count=options["sm_count"])
+        machine.ends_release = options["ends_release"]
         try:
             drive(rank, machine)
         except Exception as error:

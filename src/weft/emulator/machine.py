@@ -76,6 +76,11 @@ WINDOW, WINDOW_STEP = 1 << 60, 1 << 36  # the first multicast address, and the d
 class Machine:
     """One run of a world."""
 
+    # A relaxed atomic of a kernel publishes what the operations before the kernel on its stream have written, and what
+    # it reads orders the operations behind the kernel. PTX does not promise that, but GPUs make writes visible to all
+    # when an operation ends, and the signals of published kernels rely on it. weft's own kernels release and acquire.
+    ends_release = False
+
     def __init__(
         self,
         size: int,
@@ -87,14 +92,8 @@ class Machine:
         mutation: Mutation | None = None,
         record: bool = False,
         ahead: bool = False,
-        ends_release: bool = False,
     ) -> None:
-        """Make the machine of a run. ahead: host code runs ahead of its streams, as on a GPU (torch_order.py).
-        ends_release: a relaxed atomic of a kernel publishes what the operations before the kernel on its stream have
-        written, and what it reads orders the operations behind the kernel. PTX does not promise that, but GPUs make
-        writes visible to all when an operation ends, and the signals of published kernels rely on it. weft's own
-        kernels release and acquire."""
-        self.ends_release = ends_release
+        """Make the machine of a run. ahead: host code runs ahead of its streams, as on a GPU (torch_order.py)."""
         self.nodes: tuple[int, ...] = (0,) * size  # the number of each rank's node, by rank
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
         self.mutation, self.record, self.ahead = mutation, record, ahead

@@ -28,7 +28,7 @@ from ...transport.collectives import gather
 from ...world import World
 from .parameters import Bound, Parameters, local_of, shard_of, stacked
 
-Module: TypeAlias = Any  # a module of Transformers, whose attributes the type checker does not know
+Module: TypeAlias = Any  # an object of Transformers, whose attributes the type checker does not know
 
 
 class ColumnShards(Bound):
@@ -233,9 +233,9 @@ class AttentionShard(HeadsShard):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
+        position_embeddings: Module = None,
+        attention_mask: Module = None,
+        past_key_values: Module = None,
         *,
         project: Callable[[ColumnShards, torch.Tensor], torch.Tensor],
         **kwargs: Any,
