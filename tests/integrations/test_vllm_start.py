@@ -134,16 +134,22 @@ def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None
         worker, report = started(world)
         assert report.passes is not None
         called: list[str] = []
-        run = type(report.passes.twin).__call__
-        monkeypatch.setattr(type(report.passes.twin), "__call__", lambda *a, **k: called.append("twin") or run(*a, **k))
+        run, context = type(report.passes.twin).__call__, standin.get_forward_context()
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            called.append(f"twin of {len(context.slot_mapping['layer'])}")
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(type(report.passes.twin), "__call__", recorded)
         model = worker.model_runner.model
         for tokens in (8, 9, 12, 3):
             called.append(str(tokens))
+            context.slot_mapping = {"layer": torch.arange(tokens)}
             with torch.inference_mode():
                 assert len(model(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), None)) == tokens
         return called
 
-    assert standin.run(main) == [["8", "9", "twin", "12", "twin", "3"]] * 2
+    assert standin.run(main) == [["8", "9", "twin of 12", "12", "twin of 12", "3"]] * 2
 
 
 def test_padding_has_no_slots_in_the_cache() -> None:

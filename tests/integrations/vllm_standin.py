@@ -49,11 +49,12 @@ def get_tp_group() -> Any:
     return SimpleNamespace(world=world, world_size=world.size, rank_in_group=world.rank)
 
 
-CONTEXT = SimpleNamespace(slot_mapping={})  # of a pass
+_contexts: dict[int, Any] = {}
 
 
 def get_forward_context() -> Any:
-    return CONTEXT
+    """Return the context of the current rank's pass."""
+    return _contexts.setdefault(id(current_world()), SimpleNamespace(slot_mapping={}))
 
 
 class UnquantizedLinearMethod:

@@ -22,9 +22,10 @@ models: list[ServedModel] = []  # one for each model that this process has loade
 @dataclass
 class ServedModel:
     """One loaded model. `served` and `left` have a line for each kind of module in the twin, and for each reason why
-    something stays vLLM's. `passes` is None if everything does. `ranges` is None until they are compared; `stored` is
-    where they are, for the model that is described by `depends_on`. `error` is that of an attempt to run the twin;
-    `started` says that it is decided what runs. `counts` are those of the start's end."""
+    something stays vLLM's. `passes` is None if everything does. `ranges` is None until they are compared, which takes
+    so many `seconds`, or read from what an earlier start stored for a model that is described by `depends_on`. `error`
+    is that of an attempt to run the twin; `started` says that it is decided what runs. `counts` are those of the
+    start's end."""
 
     model: str
     version: str
@@ -36,6 +37,7 @@ class ServedModel:
     passes: Passes | None = None
     forms: Sequence[Plan] = ()
     ranges: list[Range] | None = None
+    seconds: float = 0.0
     depends_on: Mapping[str, object] = field(default_factory=dict)
     error: str | None = None
     started: bool = False
@@ -61,6 +63,7 @@ class ServedModel:
         ranks = "" if self.world is None else f", {self.world.size} ranks ({self.world.backend.name})"
         lines = [f"{self.version}: {self.model}{ranks}"]
         lines += [f"  serves {line}" for line in self.served] + [f"  leaves to vLLM {line}" for line in self.left]
+        lines += [f"  compared in {self.seconds:.0f} s"] if self.seconds else []
         lines += [f"  {compared.line()}" for compared in self.ranges or ()]
         lines += [f"  {name}: {count} calls decided, by {plan}" for (name, plan), count in self.decided().items()]
         if self.counts is not None and self.world is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 
 import torch
@@ -123,7 +124,7 @@ def start(model: ServedModel, runner: VllmObject) -> None:
         model.give_up(f"{error}")
     model.started = True
     if model.group.rank_in_group == 0:
-        log.info("%s", model.line())
+        log.info("%s", model.text())
 
 
 def raise_errors(model: ServedModel) -> None:
@@ -141,7 +142,9 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
     passes.put()
     with torch.inference_mode():
         if model.ranges is None:
+            began = time.monotonic()
             model.ranges = compare.compare(passes, model.forms, run)
+            model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
