@@ -23,25 +23,26 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ...chooser import WORTH, CallTime, Choice, Chooser, Trial
+from ...chooser import WORTH, CallTime, Choice, Chooser
 from ...plans import Plan, Sequential
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows
-from .twin import Passes, Switched
+from .twin import STEP, Passes, Switched
 
 VLLM = "vLLM"  # the candidate that is vLLM's own pass
 PassWay: TypeAlias = Plan | str
 RunPass: TypeAlias = Callable[[int], object]  # runs a pass of so many tokens
+Times: TypeAlias = tuple[int, dict[str, float]]  # a number of tokens, and us by way
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms of few tokens, which one GEMM's tile holds
 PASSES_TIMED = 2  # passes that are timed together, so that the host prepares the second under the first
 
 
 class TokenSpan(NamedTuple):
-    """A range of tokens to compare, at its `ends`. `mode` is "graph" or "eager"."""
+    """A range of tokens to compare at its ends: at `high`, and at a low end. `lows` has those to try, as (first number
+    of tokens, number that is timed for it), the one of the widest range first. `mode` is "graph" or "eager"."""
 
-    low: int
     high: int
-    ends: tuple[int, ...]
+    lows: tuple[tuple[int, int], ...]
     mode: str
 
 
@@ -53,7 +54,7 @@ class Range:
     low: int
     high: int
     form: Plan | None
-    us: tuple[tuple[int, dict[str, float]], ...]
+    us: tuple[Times, ...]
 
     def line(self) -> str:
         """Return the range for the report, with the times of vLLM's own pass over those of the others."""
@@ -66,16 +67,21 @@ class Range:
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 def spans(passes: Passes) -> Iterator[TokenSpan]:
-    """Yield the ranges: those of captured sizes by powers of four, the others by powers of two."""
+    """Yield the ranges: those of captured sizes by powers of four, the others by powers of two. Where a form wins at
+    the high end of one alone, its upper half is tried, and then its upper quarter."""
     captured = passes.captured
     high = 0
     for _, group in itertools.groupby(captured, lambda size: ((size - 1).bit_length() + 1) // 2):
         sizes = list(group)
-        yield TokenSpan(high + 1, sizes[-1], tuple(sorted({sizes[0], sizes[-1]}, reverse=True)), "graph")
+        firsts = [size + 1 for size in (high, *sizes)]  # of the tokens that each size serves
+        lows = dict.fromkeys(len(sizes) * part // 4 for part in (0, 2, 3))
+        yield TokenSpan(sizes[-1], tuple((firsts[i], sizes[i]) for i in lows), "graph")
         high = sizes[-1]
     while high < passes.max_tokens:
         low, high = high + 1, min(1 << high.bit_length(), passes.max_tokens)
-        yield TokenSpan(low, high, tuple(sorted({low, high}, reverse=True)), "eager")
+        steps = (high - low + 1) // STEP
+        lows = dict.fromkeys(low + steps * part // 4 * STEP for part in (0, 2, 3))
+        yield TokenSpan(high, tuple((low, low) for low in lows), "eager")
 
 
 def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
@@ -86,28 +92,38 @@ def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass) -> list[Range]:
     """Return what is faster in each range. Collective."""
     chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
-    ranges = []
+
+    def timed(tokens: int, forms: Sequence[Plan], mode: str) -> tuple[Times, dict[Plan, float]]:
+        """Return the times of passes of so many tokens, and the gain of each form that is worth it."""
+        trial = chooser.trial(choice(passes, tokens, forms, mode, run))
+        assert trial is not None
+        gains = {form: trial.times[VLLM].us(mode) / trial.times[form].us(mode) for form in forms}
+        times = {str(way): us.us(mode) for way, us in trial.times.items()}
+        return (tokens, times), {form: gain for form, gain in gains.items() if gain >= WORTH}
+
+    ranges: list[Range] = []
     for span in spans(passes):
-        candidates = [form for form in allowed if span.mode == "eager" or form in IN_GRAPHS]
-        trials: list[Trial[PassWay]] = []
-        for tokens in span.ends:
-            trial = chooser.trial(choice(passes, tokens, candidates, span.mode, run))
-            assert trial is not None
-            trials.append(trial)
-            candidates = [form for form in candidates if gain(trial, form, span.mode) >= WORTH]
-            if not candidates:
+        forms = [form for form in allowed if span.mode == "eager" or form in IN_GRAPHS]
+        high_times, high_gains = timed(span.high, forms, span.mode)
+        lost: list[Times] = []
+        best, first = None, span.lows[0][0]
+        for low, size in span.lows if high_gains else ():
+            if size == span.high:
+                times, gains = high_times, high_gains
+            else:
+                times, gains = timed(size, list(high_gains), span.mode)
+            if gains:
+                best, first = max(gains, key=lambda form: min(gains[form], high_gains[form])), low
                 break
-        gains = {form: min(gain(trial, form, span.mode) for trial in trials) for form in candidates}
-        best = max(gains, key=lambda form: gains[form], default=None)
-        times = [(t.sizes[0], {str(way): us.us(span.mode) for way, us in t.times.items()}) for t in trials]
-        ranges.append(Range(span.low, span.high, best, tuple(times)))
+            lost.append(times)
+        if best is None:
+            ranges.append(Range(first, span.high, None, (high_times, *lost)))
+            continue
+        if lost:
+            ranges.append(Range(span.lows[0][0], first - 1, None, tuple(lost)))
+        ranges.append(Range(first, span.high, best, tuple(dict([high_times, times]).items())))
     passes.serve(())
     return ranges
-
-
-def gain(trial: Trial[PassWay], form: Plan, mode: str) -> float:
-    """Return the time of vLLM's own pass over that of the form."""
-    return trial.times[VLLM].us(mode) / trial.times[form].us(mode)
 
 
 def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
