@@ -71,8 +71,16 @@ def timeout_seconds() -> float:
 def outlives_call() -> Iterator[None]:
     """Make what a World keeps without the modes of the call that needs it first: torch refuses later writes, outside
     inference mode, to tensors that were made in it."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    if not torch.is_inference_mode_enabled():
+        with torch.no_grad():
+            yield
+        return
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:  # the guard has restored what it found, but emulated ranks enter and leave modes of torch's dispatcher
+        for key in ("Python", "PythonTLSSnapshot"):
+            torch._C._dispatch_tls_set_dispatch_key_included(key, torch._C._len_torch_dispatch_stack() > 0)
 
 
 def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
