@@ -83,9 +83,13 @@ def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
     return PASS_FORMS if by_rows and passes.world.symmetric_reason is None else PASS_FORMS[:1]
 
 
-def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass) -> list[Range]:
-    """Return what is faster in each range. Collective."""
+def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
+    """Return what is faster in each range, for tokens of so large a vocabulary. Collective."""
     chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
+    generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
+    ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)
+    passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
+    passes.put(Compared)
     ranges = []
     for span in spans(passes):
         candidates = [form for form in allowed if span.mode == "eager" or form in IN_GRAPHS]
@@ -102,6 +106,8 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass) -> list[Range
         times = [(t.sizes[0], {str(way): us.us(span.mode) for way, us in t.times.items()}) for t in trials]
         ranges.append(Range(span.low, span.high, best, tuple(times)))
     passes.serve(())
+    passes.put()
+    del passes.stack.__dict__["weft_ids"]
     return ranges
 
 
@@ -142,7 +148,19 @@ def back_to_back(run: Callable[[], object], times: int, ahead: float) -> CallTim
     return CallTime(us, us)
 
 
-class Captured(Switched):
+class Compared(Switched):
+    """A stack of layers whose passes have random tokens. Those of vLLM's own dummy runs are all the same, so that the
+    same few experts would serve them."""
+
+    def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
+        passes: Passes = self.__dict__["weft_passes"]
+        ids = (dict(zip(passes.names, args, strict=False)) | kwargs).get("input_ids")
+        if ids is not None:
+            ids.copy_(self.__dict__["weft_ids"][: len(ids)])
+        return super().__call__(*args, **kwargs)
+
+
+class Captured(Compared):
     """A stack of layers whose passes are captured."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
@@ -161,7 +179,7 @@ def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAG
         with capture(device=passes.world.device):
             one_pass()
     finally:
-        passes.put()
+        passes.put(Compared)
         del passes.stack.__dict__["weft_graph"]
     return graph
 
