@@ -269,3 +269,24 @@ def test_the_twins_code_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     assert standin.run(main) == [(True, True, True)] * 2
+
+
+def test_compared_passes_have_random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of vLLM's dummy runs are all the same, for which few experts are enough. Later passes have their own."""
+    times_of(monkeypatch, lambda tokens, form: 2.0)
+    different: list[int] = []
+    monkeypatch.setattr(Model, "__call__", lambda self, ids, *_: different.append(ids.unique().numel()) or ids)
+
+    def main(world: weft.World) -> None:
+        engine(world)
+        passes = plugin.models[-1].passes
+        assert passes is not None
+
+        def run(tokens: int) -> None:
+            passes.stack(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), None)
+
+        compare.compare(passes, PASS_FORMS[:1], run, 32)
+        run(MOST)
+
+    standin.run(main)
+    assert max(different[:-2]) > 4 and different[-1] == 1

@@ -371,7 +371,9 @@ def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
     parts = dict(
         make=make,
         parallel_config=SimpleNamespace(enable_dbo=False, prefill_context_parallel_size=1),
-        model_config=SimpleNamespace(dtype=BF, hf_text_config=SimpleNamespace(hidden_size=H, intermediate_size=INNER)),
+        model_config=SimpleNamespace(
+            dtype=BF, get_vocab_size=lambda: 32, hf_text_config=SimpleNamespace(hidden_size=H, intermediate_size=INNER)
+        ),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=256, max_num_seqs=16),
         lora_config=None,

@@ -89,9 +89,13 @@ def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
     return PASS_FORMS if by_rows and passes.world.symmetric_reason is None else PASS_FORMS[:1]
 
 
-def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass) -> list[Range]:
-    """Return what is faster in each range. Collective."""
+def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
+    """Return what is faster in each range, for tokens of so large a vocabulary. Collective."""
     chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
+    generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
+    ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)
+    passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
+    passes.put(Compared)
 
     def timed(tokens: int, forms: Sequence[Plan], mode: str) -> tuple[Times, dict[Plan, float]]:
         """Return the times of passes of so many tokens, and the gain of each form that is worth it."""
@@ -106,23 +110,25 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass) -> list[Range
         forms = [form for form in allowed if span.mode == "eager" or form in IN_GRAPHS]
         high_times, high_gains = timed(span.high, forms, span.mode)
         lost: list[Times] = []
-        best, first = None, span.lows[0][0]
+        best, begin = None, span.lows[0][0]
         for low, size in span.lows if high_gains else ():
             if size == span.high:
                 times, gains = high_times, high_gains
             else:
                 times, gains = timed(size, list(high_gains), span.mode)
             if gains:
-                best, first = max(gains, key=lambda form: min(gains[form], high_gains[form])), low
+                best, begin = max(gains, key=lambda form: min(gains[form], high_gains[form])), low
                 break
             lost.append(times)
         if best is None:
-            ranges.append(Range(first, span.high, None, (high_times, *lost)))
+            ranges.append(Range(begin, span.high, None, (high_times, *lost)))
             continue
         if lost:
-            ranges.append(Range(span.lows[0][0], first - 1, None, tuple(lost)))
-        ranges.append(Range(first, span.high, best, tuple(dict([high_times, times]).items())))
+            ranges.append(Range(span.lows[0][0], begin - 1, None, tuple(lost)))
+        ranges.append(Range(begin, span.high, best, tuple(dict([high_times, times]).items())))
     passes.serve(())
+    passes.put()
+    del passes.stack.__dict__["weft_ids"]
     return ranges
 
 
@@ -158,7 +164,19 @@ def back_to_back(run: Callable[[], object], times: int, ahead: float) -> CallTim
     return CallTime(us, us)
 
 
-class Captured(Switched):
+class Compared(Switched):
+    """A stack of layers whose passes have random tokens. Those of vLLM's own dummy runs are all the same, so that the
+    same few experts would serve them."""
+
+    def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
+        passes: Passes = self.__dict__["weft_passes"]
+        ids = (dict(zip(passes.names, args, strict=False)) | kwargs).get("input_ids")
+        if ids is not None:
+            ids.copy_(self.__dict__["weft_ids"][: len(ids)])
+        return super().__call__(*args, **kwargs)
+
+
+class Captured(Compared):
     """A stack of layers whose passes are captured."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
@@ -177,7 +195,7 @@ def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAG
         with capture(device=passes.world.device):
             one_pass()
     finally:
-        passes.put()
+        passes.put(Compared)
         del passes.stack.__dict__["weft_graph"]
     return graph
 

@@ -143,7 +143,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
     with torch.inference_mode():
         if model.ranges is None:
             began = time.monotonic()
-            model.ranges = compare.compare(passes, model.forms, run)
+            model.ranges = compare.compare(passes, model.forms, run, model.config.model_config.get_vocab_size())
             model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)

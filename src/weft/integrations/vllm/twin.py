@@ -155,7 +155,8 @@ class Passes:
     def remove(self) -> None:
         """Make the stack vLLM's own again, as if weft were not installed."""
         self.stack.__class__ = self.own_class
-        self.stack.__dict__.pop("weft_passes", None)
+        for name in [name for name in self.stack.__dict__ if name.startswith("weft_")]:
+            del self.stack.__dict__[name]
 
     def others(self, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> Iterator[bool]:
         """Yield, for each argument that the twin cannot pad, whether it is there."""
