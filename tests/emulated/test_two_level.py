@@ -300,7 +300,7 @@ def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]
-        call = op.check(world, op.typed((draw(1, 4, 32), draw(2, 32, 32))), (None, 0, False, None, False))
+        call = op.check(world, op.typed((draw(1, 4, 32), draw(2, 32, 32))), (None, 0, False, None, None, False))
 
         def chosen(plan: str | Plan) -> Plan:
             return op.choose(world, call, plan, False)
