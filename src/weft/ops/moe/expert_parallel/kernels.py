@@ -46,7 +46,6 @@ from ....lang.jit import jit
 from ....lang.primitives import channel_notify
 from ..activations import CLAMPED, GELU
 
-
 # What a row of tiles adds to a counter in all, whatever its number of columns, so that waits do not depend on the width
 # of a layer.
 ROW_OF_TILES = tl.constexpr(4096)
