@@ -420,7 +420,7 @@ class Signaled(Plan):
 class TwoLevel(Plan):
     """The op on each of several equal nodes (`World.levels`) by the plan that "auto" chooses there; between nodes, the
     library's transfers among ranks with the same local rank, on a stream of their own, while the node computes
-    (ops/two_level.py).
+    (transport/two_level.py).
 
     pieces: parts of a shard's rows that are transferred and computed one after another. GEMM + all-to-all refuses more
     than 1.

@@ -118,12 +118,12 @@ SUM, TO_RANKS, ROUTED, ATTENTION = "all_reduce", "matmul_all_to_all", "matmul_al
 SUMS, COPIES, LEVELS = "two-shot all-reduce", "copy buffers", TwoLevel()
 TAKEN = [
     Taken("ops/all_reduce/runs.py run_decomposed", SUMS, in_turn((SUM, Decomposed()), (SUM, PULL))),
-    twice("ops/two_level.py run_exchange", COPIES, TO_RANKS, LEVELS, 2),
+    twice("ops/matmul_all_to_all/two_level.py run_exchange", COPIES, TO_RANKS, LEVELS, 2),
     Taken("ops/all_reduce/runs.py run_decomposed", COPIES, in_turn((SUM, Decomposed()), (TO_RANKS, BY_COPIES))),
     twice("ops/all_reduce/runs.py run_two_shot", SUMS, SUM, PULL),
     twice("ops/all_reduce/multicast.py run_multicast", SUMS, SUM, PLANS["multicast"]),
-    Taken("ops/two_level.py run_reduce_all", COPIES, in_turn((PRODUCT_SUM, LEVELS), (SUM, LEVELS)), 2),
-    twice("ops/two_level.py run_sum", COPIES, SUM, LEVELS, 2),
+    Taken("ops/matmul_reduce/two_level.py run_reduce_all", COPIES, in_turn((PRODUCT_SUM, LEVELS), (SUM, LEVELS)), 2),
+    twice("ops/all_reduce/two_level.py run_sum", COPIES, SUM, LEVELS, 2),
     twice("ops/all_gather_matmul/runs.py _by_pull_programs", "Arena", GATHER, "fused"),
     twice("ops/matmul_reduce/runs.py run_fused", "Arena", SCATTER, "fused"),
     twice("transport/copy_engine.py __init__", COPIES, GATHER, Decomposed()),

@@ -27,10 +27,13 @@ from weft.backends.emulated import EmulatedBackend
 from weft.backends.emulated import spmd as emulated
 from weft.chooser import CallTime, Choice, Chooser
 from weft.op import REGISTRY, Known
-from weft.ops import two_level
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
+from weft.ops.all_reduce import two_level as of_sums
+from weft.ops.matmul_all_to_all import two_level as of_exchanges
+from weft.ops.matmul_reduce import two_level as of_products
 from weft.plans import Decomposed, Plan, Sequential, TwoLevel
 from weft.torch_library import plan_of, text_of
+from weft.transport.two_level import BETWEEN
 
 BOUND = 5e-3
 NODES = [(2, 4), (2, 8), (3, 6)]  # and ranks
@@ -66,11 +69,12 @@ def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch)
         sent[world.rank].append(weakref.ref(part))
         world.call(lambda: into.zero_(), [], [into], stream)
 
-    monkeypatch.setattr(two_level, "send", send)
+    for module in (of_products, of_exchanges):
+        monkeypatch.setattr(module, "send", send)
 
     def main(world: World) -> list[bool]:
         held: list[bool] = []
-        wait_event, between = world.backend.wait_event, world.side_stream(two_level.BETWEEN)
+        wait_event, between = world.backend.wait_event, world.side_stream(BETWEEN)
 
         def waits(stream: Any, event: Any) -> None:
             wait_event(stream, event)
@@ -300,7 +304,7 @@ def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]
-        call = op.check(world, op.typed((draw(1, 4, 32), draw(2, 32, 32))), (None, 0, False, None, False))
+        call = op.check(world, op.typed((draw(1, 4, 32), draw(2, 32, 32))), (None, 0, False, None, None, False))
 
         def chosen(plan: str | Plan) -> Plan:
             return op.choose(world, call, plan, False)
@@ -433,7 +437,10 @@ def test_collectives_between_nodes_are_events() -> None:
 
 # -- every barrier removed once ----------------------------------------------------------------------------------------
 BARRIERS = [
-    line for line, text in enumerate(Path(two_level.__file__).read_text().splitlines(), 1) if ".barrier(" in text
+    (str(module.__file__), line)
+    for module in (of_products, of_sums, of_exchanges)
+    for line, text in enumerate(Path(str(module.__file__)).read_text().splitlines(), 1)
+    if ".barrier(" in text
 ]
 
 
@@ -448,8 +455,8 @@ def everything(world: World) -> None:
     to_ranks(TwoLevel(), (9, 6, 7, 8))(world)
 
 
-def without_barrier(line: int, seed: int) -> None:
-    """`everything`, where the barrier in that line of ops/two_level.py does nothing."""
+def without_barrier(place: tuple[str, int] | None, seed: int) -> None:
+    """`everything`, where the barrier in that line of a file does nothing."""
 
     def main(world: World) -> None:
         node = world.levels.node
@@ -457,7 +464,7 @@ def without_barrier(line: int, seed: int) -> None:
 
         def kept(stream: Any) -> None:
             caller = sys._getframe(1)
-            if (caller.f_code.co_filename, caller.f_lineno) != (two_level.__file__, line):
+            if (caller.f_code.co_filename, caller.f_lineno) != place:
                 barrier(stream)
 
         node.barrier = kept  # type: ignore[method-assign, assignment]
@@ -468,17 +475,17 @@ def without_barrier(line: int, seed: int) -> None:
 
 @pytest.mark.gate
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("line", [0, *BARRIERS])
-def test_every_barrier_is_needed(line: int) -> None:
+@pytest.mark.parametrize("place", [None, *BARRIERS])
+def test_every_barrier_is_needed(place: tuple[str, int] | None) -> None:
     """The whole without any such fault ends well."""
-    if not line:
+    if place is None:
         assert len(BARRIERS) == 5
         for seed in range(4):
-            without_barrier(line, seed)
+            without_barrier(place, seed)
         return
     for seed in range(64):
         try:
-            without_barrier(line, seed)
+            without_barrier(place, seed)
         except (weft.Race, weft.Deadlock, MemoryFault, AssertionError):
             return
-    raise AssertionError(f"line {line} of {two_level.__file__} is not needed")
+    raise AssertionError(f"the barrier at {place} is not needed")

@@ -576,7 +576,7 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
         for weight, capturing in ((w, False), (w, True), (transposed, False), (w, False), (w, True)):
             backend.capturing, backend.captures = lambda c=capturing: c, lambda stream: True
             ran[world.rank].clear()
-            op(world, "auto", (x, weight, None), (None, 0, False, None, False))
+            op(world, "auto", (x, weight, None), (None, 0, False, None, None, False))
             seen.append(list(ran[world.rank]))
         return seen
 
@@ -584,7 +584,7 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
         x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
         ran[world.rank].clear()
         with world.on(world.side_stream("warm-up")):
-            op(world, "auto", (x, w, None), (None, 0, False, None, False))
+            op(world, "auto", (x, w, None), (None, 0, False, None, None, False))
         return list(ran[world.rank])
 
     eager, graph = "decomposed", "fused"

@@ -247,7 +247,7 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
             world,
             "auto",
             (x, weight, None),
-            ((None, 0, False, None, False) if op == "all_gather_matmul" else (False, None, False)),
+            ((None, 0, False, None, None, False) if op == "all_gather_matmul" else (False, None, None, False)),
             None,
         )
         world.backend.name = "emulated"

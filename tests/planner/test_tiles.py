@@ -129,7 +129,7 @@ def test_kinds_by_name_get_them_and_plans_do_not() -> None:
     def main(world: weft.World) -> list[Plan]:
         op = REGISTRY["all_gather_matmul"]
         x, w = torch.zeros(1024, 64, dtype=torch.bfloat16), torch.zeros(2752, 64, dtype=torch.bfloat16)
-        call = op.check(world, op.typed((x, w, None)), (None, 0, False, None, False))
+        call = op.check(world, op.typed((x, w, None)), (None, 0, False, None, None, False))
         return [op.choose(world, call, asked, False) for asked in ("fused", FusedGather())]
 
     for named, unchanged in weft.spmd(main, 2, backend="emulated", sm_count=SMS):

@@ -3,6 +3,15 @@
 With L ranks a node, rank r is in node r // L with local rank r % L. Between nodes only ranks with the same local rank
 exchange data. Inside a node copy engines move rows out of symmetric memory, so that no kernel takes the SMs that a
 transfer between nodes needs; a barrier of the node's ranks before these copies says that the rows are complete.
+
+Plan TwoLevel: each node runs the op itself, on the node's World and with the plan that "auto" chooses there, while rows
+are sent between the nodes on a second stream. A node sums in float32 in the order of its ranks, and rounds once.
+Reduce-scatter then sums the nodes' results in float32 in the order of the nodes; all-reduce sums them as NCCL does.
+
+Events of each rank order its two streams, which suffices: a transfer reads and writes memory of this call alone, or
+symmetric memory of the node. All-reduce writes a row of symmetric memory that peers have pulled in the call before only
+after each of them has given its part of the row's sum in this call, which comes after those pulls on the peer's stream.
+All-to-all, in which a row has only one source, ends with a barrier.
 """
 
 from __future__ import annotations
@@ -13,8 +22,11 @@ from dataclasses import dataclass
 import torch
 
 from ..backends.base import Stream, SymmetricTensor
+from ..lang.mapping import balanced_rows
+from ..plans import TwoLevel
 from ..world import World
 from .copy_engine import pull_parts, sum_parts
+from .memory import workspace
 
 BETWEEN = "between nodes"  # the stream of the transfers
 
@@ -30,6 +42,31 @@ def of_node(world: World, node: int, by_rank: Sequence[int]) -> tuple[int, ...]:
     """Return the entries of a node's ranks."""
     size = world.levels.node.size
     return tuple(by_rank[node * size : (node + 1) * size])
+
+
+def cut(rows: int, chunk: int, chunks: int) -> slice:
+    """Return the rows of one of `chunks` chunks of about the same size."""
+    return slice(rows * chunk // chunks, rows * (chunk + 1) // chunks)
+
+
+def slices_of_node(world: World, shards: Sequence[int], node: int, chunk: int = 0, chunks: int = 1) -> list[slice]:
+    """Return, for each rank of a node, the rows of a chunk of its shard, as rows of the whole matrix."""
+    start, slices = sum(shards[: node * world.levels.node.size]), []
+    for rows in of_node(world, node, shards):
+        part = cut(rows, chunk, chunks)
+        slices.append(slice(start + part.start, start + part.stop))
+        start += rows
+    return slices
+
+
+def lengths(slices: Sequence[slice]) -> tuple[int, ...]:
+    return tuple(rows.stop - rows.start for rows in slices)
+
+
+def as_one_slice(slices: Sequence[slice]) -> slice | None:
+    """Return the union of the slices as one slice, or None if they are not contiguous."""
+    whole = slice(slices[0].start, slices[-1].stop)
+    return whole if whole.stop - whole.start == sum(lengths(slices)) else None
 
 
 def send(world: World, part: torch.Tensor, target: int, out: torch.Tensor, source: int, stream: Stream) -> None:
@@ -52,6 +89,23 @@ class RowChunk:
     def rows(self, local_rank: int) -> slice:
         lo = self.begin + sum(self.shards[:local_rank])
         return slice(lo, lo + self.shards[local_rank])
+
+
+def row_chunks(world: World, m: int, plan: TwoLevel) -> list[RowChunk]:
+    """Return consecutive chunks of all m rows. Each rank of a node owns a part of each chunk."""
+    node, count = world.levels.node, min(plan.pieces, m)
+    parts = [cut(m, chunk, count) for chunk in range(count)]
+    return [
+        RowChunk(i, part.start, tuple(balanced_rows(part.stop - part.start, node.size))) for i, part in enumerate(parts)
+    ]
+
+
+def chunk_memory(
+    world: World, name: str, chunks: Sequence[RowChunk], columns: int, dtype: torch.dtype
+) -> SymmetricTensor:
+    """Return symmetric memory of the node, for the rows of every chunk that each of its ranks owns."""
+    shape = len(chunks), max(max(chunk.shards) for chunk in chunks), columns
+    return workspace(world.levels.node, f"two levels, {name}", shape, dtype)
 
 
 def sum_rows(world: World, source: SymmetricTensor, chunk: RowChunk, out: torch.Tensor, stream: Stream) -> None:

@@ -38,7 +38,6 @@ from ..recipes import (
     scaled_factors,
 )
 from ..removed import unexpected
-from ..two_level import run_gather
 from .call import GATHER_GEMM, GatherCall, GatheredRows
 from .runs import (
     direct_sequential,
@@ -47,6 +46,7 @@ from .runs import (
     run_gathered,
     usable,
 )
+from .two_level import run_gather
 
 Activation = TypeVar("Activation", torch.Tensor, ScaledTensor)
 

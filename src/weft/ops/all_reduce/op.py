@@ -32,7 +32,6 @@ from ...world import World
 from ..common import split_rows
 from ..recipes import check_quantized
 from ..removed import unexpected
-from ..two_level import run_sum
 from .call import NORM, NORMS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
 from .multicast import run_multicast, why_no_multicast
@@ -45,6 +44,7 @@ from .runs import (
     run_two_shot,
     run_two_shot_low_latency,
 )
+from .two_level import run_sum
 
 WIDEST = 16384  # the most columns that a program holds in registers
 SHORT = 512  # bytes of the shortest rows that were measured

@@ -35,7 +35,7 @@ from ...world import Memo, World
 from ..common import Factors, MatmulCall, MatmulOp, whole_words
 from ..matmul_reduce.signaled import Tiling, gemm_launch
 from ..recipes import validate
-from ..two_level import run_exchange
+from .two_level import run_exchange
 
 _OP = "matmul_all_to_all"
 R = TypeVar("R")

@@ -41,7 +41,6 @@ from ..recipes import (
     scaled_factors,
 )
 from ..removed import unexpected
-from ..two_level import run_reduce_all, run_scatter
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .runs import (
     direct_sequential,
@@ -50,6 +49,7 @@ from .runs import (
     run_shots,
 )
 from .signaled import reduce_in_tiles, run_signaled
+from .two_level import run_reduce_all, run_scatter
 
 
 class MatmulReduce(MatmulOp[ReduceCall]):

@@ -11,7 +11,7 @@ import torch
 from ...op import Call, Shapes
 from ...tensor_checks import DTYPES, dims
 from ...world import World
-from .expert_parallel.kernels import CLAMPED, GELU, SWIGLU
+from .activations import CLAMPED, GELU, SWIGLU
 from .routing.route_tables import rows_of
 
 NAME = "moe"

@@ -22,13 +22,14 @@ from ....lang.jit import constants
 from ....plans import Dispatched
 from ....transport.memory import lock
 from ....world import World
+from ..activations import GELU
 from ..call import ACTIVATIONS, NAME, Kept, Layer, MoeOperands, Weights
 from ..routing import route_tables
 from ..routing.route_tables import Tables
 from . import dispatched
 from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
 from .dispatched import COMBINE_REGISTERS, DispatchedState, LayerWorkspace, scratch
-from .kernels import GELU, RoutedRows
+from .kernels import RoutedRows
 from .place_rows import place_rows_launch
 from .place_rows_kernels import ExpertOrder
 

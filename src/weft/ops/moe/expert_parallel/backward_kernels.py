@@ -25,7 +25,7 @@ import triton.language as tl
 from ....compute.gemm import column_halves, grouped_tile
 from ....lang.channel import address_of
 from ....lang.jit import jit
-from .kernels import CLAMPED, GELU
+from ..activations import CLAMPED, GELU
 
 IDENTITY = tl.constexpr(3)  # the identity as an activation
 

@@ -26,12 +26,12 @@ from ....plans import Dispatched, DispatchedGemms, FusedMoe, LowLatency, TileSha
 from ....tensor_checks import DTYPES
 from ....transport.memory import lock
 from ....world import World
+from ..activations import GELU
 from ..call import ACTIVATIONS, NAME, NONE_KEPT, Kept, Layer, MoeCall, MoeOperands, Weights, layer_rows
 from ..routing import route_tables
 from ..routing.route_tables import Tables, power
 from .fused_kernels import LayerSizes
 from .kernels import (
-    GELU,
     ROW_OF_TILES,
     GatheredSizes,
     RankSumSizes,

@@ -44,9 +44,7 @@ from ....lang.channel import address_of, calls_of, end_call, rank_of
 from ....lang.intrinsics import flush_stores, same_call, wait_until
 from ....lang.jit import jit
 from ....lang.primitives import channel_notify
-
-# Activations: silu(gate) * up; gelu; (up + 1) * gate * sigmoid(1.702 gate) with gate at most 7, up clamped to [-7, 7].
-SWIGLU, GELU, CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+from ..activations import CLAMPED, GELU
 
 # What a row of tiles adds to a counter in all, whatever its number of columns, so that waits do not depend on the width
 # of a layer.

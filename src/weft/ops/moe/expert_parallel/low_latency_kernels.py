@@ -25,9 +25,10 @@ from ....compute.gemm import column_halves
 from ....lang.channel import BlockChannel, calls_of, end_call, rank_of
 from ....lang.intrinsics import same_call, wait_until
 from ....lang.jit import jit
+from ..activations import GELU
 from ..routing.kernels import push_routes
 from .fused_kernels import send_step_sums, send_tokens, sum_own_tokens, token_rows, wait_for_sums
-from .kernels import GELU, add_bias, gated, gathered_tile, gelu
+from .kernels import add_bias, gated, gathered_tile, gelu
 
 
 class LowLatencyMemory(NamedTuple):

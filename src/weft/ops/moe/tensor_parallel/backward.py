@@ -13,12 +13,13 @@ from ....kernel_launch import BoundLaunch, Launch, Moved, prepared
 from ....plans import DispatchedColumns
 from ....transport.memory import lock
 from ....world import World
+from ..activations import GELU
 from ..call import ACTIVATIONS, NAME, Kept
 from ..expert_parallel import backward
 from ..expert_parallel.backward import GradientForm, activation_launch, between_gemms, gradient_sizes
 from ..expert_parallel.backward_kernels import IDENTITY
 from ..expert_parallel.dispatched import DispatchedState, grouped_gemm, scratch
-from ..expert_parallel.kernels import GELU, RoutedRows
+from ..expert_parallel.kernels import RoutedRows
 from ..expert_parallel.place_rows import place_rows_launch
 from ..expert_parallel.place_rows_kernels import ExpertOrder
 from ..routing.route_tables import Tables

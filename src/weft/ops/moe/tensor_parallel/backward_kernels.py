@@ -21,8 +21,8 @@ notified by every rank in it, `place_rows` of their rows, `sum_ranks` of their s
 import triton.language as tl
 
 from ....lang.jit import jit
+from ..activations import GELU
 from ..expert_parallel.backward_kernels import gated_gradient, gelu_gradient
-from ..expert_parallel.kernels import GELU
 
 
 @jit

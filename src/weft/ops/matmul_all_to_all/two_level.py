@@ -1,0 +1,81 @@
+"""GEMM + all-to-all on several nodes (transport/two_level.py).
+
+stream   GEMM of the next node's rows | .. of the own one's | rows to their ranks in the node
+between                               | rows to the same local rank of their node | ..
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...backends.base import Stream, SymmetricTensor
+from ...plans import TwoLevel
+from ...transport.copy_engine import COPIES
+from ...transport.memory import lock, workspace
+from ...transport.two_level import BETWEEN, hops, of_node, send
+from ...world import World
+from ..common import Factors
+
+if TYPE_CHECKING:
+    from .op import RoutedCall, Routing
+
+
+def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Factors, out: torch.Tensor) -> None:
+    """Run GEMM + all-to-all. Rows go to the rank of their node with this rank's local rank, from which the ranks of
+    that node pull them. `pool` holds the rows that a rank has received, by source node, and for each node in the order
+    of their destinations."""
+    (x, weight, bias), routing, node = operands, call.routing, world.levels.node
+    stream, between = world.current_stream(), world.side_stream(BETWEEN)
+    order, ordered = routing.by_destination(world), world.empty((call.sent, call.k), call.dtype)
+    node.order(lock(node, COPIES), stream)
+    longest = max(_pool_rows(world, routing, rank)[-1] for rank in range(world.size))
+    pool = workspace(node, "two levels, pool", (longest, call.n), call.dtype)
+    starts = _pool_rows(world, routing, world.rank)
+    world.call(lambda: torch.index_select(x, 0, order, out=ordered), [x, order], [ordered], stream)
+
+    def multiply(target: int, y: torch.Tensor) -> None:
+        start = sum(routing.counts[world.rank][: target * node.size])
+        world.linear(ordered[start : start + y.shape[0]], weight, bias, stream, y)
+
+    sent, arrived = [], []  # `sent` is kept until this stream has waited for the transfers, as in `run_scatter`
+    for target, source in hops(world):
+        y = world.empty((sum(of_node(world, target, routing.counts[world.rank])), call.n), call.dtype)
+        sent.append(y)
+        multiply(target, y)
+        world.wait_event(between, world.record(stream))
+        send(world, y, target, pool.local[starts[source] : starts[source + 1]], source, between)
+        arrived.append((source, world.record(between)))
+    multiply(world.node, pool.local[starts[world.node] : starts[world.node + 1]])
+    _pull_routed(world, routing, pool, world.node, out, stream)
+    for source, event in arrived:
+        world.wait_event(stream, event)
+        _pull_routed(world, routing, pool, source, out, stream)
+    node.barrier(stream)
+
+
+def _pool_rows(world: World, routing: Routing, rank: int) -> list[int]:
+    """Return, for a rank's pool, the offset of the rows from each node, and the end."""
+    node_size = world.levels.node.size
+    node, local_rank = divmod(rank, node_size)
+    starts = [0]
+    for source in range(local_rank, world.size, node_size):
+        starts.append(starts[-1] + sum(of_node(world, node, routing.counts[source])))
+    return starts
+
+
+def _pull_routed(
+    world: World, routing: Routing, pool: SymmetricTensor, source: int, out: torch.Tensor, stream: Stream
+) -> None:
+    """Pull the rows for this rank that come from node `source` and have arrived on this node: each rank of that node
+    has sent its rows to the same local rank of this node."""
+    node, me = world.levels.node, world.rank
+    node.barrier(stream)
+    for p in (node.rank, *node.other_ranks):
+        sender = source * node.size + p
+        offset = _pool_rows(world, routing, world.node * node.size + p)[source]
+        offset += sum(of_node(world, world.node, routing.counts[sender])[: node.rank])
+        start, count = sum(counts[me] for counts in routing.counts[:sender]), routing.counts[sender][me]
+        if count:
+            node.copy(out[start : start + count], pool.peers[p][offset : offset + count], stream)
