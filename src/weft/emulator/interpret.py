@@ -875,7 +875,8 @@ def _changes() -> list[Change]:
     """Return (object, attribute, interpreted value) of all that is patched, computed once while the language is
     unpatched."""
     scope = _Recorder()
-    for space in (tl, tl.core, tl.core.tensor, tl.math, tl.core.tensor_descriptor_base):
+    # A function of tl.extra.cuda, such as `gdc_wait`, is inline PTX or a call of a library, and is run as that.
+    for space in (tl, tl.core, tl.core.tensor, tl.math, tl.core.tensor_descriptor_base, tl.extra.cuda):
         for name, member in inspect.getmembers(space):
             if tl.core.is_builtin(member):
                 scope.set_attr(space, name, _builtin(member))
