@@ -37,7 +37,9 @@ def produce(rank: int, world_size: int) -> None:
     group_name = start(rank)
     for call in range(2):
         x, out = torch.full((N,), rank + 1.0 + call, device="cuda"), torch.empty(world_size * N, device="cuda")
-        symm_mem._pipelined_produce_and_all2all(lambda to, chunk: double_kernel[(1,)](x, chunk, N), out, group_name)
+        symm_mem._pipelined_produce_and_all2all(
+            lambda to, chunk, x=x: double_kernel[(1,)](x, chunk, N), out, group_name
+        )
         for sender, chunk in enumerate(out.chunk(world_size)):
             same(chunk, 2 * (sender + 1 + call))
 
@@ -50,7 +52,7 @@ def consume(rank: int, world_size: int) -> None:
         gathered, out = (torch.empty(world_size * N, device="cuda") for _ in range(2))
         chunks = out.chunk(world_size)
         symm_mem._pipelined_all_gather_and_consume(
-            shard, lambda x, sender: double_kernel[(1,)](x, chunks[sender], N), gathered, group_name
+            shard, lambda x, sender, chunks=chunks: double_kernel[(1,)](x, chunks[sender], N), gathered, group_name
         )
         for sender, chunk in enumerate(chunks):
             same(chunk, 2 * (sender + 1 + call))
