@@ -194,3 +194,25 @@ def test_torch_is_itself_again_behind_a_run():
     assert checked(streams) is None
     assert (torch.cuda.Stream, dist.all_reduce, torch.manual_seed, triton.JITFunction.run) == before
     assert not torch.cuda.is_available() and not dist.is_initialized()
+
+
+@triton.jit
+def dependent_kernel(x, n: tl.constexpr, launch_pdl: tl.constexpr):
+    tl.extra.cuda.gdc_wait()
+    offsets = tl.arange(0, n)
+    tl.store(x + offsets, tl.load(x + offsets) + 1)
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+def dependent_launches(rank: int, world_size: int) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert torch.accelerator.current_device_index() == rank and torch.accelerator.device_count() == world_size
+    x = torch.zeros(N, device=device)
+    for _ in range(2):
+        dependent_kernel[(1,)](x, N, launch_pdl=True)
+    torch.accelerator.synchronize()
+    same(x, 2)
+
+
+def test_a_dependent_launch_and_torch_accelerator():
+    assert checked(dependent_launches) is None

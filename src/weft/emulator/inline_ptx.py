@@ -6,7 +6,7 @@ has not ended. The model knows
 
     ld, st           ordinary accesses; with .volatile, .relaxed, .acquire or .release atomic ones, of one thread
     atom, red        atomic updates of one thread
-    fence, membar    what the thread's later relaxed accesses release
+    fence, membar    what the thread's later relaxed accesses release, and its earlier ones acquire
     bar.sync 0       a barrier of the program's threads
 
 and moves, comparisons and integer arithmetic; any other instruction is refused by its name. An acquire by one thread
@@ -317,6 +317,7 @@ class _Thread:
         if "proxy" in instruction.words:
             interpret.hooks.bulk_fence()
         elif instruction.scope != "CTA":
+            interpret.hooks.acquire_fence(instruction.scope == "SYSTEM", self.everywhere)
             interpret.hooks.release_fence(instruction.scope == "SYSTEM")
 
 

@@ -486,11 +486,13 @@ class Machine:
             task.bulk_view[streams] = np.maximum(task.bulk_view[streams], task.clock[streams])
 
     def observe(self, task: Task, update: Update, scope_sys: bool) -> None:
-        """Note that a relaxed atomic has read an update. With `ends_release`, what follows the task's kernel on its
-        stream comes after what the update released."""
+        """Note that a relaxed atomic has read an update. With `ends_release`, what follows the task's next fence, or
+        its kernel on the stream, comes after what the update released."""
         if self.ends_release and task.kind == "program":
-            for clock in self.published(task, update, scope_sys):
-                task.at_end = merged(task.at_end, clock)
+            for wide, clock in enumerate((update.ranks.get(task.rank), update.system if scope_sys else None)):
+                if clock is not None:
+                    task.observed[wide] = merged(task.observed[wide], clock)
+                    task.at_end = merged(task.at_end, clock)
 
     def published(self, task: Task, update: Update, scope_sys: bool) -> list[np.ndarray]:
         """Return the clocks that an update shows to a task."""

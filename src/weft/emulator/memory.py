@@ -294,9 +294,10 @@ class Memory:
                 if r[0] != task.agent and clock[r[0]] < r[1]:
                     self._report(task, region, block, number, kind, r)
         if kind < ATOMIC_READ:
-            for a in state.atoms:
+            for i, a in enumerate(state.atoms):
                 if (writes or a[2] & 7 == ATOMIC_WRITE) and a[0] != task.atomic_agent and clock[a[0]] < a[1]:
-                    self._report(task, region, block, number, kind, a)
+                    if not self._observed(task, state.atoms[i:], clock):
+                        self._report(task, region, block, number, kind, a)
         if kind in (READ, BULK_READ) and w is not None:
             self.machine.loaded(w[0], w[1], site)
         if kind == WRITE:
@@ -311,8 +312,8 @@ class Memory:
         keep, ranks = [], self.machine.ranks
         for a in state.atoms:
             covered = a[0] == agent or clock[a[0]] >= a[1]
-            # An earlier atomic of this tick covers this one.
-            if a[0] == agent and a[1] == tick and a[2] | stamp == a[2]:
+            # An earlier atomic of this tick covers this one, unless another agent's came between, which this one reads.
+            if a[0] == agent and a[1] == tick and a[2] | stamp == a[2] and state.atoms[-1][0] == agent:
                 return number
             scopes = a[2] | stamp
             narrow = scopes & CTA_SCOPE and self.machine.program_of_agent.get(a[0]) != task.agent
@@ -322,6 +323,22 @@ class Memory:
             if not covered or (a[2] & 7 == ATOMIC_WRITE and kind == ATOMIC_READ):
                 keep.append(a)
         return self._intern(AccessState(w, state.reads, (*keep, (agent, tick, stamp, site))))
+
+    def _observed(self, task: Task, atoms: Sequence[Stamp], clock: np.ndarray) -> bool:
+        """Return whether the first of these atomics is an update that a later one read, which is the task's own or
+        comes before `clock`. The update then comes before what follows the read, and nothing else that its agent has
+        written does (PTX's causality order: observation, then base causality)."""
+        update, ranks = atoms[0], self.machine.ranks
+        if update[2] & 7 != ATOMIC_WRITE:
+            return False
+        for a in atoms[1:]:
+            if a[2] & 7 == ATOMIC_WRITE:
+                return False
+            scopes = a[2] | update[2]
+            strong = not scopes & CTA_SCOPE and (not scopes & GPU_SCOPE or ranks[a[0]] == ranks[update[0]])
+            if strong and (a[0] in (task.agent, task.atomic_agent) or clock[a[0]] >= a[1]):
+                return True
+        return False
 
     def _report(
         self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, stamp: Stamp | None

@@ -30,7 +30,7 @@ from .memory import (
     extent,
 )
 from .ran import Function
-from .tasks import FLOPS, Poll, Task
+from .tasks import FLOPS, Poll, Task, merged
 from .threads import AccessedBlock, moved
 
 if TYPE_CHECKING:
@@ -484,6 +484,17 @@ class Programs:
         if self.machine.record and scope_sys:
             self.machine.report.sys_lines.add(interpret.where()[0][:2])
         task.fenced = (self.machine.covered(task), scope_sys)
+
+    def acquire_fence(self, scope_sys: bool, everywhere: bool) -> None:
+        """Order the program after what its relaxed atomics have read. everywhere: all its threads make the fence;
+        otherwise a barrier has to order the others behind it."""
+        task = self.machine.current
+        for clock in task.observed[: 1 + scope_sys]:
+            if clock is not None and everywhere:
+                task.join(clock)
+                self.machine.show_copies(task)
+            elif clock is not None:
+                task.later = merged(task.later, clock)
 
     def worked(self, flops: float) -> None:
         """Add the time of so many FLOPs to the program's virtual time."""

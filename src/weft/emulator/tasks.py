@@ -62,6 +62,8 @@ class Task:
         None  # what one thread of a program acquired, and its others have from their next barrier
     )
     at_end: np.ndarray | None = None  # what follows a program's kernel is ordered after this too (`Machine.observe`)
+    # What its relaxed atomics have read, released to its own rank and to all: its next fence acquires that.
+    observed: list[np.ndarray | None] = field(default_factory=lambda: [None, None])
     threads: np.ndarray | None = None  # bool [threads], those that run the present branch; None: all of the program's
     fenced: tuple[np.ndarray, bool] | None = None  # the clock that its last release fence covered; whether scope "sys"
     cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it

@@ -258,3 +258,4 @@ def replacements() -> Iterator[tuple[object, str, object]]:
             yield place, name, value
     yield distributed_c10d.GroupMember, "WORLD", WORLD
     yield distributed_c10d, "_get_default_group", lambda: WORLD
+    yield distributed_c10d, "_resolve_process_group", lambda group_name: WORLD

@@ -230,4 +230,10 @@ def replacements() -> Iterator[tuple[object, str, object]]:
     )
     for name, value in functions.items():
         yield torch.cuda, name, value
+    same_as_of_cuda = dict(current_device_index="current_device", set_device_index="set_device")
+    for name in ("is_available", "device_count", "synchronize", "current_stream", "set_stream"):
+        same_as_of_cuda[name] = name
+    for name, cuda_name in same_as_of_cuda.items():
+        yield torch.accelerator, name, functions[cuda_name]
+    yield torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
     yield torch, "manual_seed", _seed
