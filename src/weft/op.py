@@ -379,22 +379,26 @@ class Op(ABC, Generic[C]):
             world.begin(known.number)
             if known.residents is not None:
                 world.order_residents(known.residents.launches, capturing)
-            if known.residents is None or known.residents.noted:
-                results = self._run(world, known, operands, out)
+            if known.residents is not None and not known.residents.noted:
+                results = self._noted(world, known, known.residents, operands, out)
+            elif known.direct is not None and out is None:
+                results = known.direct(*operands)
             else:
-                with world.backend.note_launches() as notes:
-                    results = self._run(world, known, operands, out)
-                known.residents.launches, known.residents.noted = notes.launches, True
+                results = self.execute(world, known.call, known.plan, operands, out)
         except BaseException:  # also an interrupt; a run joins the side streams of its transports only at its end
             world.join_side_streams()
             raise
         world.ran = known  # set last, since this call may have made other calls
         return results
 
-    def _run(self, world: World, known: Known[C], operands: Operands, out: torch.Tensor | None) -> Returned:
-        if known.direct is not None and out is None:
-            return known.direct(*operands)
-        return self.execute(world, known.call, known.plan, operands, out)
+    def _noted(
+        self, world: World, known: Known[C], residents: Residents, operands: Operands, out: torch.Tensor | None
+    ) -> Returned:
+        """Make a call and note its launches that wait for other ranks."""
+        with world.backend.note_launches() as notes:
+            results = self.execute(world, known.call, known.plan, operands, out)
+        residents.launches, residents.noted = notes.launches, True
+        return results
 
     def _decide(
         self,

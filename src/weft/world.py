@@ -714,8 +714,10 @@ class World:
         Their copies and kernels may still read and write memory that the exception frees, and that the allocator gives
         to the current stream's next operation.
         """
+        if not (sides := self.backend.side_streams()):
+            return
         stream, capturing = self.current_stream(), self.capturing()
-        for side in self.backend.side_streams():
+        for side in sides:
             if side != stream and self.backend.captures(side) == capturing:
                 self.wait_event(stream, self.record(side))
 

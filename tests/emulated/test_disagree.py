@@ -138,11 +138,11 @@ def test_known_calls_of_another_op_dtype_or_plan_raise(rank_0_call: str, rank_1_
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("unlike", [*CALLS, "an exchange of objects", "symmetric 'user'"])
+@pytest.mark.parametrize("unlike", [*CALLS, "exchange", "symmetric 'user'"])
 def test_a_known_call_of_one_rank_and_a_first_one_of_the_other_raise(unlike: str, seed: int) -> None:
     """A first call begins with an exchange of the hosts, in which the rank of a known call never comes to it."""
     calls: dict[str, Callable[[World], Any]] = {
-        "an exchange of objects": lambda world: world.exchange([torch.ones(2)]),
+        "exchange": lambda world: world.exchange([torch.ones(2)]),
         "symmetric 'user'": lambda world: world.symmetric((4,), BF),
         **CALLS,
     }

@@ -238,22 +238,23 @@ def test_a_nan_stays_one() -> None:
         x = torch.ones(2, 128).bfloat16()
         x[0, 3], x[1, 5] = float("nan"), 1e5
         for recipe, scale in (("row", None), ("block", None), ("tensor", None), ("tensor", torch.ones(1))):
-            values = weft.quantize(x, recipe, scale=scale, world=world)[0].float()
+            values = weft.quantize(x, recipe, scale=scale, world=world).values.float()
             assert values[0, 3].isnan(), (recipe, scale)
             if (recipe, scale) != ("tensor", None):  # where the scale of all elements is a NaN itself
                 assert values[1, 5] == 448 and values.isnan().sum() == 1, (recipe, scale)
         for plan in ("sequential", "one_shot", "two_shot"):
-            normed, residual = weft.all_reduce_rms_norm(
-                x, None, torch.ones(128).bfloat16(), 1e-6, scale=torch.ones(1), out_dtype=E4M3, world=world, plan=plan
+            normed, _ = weft.all_reduce_rms_norm_quantized(
+                x, None, torch.ones(128).bfloat16(), 1e-6, scale=torch.ones(1), world=world, plan=plan
             )
-            assert normed[0].float().isnan().all() and not normed[1].float().isnan().any(), plan
+            values = normed.values.float()
+            assert values[0].isnan().all() and not values[1].isnan().any(), plan
 
     weft.spmd(main, 2, backend="emulated")
 
 
 def test_no_column_to_quantize() -> None:
     def main(world: weft.World) -> None:
-        values, scales = weft.quantize(torch.empty(4, 0).bfloat16(), "tensor", world=world)
+        values, scales, _ = weft.quantize(torch.empty(4, 0).bfloat16(), "tensor", world=world)
         assert values.shape == (4, 0) and scales.shape == (1,) and scales.isfinite().all()
 
     weft.spmd(main, 1, backend="emulated")

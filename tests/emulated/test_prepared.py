@@ -80,7 +80,7 @@ def shared_by(key: Any, call: Any) -> set[str]:
 def test_sums_share_trials_for_any_epsilon_and_rows_of_one_step() -> None:
     op: Any = REGISTRY["all_reduce_rms_norm"]
     call = SumCall(op.name, 300, 32, torch.bfloat16, torch.bfloat16, 1, 1e-6, 0, 0, False, False)
-    assert shared_by(op.trial_key, call) == {"eps", "m"}
+    assert shared_by(op.trial_key, call) == {"eps", "m", "shape"}
     assert op.trial_key(call) != op.trial_key(replace(call, m=4096))
 
 

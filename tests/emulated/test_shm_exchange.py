@@ -283,17 +283,18 @@ def test_a_file_without_room_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_file_of_a_killed_start_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And no other: one that a rank has locked, or is about to."""
+    """And no other: one that a rank has locked, or is about to, or one of somebody else that begins alike."""
     monkeypatch.setattr(boards, "FOLDER", tmp_path)
-    names = "weft-killed", "weft-locked", "weft-young", "another"
+    killed, locked, young = (f"weft-{digit * 32}" for digit in "abc")
+    names = killed, locked, young, "weft-parts", "another"
     paths = [tmp_path / name for name in names]
     for path in paths:
         path.write_bytes(bytes(boards._PART + boards._SLOT))
-        if path.name != "weft-young":
+        if path.name != young:
             os.utime(path, (1, 1))
     holder = SharedMemoryExchange(os.open(paths[1], os.O_RDWR), 0, 1, 1.0)
     assert SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) is not None
-    assert [path.name for path in paths if path.exists()] == ["weft-locked", "weft-young", "another"]
+    assert [path.name for path in paths if path.exists()] == [locked, young, "weft-parts", "another"]
     assert holder.close.alive
 
 

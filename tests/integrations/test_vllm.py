@@ -284,7 +284,7 @@ def test_ranks_that_hold_different_models_leave_them_to_vllm(
 
     def main(world: weft.World) -> tuple[set[type], str]:
         model = loaded(MODELS["dense"])
-        return {type(m) for m in model.modules()}, plugin._models[-1].text()
+        return {type(m) for m in model.modules()}, plugin.models[-1].text()
 
     for kinds, text in standin.run(main):
         assert "leaves to vLLM all: ranks have different models" in text, text

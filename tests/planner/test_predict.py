@@ -1035,7 +1035,7 @@ class Stub:
     size, sm_count, device, rank = 8, 132, torch.device("cpu"), 3
 
     def __init__(
-        self, backend: str = "cuda", exchange: Callable[[Any], list[Any]] = lambda v: [v] * 8, limits: bool = True,
+        self, backend: str = "cuda", exchange: Callable[..., list[Any]] = lambda v, title="": [v] * 8, limits: bool = True,
         shares: bool = False,
     ) -> None:  # fmt: skip
         self.exchange = exchange
@@ -1251,7 +1251,7 @@ def test_ranks_with_different_profiles_are_sequential(find_returns: Callable[[An
         (made_up_profile(), "q.json: broken"),
     ):
         find_returns(own_profile)
-        world = Stub(exchange=lambda value, peer=peer_digest: [value] * 7 + [(peer, None)])
+        world = Stub(exchange=lambda value, title="", peer=peer_digest: [value] * 7 + [(peer, None)])
         assert auto(world) == Sequential()
         assert len(world.messages) == 1 and '"auto" is sequential' in world.messages[0]
 

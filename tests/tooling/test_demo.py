@@ -240,7 +240,7 @@ def test_the_profiler_starts_before_the_ranks_meet_and_records_one_call(monkeypa
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: steps.append("sleep"))
     world = SimpleNamespace(
         rank=0, zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype), current_stream=lambda: None,
-        exchange=lambda value: steps.append("hosts"), all_reduce=lambda word, stream: steps.append("GPUs"),
+        exchange=lambda value, title="": steps.append("hosts"), all_reduce=lambda word, stream: steps.append("GPUs"),
         synchronize=lambda: steps.append("done"),
     )  # fmt: skip
     ran = {e["name"] for e in recorded(world, call) if e.get("cat") == "cpu_op"}  # type: ignore[arg-type]

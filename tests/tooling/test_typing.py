@@ -139,7 +139,7 @@ def test_the_package_says_that_it_is_typed() -> None:
     """To mypy, by a file that is empty; the wheel holds all files of the package."""
     assert (PACKAGE / "py.typed").read_text() == ""
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel == {"packages": ["src/weft"]}
+    assert wheel == {"packages": ["src/weft"], "force-include": {"src/weft_pytest.py": "weft_pytest.py"}}
 
 
 def returned(fn: Callable[..., Any]) -> list[Any]:

@@ -35,7 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from ..architectures import HOPPER
-from ..errors import Deadlock
+from ..errors import Deadlock, Unsupported
 from . import libdevice
 from .bounds import ADDRESS
 from .thread_values import Branch, ThreadTensor, refuse_thread_values
@@ -885,7 +885,9 @@ def _builtin(member: Function, title: str) -> Function:
         kwargs["_semantic"] = semantic
         try:
             return member(*args, **kwargs)
-        except NotImplementedError as error:
+        except (NotImplementedError, Unsupported) as error:
+            if isinstance(error, Unsupported) and not title.startswith("tl.extra."):  # which is inline PTX itself
+                raise
             reason = str(error).partition(NOT_RUN)[2] or str(error)
             raise NotImplementedError(f"{title}{NOT_RUN}{reason}") from None
 
