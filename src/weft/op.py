@@ -395,8 +395,12 @@ class Op(ABC, Generic[C]):
         self, world: World, known: Known[C], residents: Residents, operands: Operands, out: torch.Tensor | None
     ) -> Returned:
         """Make a call and note its launches that wait for other ranks."""
+        by_library = known.direct if out is None else None
         with world.backend.note_launches() as notes:
-            results = self.execute(world, known.call, known.plan, operands, out)
+            if by_library is not None:
+                results = by_library(*operands)
+            else:
+                results = self.execute(world, known.call, known.plan, operands, out)
         residents.launches, residents.noted = notes.launches, True
         return results
 

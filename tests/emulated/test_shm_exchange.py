@@ -554,6 +554,7 @@ def test_after_a_timeout_every_use_raises_and_no_object_is_of_another_exchange()
 
     def main(shm: SharedMemoryExchange) -> Any:
         backend = CudaBackend.__new__(CudaBackend)
+        backend._streams = {}
         backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
         backend.name_counters = lambda describe: None  # type: ignore[method-assign]
         backend.capturing = lambda: False  # type: ignore[method-assign]
