@@ -133,12 +133,12 @@ def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, wi
         return sum_case(world, (m, h), plan, dtype=dtype, seed=seed, views=rng.random() < 0.3) / bound(dtype)
     options: dict[str, Any] = dict(
         norm=rng.choice(["rms", "layer"]), bias=rng.random() < 0.5, residual=rng.random() < 0.8, full=rng.random() < 0.4,
-        weights=rng.choice([None, torch.float32]), out_dtype=rng.choice([None, None, FP8]), into=rng.choice(["", "plain", "symmetric"]),
+        weights=rng.choice([None, torch.float32]), quantize=rng.choice([None, None, "tensor"]), into=rng.choice(["", "plain", "symmetric"]),
         symmetric=rng.random() < 0.3, views=rng.random() < 0.2, seed=seed,
     )  # fmt: skip
-    if options["out_dtype"] == FP8 and rng.random() < 0.7:
+    if options["quantize"] and rng.random() < 0.7:
         options["quantize"] = "row" if h % 128 or rng.random() < 0.5 else "block"
-    return norm_case(world, m, h, plan, dtype=dtype, **options) / bound(options["out_dtype"] or dtype)
+    return norm_case(world, m, h, plan, dtype=dtype, **options) / bound(FP8 if options["quantize"] else dtype)
 
 
 def bound(dtype: torch.dtype) -> float:
