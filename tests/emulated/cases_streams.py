@@ -12,8 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,19 +199,6 @@ def drawn(seed: int) -> Drawn:
     return Drawn(calls, ranks, nodes, rng.random() < 0.5)
 
 
-@contextmanager
-def residency(world: World, call: Call) -> Iterator[None]:
-    """Let no other stream run while a layer in one launch does, which needs every SM of all ranks at once: launches of two operators that
-    wait for other ranks could each hold SMs that the other needs. It is the caller who orders them."""
-    layer, current = (call.op, call.plan(world)) == ("moe", "fused"), world.current_stream()
-    others = [world.side_stream(name or "main") for name in STREAMS if layer and name != call.stream]
-    for stream in others:
-        world.wait_event(current, world.record(stream))
-    yield
-    for stream in others:
-        world.wait_event(stream, world.record(current))
-
-
 def run(seed: int) -> None:
     """Make the calls of a seed; raise what is found."""
     sequence = drawn(seed)
@@ -224,7 +210,7 @@ def run(seed: int) -> None:
             world.synchronize()
         results = []
         for call in sequence.calls:
-            with on_stream(world, call.stream), residency(world, call):
+            with on_stream(world, call.stream):
                 results.append((call, *OPS[call.op].run(world, call, call.plan(world))))
         world.synchronize()
         for call, actual, expected in results:
