@@ -166,9 +166,9 @@ class Fuzz:
 
     def run(self, r: Round) -> int:
         """Enqueue a round; the number of its calls."""
-        self.join()
         part = self.parts[r.world]
-        checked, before = Checked(part, r), len(self.pending)
+        checked, before = Checked(part, r), len(self.pending)  # a layer's weights are made on the main stream
+        self.join()
         if r.replays:
             self.graph(r, checked)
         else:
