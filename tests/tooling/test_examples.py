@@ -122,10 +122,11 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_call_that_is_not_ended_is_found(seed: int, tmp_path: Path) -> None:
-    """Its later waits pass too early; where the copies come first all the same, the calls were not counted."""
+    """Its later waits pass too early, so that it reads a race or an old row; where the copies come first all the same, the calls were not
+    counted."""
     path = tmp_path / "not_ended.py"
     path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))
-    with pytest.raises((Race, SignalError)):
+    with pytest.raises((Race, SignalError, AssertionError)):
         emulate(path, 2, seed)
 
 
