@@ -244,7 +244,7 @@ def test_a_nan_stays_one() -> None:
                 assert values[1, 5] == 448 and values.isnan().sum() == 1, (recipe, scale)
         for plan in ("sequential", "one_shot", "two_shot"):
             normed, _ = weft.all_reduce_rms_norm_quantized(
-                x, None, torch.ones(128).bfloat16(), 1e-6, scale=torch.ones(1), world=world, plan=plan
+                x, None, torch.ones(128).bfloat16(), "tensor", scale=torch.ones(1), world=world, plan=plan
             )
             values = normed.values.float()
             assert values[0].isnan().all() and not values[1].isnan().any(), plan
