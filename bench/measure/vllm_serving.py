@@ -37,7 +37,6 @@ STOCK = "stock"
 REPEATS, REPEAT_SECONDS = 7, 3.0
 MEMORY = 0.85  # of each GPU, for all engines together
 TURN_TIMEOUT = 120.0
-LOADED = "Model loading took"  # vLLM's log, behind the plugin's own timings
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,6 @@ class Engine:
         self.process = spawn.Process(target=vllm_engine.main, args=(self.setup, child_pipe, self.log))
         self.process.start()
         child_pipe.close()
-
-    def loaded(self) -> bool:
-        """Return whether the model's weights are there, or the engine is at its end."""
-        return self.pipe.poll() or (self.log.exists() and LOADED in self.log.read_text(errors="replace"))
 
     def answer(self, timeout: float) -> Any:
         if not self.pipe.poll(max(0.0, timeout)):
