@@ -120,14 +120,17 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
         emulate(planted(bug), 2, seed)
 
 
-@pytest.mark.parametrize("seed", some(range(4)))
-def test_call_that_is_not_ended_is_found(seed: int, tmp_path: Path) -> None:
-    """Its later waits pass too early, so that it reads a race or an old row; where the copies come first all the same, the calls were not
-    counted."""
+def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
+    """Its later waits pass too early. That is a race, or, where the copies come first all the same, calls that were not counted; where the
+    host compares before the late copy, it sees an old row."""
     path = tmp_path / "not_ended.py"
     path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))
-    with pytest.raises((Race, SignalError, AssertionError)):
-        emulate(path, 2, seed)
+    kinds = []
+    for seed in range(4):
+        with pytest.raises((Race, SignalError, AssertionError)) as raised:
+            emulate(path, 2, seed)
+        kinds.append(raised.type)
+    assert sum(issubclass(kind, (Race, SignalError)) for kind in kinds) >= 3, kinds
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
