@@ -73,8 +73,8 @@ class GatherNorm(weft.Op):
     name = "all_gather_rms_norm"
     signature = "Tensor x"
     runs = {Sequential: run_sequential, Pushed: run_pushed}
-    small = Pushed(rows=2)  # what "auto" runs in the emulator
-    tries = (Pushed(), Pushed(rows=1), Pushed(rows=8))  # what "auto" times against sequential on GPUs
+    emulator_plan = Pushed(rows=2)  # what "auto" runs in the emulator
+    autotune_plans = (Pushed(), Pushed(rows=1), Pushed(rows=8))  # what "auto" times against sequential on GPUs
 
     def check(self, world, operands, options):
         if operands[0].dim() != 2:
@@ -84,8 +84,8 @@ class GatherNorm(weft.Op):
     def outputs(self, world, call):
         return [((call.rows, call.h), call.dtype)]
 
-    def fits(self, world, call, plan, requested):
-        return world.symmetric_reason or (f"{plan.rows} does not divide {call.m} rows" if call.m % plan.rows else None)
+    def unsupported(self, world, call, plan, requested):
+        return world.symmetric_unsupported or (f"{call.m} rows in {plan.rows}s" if call.m % plan.rows else None)
 
     def backward(self, world, ctx):  # the norm's Jacobian is the same on every rank, so it is applied once, to the sum
         (x,), (dy,) = ctx.saved, ctx.gradients

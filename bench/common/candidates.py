@@ -15,8 +15,8 @@ from weft.planner.search import SINGLE
 from weft.plans import (
     TWO_AN_SM,
     TWO_AN_SM_BY_COPIES,
-    Awaiting,
     Decomposed,
+    FlagGated,
     FusedAllReduce,
     FusedGather,
     FusedGatherByCopies,
@@ -33,7 +33,7 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
-        out += [Awaiting(*form) for form in library_gemm.FORMS] if library_gemm.lacks() is None else []
+        out += [FlagGated(*form) for form in library_gemm.FORMS] if library_gemm.lacks() is None else []
         out += [FusedGatherByCopies(), TWO_AN_SM_BY_COPIES]
         out += [FusedGather(), FusedGather(pull_programs=12, split=4), TWO_AN_SM]
     elif op == "matmul_reduce_scatter":

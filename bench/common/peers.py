@@ -96,11 +96,11 @@ def without_quack(run: Run) -> Run:
 
     def alone() -> object:
         lacks, library_gemm.lacks = library_gemm.lacks, lambda: "left out"
-        knowledge, Op.knowledge = Op.knowledge, -1 - Op.knowledge  # what "auto" decides then is kept apart
+        knowledge, Op.table_version = Op.table_version, -1 - Op.table_version  # what "auto" decides then is kept apart
         try:
             return run()
         finally:
-            library_gemm.lacks, Op.knowledge = lacks, knowledge
+            library_gemm.lacks, Op.table_version = lacks, knowledge
 
     return alone
 

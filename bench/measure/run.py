@@ -37,7 +37,7 @@ from weft.op import REGISTRY, Op
 from weft.planner.auto import auto as chosen
 from weft.planner.search import brief
 from weft.planner.table import Measured, learn
-from weft.plans import Awaiting, Plan, Sequential
+from weft.plans import FlagGated, Plan, Sequential
 
 BF = torch.bfloat16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -118,7 +118,9 @@ class Bench:
             fns["auto without quack"] = peers.without_quack(fns["auto"])
         if op == OPS[0] and library_gemm.lacks() is None:
             fns |= {
-                f"awaiting {form.tile_m}x{form.tile_n}": lambda form=form: fn(x, w, world=world, plan=Awaiting(*form))
+                f"flag_gated {form.tile_m}x{form.tile_n}": lambda form=form: fn(
+                    x, w, world=world, plan=FlagGated(*form)
+                )
                 for form in library_gemm.FORMS
             }
             fns |= peers.quack(op, x, w, world.size)

@@ -1,7 +1,7 @@
 """Plans in the usual tiles and in those of 64 rows: torchrun --nproc-per-node N -m bench.measure.tiles --out DIR [--seconds S]
 
 On shapes of few waves of 128 x 256 tiles, each op's plans beside cuBLAS + NCCL, in one interleaved run a shape, CUDA graphs. Appends a
-row for each op and shape to DIR/tiles.jsonl: us by method, and for each plan which tiles `weft.ops.tiles.suited` chooses. A plan is
+row for each op and shape to DIR/tiles.jsonl: us by method, and for each plan which tiles `weft.ops.tiles.with_shape_tiles` chooses. A plan is
 timed only where its result is right on every rank.
 """
 
@@ -23,7 +23,7 @@ from bench.common import peers
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from bench.measure.run import commit
 from weft.lang.mapping import balanced_rows
-from weft.ops.tiles import suited
+from weft.ops.tiles import with_shape_tiles
 from weft.plans import FusedAllReduce, FusedGather, FusedGatherByCopies, FusedReduceScatter, Plan, Signaled
 
 BF = torch.bfloat16
@@ -49,8 +49,8 @@ def measure(op: str, mnk: tuple[int, int, int], world: weft.World, rounds: int) 
     run = lambda plan: fn(x, w, world=world, plan=plan)  # noqa: E731
     expected, fns, chosen = run("sequential"), {"sequential": peers.cublas_nccl(op, x, w, world.size)}, {}
     for name, plan in plans(op).items():
-        half = suited(plan, FEW[0] * world.size, FEW[1], sms)
-        chosen[name] = "half" if suited(plan, balanced_rows(m, world.size), n, sms) != plan else "usual"
+        half = with_shape_tiles(plan, FEW[0] * world.size, FEW[1], sms)
+        chosen[name] = "half" if with_shape_tiles(plan, balanced_rows(m, world.size), n, sms) != plan else "usual"
         for tiles, tile_plan in (("usual", plan), ("half", half)):
             error = max(error_of(run(tile_plan), expected) for _ in range(2))
             if max(world.exchange(error)) < RIGHT:

@@ -1,6 +1,6 @@
 """quack's GEMM compared with others, as tables beside the results and a sentence of docs/guide.md: GEMMs alone, from
 bench/results/<machine>/quack/gemms.jsonl (bench/measure/gemm.py), and all-gather + GEMM, from all_gather_matmul.jsonl there
-(bench/measure/run.py --ops all_gather_matmul --methods auto awaiting quack).
+(bench/measure/run.py --ops all_gather_matmul --methods auto flag_gated quack).
 
 Of the lines of one shape, or one (op, name, mode, method), the newest counts, which is the last in the file.
 """
@@ -67,9 +67,9 @@ def gathered(lines: Rows) -> str:
     rows, ratios = [], []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):
         us = {method: t for (n, m, method), t in newest.items() if (n, m) == (name, mode)}
-        forms = {way: least((f, t) for f, t in us.items() if f.startswith(way))[1] for way in ("awaiting", "quack")}
+        forms = {way: least((f, t) for f, t in us.items() if f.startswith(way))[1] for way in ("flag_gated", "quack")}
         ratios.append((us["auto without quack"] / us["auto"], forms["quack"] / us["auto"]))
-        times = [us["sequential"], us["auto without quack"], us["auto"], forms["awaiting"], forms["quack"]]
+        times = [us["sequential"], us["auto without quack"], us["auto"], forms["flag_gated"], forms["quack"]]
         rows.append([name, *(f"{t:.0f}" for t in times), *(f"{ratio:.2f}x" for ratio in ratios[-1])])
     means = (f"{mean(column) or 0:.2f}x" for column in zip(*ratios, strict=True))
     rows.append(["geometric mean", *[""] * 5, *means])
@@ -78,7 +78,7 @@ def gathered(lines: Rows) -> str:
         "cuBLAS + NCCL",
         '"auto" without quack',
         '"auto"',
-        '"awaiting"',
+        '"flag_gated"',
         "quack's own",
         '"auto": with over without',
     ]

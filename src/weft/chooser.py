@@ -25,7 +25,7 @@ import torch
 TIMES, ROUNDS = 10, 5
 LAUNCH = 500.0  # us that the host takes for a call, usually at most
 LONG = 40_000.0  # us of a candidate's calls in one round, at most; TIMES shorter ones
-WORTH = 1.01  # medians of equal candidates differ by up to about 1%
+MIN_SPEEDUP = 1.01  # medians of equal candidates differ by up to about 1%
 CYCLES = 2_000  # approximate cycles of a GPU in a us
 LAUNCH_MODES = ("eager", "graph")
 
@@ -89,7 +89,7 @@ class Choice(Generic[T]):
     prepare: Callable[[T], object] = lambda candidate: None
     title: str = ""
     sizes: tuple[int, ...] = ()
-    worth: float = WORTH
+    worth: float = MIN_SPEEDUP
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Chooser:
         faster: dict[str, T | None] = {}
         for mode, best in expected.items():
             for candidate in candidates:
-                worth = choice.worth if best == expected[mode] else WORTH
+                worth = choice.worth if best == expected[mode] else MIN_SPEEDUP
                 best = candidate if took[candidate].us(mode) * worth < took[best].us(mode) else best
             faster[mode] = best if best != expected[mode] else None
         return Trial(choice.title, choice.sizes, took, expected, faster)

@@ -26,19 +26,19 @@ import torch
 from . import torch_library
 from .backends.residency import UNKNOWN, Residents
 from .chooser import Choice
-from .plans import Plan, Sequential, TwoLevel
+from .plans import RENAMED_KINDS, Plan, Sequential, TwoLevel
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
 from .world import Memo, World
 
-Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple if the op names them (`takes`)
+Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple if the op names them (`operand_type`)
 Returned: TypeAlias = Any  # a tensor or a tuple, which the op's docstring describes
 Run: TypeAlias = Callable[..., Returned]  # (world, call, plan, operands, out): writes out, returns further results
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor
 Direct = Callable[..., Returned]
 
 REGISTRY: dict[str, Op] = {}
-ONCE = "called once"  # stands in the decisions for the plan of a later capture until that plan has been prepared
+SEEN_ONCE = "called once"  # stands in the decisions for the plan of a later capture until that plan has been prepared
 
 
 def registered(op: Op) -> Op:
@@ -51,7 +51,7 @@ def registered(op: Op) -> Op:
         raise ValueError(f"{op.name}: signature {op.signature!r} was {known.signature!r}")
     REGISTRY[op.name] = op
     # These cached properties are computed now, because torch.compile cannot trace the lock that guards their first use.
-    _ = op.operands, op.outcomes, op.differentiable
+    _ = op.operands, op.outcomes, op.postprocesses, op.differentiable
     if known is None and op.signature:
         torch_library.register(op, REGISTRY)
     return op
@@ -115,34 +115,32 @@ class Op(ABC, Generic[C]):
     # Operands, then options, as torch.library writes them. Without it there is no torch.compile and no gradient.
     signature: ClassVar[str] = ""
     results: ClassVar[int] = 1
-    # The number of tensors that a run also returns for the backward pass (`kept`, `saved`). It does so if the last
+    # The number of tensors that a run also returns for the backward pass (`saved_shapes`, `saved_tensors`) if the last
     # option, `bool gradient`, which `__call__` adds, says that an operand requires a gradient.
-    keeps: ClassVar[int] = 0
+    num_saved: ClassVar[int] = 0
     # The number of results, after the first, that are memory of the World, which compiled calls copy.
-    lends: ClassVar[int] = 0
-    # Callers get what `wrapped` returns for the results.
-    wraps: ClassVar[bool] = False
+    num_borrowed_outputs: ClassVar[int] = 0
     # The NamedTuple of its operands.
-    takes: ClassVar[Callable[..., Operands] | None] = None
+    operand_type: ClassVar[Callable[..., Operands] | None] = None
     # The classes of plans that serve it, and the function that runs each.
     runs: ClassVar[Mapping[type[Plan], Run]]
     # Fields of plans that it refuses because it would have to ignore them.
-    refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}
+    unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}
     # One number for all ops, increased when "auto" may decide anew.
-    knowledge: ClassVar[int] = 0
+    table_version: ClassVar[int] = 0
     # The library's collective before or after its one GEMM.
     collective: ClassVar[str] = ""
     # For a collective without a GEMM: bytes that the kernels after the library's read and write, over its own bytes.
-    alone: ClassVar[float | None] = None
+    elementwise_passes: ClassVar[float | None] = None
     # Plans of one kind whose order of speed depends on the shape. `weft tune` measures them, and "auto" times them on a
     # Hopper GPU without a profile.
     variants: ClassVar[Sequence[Plan]] = ()
     # Plans without a model in the planner, which "auto" times at the first call of a size.
-    tries: ClassVar[Sequence[Plan]] = ()
+    autotune_plans: ClassVar[Sequence[Plan]] = ()
     # The same for ranks on several nodes.
     over_nodes: ClassVar[Sequence[Plan]] = ()
     # The plan of "auto" on ranks of few programs, as in the emulator, or the class whose name stands for it there.
-    small: ClassVar[Plan | type[Plan]] = Sequential
+    emulator_plan: ClassVar[Plan | type[Plan]] = Sequential
 
     keeps_decisions: ClassVar[bool] = False  # decisions are not kept with the World (`decisions`)
     depends_on_addresses: ClassVar[bool] = False  # decisions depend on `operand_addresses`
@@ -168,12 +166,12 @@ class Op(ABC, Generic[C]):
         like, results = operands[0], self.meta(world, operands, options)
         return [like.new_empty(shape, dtype=dtype) for shape, dtype in results]
 
-    def kept(self, world: World, call: C, plan: str | Plan) -> Shapes:
-        """Return shapes and dtypes of the tensors that a run keeps for the backward pass, at most `keeps`; a plan may
-        keep fewer. plan: the one that runs, or, while torch.compile traces, the one that was asked for."""
+    def saved_shapes(self, world: World, call: C, plan: str | Plan) -> Shapes:
+        """Return shapes and dtypes of the tensors that a run keeps for the backward pass, at most `num_saved`; a plan
+        may keep fewer. plan: the one that runs, or, while torch.compile traces, the one that was asked for."""
         return ()
 
-    def saved(
+    def saved_tensors(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         """Return what the backward pass needs of operands and results. results: the results, then what the run kept.
@@ -200,7 +198,7 @@ class Op(ABC, Generic[C]):
 
     def auto(self, world: World, call: C, mode: str) -> Plan:
         """Return the plan of "auto" if no plan was timed faster. mode: "graph" or "eager"."""
-        return world.scale.preset(self.small) or self.expected(world, call, mode)
+        return world.scale.preset(self.emulator_plan) or self.expected(world, call, mode)
 
     def expected(self, world: World, call: C, mode: str) -> Plan:
         """Return the plan that is stored or predicted as the fastest for such a call. A timed plan has to beat it."""
@@ -212,7 +210,7 @@ class Op(ABC, Generic[C]):
         """Return the plan that a kind's name stands for; `kind` is the first class of that kind in `runs`."""
         return world.scale.plan(kind)
 
-    def fits(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
+    def unsupported(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
         """Return the reason why the plan cannot serve this call, or None. It must be the same on every rank. Raise
         Unsupported for a plan that can never run on this machine."""
         return None
@@ -222,7 +220,7 @@ class Op(ABC, Generic[C]):
         operands."""
         return ""
 
-    def fitted(self, call: C, plan: Plan) -> Plan:
+    def _with_operand_tiles(self, call: C, plan: Plan) -> Plan:
         """Return the plan with the tiles that this call needs."""
         return plan
 
@@ -232,7 +230,7 @@ class Op(ABC, Generic[C]):
 
     def candidates(self, world: World, call: C) -> Sequence[Plan]:
         """Return those of `tries` that are worth a trial of this call, the same on all ranks. May be collective."""
-        return self.tries
+        return self.autotune_plans
 
     def trial_key(self, call: C) -> Hashable:
         """Return what calls that share one trial have in common; the same on every rank."""
@@ -251,10 +249,10 @@ class Op(ABC, Generic[C]):
         """Return what a call returns, from its result and what its plan returned."""
         return result
 
-    def wrapped(
+    def postprocess(
         self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands
     ) -> Returned:
-        """Return what a caller gets for the results, if the op `wraps`."""
+        """Return what a caller gets for the results, if the op defines it."""
         return results
 
     # -- a call
@@ -267,8 +265,8 @@ class Op(ABC, Generic[C]):
         out: torch.Tensor | None = None,
     ) -> Returned:
         """Run the op, and return the result and further ones. out: where to write the result; not differentiable.
-        Operands beyond those in the signature reach only eager calls without a gradient; otherwise `wrapped` handles
-        them."""
+        Operands beyond those in the signature reach only eager calls without a gradient; otherwise `postprocess`
+        handles them."""
         compiling, gradient = torch.compiler.is_compiling(), False
         if type(world) is not World and not compiling:
             check_call(self.title, world, plan)
@@ -278,23 +276,23 @@ class Op(ABC, Generic[C]):
                     self._check_gradient(operands, out)
                     gradient = True
                     break
-        if self.keeps:
+        if self.num_saved:
             options = (*options, gradient)
         if compiling:
             results = self._compiled(world, plan, operands[: self.operands or None], options, out)
-            return self.wrapped(world, plan, operands, options, results) if self.wraps else results
+            return self.postprocess(world, plan, operands, options, results) if self.postprocesses else results
         lost = world.backend.left_out()
         if gradient:
             results = torch_library.differentiated(self, world, plan, operands[: self.operands or None], options)
         else:
             results = self.call(world, plan, operands, options, out)
         return world.result_or_overflow(
-            self.wrapped(world, plan, operands, options, results) if self.wraps else results, lost
+            self.postprocess(world, plan, operands, options, results) if self.postprocesses else results, lost
         )
 
     def typed(self, operands: Sequence[torch.Tensor | None]) -> Operands:
         """Return the operands as the op's NamedTuple, if it has one."""
-        return operands if self.takes is None else self.takes(*operands)
+        return operands if self.operand_type is None else self.operand_type(*operands)
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
         """Return the reason why a call of these operands has no gradient, or None."""
@@ -318,7 +316,7 @@ class Op(ABC, Generic[C]):
     ) -> Returned:
         operator = getattr(torch.ops.weft, self.name)
         results = operator(*operands, *options, world.name, torch_library.text_of(plan))
-        if self.keeps:
+        if self.num_saved:
             results = torch_library.one_or_tuple(results[: self.results])
         if out is None:
             return results
@@ -339,13 +337,17 @@ class Op(ABC, Generic[C]):
     @cached_property
     def outcomes(self) -> int:
         """Return the number of tensors that its operator returns."""
-        return self.results + self.keeps
+        return self.results + self.num_saved
 
     def _check_present(self, operands: Operands) -> None:
         """Raise TypeError for None in place of an operand that the signature requires."""
         for argument, t in zip(self.signature.split(", "), operands, strict=False):
             if t is None and argument.startswith("Tensor "):
                 raise TypeError(f"{self.title}: {argument.removeprefix('Tensor ')} must be a tensor, got None")
+
+    @cached_property
+    def postprocesses(self) -> bool:
+        return type(self).postprocess is not Op.postprocess
 
     @cached_property
     def differentiable(self) -> bool:
@@ -372,7 +374,7 @@ class Op(ABC, Generic[C]):
             raise
         addresses = self.operand_addresses(world, operands, out) if self.depends_on_addresses else None
         capturing = world.capturing()
-        key = (self.name, plan, capturing, Op.knowledge, options, addresses, *layouts)
+        key = (self.name, plan, capturing, Op.table_version, options, addresses, *layouts)
         decisions = self.decisions(world, options) if self.keeps_decisions else world.decided
         try:
             known = decisions.get(key) or self._decide(key, world, plan, operands, options, out)
@@ -424,7 +426,7 @@ class Op(ABC, Generic[C]):
         plan, final = self.choose(world, call, asked, world.capturing()), True
         decisions = self.decisions(world, options)
         if asked == "auto" and world.capturing():
-            plan, final = self._rehearsed(world, call, plan, operands, out, decisions)
+            plan, final = self._plan_for_capture(world, call, plan, operands, out, decisions)
         number = self.check_same_on_all_ranks(world, call, plan)
         if not isinstance(plan, Sequential):
             world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
@@ -483,21 +485,21 @@ class Op(ABC, Generic[C]):
         called once should not pay for a graph that never comes, or at the first call on a side stream, where callers
         warm up. Return False at a first call that does not do it: the call is then not remembered, so that the ranks
         come here together again."""
-        key = self._rehearsal(world, call, operands, out)
+        key = self._warm_up_key(world, call, operands, out)
         if key not in decisions and not world.on_side_stream():
-            decisions[key] = ONCE
+            decisions[key] = SEEN_ONCE
             return False
         in_capture, ready = self.choose(world, call, "auto", True), decisions.get(key)
         decisions[key] = in_capture
         if in_capture not in (plan, ready):
-            # The current stream may differ between ranks. A rank that rehearses alone fails here with a Mismatch,
+            # The current stream may differ between ranks. A rank that warms up alone fails here with a Mismatch,
             # instead of waiting for ever in a collective that the others do not enter.
-            self.check_same_on_all_ranks(world, call, in_capture, rehearsal=True)
+            self.check_same_on_all_ranks(world, call, in_capture, warm_up=True)
             self.check_same_on_all_ranks(world, call, in_capture)  # the capture itself cannot exchange anything
-            self.rehearse(world, call, in_capture, operands, out)
+            self.warm_up_capture(world, call, in_capture, operands, out)
         return True
 
-    def _rehearsed(
+    def _plan_for_capture(
         self,
         world: World,
         call: C,
@@ -511,7 +513,7 @@ class Op(ABC, Generic[C]):
         eager = self.choose(world, call, "auto", False)
         if not world.may_capture(call.rows):
             return eager, True
-        if eager == plan or decisions.get(self._rehearsal(world, call, operands, out)) is not ONCE:
+        if eager == plan or decisions.get(self._warm_up_key(world, call, operands, out)) is not SEEN_ONCE:
             return plan, True
         world.log_once(
             f"{self.title}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
@@ -519,30 +521,32 @@ class Op(ABC, Generic[C]):
         )
         return eager, False
 
-    def _rehearsal(self, world: World, call: C, operands: Operands, out: torch.Tensor | None) -> Hashable:
-        """Return the key of a call's rehearsal. It is the same on every rank, so that all of them rehearse, or none."""
+    def _warm_up_key(self, world: World, call: C, operands: Operands, out: torch.Tensor | None) -> Hashable:
+        """Return the key of a call's warm-up. It is the same on every rank, so that all of them warm up, or none."""
         return (
             self.name,
-            "rehearsal",
+            "warm_up",
             tuple(call.same_on_all_ranks().items()),
             self.operand_addresses(world, operands, out),
         )
 
-    def rehearse(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
+    def warm_up_capture(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """Make a call only for what it prepares. It does not write `out`, which may hold an operand."""
         self.execute(world, call, plan, operands, None)
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """Return the Plan to run. A plan that cannot serve the call falls back to sequential, which is logged once.
         Ranks of a reference World run only sequential, and those on several nodes only TwoLevel or sequential."""
+        if isinstance(asked, str):
+            asked = RENAMED_KINDS.get(asked, asked)
         self.check_plan(asked)
-        if world.nodes_reason is not None and len(self.runs) > 1:
+        if world.multi_node_unsupported is not None and len(self.runs) > 1:
             return self._between_nodes(world, call, asked, capturing)
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         if isinstance(plan, Sequential) or world.reference or (world.size == 1 and self.by_library):
             return Sequential()
         levels = isinstance(plan, TwoLevel)
-        reason = world.levels_reason if levels else self.fits(world, call, plan, asked)
+        reason = world.two_level_unsupported if levels else self.unsupported(world, call, plan, asked)
         if reason is None:
             return plan
         if reason:
@@ -555,10 +559,10 @@ class Op(ABC, Generic[C]):
         asked for."""
         if asked in (Sequential(), Sequential.kind):
             return Sequential()
-        if TwoLevel not in self.runs or world.levels_reason is not None:
-            subject, reason = f"{self.title} on", world.nodes_reason
-            if world.levels_reason is not None:
-                subject, reason = "every op of", world.levels_reason
+        if TwoLevel not in self.runs or world.two_level_unsupported is not None:
+            subject, reason = f"{self.title} on", world.multi_node_unsupported
+            if world.two_level_unsupported is not None:
+                subject, reason = "every op of", world.two_level_unsupported
             world.log_once(
                 f"{subject} this World runs by its sequential plan: {reason}; to overlap, give ops the World of one "
                 "node (world.split(world.node), or weft.init(group) of its ranks)"
@@ -566,11 +570,13 @@ class Op(ABC, Generic[C]):
             return Sequential()
         if asked == "auto":
             default = self.default(world, TwoLevel)
-            preset = world.scale.presets and self.fits(world, call, default, asked) is None
+            preset = world.scale.presets and self.unsupported(world, call, default, asked) is None
             timed = self._timed(world, call, "graph" if capturing else "eager")
             return timed or (default if preset else Sequential())
         plan = self.default(world, TwoLevel) if asked == TwoLevel.kind else asked
-        reason = self.fits(world, call, plan, asked) if isinstance(plan, TwoLevel) else world.nodes_reason
+        reason = (
+            self.unsupported(world, call, plan, asked) if isinstance(plan, TwoLevel) else world.multi_node_unsupported
+        )
         if reason is None:
             assert isinstance(plan, TwoLevel)
             return plan
@@ -588,23 +594,23 @@ class Op(ABC, Generic[C]):
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
         """Return the plan that was timed fastest for such calls, if it serves this one."""
         timed: Plan | None = world.choices.remembered(self._key(call), mode)
-        return timed if timed is not None and self.fits(world, call, timed, "auto") is None else None
+        return timed if timed is not None and self.unsupported(world, call, timed, "auto") is None else None
 
     def _key(self, call: C) -> Hashable:
         """Return the key of the decision, which calls with the same `trial_key` share."""
-        return Op.knowledge, self.name, self.trial_key(call)
+        return Op.table_version, self.name, self.trial_key(call)
 
     def choice(self, world: World, call: C, operands: Operands) -> Choice[Plan]:
         """Return the choice that "auto" makes for such a call. Its candidates may be collective."""
         from .planner.auto import unmeasured  # imported here, since the planner imports the registry
 
         def candidates() -> Sequence[Plan]:
-            if world.nodes_reason is not None:
+            if world.multi_node_unsupported is not None:
                 named: Sequence[Plan] = self.over_nodes
             else:
                 named = *self.candidates(world, call), *unmeasured(self, world, call)
-            fitted = dict.fromkeys(self.fitted(call, plan) for plan in named)
-            fit = [plan for plan in fitted if self.fits(world, call, plan, "auto") is None]
+            fitted = dict.fromkeys(self._with_operand_tiles(call, plan) for plan in named)
+            fit = [plan for plan in fitted if self.unsupported(world, call, plan, "auto") is None]
             return [plan for plan in fit if self.choose(world, call, plan, False) == plan]
 
         @functools.cache
@@ -632,7 +638,7 @@ class Op(ABC, Generic[C]):
                 raise ValueError(f'{self.title}: plan {plan!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
         elif type(plan) not in self.runs:
             raise ValueError(f"{self.title}: {plan} is not one of {[plan_class.__name__ for plan_class in self.runs]}")
-        for name in self.refuses.get(type(plan), ()):  # type: ignore[arg-type]
+        for name in self.unsupported_fields.get(type(plan), ()):  # type: ignore[arg-type]
             if getattr(plan, name) != getattr(type(plan), name):
                 raise ValueError(f"{self.title}: {plan}: {name} means nothing to this op")
 
@@ -643,7 +649,7 @@ class Op(ABC, Generic[C]):
 
     def dense_operands(self, plan: Plan, operands: Operands) -> Operands:
         """Return the operands in a layout that the plan takes, by copying those that are not dense."""
-        return type(operands)(*bulk(operands)) if self.takes is not None else tuple(bulk(operands))
+        return type(operands)(*bulk(operands)) if self.operand_type is not None else tuple(bulk(operands))
 
     def execute(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Returned:
         """Run a call whose plan is decided. The result is written to separate memory first if `out` is not aligned for

@@ -13,6 +13,7 @@ POWERS_OF_TWO = (
 )
 
 KINDS: dict[str, type[Plan]] = {}  # of each kind, its class or the base of its classes
+RENAMED_KINDS = {"awaiting": "flag_gated"}  # old names, which are still read
 CLASSES: dict[str, type[Plan]] = {}  # of each class name, the class
 
 
@@ -132,6 +133,7 @@ def _classes(kind: str) -> list[str]:
 
 def _class_of(kind: str, name: str | None) -> type[Plan]:
     """Return the class of a stored plan. Raises ValueError if there is none."""
+    kind = RENAMED_KINDS.get(kind, kind)
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is not one of {list(KINDS)}")
     if name is None and "abstract" not in vars(KINDS[kind]):
@@ -290,15 +292,15 @@ class Persistent(Plan):
 
 
 @dataclass(frozen=True)
-class Awaiting(Plan):
-    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls (`library_gemm.awaiting`).
-    That wait has no timeout; it ends because the copies come behind a bounded barrier and wait for no other rank. Needs
-    weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
+class FlagGated(Plan):
+    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls
+    (`library_gemm.flag_gated`). That wait has no timeout; it ends because the copies come behind a bounded
+    barrier and wait for no other rank. Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
 
     tile_m, tile_n, cluster_m, pingpong: of the GEMM (`library_gemm.Form`).
     """
 
-    kind: ClassVar[str] = "awaiting"
+    kind: ClassVar[str] = "flag_gated"
     tile_m: int = 128
     tile_n: int = 192
     cluster_m: int = 2

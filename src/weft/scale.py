@@ -56,7 +56,7 @@ class Scale:
     """Sizes of the pieces of work. The small ones make a few programs with a few elements exercise a whole protocol.
 
         plans           by class, the plan that a kind's name stands for, if it is not the class's defaults
-        presets         "auto" is the plan that an op names for ranks of few programs (`Op.small`)
+        presets         "auto" is the plan that an op names for ranks of few programs (`Op.emulator_plan`)
         block, norm_block, gate_block    elements that a program of the element-wise, norm, SiLU-mul kernels takes at a
                                          time
         run_columns     columns of a contiguous run of such a block

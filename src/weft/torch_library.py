@@ -52,7 +52,7 @@ BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, tor
 class Backward:
     """The arguments of a backward pass.
 
-    saved: what `Op.saved` returned. gradients: those of the results, None for unused ones. shapes: those of the
+    saved: what `Op.saved_tensors` returned. gradients: those of the results, None for unused ones. shapes: those of the
     operands. needs: for each operand, whether its gradient is asked for. options: those of the call. call, plan: what
     the forward pass ran.
     """
@@ -161,12 +161,12 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
         operands, options = tuple(arguments[:count]), tuple(map(plain, arguments[count:]))
         results = as_tuple(definition.call(world, plan_of(plan), operands, options, None))
         ran: Known[Any] = world.ran
-        if definition.keeps and options[-1]:
-            missing = definition.kept(world, ran.call, plan_of(plan))[len(results) - definition.results :]
+        if definition.num_saved and options[-1]:
+            missing = definition.saved_shapes(world, ran.call, plan_of(plan))[len(results) - definition.results :]
             # The graph expects these tensors even if the plan keeps nothing.
             results += tuple(operands[0].new_empty(shape, dtype=dtype) for shape, dtype in missing)
-        if definition.lends:
-            lent = results[1 : 1 + definition.lends]
+        if definition.num_borrowed_outputs:
+            lent = results[1 : 1 + definition.num_borrowed_outputs]
             results = results[0], *(None if t is None else t.clone() for t in lent), *results[1 + len(lent) :]
         if definition.differentiable:
             key = ForwardKey(name, plan, options, *layouts_of(operands))
@@ -178,8 +178,8 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
         definition, world, options = ops[name], world_of(world_name), tuple(arguments[count:])
         operands = definition.typed(tuple(arguments[:count]))
         results = definition.fake(world, operands, options)
-        if definition.keeps and options[-1]:
-            kept = definition.kept(world, definition.check(world, operands, options), plan_of(plan))
+        if definition.num_saved and options[-1]:
+            kept = definition.saved_shapes(world, definition.check(world, operands, options), plan_of(plan))
             results += [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in kept]
         return one_or_tuple(tensors(definition, tuple(results), operands[0]))
 
@@ -257,7 +257,7 @@ def _keep(
     ctx.set_materialize_grads(False)
     ctx.needs, ctx.options = needs, options
     ctx.shapes, ctx.dtypes = layouts_of(operands)
-    ctx.save_for_backward(*op.saved(operands, as_tuple(results), options, needs))
+    ctx.save_for_backward(*op.saved_tensors(operands, as_tuple(results), options, needs))
 
 
 def layouts_of(operands: tuple[Maybe, ...]) -> tuple[tuple[tuple[int, ...], ...], str]:
@@ -306,7 +306,7 @@ class _Differentiated(torch.autograd.Function):
         results = op.call(world, plan, operands, options, None)
         ctx.op, ctx.world, ctx.ran = op, world, world.ran
         _keep(ctx, op, list(ctx.needs_input_grad[4:]), operands, options, results)
-        return one_or_tuple(results[: op.results]) if op.keeps else results
+        return one_or_tuple(results[: op.results]) if op.num_saved else results
 
     @staticmethod
     @once_differentiable

@@ -200,7 +200,9 @@ class World:
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
         self.other_ranks = tuple((self.rank + step) % self.size for step in range(1, self.size))  # the next one first
-        self.nodes_reason = spread(backend.nodes)  # why only NCCL can move data: several nodes; None with one node
+        self.multi_node_unsupported = spread(
+            backend.nodes
+        )  # why only NCCL can move data: several nodes; None with one node
         # The name is the same in each run, for caches of compiled code. It has the size in it, since torch caches
         # compiled graphs for later processes under the World's name.
         self.name = name or f"{backend.name}:{next(backend.world_numbers)}:{self.rank}/{self.size}"
@@ -265,10 +267,10 @@ class World:
     @property
     def levels(self) -> Levels:
         """Collective the first time. The node's World and the one across nodes, which are kept. A wait that expires in
-        them is raised by this World too. Raises Unsupported where there are none (`levels_reason`)."""
+        them is raised by this World too. Raises Unsupported where there are none (`two_level_unsupported`)."""
         if self._levels is None:
-            if self.levels_reason is not None:
-                raise Unsupported(f"no two levels: {self.levels_reason}")
+            if self.two_level_unsupported is not None:
+                raise Unsupported(f"no two levels: {self.two_level_unsupported}")
             self._no_capture("levels")
             self._levels = Levels(*map(World, self.backend.levels()))
         return self._levels
@@ -802,20 +804,20 @@ class World:
         return self.nodes[self.rank]
 
     @property
-    def levels_reason(self) -> str | None:
+    def two_level_unsupported(self) -> str | None:
         """Return why there are no `levels`: the World has one node, or only NCCL can serve its nodes; None where there
         are levels."""
-        return self.backend.levels_reason
+        return self.backend.two_level_unsupported
 
     @property
-    def peer_reason(self) -> str | None:
+    def peers_unsupported(self) -> str | None:
         """Return why peers' memory cannot be stored to, which is all that low-latency rows need; None where it can."""
-        return self.backend.peer_reason
+        return self.backend.peers_unsupported
 
     @property
-    def symmetric_reason(self) -> str | None:
+    def symmetric_unsupported(self) -> str | None:
         """Return why there is no symmetric memory with peer access and atomics; None where there is."""
-        return self.backend.symmetric_reason
+        return self.backend.symmetric_unsupported
 
     empty = _delegated(Backend.empty)
     zeros = _delegated(Backend.zeros)

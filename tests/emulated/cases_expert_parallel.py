@@ -38,7 +38,7 @@ def steps(
 ) -> torch.Tensor:
     """The run of a plan alone, with nothing that the op does around it, into memory that is written again for every call."""
     x, out = t["x"], t["out"]
-    assert x is not None and out is not None and MODULES[type(plan)].fits(world, model.layer, plan) is None
+    assert x is not None and out is not None and MODULES[type(plan)].unsupported(world, model.layer, plan) is None
     operands = MoeOperands(x, ids, t["weights"], *model.flat, shared=t["shared"])
     MOE.runs[type(plan)](world, MoeCall(rows[world.rank], None, model.layer), plan, operands, out)
     return out

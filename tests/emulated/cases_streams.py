@@ -53,7 +53,7 @@ class Call:
     seed: int
 
     def plan(self, world: World) -> str | Plan:
-        plans = OPS[self.op].plans if world.nodes_reason is None else OPS[self.op].over_nodes
+        plans = OPS[self.op].plans if world.multi_node_unsupported is None else OPS[self.op].over_nodes
         return plans[int(self.choice * len(plans))]
 
     def tensors(self, world: World, *shape: int) -> list[torch.Tensor]:

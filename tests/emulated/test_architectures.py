@@ -23,7 +23,7 @@ from tests.planner.test_predict import MACHINE, made_up_profile
 from weft import architectures
 from weft.backends import cuda
 from weft.backends.shared_gpu import RankDevice
-from weft.ops.tiles import fitting, suited
+from weft.ops.tiles import with_architecture_tiles, with_shape_tiles
 from weft.planner.predict import Predictor
 from weft.planner.probes.calls import variants
 from weft.planner.probes.common import SIZES, fitted
@@ -56,7 +56,7 @@ def emulate(main: Callable[[weft.World], Any], ranks: int = 2, seed: int = 0) ->
 def without_peers(world: weft.World) -> None:
     """As ranks on GPUs over PCIe without peer access: there is no symmetric memory to be had."""
     backend: Any = world.backend
-    backend.peer_reason = backend.symmetric_reason = NO_PEERS
+    backend.peers_unsupported = backend.symmetric_unsupported = NO_PEERS
     backend.symmetric = None
 
 
@@ -103,7 +103,7 @@ def test_what_only_stores_needs_no_atomics_over_the_link(caplog: Any) -> None:
     """Low-latency rows carry their flags; every plan that counts says why it is sequential."""
 
     def main(world: weft.World) -> tuple[float, int]:
-        world.backend.symmetric_reason = NO_ATOMICS
+        world.backend.symmetric_unsupported = NO_ATOMICS
         worst, counting = 0.0, 0
         for op, plans in {AG: [OneShot(warps=4)], RS: [OneShot(warps=4)], AR: [TwoShotLowLatency(warps=4)]}.items():
             worst = max([worst, *(run(world, op, plan, 4, 32, 32) for plan in plans)])
@@ -164,10 +164,10 @@ def test_tiles_fit_the_memory_of_the_architecture(
     capability: int, signaled: tuple[int, ...], fused: tuple[int, ...]
 ) -> None:
     for plan, tile in ((Signaled(), signaled), *((plan, fused) for plan in FUSED.values())):
-        suited_plan: Any = suited(plan, [4096], 8192, 132, capability)
+        suited_plan: Any = with_shape_tiles(plan, [4096], 8192, 132, capability)
         assert (suited_plan.tile.block_m, suited_plan.tile.block_n, suited_plan.tile.block_k) == tile
     chosen_plan = Signaled(tile=GemmTile(block_m=64, block_n=128))
-    assert fitting(chosen_plan, capability) == chosen_plan, "tiles that somebody chose stay"
+    assert with_architecture_tiles(chosen_plan, capability) == chosen_plan, "tiles that somebody chose stay"
 
 
 def test_why_ranks_cannot_count_in_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_tuning_measures_the_tiles_that_plans_have_there(capability: int) -> Non
         *(plan for op_plans in variants(capability).values() for plan in op_plans if isinstance(plan, Fused)),
         sizes.signaled,
     ]
-    assert all(fitting(plan, capability) == plan for plan in plans)
+    assert all(with_architecture_tiles(plan, capability) == plan for plan in plans)
     measured = {(tile.block_m, tile.block_n, tile.block_k) for tile, _ in sizes.tiles}
     tile = sizes.signaled.tile
     assert (tile.block_m, tile.block_n, tile.block_k) in measured

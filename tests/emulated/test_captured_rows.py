@@ -23,14 +23,14 @@ def plans_run(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int | None) ->
     that were run only to prepare the capture."""
     plans: Mapping[str, Plan] = {"eager": EAGER, "graph": GRAPH}
     monkeypatch.setattr(AllReduceRmsNorm, "auto", lambda self, world, call, mode: plans[mode])
-    rehearsed: list[list[Plan]] = [[], []]
-    rehearse = AllReduceRmsNorm.rehearse
+    warmed_up: list[list[Plan]] = [[], []]
+    warm_up_capture = AllReduceRmsNorm.warm_up_capture
 
     def recorded(op: AllReduceRmsNorm, world: weft.World, call: SumCall, plan: Plan, *operands: Any) -> None:
-        rehearsed[world.rank].append(plan)
-        rehearse(op, world, call, plan, *operands)
+        warmed_up[world.rank].append(plan)
+        warm_up_capture(op, world, call, plan, *operands)
 
-    monkeypatch.setattr(AllReduceRmsNorm, "rehearse", recorded)
+    monkeypatch.setattr(AllReduceRmsNorm, "warm_up_capture", recorded)
 
     def main(world: weft.World) -> list[Plan]:
         world.max_captured_rows = max_captured_rows
@@ -41,7 +41,7 @@ def plans_run(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int | None) ->
             ran.append(world.ran.plan)
         return ran
 
-    return list(zip(weft.spmd(main, 2, backend="emulated"), rehearsed, strict=True))
+    return list(zip(weft.spmd(main, 2, backend="emulated"), warmed_up, strict=True))
 
 
 @pytest.mark.parametrize("max_captured_rows", [None, ROWS, ROWS + 1])

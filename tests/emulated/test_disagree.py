@@ -46,7 +46,7 @@ def dispatched(world: World, m: int, plan: str) -> torch.Tensor:
 OPS: dict[str, tuple[Callable[[World, int, str], Any], tuple[str, ...]]] = {
     "all_gather_matmul": (
         lambda world, m, plan: weft.all_gather_matmul(ones(m, 16), ones(8, 16), world=world, plan=plan),
-        ("sequential", "decomposed", "fused", "one_shot", "awaiting"),
+        ("sequential", "decomposed", "fused", "one_shot", "flag_gated"),
     ),
     "matmul_reduce_scatter": (
         lambda world, m, plan: weft.matmul_reduce_scatter(ones(2 * m, 16), ones(8, 16), world=world, plan=plan),

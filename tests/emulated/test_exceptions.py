@@ -12,7 +12,7 @@ import torch
 
 import weft
 from weft.nn import weave
-from weft.plans import Awaiting, Decomposed, Plan, Segmented, TwoLevel
+from weft.plans import Decomposed, FlagGated, Plan, Segmented, TwoLevel
 
 STEPS = (
     "launch",
@@ -158,7 +158,7 @@ def woven(world: weft.World) -> None:
 
 CASES: dict[str, tuple[int, Callable[[weft.World], object]]] = {
     "gather, decomposed": (1, gather(Decomposed())),
-    "gather, awaiting": (1, gather(Awaiting(tile_m=4, cluster_m=1))),
+    "gather, flag_gated": (1, gather(FlagGated(tile_m=4, cluster_m=1))),
     "gather, two levels": (2, gather(TwoLevel(1))),
     "reduce-scatter, decomposed": (1, scatter(Decomposed())),
     "reduce-scatter, two levels": (2, scatter(TwoLevel(1))),

@@ -18,7 +18,7 @@ from weft.backends.emulated import EmulatedBackend
 from weft.chooser import CallTime, Choice, Chooser
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY, Op
-from weft.ops.recipes import ScaledFactors, block_rows, fit_plan
+from weft.ops.recipes import ScaledFactors, block_rows, with_scaled_tiles
 from weft.plans import FusedGather, FusedGatherByCopies, FusedReduceScatter, GemmTile, Persistent, Plan
 from weft.scale import SMALL_TILE
 from weft.scaled_tensor import E4M3, ScaledTensor, Scaling
@@ -372,11 +372,11 @@ def test_the_tiles_of_promoted_sums() -> None:
     """128 x 128 of four warps, two programs an SM; beside the programs that sum over ranks one of eight warps."""
     for scaling in (Scaling("block"), Scaling("row", False)):
         for plan in (FusedGather(), FusedGatherByCopies(), FusedGather(tile=GemmTile(64, 256, 64, 4, 5))):
-            fitted = fit_plan(plan, scaling)
+            fitted = with_scaled_tiles(plan, scaling)
             assert fitted.tile == GemmTile(128, 128, 128, 4, 3) and fitted.per_sm == 2 and not fitted.flatten
-        assert fit_plan(FusedReduceScatter(), scaling).tile == GemmTile(128, 128, 128, 8, 4)
+        assert with_scaled_tiles(FusedReduceScatter(), scaling).tile == GemmTile(128, 128, 128, 8, 4)
         assert block_rows(fitted.tile, scaling) == 64
-    fast = fit_plan(FusedGather(), Scaling("row", True))
+    fast = with_scaled_tiles(FusedGather(), Scaling("row", True))
     assert fast == FusedGather(tile=GemmTile(block_k=128)) and block_rows(fast.tile, Scaling("row", True)) == 128
 
 
@@ -385,7 +385,7 @@ def test_the_tiles_of_promoted_sums() -> None:
 def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the tiles of 8-bit operands, whatever a profile says of 16-bit ones; `explain` says what was timed."""
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: True)
-    best = fit_plan(REGISTRY[op].variants[0], Scaling("block"))
+    best = with_scaled_tiles(REGISTRY[op].variants[0], Scaling("block"))
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
         return CallTime(*((50.0, 50.0) if plan == best else (100.0, 50.0)))

@@ -90,7 +90,7 @@ def test_a_rank_that_rehearses_a_capture_alone_is_a_mismatch(monkeypatch: pytest
         x = torch.ones(4, 32, dtype=torch.bfloat16)
         weft.all_reduce(x, world=world, plan="sequential")
         world.backend.on_side_stream = lambda: world.rank == 0  # type: ignore[method-assign]
-        with pytest.raises(weft.Mismatch, match="rehearsal=True"):
+        with pytest.raises(weft.Mismatch, match="warm_up=True"):
             weft.all_reduce(2 * x, world=world)
             weft.all_reduce(x[:2], world=world, plan="sequential")
             world.synchronize()

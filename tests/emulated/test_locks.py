@@ -24,8 +24,8 @@ from tests.emulated.cases_streams import BOUND, OPS, Call
 from tests.gates import some
 from weft import World, moe
 from weft.plans import (
-    Awaiting,
     Decomposed,
+    FlagGated,
     FusedGatherByCopies,
     HeadParallel,
     OneShot,
@@ -135,7 +135,7 @@ TAKEN = [
     twice("ops/matmul_all_to_all/op.py run_signaled", COPIES, TO_RANKS, BY_COPIES),
     twice("ops/matmul_all_to_all_routed/runs.py run_fused", "Arena", ROUTED, "fused"),
     twice("ops/attention/head_parallel.py forward", "attention heads", ATTENTION, HeadParallel()),
-    twice("transport/copy_engine.py __init__", COPIES, GATHER, Awaiting(tile_m=8, cluster_m=1)),
+    twice("transport/copy_engine.py __init__", COPIES, GATHER, FlagGated(tile_m=8, cluster_m=1)),
     twice("transport/copy_engine.py exchange_rows", "attention keys", ATTENTION, Segmented()),
     twice("ops/moe/expert_parallel/dispatched.py run_dispatched", "moe", "moe", "dispatched"),
     twice("ops/moe/expert_parallel/fused.py run_fused", "moe", "moe", "fused"),

@@ -63,7 +63,7 @@ def test_without_symmetric_memory_by_the_librarys_collectives(ranks: int, option
     """The same rows, results, and rows left out; on two streams."""
 
     def rank(world: weft.World) -> int:
-        world.backend.symmetric_reason = "GPU 0 has no peer access to GPUs [1]"
+        world.backend.symmetric_unsupported = "GPU 0 has no peer access to GPUs [1]"
         world.backend.symmetric = None  # type: ignore[assignment,method-assign]
         return exchange_case(world, experts=2 * world.size, streams=STREAMS, **options)
 

@@ -50,10 +50,10 @@ def test_the_bits_of_the_other_plans() -> None:
 def test_what_a_plan_cannot_serve() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
-        assert low_latency.fits(world, layer, S) is None
-        assert "more than 8192" in str(low_latency.fits(world, replace(layer, max_tokens_per_rank=4096), S))
-        assert "tiles of 64 columns" in str(low_latency.fits(world, layer, changed(S, block_n=64)))
-        assert "I 20" in str(low_latency.fits(world, replace(layer, inner=20), S))
+        assert low_latency.unsupported(world, layer, S) is None
+        assert "more than 8192" in str(low_latency.unsupported(world, replace(layer, max_tokens_per_rank=4096), S))
+        assert "tiles of 64 columns" in str(low_latency.unsupported(world, layer, changed(S, block_n=64)))
+        assert "I 20" in str(low_latency.unsupported(world, replace(layer, inner=20), S))
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -73,7 +73,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
     def main(world: weft.World) -> None:
         layer = Layer(32, e, k, h, i, dtype, activation)
-        assert low_latency.fits(world, layer, plan) is None
+        assert low_latency.unsupported(world, layer, plan) is None
         block, local = world.scale.interleave, e // ranks
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]

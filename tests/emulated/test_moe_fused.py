@@ -40,10 +40,10 @@ def test_stamps_are_of_what_programs_did() -> None:
 def test_what_a_plan_cannot_serve() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
-        assert fused.fits(world, layer, S) is None
-        assert fused.fits(world, layer, replace(S, copy_programs=world.sm_count)) is None
-        assert "are more than" in str(fused.fits(world, layer, replace(S, copy_programs=world.sm_count + 1)))
-        assert "H 36" in str(fused.fits(world, replace(layer, hidden=36), S))
+        assert fused.unsupported(world, layer, S) is None
+        assert fused.unsupported(world, layer, replace(S, copy_programs=world.sm_count)) is None
+        assert "are more than" in str(fused.unsupported(world, layer, replace(S, copy_programs=world.sm_count + 1)))
+        assert "H 36" in str(fused.unsupported(world, replace(layer, hidden=36), S))
 
     weft.spmd(rank, 2, backend="emulated")
 
@@ -82,7 +82,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
     def main(world: weft.World) -> None:
         layer = Layer(64, e, k, h, i, dtype, activation)
-        assert fused.fits(world, layer, plan) is None
+        assert fused.unsupported(world, layer, plan) is None
         block, local = world.scale.interleave, e // ranks
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]

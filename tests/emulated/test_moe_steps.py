@@ -21,11 +21,11 @@ from weft.ops.moe.expert_parallel import kernels
 from weft.ops.moe.expert_parallel.dispatched import (
     COMBINE_REGISTERS,
     DISPATCH_REGISTERS,
-    fits,
     plan_state,
     run_dispatched,
     scratch,
     step_counters,
+    unsupported,
 )
 from weft.ops.moe.expert_parallel.op import NARROW_32, NARROW_64
 from weft.plans import Dispatched, GemmTile, Plan
@@ -105,10 +105,10 @@ def test_what_a_plan_cannot_serve() -> None:
         gelu = replace(layer, activation="gelu")
         plan = changed(S, block_n=16)
         return [
-            *(fits(world, w, S) for w in wrong),
-            fits(world, layer, plan),
-            fits(world, gelu, plan),
-            fits(world, layer, S),
+            *(unsupported(world, w, S) for w in wrong),
+            unsupported(world, layer, plan),
+            unsupported(world, gelu, plan),
+            unsupported(world, layer, S),
         ]
 
     reasons = weft.spmd(main, 2, backend="emulated")[0]
@@ -168,7 +168,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
     def main(world: weft.World) -> None:
         layer = Layer(64, e, k, h, i, dtype, activation)
-        assert fits(world, layer, plan) is None
+        assert unsupported(world, layer, plan) is None
         block, local = world.scale.interleave, e // ranks
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]

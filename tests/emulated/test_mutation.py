@@ -69,8 +69,8 @@ from weft.ops.moe.routing.kernels import half_start_of
 from weft.ops.moe.routing.losses_kernels import balance_loss, square_loss
 from weft.ops.moe.tensor_parallel.kernels import keep_shards, push_shard
 from weft.plans import (  # fmt: skip
-    Awaiting,
     Decomposed,
+    FlagGated,
     FusedGatherByCopies,
     HeadParallel,
     Multicast,
@@ -184,7 +184,7 @@ class Caller:
         lo = 0 if full else sum(rows[: world.rank])
         own_rows = slice(lo, m if full else lo + rows[world.rank])
         out, dtype = None, torch.float8_e4m3fn if quantize else self.dtype
-        if seed % 3 and world.nodes_reason is None:
+        if seed % 3 and world.multi_node_unsupported is None:
             out = world.cached(("out", m, h), lambda: world.symmetric((m, h), dtype, "out").local)
         x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own_rows])
         options = dict[str, Any](world=world, plan=plan, full_residual=full, out=out)
@@ -227,7 +227,7 @@ def wait_on_every_sm(word, value, guard):
     wait_until(word, tl.load(value), guard, -1, -1, "gpu")
 
 
-def awaiting(world: World) -> None:
+def flag_gated(world: World) -> None:
     """What waits for the flags takes every SM, as the library's GEMM does on a GPU."""
 
     def wait(word: torch.Tensor, value: torch.Tensor, stream: Any) -> None:
@@ -235,7 +235,7 @@ def awaiting(world: World) -> None:
         world.launch(wait_on_every_sm, world.sm_count, args, dict(num_warps=1), stream)
 
     world.backend.wait = wait  # type: ignore[method-assign]
-    gathering(Awaiting(tile_m=8), ((16, 16), 16, 32))(world)
+    gathering(FlagGated(tile_m=8), ((16, 16), 16, 32))(world)
 
 
 def reducing(plan: str | Plan, *shapes: tuple[int, int, int], everywhere: bool = False, calls: int = 4) -> Main:
@@ -530,7 +530,7 @@ CASES = {
         gathering(FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), captured=True), 2, kernels=False
     ),
     f"{AG} fused, copied, part tiles": Case(gathering(FusedGatherByCopies(tile=SMALL_TILE), ((20, 20), 32, 128)), 2),
-    f"{AG} awaiting": Case(awaiting, 2, kernels=(wait_on_every_sm,)),  # its signals and waits too
+    f"{AG} flag_gated": Case(flag_gated, 2, kernels=(wait_on_every_sm,)),  # its signals and waits too
     f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
     f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),
     f"{RS} fused": Case(reducing("fused", (35, 40, 40)), 2),

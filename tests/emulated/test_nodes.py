@@ -78,7 +78,7 @@ def test_emulated_nodes(seed: int, caplog: pytest.LogCaptureFixture) -> None:
             world.channel("over nodes", 4, None)
         node, across = world.split(world.node), world.split(world.rank != 1)
         assert (node.nodes, across.nodes) == [((0, 0), (0, 1)), ((0, 0), (0,)), ((0,), (0, 1))][world.rank]
-        assert node.symmetric_reason is None and (across.symmetric_reason is None) == (world.rank == 1)
+        assert node.symmetric_unsupported is None and (across.symmetric_unsupported is None) == (world.rank == 1)
         assert case(node, "all_gather_matmul", [8] * node.size, 32, 32, "fused") < 5e-3
         world.synchronize()
 
@@ -135,7 +135,11 @@ def worlds_inside(world: weft.World, log: Lines) -> None:
     """Those of a node, and those of one rank a node, of which nodes of unequal size leave some alone."""
     log.lines.clear()
     node = world.split(world.node)
-    assert (node.size, node.rank, node.nodes_reason) == ((4, 2)[world.node], world.rank - 4 * world.node, None)
+    assert (node.size, node.rank, node.multi_node_unsupported) == (
+        (4, 2)[world.node],
+        world.rank - 4 * world.node,
+        None,
+    )
     assert case(node, "matmul_all_reduce", [8] * node.size, 48, 64, "auto", bias=True) < 5e-3
     assert not log.lines
     across = world.split(node.rank)
@@ -151,7 +155,7 @@ def gpus_of_nodes(rank: int, store: Path) -> None:
     with of_gpus(rank - 4 * NODES[rank]):
         whole = CudaBackend()
         assert whole.nodes == NODES and whole._shm is None and not whole.shares_gpu
-        assert whole.peer_reason == whole.symmetric_reason == "its ranks are on 2 nodes, 4 + 2"
+        assert whole.peers_unsupported == whole.symmetric_unsupported == "its ranks are on 2 nodes, 4 + 2"
         assert whole.exchange(rank) == list(range(6)) and whole.post("a call") is None
         with pytest.raises(Unsupported, match="user: no symmetric memory: its ranks are on 2 nodes, 4 . 2"):
             whole.symmetric(256, "user")
@@ -160,10 +164,10 @@ def gpus_of_nodes(rank: int, store: Path) -> None:
         for plan in ("auto", "one_shot", OneShot(), Sequential()):
             assert op.choose(world, call, plan, False) == Sequential()
         node = whole.split([[0, 1, 2, 3], [4, 5]])
-        assert node.symmetric_reason is None and node._shm is not None and set(node.nodes) == {0}
+        assert node.symmetric_unsupported is None and node._shm is not None and set(node.nodes) == {0}
         assert node.exchange(rank) == ([0, 1, 2, 3] if rank < 4 else [4, 5])
         across = whole.split([[0, 4], [1, 5], [2], [3]])
-        assert (across.nodes, across.symmetric_reason) == (
+        assert (across.nodes, across.symmetric_unsupported) == (
             ((0, 1), "its ranks are on 2 nodes, 1 each") if rank not in (2, 3) else ((0,), None)
         )
 
@@ -201,9 +205,9 @@ def gpus_of_nodes_alike(rank: int, store: Path) -> None:
         mock.patch.object(CudaBackend, "_warm_up", lambda self, group, size: limits.append(size)),
     ):
         whole = CudaBackend()
-        assert whole.levels_reason is None and whole.symmetric_reason == "its ranks are on 2 nodes, 2 each"
+        assert whole.two_level_unsupported is None and whole.symmetric_unsupported == "its ranks are on 2 nodes, 2 each"
         pair = CudaBackend(dist.new_group([0, 2], use_local_synchronization=True)) if rank in (0, 2) else None
-        assert pair is None or pair.levels_reason == "its ranks are on 2 nodes, 1 each"
+        assert pair is None or pair.two_level_unsupported == "its ranks are on 2 nodes, 1 each"
         dist.barrier()
         over_gloo = dist.new_group
         with mock.patch.object(dist, "new_group", lambda ranks, timeout, **options: over_gloo(ranks, timeout=timeout)):
@@ -219,7 +223,7 @@ def gpus_of_nodes_alike(rank: int, store: Path) -> None:
             reason = (
                 "its ranks are on 2 nodes, 2 each, and on that of rank 2 GPU 0 has no peer access to GPUs [1] (rank 0)"
             )
-            assert CudaBackend().levels_reason == reason
+            assert CudaBackend().two_level_unsupported == reason
 
 
 def of_four(rank: int, store: str) -> None:

@@ -26,7 +26,7 @@ from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.kernels import copied_gemm
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.matmul_reduce.kernels import gemm_reduce
-from weft.plans import Awaiting, Decomposed, FusedGatherByCopies, GemmTile, OneShot, Plan, Signaled, TwoShotLowLatency
+from weft.plans import Decomposed, FlagGated, FusedGatherByCopies, GemmTile, OneShot, Plan, Signaled, TwoShotLowLatency
 from weft.scale import SMALL_GATHER, SMALL_TILE
 from weft.transport.memory import Flat, Lock
 from weft.transport.sums import sum_staged
@@ -229,7 +229,7 @@ def test_two_streams(kind: str, seed: int) -> None:
 # -- a weight as a gradient has it --------------------------------------------------------------------------------------
 
 TRANSPOSES = {
-    "all_gather_matmul": ["sequential", "decomposed", "fused", SMALL_COPIED, "one_shot", "awaiting"],
+    "all_gather_matmul": ["sequential", "decomposed", "fused", SMALL_COPIED, "one_shot", "flag_gated"],
     "matmul_reduce_scatter": ["sequential", "decomposed", "fused", "one_shot", "signaled"],
     "matmul_all_reduce": ["sequential", "decomposed", "fused", TwoShotLowLatency(warps=4), "signaled"],
 }
@@ -248,7 +248,7 @@ def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> N
             kind = next((kind for kind in op_entry.runs if kind.kind == plan), None)
             taken = op_entry.default(world, kind) if kind else plan
             assert (op_entry.dense_operands(taken, (x, lying, None))[1] is lying) == (
-                type(taken) not in (Awaiting, Signaled)
+                type(taken) not in (FlagGated, Signaled)
             )
             results = [getattr(weft, op)(x, t, world=world, plan=plan) for t in (w, lying, w, lying)]
             world.synchronize()
@@ -303,7 +303,7 @@ def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any
 @pytest.mark.parametrize("seed", some(range(6), 2))
 def test_the_librarys_gemm_behind_shards_that_copies_bring(seed: int) -> None:
     """What feeds it: flags behind their rows, and the call's number behind the GEMM. Here it waits shard by shard."""
-    plan = Awaiting(tile_m=8, cluster_m=2)
+    plan = FlagGated(tile_m=8, cluster_m=2)
     for ranks, bias in ((2, True), (4, False)):
         rank_errors = emulate(
             lambda w, r=ranks, b=bias: case(w, OPS[0], [16] * r, 40, 24, plan, bias=b, calls=3),
@@ -319,9 +319,9 @@ def test_the_librarys_gemm_behind_shards_that_copies_bring(seed: int) -> None:
 )
 def test_the_librarys_gemm_falls_back_once(rows: tuple[int, ...], says: str, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "weft"):
-        assert max(errors(OPS[0], list(rows), 16, 16, Awaiting(tile_m=8, cluster_m=2), calls=2)) < 5e-3
+        assert max(errors(OPS[0], list(rows), 16, 16, FlagGated(tile_m=8, cluster_m=2), calls=2)) < 5e-3
     lines = [r.getMessage() for r in caplog.records if says in r.getMessage()]
-    assert len(lines) == 1 and all("sequential instead of awaiting" in line for line in lines), "one line"
+    assert len(lines) == 1 and all("sequential instead of flag_gated" in line for line in lines), "one line"
 
 
 @pytest.mark.parametrize("op", OPS[1:])

@@ -420,7 +420,7 @@ def test_late_ranks_that_disagree_raise_at_the_next_check(
     plan = next(kind_ for kind_ in REGISTRY[op].runs if kind_.kind == kind)
     # Calls that ranks agreed on. Those by the library alone go by `direct`; shards are too small to be awaited, and ranks
     # of one node have no second level.
-    before = 0 if kind in ("sequential", "awaiting", "two_level") else 2
+    before = 0 if kind in ("sequential", "flag_gated", "two_level") else 2
     assert len(launched) - before == (2 if plan.bounded else 0), "where the library would wait for ever nothing runs"
     assert (
         messages[0] == messages[1]

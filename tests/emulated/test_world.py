@@ -51,6 +51,7 @@ from weft.plans import (
     Decomposed,
     Dispatched,
     DispatchedColumns,
+    FlagGated,
     Fused,
     FusedAllReduce,
     FusedGather,
@@ -119,7 +120,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("out's dtype", dict(out="float"), ValueError, r"out \[\d+, 16\] float32"),
     ("out's layout", dict(out="strided"), ValueError, "must be contiguous"),
     ("out elsewhere", dict(out="meta"), ValueError, "on meta is not on this rank"),
-    ("plan's name", dict(plan="fastest"), ValueError, r"plan 'fastest' is not \"auto\", one of \[('awaiting', )?'decomposed', 'fused', 'one_shot', 'seq"),
+    ("plan's name", dict(plan="fastest"), ValueError, r"plan 'fastest' is not \"auto\", one of \['decomposed', ('flag_gated', )?'fused', 'one_shot', 'seq"),
     ("plan's type", dict(plan=3), (TypeError, ValueError), "plan"),  # type: ignore[list-item]
 ]  # fmt: skip
 
@@ -443,7 +444,7 @@ def test_agreement_costs_one_exchange_a_shape() -> None:
 
 def test_without_symmetric_memory_fused_is_sequential_and_says_so_once(caplog: Any) -> None:
     def main(world: weft.World) -> float:
-        world.backend.symmetric_reason = "GPU 0 has no peer access to GPUs [1]"
+        world.backend.symmetric_unsupported = "GPU 0 has no peer access to GPUs [1]"
         world.backend.symmetric = None  # type: ignore[assignment,method-assign]
         return max(case(world, op, [9, 8], 16, 16, "fused", calls=3) for op in OPS)
 
@@ -471,6 +472,10 @@ plans = st.one_of(
     st.builds(Dispatched, tile=tiles),
     st.builds(DispatchedColumns, tile=tiles),
 )  # fmt: skip
+
+
+def test_a_plan_stored_under_the_old_name_of_its_kind_is_read() -> None:
+    assert Plan.from_json('{"kind": "awaiting", "tile_m": 8}') == FlagGated(tile_m=8)
 
 
 @given(plans)
@@ -1218,7 +1223,7 @@ def of_three(rank: int, port: int) -> None:
     assert everyone.exchange(rank) == [0, 1, 2]
     with of_gpus(rank):
         whole = CudaBackend()
-        assert (whole.device.index, whole.symmetric_reason, whole.limits_ctas) == (rank, None, True)
+        assert (whole.device.index, whole.symmetric_unsupported, whole.limits_ctas) == (rank, None, True)
         assert not whole.shares_gpu
         if rank < 2:
             some = CudaBackend(pair)
@@ -1323,7 +1328,7 @@ def test_every_rank_says_once_what_it_has() -> None:
         backend: Any = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend.device, backend.asked = rank, count, torch.device("cuda", rank), 0
         backend._compare_devices()
-        outcomes[rank] = backend.symmetric_reason, backend.asked
+        outcomes[rank] = backend.symmetric_unsupported, backend.asked
 
     with (
         mock.patch.object(CudaBackend, "exchange", exchange),

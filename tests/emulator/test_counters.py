@@ -90,7 +90,7 @@ def test_counters_pass_their_ends(op: str, plan: str, calls: int) -> None:
 
     def main(world: World) -> None:
         def results() -> list[torch.Tensor]:
-            result = call(world, 128 * 4 if plan == "awaiting" else 4, plan)
+            result = call(world, 128 * 4 if plan == "flag_gated" else 4, plan)
             world.synchronize()
             return [t.clone() for t in (result if isinstance(result, tuple) else (result,))]
 

@@ -64,10 +64,10 @@ from weft.chooser import cuda_clock
 from weft.lang.mapping import balanced_rows
 from weft.ops.matmul import matmul
 from weft.ops.moe.call import Layer
-from weft.ops.tiles import suited
+from weft.ops.tiles import with_shape_tiles
 from weft.plans import (
-    Awaiting,
     Decomposed,
+    FlagGated,
     FusedAllReduce,
     FusedGatherByCopies,
     FusedReduceScatter,
@@ -84,8 +84,8 @@ SECOND = {  # fused ways other than the default: a copy engine pulls; other prog
     ALL: FusedAllReduce(pull_programs=32, forward_programs=4, lag=3),
 }
 
-STALLED = (GATHER, "awaiting", "one_shot", "moe_exchange")
-HALF = {op: suited(FUSED[op], [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
+STALLED = (GATHER, "flag_gated", "one_shot", "moe_exchange")
+HALF = {op: with_shape_tiles(FUSED[op], [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
 FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShotLowLatency()}  # of low-latency rows
 
 
@@ -362,8 +362,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"{op} half tiles delays", 0.0, partial(delays, world, op, plan)
     if library_gemm.lacks() is None and size > 1:
         for form in library_gemm.FORMS:
-            plan = Awaiting(*form)
-            title = f"{GATHER} awaiting {form.tile_m} x {form.tile_n}"
+            plan = FlagGated(*form)
+            title = f"{GATHER} flag_gated {form.tile_m} x {form.tile_n}"
             yield title, BF16, partial(all_gather_case, world, [512] * size, 1032, 520, plan, True, calls=3)
             yield f"{title} delays", 0.0, partial(delays, world, GATHER, plan)
             yield f"{title} replay x100", 0.0, partial(replay, world, GATHER, plan, 100)
@@ -537,7 +537,7 @@ def stalled_peer(world: weft.World, op: str) -> bool:
     x, w = operands(world, GATHER, 256 * world.size, 256, 128)
     calls = {
         GATHER: lambda: weft.all_gather_matmul(x, w, world=world, plan="fused"),
-        "awaiting": lambda: weft.all_gather_matmul(x, w, world=world, plan="awaiting"),
+        "flag_gated": lambda: weft.all_gather_matmul(x, w, world=world, plan="flag_gated"),
         "one_shot": lambda: weft.all_reduce(x, world=world, plan="one_shot"),
         "moe_exchange": lambda: exchange_once(world),
     }
@@ -557,7 +557,7 @@ def stalled_peer(world: weft.World, op: str) -> bool:
         took, message = -1.0, "no Timeout"
     named = {
         GATHER: [GATHER],
-        "awaiting": [f"{GATHER}, staged"],
+        "flag_gated": [f"{GATHER}, staged"],
         "one_shot": [
             "OneShot",
             "calls of low-latency rows",

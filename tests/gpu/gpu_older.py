@@ -46,7 +46,7 @@ from weft.lang.descriptors import tiles_of
 from weft.ops.common import Factors
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.call import ReduceCall
-from weft.ops.tiles import fitting
+from weft.ops.tiles import with_architecture_tiles
 from weft.plans import Decomposed, GemmTile, OneShot, Plan, Signaled, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 Check = tuple[str, float, Callable[[], float]]
@@ -77,7 +77,7 @@ def of_plan(world: weft.World, op: str, name: str, plan: Plan | str) -> Iterator
 
 def moved_by_nccl(world: weft.World) -> Iterator[Check]:
     """What needs no symmetric memory."""
-    size, to_fit = world.size, partial(fitting, capability=world.capability)
+    size, to_fit = world.size, partial(with_architecture_tiles, capability=world.capability)
     for op in OPS:
         yield from of_plan(world, op, "decomposed", Decomposed())
     for op in (SCATTER, ALL):
@@ -115,7 +115,7 @@ def counted(world: weft.World) -> Iterator[Check]:
     """What needs peer access and atomics, as over NVLink."""
     for op in OPS:
         for name, plan in (("fused", FUSED[op]), ("fused, second", SECOND[op])):
-            yield from of_plan(world, op, name, fitting(plan, world.capability))
+            yield from of_plan(world, op, name, with_architecture_tiles(plan, world.capability))
         yield f"{op} fused by name", BF16, partial(gemm_case, world, op, 256, 1024, 512, "fused", calls=2)
     for op in (SCATTER, ALL):
         yield from of_plan(world, op, "signaled by copies", replace(SMALL, ctas=4, copies=True))
@@ -132,9 +132,9 @@ def counted(world: weft.World) -> Iterator[Check]:
 
 def checks(world: weft.World) -> Iterator[Check]:
     kinds = [moved_by_nccl(world)]
-    if world.peer_reason is None:
+    if world.peers_unsupported is None:
         kinds.append(only_stored(world))
-    if world.symmetric_reason is None:
+    if world.symmetric_unsupported is None:
         kinds.append(counted(world))
     for kind in kinds:
         for name, most, check in kind:
@@ -228,7 +228,9 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
 
         return run_way
 
-    plan = fitting(Signaled(ctas=1, copies=True), world.capability)  # the number of CTAs is that of idle SMs
+    plan = with_architecture_tiles(
+        Signaled(ctas=1, copies=True), world.capability
+    )  # the number of CTAs is that of idle SMs
     runs: dict[str, Callable[[], None]] = {}
     for groups, grouping in ((1,) * 64, "a wave a group"), ((64,), "one group"):
         for in_order, where in (True, "rows"), (False, "tiles"):

@@ -40,7 +40,7 @@ ENDING = 15  # seconds at the end, for groups to end by themselves
 SHOWN = 100_000  # characters of a group's output that are kept
 QUACK = importlib.util.find_spec("quack") is not None
 AWAY = ("peer", "node", "killed")  # gpu_nodes.py
-STALLED = ("all_gather_matmul", "one_shot", "moe_exchange", *(("awaiting",) if QUACK else ()))
+STALLED = ("all_gather_matmul", "one_shot", "moe_exchange", *(("flag_gated",) if QUACK else ()))
 EXAMPLES = ("all_gather_rowwise", "all_to_all_table", "context_parallel", "gemm_ring_reduce_scatter", "moe_own_experts", "own_op",
             "torch_async_tp", "tp_mlp", "train_moe")  # fmt: skip
 

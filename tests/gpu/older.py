@@ -51,9 +51,9 @@ def without(hidden: str) -> None:
 
     def compare_devices(backend: CudaBackend) -> None:
         compare(backend)
-        backend.symmetric_reason = reason
+        backend.symmetric_unsupported = reason
         if hidden == "peers":
-            backend.peer_reason = reason
+            backend.peers_unsupported = reason
 
     def symmetric(*_: object) -> None:
         raise AssertionError("symmetric memory was asked for in a World without peer access")

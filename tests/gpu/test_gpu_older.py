@@ -52,7 +52,7 @@ def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pyt
 
 def test_without_peers_nobody_gets_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full_access(backend: Any) -> None:
-        backend.peer_reason = backend.symmetric_reason = None
+        backend.peers_unsupported = backend.symmetric_unsupported = None
 
     for hidden, peers in (("atomics", None), ("peers", "the tests hide the peers' memory")):
         with monkeypatch.context() as patch:
@@ -61,14 +61,16 @@ def test_without_peers_nobody_gets_symmetric_memory(monkeypatch: pytest.MonkeyPa
             older.without(hidden)
             backend: Any = CudaBackend.__new__(CudaBackend)
             backend._compare_devices()
-            assert backend.peer_reason == peers and "the tests hide" in backend.symmetric_reason
+            assert backend.peers_unsupported == peers and "the tests hide" in backend.symmetric_unsupported
             if peers:
                 with pytest.raises(AssertionError, match="without peer access"):
                     backend.symmetric(16, "x")
 
 
-def names(peer_reason: str | None, symmetric_reason: str | None) -> list[str]:
-    world: Any = SimpleNamespace(size=4, capability=80, peer_reason=peer_reason, symmetric_reason=symmetric_reason)
+def names(peers_unsupported: str | None, symmetric_unsupported: str | None) -> list[str]:
+    world: Any = SimpleNamespace(
+        size=4, capability=80, peers_unsupported=peers_unsupported, symmetric_unsupported=symmetric_unsupported
+    )
     return [name for name, _, _ in gpu_older.checks(world)]
 
 

@@ -210,13 +210,13 @@ def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_plan_that_there_is_not_is_refused_where_it_is_given() -> None:
-    auto = "all_gather_matmul: plan 'fusd' is not \"auto\", one of \\['awaiting'"
+    auto = "all_gather_matmul: plan 'fusd' is not \"auto\", one of \\['decomposed'"
     for make_style, says in (
         (lambda: parallel.ColwiseParallel(plan="fusd"), auto),
-        (lambda: parallel.RowwiseParallel(output_layouts=Shard(1), plan="awaiting"), "scatter: plan 'awaiting'"),
+        (lambda: parallel.RowwiseParallel(output_layouts=Shard(1), plan="flag_gated"), "scatter: plan 'flag_gated'"),
         (lambda: parallel.RowwiseParallel(plan="fusd"), "matmul_all_reduce: plan 'fusd'"),
         (lambda: parallel.ColwiseParallel(plan=weft.plans.Signaled()), "all_gather_matmul: Signaled"),
-        (lambda: weft.torch.async_tp(plan="awaiting"), "matmul_reduce_scatter: plan 'awaiting'"),
+        (lambda: weft.torch.async_tp(plan="flag_gated"), "matmul_reduce_scatter: plan 'flag_gated'"),
     ):
         with pytest.raises(ValueError, match=says):
             make_style()

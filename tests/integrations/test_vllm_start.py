@@ -40,7 +40,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the plugin, for engines whose graphs are passes."""
-    monkeypatch.setattr(plugin, "make_one_trial_an_octave", lambda: None)
+    monkeypatch.setattr(plugin, "one_trial_per_power_of_two", lambda: None)
     monkeypatch.setattr(chooser, "ROUNDS", 1)
     monkeypatch.setattr(compare, "captured", lambda passes, one_pass: SimpleNamespace(replay=one_pass))
     plugin.register()

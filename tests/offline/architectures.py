@@ -49,7 +49,7 @@ from weft.architectures import capability_of, features
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.check.ptx import signals_not_by_thread_zero, signals_outside_first_warp
-from weft.ops.tiles import fitting
+from weft.ops.tiles import with_architecture_tiles
 from weft.plans import Decomposed, OneShot, Sequential, Signaled, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 RECORD = Path(__file__).parents[1] / "architectures.json"
@@ -72,7 +72,7 @@ class Case:
 
 def cases(capability: int) -> Iterator[tuple[str, Case]]:
     """By name, what an op launches on such a GPU: plans in its own tiles, and of CASES what has none."""
-    fit = functools.partial(fitting, capability=capability)
+    fit = functools.partial(with_architecture_tiles, capability=capability)
     sizes: dict[str, dict[str, Any]] = {
         "": {}, ", bias float16": dict(bias=True, dtype=torch.float16), ", one row": dict(m=1),
         ", odd sizes": dict(m=33, n=1032, k=520, bias=True),

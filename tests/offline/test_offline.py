@@ -63,7 +63,7 @@ from weft.ops.moe.routing.route_tables import build_tables, share
 from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
 from weft.ops.scaled_gemm import PROMOTED, WIDE
-from weft.ops.tiles import suited
+from weft.ops.tiles import with_shape_tiles
 from weft.plans import (
     TWO_AN_SM,
     TWO_AN_SM_BY_COPIES,
@@ -184,12 +184,12 @@ HALVED = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 ro
 for op in OPS:
     signaled = [] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]
     for i, plan in enumerate((*REGISTRY[op].variants[: 3 if op == AG else 1], *signaled)):
-        half = suited(plan, HALVED[0] * 2, HALVED[1], SMS)
+        half = with_shape_tiles(plan, HALVED[0] * 2, HALVED[1], SMS)
         m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # which moves whole tiles
         CASES[f"{op} x2 half tiles {i}"] = call(op, half), 2
         CASES[f"{op} x2 half tiles {i}, turned"] = call(op, half, 64, transposed=True), 2
         CASES[f"{op} x2 half tiles {i}, odd sizes"] = call(op, half, m, 1032, 520, bias=True, dtype=HALF), 2
-half = suited(F, HALVED[0] * 2, HALVED[1], SMS)
+half = with_shape_tiles(F, HALVED[0] * 2, HALVED[1], SMS)
 CASES[f"{AG} x2 half tiles, gated"] = call(AG, half, gated=512), 2
 CASES[f"{AG} x2 half tiles, uneven"] = call(AG, half, uneven=True), 2
 for split in (2, 4):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from weft.chooser import WORTH, CallTime, Choice, Chooser
+from weft.chooser import MIN_SPEEDUP, CallTime, Choice, Chooser
 from weft.op import REGISTRY
 from weft.ops.moe.call import Layer, MoeCall
 from weft.ops.moe.expert_parallel.op import MOE
@@ -95,7 +95,7 @@ def chosen(sweep: Sweep, unknown: bool) -> Plan:
     """What the chooser takes, timing what an op names, and what it may have where nothing is known of the shape."""
     op = REGISTRY[sweep.op]
     kinds = [kind() for kind in (Decomposed, OneShot) if kind in op.runs] if op.collective else []
-    named = [*op.tries, *(op.variants if unknown else ()), *(kinds if unknown else ())]
+    named = [*op.autotune_plans, *(op.variants if unknown else ()), *(kinds if unknown else ())]
     candidates = [plan for plan in named if plan in sweep.times]
     usual = expected(sweep)
     choice: Choice[Plan] = Choice(sweep.shape, lambda mode: usual, lambda: candidates)
@@ -165,4 +165,4 @@ def test_an_expected_moe_plan_is_the_fastest_that_was_timed() -> None:
         row, low_latency_us = run["weft dispatched"], run["weft low latency"]["us"]
         layer = Layer(row["M"], row["E"], row["top_k"], row["K"], row["N"], torch.bfloat16, "swiglu", None)
         plan = MOE.expected(world, MoeCall(row["M"], None, layer), "graph")
-        assert isinstance(plan, LowLatency if low_latency_us * WORTH < row["us"] else Dispatched), row["name"]
+        assert isinstance(plan, LowLatency if low_latency_us * MIN_SPEEDUP < row["us"] else Dispatched), row["name"]

@@ -30,9 +30,9 @@ from weft.ops.moe.call import Layer, MoeCall, MoeOperands
 from weft.ops.moe.expert_parallel.op import MOE, Moe
 from weft.planner.table import Measured, learn
 from weft.plans import (
-    Awaiting,
     Decomposed,
     Dispatched,
+    FlagGated,
     LowLatency,
     OneShot,
     Plan,
@@ -43,7 +43,7 @@ from weft.plans import (
 )
 
 FORMS = (library_gemm.Form(8, 16, 2, True), library_gemm.Form(8, 32, 2, True), library_gemm.Form(8, 64, 2, True))
-FIRST, SECOND, WRONG = (Awaiting(*form) for form in FORMS)
+FIRST, SECOND, WRONG = (FlagGated(*form) for form in FORMS)
 N, K = 16, 24
 
 
@@ -61,7 +61,7 @@ def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
 
     timed_by(monkeypatch, time)
     monkeypatch.setattr(library_gemm, "FORMS", FORMS)
-    monkeypatch.setattr(AllGatherMatmul, "tries", tuple(Awaiting(*form) for form in FORMS))
+    monkeypatch.setattr(AllGatherMatmul, "autotune_plans", tuple(FlagGated(*form) for form in FORMS))
     monkeypatch.setattr(library_gemm, "lacks", lambda: None)
     monkeypatch.setattr(library_gemm, "waits", lambda form, device, dtype: form != FORMS[2])
     return took
@@ -228,7 +228,7 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
     monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: None)
     monkeypatch.setattr(weft.World, "capturing", lambda world: False)
-    monkeypatch.setattr(AllGatherMatmul, "tries", ())
+    monkeypatch.setattr(AllGatherMatmul, "autotune_plans", ())
     monkeypatch.setattr(type(REGISTRY[op]), "direct", lambda *call: None)
     best = REGISTRY[op].variants[1]
 

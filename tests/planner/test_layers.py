@@ -159,7 +159,7 @@ class Machine:
 
     def __init__(self, planner: Planner | None, reason: str | None = None) -> None:
         self.kept: dict[Any, Any] = {"planner": planner}
-        self.symmetric_reason, self.messages = reason, [""]
+        self.symmetric_unsupported, self.messages = reason, [""]
         self.backend = SimpleNamespace(limits_ctas=True)
 
     def cached(self, key: Any, make: Any) -> Any:

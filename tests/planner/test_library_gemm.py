@@ -123,7 +123,7 @@ def test_serving_measures_few_sizes() -> None:
 
 def test_an_engine_makes_one_trial_an_octave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_gemm, "_one_trial_an_octave", False)
-    library_gemm.make_one_trial_an_octave()
+    library_gemm.one_trial_per_power_of_two()
     assert {library_gemm.stepped(m) for m in range(1, 4097)} == {1 << i for i in range(13)}
     assert all(m <= library_gemm.stepped(m) < 2 * m for m in range(1, 4097))
 

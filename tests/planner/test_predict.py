@@ -1132,7 +1132,7 @@ def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> N
     """Where one node's ranks would overlap."""
 
     def main(world: weft.World, reason: str | None) -> tuple[Plan, str]:
-        world.nodes_reason = reason
+        world.multi_node_unsupported = reason
         explanation = weft.explain("matmul_all_reduce", 8192, 5120, 3072, world=world, profile="nvidia-h200-x2")
         return explanation.plan, explanation.why
 

@@ -14,7 +14,7 @@ import weft
 from tests.emulated.cases import changed
 from tests.emulated.cases_ops import FUSED
 from weft.op import REGISTRY
-from weft.ops.tiles import half_suits, suited
+from weft.ops.tiles import half_tile_is_faster, with_shape_tiles
 from weft.plans import (
     Decomposed,
     Fused,
@@ -44,7 +44,7 @@ def test_a_gemm_alone_is_faster_where_the_rule_takes_half_tiles(loop: str) -> No
     gained = {True: [], False: []}  # type: ignore[var-annotated]
     for r in rows("nvidia-h200-x1/experiments/tile-forms.jsonl"):
         if half in r["us"]:
-            gained[half_suits([r["M"]], r["N"], SMS)].append(r["us"][usual] / r["us"][half])
+            gained[half_tile_is_faster([r["M"]], r["N"], SMS)].append(r["us"][usual] / r["us"][half])
     assert len(gained[True]) >= 4 and min(gained[True]) > 1.1
     assert len(gained[False]) >= 15 and max(gained[False]) < 1.06
 
@@ -56,7 +56,7 @@ def test_whole_ops_lose_little_by_the_rule() -> None:
         for name in r["chosen"]:
             us = {form: r["us"][f"{name} {form}"] for form in ("usual", "half")}
             shards = [r["M"] // 2] * 2
-            taken = "usual" if suited(plans[name], shards, r["N"], SMS) == plans[name] else "half"
+            taken = "usual" if with_shape_tiles(plans[name], shards, r["N"], SMS) == plans[name] else "half"
             lost.append(us[taken] / min(us.values()))
             usual.append(us["usual"] / min(us.values()))
             half.append(us["half"] / min(us.values()))
@@ -67,18 +67,18 @@ def test_whole_ops_lose_little_by_the_rule() -> None:
 
 def test_waves() -> None:
     one_row = [1]
-    assert not half_suits(one_row, 256 * 132, 132), "one whole wave"
-    assert half_suits([128], 256 * 133, 132) and half_suits([128], 256 * 198, 132)
-    assert not half_suits([128], 256 * 199, 132), "more than half of the second"
-    assert not half_suits([128 * 4], 256 * 133, 132), "many waves"
+    assert not half_tile_is_faster(one_row, 256 * 132, 132), "one whole wave"
+    assert half_tile_is_faster([128], 256 * 133, 132) and half_tile_is_faster([128], 256 * 198, 132)
+    assert not half_tile_is_faster([128], 256 * 199, 132), "more than half of the second"
+    assert not half_tile_is_faster([128 * 4], 256 * 133, 132), "many waves"
 
 
 def test_tiles_span_shards_where_the_kernel_lets_them() -> None:
     """8 x 64 rows are 4 rows of tiles in an all-gather, which fill one wave, and 8, half of each empty, in sums."""
     shards, n = [64] * 8, 256 * 24
-    assert suited(FusedGather(), shards, n, SMS) == FusedGather()
-    assert suited(Signaled(ctas=4, copies=True), shards, n, SMS) == Signaled(ctas=4, copies=True)
-    assert suited(FusedReduceScatter(), shards, n, SMS) != FusedReduceScatter()
+    assert with_shape_tiles(FusedGather(), shards, n, SMS) == FusedGather()
+    assert with_shape_tiles(Signaled(ctas=4, copies=True), shards, n, SMS) == Signaled(ctas=4, copies=True)
+    assert with_shape_tiles(FusedReduceScatter(), shards, n, SMS) != FusedReduceScatter()
 
 
 FEW = [1024, 1024], 2752  # 176 tiles on 132 SMs
@@ -89,9 +89,9 @@ def test_every_fused_variant_gets_them(op: str) -> None:
     for plan in REGISTRY[op].variants:
         assert isinstance(plan, Fused)
         if getattr(plan, "per_sm", 1) == 2:
-            assert suited(plan, *FEW, SMS) == plan, "not compared in a whole op"
+            assert with_shape_tiles(plan, *FEW, SMS) == plan, "not compared in a whole op"
             continue
-        suited_plan = suited(plan, *FEW, SMS)
+        suited_plan = with_shape_tiles(plan, *FEW, SMS)
         assert isinstance(suited_plan, Fused) and (
             suited_plan.tile.block_m,
             suited_plan.tile.block_n,
@@ -104,8 +104,8 @@ def test_every_fused_variant_gets_them(op: str) -> None:
         else:
             assert suited_plan == replace(plan, tile=suited_plan.tile)
         assert suited_plan.tile.stages == (4 if isinstance(plan, FusedReduce) else 5), "room for what sums beside it"
-        assert suited(plan, [4096, 4096], 4096, SMS) == plan, "many waves"
-        assert suited(suited_plan, *FEW, SMS) == suited_plan
+        assert with_shape_tiles(plan, [4096, 4096], 4096, SMS) == plan, "many waves"
+        assert with_shape_tiles(suited_plan, *FEW, SMS) == suited_plan
 
 
 OTHERS: list[Plan] = [
@@ -117,12 +117,12 @@ OTHERS: list[Plan] = [
 
 @pytest.mark.parametrize("plan", OTHERS, ids=str)
 def test_other_plans_are_left_as_they_are(plan: Plan) -> None:
-    assert suited(plan, *FEW, SMS) == plan
+    assert with_shape_tiles(plan, *FEW, SMS) == plan
 
 
 def test_signaled_plans_without_groups_get_them() -> None:
     plan = Signaled(ctas=4, copies=True)
-    assert suited(plan, *FEW, SMS) == changed(plan, block_m=64, warps=4, stages=5)
+    assert with_shape_tiles(plan, *FEW, SMS) == changed(plan, block_m=64, warps=4, stages=5)
 
 
 def test_kinds_by_name_get_them_and_plans_do_not() -> None:

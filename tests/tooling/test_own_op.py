@@ -103,20 +103,20 @@ def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
     class KeptNorm(own_op["GatherNorm"]):  # type: ignore[misc]
         name = "all_gather_rms_norm_kept"
         signature = "Tensor x, bool gradient"
-        keeps = 1
+        num_saved = 1
         runs = {kind: keeping(run) for kind, run in own_op["GatherNorm"].runs.items()}
 
         def check(self, world: weft.World, operands: Any, options: Any) -> Any:
             call = super().check(world, operands, ())
             return KeptCall(call.m, call.h, call.world, call.dtype, options[-1])
 
-        def kept(self, world: weft.World, call: Any, plan: Any) -> Any:
+        def saved_shapes(self, world: weft.World, call: Any, plan: Any) -> Any:
             return [((call.m, 1), torch.float32)] if call.gradient else []
 
         def returned(self, world: weft.World, call: Any, result: torch.Tensor, extra: Any) -> Any:
             return result if extra is None else (result, extra)
 
-        def saved(self, operands: Any, results: Any, options: Any, needs: Any) -> Any:
+        def saved_tensors(self, operands: Any, results: Any, options: Any, needs: Any) -> Any:
             return *operands, *results[1:]
 
         def backward(self, world: weft.World, context: Any) -> Any:
@@ -186,7 +186,7 @@ def test_its_plan_travels_as_any_other(own_op: dict[str, Any]) -> None:
 
 
 def test_auto_takes_what_was_fastest(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slowest rank counts, and a gain below WORTH does not, over sequential or over a plan that the op names before."""
+    """The slowest rank counts, and a gain below MIN_SPEEDUP does not, over sequential or over a plan that the op names before."""
     op, plans = own_op["GATHER_NORM"], (own_op["Pushed"](), own_op["Pushed"](rows=1))
     monkeypatch.setattr(
         "weft.planner.auto._planner_or_unusable", lambda world: pytest.fail("a planner, which has no model of it")

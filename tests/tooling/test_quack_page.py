@@ -20,8 +20,8 @@ def test_forms_count_by_their_fastest_and_the_newest_row_counts() -> None:
         "sequential": 120.0,
         "auto": 100.0,
         "auto without quack": 110.0,
-        "awaiting 1": 99.0,
-        "awaiting 2": 90.0,
+        "flag_gated 1": 99.0,
+        "flag_gated 2": 90.0,
         "quack 1": 99.0,
     }
     rows = [row("a", "auto", 5.0), *(row("a", method, us) for method, us in times.items()), row("a", "quack 2", 95.0)]

@@ -33,7 +33,10 @@ def test_the_planner_imports_no_module_of_an_op() -> None:
 def test_every_op_is_defined_whole() -> None:
     assert set(collectives()) <= set(REGISTRY)
     for op in REGISTRY.values():
-        assert op.kinds[0] == "sequential" and (op.small if isinstance(op.small, type) else type(op.small)) in op.runs
+        assert (
+            op.kinds[0] == "sequential"
+            and (op.emulator_plan if isinstance(op.emulator_plan, type) else type(op.emulator_plan)) in op.runs
+        )
         assert all(inspect.isfunction(run) for run in op.runs.values()), op.name
         assert all(type(plan) in op.runs for plan in op.variants), op.name
 

@@ -158,6 +158,6 @@ def test_the_worlds_methods_are_the_backends() -> None:
     def main(world: World) -> None:
         for name in ("empty", "all_reduce", "on", "linear", "record"):
             assert getattr(world, name) == getattr(world.backend, name)
-        assert world.sm_count == world.backend.sm_count and world.group is None and world.symmetric_reason is None
+        assert world.sm_count == world.backend.sm_count and world.group is None and world.symmetric_unsupported is None
 
     weft.spmd(main, 1, backend="emulated")

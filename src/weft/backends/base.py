@@ -172,8 +172,8 @@ class Backend(ABC):
     scale: Scale = Scale()
     group: ProcessGroup | None = None  # torch.distributed's, where there is one
     capability: int = HOPPER  # the compute capability that kernels are compiled for, times ten
-    peer_reason: str | None = None  # why peers' memory cannot be stored to; None where it can
-    symmetric_reason: str | None = None  # why peers' memory or its atomics do not work; None: both do
+    peers_unsupported: str | None = None  # why peers' memory cannot be stored to; None where it can
+    symmetric_unsupported: str | None = None  # why peers' memory or its atomics do not work; None: both do
     reference: bool = False  # whether every op runs by its sequential plan, whatever plan is asked for
     shares_gpu: bool = False  # whether ranks take turns on one GPU, so that times mean nothing
     clock: Clock | None = None  # times calls; None where times mean nothing
@@ -194,7 +194,7 @@ class Backend(ABC):
         return None
 
     @property
-    def levels_reason(self) -> str | None:
+    def two_level_unsupported(self) -> str | None:
         """Return why there are no `levels`; None where there are. The same on all ranks."""
         return why_no_levels(self.nodes)
 

@@ -557,22 +557,22 @@ class CudaBackend(GpuBackend):
         return Timeout(f"rank {self.rank}: {reason}: {e}")
 
     def _compare_devices(self) -> None:
-        """Collective. Set `nodes`, `peer_reason`, `symmetric_reason` and `shares_gpu`, which all ranks decide from the
-        same list."""
+        """Collective. Set `nodes`, `peers_unsupported`, `symmetric_unsupported` and `shares_gpu`, which all ranks
+        decide from the same list."""
         reason = architectures.lacks(architectures.device_capability(self.device), "bf16", "weft's kernels")
-        self.peer_reason = self.symmetric_reason = reason
+        self.peers_unsupported = self.symmetric_unsupported = reason
         if self.size == 1:
             return
         gpus = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
         own_device = RankDevice(nodes.host_name(), gpus, self.device.index, reason, shared_gpu.may_share())
         devices = self.exchange(own_device)
         self.nodes = nodes.numbered([device.host for device in devices])
-        self.peer_reason, number = (
+        self.peers_unsupported, number = (
             nodes.spread(self.nodes) or _why_unreachable(devices),
             shared_gpu.shared_gpus(devices),
         )
         self._levels_reason = self._why_no_levels(devices)
-        self.symmetric_reason = self.peer_reason or _why_no_atomics(devices)
+        self.symmetric_unsupported = self.peers_unsupported or _why_no_atomics(devices)
         self.shares_gpu = number > 0
         if number and self.rank == 0:
             shared_gpu.log_shared_gpus(self.size, number)
@@ -593,7 +593,7 @@ class CudaBackend(GpuBackend):
         )
 
     @property
-    def levels_reason(self) -> str | None:
+    def two_level_unsupported(self) -> str | None:
         return self._levels_reason
 
     def exchange(self, obj: R) -> list[R]:

@@ -106,7 +106,7 @@ class EmulatedBackend(Backend):
         self._splits = self._calls = 0
         self.rank, self.size = ranks.index(machine_rank), len(ranks)
         self.nodes = numbered([machine.nodes[rank] for rank in ranks])
-        self.peer_reason = self.symmetric_reason = spread(self.nodes)
+        self.peers_unsupported = self.symmetric_unsupported = spread(self.nodes)
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
         self.scale = Scale.for_programs(machine.sm_count)

@@ -91,7 +91,7 @@ class GlooBackend(Backend):
     sm_count = RESIDENT
     scale = SCALE
     reference = compares = True
-    peer_reason = symmetric_reason = "ranks are CPU processes, which have no symmetric memory"
+    peers_unsupported = symmetric_unsupported = "ranks are CPU processes, which have no symmetric memory"
     group: dist.ProcessGroup
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -105,8 +105,8 @@ class GlooBackend(Backend):
             _announce()
 
     @property
-    def levels_reason(self) -> str:
-        return why_no_levels(self.nodes) or f"{spread(self.nodes)}, and {self.symmetric_reason}"
+    def two_level_unsupported(self) -> str:
+        return why_no_levels(self.nodes) or f"{spread(self.nodes)}, and {self.symmetric_unsupported}"
 
     # -- host --------------------------------------------------------------------------------------------------------
     def exchange(self, obj: R) -> list[R]:
@@ -141,7 +141,7 @@ class GlooBackend(Backend):
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        raise Unsupported(f'{name}: {self.symmetric_reason}; weft.spmd(fn, n, backend="emulated") has it')
+        raise Unsupported(f'{name}: {self.symmetric_unsupported}; weft.spmd(fn, n, backend="emulated") has it')
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(check_memory(shape, dtype), dtype=dtype, device="cpu")
@@ -195,10 +195,10 @@ class GlooBackend(Backend):
         dst.copy_(src)
 
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
-        raise Unsupported(f"a signal to a peer: {self.symmetric_reason}")
+        raise Unsupported(f"a signal to a peer: {self.symmetric_unsupported}")
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
-        raise Unsupported(f"a wait for a peer: {self.symmetric_reason}")
+        raise Unsupported(f"a wait for a peer: {self.symmetric_unsupported}")
 
     def call(
         self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream

@@ -8,7 +8,7 @@ for itself, as results are equal up to rounding.
 Products of 8-bit operands (`ScaledOperands`) are torch's, DeepGEMM's if it is installed, and weft's own, chosen in the
 same way (ops/scaled_gemm.py).
 
-quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`). If its results
+quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`flag_gated`). If its results
 are correct (`waits`), plan="auto" of all-gather + GEMM tries it.
 """
 
@@ -125,7 +125,7 @@ def quack_form(form: Form) -> GemmFunction:
 _one_trial_an_octave = False
 
 
-def make_one_trial_an_octave() -> None:
+def one_trial_per_power_of_two() -> None:
     """Let all calls of this process with M up to the same power of two share a trial. Engines need it, whose batches
     have any number of tokens: with eight trials an octave, requests of the first minutes would wait for some of
     them."""
@@ -134,7 +134,7 @@ def make_one_trial_an_octave() -> None:
 
 
 def stepped(m: int) -> int:
-    """Return M rounded up to one of eight steps an octave, or to a power of two after `make_one_trial_an_octave`."""
+    """Return M rounded up to one of eight steps an octave, or to a power of two after `one_trial_per_power_of_two`."""
     if _one_trial_an_octave:
         return 1 << max(m - 1, 0).bit_length()
     step = 1 << max(m.bit_length() - 4, 0)
@@ -189,7 +189,7 @@ def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: 
         return False
 
 
-def awaiting(
+def flag_gated(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
@@ -211,14 +211,14 @@ def awaiting(
 
 @functools.cache
 def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `awaiting` computes correct results in this form, for a product whose flags are set. This compiles
-    the kernel, which takes seconds if quack has not cached it."""
+    """Return whether `flag_gated` computes correct results in this form, for a product whose flags are set. This
+    compiles the kernel, which takes seconds if quack has not cached it."""
     generator = torch.Generator(device).manual_seed(0)  # leaves the user's generator alone
     x, weight = (torch.randn(512, 256, device=device, generator=generator).to(dtype) for _ in range(2))
     out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
 
     def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        awaiting(x, weight, out, call.repeat(2), call, 0, form)
+        flag_gated(x, weight, out, call.repeat(2), call, 0, form)
         return out
 
     return is_close(product, (x, weight, out), x @ weight.t())

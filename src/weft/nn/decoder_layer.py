@@ -159,7 +159,7 @@ class ReplicatedStates:
         previous ones.
         """
         world, (m, h), dtype = self.world, rows.shape, rows.dtype
-        local = torch.compiler.is_compiling() or world.size == 1 or world.symmetric_reason
+        local = torch.compiler.is_compiling() or world.size == 1 or world.symmetric_unsupported
         if self._weave.parts == 1 and (local or posts_rows(world, m, h, dtype, plan)):
             return None
         if local:

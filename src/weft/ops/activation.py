@@ -51,7 +51,7 @@ class SiluMul(Local[SiluCall]):
 
     name = _OP
     signature = "Tensor x, SymInt columns, SymInt interleave"
-    takes = SiluOperands
+    operand_type = SiluOperands
     runs = {Sequential: run_silu_mul}
 
     def check(self, world: World, operands: SiluOperands, options: CallOptions) -> SiluCall:

@@ -17,8 +17,8 @@ from ..kernel_launch import Matrix
 from ..lang.jit import constants
 from ..op import Call, Op, Operands
 from ..plans import (
-    Awaiting,
     Decomposed,
+    FlagGated,
     Fused,
     OneShot,
     Plan,
@@ -32,8 +32,8 @@ from ..plans import (
 from ..scaled_tensor import E4M3, Scaling
 from ..tensor_checks import bulk, bulky
 from ..world import World
-from .recipes import ScaledFactors, fit_plan, scaled_tile, unfit
-from .tiles import fitting, suited
+from .recipes import ScaledFactors, scaled_tile, tile_unsupported, with_scaled_tiles
+from .tiles import with_architecture_tiles, with_shape_tiles
 
 
 class Factors(NamedTuple):
@@ -85,7 +85,7 @@ class MatmulOp(Op[M]):
     def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
 
-    takes: ClassVar[Callable[..., Operands]] = Factors
+    operand_type: ClassVar[Callable[..., Operands]] = Factors
     transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] stored as [K, N]
 
     def trial_key(self, call: M) -> Hashable:
@@ -99,12 +99,12 @@ class MatmulOp(Op[M]):
     def scaling(self, call: M) -> str:
         return "" if call.scaling is None else call.scaling.recipe
 
-    def fitted(self, call: M, plan: Plan) -> Plan:
+    def _with_operand_tiles(self, call: M, plan: Plan) -> Plan:
         """Return the plan, with tiles for 8-bit operands if the call has them."""
-        return plan if call.scaling is None else fit_plan(plan, call.scaling)
+        return plan if call.scaling is None else with_scaled_tiles(plan, call.scaling)
 
     def _named(self, world: World, call: M, name: str, capturing: bool) -> Plan:
-        return self.fitted(call, super()._named(world, call, name, capturing))
+        return self._with_operand_tiles(call, super()._named(world, call, name, capturing))
 
     def expected(self, world: World, call: M, mode: str) -> Plan:
         """Return the expected plan; sequential for 8-bit operands, for which the planner has no rates and only trials
@@ -117,13 +117,13 @@ class MatmulOp(Op[M]):
         """Return the Plan to run. A Plan given by the caller keeps its tiles; the plan of "auto" or of a kind's name
         gets tiles that suit the shape. With 8-bit operands every plan gets tiles that suit these."""
         if isinstance(asked, Plan):
-            asked = self.fitted(call, asked)
+            asked = self._with_operand_tiles(call, asked)
         plan = super().choose(world, call, asked, capturing)
         if call.scaling is not None or not isinstance(asked, str):
             return plan
         if self.collective == "all_to_all":
-            return fitting(plan, world.capability)
-        return suited(plan, call.shards, call.n, world.sm_count, world.capability)
+            return with_architecture_tiles(plan, world.capability)
+        return with_shape_tiles(plan, call.shards, call.n, world.sm_count, world.capability)
 
     def dense_operands(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
         """Return dense operands. A weight stored as [K, N], as a gradient's GEMM has, is not copied if the plan takes
@@ -132,25 +132,31 @@ class MatmulOp(Op[M]):
         takes_transposed = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
         if takes_transposed and weight.dtype != E4M3:
             dense_x, *dense_extra = bulk((x, *extra))
-            return self.takes(dense_x, weight, *dense_extra)
-        return self.takes(*bulk(operands))
+            return self.operand_type(dense_x, weight, *dense_extra)
+        return self.operand_type(*bulk(operands))
 
-    def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
+    def unsupported(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         if call.scaling is not None and (reason := self.why_not_8_bits(world, call.scaling, plan)):
             return reason
         if isinstance(plan, OneShot | TwoShot) and is_low_latency(plan):
-            return world.peer_reason or whole_words(K=call.k, N=call.n) or self.why_uneven(world, call, plan, asked)
+            return (
+                world.peers_unsupported
+                or check_16_byte_rows(K=call.k, N=call.n)
+                or self.why_uneven(world, call, plan, asked)
+            )
         if isinstance(plan, Fused | TwoShot):
             return (
-                world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.why_uneven(world, call, plan, asked)
+                world.symmetric_unsupported
+                or check_16_byte_rows(K=call.k, N=call.n)
+                or self.why_uneven(world, call, plan, asked)
             )
         if isinstance(plan, Decomposed):
             return self.why_uneven(world, call, plan, asked)
         if isinstance(plan, TwoLevel):
             return None
         assert isinstance(plan, Signaled)
-        reason = lacks(world.capability, "bf16", "weft's kernels") or whole_words(K=call.k)
-        reason = reason or (world.symmetric_reason if plan.copies else None)
+        reason = lacks(world.capability, "bf16", "weft's kernels") or check_16_byte_rows(K=call.k)
+        reason = reason or (world.symmetric_unsupported if plan.copies else None)
         if reason is None and not 0 < plan.ctas < world.sm_count:
             raise Unsupported(
                 f"{self.name}: {plan.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM"
@@ -160,12 +166,12 @@ class MatmulOp(Op[M]):
     def why_not_8_bits(self, world: World, scaling: Scaling, plan: Plan) -> str | None:
         """Return why the plan does not serve 8-bit operands, or None."""
         if isinstance(plan, Fused):
-            return unfit(scaling, plan.tile)
-        if isinstance(plan, Signaled | Awaiting):
+            return tile_unsupported(scaling, plan.tile)
+        if isinstance(plan, Signaled | FlagGated):
             return "its GEMM takes 16-bit operands"
         if isinstance(plan, TwoLevel):
             return "no scales of 8-bit operands go between nodes"
-        return world.symmetric_reason if isinstance(plan, Decomposed) else None
+        return world.symmetric_unsupported if isinstance(plan, Decomposed) else None
 
     def why_uneven(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         """Return why the plan does not serve shards of these lengths, or None. The reason is "", which is not logged,
@@ -185,7 +191,7 @@ class MatmulOp(Op[M]):
         return isinstance(plan, Decomposed)
 
 
-def whole_words(**sizes: int) -> str | None:
+def check_16_byte_rows(**sizes: int) -> str | None:
     """Return why rows with these numbers of elements do not suit bulk copies, or None. sizes: the numbers, by name."""
     for name, size in sizes.items():
         if size % 8:

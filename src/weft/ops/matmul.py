@@ -13,7 +13,7 @@ from ..plans import FusedGather, GemmTile
 from ..transport.memory import lock
 from ..world import World
 from .common import tile_of
-from .tiles import fitting
+from .tiles import with_architecture_tiles
 
 # The kernel's arguments for a GEMM without shared tiles.
 ALONE = dict(
@@ -23,7 +23,7 @@ ALONE = dict(
 
 def tile(world: World) -> GemmTile:
     """Return the shape of the GEMM's tiles."""
-    return fitting(world.scale.plan(FusedGather), world.capability).tile
+    return with_architecture_tiles(world.scale.plan(FusedGather), world.capability).tile
 
 
 @dataclass(frozen=True)

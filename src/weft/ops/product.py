@@ -22,7 +22,7 @@ from .recipes import (
     ScaledFactors,
     check_product,
     scaled_factors,
-    unfit,
+    tile_unsupported,
 )
 from .removed import unexpected
 from .scaled_gemm import default_plan, multiply, multiply_persistent
@@ -87,7 +87,7 @@ class Matmul(Local[ProductCall]):
 
     name = _OP
     signature = f"{SCALED_FACTORS}, {PRODUCT_OPTIONS}"
-    takes = ScaledFactors
+    operand_type = ScaledFactors
     runs = {Sequential: run_sequential, Persistent: run_persistent}
     by_library = False
 
@@ -102,10 +102,10 @@ class Matmul(Local[ProductCall]):
     def sizes(self, call: ProductCall) -> tuple[int, int, int]:
         return call.m, call.n, call.k
 
-    def fits(self, world: World, call: ProductCall, plan: Plan, asked: str | Plan) -> str | None:
+    def unsupported(self, world: World, call: ProductCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.scaling is None:
             return "weft's own kernel takes 8-bit operands only"
-        return unfit(call.scaling, plan.tile) if isinstance(plan, Persistent) else None
+        return tile_unsupported(call.scaling, plan.tile) if isinstance(plan, Persistent) else None
 
     def choose(self, world: World, call: ProductCall, asked: str | Plan, capturing: bool) -> Plan:
         if asked == Persistent.kind and call.scaling is not None:

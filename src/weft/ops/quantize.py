@@ -89,7 +89,7 @@ class Quantize(Local[QuantizeCall]):
         "Tensor x, Tensor? scale, str recipe, SymInt columns, SymInt interleave, SymInt block_rows, bool by_columns"
     )
     results = 2
-    takes = QuantizeOperands
+    operand_type = QuantizeOperands
     runs = {Sequential: run_quantize}
 
     def check(self, world: World, operands: QuantizeOperands, options: CallOptions) -> QuantizeCall:

@@ -181,14 +181,14 @@ def check_product(
 P = TypeVar("P", bound=Plan)
 
 
-def unfit(scaling: Scaling, tile: TileShape) -> str | None:
+def tile_unsupported(scaling: Scaling, tile: TileShape) -> str | None:
     """Return why 8-bit operands do not suit the tiles of a plan, or None if they do."""
     if scaling.recipe != "block" or (tile.block_k == SCALE_BLOCK and SCALE_BLOCK % tile.block_n == 0):
         return None
     return f"scales by block need tiles of block_k {SCALE_BLOCK} and block_n at most {SCALE_BLOCK}, not {tile}"
 
 
-def fit_plan(plan: P, scaling: Scaling) -> P:
+def with_scaled_tiles(plan: P, scaling: Scaling) -> P:
     """Return the plan with tiles for 8-bit operands instead of those for 16-bit operands. A step of K has as many
     bytes. If sums are promoted, tiles are 128 x 128, for two programs on each SM; or for one program with twice as many
     warps, if another kernel's programs run on the same SMs."""

@@ -68,7 +68,7 @@ class Rotary(Local[RotaryCall]):
         "Tensor qkv, Tensor cos, Tensor sin, Tensor? query_norm, Tensor? key_norm,"
         " SymInt heads, SymInt kv_heads, float eps"
     )
-    takes = RotaryOperands
+    operand_type = RotaryOperands
     runs = {Sequential: run_rotary}
 
     def check(self, world: World, operands: RotaryOperands, options: CallOptions) -> RotaryCall:

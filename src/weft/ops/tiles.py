@@ -20,14 +20,14 @@ P = TypeVar("P", bound=Plan)
 SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync, three stages, two of them in flight
 
 
-def half_suits(shards: Sequence[int], n: int, programs: int) -> bool:
+def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
     """Return whether tiles of 64 rows save half a wave, for n columns and shards of these rows, each cut by itself."""
     columns = -(-n // 256)
     usual, half = (columns * sum(-(-rows // height) for rows in shards) for height in (128, 64))
     return programs < usual < 2 * programs and half <= 3 * programs
 
 
-def fitting(plan: P, capability: int) -> P:
+def with_architecture_tiles(plan: P, capability: int) -> P:
     """Return the plan with tiles for the shared memory and registers of a GPU of that compute capability, if its tiles
     are Hopper's 128 x 256 x 64. The number of waves stays the same, except for fused plans before Hopper: mma.sync
     takes operands from registers, and an SM that also runs programs that pull has too few of them for 128 x 256."""
@@ -42,12 +42,12 @@ def fitting(plan: P, capability: int) -> P:
     return replace(plan, tile=replace(tile, block_k=32)) if can.shared_kib < SMALL_TILES_KIB else plan
 
 
-def suited(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
+def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
     """Return the plan with the tiles that suit shards of these rows by n columns on so many SMs, if it has 128 x 256
     ones. Signaled plans with explicit groups keep their tiles, since groups count waves. On GPUs other than Hopper,
     where half tiles were not measured, this is `fitting`."""
     if not features(capability).wgmma:
-        return fitting(plan, capability)
+        return with_architecture_tiles(plan, capability)
     if not isinstance(plan, Fused | Signaled) or (isinstance(plan, Signaled) and plan.groups):
         return plan
     tile: GemmTile = plan.tile
@@ -57,7 +57,7 @@ def suited(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int 
     if gathers or (isinstance(plan, Signaled) and plan.copies):
         shards = [sum(shards)]  # tiles may span shards
     taken_sms = plan.ctas if isinstance(plan, Signaled) else plan.pull_programs if isinstance(plan, FusedGather) else 0
-    if not half_suits(shards, n, sms - taken_sms):
+    if not half_tile_is_faster(shards, n, sms - taken_sms):
         return plan
     # Four stages leave shared memory for the programs that sum on the same SMs.
     half = replace(tile, block_m=64, warps=4, stages=5 if gathers or isinstance(plan, Signaled) else 4)

@@ -55,7 +55,7 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     stored = _stored(gpu_of(world), op, world.size, m, n, k, mode, limits)
     if stored is not None:
         return stored
-    passes = REGISTRY[op].alone
+    passes = REGISTRY[op].elementwise_passes
     planner = planner_on(world) if passes is not None or op in collectives() else None  # other ops have no model
     if planner is None:
         return Sequential()
@@ -72,7 +72,7 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
     """Return plans to time at the first call in addition to those that the op names. There are some only if the machine
     has neither a profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates;
     and only on Hopper, because the kernels have not been run on newer GPUs. Collective at the first call."""
-    if not op.variants or world.capturing() or world.backend.name != "cuda" or world.symmetric_reason is not None:
+    if not op.variants or world.capturing() or world.backend.name != "cuda" or world.symmetric_unsupported is not None:
         return ()
     if not _is_measured(world.device):
         return ()
@@ -281,8 +281,11 @@ def explain(
         why = decision.why + ("" if planned_m == m else f"; as for M {planned_m}, the next that plans are found for")
     if shares:
         why = f"ranks that share a GPU decide as on {used_profile.machine.name}: {why}"
-    if isinstance(world, World) and world.nodes_reason:
-        plan, why = Sequential(), f"nothing else was timed there, and {world.nodes_reason}; times are of one node"
+    if isinstance(world, World) and world.multi_node_unsupported:
+        plan, why = (
+            Sequential(),
+            f"nothing else was timed there, and {world.multi_node_unsupported}; times are of one node",
+        )
     if trial is not None:
         plan, why = trial.faster[mode] or plan, trial.timings(mode)
     options = decision.options

@@ -68,7 +68,7 @@ class DecoderSizes:
         return self.out[0]
 
     @property
-    def whole_words(self) -> bool:
+    def has_16_byte_rows(self) -> bool:
         """Return whether weft's own GEMM takes these sizes, whose rows must be whole 16-byte words."""
         return all(n % 8 == 0 == k % 8 for n, k in (self.qkv, self.out, self.gate_up, self.down))
 
@@ -87,7 +87,7 @@ class LayerPredictor:
         """Return the ways that can run so many tokens."""
         ways = [_PLAIN, Way("fused"), Way("sequence")]
         if tokens >= 2 * HALF:
-            sms = (0, self.p.sms) if self.sizes.whole_words else (0,)
+            sms = (0, self.p.sms) if self.sizes.has_16_byte_rows else (0,)
             ways += [Way("woven", sms=n, norm="decomposed") for n in sms]
         return ways
 
@@ -192,7 +192,7 @@ class LayerPredictor:
 def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
     """Return the way that is predicted fastest for layers of these sizes on this World's machine; plain without a
     profile, or where the ranks have no memory in common. Collective the first time. mode: "graph" or "eager"."""
-    planner = None if world.symmetric_reason or tokens == 0 else planner_on(world)
+    planner = None if world.symmetric_unsupported or tokens == 0 else planner_on(world)
     if planner is None:
         return _PLAIN
     layers = world.cached(("layers", sizes), lambda: LayerPredictor(planner, sizes, world.backend.limits_ctas))

@@ -106,7 +106,7 @@ def gain(mode: str) -> float:
     return GAIN if mode == "graph" else EAGER_GAIN
 
 
-def slowness(plan: Plan, mode: str) -> float:
+def host_overhead_factor(plan: Plan, mode: str) -> float:
     """Return how many times as slow as in the profile the host is assumed to be when an eager plan must be predicted to
     win. The profile has the shortest call, and hosts are often slower: 53 us there, 61 to 147 us in two runs of
     bench/measure/host.py (sequential calls of the smallest sizes, 2 GPUs, median 100). That delays plans of few
@@ -274,7 +274,8 @@ class Planner:
         limits: bool = True,
     ) -> Decision:
         """Return the fastest of the candidates that are predicted faster than sequential by more than `gain`, on a host
-        of their `slowness`; else sequential. Raises NotMeasured if the profile lacks even the sequential time."""
+        of their `host_overhead_factor`; else sequential. Raises NotMeasured if the profile lacks even the sequential
+        time."""
         p, options = self.predictor, []
         for plan in candidates(p, op, m, n, k, even, received, movable, limits):
             try:
@@ -294,7 +295,7 @@ class Planner:
     ) -> bool:
         """Return whether a plan is predicted faster than sequential, which takes `sequential` us, by more than `gain`.
         Raises NotMeasured."""
-        us = self.predictor.time(op, plan, m, n, k, mode, received, slowness(plan, mode))
+        us = self.predictor.time(op, plan, m, n, k, mode, received, host_overhead_factor(plan, mode))
         return sequential > gain(mode) * us
 
     def _sum(self, nbytes: int, passes: float = 0.0) -> Plan:

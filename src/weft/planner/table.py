@@ -71,7 +71,7 @@ def learn(rows: list[Measured]) -> None:
     """Add rows measured in this process; they take precedence over the shipped ones of the same shape. Every rank must
     learn the same rows."""
     _learned[:0] = rows
-    Op.knowledge += 1
+    Op.table_version += 1
     exact.cache_clear()
 
 

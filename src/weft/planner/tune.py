@@ -50,7 +50,7 @@ SAVE_EVERY = 3.0  # seconds between two writes of the file
 def probes_of(b: Bench) -> Iterator[Probe]:
     """Yield all probes, the most important first; for ranks on several nodes those of the link between nodes."""
     coarse, rest = b.sizes.nbytes
-    if b.world.nodes_reason is not None:
+    if b.world.multi_node_unsupported is not None:
         yield from moves.sends(b, (*coarse, *rest))
         return
     yield Probe("self-check", (Latency("check", 0, 0, 1.0),), lambda: check(b))
@@ -181,9 +181,9 @@ def run(world: World, seconds: float, out: Path | None, report: Progress, again:
     Returns the file, how many measurements it has, and how many there are in all. Raises ProfileError for a file that
     cannot be continued, for nodes that differ, and for ranks that share a GPU.
     """
-    if world.nodes_reason and world.levels_reason:
+    if world.multi_node_unsupported and world.two_level_unsupported:
         raise ProfileError(
-            f"a profile is of one node's GPUs, or of equal nodes, and of this World {world.levels_reason}"
+            f"a profile is of one node's GPUs, or of equal nodes, and of this World {world.two_level_unsupported}"
         )
     if world.backend.shares_gpu:
         raise ProfileError("ranks share a GPU, so times mean nothing")

@@ -31,14 +31,14 @@ from .memory import workspace
 BETWEEN = "between nodes"  # the stream of the transfers
 
 
-def hops(world: World) -> Iterator[tuple[int, int]]:
+def node_pairs(world: World) -> Iterator[tuple[int, int]]:
     """Yield for each transfer the node to send to, the j-th after this one, and the node to receive from, the j-th
     before it, modulo the number of nodes, for j = 1, 2, .."""
     count = world.levels.across.size
     return (((world.node + j) % count, (world.node - j) % count) for j in range(1, count))
 
 
-def of_node(world: World, node: int, by_rank: Sequence[int]) -> tuple[int, ...]:
+def local_slice(world: World, node: int, by_rank: Sequence[int]) -> tuple[int, ...]:
     """Return the entries of a node's ranks."""
     size = world.levels.node.size
     return tuple(by_rank[node * size : (node + 1) * size])
@@ -52,7 +52,7 @@ def cut(rows: int, chunk: int, chunks: int) -> slice:
 def slices_of_node(world: World, shards: Sequence[int], node: int, chunk: int = 0, chunks: int = 1) -> list[slice]:
     """Return, for each rank of a node, the rows of a chunk of its shard, as rows of the whole matrix."""
     start, slices = sum(shards[: node * world.levels.node.size]), []
-    for rows in of_node(world, node, shards):
+    for rows in local_slice(world, node, shards):
         part = cut(rows, chunk, chunks)
         slices.append(slice(start + part.start, start + part.stop))
         start += rows

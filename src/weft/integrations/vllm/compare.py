@@ -2,8 +2,8 @@
 engine's start in the mode in which requests run them, at both ends of ranges of tokens up to the engine's limit.
 
 Sizes that vLLM captures are captured and replayed; others are launched by the host, back to back. A form
-(`PASS_FORMS`) gets a range if it is at least WORTH times as fast as vLLM's own pass at both ends; the fastest gets it
-if several do. The ranges are stored by what the times depend on, so that later starts time nothing.
+(`PASS_FORMS`) gets a range if it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; the fastest
+gets it if several do. The ranges are stored by what the times depend on, so that later starts time nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ...chooser import WORTH, CallTime, Choice, Chooser
+from ...chooser import MIN_SPEEDUP, CallTime, Choice, Chooser
 from ...plans import Plan, Sequential
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows
@@ -86,7 +86,7 @@ def spans(passes: Passes) -> Iterator[TokenSpan]:
 
 def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
     """Return the forms that the model and the World allow."""
-    return PASS_FORMS if by_rows and passes.world.symmetric_reason is None else PASS_FORMS[:1]
+    return PASS_FORMS if by_rows and passes.world.symmetric_unsupported is None else PASS_FORMS[:1]
 
 
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
@@ -103,7 +103,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
         assert trial is not None
         gains = {form: trial.times[VLLM].us(mode) / trial.times[form].us(mode) for form in forms}
         times = {str(way): us.us(mode) for way, us in trial.times.items()}
-        return (tokens, times), {form: gain for form, gain in gains.items() if gain >= WORTH}
+        return (tokens, times), {form: gain for form, gain in gains.items() if gain >= MIN_SPEEDUP}
 
     ranges: list[Range] = []
     for span in spans(passes):

@@ -20,7 +20,7 @@ from importlib import metadata
 import torch
 from torch import nn
 
-from ...backends.library_gemm import make_one_trial_an_octave
+from ...backends.library_gemm import one_trial_per_power_of_two
 from ...launch import init
 from ...plans import Plan
 from ...world import World
@@ -156,7 +156,7 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
     report.passes = passes_of(candidates, config, classes, interface, report)
     report.forms = compare.forms_of(candidates.flow.by_rows, report.passes)
     if report.world.backend.clock is not None:
-        make_one_trial_an_octave()
+        one_trial_per_power_of_two()
         hook_worker()
     else:  # times mean nothing, as on CPUs
         report.started = True

@@ -53,7 +53,7 @@ class RowAllReduce(Op[RowCall]):
 
     name = "row_all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor? weight_scale"
-    takes = RowTensors
+    operand_type = RowTensors
     runs = {Sequential: run_sequential}
 
     def check(self, world: World, operands: RowTensors, options: tuple[object, ...]) -> RowCall:

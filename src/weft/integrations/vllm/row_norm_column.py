@@ -199,7 +199,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         " Tensor? row_scale, Tensor? column_scale, float eps"
     )
     results = 2
-    takes = LayerTensors
+    operand_type = LayerTensors
     runs = {
         Sequential: run_sequential,
         OwnRows: run_own_rows,
@@ -256,9 +256,11 @@ class RowNormColumn(Op[RowNormColumnCall]):
     def scaling(self, call: RowNormColumnCall) -> str:
         return call.row_recipe or call.column_recipe or ""
 
-    def fits(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
+    def unsupported(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
         """Return the reason, which is the same for all calls of a pass."""
-        return world.symmetric_reason or (f"{call.m} tokens of {world.size} ranks" if call.m < world.size else None)
+        return world.symmetric_unsupported or (
+            f"{call.m} tokens of {world.size} ranks" if call.m < world.size else None
+        )
 
     def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **further: Hashable) -> None:
         """Check nothing: the operators that this one calls check that all ranks make the same call."""

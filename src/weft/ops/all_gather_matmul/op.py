@@ -13,8 +13,8 @@ from ...op import REGISTRY, Direct, Returned, registered
 from ...plans import (
     TWO_AN_SM,
     TWO_AN_SM_BY_COPIES,
-    Awaiting,
     Decomposed,
+    FlagGated,
     Fused,
     FusedGather,
     FusedGatherByCopies,
@@ -27,7 +27,7 @@ from ...scaled_tensor import ScaledTensor
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import gather_in_backward, reduce_scatter_in_backward
 from ...world import World
-from ..common import MatmulOp, check_rows, plain_rows, whole_words
+from ..common import MatmulOp, check_16_byte_rows, check_rows, plain_rows
 from ..recipes import (
     PRODUCT_OPTIONS,
     SCALED_FACTORS,
@@ -41,7 +41,7 @@ from ..removed import unexpected
 from .call import GATHER_GEMM, GatherCall, GatheredRows
 from .runs import (
     direct_sequential,
-    run_awaiting,
+    run_flag_gated,
     run_fused,
     run_gathered,
     usable,
@@ -59,7 +59,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     name = GATHER_GEMM
     signature = f"{SCALED_FACTORS}, SymInt[]? rows, int gated, bool gathered, {PRODUCT_OPTIONS}"
     results = 3
-    takes = ScaledFactors
+    operand_type = ScaledFactors
     collective = "all_gather"
     transposes = Sequential, Decomposed, Fused, OneShot, TwoLevel
     runs = {
@@ -67,12 +67,12 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         Decomposed: run_gathered,
         FusedGather: run_fused,
         FusedGatherByCopies: run_fused,
-        Awaiting: run_awaiting,
+        FlagGated: run_flag_gated,
         OneShot: run_gathered,
         TwoLevel: run_gather,
     }
-    refuses = {Decomposed: ("pieces",)}
-    small = FusedGather
+    unsupported_fields = {Decomposed: ("pieces",)}
+    emulator_plan = FusedGather
     variants = (
         FusedGather(),
         FusedGatherByCopies(),
@@ -80,7 +80,9 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         TWO_AN_SM,
         TWO_AN_SM_BY_COPIES,
     )
-    tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in library_gemm.FORMS if form.pingpong)
+    autotune_plans: ClassVar[Sequence[FlagGated]] = tuple(
+        FlagGated(*form) for form in library_gemm.FORMS if form.pingpong
+    )
     over_nodes = (TwoLevel(), TwoLevel(2))
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> GatherCall:
@@ -103,7 +105,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
             gathered = GatheredRows(*(world.empty(shape, dtype) for shape, dtype in self.outputs(world, call)[1:]))
         return result, gathered.x, gathered.scales
 
-    def saved(
+    def saved_tensors(
         self,
         operands: ScaledFactors,
         results: Sequence[torch.Tensor | None],
@@ -142,12 +144,12 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
             dx = total
         return dx, dw, db, None, None
 
-    def fits(self, world: World, call: GatherCall, plan: Plan, asked: str | Plan) -> str | None:
-        if isinstance(plan, Awaiting) and call.scaling is None:
-            return self._not_awaiting(world, call, plan, asked)
-        reason = super().fits(world, call, plan, asked)
+    def unsupported(self, world: World, call: GatherCall, plan: Plan, asked: str | Plan) -> str | None:
+        if isinstance(plan, FlagGated) and call.scaling is None:
+            return self._flag_gated_unsupported(world, call, plan, asked)
+        reason = super().unsupported(world, call, plan, asked)
         if reason is None and not isinstance(plan, Decomposed):
-            reason = whole_words(N=call.gated)
+            reason = check_16_byte_rows(N=call.gated)
         if reason is None and isinstance(plan, FusedGather):
             programs, pulling, split = world.sm_count * plan.per_sm, plan.pull_programs, plan.split
             if pulling >= programs:
@@ -158,32 +160,36 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
                 raise Unsupported(f"{self.name}: {pulling} pull programs are not a multiple of split, which is {split}")
         return reason
 
-    def _not_awaiting(self, world: World, call: GatherCall, plan: Awaiting, asked: str | Plan) -> str | None:
+    def _flag_gated_unsupported(self, world: World, call: GatherCall, plan: FlagGated, asked: str | Plan) -> str | None:
         missing = library_gemm.lacks() if world.backend.name == "cuda" else None
-        reason = world.symmetric_reason or whole_words(K=call.k, N=call.n) or missing and f"quack: {missing}"
+        reason = (
+            world.symmetric_unsupported or check_16_byte_rows(K=call.k, N=call.n) or missing and f"quack: {missing}"
+        )
         reason = reason or self.why_uneven(world, call, plan, asked)
         if reason is None and not self.movable(plan, call.rows, world.size):
             reason = f"shards of {call.shards[0]} rows are not whole clusters of {plan.cluster_m} x {plan.tile_m}"
         return reason
 
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
-        """Return the awaiting plans for which the shards are whole clusters of tiles, and whose GEMM passes its check
+        """Return the flag-gated plans for which the shards are whole clusters of tiles, and whose GEMM passes its check
         on every rank."""
-        could = call.even and world.symmetric_reason is None and call.scaling is None
-        fit = [plan for plan in self.tries if could and self.movable(plan, call.rows, world.size)]
+        could = call.even and world.symmetric_unsupported is None and call.scaling is None
+        fit = [plan for plan in self.autotune_plans if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
         if not fit or (key not in world.decided and world.capturing()):
             return ()
         if key not in world.decided:
             world.check_same_on_all_ranks(f'{self.name}: the first call with plan="auto" in {call.dtype}')
-            world.decided[key] = usable(world, self.tries, call.dtype)
-        return [plan for plan in fit if plan in world.decided[key] and self.fits(world, call, plan, "auto") is None]
+            world.decided[key] = usable(world, self.autotune_plans, call.dtype)
+        return [
+            plan for plan in fit if plan in world.decided[key] and self.unsupported(world, call, plan, "auto") is None
+        ]
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:
-        return not isinstance(plan, Awaiting) or m % (world * plan.tile_m * plan.cluster_m) == 0
+        return not isinstance(plan, FlagGated) or m % (world * plan.tile_m * plan.cluster_m) == 0
 
     def copies_shards(self, plan: Plan) -> bool:
-        return isinstance(plan, Decomposed | Awaiting | FusedGatherByCopies)
+        return isinstance(plan, Decomposed | FlagGated | FusedGatherByCopies)
 
     def direct(self, world: World, call: GatherCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.even and call.scaling is None
@@ -215,8 +221,8 @@ def all_gather_matmul(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], this rank's part.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "awaiting", "one_shot"; over nodes "two_level") or a
-            Plan; the same on all ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "flag_gated", "one_shot"; over nodes "two_level") or
+            a Plan; the same on all ranks.
         out: [M, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
             differentiable.
         rows: the number of rows of each rank's shard, in the order of the ranks. None: all ranks have as many as this
@@ -234,8 +240,8 @@ def all_gather_matmul(
     gathers the activation again; dbias sums dy over its rows.
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential),
-    M K / W elements (decomposed, and fused by copies), M K (awaiting), 2 M K (fused) or 3 M K elements (one shot, for
-    few rows). All plans but fused and awaiting also take [M, K] of ordinary memory during the call.
+    M K / W elements (decomposed, and fused by copies), M K (flag-gated), 2 M K (fused) or 3 M K elements (one shot, for
+    few rows). All plans but fused and flag-gated also take [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.

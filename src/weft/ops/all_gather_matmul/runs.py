@@ -6,7 +6,7 @@ one_shot     low-latency rows (transport/low_latency.py), then the library's GEM
 decomposed   the library's GEMM of one group of shards while a copy engine pulls the next
 fused        one GEMM whose tiles wait for the chunks that programs of the same launch pull (kernels.all_gather_gemm),
              or for the shards that a copy engine pulls (kernels.copied_gemm)
-awaiting     quack's GEMM, whose tiles wait for the shards that a copy engine pulls
+flag_gated   quack's GEMM, whose tiles wait for the shards that a copy engine pulls
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
 from ...op import Direct
 from ...plans import (
-    Awaiting,
     Decomposed,
+    FlagGated,
     FusedGather,
     FusedGatherByCopies,
     GemmTile,
@@ -85,7 +85,7 @@ def run_gathered(
 ) -> GatheredRows:
     """Compute the GEMM of the rows as the plan's transport brings them."""
     with preactivation(world, call, out) as full:
-        if isinstance(plan, Decomposed) and world.symmetric_reason:
+        if isinstance(plan, Decomposed) and world.symmetric_unsupported:
             return GatheredRows(by_collectives.gather(world, plan, operands, full))
         tensors = sent_tensors(call, operands)
         with GATHERS[type(plan)](world, plan, call.shards, tensors, call.gathered) as (gathered, arrivals):
@@ -388,11 +388,11 @@ def _by_copy_engine(
     return GatheredRows(*gathered)
 
 
-# -- awaiting ----------------------------------------------------------------------------------------------------------
+# -- flag-gated --------------------------------------------------------------------------------------------------------
 
 
-def run_awaiting(
-    world: World, call: GatherCall, plan: Awaiting, operands: ScaledFactors, out: torch.Tensor
+def run_flag_gated(
+    world: World, call: GatherCall, plan: FlagGated, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:
     """Run quack's GEMM on shards in symmetric memory. A copy engine pulls shard after shard, and after each one sets
     the flag for which that GEMM waits, without a time limit (`copy_engine.FlaggedShards`). The GEMM is loaded, and run
@@ -405,7 +405,7 @@ def run_awaiting(
 
         def multiply() -> bool:
             if on_gpu:
-                library_gemm.awaiting(gathered, weight, full, flags, one, world.rank, form)
+                library_gemm.flag_gated(gathered, weight, full, flags, one, world.rank, form)
             return on_gpu
 
         def load() -> bool:
@@ -413,7 +413,7 @@ def run_awaiting(
             world.call(lambda: flags.fill_(1), [], [flags], world.current_stream())
             return multiply()
 
-        world.cached(("awaiting", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), load)
+        world.cached(("flag_gated", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), load)
         with shards.gathering(x):
             if on_gpu:
                 world.call(multiply, [gathered, weight, flags, one], [full], stream)
@@ -429,7 +429,7 @@ def run_awaiting(
     return GatheredRows(kept)
 
 
-def usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[Awaiting]:
+def usable(world: World, plans: Sequence[FlagGated], dtype: torch.dtype) -> list[FlagGated]:
     """Return the plans that every rank can run. The call is collective for each plan, because a rank may have to
     compile a kernel that another rank has in its cache."""
     installed = all(world.exchange(library_gemm.lacks() is None))
@@ -438,5 +438,5 @@ def usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[
     ]
 
 
-def gemm_form(plan: Awaiting) -> library_gemm.Form:
+def gemm_form(plan: FlagGated) -> library_gemm.Form:
     return library_gemm.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)

@@ -12,7 +12,7 @@ import torch
 
 from ...op import REGISTRY
 from ...plans import TwoLevel
-from ...transport.two_level import BETWEEN, as_one_slice, cut, hops, lengths, send, slices_of_node
+from ...transport.two_level import BETWEEN, as_one_slice, cut, lengths, node_pairs, send, slices_of_node
 from ...world import World
 from ..recipes import UNSCALED, ScaledFactors
 from .call import GATHER_GEMM, GatherCall, GatheredRows
@@ -25,7 +25,7 @@ def run_gather(
     x, local_rank, chunks = operands.x, world.levels.node.rank, plan.pieces
     stream, between = world.current_stream(), world.side_stream(BETWEEN)
     gathered = world.empty((call.rows, call.k), call.dtype) if call.gathered else None
-    steps = [(source, target, chunk) for source, target in hops(world) for chunk in range(chunks)]
+    steps = [(source, target, chunk) for source, target in node_pairs(world) for chunk in range(chunks)]
     node_slices = [slices_of_node(world, call.shards, source, chunk, chunks) for source, _, chunk in steps]
     parts = [world.empty((lengths(slices)[local_rank], call.k), call.dtype) for slices in node_slices]
     world.wait_event(between, world.record(stream))

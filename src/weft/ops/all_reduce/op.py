@@ -64,8 +64,8 @@ class Reduce(Op[SumCall]):
         Multicast: run_multicast,
         TwoLevel: run_sum,
     }
-    refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
-    small = TwoShotPush
+    unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
+    emulator_plan = TwoShotPush
     over_nodes: ClassVar[Sequence[Plan]] = (TwoLevel(), TwoLevel(4))
     depends_on_addresses = True
 
@@ -73,7 +73,9 @@ class Reduce(Op[SumCall]):
         """Return the plans whose memory for staged rows is in proportion: low-latency rows take (W + 1) times theirs,
         three times over, in one shot."""
         nbytes = call.m * call.h * call.dtype.itemsize
-        return [plan for plan in self.tries if not is_low_latency(plan) or 3 * (world.size + 1) * nbytes <= STAGED]
+        return [
+            plan for plan in self.autotune_plans if not is_low_latency(plan) or 3 * (world.size + 1) * nbytes <= STAGED
+        ]
 
     def trial_key(self, call: SumCall) -> Hashable:
         """Return the call with its number of rows as the library's GEMM counts M, for any epsilon."""
@@ -87,15 +89,15 @@ class Reduce(Op[SumCall]):
         scales = [(call.scales, torch.float32)] if call.group else []
         return [((call.m, call.h), call.out_dtype), *([((kept, call.h), call.dtype)] if call.keep else []), *scales]
 
-    def fits(self, world: World, call: SumCall, plan: Plan, asked: str | Plan) -> str | None:
+    def unsupported(self, world: World, call: SumCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.h * call.dtype.itemsize % VECTOR:
             return f"{call.m * call.h} elements are no whole 16-byte words"
         if isinstance(plan, TwoLevel):
             return "scales of rows do not go between nodes" if call.group else None
         # If the output has another dtype than x, a two-shot plan counts rows instead of posting them.
         if is_low_latency(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):
-            return world.peer_reason
-        reason = world.symmetric_reason
+            return world.peers_unsupported
+        reason = world.symmetric_unsupported
         if reason is None and isinstance(plan, Multicast):
             reason = lacks(world.capability, "multicast", "multicast addresses")
         return why_no_multicast(world, call) if reason is None and isinstance(plan, Multicast) else reason
@@ -148,7 +150,9 @@ class Reduce(Op[SumCall]):
         shared_out = world.shared(out) if isinstance(out, torch.Tensor) else None
         return (shared_x and shared_x[1], shared_out and shared_out[1])
 
-    def rehearse(self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
+    def warm_up_capture(
+        self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
+    ) -> None:
         """Make the call with x and `out` themselves, since a plan may use their symmetric memory; without `out` if they
         overlap, because a repeated call would sum sums."""
         self.execute(world, call, plan, operands, None if overlap(out, *operands[:2]) else out)
@@ -160,9 +164,9 @@ class AllReduceRmsNorm(Reduce):
     the new residual, and the scales or None."""
 
     name = NORM
-    takes = NormOperands
-    alone = 2.0  # the partial sum and the residual are read, the rows and the new residual are written
-    tries = (
+    operand_type = NormOperands
+    elementwise_passes = 2.0  # the partial sum and the residual are read, the rows and the new residual are written
+    autotune_plans = (
         OneShot(warps=16),
         TwoShotLowLatency(),
         TwoShotPush(spread=True),
@@ -204,10 +208,10 @@ class AllReduce(Reduce):
     """The op all_reduce. The operand x has any shape; kernels see it as a matrix (`call.sum_call`)."""
 
     name = PLAIN_SUM
-    takes = SumOperands
+    operand_type = SumOperands
     signature = "Tensor x"
-    alone = 0.0
-    tries = (OneShot(), TwoShotLowLatency())
+    elementwise_passes = 0.0
+    autotune_plans = (OneShot(), TwoShotLowLatency())
 
     def check(self, world: World, operands: SumOperands, options: CallOptions) -> SumCall:
         x = operands.x

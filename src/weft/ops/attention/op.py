@@ -130,15 +130,15 @@ class GatheredAttention(Op[AttentionCall]):
         " SymInt[]? rows, str layout"
     )
     results = 2
-    takes = AttentionOperands
+    operand_type = AttentionOperands
     runs = {Sequential: run_segmented, Segmented: run_segmented, HeadParallel: run_head_parallel}
-    tries = (
+    autotune_plans = (
         Segmented(),
         Segmented(calls=1),
         Segmented(push_programs=16),
         HeadParallel(),
     )
-    small = Segmented()
+    emulator_plan = Segmented()
 
     def check(self, world: World, operands: AttentionOperands, options: CallOptions) -> AttentionCall:
         (q, k, v, sinks), (causal, scale, window, cu_seqlens, rows, layout) = operands, options
@@ -179,7 +179,7 @@ class GatheredAttention(Op[AttentionCall]):
     def returned(self, world: World, call: AttentionCall, result: torch.Tensor, lse: object) -> Returned:
         return result, world.empty((call.config.heads, 0), torch.float32) if lse is None else lse
 
-    def saved(
+    def saved_tensors(
         self,
         operands: AttentionOperands,
         results: Sequence[torch.Tensor | None],
@@ -201,7 +201,7 @@ class GatheredAttention(Op[AttentionCall]):
         if dlse is not None:
             raise RuntimeError(f"{_NAME}: the lse of return_lse has no gradient; detach it")
         call: AttentionCall = ctx.call
-        plan = Sequential() if world.size == 1 or world.symmetric_reason else Segmented()
+        plan = Sequential() if world.size == 1 or world.symmetric_unsupported else Segmented()
         if dout is None or not call.rows:
             needed = zip((q, k, v, sinks), ctx.needs, strict=True)
             return [torch.zeros_like(t) if t is not None and need else None for t, need in needed]
@@ -213,7 +213,7 @@ class GatheredAttention(Op[AttentionCall]):
     def sizes(self, call: AttentionCall) -> tuple[int, int, int]:
         return call.rows, call.config.heads, call.config.dim
 
-    def fits(self, world: World, call: AttentionCall, plan: Plan, asked: str | Plan) -> str | None:
+    def unsupported(self, world: World, call: AttentionCall, plan: Plan, asked: str | Plan) -> str | None:
         if isinstance(plan, HeadParallel):
             config = call.config
             if config.heads % world.size or config.kv_heads % world.size:
@@ -221,7 +221,7 @@ class GatheredAttention(Op[AttentionCall]):
             if call.queries > config.shards[world.rank]:
                 n = config.shards[world.rank]
                 raise ValueError(f"{_NAME}: {plan} needs at most as many queries as keys, got {call.queries} and {n}")
-        return world.symmetric_reason
+        return world.symmetric_unsupported
 
     def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
         """Return the plans worth a trial. With two ranks there is a single remote key range, so that Segmented(calls=1)
@@ -234,7 +234,7 @@ class GatheredAttention(Op[AttentionCall]):
                 return plan.push_programs > 0 or world.size > 2 or plan.calls != 1
             return unbalanced
 
-        return [plan for plan in self.tries if differs(plan)]
+        return [plan for plan in self.autotune_plans if differs(plan)]
 
     def direct(self, world: World, call: AttentionCall, plan: Plan) -> Direct | None:
         """Return a function that returns the library's own tensors, for plans that make a single library call."""

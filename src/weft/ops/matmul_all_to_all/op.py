@@ -32,7 +32,7 @@ from ...transport.copy_engine import COPIES, pull_from_all
 from ...transport.memory import lock, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, schedule_of
 from ...world import Memo, World
-from ..common import Factors, MatmulCall, MatmulOp, whole_words
+from ..common import Factors, MatmulCall, MatmulOp, check_16_byte_rows
 from ..matmul_reduce.signaled import Tiling, gemm_launch
 from ..recipes import validate
 from .two_level import run_exchange
@@ -284,9 +284,9 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     name = _OP
     collective = "all_to_all"
     runs = {Sequential: run_sequential, Signaled: run_signaled, TwoLevel: run_exchange}
-    refuses = {TwoLevel: ("pieces",)}
+    unsupported_fields = {TwoLevel: ("pieces",)}
     over_nodes = (TwoLevel(),)
-    small = Signaled
+    emulator_plan = Signaled
     keeps_decisions = True
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> RoutedCall:
@@ -306,9 +306,9 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     def outputs(self, world: World, call: RoutedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]
 
-    def fits(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:
-        reason = super().fits(world, call, plan, asked)
-        return reason if isinstance(plan, TwoLevel) else reason or whole_words(N=call.n)
+    def unsupported(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:
+        reason = super().unsupported(world, call, plan, asked)
+        return reason if isinstance(plan, TwoLevel) else reason or check_16_byte_rows(N=call.n)
 
     def decisions(self, world: World, options: CallOptions) -> Memo:
         return options[0].prepared
@@ -335,7 +335,9 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     ) -> bool:
         return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
 
-    def rehearse(self, world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor | None) -> None:
+    def warm_up_capture(
+        self, world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor | None
+    ) -> None:
         """Make the call with a bias and without one, because this rank may have one later."""
         x, weight, _ = operands
         for bias in (None, world.zeros((call.n,), call.dtype)):

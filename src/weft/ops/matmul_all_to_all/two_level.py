@@ -14,7 +14,7 @@ from ...backends.base import Stream, SymmetricTensor
 from ...plans import TwoLevel
 from ...transport.copy_engine import COPIES
 from ...transport.memory import lock, workspace
-from ...transport.two_level import BETWEEN, hops, of_node, send
+from ...transport.two_level import BETWEEN, local_slice, node_pairs, send
 from ...world import World
 from ..common import Factors
 
@@ -40,8 +40,8 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
         world.linear(ordered[start : start + y.shape[0]], weight, bias, stream, y)
 
     sent, arrived = [], []  # `sent` is kept until this stream has waited for the transfers, as in `run_scatter`
-    for target, source in hops(world):
-        y = world.empty((sum(of_node(world, target, routing.counts[world.rank])), call.n), call.dtype)
+    for target, source in node_pairs(world):
+        y = world.empty((sum(local_slice(world, target, routing.counts[world.rank])), call.n), call.dtype)
         sent.append(y)
         multiply(target, y)
         world.wait_event(between, world.record(stream))
@@ -61,7 +61,7 @@ def _pool_rows(world: World, routing: Routing, rank: int) -> list[int]:
     node, local_rank = divmod(rank, node_size)
     starts = [0]
     for source in range(local_rank, world.size, node_size):
-        starts.append(starts[-1] + sum(of_node(world, node, routing.counts[source])))
+        starts.append(starts[-1] + sum(local_slice(world, node, routing.counts[source])))
     return starts
 
 
@@ -75,7 +75,7 @@ def _pull_routed(
     for p in (node.rank, *node.other_ranks):
         sender = source * node.size + p
         offset = _pool_rows(world, routing, world.node * node.size + p)[source]
-        offset += sum(of_node(world, world.node, routing.counts[sender])[: node.rank])
+        offset += sum(local_slice(world, world.node, routing.counts[sender])[: node.rank])
         start, count = sum(counts[me] for counts in routing.counts[:sender]), routing.counts[sender][me]
         if count:
             node.copy(out[start : start + count], pool.peers[p][offset : offset + count], stream)

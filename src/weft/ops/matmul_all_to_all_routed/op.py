@@ -80,10 +80,10 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
 
     name = GEMM_ALL_TO_ALL_ROUTED
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor destinations, bool gradient"
-    results, keeps = 2, 1
-    takes = RoutedFactors
+    results, num_saved = 2, 1
+    operand_type = RoutedFactors
     runs = {Sequential: runs.run_sequential, FusedAllToAll: runs.run_fused}
-    small = FusedAllToAll
+    emulator_plan = FusedAllToAll
 
     def check(self, world: World, operands: RoutedFactors, options: CallOptions) -> StaticCall:
         (x, weight, bias, destinations), (gradient,) = operands, options
@@ -95,7 +95,9 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
     def outputs(self, world: World, call: StaticCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((world.size, call.rows, call.n), call.dtype), ((world.size,), torch.int32)]
 
-    def kept(self, world: World, call: StaticCall, plan: str | Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def saved_shapes(
+        self, world: World, call: StaticCall, plan: str | Plan
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((call.rows,), torch.int32)]
 
     def returned(self, world: World, call: StaticCall, result: torch.Tensor, extra: object) -> Returned:
@@ -107,12 +109,12 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
     def expected(self, world: World, call: StaticCall, mode: str) -> Plan:
         return self.default(world, FusedAllToAll)
 
-    def fits(self, world: World, call: StaticCall, plan: Plan, asked: str | Plan) -> str | None:
+    def unsupported(self, world: World, call: StaticCall, plan: Plan, asked: str | Plan) -> str | None:
         if world.size > MAX_RANKS:
             return f"its waits poll the counters of at most {MAX_RANKS} ranks"
-        return super().fits(world, call, plan, asked)
+        return super().unsupported(world, call, plan, asked)
 
-    def saved(
+    def saved_tensors(
         self,
         operands: RoutedFactors,
         results: Sequence[torch.Tensor | None],

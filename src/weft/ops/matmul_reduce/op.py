@@ -29,7 +29,7 @@ from ...tensor_checks import requires_grad
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import gather_in_backward
 from ...world import World
-from ..common import MatmulOp, check_rows, plain_rows, split_rows, whole_words
+from ..common import MatmulOp, check_16_byte_rows, check_rows, plain_rows, split_rows
 from ..norm import Remap
 from ..recipes import (
     PRODUCT_OPTIONS,
@@ -55,12 +55,12 @@ from .two_level import run_reduce_all, run_scatter
 class MatmulReduce(MatmulOp[ReduceCall]):
     """The base of GEMM + reduce-scatter and GEMM + all-reduce."""
 
-    takes = ScaledFactors
+    operand_type = ScaledFactors
 
     everywhere: ClassVar[bool]  # all-reduce; otherwise reduce-scatter
     transposes = Sequential, Decomposed, Fused, OneShot, TwoShot, TwoLevel
 
-    def saved(
+    def saved_tensors(
         self,
         operands: ScaledFactors,
         results: Sequence[torch.Tensor | None],
@@ -77,10 +77,10 @@ class MatmulReduce(MatmulOp[ReduceCall]):
     def returned(self, world: World, call: ReduceCall, result: torch.Tensor, extra: object) -> Returned:
         return result if call.reorder else (result, None)
 
-    def fits(self, world: World, call: ReduceCall, plan: Plan, asked: str | Plan) -> str | None:
-        reason = super().fits(world, call, plan, asked)
+    def unsupported(self, world: World, call: ReduceCall, plan: Plan, asked: str | Plan) -> str | None:
+        reason = super().unsupported(world, call, plan, asked)
         if reason is None and isinstance(plan, Signaled) and plan.copies:
-            reason = whole_words(N=call.n)
+            reason = check_16_byte_rows(N=call.n)
             if reason is None and not (self.everywhere or (call.even and self.movable(plan, call.rows, world.size))):
                 reason = f"shards {list(call.shards)} must be equal, and whole tiles of {plan.tile.block_m} rows"
         return reason
@@ -123,7 +123,7 @@ class MatmulReduceScatter(MatmulReduce):
         TwoLevel: run_scatter,
     }
     over_nodes = (TwoLevel(), TwoLevel(2))
-    small = FusedReduceScatter
+    emulator_plan = FusedReduceScatter
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
         """Return dx, dweight and dbias. dx is an all-gather + GEMM of dy. dweight uses the dy that this has
@@ -177,8 +177,8 @@ class MatmulAllReduce(MatmulReduce):
         TwoLevel: run_reduce_all,
     }
     over_nodes = (TwoLevel(2), TwoLevel(4))
-    refuses = {Decomposed: ("pieces",)}
-    small = FusedAllReduce
+    unsupported_fields = {Decomposed: ("pieces",)}
+    emulator_plan = FusedAllReduce
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
         """Return the default plan of the kind. TwoLevel has two pieces here, because one would overlap nothing."""

@@ -81,7 +81,7 @@ def run_reduced(world: World, call: ReduceCall, plan: Plan, operands: ScaledFact
     if world.size == 1:
         linear(world, call.scaling, call.dtype, operands, world.current_stream(), out)
         return
-    if isinstance(plan, Decomposed) and world.symmetric_reason and not call.everywhere:
+    if isinstance(plan, Decomposed) and world.symmetric_unsupported and not call.everywhere:
         by_collectives.scatter(world, plan, operands, out)
         return
     transport = collectives.reduce_all_rows if call.everywhere else REDUCES[type(plan)]

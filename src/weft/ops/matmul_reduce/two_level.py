@@ -22,8 +22,8 @@ from ...transport.two_level import (
     as_one_slice,
     chunk_memory,
     cut,
-    hops,
     lengths,
+    node_pairs,
     pull_rows,
     row_chunks,
     send,
@@ -42,7 +42,7 @@ def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Scaled
     # The parts are kept until this stream has waited for their transfers: the allocator gives the memory of a tensor
     # that is no longer held to the next one of this stream, while `between` still reads it.
     sent = []
-    for target, source in hops(world):
+    for target, source in node_pairs(world):
         for chunk in range(chunks):
             slices = slices_of_node(world, call.shards, target, chunk, chunks)
             part = world.empty((lengths(slices)[local_rank], call.n), call.dtype)

@@ -140,7 +140,7 @@ class MoeCall(Call):
             values["router"] = self.router
         return values if self.keep is None else dict(values, keep=self.keep)
 
-    def kept(self, world: World, block_m: int) -> Shapes:
+    def saved_shapes(self, world: World, block_m: int) -> Shapes:
         """Return the shapes and dtypes of the tensors in `Kept`, for rows in tiles of block_m."""
         rows, columns = layer_rows(world, self.layer, block_m), first_columns(world, self.layer)
         return kept_shapes(world, self.layer, self.keep, rows, columns)

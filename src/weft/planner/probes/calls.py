@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...architectures import HOPPER
 from ...op import REGISTRY, collective, collectives, op_around
-from ...ops.tiles import fitting
+from ...ops.tiles import with_architecture_tiles
 from ...plans import Decomposed, LowLatencyShot, OneShot, Plan, Sequential
 from ..parts import SHOTS
 from ..profile import Measurement, TimedCall
@@ -23,7 +23,10 @@ def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
     """Return each op's variants, those that won on most shapes first, with tiles that fit a GPU of that compute
     capability."""
     named = {name: op.variants for name, op in REGISTRY.items() if op.variants}
-    return {name: tuple(dict.fromkeys(fitting(plan, capability) for plan in plans)) for name, plans in named.items()}
+    return {
+        name: tuple(dict.fromkeys(with_architecture_tiles(plan, capability) for plan in plans))
+        for name, plans in named.items()
+    }
 
 
 def most_low_latency_bytes(op: str, plan: LowLatencyShot, world: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...ops.tiles import fitting
+from ...ops.tiles import with_architecture_tiles
 from ...plans import NARROW, FusedGather, GemmTile, Signaled
 from ...world import World
 from ..parts import Occupancy
@@ -87,7 +87,10 @@ SIZES = Sizes(
 
 def fitted(sizes: Sizes, capability: int) -> Sizes:
     """Return `sizes` with the tiles that fused and signaled plans have on a GPU of that compute capability."""
-    fused, signaled = fitting(FusedGather(), capability), fitting(sizes.signaled, capability)
+    fused, signaled = (
+        with_architecture_tiles(FusedGather(), capability),
+        with_architecture_tiles(sizes.signaled, capability),
+    )
     if signaled == sizes.signaled and fused == FusedGather():
         return sizes
     tiles = Occupancy(fused.tile), Occupancy(GemmTile(block_k=signaled.tile.block_k))
@@ -121,7 +124,7 @@ class Bench:
         self.x, self.w = (self._random(elements) for _ in range(2))
         self.out = world.empty((elements,), BF)
         self.full, self.part = (world.zeros((max(most_bytes // 2, 1),), BF) for _ in range(2))
-        self.copies = world.symmetric_reason is None
+        self.copies = world.symmetric_unsupported is None
 
     def _random(self, count: int) -> torch.Tensor:
         values = self.world.empty((count,), BF)

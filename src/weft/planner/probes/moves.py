@@ -17,7 +17,7 @@ from ...plans import LowLatencyShot
 from ...transport import low_latency as low_latency
 from ...transport.copy_engine import sum_parts
 from ...transport.order import peer_at
-from ...transport.two_level import hops, send
+from ...transport.two_level import node_pairs, send
 from ..parts import low_latency_name
 from ..profile import SEND_TO_NODE, Latency, Measurement, Slowdown, UsedCtas
 from . import gemms
@@ -95,7 +95,7 @@ def copies(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
 
 def sends(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
     """Yield probes of the link between nodes: all ranks of a node send at once, as in two-level plans."""
-    target, source = next(hops(b.world))
+    target, source = next(node_pairs(b.world))
     for size in sizes:
         part, into = b.part[: size // 2], b.full[: size // 2]
 

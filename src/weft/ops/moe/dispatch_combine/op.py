@@ -727,14 +727,14 @@ class ExchangeOp(Op[ExchangeCall]):
     """The definition that both operators have in common. In `exchange_state` the ranks check that they agree, also on
     the buffer."""
 
-    small = Dispatched
+    emulator_plan = Dispatched
     by_library = False
 
     def expected(self, world: World, call: ExchangeCall, mode: str) -> Plan:
         return Dispatched()
 
-    def fits(self, world: World, call: ExchangeCall, plan: Plan, asked: str | Plan) -> str | None:
-        return world.symmetric_reason
+    def unsupported(self, world: World, call: ExchangeCall, plan: Plan, asked: str | Plan) -> str | None:
+        return world.symmetric_unsupported
 
     def check_same_on_all_ranks(self, world: World, call: ExchangeCall, plan: Plan, **details: Hashable) -> int | None:
         return None
@@ -749,8 +749,8 @@ class Dispatch(ExchangeOp):
         "Tensor x, Tensor ids, Tensor weights, SymInt[]? rows, SymInt experts, str layout, SymInt expert_alignment,"
         " SymInt? max_m, SymInt? buffer_index"
     )
-    results, lends, wraps = 5, 3, True
-    takes = DispatchOperands
+    results, num_borrowed_outputs = 5, 3
+    operand_type = DispatchOperands
     runs = {Sequential: run_dispatch, Dispatched: run_dispatch}
 
     def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> ExchangeCall:
@@ -771,7 +771,7 @@ class Dispatch(ExchangeOp):
     def returned(self, world: World, call: ExchangeCall, result: torch.Tensor, other_results: Operands) -> Returned:
         return result, *other_results
 
-    def wrapped(
+    def postprocess(
         self, world: World, plan: str | Plan, operands: DispatchOperands, options: CallOptions, results: Operands
     ) -> Returned:
         (rows, offsets, counts, sources, handle_id), (x, ids, weights, leaf) = results, operands
@@ -783,7 +783,9 @@ class Dispatch(ExchangeOp):
         shape, versions_then = tuple(rows.shape), versions(ids, weights)
         return rows, Handle(world, plan, shape, rows.dtype, *tables, ids, weights, handle_id, options, versions_then)
 
-    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+    def saved_tensors(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Operands:
         return results[-1:]
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
@@ -808,7 +810,7 @@ class Combine(ExchangeOp):
         "Tensor y, Tensor weights, Tensor ids, Tensor handle_id, Tensor? shared, SymInt[]? rows, SymInt experts,"
         " str layout, SymInt expert_alignment, SymInt? max_m, bool dispatch_has_gradient"
     )
-    takes = CombineOperands
+    operand_type = CombineOperands
     runs = {Sequential: run_combine, Dispatched: run_combine}
 
     def check(self, world: World, operands: CombineOperands, options: CallOptions) -> ExchangeCall:
@@ -827,7 +829,9 @@ class Combine(ExchangeOp):
         assert y is not None
         return operands._replace(y=y, shared=shared)
 
-    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+    def saved_tensors(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Operands:
         return operands[:4]
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:

@@ -165,7 +165,7 @@ class FinalSumOptions:
         return dict(num_warps=FINAL_SUM_WARPS, co_resident=self.co_resident, per_sm=self.per_sm)
 
 
-def fits(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | LowLatency) -> str | None:
+def unsupported(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | LowLatency) -> str | None:
     """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
     for name, size in (("H", layer.hidden), ("I", layer.inner)):
         if size % 8:
@@ -665,7 +665,11 @@ def run_dispatched(
     layer, stream, w = call.layer, world.current_stream(), operands.experts
     x, ids, weights, shared = operands.x, operands.ids, operands.weights, operands.shared
     received = call.received(world, operands)
-    kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.kept(world, plan.tile.block_m)))
+    kept = (
+        NONE_KEPT
+        if call.keep is None
+        else Kept(*(world.empty(*t) for t in call.saved_shapes(world, plan.tile.block_m)))
+    )
     world.order(lock(world, NAME), stream)
     state = plan_state(world, layer, plan)
     workspace = make_workspace(world, layer, state.rows)

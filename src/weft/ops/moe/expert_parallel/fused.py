@@ -28,7 +28,7 @@ from .dispatched import (
     scratch,
     step_counters,
 )
-from .dispatched import fits as fits_dispatched
+from .dispatched import unsupported as dispatched_unsupported
 from .fused_kernels import STAMPS, LayerMemory, LayerOperands, LayerSizes, moe_layer
 from .route_kernels import RouterSizes, RouterTensors
 
@@ -56,14 +56,14 @@ class FusedState:
     ahead: Ahead = field(default_factory=Ahead)
 
 
-def fits(world: World, layer: Layer, plan: FusedMoe) -> str | None:
+def unsupported(world: World, layer: Layer, plan: FusedMoe) -> str | None:
     """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
     programs = world.sm_count * plan.per_sm
     if plan.copy_programs > programs:
         return f"{plan.copy_programs} programs that move rows are more than there are, {programs}"
     if layer.experts // world.size > MAX_LOCAL_EXPERTS:
         return f"{layer.experts} experts over {world.size} ranks are more than {MAX_LOCAL_EXPERTS} on each"
-    return fits_dispatched(world, layer, plan)
+    return dispatched_unsupported(world, layer, plan)
 
 
 def plan_state(world: World, layer: Layer, plan: FusedMoe) -> FusedState:

@@ -18,7 +18,7 @@ from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands
 from ..routing.route_tables import power
 from .dispatched import ELEMENTS_PER_THREAD, layer_sizes, make_workspace, persistent_options
-from .dispatched import fits as fits_dispatched
+from .dispatched import unsupported as dispatched_unsupported
 from .fused_kernels import LayerSizes
 from .low_latency_kernels import LowLatencyMemory, low_latency_gemm, low_latency_sums
 
@@ -42,7 +42,7 @@ class LowLatencyState:
     ahead: Ahead = field(default_factory=Ahead)
 
 
-def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:
+def unsupported(world: World, layer: Layer, plan: LowLatency) -> str | None:
     """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
     routes = world.size * layer.max_tokens_per_rank * layer.k
     if routes > MAX_ROUTES:
@@ -51,7 +51,7 @@ def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:
     block = world.scale.interleave
     if layer.activation != "gelu" and plan.tile.block_n != 2 * block:
         return f"tiles of {plan.tile.block_n} columns do not hold 1 block of {block} gate and up rows"
-    return fits_dispatched(world, layer, plan)
+    return dispatched_unsupported(world, layer, plan)
 
 
 def plan_state(world: World, layer: Layer, plan: LowLatency) -> LowLatencyState:

@@ -183,16 +183,16 @@ class Moe(Op[MoeCall]):
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
         " SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows, str keep, bool counted, bool gradient"
     )
-    results, keeps, wraps = 2, 2, True
-    takes = MoeOperands
+    results, num_saved = 2, 2
+    operand_type = MoeOperands
     runs = {
         Sequential: run_sequential,
         Dispatched: run_dispatched,
         FusedMoe: run_fused,
         LowLatency: run_low_latency,
     }
-    small = Dispatched
-    tries: ClassVar[Sequence[Plan]] = tuple(plan for plan, *_ in BY_ROWS)
+    emulator_plan = Dispatched
+    autotune_plans: ClassVar[Sequence[Plan]] = tuple(plan for plan, *_ in BY_ROWS)
     by_library = False  # a CUDA graph cannot capture its calls
 
     def check(self, world: World, operands: MoeOperands, options: CallOptions) -> MoeCall:
@@ -238,14 +238,14 @@ class Moe(Op[MoeCall]):
         results = ((call.own_tokens, layer.hidden), layer.dtype), ((layer.experts // world.size,), torch.int32)
         return list(results[: 1 + call.counted])
 
-    def kept(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
+    def saved_shapes(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
         plan = plan if isinstance(plan, Dispatched) else world.scale.plan(Dispatched)
-        return call.kept(world, plan.tile.block_m)
+        return call.saved_shapes(world, plan.tile.block_m)
 
     def returned(self, world: World, call: MoeCall, result: torch.Tensor, other_results: Operands) -> Returned:
         return result, *other_results
 
-    def wrapped(
+    def postprocess(
         self, world: World, plan: str | Plan, operands: MoeOperands, options: CallOptions, results: Operands
     ) -> Returned:
         (y, counts), received = results[:2], operands.received
@@ -253,7 +253,9 @@ class Moe(Op[MoeCall]):
             received.copy_(counts)
         return y
 
-    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+    def saved_tensors(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Operands:
         return *operands[:7], *results[2:]
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
@@ -285,7 +287,7 @@ class Moe(Op[MoeCall]):
             return Dispatched()
         rows = self._rows(world, call)
         plans = [plan for plan, expected_to, *_ in BY_ROWS if rows <= expected_to]
-        if isinstance(plans[0], LowLatency) and low_latency.fits(world, call.layer, plans[0]) is not None:
+        if isinstance(plans[0], LowLatency) and low_latency.unsupported(world, call.layer, plans[0]) is not None:
             return plans[1]
         return plans[0]
 
@@ -298,7 +300,7 @@ class Moe(Op[MoeCall]):
             for r in BY_ROWS
             if r.timed_from <= rows <= r.timed_to
             and rows * call.layer.experts <= r.most_routes
-            and r.plan in self.tries
+            and r.plan in self.autotune_plans
         ]
         return plans if len(plans) > 1 and call.keep is None else ()
 
@@ -334,17 +336,17 @@ class Moe(Op[MoeCall]):
         balanced_operands = operands._replace(x=x, ids=ids, weights=weights, shared=None, received=None)
         return replace(call, own_tokens=tokens, tokens=None), balanced_operands
 
-    def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
+    def unsupported(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.keep is not None and not isinstance(plan, Dispatched):
             raise ValueError(f"{NAME}: plan {plan.kind!r} has no gradient; 'auto', 'dispatched' and 'sequential' have")
         if isinstance(plan, FusedMoe):
-            reason = fused.fits(world, call.layer, plan)
+            reason = fused.unsupported(world, call.layer, plan)
         elif isinstance(plan, LowLatency):
-            reason = low_latency.fits(world, call.layer, plan)
+            reason = low_latency.unsupported(world, call.layer, plan)
         else:
             assert isinstance(plan, Dispatched)
-            reason = dispatched.fits(world, call.layer, plan)
-        return world.symmetric_reason or lacks(world.capability, "tma", "an MoE layer's kernels") or reason
+            reason = dispatched.unsupported(world, call.layer, plan)
+        return world.symmetric_unsupported or lacks(world.capability, "tma", "an MoE layer's kernels") or reason
 
     def dense_operands(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
         """Make all operands contiguous but `received`, which is written and must stay where it is."""
@@ -431,8 +433,8 @@ class MoeWithRouter(Op[MoeCall]):
     Operands: `RoutedMoeOperands`. Options: those of `Moe`, and `RouterOptions`.
     """
 
-    name, public, results, wraps = "moe_with_router", NAME, 2, True
-    takes = RoutedMoeOperands
+    name, public, results = "moe_with_router", NAME, 2
+    operand_type = RoutedMoeOperands
     runs = {
         Sequential: run_sequential_with_router,
         FusedMoe: run_fused_with_router,
@@ -461,16 +463,16 @@ class MoeWithRouter(Op[MoeCall]):
         layer = call.layer
         return MOE.multiply_adds(call) + layer.max_tokens_per_rank * layer.experts * layer.hidden
 
-    def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
-        return MOE.fits(world, call, plan, asked)
+    def unsupported(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
+        return MOE.unsupported(world, call, plan, asked)
 
     def returned(self, world: World, call: MoeCall, result: torch.Tensor, other_results: Operands) -> Returned:
         return MOE.returned(world, call, result, other_results)
 
-    def wrapped(
+    def postprocess(
         self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands
     ) -> Returned:
-        return MOE.wrapped(world, plan, operands, options, results)
+        return MOE.postprocess(world, plan, operands, options, results)
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
         return "a plan that includes the router does not have"

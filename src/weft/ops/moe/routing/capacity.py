@@ -85,7 +85,7 @@ class CapacityOp(Local[CapacityCall]):
     public = APPLY_CAPACITY
     signature = "Tensor ids, Tensor weights, SymInt experts, float capacity_factor, str drop"
     results = 2
-    takes = CapacityOperands
+    operand_type = CapacityOperands
     runs = {Sequential: run_capacity}
 
     def check(self, world: World, operands: CapacityOperands, options: CallOptions) -> CapacityCall:

@@ -120,7 +120,7 @@ class BalanceOp(Local[LossCall]):
     public = BALANCE
     signature = "Tensor logits, Tensor ids"
     results = 2
-    takes = BalanceOperands
+    operand_type = BalanceOperands
     runs = {Sequential: run_balance}
 
     def check(self, world: World, operands: BalanceOperands, options: CallOptions) -> LossCall:
@@ -143,7 +143,9 @@ class BalanceOp(Local[LossCall]):
             return result, share
         return world.zeros((), torch.float32), world.zeros((call.e,), torch.float32)
 
-    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+    def saved_tensors(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Operands:
         return operands[0], results[1]
 
     def backward(self, world: World, ctx: Backward) -> list[torch.Tensor | None]:
@@ -171,7 +173,7 @@ class SquareOp(Local[LossCall]):
     name = "moe_z_loss"
     public = Z_LOSS
     signature = "Tensor logits"
-    takes = SquareOperands
+    operand_type = SquareOperands
     runs = {Sequential: run_square}
 
     def check(self, world: World, operands: SquareOperands, options: CallOptions) -> LossCall:

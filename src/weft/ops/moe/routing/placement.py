@@ -67,7 +67,7 @@ class PlacementOp(Local[PlacementCall]):
     name = "moe_placement"
     public = EXPERT_PLACEMENT
     signature = "Tensor ids, Tensor table"
-    takes = PlacementOperands
+    operand_type = PlacementOperands
     runs = {Sequential: run_placement}
 
     def check(self, world: World, operands: PlacementOperands, options: CallOptions) -> PlacementCall:

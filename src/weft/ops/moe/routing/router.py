@@ -256,7 +256,7 @@ class RouterOp(Local[RouterCall]):
         " SymInt top_groups, float scale"
     )
     results = 2
-    takes = RouterOperands
+    operand_type = RouterOperands
     runs = {Sequential: run_router}
 
     def check(self, world: World, operands: RouterOperands, options: CallOptions) -> RouterCall:
@@ -271,7 +271,9 @@ class RouterOp(Local[RouterCall]):
     def returned(self, world: World, call: RouterCall, result: torch.Tensor, other_results: Any) -> Any:
         return result, world.empty(result.shape, torch.int32) if other_results is None else other_results
 
-    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+    def saved_tensors(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Operands:
         return operands[0], results[1]
 
     def backward(self, world: World, ctx: Backward) -> list[torch.Tensor | None]:

@@ -103,7 +103,7 @@ class FirstHalfCall(GroupedCall):
         routes = (words,), torch.int32 if self.keep is None else torch.float32
         return [((layer.rows(world), layer.inner), layer.dtype), routes]
 
-    def kept(self, world: World) -> Shapes:
+    def saved_shapes(self, world: World) -> Shapes:
         """Return the shapes and dtypes of the tensors in `Kept`."""
         return kept_shapes(world, self.layer, self.keep, self.layer.rows(world), first_columns(world, self.layer))
 

@@ -54,13 +54,13 @@ def tables_of(routes: RouteParts) -> route_tables.Tables:
     return route_tables.Tables(route_rows, sources, offsets, tiles, tile_count, route_rows, received, targets)
 
 
-def fits(world: World, layer: Split, plan: DispatchedColumns) -> str | None:
+def unsupported(world: World, layer: Split, plan: DispatchedColumns) -> str | None:
     """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
     if plan.tile.block_m != layer.tile:
         return f"rows lie in tiles of {layer.tile}, not of {plan.tile.block_m}"
     if layer.local(world) > route_tables.MAX_LOCAL_EXPERTS:
         return f"a rank has columns of {layer.local(world)} experts, more than {route_tables.MAX_LOCAL_EXPERTS}"
-    return dispatched.fits(world, replace(layer, experts=world.size), plan)
+    return dispatched.unsupported(world, replace(layer, experts=world.size), plan)
 
 
 def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> DispatchedState:
@@ -215,7 +215,7 @@ def run_gather(
     routes and the saved tensors."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     routes = call.routes(world)
-    kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.kept(world)))
+    kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.saved_shapes(world)))
     arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
     half_state = first_half_state(world, layer, plan)
     workspace, parts = arena_workspace(arena, layer.dtype, out, out), route_parts(world, layer, routes)

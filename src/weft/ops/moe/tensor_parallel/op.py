@@ -138,7 +138,7 @@ G = TypeVar("G", bound=GroupedCall)
 class Half(Op[G]):
     """The definition that both halves have in common."""
 
-    small = DispatchedColumns
+    emulator_plan = DispatchedColumns
 
     def sizes(self, call: G) -> tuple[int, int, int]:
         return call.layer.max_tokens_per_rank, call.layer.inner, call.layer.hidden
@@ -146,10 +146,10 @@ class Half(Op[G]):
     def expected(self, world: World, call: G, mode: str) -> Plan:
         return DispatchedColumns()
 
-    def fits(self, world: World, call: G, plan: Plan, asked: str | Plan) -> str | None:
+    def unsupported(self, world: World, call: G, plan: Plan, asked: str | Plan) -> str | None:
         assert isinstance(plan, DispatchedColumns)
-        reason = world.symmetric_reason or lacks(world.capability, "tma", "an MoE layer's kernels")
-        return reason or dispatched.fits(world, call.layer, plan)
+        reason = world.symmetric_unsupported or lacks(world.capability, "tma", "an MoE layer's kernels")
+        return reason or dispatched.unsupported(world, call.layer, plan)
 
     def layer(
         self,
@@ -189,8 +189,8 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor? b13, SymInt[]? rows, str activation, int inner,"
         " int tp_size, str keep, bool gradient"
     )
-    results, keeps = 2, 2
-    takes = GatherOperands
+    results, num_saved = 2, 2
+    operand_type = GatherOperands
     runs = {Sequential: sequential.run_gather, DispatchedColumns: dispatched.run_gather}
 
     def check(self, world: World, operands: GatherOperands, options: CallOptions) -> FirstHalfCall:
@@ -229,14 +229,16 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
     def outputs(self, world: World, call: FirstHalfCall) -> Shapes:
         return call.outputs(world)
 
-    def kept(self, world: World, call: FirstHalfCall, plan: str | Plan) -> Shapes:
-        return call.kept(world)
+    def saved_shapes(self, world: World, call: FirstHalfCall, plan: str | Plan) -> Shapes:
+        return call.saved_shapes(world)
 
     def returned(self, world: World, call: FirstHalfCall, result: torch.Tensor, other_results: Operands) -> Returned:
         others = (call.routes(world),) if other_results is None else other_results  # None where there are no rows
         return result, *others
 
-    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+    def saved_tensors(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Operands:
         return *operands, *results[1:]
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
@@ -268,7 +270,7 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
     signature = (
         "Tensor hidden, Tensor routes, Tensor ids, Tensor w2, Tensor? b2, Tensor? shared, SymInt[]? rows, int tp_size"
     )
-    takes = ScatterOperands
+    operand_type = ScatterOperands
     runs = {Sequential: sequential.run_scatter, DispatchedColumns: dispatched.run_scatter}
 
     def check(self, world: World, operands: ScatterOperands, options: CallOptions) -> GroupedCall:
@@ -301,7 +303,9 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
     def outputs(self, world: World, call: GroupedCall) -> Shapes:
         return [((call.tokens[world.rank], call.layer.hidden), call.layer.dtype)]
 
-    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+    def saved_tensors(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Operands:
         return operands[:5]
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
