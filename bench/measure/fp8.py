@@ -143,7 +143,7 @@ def sizes() -> Iterator[tuple[str, int, int, int]]:
 
 def libraries(name: str, o: ScaledOperands, out: torch.Tensor) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {
-        product: lambda run=run: run(o, out) for product, run in library_gemm.scaled_products(o.x.recipe).items()
+        product: lambda run=run: run(o, out) for product, run in library_gemm.scaled_products(o.scaling).items()
     }
     if name == "block":
         columns = column_major(o)

@@ -124,7 +124,7 @@ def products(o: ScaledOperands) -> dict[str, Product]:
     if recipe != "block":
         scale, fast = o.weight.scales.view(1, -1) if recipe == "row" else o.weight.scales, o.fast_accum
         return {"torch": lambda x: torch._scaled_mm(x.values, weight, x.scales, scale, out_dtype=BF, use_fast_accum=fast)}  # fmt: skip
-    return {name: by_block(o, product) for name, product in library_gemm.scaled_products("block").items()}
+    return {name: by_block(o, product) for name, product in library_gemm.scaled_products(o.scaling).items()}
 
 
 def by_block(o: ScaledOperands, product: library_gemm.ScaledProduct) -> Product:

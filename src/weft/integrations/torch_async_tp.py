@@ -192,17 +192,14 @@ def gather_scaled(
     """Return all_gather(x) and its products with `weights`, as `gather` does, for 8-bit operands. `x_scale` has one
     element, or one for each of this rank's rows."""
     front = x.movedim(dim, 0)
-    rows, lead = front.flatten(0, -2), (world.size * front.shape[0], *front.shape[1:-1])
-    if x_scale.numel() > 1:
-        operand = ScaledTensor(rows, x_scale.movedim(dim, 0).reshape(-1, 1), "row")
-    else:
-        operand = ScaledTensor(rows, x_scale.view(1), "tensor")
+    lead = world.size * front.shape[0], *front.shape[1:-1]
+    operand = _scaled_rows(front, x_scale if x_scale.numel() == 1 else x_scale.movedim(dim, 0))
 
     def restore_shape(y: Tensor) -> Tensor:
         return y.view(*lead, y.shape[1]).movedim(0, dim)
 
     def arguments(w: ScaledWeight) -> tuple[ScaledTensor, Tensor | None]:
-        return ScaledTensor(w.weight.t(), w.scale, operand.recipe), w.bias
+        return operand._replace(values=w.weight.t(), scales=w.scale), w.bias
 
     def options(w: ScaledWeight) -> ProductKeywords:
         return ProductKeywords(out_dtype=w.dtype, use_fast_accum=w.fast_accum)
@@ -214,6 +211,12 @@ def gather_scaled(
         y if i == widest else matmul(gathered, *arguments(w), world=world, **options(w)) for i, w in enumerate(weights)
     ]
     return restore_shape(gathered.values), [restore_shape(product) for product in products]
+
+
+def _scaled_rows(x: Tensor, scales: Tensor) -> ScaledTensor:
+    """Return the rows of x [.., K] with their scales, one for each or one for all."""
+    by_row = scales.numel() > 1
+    return ScaledTensor(x.flatten(0, -2), scales.reshape(-1, *[1] * by_row), "row" if by_row else "tensor")
 
 
 def _all_gather_scaled(
@@ -287,12 +290,10 @@ def _scaled_reduce_scatter(
     _count(SCALED_SCATTER)
     with torch.no_grad():
         front = A.reshape(*lead, A.shape[-1]).movedim(dim, 0)
-        rowwise = A_scale.numel() > 1
-        scale = A_scale.reshape(*lead, 1).movedim(dim, 0).reshape(-1, 1) if rowwise else A_scale.view(1)
-        recipe = "row" if rowwise else "tensor"
+        x = _scaled_rows(front, A_scale if A_scale.numel() == 1 else A_scale.reshape(*lead, 1).movedim(dim, 0))
         y = matmul_reduce_scatter(
-            ScaledTensor(front.flatten(0, -2), scale, recipe),
-            ScaledTensor(B.t(), B_scale, recipe),
+            x,
+            x._replace(values=B.t(), scales=B_scale),
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
             world=world,

@@ -51,7 +51,7 @@ from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
 from ..ops.scaled_gemm import multiply
 from ..planner.layers import DecoderSizes, predicted
-from ..scaled_tensor import SCALE_BLOCK, ScaledTensor
+from ..scaled_tensor import ScaledTensor
 from ..transport.memory import lock
 from ..world import World
 from .attention import attend, flash_works
@@ -110,10 +110,11 @@ class Attention(ScaledModule):
             return None if self.norms is None else self.norms["qk".index(projection)]
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[projection]
-        if scaled and self.recipe == "block":
-            lo, n = lo // SCALE_BLOCK, n // SCALE_BLOCK
         whole = self.qkv_scale if scaled else self.bias if parameter == "proj.bias" else self.qkv
-        return None if whole is None else whole[lo : lo + n]
+        if whole is None:
+            return None
+        shared = len(self.qkv) // len(whole)  # rows of a block share a scale
+        return whole[lo // shared : (lo + n) // shared]
 
 
 class DecoderLayer(nn.Module):
@@ -450,17 +451,18 @@ class _SublayerOfPass:
 
     def dense(self, mlp: ParallelMLP, x: Tensor, out: Tensor | None) -> Tensor:
         world, sms = self.model.world, self.layout.plan.sms
+        gate_up_weight, down = mlp.weights
         gate_up, inner = (t[: x.shape[0]] for t in self.memory.mlp_buffers[mlp.gate_up.shape[0], mlp.inner])
         hidden: Activation = inner
         if sms:
             matmul(x, mlp.gate_up, inner, world, sms, gated=mlp.inner)
         else:
-            self.linear(x, mlp.scaled(mlp.gate_up, mlp.gate_up_scale), gate_up)
+            self.linear(x, gate_up_weight, gate_up)
             if mlp.recipe is None:
                 launch_silu_mul(gate_up, inner, world, mlp.block)
             else:
                 hidden = silu_mul_quantized(gate_up, mlp.recipe, world=world)
-        return self.linear(hidden, mlp.scaled(mlp.down, mlp.down_scale), out)
+        return self.linear(hidden, down, out)
 
 
 class _AttentionOfPass(_SublayerOfPass):

@@ -78,6 +78,11 @@ class ParallelMLP(ScaledModule):
         bound = hidden_size**-0.5
         self.fill({"gate_proj.weight": bound, "up_proj.weight": bound, "down_proj.weight": intermediate_size**-0.5})
 
+    @property
+    def weights(self) -> tuple[Activation, Activation]:
+        """Return the weights before and after the activation as ops take them."""
+        return self.scaled(self.gate_up, self.gate_up_scale), self.scaled(self.down, self.down_scale)
+
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Apply the MLP. rows: rows of every rank's x, if they are not all equal."""
         world, plan = self.world, self.plan
@@ -96,7 +101,7 @@ class ParallelMLP(ScaledModule):
 
     def _in_8_bits(self, x: Activation, rows: Sequence[int] | None, recipe: str) -> torch.Tensor:
         world, plan, dtype = self.world, self.plan, self.dtype
-        gate_up, down = self.scaled(self.gate_up, self.gate_up_scale), self.scaled(self.down, self.down_scale)
+        gate_up, down = self.weights
         x, options = product_operands(x, gate_up, dtype, world)
         y = all_gather_matmul(x, gate_up, world=world, plan=plan, rows=rows, **options)
         hidden, options = product_operands(silu_mul_quantized(y, recipe, world=world), down, dtype, world)
@@ -116,12 +121,10 @@ class ParallelMLP(ScaledModule):
             return self.gate_up_scale.chunk(2)[projection == "up_proj"]
         if name == "down_proj.weight":
             return self.down
-        if self.recipe is not None:
-            return self.gate_up.chunk(2)[projection == "up_proj"]
         return self._half(name).reshape(-1, self.hidden_size)[: self.inner]
 
     def set_shard(self, name: str, value: torch.Tensor) -> None:
-        if self.recipe is not None or name == "down_proj.weight":
+        if name not in ("gate_proj.weight", "up_proj.weight"):
             super().set_shard(name, value)
             return
         half = self._half(name)

@@ -69,6 +69,7 @@ class ScaledModule(Sharded):
         self.dtype, self.recipe = dtype, recipe
         if recipe not in (None, *NAMES):
             raise ValueError(f"{type(self).__name__}: recipe {recipe!r} is not one of {sorted(NAMES)}")
+        self.scales_name = None if recipe is None else NAMES[recipe]
 
     def matrix(self, rows: Sequence[int], k: int) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Return a weight of zeros, whose parts have these numbers of rows, and k columns; and the scales of a weight
@@ -90,12 +91,12 @@ class ScaledModule(Sharded):
     def name_scales(self, *prefixes: str) -> None:
         """Name the scales of the weights with these prefixes in the state dict. They are split as the weights are, but
         those of rows have no columns to split."""
-        if self.recipe is None:
+        if self.scales_name is None:
             return
         for prefix in prefixes:
             dim = self.sharded_dim[f"{prefix}weight"]
             split = None if dim == 1 and self.recipe == "row" else dim
-            self.sharded_dim = self.sharded_dim | {f"{prefix}{NAMES[self.recipe]}": split}
+            self.sharded_dim = self.sharded_dim | {f"{prefix}{self.scales_name}": split}
         self.ignored = tuple(f"{prefix}input_scale" for prefix in prefixes)
 
     def scaled(self, weight: nn.Parameter, scales: nn.Parameter | None) -> Activation:
@@ -105,9 +106,9 @@ class ScaledModule(Sharded):
     def scale_name(self, name: str) -> str | None:
         """Return the name of the scales of an 8-bit weight; None for any other tensor."""
         shard = self.get_shard(name)
-        if self.recipe is None or shard is None or shard.dtype != E4M3:
+        if shard is None or shard.dtype != E4M3:
             return None
-        return f"{name.removesuffix('weight')}{NAMES[self.recipe]}"
+        return f"{name.removesuffix('weight')}{self.scales_name}"
 
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:

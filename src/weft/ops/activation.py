@@ -17,7 +17,7 @@ from ..scaled_tensor import ScaledTensor
 from ..tensor_checks import DTYPES, aligned, check_device, dims
 from ..torch_library import Backward, CallOptions
 from ..world import World
-from .quantize import quantized_blocks
+from .quantize import scaled_rows
 from .removed import unexpected
 
 _OP = "silu_mul"
@@ -116,7 +116,7 @@ def silu_mul_quantized(
     "tensor" needs a scale. Raises as `weft.quantize`.
     """
     columns = columns_of("silu_mul_quantized", x)
-    return quantized_blocks(x, recipe, scale, columns, columns, world)
+    return scaled_rows(world, x, scale, (recipe, columns, columns, 1, False))
 
 
 def columns_of(op: str, x: torch.Tensor) -> int:

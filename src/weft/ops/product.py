@@ -48,10 +48,10 @@ class ProductCall(Call):
 
 def scaled_operands(scaling: Scaling, operands: ScaledFactors) -> ScaledOperands:
     """Return the operands with their scales."""
-    (x, weight, bias, x_scale, weight_scale), recipe = operands, scaling.recipe
+    x, weight, bias, x_scale, weight_scale = operands
     assert x_scale is not None and weight_scale is not None
-    scaled_x, scaled_weight = ScaledTensor(x, x_scale, recipe), ScaledTensor(weight, weight_scale, recipe)
-    return ScaledOperands(scaled_x, scaled_weight, bias, scaling.fast_accum)
+    scaled_x = ScaledTensor(x, x_scale, scaling.recipe)
+    return ScaledOperands(scaled_x, scaled_x._replace(values=weight, scales=weight_scale), bias, scaling.fast_accum)
 
 
 def linear(
