@@ -18,9 +18,10 @@ The guard block (int64 words, one block per rank, shared by all waits of a World
 """
 
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
+from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
+from ..architectures import features
 from .jit import intrinsic
 
 EXPIRED, DIFFERS = 1, 2
@@ -28,12 +29,22 @@ NUMBER_BITS = 20  # the bits of the call's number in a word of `same_call`; the 
 CALL = -2  # the tile in the record of a wait in `same_call`
 
 
+def _target_features():
+    """Return the features of the GPU that is compiled for, or None where Triton has no target."""
+    target = current_target()
+    return None if target is None else features(target.arch)
+
+
+_target_features.__triton_builtin__ = True  # Python's own, for Triton
+
+
 @constexpr_function
 def bulk_copies():
-    """Return whether the target GPU has bulk (TMA) copies, which use a proxy of their own: Hopper and later. For an
-    older GPU Triton makes ordinary accesses of those through a descriptor, which need neither the wait for bulk stores
-    nor a proxy fence: the next block barrier covers them."""
-    return cuda_capability_geq(9)
+    """Return whether the target GPU has bulk (TMA) copies, which use a proxy of their own. For an older GPU Triton
+    makes ordinary accesses of those through a descriptor, which need neither the wait for bulk stores nor a proxy
+    fence: the next block barrier covers them."""
+    gpu = _target_features()
+    return gpu is not None and gpu.tma
 
 
 @intrinsic
