@@ -24,7 +24,7 @@ from .errors import WeftError
 
 if TYPE_CHECKING:
     from .emulator.ran import Ran
-    from .trace.span import Span
+    from .span import Span
     from .world import World
 
 app = typer.Typer(

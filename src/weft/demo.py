@@ -26,9 +26,9 @@ from .backends.base import Backend
 from .chooser import length, span
 from .launch import spmd
 from .nn import ParallelMLP
+from .span import Span
 from .trace.picture import draw
 from .trace.profile import profiled
-from .trace.span import Span
 from .world import World
 
 UNIT = "virtual time (1 = one SM touches 1 kB)"  # the unit of the emulator's spans

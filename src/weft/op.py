@@ -24,9 +24,9 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 
 from . import torch_library
-from .backends.residency import UNKNOWN, Residents
 from .chooser import Choice
 from .plans import RENAMED_KINDS, Plan, Sequential, TwoLevel
+from .residency import UNKNOWN, Residents
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
 from .world import Memo, World

@@ -24,27 +24,26 @@ import triton.language as tl
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
+from .backends.barrier import barrier
 from .backends.base import (
     Arguments,
     Backend,
     CallRecord,
-    Options,
     Stream,
     SymmetricTensor,
-    check_memory,
-    outlives_call,
     timeout_seconds,
 )
 from .backends.nodes import spread
-from .backends.residency import Launches, Residents
 from .chooser import Chooser
 from .errors import Mismatch, Overflow, Timeout, Unsupported, WeftError
 from .kernel_launch import Launch
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.intrinsics import NUMBER_BITS
-from .lang.jit import check_arguments, check_launch
+from .lang.jit import Options, check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
+from .residency import Launches, Residents
 from .scale import Scale
+from .symmetric import check_memory, outlives_call
 
 log = logging.getLogger("weft")
 P = ParamSpec("P")
@@ -699,7 +698,7 @@ class World:
 
     def order_residents(self, launches: Launches, capturing: bool) -> None:
         """Serialise a call, on the current stream, after those of other streams beside which it might not fit on the
-        SMs (`backends/residency.py`): launches that wait for each other's room never end."""
+        SMs (`residency.py`): launches that wait for each other's room never end."""
         ledgers = self.backend.ledgers
         if ledgers is None:
             return
@@ -757,13 +756,11 @@ class World:
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
         """Make a stream wait for all ranks. Those of one name must come in the same order on every rank. Returns the
         number of barriers of this name so far, int32 [1] on the device, which the next one increments."""
-        barrier, count = self.cached(("barrier", name), lambda: self._barrier(name))
-        barrier(stream or self.current_stream(), number=self.number)
+        launch, count = self.cached(("barrier", name), lambda: self._barrier(name))
+        launch(stream or self.current_stream(), number=self.number)
         return count
 
     def _barrier(self, name: str) -> tuple[Launch, torch.Tensor]:
-        from .transport.barrier import barrier
-
         count = self.zeros((1,), torch.int32)
         return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), epoch=count), count
 

@@ -40,6 +40,7 @@ from tests.emulated.cases_tensor_parallel import around_layer, both_halves, firs
 from weft import World, check
 from weft import moe as moe_functions
 from weft.architectures import AMPERE
+from weft.backends.barrier import wait_group
 from weft.backends.emulated import spmd
 from weft.check.schedules import kill_rate
 from weft.compute.gemm import matmul as gemm
@@ -83,7 +84,6 @@ from weft.plans import (  # fmt: skip
     TwoShotLowLatency,
 )
 from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
-from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import load_state, rotate_thirds, sum_low_latency
 
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, next to another worker

@@ -216,7 +216,7 @@ def test_a_check_is_counted_to_the_part_whose_kernels_it_launches() -> None:
         "ops.moe.kernels": "ops/moe",
         "ops.norm": "ops/norm.py",
         "compute.gemm": "compute",
-        "transport.barrier": "transport",
+        "backends.barrier": "backends",
     }
     assert {module: gpu_queue.part_of(f"weft.{module}") for module in part_of_module} == part_of_module
 

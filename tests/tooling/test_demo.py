@@ -16,17 +16,17 @@ from rich.progress import Progress
 from torch.profiler import ProfilerActivity
 
 from weft import demo
+from weft.backends.barrier import barrier, wait_group, wait_word
 from weft.compute.elementwise import silu_mul
 from weft.compute.gemm import matmul
 from weft.compute.signaled_gemm import signaled_gemm
 from weft.demo import RankTimes, on_gpus, panels, staged
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm
 from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.span import Span
 from weft.trace import profile
 from weft.trace.picture import render
 from weft.trace.profile import recorded, spans_of
-from weft.trace.span import Span
-from weft.transport.barrier import barrier, wait_group, wait_word
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 from weft.transport.sums import sum_partials, sum_staged
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,17 +31,17 @@ from triton import JITFunction
 from .. import architectures
 from ..chooser import cuda_clock
 from ..errors import Mismatch, Timeout, Unsupported
+from ..kernel_launch import Launch, Moved
 from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
+from ..lang.jit import Options
+from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
 from . import nodes, shared_gpu
-from .base import BETWEEN_CTAS, Arguments, Backend, CallRecord, Options, R, SymmetricTensor, timeout_seconds
+from .barrier import wait_word
+from .base import BETWEEN_CTAS, Arguments, Backend, CallRecord, R, SymmetricTensor, timeout_seconds
 from .launcher import Launcher, NotingLauncher, room_of
-from .residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
-
-if TYPE_CHECKING:
-    from ..kernel_launch import Launch
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 NCCL_CTAS = 64  # the most channels of a communicator, each of which has a CTA
@@ -221,7 +221,7 @@ class GpuBackend(Backend):
     ) -> None:
         self.launcher.launch(kernel, grid, args, options, stream)
 
-    def run_launch(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
+    def run_launch(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Moved]) -> None:
         self.launcher.run(launch, stream, moving)
 
     def note_launches(self) -> AbstractContextManager[Notes]:
@@ -254,9 +254,6 @@ class GpuBackend(Backend):
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self._wait_word is None:
-            from ..kernel_launch import Launch
-            from ..transport.barrier import wait_word
-
             self._wait_word = Launch(self, wait_word, 1, dict(num_warps=1), guard=self.guard())
         self._wait_word(stream, word=word, value=value)
 

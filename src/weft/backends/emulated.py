@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from triton import JITFunction
@@ -25,27 +25,25 @@ from ..emulator import Machine, Report
 from ..emulator.streams import call_site, fresh
 from ..emulator.tasks import Arrival, EmulatedEvent, EmulatedStream
 from ..errors import Mismatch, Unsupported, WeftError
+from ..kernel_launch import Launch, Moved
 from ..lang.host import check_copy
-from ..lang.jit import check_launch
+from ..lang.jit import Options, check_launch
+from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
-from ..transport import barrier
+from ..symmetric import check_memory, check_tensors
+from . import barrier
 from .base import (
     Arguments,
     Backend,
     CallRecord,
-    Options,
     R,
     SymmetricTensor,
-    check_memory,
-    check_tensors,
     sum_in_order,
 )
 from .nodes import numbered, placed, spread
-from .residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 
 if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
-    from ..kernel_launch import Launch
 
 B = TypeVar("B", bound=Backend)
 ALIGN = 256
@@ -310,7 +308,7 @@ class EmulatedBackend(Backend):
     def note_launches(self) -> AbstractContextManager[Notes]:
         return self._noting.noting()
 
-    def run_launch(self, launch: Launch, stream: EmulatedStream, moving: Mapping[str, Any]) -> None:
+    def run_launch(self, launch: Launch, stream: EmulatedStream, moving: Mapping[str, Moved]) -> None:
         self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,26 +22,24 @@ from torch.distributed.distributed_c10d import _get_default_group
 from triton import JITFunction
 
 from ..errors import Unsupported
+from ..kernel_launch import Launch, Moved
+from ..lang.jit import Options
 from ..scale import SMALL, Scale
+from ..symmetric import check_memory
 from .base import (
     Arguments,
     Backend,
     CallRecord,
     Communicator,
     Event,
-    Options,
     R,
     Stream,
     SymmetricTensor,
-    check_memory,
     sum_in_order,
 )
 from .cuda import timeout_seconds
 from .messages import Messages
 from .nodes import host_name, numbered, spread, why_no_levels
-
-if TYPE_CHECKING:
-    from ..kernel_launch import Launch
 
 log = logging.getLogger("weft")
 RESIDENT = 4  # resident programs of a rank in the emulator: each costs a greenlet, and all share one processor
@@ -188,7 +185,7 @@ class GlooBackend(Backend):
         with _emulating:
             emulated.spmd(host, 1, sm_count=RESIDENT, races=False, preempt=0.0)
 
-    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved]) -> None:
         self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:

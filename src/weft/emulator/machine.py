@@ -33,10 +33,10 @@ import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from ..backends.residency import Ledgers
 from ..errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Unsupported
 from ..lang.channel import CALLS, DONE
-from ..trace.span import Span
+from ..residency import Ledgers
+from ..span import Span
 from . import deadlock, interpret
 from .bounds import Extent, PointerBounds
 from .host import HostThread

@@ -13,7 +13,7 @@ import torch
 from greenlet import greenlet
 from triton import JITFunction
 
-from ..trace.span import Span
+from ..span import Span
 from .host import HostThread
 from .ran import Function, Ran
 

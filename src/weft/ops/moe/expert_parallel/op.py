@@ -27,9 +27,9 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 
 from ....architectures import lacks
-from ....backends.base import check_tensors
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
+from ....symmetric import check_tensors
 from ....tensor_checks import bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
