@@ -77,6 +77,8 @@ class Attention(ScaledModule):
         "o_proj.weight": 1,
     }
     sharded_parameters = ("qkv", "out", "bias", "norms", "qkv_scale", "out_scale")
+    qkv: nn.Parameter
+    out: nn.Parameter
     qkv_scale: nn.Parameter | None
     out_scale: nn.Parameter | None
 
@@ -86,10 +88,8 @@ class Attention(ScaledModule):
         self.heads, self.head_dim = divide_by_ranks("num_attention_heads", config.num_attention_heads, world), d
         q, kv, device = self.heads * d, self.kv_heads * d, world.device
         rows = q + 2 * kv
-        self.qkv, qkv_scale = self.matrix([q, kv, kv], hidden)
-        self.out, out_scale = self.matrix([hidden], q)
-        self.register_parameter("qkv_scale", qkv_scale)
-        self.register_parameter("out_scale", out_scale)
+        self.add_matrix("qkv", [q, kv, kv], hidden)
+        self.add_matrix("out", [hidden], q)
         self.name_scales("q_proj.", "k_proj.", "v_proj.", "o_proj.")
         bias = torch.zeros(rows, dtype=dtype, device=device) if config.qkv_bias else None
         norms = torch.ones(2, d, dtype=dtype, device=device) if config.qk_norm else None
@@ -99,7 +99,7 @@ class Attention(ScaledModule):
     @property
     def weights(self) -> tuple[Activation, Activation]:
         """Return the weights before and after attention as ops take them."""
-        return self.scaled(self.qkv, self.qkv_scale), self.scaled(self.out, self.out_scale)
+        return self.weight_operand("qkv"), self.weight_operand("out")
 
     def get_shard(self, name: str) -> Tensor | None:
         scaled = name.rpartition(".")[2] in NAMES.values()
