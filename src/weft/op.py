@@ -86,6 +86,17 @@ class Call:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+@dataclass(frozen=True)
+class RowsCall(Call):
+    """The arguments of a call for m rows, on this rank or on all."""
+
+    m: int
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+
 C = TypeVar("C", bound=Call)
 
 

@@ -11,7 +11,7 @@ from triton import JITFunction
 from ..compute.elementwise import silu_mul as silu_mul_kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..kernel_launch import Launch, prepared
-from ..op import Call, Direct, Local, check_call, registered
+from ..op import Direct, Local, RowsCall, check_call, registered
 from ..plans import Plan, Sequential
 from ..scaled_tensor import ScaledTensor
 from ..tensor_checks import DTYPES, aligned, check_device, dims
@@ -24,18 +24,13 @@ _OP = "silu_mul"
 
 
 @dataclass(frozen=True)
-class SiluCall(Call):
+class SiluCall(RowsCall):
     """out [m, columns] of x [m, stride], in which blocks of `interleave` gate and up columns alternate."""
 
-    m: int
     columns: int
     stride: int
     interleave: int
     dtype: torch.dtype
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
 
 class SiluOperands(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from ..backends.base import Stream
 from ..backends.library_gemm import ScaledOperands
-from ..op import Call, Local, registered
+from ..op import Local, RowsCall, registered
 from ..plans import Persistent, Plan, Sequential
 from ..scaled_tensor import ScaledTensor, Scaling
 from ..tensor_checks import bulk, dense
@@ -31,19 +31,14 @@ _OP = "matmul"
 
 
 @dataclass(frozen=True)
-class ProductCall(Call):
+class ProductCall(RowsCall):
     """A checked call: x [m, k] @ weight [n, k].T + bias. dtype: that of the result."""
 
-    m: int
     n: int
     k: int
     dtype: torch.dtype
     scaling: Scaling | None
     bias: bool
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
 
 def scaled_operands(scaling: Scaling, operands: ScaledFactors) -> ScaledOperands:

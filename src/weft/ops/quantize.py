@@ -10,7 +10,7 @@ import torch
 from ..compute.quantize import LARGEST, LEAST, Groups, quantize_rows
 from ..kernel_launch import Launch, prepared
 from ..lang.jit import constants
-from ..op import Call, Local, Returned, check_call, registered
+from ..op import Local, Returned, RowsCall, check_call, registered
 from ..plans import Plan, Sequential
 from ..scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor, scales_shape
 from ..tensor_checks import DTYPES, bulk, check_device, dims
@@ -28,12 +28,11 @@ class QuantizeOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuantizeCall(Call):
+class QuantizeCall(RowsCall):
     """A checked call: out [m, n] of x [m, stride]. interleave: 0, or the size of the blocks of gate and up columns that
     alternate in x. block_rows: rows that share a scale by block. by_columns: the scales by block are laid out column
     after column. static_scale: whether the scale is an operand."""
 
-    m: int
     n: int
     stride: int
     dtype: torch.dtype
@@ -42,10 +41,6 @@ class QuantizeCall(Call):
     block_rows: int
     by_columns: bool
     static_scale: bool
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
     @property
     def scales(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...nn.weave import Weave, halves
-from ...op import Call, Op, registered
+from ...op import Op, RowsCall, registered
 from ...ops.all_gather_matmul.op import all_gather_matmul
 from ...ops.all_reduce.op import all_reduce_rms_norm
 from ...ops.common import split_rows
@@ -87,11 +87,10 @@ class LayerTensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowNormColumnCall(Call):
+class RowNormColumnCall(RowsCall):
     """m is the number of tokens; k and n are the columns of x and of the result, 0 without that GEMM. `plain_norm` says
     that the norm's weight has the dtype of x. The recipes are those of weights in e4m3."""
 
-    m: int
     h: int
     k: int
     n: int
@@ -101,10 +100,6 @@ class RowNormColumnCall(Call):
     plain_norm: bool
     row_recipe: str | None = None
     column_recipe: str | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
 
 # -- the plans ---------------------------------------------------------------------------------------------------------
