@@ -5,6 +5,8 @@ all inside functions. No circle of modules, imports inside functions included, b
 type checking alone does not count. Arrows do count it: an arrow goes from a package, or a module beside the packages,
 to each other one that it imports, and UP of them may go from a lower to a higher one.
 
+Only `architectures` compares compute capabilities.
+
 A limit that today's source does not meet stands at today's number, with the goal beside it: lower it with the source.
 Of the code beside the source, in NAMED, names alone are checked. `--lines` prints how many lines of code there are
 instead, beside the numbers in CODE_LINES.
@@ -286,6 +288,26 @@ def _way_round(name: str, to: Mapping[str, set[str]]) -> list[str]:
     return [name]
 
 
+def decisions_by_capability(modules_by_name: Mapping[str, Module]) -> list[str]:
+    """Comparisons of a compute capability outside `architectures`, whose table says what GPUs can do."""
+    return [
+        f"{module.path}:{node.lineno}: {module.name} compares a compute capability: ask architectures.features"
+        for module in modules_by_name.values()
+        if module.name != "architectures"
+        for node in ast.walk(module.tree)
+        if (
+            any("capability" in name or name in ("AMPERE", "HOPPER") for name in map(_identifier, ast.walk(node)))
+            if isinstance(node, ast.Compare)
+            else isinstance(node, ast.Call) and _identifier(node.func) == "cuda_capability_geq"
+        )
+    ]
+
+
+def _identifier(node: ast.AST) -> str:
+    """The name of a name, the last one of an attribute, else none."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
 # -- functions ---------------------------------------------------------------------------------------------------------
 def _functions(node: ast.AST, within: str) -> Iterator[Function]:
     for child in ast.iter_child_nodes(node):
@@ -310,10 +332,7 @@ def _functions(node: ast.AST, within: str) -> Iterator[Function]:
 
 def _is_jit(decorator: ast.expr) -> bool:
     """jit, weft.jit, or a call of it."""
-    function = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return (
-        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
-    ) == "jit"
+    return _identifier(decorator.func if isinstance(decorator, ast.Call) else decorator) == "jit"
 
 
 def long_functions(modules_by_name: Mapping[str, Module], allowed: Mapping[str, tuple[int, str]]) -> list[str]:
@@ -530,7 +549,8 @@ def broken(modules_by_name: Mapping[str, Module]) -> tuple[list[str], list[str]]
     """The numbers, and what is broken."""
     violations = upward(modules_by_name, LAYERS, DOORS) + circles(modules_by_name, DOORS)
     violations += (
-        long_functions(modules_by_name, LONGER)
+        decisions_by_capability(modules_by_name)
+        + long_functions(modules_by_name, LONGER)
         + many_parameters(modules_by_name, MORE)
         + without_meaning(modules_by_name)
     )

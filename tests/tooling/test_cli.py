@@ -199,7 +199,7 @@ def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
 
 
 def test_check_fails_on_what_does_not_fit(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offline, "features", lambda capability: Features(shared_kib=0))
+    monkeypatch.setattr(offline, "features", lambda capability: Features("", shared_kib=0))
     result = weft("check", kernel(), "--seeds", 1, "--world", 2)
     assert result.exit_code == 1 and re.search(r"a program needs \d+ bytes of shared memory, of 0", result.output)
 

@@ -120,6 +120,13 @@ def test_arrows_that_go_up_are_found(tmp_path: Path) -> None:
     ]
 
 
+def test_comparisons_of_capabilities_are_found(tmp_path: Path) -> None:
+    base = "fast = world.capability >= 90\nsame = capability\nslow = x < HOPPER\nbulk = cuda_capability_geq(9)\n"
+    modules = planted(tmp_path, base=base, architectures="known = capability in FEATURES\n")
+    lines = [violation.split(":")[1] for violation in structure.decisions_by_capability(modules)]
+    assert lines == ["1", "3", "4"]
+
+
 def test_packages_are_told_from_what_is_in_them(tmp_path: Path) -> None:
     inner = {"top/__init__": "from . import a\nfrom .a import x\n", "top/a": "from .. import base\n"}
     modules = planted(tmp_path, inner, base="")
