@@ -199,7 +199,8 @@ def trace(
 ) -> None:
     """Show how long the programs of each rank compute and wait in one emulated run, up to the error if it fails; with
     --out the timeline: JSON for ui.perfetto.dev, and a picture."""
-    from .demo import UNIT, layer
+    from .demo import layer
+    from .emulator.tasks import H200
 
     if out is not None:
         check_folder(out)
@@ -213,13 +214,13 @@ def trace(
     if report.timeline and out is not None:
         end = f", up to the {type(failure).__name__}" if failure else ""
         title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}{end}"
-        _write_timeline(report.timeline, out, title, UNIT)
+        _write_timeline(report.timeline, out, title, H200.unit)
     elif report.timeline:
         for rank in range(world):
             spans = [span for span in report.timeline if span.rank == rank]
             compute, wait = (sum(s.end - s.start for s in spans if s.kind == kind) for kind in ("compute", "wait"))
             print_line(f"rank {rank}: its programs compute for {compute:.0f} and wait for {wait:.0f}")
-        print_line(f"in {UNIT}; --out PATH writes the timeline")
+        print_line(f"in {H200.unit}; --out PATH writes the timeline")
     elif failure is None:
         raise fail(f"{target} launches nothing, so there is nothing to draw")
     if failure is not None:
