@@ -46,6 +46,8 @@ result = weft.simulate(cluster(64), "mlp", [(8192, 8192, 28672)], profile="nvidi
 print(result)
 result.plot("mlp.png")
 ```
+
+In a shell: `weft simulate mlp 8192,8192,28672 --gpus 64 --machine nvidia-h200-x4`.
 """
 
 

@@ -23,7 +23,7 @@ from triton import JITFunction
 
 from ..emulator import Machine, Report
 from ..emulator.streams import call_site, fresh
-from ..emulator.tasks import Arrival, EmulatedEvent, EmulatedStream
+from ..emulator.tasks import H200, Arrival, Costs, EmulatedEvent, EmulatedStream
 from ..errors import Mismatch, Unsupported, WeftError
 from ..kernel_launch import Launch, Moved
 from ..lang.host import check_copy
@@ -502,12 +502,21 @@ def spmd(
     nodes: int | Sequence[int] = 1,
     ahead: bool = False,
     ends_release: bool = False,
+    costs: Costs = H200,
 ) -> tuple[list[R], Report]:
     """Run `fn(backend)` as `size` ranks; return the results by rank, and the run's report. nodes: the number of nodes
     of equal size, or the number of ranks on each node. ahead: operators return before their streams are drained, as on
     a GPU, and torch operations come in the order of the current stream. ends_release: see Machine."""
     machine = Machine(
-        size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record, ahead=ahead
+        size,
+        seed=seed,
+        sm_count=sm_count,
+        races=races,
+        preempt=preempt,
+        mutation=mutation,
+        record=record,
+        ahead=ahead,
+        costs=costs,
     )
     machine.ends_release = ends_release
     machine.nodes = placed(nodes, size)

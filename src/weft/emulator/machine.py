@@ -56,7 +56,22 @@ from .memory import (
 )
 from .programs import Programs
 from .streams import Streams
-from .tasks import Collective, KernelRun, Owner, Poll, Report, SourceSite, Task, Update, Wait, merged, place, reached
+from .tasks import (
+    H200,
+    Collective,
+    Costs,
+    KernelRun,
+    Owner,
+    Poll,
+    Report,
+    SourceSite,
+    Task,
+    Update,
+    Wait,
+    merged,
+    place,
+    reached,
+)
 from .torch_order import OrderWhileBusy, in_stream_order
 
 if TYPE_CHECKING:
@@ -92,13 +107,13 @@ class Machine:
         mutation: Mutation | None = None,
         record: bool = False,
         ahead: bool = False,
+        costs: Costs = H200,
     ) -> None:
         """Make the machine of a run. ahead: host code runs ahead of its streams, as on a GPU (torch_order.py)."""
         self.nodes: tuple[int, ...] = (0,) * size  # the number of each rank's node, by rank
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
-        self.mutation, self.record, self.ahead = mutation, record, ahead
-        self.rng = random.Random(seed)
-        self.mode = MODES[seed % len(MODES)]
+        self.mutation, self.record, self.ahead, self.costs = mutation, record, ahead, costs
+        self.rng, self.mode = random.Random(seed), MODES[seed % len(MODES)]
         self.memory = Memory(self, races)
         self.bounds = PointerBounds()
         self.races = races

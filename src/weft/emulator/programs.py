@@ -30,7 +30,7 @@ from .memory import (
     extent,
 )
 from .ran import Function
-from .tasks import FLOPS, Poll, Task, merged
+from .tasks import Poll, Task, merged
 from .threads import AccessedBlock, moved
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Programs:
                     out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls, whole)
                 return out
         size = dtype.itemsize
-        task.time += ptrs.size * size / 1000
+        task.time += ptrs.size * size * self.machine.costs.byte
         block = self._block(ptrs, size, kind)
         if block is None:
             out = np.empty(ptrs.shape, dtype)
@@ -164,7 +164,7 @@ class Programs:
                 if ptrs.size == 0:
                     return
         size = value.dtype.itemsize
-        self.machine.current.time += ptrs.size * size / 1000
+        self.machine.current.time += ptrs.size * size * self.machine.costs.byte
         block = self._block(ptrs, size, kind)
         if block is None:
             self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel(), kind, whole)
@@ -296,7 +296,7 @@ class Programs:
         lo, hi, start = lo - number, hi - number, start - number - region.base
         if self.machine.races:
             self.machine.touch(region, region.shadow(start, tuple(shape), tuple(strides), size), kind)
-        self.machine.current.time += math.prod(shape) * size / 1000
+        self.machine.current.time += math.prod(shape) * size * self.machine.costs.byte
         return tuple(inner), lo, hi, region, np.ndarray(shape, dtype, region.bytes, start, strides)
 
     def bulk_load(self, desc: interpret.Desc, offsets: list[int]) -> np.ndarray:
@@ -340,7 +340,7 @@ class Programs:
         size = dtype.itemsize
         flat = ptrs.ravel() if mask is None else ptrs[np.broadcast_to(mask, ptrs.shape)]
         addresses = [self._address(int(a), ATOMIC_WRITE, size) for a in flat.ravel()]
-        task.time += len(addresses) * size / 1000
+        task.time += len(addresses) * size * self.machine.costs.byte
         how = (BY_MANY_THREADS if ptrs.size > 1 else 0) | SCOPES[scope]
         before = [ctypes.string_at(a, size) for a in addresses]
         result = do()
@@ -425,7 +425,7 @@ class Programs:
         machine, task, near = self.machine, self.machine.current, scope == "CTA"
         machine.pause()
         address = self._address(pointer, ATOMIC_READ if new is None else ATOMIC_WRITE, size)
-        task.time += size / 1000
+        task.time += size * self.machine.costs.byte
         before = int.from_bytes(ctypes.string_at(address, size), "little")
         after = before if new is None else new(before)
         changes = store or after != before
@@ -498,7 +498,7 @@ class Programs:
 
     def worked(self, flops: float) -> None:
         """Add the time of so many FLOPs to the program's virtual time."""
-        self.machine.current.time += flops * FLOPS
+        self.machine.current.time += flops * self.machine.costs.flop
 
     def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
         """Block until the word at a pointer has reached `target`, then acquire; return its value."""

@@ -36,7 +36,7 @@ from .parts import ITEM, NotMeasured
 from .predict import Predictor
 from .profile import Profile, ProfileError, find, names, nearest_machine, read, shipped, this_machine
 from .search import Decision, Option, Planner, near
-from .table import exact, gpu_model, gpu_of
+from .table import exact, gpu_model, gpu_of, row
 
 __all__ = ["auto", "explain", "unmeasured"]
 
@@ -272,8 +272,12 @@ def explain(
     planner, gpus = planner_of(used_profile), used_profile.machine.world
     decision = planner.decide(op, m, n, k, mode, m % gpus == 0, received, limits=limits)
     plan = _stored(used_profile.machine.gpu, op, gpus, m, n, k, mode, limits)
-    why = "measured: a row of exactly this shape is in the table; times are predicted"
-    if plan is None:
+    if plan is not None:
+        measured = row(used_profile.machine.gpu, op, gpus, m, n, k, mode)
+        assert measured is not None
+        time = "" if measured.us is None else f"{measured.us:.1f} us, "
+        why = f"measured: {time}{measured.speedup:.2f}x as fast as cuBLAS + NCCL; the times below are predicted"
+    else:
         plan, planned_m = planner.nearest(op, m, n, k, mode, limits), near(m, gpus)
         why = decision.why + ("" if planned_m == m else f"; as for M {planned_m}, the next that plans are found for")
     if shares:
