@@ -708,14 +708,29 @@ class _Semantic(stock.TritonSemantic):
 
     # The methods below do what Triton's do; those that call super() do at once what kernels do most.
     def load(self, ptr: tl.tensor, mask: object, other: object, *rest: object) -> tl.tensor:
-        if mask is other is None and rest[:-1] == _PLAIN_LOAD and type(ptr) is tl.tensor:
-            element = getattr(ptr.dtype, "element_ty", None)
-            if type(element) is tl.dtype and element is not tl.int1:
-                data = hooks.load(ptr.handle.data, None, None, _np_dtype(element), rest[-1])
+        if (element := _pointed(ptr)) and rest[:-1] == _PLAIN_LOAD:
+            if mask is other is None:
+                return _tensor(hooks.load(ptr.handle.data, None, None, _np_dtype(element), rest[-1]), element, ptr)
+            if mask is not None and type(ptr.type) is tl.block_type:
+                ptr, mask = self.broadcast_impl_value(ptr, mask)
+                if other is not None and type(other.type) is tl.block_type:
+                    ptr, other = self.broadcast_impl_value(ptr, other)
+                fill = None if other is None else self.cast(other, element).handle.data
+                data = hooks.load(ptr.handle.data, mask.handle.data, fill, _np_dtype(element), rest[-1])
                 return _tensor(data, element, ptr)
         # Triton tests for an `other` by `if other`, which is false for one of one element that is 0.
         self.other_given = other is not None
         return super().load(ptr, mask, other, *rest)
+
+    def store(self, ptr: tl.tensor, val: tl.tensor, mask: tl.tensor | None, *rest: object) -> tl.tensor:
+        if (element := _pointed(ptr)) and rest == _PLAIN_STORE and not ptr.dtype.const:
+            if mask is not None and mask.dtype is tl.int1 and type(ptr.type) is tl.block_type:
+                mask = self.broadcast_impl_value(ptr, mask)[1]
+            if _fits_in(val, ptr) and (mask is None or mask.shape is ptr.shape):
+                val = self.cast(val, element)
+                hooks.store(ptr.handle.data, val.handle.data, None if mask is None else mask.handle.data)
+                return tl.tensor(None, tl.void)
+        return super().store(ptr, val, mask, *rest)
 
     def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
         # To Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold one.
@@ -739,9 +754,12 @@ class _Semantic(stock.TritonSemantic):
         return super().broadcast_impl_shape(input, shape)
 
     def where(self, condition: tl.tensor, x: object, y: object) -> tl.tensor:
-        if condition.dtype is tl.int1 and type(x) is type(y) is tl.tensor and x.dtype is y.dtype:
-            data = np.where(condition.handle.data, x.handle.data, y.handle.data)
-            return _tensor(data, x.dtype, condition, x, y)
+        tensors = [t for t in (x, y) if type(t) is tl.tensor]
+        if condition.dtype is tl.int1 and tensors:
+            kind = tensors[0].dtype
+            a, b = _operand(x, kind), _operand(y, kind)
+            if a is not None and b is not None:
+                return _tensor(np.where(condition.handle.data, a, b), kind, condition, *tensors)
         return super().where(condition, x, y)
 
     def cast(self, input: tl.tensor, dst_ty: tl.dtype, *rest: object) -> tl.tensor:
@@ -766,7 +784,27 @@ def _broadcast(tensor: tl.tensor, shape: tuple[int, ...]) -> tl.tensor:
     return tl.tensor(TensorHandle(data, handle.dtype), _block_type(tensor.dtype, shape))
 
 
-_PLAIN_LOAD = ((), "", "", "")  # no boundary check, padding or cache hints
+def _pointed(ptr: object) -> tl.dtype | None:
+    """Return the type of the number that a tensor of pointers leads to; None for what Triton's own has to look at."""
+    element = getattr(ptr.dtype, "element_ty", None) if type(ptr) is tl.tensor else None
+    return element if type(element) is tl.dtype and element is not tl.int1 else None
+
+
+def _fits_in(value: tl.tensor, ptr: tl.tensor) -> bool:
+    """Return whether a value is stored to each pointer, or to all of a block."""
+    return value.shape is ptr.shape or (type(ptr.type) is tl.block_type and type(value.type) is not tl.block_type)
+
+
+def _operand(x: object, kind: tl.dtype) -> object:
+    """Return the numbers of an operand whose type is `kind` or, for a constant, becomes it; None for another."""
+    if type(x) is tl.tensor:
+        return x.handle.data if x.dtype is kind else None
+    if (type(x) is int and kind is tl.int32 and -(2**31) <= x < 2**31) or (type(x) is float and kind is tl.float32):
+        return _PLAIN[id(kind)](x)
+    return None
+
+
+_PLAIN_LOAD, _PLAIN_STORE = ((), "", "", ""), ((), "", "")  # no boundary check, padding or cache hints
 _NUMBERS = {id(kind) for kind in (tl.int32, tl.int64, tl.float32, tl.float16, tl.bfloat16)}
 builder = Builder()
 semantic = _Semantic(builder)

@@ -527,8 +527,9 @@ class Programs:
 def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
     """Return the value of a load where its mask is off: `other`, or without it the poison that a GPU may have left
     there."""
-    value = np.resize(POISON, dtype.itemsize).view(dtype) if value is None else value
-    return np.array(np.broadcast_to(value, shape))
+    out = np.empty(shape, dtype)
+    out[...] = np.resize(POISON, dtype.itemsize).view(dtype) if value is None else value
+    return out
 
 
 def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
