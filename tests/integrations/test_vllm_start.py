@@ -60,12 +60,12 @@ def times_of(monkeypatch: pytest.MonkeyPatch, gain: Gain) -> list[tuple[int, str
     return timed
 
 
-def engine(world: weft.World) -> Worker:
-    """Return the worker of a model on a rank whose times count."""
+def engine(world: weft.World, **passes: bool) -> Worker:
+    """Return the worker of a model on a rank whose times count. `passes` are those of vLLM's compiler."""
     world.backend.clock = lambda *_: pytest.fail("really timed")  # type: ignore[method-assign,assignment]
     world.backend.reference = True  # ops run by library calls, since what they compute is tested elsewhere
     compilation = SimpleNamespace(
-        pass_config=SimpleNamespace(),
+        pass_config=SimpleNamespace(**passes),
         cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
         cudagraph_capture_sizes=list(CAPTURED),
     )
@@ -78,8 +78,8 @@ def engine(world: weft.World) -> Worker:
     return Worker(model, config)
 
 
-def started(world: weft.World) -> tuple[Worker, ServedModel]:
-    worker = engine(world)
+def started(world: weft.World, **passes: bool) -> tuple[Worker, ServedModel]:
+    worker = engine(world, **passes)
     assert worker.determine_available_memory() == 1
     assert worker.compile_or_warm_up_model() == 2.0
     (report,) = (model for model in plugin.models if model.config is worker.vllm_config)

@@ -24,7 +24,7 @@ from ...backends.library_gemm import one_trial_per_power_of_two
 from ...launch import init
 from ...plans import Plan
 from ...world import World
-from . import compare, fp8, layers
+from . import compare, flashinfer, fp8, layers
 from .dataflow import Flow, flow_of, stacks
 from .interface import FP8_METHODS, Interface, VllmObject, read_interface
 from .layers import Classes
@@ -156,6 +156,7 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
     report.passes = passes_of(candidates, config, classes, interface, report)
     report.forms = compare.forms_of(candidates.flow.by_rows, report.passes)
     if report.world.backend.clock is not None:
+        add_flashinfer(candidates, config, classes, report)
         one_trial_per_power_of_two()
         hook_worker()
     else:  # times mean nothing, as on CPUs
@@ -167,6 +168,26 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
 def untimed(passes: Passes) -> list[tuple[int, int, Plan]]:
     """Return the ranges and forms to serve where nothing can be timed."""
     return [(1, passes.max_tokens, PASS_FORMS[0])]
+
+
+def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes, report: ServedModel) -> None:
+    """Add FlashInfer's kernel to the forms to compare, if vLLM's own passes would use it for the model's norms, and not
+    if stored ranges do without it. Ranges with it are forgotten if it cannot be had. Collective."""
+    world, dtype = report.world, config.model_config.dtype
+    assert world is not None
+    wanted = report.ranges is None or any(isinstance(c.form, flashinfer.FlashInfer) for c in report.ranges)
+    norms: list[VllmObject] = [site.norm for site in candidates.flow.sites]
+    widths = {norm.weight.numel() for norm in norms if type(norm) is classes.norm and norm.weight.dtype == dtype}
+    if wanted and len(widths) == 1 and flashinfer.asked_for(config):
+        (h,) = widths
+        tokens = flashinfer.limit(world, h, dtype, config.scheduler_config.max_num_batched_tokens)
+        error = flashinfer.prepare(world, h, dtype, tokens, lambda errors: gather_objects(errors, report.group))
+        if not error:
+            report.forms = [*report.forms, flashinfer.FlashInfer(tokens)]
+            return
+        report.left.append(f"FlashInfer's all-reduce and norm: {error}")
+    if wanted:
+        report.ranges = None
 
 
 def what_times_depend_on(
@@ -184,6 +205,7 @@ def what_times_depend_on(
         requests=getattr(config.scheduler_config, "max_num_seqs", None),
         captured=captured_sizes(config),
         passes=repr(getattr(compilation, "pass_config", None)),
+        flashinfer=flashinfer.installed(),
         mode=(str(getattr(compilation, "mode", None)), str(getattr(compilation, "cudagraph_mode", None))),
         fp8=fp8.asked_for(),
     )

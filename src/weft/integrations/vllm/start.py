@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import WeftError
-from . import compare
+from . import compare, flashinfer
 from .interface import VllmObject, resolve
 from .served import ServedModel, counts, models
 
@@ -151,6 +151,8 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
         if not won:
             model.give_up("no pass is 1% faster with weft")
             return
+        if not any(isinstance(form, flashinfer.FlashInfer) for _, _, form in won):
+            flashinfer.drop(passes.world)
         passes.serve(won)
         for size in sorted(set(passes.sizes) - {0}, reverse=True):
             run(size)
