@@ -4,7 +4,9 @@ made during requests. Stand-ins for vLLM's classes, in the emulator, with times 
 from __future__ import annotations
 
 import functools
+import os
 import random
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from weft.integrations.vllm.served import ServedModel
 from weft.integrations.vllm.twin import Passes
 from weft.plans import Plan, Sequential
 
+STORED_AT = compare.stored_at
 MOST, CAPTURED = 12, (1, 2, 4)
 Gain = Callable[[int, Plan], float]  # of a form over vLLM's own pass, by the number of tokens
 
@@ -225,6 +228,32 @@ def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     second = standin.run(main)
     assert len(timed) == count > 0 and [result[:2] for result in second] == [result[:2] for result in earlier]
     assert second[0][2] == ["profile", "profile", "capture"]  # its one form
+
+
+def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A commit changes kernels without a new version, and a file may keep its size and date."""
+    monkeypatch.setattr(compare, "stored_at", STORED_AT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(plugin, "SOURCES", tmp_path / "weft")
+    timed = times_of(monkeypatch, lambda tokens, form: 1.5)
+    kernel = tmp_path / "weft" / "ops" / "kernels.py"
+    kernel.parent.mkdir(parents=True)
+    counts = []
+    for source in ("x = 1", "x = 1", "x = 2"):
+        kernel.write_text(source)
+        os.utime(kernel, (0, 0))
+        plugin.hash_of_sources.cache_clear()
+        standin.run(started)
+        counts.append(len(timed))
+    plugin.hash_of_sources.cache_clear()
+    assert 0 < counts[0] == counts[1] < counts[2]
+
+
+def test_the_hash_of_the_sources_is_cheap() -> None:
+    """Less than 50 ms; the best of five, since others use this machine."""
+    plugin.hash_of_sources.cache_clear()
+    seconds = min(timeit.repeat(plugin.hash_of_sources.__wrapped__, number=1, repeat=5))
+    assert seconds < 0.05, seconds
 
 
 def test_a_stored_loss_makes_no_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from .start import gather_objects, hook_worker
 from .twin import Passes, copied, twin_of
 
 log = logging.getLogger("vllm.weft")  # vLLM shows the loggers below its own name
+SOURCES = Path(__file__).parents[2]  # weft's package
 WEFT_VLLM = "WEFT_VLLM"  # the environment variable that turns the plugin on with 1
 
 _worlds: dict[str, World] = {}  # by the group's name
@@ -58,6 +60,15 @@ def versions(interface: Interface) -> str:
     """Return the versions of weft and vLLM, for the report."""
     tried = "" if interface.tried else ", untried"
     return f"weft {metadata.version('weft')} under vLLM {interface.version}{tried}"
+
+
+@functools.cache
+def hash_of_sources() -> str:
+    """Return a hash of weft's files: a commit changes kernels and tables without a new version. It takes some 10 ms."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+        digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def hook(interface: Interface) -> None:
@@ -193,14 +204,14 @@ def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes,
 def what_times_depend_on(
     candidates: Candidates, config: VllmObject, group: VllmObject, interface: Interface
 ) -> dict[str, object]:
-    """Return what the times of passes depend on, by name: the model's shape, the GPU, the ranks, the versions, and the
-    engine's options."""
+    """Return what the times of passes depend on, by name: the model's shape, the GPU, the ranks, the versions, weft's
+    sources, and the engine's options."""
     compilation = getattr(config, "compilation_config", None)
     return dict(
         layers=sorted(candidates.shapes().items(), key=repr),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         ranks=group.world_size,
-        versions=(versions(interface), torch.__version__),
+        versions=(versions(interface), torch.__version__, hash_of_sources()),
         tokens=config.scheduler_config.max_num_batched_tokens,
         requests=getattr(config.scheduler_config, "max_num_seqs", None),
         captured=captured_sizes(config),
@@ -330,5 +341,5 @@ def passes_of(
 
 def name_of(candidates: Candidates, world: World) -> str:
     """Return the name of the twin's compiled code, which has the constants of that code in it."""
-    constants = metadata.version("weft"), world.name.rpartition(":")[0], candidates.fingerprint()
+    constants = hash_of_sources(), world.name.rpartition(":")[0], candidates.fingerprint()
     return f"weft-{hashlib.sha256(repr(constants).encode()).hexdigest()[:12]}"
