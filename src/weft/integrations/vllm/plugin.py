@@ -26,8 +26,8 @@ from ...launch import init
 from ...plans import Plan
 from ...world import World
 from . import compare, flashinfer, fp8, layers
-from .dataflow import Flow, flow_of, stacks
-from .interface import FP8_METHODS, Interface, VllmObject, read_interface
+from .dataflow import Flow, calls_of, flow_of, stacks
+from .interface import COMMUNICATING, FP8_METHODS, Interface, VllmObject, read_interface
 from .layers import Classes
 from .row_norm_column import PASS_FORMS
 from .served import ServedModel, models, text
@@ -241,6 +241,9 @@ def find_candidates(model: nn.Module, config: VllmObject, classes: Classes) -> C
     try:
         if why := reason_to_skip(config):
             return Candidates(why)
+        if calls := calls_of(model, COMMUNICATING):
+            lines = (f"{kind} calls {', '.join(sorted(names))}" for kind, names in calls.items())
+            return Candidates(f"layers communicate by themselves: {'; '.join(lines)}")
         classes.fp8.find(m for m in model.modules() if isinstance(m, classes.row | classes.column))
         whole = [stack for stack in stacks(model, classes) if "positions" in arguments_of_pass(stack)]
         if len(whole) != 1:
