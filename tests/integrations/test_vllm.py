@@ -167,6 +167,26 @@ def test_experts_whose_sum_something_else_takes_stay(modules: Any, attributes: d
     assert "of experts" not in text and "residual and norm (2 times)" in text, text
 
 
+def test_experts_on_ranks_of_their_own_are_summed_by_the_norm(modules: Any) -> None:
+    """With expert parallelism in the tensor-parallel group. Its dummy batches come with data parallelism alone."""
+
+    class Mixture(SparseMlp):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            config = self.experts.moe_config
+            config.tp_size, config.ep_size = 1, config.tp_size
+
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[torch.Tensor, str]:
+        return output(loaded(lambda: Model(functools.partial(DecoderLayer, mlp=Mixture)))), plugin.models[-1].text()
+
+    actual, text = standin.run(main)[0]
+    expected = standin.run(lambda world: output(MODELS["experts"]()))[0]
+    assert "the sum of experts, residual and norm (2 times)" in text, text
+    assert (actual.float() - expected.float()).norm() < 2e-2 * expected.float().norm()
+
+
 def test_tracing_leaves_nothing_in_the_model(modules: Any) -> None:
     class Remembering(Model):
         seen: Any = None
@@ -214,6 +234,7 @@ def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) 
         (dict(parallel_config=SimpleNamespace(enable_dbo=True)), "enable_dbo"),
         (dict(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=True))), "enable_sp"),
         (dict(parallel_config=SimpleNamespace(pipeline_parallel_size=2)), "pipeline parallelism"),
+        (dict(parallel_config=SimpleNamespace(data_parallel_size=2)), "data parallelism"),
         (
             dict(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_DECODE_ONLY"))),
             "only batches that decode are captured",

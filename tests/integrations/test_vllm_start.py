@@ -155,6 +155,54 @@ def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert standin.run(main) == [["8", "9", "twin of 12", "12", "twin of 12", "3"]] * 2
 
 
+def test_passes_that_the_start_did_not_see_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of no tokens, of more than max_num_batched_tokens, and with what another pipeline stage sends."""
+    times_of(monkeypatch, lambda tokens, form: 2.0)
+
+    def main(world: weft.World) -> list[bool]:
+        worker, report = started(world)
+        passes, called = report.passes, list[int]()
+        assert passes is not None and served_tokens(passes) == list(range(1, MOST + 1))
+        monkeypatch.setattr(passes, "run", lambda size, *_: called.append(size))
+        stage, stayed = object(), []
+        for tokens, further in ((0, None), (MOST + 1, None), (4, stage), (4, None)):
+            count = len(called)
+            with torch.inference_mode():
+                passes.stack(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), further)
+            stayed.append(len(called) == count)
+        return stayed
+
+    assert standin.run(main) == [[True, True, True, False]] * 2
+
+
+def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA loads the kernels that pad at their first launch, for which it may wait for the GPU."""
+    times_of(monkeypatch, lambda tokens, form: 2.0 if form == (OwnRows() if tokens <= 4 else PASS_FORMS[2]) else 0.5)
+    monkeypatch.setattr(standin.ModelRunner, "_dummy_run", lambda self, tokens, **options: self.log.append(tokens))
+    logs = standin.run(lambda world: started(world)[0].model_runner.log)
+    assert all(log[-8:] == [12, 8, 4, 2, 1, 5, 3, "capture"] for log in logs), logs
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("scheduler_config.max_num_batched_tokens", 16), ("scheduler_config.max_num_seqs", 2),
+        ("compilation_config.cudagraph_capture_sizes", [1]), ("compilation_config.pass_config.fuse_allreduce_rms", True),
+    ],
+)  # fmt: skip
+def test_another_option_is_compared_again(option: str, value: Any) -> None:
+    """What an engine's passes depend on is in the name of the file that has their times."""
+
+    def main(world: weft.World) -> int:
+        config = engine(world, fuse_allreduce_rms=False).vllm_config
+        *holders, name = option.split(".")
+        setattr(functools.reduce(getattr, holders, config), name, value)
+        standin.BaseModelLoader().load_model(vllm_config=config, model_config=None)
+        return len({STORED_AT(report.model, report.depends_on) for report in plugin.models if report.config is config})
+
+    assert standin.run(main) == [2, 2]
+
+
 def test_padding_has_no_slots_in_the_cache() -> None:
     """As where vLLM pads, and some kernels write a slot for each token; afterwards the pass's own are back."""
     slots, padding = torch.tensor([7, 9]), torch.tensor([False, False])

@@ -276,6 +276,7 @@ def reason_to_skip(config: VllmObject) -> str | None:
         is not None,
         "two batches at once (enable_dbo)": getattr(parallel, "enable_dbo", False),
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "data parallelism, whose engines run their passes in step": getattr(parallel, "data_parallel_size", 1) > 1,
         "pipeline parallelism": getattr(parallel, "pipeline_parallel_size", 1) > 1,
         "experts move between ranks (enable_eplb)": getattr(parallel, "enable_eplb", False),
         "only batches that decode are captured": getattr(mode, "name", "") == "FULL_DECODE_ONLY",

@@ -111,7 +111,7 @@ def profile(model: ServedModel, runner: VllmObject) -> None:
 
 
 def start(model: ServedModel, runner: VllmObject) -> None:
-    """Decide what weft runs, and run each of its sizes once. Never raises. Collective."""
+    """Decide what weft runs, and run each of its sizes, and padding, once. Never raises. Collective."""
     try:
         raise_errors(model)
         try:
@@ -154,8 +154,8 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
         if not any(isinstance(form, flashinfer.FlashInfer) for _, _, form in won):
             flashinfer.drop(passes.world)
         passes.serve(won)
-        for size in sorted(set(passes.sizes) - {0}, reverse=True):
-            run(size)
+        for tokens in passes.warm_ups():
+            run(tokens)
         passes.world.wait_for_streams()
     if passes.world.device.type == "cuda":
         torch.cuda.empty_cache()
