@@ -4,8 +4,8 @@ A watch costs two readings of the clock a step. It sees, of one process,
     steps         which took longest beside others of as many tokens, from one start to the next; with the host's part, and the
                   collections of garbage in it
     memory        calls of cudaMalloc and cudaFree by torch's allocator, its retries after a failed cudaMalloc, which wait for the
-                  GPU, and the growth of what the GPU has in use beside torch's memory: kernels that CUDA loads at their first
-                  launch, NCCL's connections, other processes
+                  GPU; calls of cudaHostAlloc; and the growth of what the GPU has in use beside torch's memory: kernels that CUDA
+                  loads at their first launch, NCCL's connections, other processes
     kernels       that Triton loads
     host          switches to other processes, and page faults that read a disk
 """
@@ -141,7 +141,12 @@ def memory_counts() -> dict[str, int]:
         return {}
     stats, (free, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
     beside_torch = (total - free - torch.cuda.memory_reserved()) >> 20
-    return {**{name: stats.get(name, 0) for name in ALLOCATOR}, "MiB beside torch": beside_torch}
+    pinned = torch.cuda.memory.host_memory_stats().get("num_host_alloc", 0)
+    return {
+        **{name: stats.get(name, 0) for name in ALLOCATOR},
+        "cudaHostAlloc": pinned,
+        "MiB beside torch": beside_torch,
+    }
 
 
 def form_of(tokens: int) -> str:

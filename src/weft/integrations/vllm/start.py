@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import WeftError
+from ...world import World
 from . import compare, flashinfer
 from .interface import VllmObject, resolve
 from .served import ServedModel, counts, models
@@ -147,6 +148,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)
+        free_cached_memory(passes.world)  # of the comparison; that of the passes below stays, so that requests find it
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")
@@ -157,7 +159,10 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
         for tokens in passes.warm_ups():
             run(tokens)
         passes.world.wait_for_streams()
-    if passes.world.device.type == "cuda":
+
+
+def free_cached_memory(world: World) -> None:
+    if world.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
