@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench.measure import vllm_engine, vllm_watch
 from bench.measure.vllm_watch import Watch
@@ -63,6 +64,23 @@ def test_a_turn_has_its_own_record() -> None:
         }
     finally:
         gc.enable()
+
+
+def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn's record has what changed: two calls of cudaMalloc, and kernels that CUDA loaded beside torch's memory."""
+    allocations, free = iter([5, 7]), iter([70 << 20, 40 << 20])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda: {"num_device_alloc": next(allocations), "num_alloc_retries": 1}
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 100 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 << 20)
+    monkeypatch.setattr(torch.cuda.memory, "host_memory_stats", lambda: {"num_host_alloc": 3})
+    watch = Watch(Worker(), lambda tokens: "vLLM")
+    watch.begin()
+    record = watch.end()
+    assert record["num_device_alloc"] == 2 and record["MiB beside torch"] == 30
+    assert "num_alloc_retries" not in record and "cudaHostAlloc" not in record
 
 
 def test_ranks_are_joined_by_the_greatest_number() -> None:
