@@ -11,8 +11,9 @@ engine starts within two minutes; CUDA graphs and compiled code as vLLM has them
 A row of DIR/vllm_serving.jsonl is a mix and a method beside stock: `seconds` of each repeat and `baseline_seconds` of the two turns of
 stock around it; `ratio`, the median of stock's mean over the method's; `ratio_range`; `null_range`, of the ratio of stock's two turns;
 `first`, the seconds of the method's first turn of this mix behind its start; [median, 99th percentile] in milliseconds of the time from
-a request's arrival to its first token and between tokens; "fused all-reduce": whether an engine was asked for it, which backend its
-workers have and how many matches of the compiled model it replaces. Rows are written mix by mix. The engines' logs lie beside them.
+a request's arrival to its first token and between tokens; `watched`, of each turn, what may have delayed it and its slowest steps
+(vllm_watch.py); "fused all-reduce": whether an engine was asked for it, which backend its workers have and how many matches of the compiled
+model it replaces. Rows are written mix by mix. The engines' logs lie beside them.
 """
 
 from __future__ import annotations
@@ -191,6 +192,7 @@ def comparison(results: dict[str, list[Served]], method: str) -> dict[str, Any]:
         "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
         "null_range": [round(min(nulls), 4), round(max(nulls), 4)],
         "latency": {name: latency(results[name]) for name in (STOCK, method)},
+        "watched": {name: [served.watched for served in results[name]] for name in (STOCK, method)},
     }
 
 

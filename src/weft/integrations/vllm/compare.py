@@ -25,6 +25,7 @@ import torch
 
 from ...chooser import MIN_SPEEDUP, CallTime, Choice, Chooser
 from ...plans import Plan, Sequential
+from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows
 from .twin import STEP, Passes, Switched
@@ -89,6 +90,13 @@ def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
     return PASS_FORMS if by_rows and passes.world.symmetric_unsupported is None else PASS_FORMS[:1]
 
 
+def may_run(form: Plan, span: TokenSpan) -> bool:
+    """Return whether passes of all numbers of tokens of a range may run in a form."""
+    if isinstance(form, FlashInfer):
+        return span.high <= form.max_tokens
+    return span.mode == "eager" or form in IN_GRAPHS
+
+
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
     """Return what is faster in each range, for tokens of so large a vocabulary. Collective."""
     chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
@@ -107,7 +115,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
     ranges: list[Range] = []
     for span in spans(passes):
-        forms = [form for form in allowed if span.mode == "eager" or form in IN_GRAPHS]
+        forms = [form for form in allowed if may_run(form, span)]
         high_times, high_gains = timed(span.high, forms, span.mode)
         lost: list[Times] = []
         best, begin = None, span.lows[0][0]
