@@ -89,7 +89,8 @@ class Bench:
             learn([Measured(op, self.world.size, *mnk, mode, Plan.from_json(best), times[seq] / times[best])])
             if self.world.rank == 0:
                 m, n, k = mnk
-                row = dict(op=op, name=shape.name, M=m, N=n, K=k, world=self.world.size, mode=mode, times=times)
+                row = dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode, times=times)
+                row |= {key: self.fixed[key] for key in ("world", "commit", "date")}
                 with open(self.out / "sweep.jsonl", "a") as f:
                     f.write(json.dumps(row) + "\n")
                 three = sorted(times, key=lambda q: times[q])[:4]
