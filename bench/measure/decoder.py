@@ -46,6 +46,7 @@ import torch.distributed as dist
 
 import weft
 from bench.common import peers
+from bench.common.resume import unfinished
 from bench.common.timing import time_interleaved
 from bench.measure.run import commit
 from weft.models import Batch, Cache, Graphs, Llama, llama
@@ -541,14 +542,12 @@ def measure(bench: Bench, a: argparse.Namespace) -> None:
         todo.append(("table", bench.table))
     if "mixes" in a.parts:
         todo += [(m, lambda m=m: bench.mix(m)) for m in a.mixes]  # type: ignore[misc]
-    for name, run in todo:
-        if bench.late():
-            bench.log("out of time before", name)
-            break
+    cases = {f"decoder {model}, {name}": run for name, run in todo}
+    for run in unfinished(world, a.out, cases, a.seconds):
         try:
             run()
         except Exception:
-            bench.log(f"FAILED: {name}")
+            bench.log("FAILED")
             traceback.print_exc()
 
 

@@ -24,6 +24,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import weft
+from bench.common.resume import unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.hf import decode, prefill
 from bench.measure.run import commit
@@ -134,9 +135,8 @@ def main() -> None:
                 print(f"{time.time() - a.start:.0f}s {name}\n{weft.hf.report(models['weft'])}", flush=True)
             todo = [("prefill", n, functools.partial(prefill, tokens=n)) for n in a.tokens]
             todo += [("decode", n, functools.partial(decode, batch=n, length=a.length)) for n in a.batches]
-            for phase, m, make in todo:
-                if max(world.exchange(time.time() - a.start)) > a.seconds:
-                    break
+            cases = {f"{name} {phase} {m}": (phase, m, make) for phase, m, make in todo}
+            for phase, m, make in unfinished(world, a.out, cases, a.seconds):
                 try:
                     fns = ways(models, make, a.forms and phase == "prefill")
                     measured(name, phase, m, fns, world, a)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 import weft
 from bench.common.collectives import Collectives, Elided
+from bench.common.resume import unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.run import commit
 from bench.pages.tables import ALONE
@@ -255,9 +256,7 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     bench = Bench(world, a)
-    for name in a.only:
-        if max(world.exchange(time.time() - bench.start)) > a.seconds:
-            break
+    for name in unfinished(world, a.out, {f"forward pass {name}": name for name in a.only}, a.seconds):
         try:
             bench.run(name)
         except Exception as e:  # a model that cannot be timed leaves the others

@@ -26,6 +26,7 @@ import torch.distributed._symmetric_memory as symm
 
 import weft
 from bench.common import peers
+from bench.common.resume import unfinished
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from bench.measure.run import commit
 from weft.lang.mapping import balanced_rows
@@ -252,10 +253,7 @@ def main() -> None:
     world = weft.init()
     bench = Bench(world, a.out, a.rounds, a.plans)
     bench.log(f"{world.size} GPUs, link {bench.link:.0f} GB/s")
-    for m in a.tokens:
-        if max(world.exchange(time.time() - bench.start)) > a.seconds:
-            bench.log("out of time at", m)
-            break
+    for m in unfinished(world, a.out, {f"norm {tokens} x {a.hidden}": tokens for tokens in a.tokens}, a.seconds):
         try:
             bench.tokens(m, a.hidden, a.modes)
         except Exception as e:

@@ -81,7 +81,9 @@ def section(gpus: int = GPUS, results: Path = stored.RESULTS) -> str:
         [profile, kind, str(len(e)), percent(fmean(map(abs, e))), f"{100 * fmean(e):+.1f}%"]
         for (profile, kind), e in sorted(of_kinds.items())
     ]
-    return f"{written}, and measured afterwards:\n\n{table(('profile', 'kind', 'calls', 'mean error', 'bias'), lines, 2)}"
+    return (
+        f"{written}, and measured afterwards:\n\n{table(('profile', 'kind', 'calls', 'mean error', 'bias'), lines, 2)}"
+    )
 
 
 def main() -> None:

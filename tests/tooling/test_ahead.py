@@ -35,7 +35,9 @@ def test_only_calls_measured_after_the_prediction_count(tmp_path: Path) -> None:
 
 
 def test_the_page_says_that_nothing_was_measured(tmp_path: Path) -> None:
-    assert "2 times of calls on 8 GPUs were predicted on 2026-11-26" in (text := ahead.section(8, results_with(tmp_path)))
+    assert "2 times of calls on 8 GPUs were predicted on 2026-11-26" in (
+        text := ahead.section(8, results_with(tmp_path))
+    )
     assert text.endswith("None of these calls has been measured since.\n")
 
 
