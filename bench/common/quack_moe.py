@@ -160,10 +160,10 @@ class QuackExperts:
         self.down_form = fastest({f: lambda f=f: second_gemm(f, hidden, self.w2, routed[0]) for f in forms}, time_of)
 
 
-def local_routes(ids: torch.Tensor, weights: torch.Tensor, first: int, local: int) -> Routed:
-    """Routes to the `local` experts from `first` on, as `QuackExperts.sums` takes them. Rows of routes to other experts come last, behind
+def local_routes(ids: torch.Tensor, weights: torch.Tensor, first_expert: int, local: int) -> Routed:
+    """Routes to the `local` experts from `first_expert` on, as `QuackExperts.sums` takes them. Rows of routes to other experts come last, behind
     those of `starts`, so that no GEMM computes them; such a route reads row 0 with weight 0."""
-    expert = ids.flatten().long() - first
+    expert = ids.flatten().long() - first_expert
     is_local = (expert >= 0) & (expert < local)
     in_order, order = torch.where(is_local, expert, local).sort(stable=True)
     starts = torch.searchsorted(in_order, torch.arange(local + 1, device=ids.device), out_int32=True)

@@ -14,28 +14,32 @@ BEGAN = time.time()  # of the program, near enough
 T = TypeVar("T")
 
 
-def unfinished(world: weft.World, out: Path, cases: Mapping[str, T], seconds: float = 1e9) -> Iterator[T]:
+def unfinished(world: weft.World | None, out: Path, cases: Mapping[str, T], seconds: float = 1e9) -> Iterator[T]:
     """Yield, by their names, the cases that OUT/cases.txt does not have as ended, until `seconds` of the program are over.
 
     A case ends when the next one is asked for. One that began in an earlier run and did not end comes last, since it may
-    have ended that run. Prints which are left. Collective.
+    have ended that run. Prints which are left. Collective; a program of one process has no World.
     """
-    path = out / "cases.txt"
-    text = path.read_text() if world.rank == 0 and path.exists() else ""
-    known = set(world.exchange(text)[0].splitlines())
+    path, is_rank_0 = out / "cases.txt", world is None or world.rank == 0
+
+    def exchange(value: Any) -> list[Any]:
+        return world.exchange(value) if world else [value]
+
+    text = path.read_text() if is_rank_0 and path.exists() else ""
+    known = set(exchange(text)[0].splitlines())
     todo = [name for name in cases if f"ended: {name}" not in known]
-    if world.rank == 0 and len(todo) < len(cases):
+    if is_rank_0 and len(todo) < len(cases):
         print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {path}, and not measured again", flush=True)
     todo.sort(key=lambda name: f"began: {name}" in known)
 
     def note(event: str) -> None:
-        if world.rank == 0:
+        if is_rank_0:
             with path.open("a") as file:
                 file.write(f"{event}\n")
 
     for i, name in enumerate(todo):
-        if max(world.exchange(time.time() - BEGAN)) > seconds:
-            if world.rank == 0:
+        if max(exchange(time.time() - BEGAN)) > seconds:
+            if is_rank_0:
                 print(f"{len(todo) - i} cases left: {', '.join(todo[i:])}", flush=True)
             return
         note(f"began: {name}")
@@ -43,8 +47,8 @@ def unfinished(world: weft.World, out: Path, cases: Mapping[str, T], seconds: fl
         note(f"ended: {name}")
 
 
-def keep(world: weft.World, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def keep(world: weft.World | None, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows to a file, on rank 0."""
-    if world.rank == 0:
+    if world is None or world.rank == 0:
         with path.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -46,7 +46,7 @@ import torch.distributed as dist
 
 import weft
 from bench.common import peers
-from bench.common.resume import unfinished
+from bench.common.resume import keep, unfinished
 from bench.common.timing import time_interleaved
 from bench.measure.run import commit
 from weft.models import Batch, Cache, Graphs, Llama, llama
@@ -211,9 +211,6 @@ class Bench:
         if self.world.rank == 0:
             print(f"{time.time() - self.start:4.0f}s", *words, flush=True)
 
-    def late(self) -> bool:
-        return max(self.world.exchange(time.time() - self.start)) > self.a.seconds
-
     def cache(self, slots: int, max_len: int) -> Cache:
         cache = Cache(self.config, world=self.world, slots=slots, max_len=max_len)
         cache.keys.normal_()
@@ -348,9 +345,7 @@ class Bench:
         )
 
     def row(self, **fields: Any) -> None:
-        if self.world.rank == 0:
-            with open(self.a.out / "decoder.jsonl", "a") as f:
-                f.write(json.dumps({**fields, **self.fixed}) + "\n")
+        keep(self.world, self.a.out / "decoder.jsonl", [{**fields, **self.fixed}])
 
     # -- the profile of the layer's GEMMs
     def measure_profile(self, rows: int, step: int = 128) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import weft
-from bench.common.resume import unfinished
+from bench.common.resume import keep, unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.hf import decode, prefill
 from bench.measure.run import commit
@@ -100,12 +99,11 @@ def measured(name: str, phase: str, m: int, fns: dict[str, Any], world: weft.Wor
             f"{time.time() - a.start:.0f}s {name} {phase} {m} {mode}: {figures} ({ratio:.3f}x), error {error:.4f}",
             flush=True,
         )
-        with open(a.out / "hf_moe.jsonl", "a") as f:
-            for method, us in times.items():
-                row = dict(op="hf_moe", name=f"{name}-{phase}-{m}", M=m, layers=a.layers, world=world.size, mode=mode, method=method,
-                           us=round(us, 1), error=round(error, 5), length=a.length, transformers=transformers.__version__,
-                           commit=commit())  # fmt: skip
-                f.write(json.dumps(row) + "\n")
+        keep(world, a.out / "hf_moe.jsonl", [
+            dict(op="hf_moe", name=f"{name}-{phase}-{m}", M=m, layers=a.layers, world=world.size, mode=mode, method=method,
+                 us=round(us, 1), error=round(error, 5), length=a.length, transformers=transformers.__version__, commit=commit())
+            for method, us in times.items()
+        ])  # fmt: skip
 
 
 def main() -> None:

@@ -333,8 +333,8 @@ def main() -> None:
                     keep(world, a.out / "moe_stamps.jsonl", [row])
                     print(row if world.rank == 0 else "", flush=True)
             sizes = []
-        what = "one launch" if a.one_launch else f"MoE, Zipf {a.zipf}"
-        cases = {f"{what}, {name} {tokens}": (name, tokens, plans) for name, tokens, plans in sizes}
+        kind = "one launch" if a.one_launch else f"MoE, Zipf {a.zipf}"
+        cases = {f"{kind}, {name} {tokens}": (name, tokens, plans) for name, tokens, plans in sizes}
         for name, tokens, plans in unfinished(world, a.out, cases, a.seconds):
             try:
                 rows = measure(world, name, tokens, plans, a, link)

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 import weft
 from bench.common.gathered_experts import vllm_version
 from bench.common.quack_moe import QuackExperts, usable
+from bench.common.resume import keep
 from bench.common.timing import capture, error_of, time_interleaved
 from bench.measure import moe
 from bench.measure.moe import MODELS, ROUTINGS, Layer, Model
@@ -166,7 +167,7 @@ class Bench:
         """Write the reason. Raises the error where no further call to the GPU can succeed."""
         reason = f"{type(error).__name__}: {error}"[:500]
         fatal = not isinstance(error, torch.OutOfMemoryError) and is_lost()
-        append(self.failed, [dict(name=size.name, zipf=size.zipf, method=method, reason=reason, fatal=fatal)])
+        keep(None, self.failed, [dict(name=size.name, zipf=size.zipf, method=method, reason=reason, fatal=fatal)])
         print(f"{self.seconds:.0f}s {size.name} {method}: {reason}", flush=True)
         if fatal:
             raise error
@@ -225,7 +226,7 @@ class Bench:
             finally:
                 gc.collect()
                 torch.cuda.empty_cache()
-            append(self.rows, rows)
+            keep(None, self.rows, rows)
             times = " | ".join(f"{r['method']} {r['us']:.0f} ({r['error']:.4f})" for r in rows)
             print(f"{self.seconds:.0f}s {size.name} zipf {size.zipf}: {times}", flush=True)
 
@@ -241,11 +242,6 @@ def is_lost() -> bool:
 
 def stored(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append(path: Path, rows: list[dict]) -> None:
-    with open(path, "a") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def main() -> None:

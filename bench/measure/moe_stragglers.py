@@ -64,8 +64,8 @@ def measure(world: weft.World, name: str, tokens: int, delays: Sequence[float]) 
     for delay in delays:
         cycles = int(delay * layer_us * cycles_a_us)
         for method, graph in graphs.items():
-            mine = [timed(graph.replay, cycles * (i % world.size == world.rank)) for i in range(CALLS)]
-            us = list(zip(*world.exchange(mine), strict=True))
+            rank_us = [timed(graph.replay, cycles * (i % world.size == world.rank)) for i in range(CALLS)]
+            us = list(zip(*world.exchange(rank_us), strict=True))
             rows.append(dict(fixed, method=method, delay=delay, delay_us=round(delay * layer_us, 1), **figures(us)))
     return rows
 

@@ -74,7 +74,7 @@ def test_both_libraries_compute_the_layer() -> None:
 
 def test_routes_to_other_ranks_are_behind_the_last_group() -> None:
     ids, weights = torch.tensor([[0, 3], [2, 3]], dtype=torch.int32), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
-    starts, tokens, rows, kept = local_routes(ids, weights, first=2, local=2)
+    starts, tokens, rows, kept = local_routes(ids, weights, first_expert=2, local=2)
     assert starts.tolist() == [0, 1, 3] and tokens.tolist() == [1, 0, 1, 0]  # expert 2, expert 3, then the rest
     assert rows.tolist() == [0, 1, 0, 2] and kept.tolist() == [[[0.0, 0.75], [0.5, 0.5]]]
 
@@ -85,7 +85,7 @@ def test_a_rank_without_routes_adds_nothing() -> None:
 
     def main(world: weft.World) -> torch.Tensor:
         experts = quack_moe.QuackExperts(world, torch.ones(2, 32, 8), torch.ones(2, 8, 16), 1)
-        routed: Routed = local_routes(torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1), first=4, local=2)
+        routed: Routed = local_routes(torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1), first_expert=4, local=2)
         out = experts.sums(torch.ones(3, 8), routed)
         world.synchronize()
         return out
