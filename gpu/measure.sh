@@ -3,7 +3,7 @@
 # ${OUT:-gpu/out}; a call with the same folder goes on where the last one ended, prints what is left, and exits with 0 once nothing is.
 # First every step gets its seconds once, then those that were cut go on, and last those that failed are tried again. Then, where git is,
 # for machine <gpu>-x<N>:
-#   profile/*.json              src/weft/planner/profiles/ (this puts it there itself, for "auto")
+#   profile/*.json              src/weft/planner/profiles/ (where it is while this runs, for "auto")
 #   predictions/*.jsonl         bench/results/<machine>/predictions/
 #   tuning/sweep.jsonl          bench/results/<machine>/tuning/<run>.jsonl, then python -m bench.pages.table <gpu>
 #   decoder/decoder.jsonl       bench/results/<machine>/
@@ -25,6 +25,7 @@ ranks=${RANKS:-$(nvidia-smi -L | wc -l)}
 gpu=$(python3 -c 'import torch; print(torch.cuda.get_device_name(0).lower().replace(" ", "-"))')
 sms=$(python3 -c 'import torch; print(torch.cuda.get_device_properties(0).multi_processor_count)')
 machine=$gpu-x$ranks
+made=$out/profile/$machine.json shipped=src/weft/planner/profiles/$machine.json
 started=60 # seconds at most from the time at which a program starts nothing further to its end
 left=0
 
@@ -54,16 +55,15 @@ whole() { # the same, of a program whose result is of one run: it begins again
   again=$out/$1 spmd "$@"
 }
 
-keep_profile() { # in part only where there is none
-  local made=$out/profile/$machine.json shipped=src/weft/planner/profiles/$machine.json
+use_profile() { # in part only where none is shipped
   [ -f "$made" ] || return 0
   if [ ! -f "$shipped" ] || grep -qs done "$out/state/profile"; then cp "$made" "$shipped"; fi
 }
 
 profile() {
-  spmd profile 90 weft.planner.tune --out "$out/profile/$machine.json"
-  keep_profile
-  spmd predictions 60 bench.measure.predictions --out "$out/predictions" --profile "$out/profile/$machine.json"
+  spmd profile 90 weft.planner.tune --out "$made"
+  use_profile
+  spmd predictions 60 bench.measure.predictions --out "$out/predictions" --profile "$made"
 }
 
 ops() { spmd ops 240 bench.measure.run --tune --out "$out/results"; }
@@ -71,8 +71,7 @@ ops() { spmd ops 240 bench.measure.run --tune --out "$out/results"; }
 norm() { spmd norm 60 bench.measure.norm --modes graph --out "$out/results"; }
 
 decoder() {
-  whole decoder 180 bench.measure.decoder --tune --parts prefill decode --profile 0 --sms "$sms" --norms auto decomposed --out "$out/decoder"
-  spmd decoder-mixes 60 bench.measure.decoder --parts mixes --out "$out/results"
+  whole decoder 240 bench.measure.decoder --tune --profile 0 --sms "$sms" --norms auto decomposed --out "$out/decoder"
 }
 
 signaled() {
@@ -106,7 +105,11 @@ vllm() { # an engine takes 100 s to start
   done
 }
 
-keep_profile
+rm -f "$out/profile/shipped"
+if [ -f "$shipped" ]; then cp "$shipped" "$out/profile/shipped"; fi
+# The checks' record goes by the content of src, so that it is left as it was.
+trap 'if [ -f "$out/profile/shipped" ]; then mv "$out/profile/shipped" "$shipped"; else rm -f "$shipped"; fi' EXIT
+use_profile
 for turn in new cut failed report; do
   for part in $parts; do
     if declare -F "$part" > /dev/null; then $part; else echo "no part $part"; left=1; fi

@@ -210,26 +210,36 @@ def names_of_checks(world: weft.World) -> list[str]:
 
 
 def test_what_goes_elsewhere_is_kept_apart(tmp_path: Path) -> None:
-    out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles"
-    run(tmp_path / "tree", out, PARTS="profile ops")
+    out = tmp_path / "out"
+    run(tmp_path / "tree", out, PARTS="ops")
     assert [p.name for p in (out / "results").iterdir()] == ["matmul_all_reduce.jsonl"]  # what the report reads
     assert [p.name for p in (out / "tuning").iterdir()] == ["sweep.jsonl"]
-    assert [p.name for p in profiles.iterdir()] == ["132-x2.json"]
+
+
+def test_the_profile_is_used_while_the_rest_is_measured(tmp_path: Path) -> None:
+    """And src is left as it was, since its content names the version that was checked."""
+    out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles"
+    run(
+        tmp_path / "tree",
+        out,
+        PARTS="profile norm",
+        ENDS='bench.measure.norm cp -r src/weft/planner/profiles "$OUT/seen"',
+    )
+    assert [p.name for p in (out / "seen").iterdir()] == ["132-x2.json"] and not list(profiles.iterdir())
 
 
 def test_a_profile_in_part_replaces_none(tmp_path: Path) -> None:
-    shipped = tmp_path / "tree/src/weft/planner/profiles/132-x2.json"
-    shipped.parent.mkdir(parents=True)
-    shipped.write_text("whole")
-    run(
-        tmp_path / "tree",
-        tmp_path / "out",
-        PARTS="profile",
-        ENDS="weft.planner.tune echo '7 probes, since 90 s are over'",
-    )
-    assert shipped.read_text() == "whole"
-    run(tmp_path / "tree", tmp_path / "out", PARTS="profile")
-    assert shipped.read_text() == "{}\n"
+    tree, out, shipped = tmp_path / "tree", tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles/132-x2.json"
+    for path, text in ((shipped, "shipped"), (out / "profile/132-x2.json", "measured")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    used = 'bench.measure.norm cp src/weft/planner/profiles/132-x2.json "$OUT/used"'
+    for state, text in (("cut", "shipped"), ("done", "measured")):
+        (out / "state").mkdir(exist_ok=True)
+        (out / "state/profile").write_text(state)
+        (out / "state/norm").unlink(missing_ok=True)
+        run(tree, out, PARTS="norm", ENDS=used)
+        assert (out / "used").read_text() == text and shipped.read_text() == "shipped"
 
 
 def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
