@@ -2,13 +2,14 @@
 
 python -m bench.pages.ahead [--gpus 8] [--profiles nvidia-h200-x2 nvidia-h200-x4]
 
-Writes bench/results/predictions-<gpus>.jsonl anew: for every op and shape of bench/measure/run.py the fastest predicted plan of each
-kind in a CUDA graph, with `chosen` for the plan that the planner takes. `errors` reads the rows that were measured later.
+Writes bench/results/predictions-<gpus>.jsonl anew: for every op and shape of bench/measure/run.py the plans that it
+times with --tune, in a CUDA graph, and the plan that the planner takes, which is `chosen`. `errors` reads the rows that were measured later.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 from collections import defaultdict
@@ -18,13 +19,15 @@ from statistics import fmean
 from typing import Any
 
 from bench.common import shapes, stored
+from bench.common.candidates import candidates
 from bench.measure.run import OPS
 from bench.pages.predict import percent, table
 from weft.planner.auto import profile_for
+from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
 from weft.planner.search import Planner
 from weft.planner.simulate import ScaledPredictor, links_of
-from weft.plans import Plan
+from weft.plans import Plan, Sequential
 
 PROFILES = ("nvidia-h200-x2", "nvidia-h200-x4")
 GPUS = 8
@@ -44,12 +47,13 @@ def predicted(name: str, gpus: int, date: str, sizes: Sequence[shapes.MLP] = sha
     for shape in sizes:
         for op in OPS:
             m, n, k = shape.column(gpus) if op == "all_gather_matmul" else shape.row(gpus)
-            decision = planner.decide(op, m, n, k, "graph", m % gpus == 0)
-            best = {o.plan.kind: o for o in reversed(decision.options)}  # options are sorted by time
-            for option in sorted(best.values(), key=lambda o: o.us):
-                chosen = option.plan == decision.plan
-                row = dict(op=op, name=shape.name, M=m, N=n, K=k, plan=json.loads(option.plan.to_json()))
-                yield row | dict(predicted=round(option.us, 2), chosen=chosen) | fixed
+            chosen = planner.decide(op, m, n, k, "graph", m % gpus == 0).plan
+            nbytes = 2 * m * (k if op == "all_gather_matmul" else n)
+            for plan in dict.fromkeys([Sequential(), *candidates(op, gpus, nbytes), chosen]):
+                with contextlib.suppress(NotMeasured):
+                    us = planner.predictor.time(op, plan, m, n, k)
+                    row = dict(op=op, name=shape.name, M=m, N=n, K=k, plan=json.loads(plan.to_json()))
+                    yield row | dict(predicted=round(us, 2), chosen=plan == chosen) | fixed
 
 
 def errors(gpus: int, results: Path = stored.RESULTS) -> dict[tuple[str, str], list[float]]:

@@ -41,11 +41,10 @@ def test_the_page_says_that_nothing_was_measured(tmp_path: Path) -> None:
     assert text.endswith("None of these calls has been measured since.\n")
 
 
-def test_a_prediction_names_one_chosen_plan_of_each_call() -> None:
-    """The fastest of each kind, the chosen one among them."""
+def test_every_plan_that_is_tuned_is_predicted() -> None:
+    """And the one that the planner takes, which is one of the fastest."""
     rows = list(ahead.predicted("nvidia-h200-x4", 8, "now", shapes.TILELINK[:1]))
     for op in ahead.OPS:
-        times = [row for row in rows if row["op"] == op]
-        assert sum(row["chosen"] for row in times) == 1 and {"kind": "sequential"} in [row["plan"] for row in times]
-        assert [row["predicted"] for row in times] == sorted(row["predicted"] for row in times)
-        assert len({row["plan"]["kind"] for row in times}) == len(times)
+        times = {json.dumps(row["plan"]): row["predicted"] for row in rows if row["op"] == op}
+        (chosen,) = (row["predicted"] for row in rows if row["op"] == op and row["chosen"])
+        assert len(times) > 5 and chosen <= min(times.values()) < times['{"kind": "sequential"}']
