@@ -84,6 +84,7 @@ moe() {
   spmd moe-flashmoe 120 bench.measure.moe --models FlashMoE-ungated-E{8,16,32,64,128} --tokens 4096 8192 16384 --eager --out "$out/results"
   spmd moe-flashinfer 60 bench.measure.moe --models FlashInfer-EP4 --tokens 64 2048 --out "$out/results"
   spmd moe-one-launch 60 bench.measure.moe --one-launch --out "$out/results"
+  spmd moe-stamps 60 bench.measure.moe --stamps --models Qwen3-30B FlashMoE --tokens 8192 512 --out "$out/results"
   spmd moe-stragglers 60 bench.measure.moe_stragglers --out "$out/results"
 }
 

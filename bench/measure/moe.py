@@ -327,15 +327,13 @@ def main() -> None:
     a.installed, a.versions = gathered_experts.installed(world) if world.size > 1 else ({}, {})
     link = peers.link_rate(world)
     with torch.no_grad():
-        if a.stamps:
-            for name, tokens, _ in sizes:
-                for row in [stamps(world, name, tokens, way) for way in STAMPED]:
-                    keep(world, a.out / "moe_stamps.jsonl", [row])
-                    print(row if world.rank == 0 else "", flush=True)
-            sizes = []
-        kind = "one launch" if a.one_launch else f"MoE, Zipf {a.zipf}"
-        cases = {f"{kind}, {name} {tokens}": (name, tokens, plans) for name, tokens, plans in sizes}
+        cases = {f"MoE {name} {tokens}": (name, tokens, plans) for name, tokens, plans in sizes}
         for name, tokens, plans in unfinished(world, a.out, cases, a.seconds):
+            if a.stamps:
+                rows = [stamps(world, name, tokens, way) for way in STAMPED]
+                keep(world, a.out / "moe_stamps.jsonl", rows)
+                print(*(rows if world.rank == 0 else ()), sep="\n", flush=True)
+                continue
             try:
                 rows = measure(world, name, tokens, plans, a, link)
             except weft.WeftError as e:

@@ -27,6 +27,18 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     assert weft.spmd(main, 2, backend="emulated") == [[[1, 2], [3, 2], []]] * 2
 
 
+def test_other_arguments_are_other_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another folder or time is none, as where the results lie elsewhere in the next run."""
+
+    def measured(*words: str) -> list[int]:
+        monkeypatch.setattr(resume.sys, "argv", ["bench/measure/moe.py", *words])
+        return list(unfinished(None, tmp_path, CASES))
+
+    assert measured("--seconds", "10", "--tokens", "8", "--out", "here") == [1, 2, 3]
+    assert measured("--tokens", "8", "--out", "there", "--seconds", "20") == []
+    assert measured("--tokens", "16", "--out", "here") == [1, 2, 3]
+
+
 def test_what_the_time_leaves_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
