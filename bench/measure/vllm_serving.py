@@ -19,18 +19,19 @@ model it replaces. Rows are written mix by mix. The engines' logs lie beside the
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
 import random
 import signal
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.common.resume import keep, unfinished
 from bench.measure import vllm_engine
 from bench.measure.vllm_engine import LAYERS, METHODS, MODELS, Load, Served, Setup
 
@@ -217,12 +218,11 @@ def measure_mix(engines: dict[str, Engine], name: str, args: argparse.Namespace,
             f"{setup.model} {name}: {method} {row['ratio']:.3f}x of {row['ratio_range']}, null {row['null_range']}",
             flush=True,
         )
-        with open(args.out / "vllm_serving.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+        keep(None, args.out / "vllm_serving.jsonl", [row])
 
 
-def measure(model: str, args: argparse.Namespace, end: float) -> None:
-    """Start the engines of a model and measure all mixes, as far as the time reaches."""
+def measure(model: str, args: argparse.Namespace, end: float) -> bool:
+    """Start the engines of a model, measure all mixes, as far as the time reaches, and return whether no engine failed."""
     share = round(MEMORY / len(args.methods), 3)
     engines = {}
     for method in args.methods:
@@ -233,13 +233,13 @@ def measure(model: str, args: argparse.Namespace, end: float) -> None:
     try:
         start_engines(list(engines.values()), end)
         print(f"{model}: {len(engines)} engines started in {time.monotonic() - began:.0f} s", flush=True)
-        for name in args.mixes:
-            if end - time.monotonic() < 10 * REPEAT_SECONDS:
-                print(f"{model} {name}: no time left", flush=True)
-                continue
+        cases = {f"{model} x{len(args.gpus)} {name}": name for name in args.mixes}
+        for name in unfinished(None, args.out, cases, args.seconds - 10 * REPEAT_SECONDS):
             measure_mix(engines, name, args, end)
+        return True
     except Failed as error:
         print(f"{model}: {error}", flush=True)
+        return False
     finally:
         for engine in engines.values():
             if hasattr(engine, "process"):
@@ -273,8 +273,7 @@ def main() -> None:
     end = time.monotonic() + args.seconds
     spawn = multiprocessing.get_context("spawn")
     spawn.Process(target=vllm_engine.compile_fused_all_reduce, args=(args.out / "vllm_serving-nvcc.log",)).start()
-    for model in args.models:
-        measure(model, args, end)
+    sys.exit(not all([measure(model, args, end) for model in args.models]))
 
 
 if __name__ == "__main__":
