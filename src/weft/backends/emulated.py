@@ -26,6 +26,7 @@ from ..emulator.streams import call_site, fresh
 from ..emulator.tasks import Arrival, EmulatedEvent, EmulatedStream
 from ..errors import Mismatch, Unsupported, WeftError
 from ..lang.host import check_copy
+from ..lang.intrinsics import GUARD_WORDS
 from ..lang.jit import check_launch
 from ..scale import Scale
 from ..transport import barrier
@@ -162,6 +163,9 @@ class EmulatedBackend(Backend):
     def left_out(self) -> int:
         return 0 if self._guard is None else int(self._guard[3])
 
+    def left_out_by_rank(self) -> list[int]:
+        return self.guard()[4:].tolist()
+
     def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
         seconds = self.size * (multiply_adds * MULTIPLY_ADD + math.prod(sizes[:2]) * ELEMENT)
         if self.rank or seconds < ANNOUNCED:
@@ -238,7 +242,7 @@ class EmulatedBackend(Backend):
 
     def guard(self) -> torch.Tensor:
         if self._guard is None:
-            self._guard = self.zeros((16,), torch.int64)
+            self._guard = self.zeros((GUARD_WORDS,), torch.int64)
         return self._guard
 
     # -- streams -----------------------------------------------------------------------------------------------------
