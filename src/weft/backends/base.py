@@ -173,6 +173,11 @@ class Backend(ABC):
     def left_out(self) -> int:
         """Return the number of rows dropped for lack of room in all calls so far; as cheap to read as `check`."""
 
+    @abstractmethod
+    def left_out_by_rank(self) -> list[int]:
+        """Return these by the rank that dropped them: all of its own where it is this rank, those of this rank's tokens
+        where it is another."""
+
     def close(self) -> None:
         """Release what the backend holds."""
 
