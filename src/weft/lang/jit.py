@@ -33,7 +33,9 @@ class Kernel(JITFunction):
         return binder
 
 
-OPTIONS = "num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers"  # `Backend.launch`
+OPTIONS = (  # `Backend.launch`
+    *("num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers", "enable_fp_fusion"),
+)
 
 
 def check_launch(kernel: object, grid: object, options: object) -> None:

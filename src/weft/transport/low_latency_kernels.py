@@ -36,8 +36,8 @@ class PostingMemory(NamedTuple):
 
 @jit
 def replace_empty(words):
-    """Return the words with another NaN in place of EMPTY; no number changes. Every rank applies this to the same words,
-    so the results are the same on every rank."""
+    """Return the words with another NaN in place of EMPTY; no number changes. Every rank applies this to the same
+    words, so the results are the same on every rank."""
     return tl.where(words == EMPTY, words ^ 0x8000, words)
 
 
