@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import operator
+import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -194,7 +195,8 @@ class World:
 
     _all: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
 
-    def __init__(self, backend: Backend, name: str | None = None) -> None:
+    def __init__(self, backend: Backend, name: str | None = None, *, batch_invariant: bool | None = None) -> None:
+        """batch_invariant: as in `weft.init`."""
         timeout_seconds()  # raises for a wrong WEFT_TIMEOUT even where nothing waits
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
@@ -202,6 +204,10 @@ class World:
         self.multi_node_unsupported = spread(
             backend.nodes
         )  # why only NCCL can move data: several nodes; None with one node
+        asked = os.environ.get("WEFT_BATCH_INVARIANT", "0") == "1" if batch_invariant is None else batch_invariant
+        self.batch_invariant = asked  # whether ops keep the promise of `weft.init(batch_invariant=True)`
+        if asked and (reason := self.multi_node_unsupported or backend.reference and "CPU processes compute by torch"):
+            raise Unsupported(f"batch_invariant: {reason}, whose order of sums depends on the batch")
         # The name is the same in each run, for caches of compiled code. It has the size in it, since torch caches
         # compiled graphs for later processes under the World's name.
         self.name = name or f"{backend.name}:{next(backend.world_numbers)}:{self.rank}/{self.size}"
@@ -261,7 +267,7 @@ class World:
             [rank for rank, rank_color in enumerate(colors) if rank_color == group_color]
             for group_color in dict.fromkeys(colors)
         ]
-        return World(self.backend.split(groups))
+        return World(self.backend.split(groups), batch_invariant=self.batch_invariant)
 
     @property
     def levels(self) -> Levels:
@@ -279,8 +285,11 @@ class World:
         """Return the World of this rank alone, which is kept. Its ops wait for no other rank, so that they may run at
         the same time as an op of this World on another stream; plan FusedMoe, whose programs wait for each other, does
         where both fit on the SMs. Not collective."""
-        world: World = self if self.size == 1 else self.cached("alone", lambda: World(self.backend.alone()))
-        return world
+
+        def make() -> World:
+            return World(self.backend.alone(), batch_invariant=self.batch_invariant)
+
+        return self if self.size == 1 else self.cached("alone", make)
 
     def may_capture(self, rows: int) -> bool:
         """Return whether a CUDA graph may capture calls of so many rows."""

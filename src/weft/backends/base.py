@@ -297,7 +297,8 @@ class Backend(ABC):
         SMs with those of the next launch; per_sm, the number of programs that are meant to share an SM, with one of the
         launch before if that is co_resident; local, for programs that wait for no other rank nor for each other, so
         that ranks may launch different ones, and more than are resident at once;
-        few_registers, for a kernel that Triton's newer assembler would spill."""
+        few_registers, for a kernel that Triton's newer assembler would spill; enable_fp_fusion False, for a kernel that
+        rounds products before it adds them, however it is compiled."""
 
     @abstractmethod
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved]) -> None:
