@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ...errors import WeftError
 from . import compare
 from .interface import VllmObject, resolve
+from .row_norm_column import WovenLayers
 from .served import ServedModel, counts, models
 
 log = logging.getLogger("vllm.weft")
@@ -139,6 +140,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
     passes = model.passes
     assert passes is not None
     run = compare.pass_of(runner, model.config)
+    attach(model, runner)
     passes.put()
     with torch.inference_mode():
         if model.ranges is None:
@@ -152,11 +154,26 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             model.give_up("no pass is 1% faster with weft")
             return
         passes.serve(won)
+        if passes.woven is not None and not any(isinstance(form, WovenLayers) for _, _, form in won):
+            passes.woven.release()
         for size in sorted(set(passes.sizes) - {0}, reverse=True):
             run(size)
         passes.world.wait_for_streams()
     if passes.world.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def attach(model: ServedModel, runner: VllmObject) -> None:
+    """Let woven passes learn of the engine's batches; without them if these cannot be split."""
+    passes = model.passes
+    assert passes is not None
+    if passes.woven is None:
+        return
+    try:
+        passes.woven.attach(runner)
+    except WeftError as why:
+        passes.woven, passes.unwoven = None, f"{why}"
+        model.forms = [form for form in model.forms if not isinstance(form, WovenLayers)]
 
 
 def store(model: ServedModel) -> None:
