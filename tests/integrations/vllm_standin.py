@@ -107,6 +107,22 @@ def split_attn_metadata(ubatch_slices: list[UBatchSlice], common_attn_metadata: 
     return parts
 
 
+class FullAttentionSpec:
+    pass
+
+
+class MambaSpec:
+    pass
+
+
+class AttentionGroup:
+    def __init__(self, builder: Builder) -> None:
+        self.builder, self.kv_cache_spec = builder, builder.kv_cache_spec
+
+    def get_metadata_builder(self, ubatch_id: int = 0) -> Builder:
+        return self.builder
+
+
 class Builder:
     """A builder of metadata, which are a buffer of its own, as those of FlashAttention may be."""
 

@@ -39,7 +39,7 @@ PROMPTS = [[1, 5, 7, 9], list(range(3, 40)), [11] * 9]
 CROWDED = dict(
     max_num_batched_tokens=24, enable_chunked_prefill=True, enable_prefix_caching=True, block_size=32, num_gpu_blocks_override=7
 )  # fmt: skip
-CROWD = [list(range(3, 60)), [*range(3, 40), *range(60, 90)], [11] * 9, [1, 5, 7, 9] * 12]
+CROWD = [list(range(3, 63)), [*range(3, 40), *range(63, 86)], [11] * 9, [*[1, 5, 7, 9] * 14, 1, 5]]
 
 
 def checkpoint(kind: str, folder: str, dtype: str) -> str:

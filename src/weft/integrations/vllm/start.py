@@ -164,10 +164,12 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
 
 
 def attach(model: ServedModel, runner: VllmObject) -> None:
-    """Let woven passes learn of the engine's batches; without them if these cannot be split."""
-    passes = model.passes
+    """Let woven passes learn of the engine's batches, unless stored ranges have none. Do without them if these cannot
+    be split."""
+    passes, ranges = model.passes, model.ranges
     assert passes is not None
-    if passes.woven is None:
+    stored = ranges is None or any(isinstance(compared.form, WovenLayers) for compared in ranges)
+    if passes.woven is None or not stored:
         return
     try:
         passes.woven.attach(runner)

@@ -38,6 +38,7 @@ from .row_norm_column import WovenLayers
 from .twin import copied, with_copies
 
 FEWEST_TOKENS = 512  # passes of fewer are not compared: their GEMMs hide little, and the host launches two parts
+ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec")  # of keys and values a token; others may have states a request
 # What a batch may have that `split_attn_metadata` does not pass on to the parts.
 NOT_SPLIT = ("encoder_seq_lens", "dcp_local_seq_lens", "mm_req_doc_ranges", "num_logits_indices")
 
@@ -194,8 +195,10 @@ def unsplit_reason(config: VllmObject, runner: VllmObject) -> str | None:
     """Return why no batch of an engine can be split, or None."""
     parallel, model, cache = config.parallel_config, config.model_config, getattr(config, "cache_config", None)
     groups = [group for groups in getattr(runner, "attn_groups", ()) for group in groups]
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     reasons = {
-        f"{len(groups)} kinds of attention": len(groups) != 1,
+        f"{len(groups)} kinds of attention: {', '.join(kinds)}": len(groups) != 1,
+        f"attention by {', '.join(kinds)}": not set(kinds) <= set(ATTENTION),
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "keys and values go to other engines (kv_transfer_config)": getattr(config, "kv_transfer_config", None)
         is not None,
