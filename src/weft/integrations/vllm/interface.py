@@ -38,6 +38,13 @@ OPTIONAL = {
         "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.__init__",
         ("self", "compile_prefix", "is_encoder"),
     ),
+    "custom_op": ("vllm.model_executor.custom_op:CustomOp.forward_cuda", ("self", "args", "kwargs")),
+    "entered": ("vllm.forward_context:override_forward_context", ("forward_context",)),
+    "split_metadata": (
+        "vllm.v1.worker.ubatch_utils:split_attn_metadata",
+        ("ubatch_slices", "common_attn_metadata"),
+    ),
+    "token_slices": ("vllm.v1.worker.ubatch_utils:UBatchSlice.__init__", ("self", "request_slice", "token_slice")),
     "worker": ("vllm.v1.worker.worker_base:WorkerBase.get_model", ("self",)),
 }
 COMMUNICATING = (  # the modules whose functions communicate for layers that call them; what these do, no module shows

@@ -26,13 +26,14 @@ from ...launch import init
 from ...plans import Plan
 from ...world import World
 from . import compare, flashinfer, fp8, layers
-from .dataflow import Flow, calls_of, flow_of, stacks
+from .dataflow import Flow, calls_of, first_sentence, flow_of, stacks
 from .interface import COMMUNICATING, FP8_METHODS, Interface, VllmObject, read_interface
 from .layers import Classes
 from .row_norm_column import PASS_FORMS
 from .served import ServedModel, models, text
 from .start import gather_objects, hook_worker
 from .twin import Passes, copied, twin_of
+from .woven import woven_pass
 
 log = logging.getLogger("vllm.weft")  # vLLM shows the loggers below its own name
 SOURCES = Path(__file__).parents[2]  # weft's package
@@ -335,12 +336,18 @@ def passes_of(
     for row in candidates.rows:
         copies[id(row)] = copied(row, layers.Row, weft=world)
         counted[f"a row-parallel {classes.gemm_name(row)} and its sum"] += 1
+    served_modules = dict(copies)
     twin = twin_of(candidates.stack, copies, name_of(candidates, world), interface.objects.get("compiler"))
     report.served += [f"{line} ({count} times)" for line, count in counted.items() if count]
     report.left += flow.left + classes.fp8.left()
     max_tokens = config.scheduler_config.max_num_batched_tokens
     context = interface.objects["context"]
-    return Passes(candidates.stack, twin, world, context, max_tokens, captured_sizes(config))
+    passes = Passes(candidates.stack, twin, world, context, max_tokens, captured_sizes(config))
+    try:
+        passes.woven = woven_pass(candidates.stack, served_modules, world, config, classes, interface.objects)
+    except Exception as error:
+        passes.unwoven = first_sentence(error)
+    return passes
 
 
 def name_of(candidates: Candidates, world: World) -> str:

@@ -11,6 +11,8 @@ ranks, residual and RMSNorm, and the column-parallel GEMM. Its plans are the for
 
     flashinfer  sequential, with FlashInfer's kernel for the sum and the norm (flashinfer.py)
 
+A pass has one further form, `WovenLayers`: two parts over whole layers, without this operator (woven.py).
+
 It is one operator so that a compiled graph with symbolic shapes contains all of these plans: which one runs depends on
 the number of tokens (`forms`), but no shape in the graph does. The residual is always [M, H]. In all plans but
 sequential and flashinfer only some of its rows are defined on a rank, and only the next call of this operator, which
@@ -33,7 +35,7 @@ from ...ops.all_reduce.op import all_reduce_rms_norm
 from ...ops.common import split_rows
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.norm import rms_norm
-from ...plans import Plan, Sequential, TwoShotPull
+from ...plans import Decomposed, Plan, Sequential, TwoShotPull
 from ...tensor_checks import check_operands, dims
 from ...torch_library import CallOptions
 from ...world import World
@@ -65,8 +67,30 @@ class TwoParts(Plan):
     programs: int = 16
 
 
+@dataclass(frozen=True)
+class WovenLayers(Plan):
+    """The tokens in two parts over whole layers (woven.py). The sums run on the SMs of so many `programs`; 0: copy
+    engines move the rows."""
+
+    kind: ClassVar[str] = "woven_layers"
+    may_be_0 = ("programs",)
+    programs: int = 0
+
+    @property
+    def norm_plan(self) -> Plan:
+        """Return the plan of `all_reduce_rms_norm`."""
+        return TwoShotPull(programs=self.programs) if self.programs else Decomposed()
+
+
 # In the order in which they are compared. All but the first need a residual that nothing between the layers reads.
-PASS_FORMS: Sequence[Plan] = (Sequential(), OwnRows(), ShardedTokens(), TwoParts())
+PASS_FORMS: Sequence[Plan] = (
+    Sequential(),
+    OwnRows(),
+    ShardedTokens(),
+    TwoParts(),
+    WovenLayers(),
+    WovenLayers(programs=16),
+)
 
 
 def forms(world: World) -> dict[int, Plan]:

@@ -65,6 +65,8 @@ class ServedModel:
         ranks = "" if self.world is None else f", {self.world.size} ranks ({self.world.backend.name})"
         lines = [f"{self.version}: {self.model}{ranks}"]
         lines += [f"  serves {line}" for line in self.served] + [f"  leaves to vLLM {line}" for line in self.left]
+        if self.passes is not None and self.passes.unwoven is not None:
+            lines.append(f"  runs no pass in two parts over whole layers: {self.passes.unwoven}")
         lines += [f"  compared in {self.seconds:.0f} s"] if self.seconds else []
         lines += [f"  {compared.line()}" for compared in self.ranges or ()]
         lines += [f"  {name}: {count} calls decided, by {plan}" for (name, plan), count in self.decided().items()]

@@ -15,6 +15,7 @@ from ...errors import WeftError
 from ...world import World
 from . import compare, flashinfer
 from .interface import VllmObject, resolve
+from .row_norm_column import WovenLayers
 from .served import ServedModel, counts, models
 
 log = logging.getLogger("vllm.weft")
@@ -140,6 +141,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
     passes = model.passes
     assert passes is not None
     run = compare.pass_of(runner, model.config)
+    attach(model, runner)
     passes.put()
     with torch.inference_mode():
         if model.ranges is None:
@@ -156,6 +158,8 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
         if not any(isinstance(form, flashinfer.FlashInfer) for _, _, form in won):
             flashinfer.drop(passes.world)
         passes.serve(won)
+        if passes.woven is not None and not any(isinstance(form, WovenLayers) for _, _, form in won):
+            passes.woven.release()
         for tokens in passes.warm_ups():
             run(tokens)
         passes.world.wait_for_streams()
@@ -164,6 +168,21 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
 def free_cached_memory(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def attach(model: ServedModel, runner: VllmObject) -> None:
+    """Let woven passes learn of the engine's batches, unless stored ranges have none. Do without them if these cannot
+    be split."""
+    passes, ranges = model.passes, model.ranges
+    assert passes is not None
+    stored = ranges is None or any(isinstance(compared.form, WovenLayers) for compared in ranges)
+    if passes.woven is None or not stored:
+        return
+    try:
+        passes.woven.attach(runner)
+    except WeftError as why:
+        passes.woven, passes.unwoven = None, f"{why}"
+        model.forms = [form for form in model.forms if not isinstance(form, WovenLayers)]
 
 
 def store(model: ServedModel) -> None:
