@@ -85,30 +85,12 @@ def x(value: float) -> str:
 
 
 # -- experiments -------------------------------------------------------------------------------------------------------
-def timeline(traced: str) -> list[tuple[int, int]]:
-    """Return the us of main loop and epilogue of the tiles that ended in one tenth of a traced call after the other."""
-    lines = log(8, "timelines-tiles.log")
-    tiles = lines[next(i for i, line in enumerate(lines) if line.startswith(f"{traced}: ")) + 1]
-    return [(int(a), int(b)) for a, b in re.findall(r":(\d+)\+(\d+) x", tiles)]
 
 
 def chain(barrier: str) -> str:
     """Return the us of the slowest rank of a ring of pulls on idle GPUs."""
     (line,) = (line for line in log(8, "timelines.log") if line.startswith(f"CE idle ring pull sync {barrier}: "))
     return us(max(map(float, line.split("[")[1].rstrip("]").split(","))))
-
-
-def sequential(machine: str, op: str, name: str, method: str) -> str:
-    """Return the us of an eager call that the benchmark timed."""
-    (case,) = (c for c in report.cases(report.load(RESULTS / machine), op, int(machine[-1]), "eager") if c.name == name)
-    return us(case.rows[method]["us"])
-
-
-def host_shared(method: str) -> str:
-    """Return the host time of GEMM + all-reduce with two ranks that share an H100."""
-    stored = rows(ONE_H100, "host-shared.jsonl")
-    (row,) = (r for r in stored if (r["op"], r["method"]) == ("matmul_all_reduce", method))
-    return us(round(row["us"]["new"]))
 
 
 def eager_copies() -> str:
@@ -124,14 +106,6 @@ def same_stream(mode: str) -> str:
     """Return how much longer flags on the copies' stream make a call than flags on another stream, two programs an SM."""
     times = dicts(4, "signals-and-groups.log", r"\d+s (\w+) (\d+) (\d+) (\d+) ")
     return percent(t["two same"] / t["two"] for (m, *_), t in times.items() if m == mode)
-
-
-def views_kept() -> str:
-    times: dict[tuple, dict[str, dict[str, float]]] = defaultdict(dict)
-    for r in rows(2, "pieces-and-staging.jsonl"):
-        if r["op"] == "eager":
-            times[r["M"], r["N"], r["K"]][r["tag"]] = r["us"]
-    return percent(t["new"]["AG dec"] / t["old"]["AG dec"] for t in times.values())
 
 
 def few_programs(*methods: str) -> str:
@@ -209,16 +183,6 @@ def serialized() -> str:
     )
 
 
-def broken_wave(programs: int) -> str:
-    """Return the time of weft's GEMM of 8192 x 2752 x 4096 by so many programs, two a SM."""
-    (line,) = (line for line in log(1, "gemm-tiles.log") if line.startswith("8192 2752 4096 "))
-    return us(float(re.search(rf"128x128x64 w4 s3 p{programs} g8 f1 ([\d.]+)", line)[1]))  # type: ignore[index]
-
-
-def few_tiles(way: str) -> str:
-    return us(dicts(4, "few-rows.log", r"gemm (\d+) (\d+) (\d+) ")["2048", "2560", "8192"][way])
-
-
 def moe(method: str) -> str:
     """Return the time of an MoE layer whose small programs divided the SMs' memory, by the method of the experiment."""
     times = {r["method"]: r["us"] for r in rows(2, "moe-memory-divided.jsonl") if r["name"] == "Qwen3-30B-8192"}
@@ -245,11 +209,8 @@ FEW_MODELS = "Qwen3-30B", "GPT-OSS-120B", "DeepSeek-V3"
 FEW = {  # forms of moe-few-rows.jsonl, in run 2
     "steps of 64": dict(plan="low latency", block_m=16, block_k=64, stages=4, waves=1),
     "low latency": dict(plan="low latency", block_m=16, block_k=128, stages=3, warps=4, waves=1),
-    "low latency, 8 waves": dict(plan="low latency", block_m=16, block_k=128, stages=3, waves=8),
-    "steps of 256": dict(plan="low latency", block_k=256, warps=8),
     "64 x 256": dict(block_m=64, block_n=256, block_k=64),
     "64 x 128": dict(plan="dispatched", block_m=64, block_k=128, warps=4, group_m=4),
-    "64 x 128, in order": dict(plan="dispatched", block_m=64, block_k=128, warps=4, group_m=1, waves=1),
     "32 x 128": dict(plan="dispatched", block_m=32, block_k=128, stages=3),
 }
 
@@ -295,24 +256,6 @@ def grouped(half: str, run: str, method: str, than: str, *names: str) -> str:
     return percent(t[method] / t[than] for t in times.values())
 
 
-def stages(name: str) -> str:
-    """Return how much longer a layer of 8,192 tokens takes on 2 GPUs by four stages than by three."""
-    times = {}
-    for r in rows(2, "moe-stages.jsonl"):
-        if r["name"] == f"{name}-8192" and r["method"].startswith("{"):
-            times[tuple(json.loads(r["method"]).items())] = r["us"]
-    return percent([times[("stages", 4),] / times[()]])
-
-
-def last_sums() -> str:
-    """Return by how much the forms of the last sums with several programs an SM differ, at most, in one layer."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for r in rows(2, "moe-last-sums.jsonl"):
-        if not r["method"].endswith(", 1 an SM"):
-            times[r["name"]].append(r["us"])
-    return f"{100 * (max(max(us) / min(us) for us in times.values()) - 1):.0f}%"
-
-
 def decoder(tokens: int, way: str) -> str:
     for line in log(4, "decoder-norms.log"):
         if f"70B-prefill-{tokens} " in line:
@@ -333,27 +276,11 @@ def mix(method: str, key: str) -> str:
     return x(methods["sequential"]["us"] / (methods[method]["gemm_us"] if key == "bound" else methods[method]["us"]))
 
 
-def saving(method: str, tag: str = "as it is") -> str:
-    """Return the gain on ShareGPT's mix on 2 GPUs: times as fast as sequential layers of the same run."""
-    methods = {
-        r["method"]: r for r in rows(2, "mixes-that-save-power.jsonl") if (r["name"], r["tag"]) == ("70B-ShareGPT", tag)
-    }
-    sequential_row = methods["sequential"]
-    return x(sequential_row["us"] / (sequential_row["gemm_us"] if method == "bound" else methods[method]["us"]))
-
-
-def drawn(method: str) -> str:
-    stored = [
-        r for r in rows(2, "mixes-that-save-power.jsonl") if r["name"] == "70B-ShareGPT" and r["method"] == method
-    ]
-    return f"{span((r['watts'] for r in stored), str)} W"
-
-
-def serves(method: str, mode: str = "eager", newest: bool = True) -> str:
-    """Return the tokens a second of continuous batching on 2 GPUs, in the newest run or the oldest."""
+def serves(method: str, mode: str = "eager") -> str:
+    """Return the tokens a second of continuous batching on 2 GPUs, in the newest run."""
     stored = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / "hf.jsonl").read_text().splitlines()]
     rates = [r["tokens_s"] for r in stored if "tokens_s" in r and (r["method"], r["mode"]) == (method, mode)]
-    return f"{rates[-1 if newest else 0]:,.0f} tokens a second"
+    return f"{rates[-1]:,.0f} tokens a second"
 
 
 def short(when: str) -> str:
@@ -368,9 +295,6 @@ RS = "matmul_reduce_scatter"
 ATTENTION = {
     "one": "compute alone",
     "two": "two halves",
-    "copied": "compute beside pull",
-    "merge": "merge",
-    "staged": "stage sm",
     "sequential": "nccl+cudnn",
     "beside": "today, 1, beside",
 }
@@ -415,9 +339,9 @@ def spread(ours: Sequence[float], others: Sequence[float]) -> str:
     return f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x"
 
 
-def own_attention(*, causal: bool) -> str:
-    """Return cuDNN's time over that of the best form of a kernel of our own."""
-    times = [r["us"] for r in rows(ONE_H100, "attention-own.jsonl") if r["name"].endswith("causal") == causal]
+def own_attention() -> str:
+    """Return cuDNN's time over that of the best form of a kernel of our own, without a mask."""
+    times = [r["us"] for r in rows(ONE_H100, "attention-own.jsonl") if not r["name"].endswith("causal")]
     shares = sorted({f"{100 * us['cudnn'] / min(t for q, t in us.items() if q != 'cudnn'):.0f}%" for us in times})
     return shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
 
@@ -503,11 +427,11 @@ def wrong_calls(guard: str) -> str:
     return f"{span((n for name, n in row['wrong'].items() if name.endswith(f', {guard}')), str)} of {row['calls']}"
 
 
-def around_router(part: str, step: bool = False) -> str:
-    """Return weft's time in a CUDA graph for 4,096 tokens, and torch's. step: with the gradient."""
+def around_router(part: str) -> str:
+    """Return weft's time in a CUDA graph for 4,096 tokens, and torch's."""
     stored = [json.loads(line) for line in (RESULTS / ONE_H100 / "router.jsonl").read_text().splitlines()]
     (times,) = (r["us"] for r in stored if (r["tokens"], r["mode"]) == (4096, "graph"))
-    weft_us, torch_us = (us(times[f"{part}, {method}{', step' * step}"]) for method in ("weft", "torch"))
+    weft_us, torch_us = (us(times[f"{part}, {method}"]) for method in ("weft", "torch"))
     return f"{weft_us.removesuffix(' us')} / {torch_us}"
 
 
@@ -533,30 +457,16 @@ FIGURES: dict[str, Callable[[], str]] = {
     "chain-none": partial(chain, "none"),
     "chain-first": partial(chain, "first"),
     "chain-each": partial(chain, "each"),
-    "flags-none": lambda: us(CHAINS["8"]["none"]),
     "flags-behind": lambda: us(CHAINS["8"]["serial"]),
     "flags-beside": lambda: us(CHAINS["8"]["side"]),
-    "flags-gemm-behind": lambda: us(CHAINS["16"]["serial +gemm"]),
-    "flags-gemm-beside": lambda: us(CHAINS["16"]["side +gemm"]),
     "flags-eager": partial(same_stream, "eager"),
-    "views-kept": views_kept,
-    "eager-library": partial(sequential, "nvidia-h200-x8", "matmul_all_reduce", "70B-128", "sequential"),
-    "eager-auto": partial(sequential, "nvidia-h200-x8", "matmul_all_reduce", "70B-128", "auto"),
-    "host-library": partial(host_shared, "library"),
-    "host-op": partial(host_shared, "sequential"),
-    "epilogue-idle": lambda: us(timeline("MLP-1 B64 r0")[0][1]),
-    "epilogue-busy": lambda: span((t for _, t in timeline("MLP-1 B64 r0")[1:]), lambda t: f"{t:.0f}") + " us",
     "tells-owners": lambda: us(parts("RS roles")["Tgemm"]),
     "tells-itself": lambda: us(parts("RS roles")["Tgemm-local"]),
-    "forward-four": lambda: us(variants("forwarders-4.jsonl")["B64"]),
     "forward-sixteen": lambda: us(variants("forwarders-16.jsonl")["B64f16"]),
-    "forward-two": lambda: us(variants("forwarders-4.jsonl")["T16f2"]),
     "forward-inside": lambda: us(variants("forwarders-16.jsonl")["T24f8j0"]),
     "forward-sequential": lambda: us(variants("forwarders-16.jsonl")["seq"]),
     "join": lambda: us(variants("join-and-in-flight.jsonl")["T16"]),
     "join-not": lambda: us(variants("join-and-in-flight.jsonl")["T24j0"]),
-    "join-first-tiles": lambda: us(sum(timeline("MLP-1 T16 r0")[0])),
-    "join-last-tiles": lambda: us(sum(timeline("MLP-1 T16 r0")[-1])),
     "blocks-four": lambda: us(variants("join-and-in-flight.jsonl")["B32r64s4"]),
     "blocks-two": lambda: us(variants("join-and-in-flight.jsonl")["B32r64s2"]),
     "signaled-nccl": partial(signaled, RS, 4, False),
@@ -577,71 +487,38 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tail-plain": partial(tiles, "lines", "plain"),
     "tail-continuous": partial(tiles, "continuous", "shared"),
     "tail-lines": partial(tiles, "lines", "shared"),
-    "wave-whole": partial(broken_wave, 256),
-    "wave-broken": partial(broken_wave, 248),
-    "few-cublas": partial(few_tiles, "cublas"),
-    "few-one": partial(few_tiles, "one g8"),
-    "few-two": partial(few_tiles, "two g8"),
     "forms-cublas": lambda: percent(forms(USUAL, "cuBLAS", 5, 99)),
-    "forms-told": lambda: percent(forms(USUAL, "cuBLAS", 5, 99, "told")),
     "forms-stages": lambda: span(forms("128x256 w8 s4 x1", USUAL, 5, 99), x),
-    "forms-whole": lambda: span(forms("128x256 w8 s3 x1 whole", USUAL, 5, 99), x),
     "forms-tall": lambda: span(forms("256x128 w8 s4 x1", USUAL, 5, 99), x),
     "forms-two": lambda: span(forms("128x128 w4 s3 x2", USUAL, 5, 99), x),
-    "forms-square": lambda: span(forms("128x128 w8 s5 x1 whole", USUAL, 5, 99), x),
-    "forms-half": lambda: span(forms(HALF, USUAL, 6.5, 99), x),
     "forms-few": lambda: span(forms(HALF, USUAL, 1.2, 1.5), x),
-    "forms-few-cublas": lambda: span(forms(USUAL, "cuBLAS", 1.2, 1.5), x),
-    "forms-few-shared": lambda: span(forms("shared", USUAL, 1.2, 1.5), x),
     "forms-apart": apart,
-    "forms-more": lambda: span(forms(HALF, USUAL, 4, 6.5), x),
     "halves-few": partial(in_ops, 1.2, 1.5),
     "halves-many": partial(in_ops, 4, 6.5),
     "moe-divided": partial(moe, "auto"),
-    "moe-library": partial(moe, "library"),
     "moe-now": moe_now,
     "moe-several": one_launch,
     "moe-several-narrow": partial(one_launch, block_n=128),
     "moe-movers-half": partial(one_launch, kind="fused", pullers=128, block_n=128),
     "moe-movers-all": partial(one_launch, kind="fused", pullers=264, block_n=128),
     "moe-wide-half": partial(one_launch, kind="fused", pullers=64),
-    "moe-wide-all": partial(one_launch, kind="fused", pullers=128),
     "few-steps": partial(few_rows, "low latency", "steps of 64", *(f"{m}-64" for m in FEW_MODELS)),
-    "few-steps-256": partial(few_rows, "steps of 256", "low latency", *(f"{m}-64" for m in FEW_MODELS)),
-    "few-waves": partial(few_rows, "low latency, 8 waves", "low latency", *(f"{m}-64" for m in FEW_MODELS)),
     "few-32": partial(few_rows, "32 x 128", "64 x 256", "GPT-OSS-120B-512", "DeepSeek-V3-512"),
     "few-64": partial(few_rows, "64 x 128", "64 x 256", "Qwen3-30B-512"),
-    "few-order": partial(few_rows, "64 x 128, in order", "64 x 256", "Mixtral-8x7B-512"),
-    "parts-own": partial(
-        in_parts, "own sums from the rows", "grouped_matmul_reduce_scatter", "own sums through the outbox"
-    ),
     "moe-own": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox"),
     "grouped-counted": partial(grouped, "second", EACH, "uncounted", THREE, "Qwen3-30B"),
     "grouped-first-four": partial(grouped, "first", BY_WAVE, "4 stages", THREE),
     "grouped-second-four": partial(grouped, "second", BY_WAVE, "4 stages", THREE),
-    "grouped-whole": partial(grouped, "first", BY_WAVE, "4 stages, whole", "4 stages"),
     "grouped-two-first": partial(grouped, "first", EACH, TWO, THREE),
-    "grouped-two-second": partial(grouped, "second", BY_WAVE, TWO, "4 stages", "Qwen3-30B", "GPT-OSS-120B"),
-    "grouped-two-second-wide": partial(grouped, "second", BY_WAVE, TWO, "4 stages", "Mixtral-8x7B"),
-    "grouped-quack-gathered": partial(grouped, "first", BY_WAVE, "quack gathered 128x192pp", "4 stages"),
-    "grouped-quack-first": partial(grouped, "first", BY_WAVE, "quack 128x192pp", "4 stages"),
-    "grouped-quack-second": partial(
-        grouped, "second", BY_WAVE, "quack 128x192pp", "4 stages", "Qwen3-30B", "FlashMoE", "GPT-OSS-120B"
-    ),
     "grouped-quack-torch": partial(grouped, "second", BY_WAVE, "quack 128x192pp", "torch"),
     "grouped-quack-torch-first": partial(grouped, "first", BY_WAVE, "quack 128x192pp", "torch"),
-    "stages-qwen": partial(stages, "Qwen3-30B"),
-    "stages-oss": partial(stages, "GPT-OSS-120B"),
     "moe-last-one": partial(layers, "moe-last-sums.jsonl", "4 warps, 16, 4 an SM", "8 warps, 32, 1 an SM"),
-    "moe-last-apart": last_sums,
     "moe-scheduler": partial(layers, "moe-scheduler.jsonl", "fused, scheduler", "fused, tickets"),
     "parts-own-whole": partial(in_parts, "own sums from the rows", "moe_tp", "own sums through the outbox"),
     "parts-narrow": partial(in_parts, '{"block_n": 128, "stages": 4}'),
     "parts-few": partial(in_parts, '{"senders": 32, "summers": 32}'),
     "few-norm-nccl": nccl_alone,
-    "few-norm-pull-old": partial(few_programs, "pull", "pull rows=0"),
     "few-norm-pull": partial(few_programs, "pull ahead"),
-    "few-norm-push-old": partial(few_programs, "push", "push rows=0"),
     "few-norm-push": partial(few_programs, "push ahead"),
     "norms-programs": partial(decoder, 8192, "equal split"),
     "norms-copies": partial(decoder, 8192, "equal split, norm decomposed"),
@@ -657,30 +534,22 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mix-bound": partial(mix, "auto", "bound"),
     "served-woven": partial(serves, "weft"),
     "served": partial(serves, "transformers paged"),
-    "served-woven-before": partial(serves, "weft", newest=False),
     "served-woven-graphs": partial(serves, "weft", "async"),
     "served-graphs": partial(serves, "transformers paged", "async"),
-    "mix-two-fused": partial(saving, "fused"),
-    "mix-two-bound": partial(saving, "bound"),
-    "mix-two-watts": partial(drawn, "sequential"),
-    "mix-two-watts-fused": partial(drawn, "fused"),
     **{f"attention-{name}": partial(attention_parts, part) for name, part in ATTENTION.items()},
     "attention-pulled": partial(hidden, "attention-parts.jsonl", "today"),
     "attention-pushed": partial(hidden, "attention-early.jsonl", "Segmented()"),
-    "attention-own": partial(own_attention, causal=False),
-    "attention-own-causal": partial(own_attention, causal=True),
-    "attention-own-sequential": partial(own_needs, "nccl+cudnn"),
+    "attention-own": own_attention,
     "attention-own-segmented": partial(own_needs, "weft"),
     "turned-copies": lambda: f"{sum(trained('transposed copy')) / 1000:.1f} ms",
     "turned-layer": lambda: f"{trained_layer():.0f} ms",
     "turned-ratio": lambda: spread(trained("auto, turned"), trained("auto")),
     **{f"promoted-{name}": partial(promoted_loop, form) for name, form in LOOPS.items()},
-    **{f"promoted-{name}-slow": partial(promoted_loop, LOOPS[name], "slow") for name in ("halves", "specialized")},
+    "promoted-halves-slow": partial(promoted_loop, LOOPS["halves"], "slow"),
     **{f"guarded{form}": partial(guard_time, name) for form, name in GUARD_FORMS.items()},
     "guard-wrong": partial(wrong_calls, "alone"),
     "guarded-wrong": partial(wrong_calls, "guarded"),
     **{f"router-{name}": partial(around_router, part) for name, part in AROUND_ROUTER.items()},
-    "router-balancing-step": partial(around_router, "load balancing", step=True),
     "short-before": partial(short, "before"),
     "short-after": partial(short, "after"),
 }
