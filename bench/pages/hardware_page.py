@@ -1,6 +1,6 @@
 """The table of docs/tested.md: how checks ended on GPUs, from tests/gpu_record.json. The tables of docs/hardware.md: what was compiled
 for which GPU, from tests/architectures.json; which checks passed on a Hopper GPU that ran the code of an older one, from
-tests/gpu_record.json; and how long the signaled GEMM took there, from bench/results."""
+tests/gpu_record.json; and what signals cost there, from bench/results."""
 
 from __future__ import annotations
 
@@ -65,25 +65,10 @@ def record() -> str:
 
 
 def speed(record: dict[str, Any]) -> str:
-    """Return the table of us by size; what signals cost is a group a wave beside one group, of the same loop."""
-    rows = []
-    for row in record["rows"]:
-        usual = min(us for name, us in row.items() if name.startswith("pointers"))
-        times = [usual, row["no signals"], row["rows, a wave a group"], row["tiles, a wave a group"]]
-        shares = [f"{100 * row[f'{where}: signals cost']:.1f}%" for where in ("rows", "tiles")]
-        rows.append([f"{row['m']} x {row['n']} x {row['k']}", *(f"{us:.0f}" for us in times), *shares])
-    head = [
-        "M x N x K",
-        "best usual loop, us",
-        "no signals",
-        "signaled, rows in order",
-        "signaled, tiles",
-        "signals cost, rows",
-        "signals cost, tiles",
-    ]
-    versions = record["versions"]
-    title = f"Compiled for {record['compiled_for']}, on {record['machine']}, {record['date'][:10]}, Triton {versions['triton']}:"
-    return f"{title}\n\n{grid(head, rows)}"
+    """Return what signals cost: a group a wave beside one group, of the same loop."""
+    shares = [100 * row[f"{where}: signals cost"] for row in record["rows"] for where in ("rows", "tiles")]
+    where = f"{record['compiled_for']}, on {record['machine']}, {record['date'][:10]}"
+    return f"Compiled for {where}: a signal for each wave took {min(shares):.1f}% to {max(shares):.1f}% of a GEMM's time at {len(record['rows'])} sizes."
 
 
 def tables() -> str:

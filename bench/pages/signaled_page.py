@@ -43,9 +43,8 @@ Cases = dict[Size, dict[str, Row]]
 CasesByOp = dict[tuple[str, int], Cases]  # by op and number of GPUs
 
 INTRODUCTION = (
-    "What plan kind [`signaled`](guide.md#signaled-plans) costs and gives. *The paper* is FlashOverlap, which measured other GPUs; its "
-    "figures and the goals are quoted, all others are computed from the rows of `bench/measure/signaled.py`. Everything is bfloat16, and but for "
-    "the waits in CUDA graphs. Means of ratios of times are geometric, means of overheads and of fractions arithmetic.",
+    "What plan kind [`signaled`](guide.md#signaled-plans) costs and gives in bfloat16, in CUDA graphs (`bench/measure/signaled.py`). *The "
+    "paper* is FlashOverlap, on other GPUs. Means of ratios of times are geometric, of fractions arithmetic.",
 )
 
 
@@ -510,7 +509,10 @@ def digest(machines: dict[str, list[Row]], sms: int) -> str:
         goals += op_table(op, {machine: of_op for machine, of_op in cases_by_machine.items() if of_op}, worlds, sms)[1]
     plots = (f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)" for machine in machines)
     every = f"Every size, and what waits, signals and reordering take, is in [tables](../{TABLES})."
-    return "## Signaled plans\n\n" + blocks(*INTRODUCTION, *plots, *against_the_goal(goals), every)
+    sentence, _ = against_the_goal(goals)
+    head = ["op", "GPUs", "moved by", "of the bound, mean", "speedup, mean", "most", "lost on"]
+    means = _table(head, [[*goal[:4], *goal[-3:]] for goal in goals], 3)
+    return "## Signaled plans\n\n" + blocks(*INTRODUCTION, *plots, sentence, means, every)
 
 
 def chapter(machines: dict[str, list[Row]], sms: int) -> str:

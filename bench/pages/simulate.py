@@ -208,13 +208,11 @@ def plots(folder: Path) -> list[Path]:
 MANY_NODES = f"""### Many nodes
 
 One tensor-parallel MLP over all GPUs, hidden 16384, intermediate 53248, 32768 tokens; nodes of 8 GPUs on NVLink, and a network of
-50 GB/s a GPU. The plans that overlap are those with the library's all-reduce or reduce-scatter over all ranks, and two-level plans
-([several nodes](nodes.md)).
+50 GB/s a GPU. The plans that overlap are those with NCCL over all ranks, and [two-level plans](nodes.md).
 
 ![layers on 8 to 1024 GPUs](img/{PLOT})
 
-The projections of a decoder layer, also predicted. Sequential is NCCL over all ranks: rings carry the whole tensor across every
-node's boundary once, over all of its network cards.
+The projections of a decoder layer; sequential is NCCL's rings over all ranks.
 
 """
 
