@@ -13,7 +13,7 @@
 # make pages  the pages and plots that are made of bench/results: measurements, predictions, the figures of the design notes
 # make docs   the documents and the API reference as a site, in site/; fails at a link or an anchor that leads nowhere
 # make wheel  builds a source archive and a wheel, checks that an index would take them, and runs the wheel in a fresh environment
-# make measure  a machine's profile, how well it predicts, and measured plans of ops, norms and decoder; about ten minutes
+# make measure  everything that is measured on several GPUs, ten minutes at a time; once more for what is left
 #
 # PYTHON=python3.12 picks an interpreter; SYSTEM_SITE=1 uses the torch that it already has.
 

@@ -273,6 +273,9 @@ def test_the_next_run_goes_on_where_one_ended(tmp_path: Path, monkeypatch: pytes
     )
     known = record["checks"]["4 ranks on 1 GPU"]["a"]
     assert (known["tree"], known["date"], known["machine"]) == (this_tree[:12], "2026-11-23", "1 x GPU")
+    assert gpu_record.is_known(run_results(this_tree), record) and not gpu_record.is_known(
+        run_results("d" * 40), record
+    )
     again = gpu_record.with_results(run_results("d" * 40, ran("a", "failed")), record)
     assert again["checks"]["4 ranks on 1 GPU"]["a"]["outcome"] == "failed"
     assert (again["runs"][0]["passed"], again["runs"][0]["failed"], len(again["runs"])) == (0, 1, 4)

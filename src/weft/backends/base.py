@@ -173,6 +173,11 @@ class Backend(ABC):
     def left_out(self) -> int:
         """Return the number of rows dropped for lack of room in all calls so far; as cheap to read as `check`."""
 
+    @abstractmethod
+    def left_out_by_rank(self) -> list[int]:
+        """Return these by the rank that dropped them: all of its own where it is this rank, those of this rank's tokens
+        where it is another."""
+
     def close(self) -> None:
         """Release what the backend holds."""
 
@@ -292,7 +297,8 @@ class Backend(ABC):
         SMs with those of the next launch; per_sm, the number of programs that are meant to share an SM, with one of the
         launch before if that is co_resident; local, for programs that wait for no other rank nor for each other, so
         that ranks may launch different ones, and more than are resident at once;
-        few_registers, for a kernel that Triton's newer assembler would spill."""
+        few_registers, for a kernel that Triton's newer assembler would spill; enable_fp_fusion False, for a kernel that
+        rounds products before it adds them, however it is compiled."""
 
     @abstractmethod
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved]) -> None:

@@ -32,7 +32,7 @@ from .. import architectures
 from ..chooser import cuda_clock
 from ..errors import Mismatch, Timeout, Unsupported
 from ..kernel_launch import Launch, Moved
-from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
+from ..lang.intrinsics import CALL, DIFFERS, GUARD_WORDS, NUMBER_BITS, RECORD_WORDS
 from ..lang.jit import Options
 from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
@@ -64,9 +64,9 @@ class Record:
     a stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.host = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
+        self.host = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
         self.words = self.host.numpy().data  # reading an item of this buffer takes less host time than one of the array
-        self.guard = torch.zeros(16, dtype=torch.int64, device="cpu")
+        self.guard = torch.zeros(GUARD_WORDS, dtype=torch.int64, device="cpu")
         self.guard[0] = int(timeout_seconds() * 1e9)
         self.guard[2] = self.host.data_ptr()
         self.guard = self.guard.to(device)
@@ -138,6 +138,9 @@ class GpuBackend(Backend):
 
     def left_out(self) -> int:
         return int(self.record_words.words[6])
+
+    def left_out_by_rank(self) -> list[int]:
+        return list(self.record_words.words[7:])
 
     def waits_of_all_ranks(self, own_wait: str) -> list[str]:
         """Return the op that each rank's expired wait was in, by rank; "" where none is known. own_wait: that of this

@@ -27,6 +27,7 @@ from ..emulator.tasks import H200, Arrival, Costs, EmulatedEvent, EmulatedStream
 from ..errors import Mismatch, Unsupported, WeftError
 from ..kernel_launch import Launch, Moved
 from ..lang.host import check_copy
+from ..lang.intrinsics import GUARD_WORDS
 from ..lang.jit import Options, check_launch
 from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
@@ -160,6 +161,9 @@ class EmulatedBackend(Backend):
     def left_out(self) -> int:
         return 0 if self._guard is None else int(self._guard[3])
 
+    def left_out_by_rank(self) -> list[int]:
+        return self.guard()[4:].tolist()
+
     def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
         seconds = self.size * (multiply_adds * MULTIPLY_ADD + math.prod(sizes[:2]) * ELEMENT)
         if self.rank or seconds < ANNOUNCED:
@@ -236,7 +240,7 @@ class EmulatedBackend(Backend):
 
     def guard(self) -> torch.Tensor:
         if self._guard is None:
-            self._guard = self.zeros((16,), torch.int64)
+            self._guard = self.zeros((GUARD_WORDS,), torch.int64)
         return self._guard
 
     # -- streams -----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from triton import JITFunction
 
 from ..errors import Unsupported
 from ..kernel_launch import Launch, Moved
+from ..lang.intrinsics import GUARD_WORDS
 from ..lang.jit import Options
 from ..scale import SMALL, Scale
 from ..symmetric import check_memory
@@ -96,7 +97,7 @@ class GlooBackend(Backend):
         self.device = torch.device("cpu")
         self._messages = Messages(self.group, timeout_seconds())
         self.rank, self.size = self._messages.rank, self._messages.size
-        self._guard = torch.zeros(16, dtype=torch.int64, device="cpu")
+        self._guard = torch.zeros(GUARD_WORDS, dtype=torch.int64, device="cpu")
         self.nodes = numbered(self.exchange(host_name()))
         if self.rank == 0:
             _announce()
@@ -131,6 +132,9 @@ class GlooBackend(Backend):
 
     def left_out(self) -> int:
         return int(self._guard[3])
+
+    def left_out_by_rank(self) -> list[int]:
+        return self._guard[4:].tolist()
 
     def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
         calls = self.exchange(call)

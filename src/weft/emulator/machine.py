@@ -259,6 +259,7 @@ class Machine:
         self.closing = True
         for task in self.tasks:
             if task.greenlet is not None and task.greenlet and not task.greenlet.dead:
+                self.current = task  # whose host code, as it ends, may make calls: they are its own rank's
                 task.greenlet.throw(GreenletExit)
         self.streams.clear()
         self.report.host_sites = sorted(self.seen_sites)

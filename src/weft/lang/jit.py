@@ -34,7 +34,9 @@ class Kernel(JITFunction):
 
 
 Options = Mapping[str, int]  # the options of a launch, of these names
-OPTIONS = "num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers"  # `Backend.launch`
+OPTIONS = (  # `Backend.launch`
+    *("num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers", "enable_fp_fusion"),
+)
 
 
 def check_launch(kernel: object, grid: object, options: object) -> None:

@@ -46,10 +46,11 @@ from ..nn.weave import LayerPlan, LayerTimes, Table, halves, table
 from ..ops.activation import launch_silu_mul, silu_mul_quantized
 from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.all_reduce.op import all_reduce_rms_norm
-from ..ops.matmul import Shares, matmul, tile
+from ..ops.matmul import Shares, matmul
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
 from ..ops.scaled_gemm import multiply
+from ..ops.tiles import usual_tile
 from ..planner.layers import DecoderSizes, predicted
 from ..scaled_tensor import ScaledTensor
 from ..transport.memory import lock
@@ -258,7 +259,7 @@ class Llama(nn.Module):
 
     def waves(self, programs: int, rows: int) -> LayerTimes:
         """Return the times of weft's own GEMMs, in K steps of a tile."""
-        t, world = tile(self.world), self.world
+        t, world = usual_tile(self.world), self.world
         attention, mlp = self.gemms()
 
         def time(tiles: int, k: int) -> float:

@@ -48,6 +48,7 @@ class SiluMul(Local[SiluCall]):
     signature = "Tensor x, SymInt columns, SymInt interleave"
     operand_type = SiluOperands
     runs = {Sequential: run_silu_mul}
+    batch_invariant_plans = (Sequential,)
 
     def check(self, world: World, operands: SiluOperands, options: CallOptions) -> SiluCall:
         (x,), (columns, interleave) = operands, options

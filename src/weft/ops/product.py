@@ -15,6 +15,8 @@ from ..scaled_tensor import ScaledTensor, Scaling
 from ..tensor_checks import bulk, dense
 from ..torch_library import CallOptions
 from ..world import World
+from .common import check_16_byte_rows
+from .matmul import invariant_matmul
 from .recipes import (
     PRODUCT_OPTIONS,
     SCALED_FACTORS,
@@ -57,8 +59,11 @@ def linear(
     stream: Stream,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute x @ weight.T + bias on a stream with the fastest library, in `out` or in a new tensor of this dtype."""
+    """Compute x @ weight.T + bias on a stream with the fastest library, in `out` or in a new tensor of this dtype; on a
+    batch-invariant World with weft's own GEMM."""
     x, weight, bias, *_ = operands
+    if scaling is None and world.batch_invariant:
+        return invariant_matmul(world, x, weight, bias, stream, out)
     if scaling is None:
         return world.linear(x, weight, bias, stream, out)
     result = world.empty((x.shape[0], weight.shape[0]), dtype) if out is None else out
@@ -85,6 +90,7 @@ class Matmul(Local[ProductCall]):
     operand_type = ScaledFactors
     runs = {Sequential: run_sequential, Persistent: run_persistent}
     by_library = False
+    batch_invariant_plans = (Sequential,)
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ProductCall:
         scaling, dtype = check_product(self.name, world, operands, ProductOptions(*options))
@@ -101,6 +107,11 @@ class Matmul(Local[ProductCall]):
         if call.scaling is None:
             return "weft's own kernel takes 8-bit operands only"
         return tile_unsupported(call.scaling, plan.tile) if isinstance(plan, Persistent) else None
+
+    def batch_invariance_unsupported(self, world: World, call: ProductCall, plan: Plan) -> str | None:
+        if call.scaling is not None:
+            return "libraries multiply 8-bit operands"
+        return super().batch_invariance_unsupported(world, call, plan) or check_16_byte_rows(K=call.k, N=call.n)
 
     def choose(self, world: World, call: ProductCall, asked: str | Plan, capturing: bool) -> Plan:
         if asked == Persistent.kind and call.scaling is not None:

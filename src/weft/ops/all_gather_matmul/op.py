@@ -72,6 +72,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         TwoLevel: run_gather,
     }
     unsupported_fields = {Decomposed: ("pieces",)}
+    batch_invariant_plans = Sequential, FusedGather, FusedGatherByCopies, Decomposed, OneShot
     emulator_plan = FusedGather
     variants = (
         FusedGather(),
@@ -193,6 +194,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
 
     def direct(self, world: World, call: GatherCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.even and call.scaling is None
+        usual = usual and not world.batch_invariant
         return direct_sequential(world, call) if usual else None
 
 

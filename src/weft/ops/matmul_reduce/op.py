@@ -85,6 +85,11 @@ class MatmulReduce(MatmulOp[ReduceCall]):
                 reason = f"shards {list(call.shards)} must be equal, and whole tiles of {plan.tile.block_m} rows"
         return reason
 
+    def batch_invariance_unsupported(self, world: World, call: ReduceCall, plan: Plan) -> str | None:
+        if call.bias and world.size > 1 and isinstance(plan, OneShot | TwoShot):
+            return "it adds the bias to a sum that is rounded already, other plans before they round it"
+        return super().batch_invariance_unsupported(world, call, plan)
+
     def execute(
         self, world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor | None
     ) -> Returned:
@@ -106,7 +111,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
 
     def direct(self, world: World, call: ReduceCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.reorder and (self.everywhere or call.even)
-        usual = usual and call.scaling is None
+        usual = usual and call.scaling is None and not world.batch_invariant
         return direct_sequential(world, call) if usual else None
 
 
@@ -132,6 +137,7 @@ class MatmulReduceScatter(MatmulReduce):
         TwoLevel: run_scatter,
     }
     over_nodes = (TwoLevel(), TwoLevel(2))
+    batch_invariant_plans = FusedReduceScatter, Decomposed, OneShot
     emulator_plan = FusedReduceScatter
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
@@ -184,6 +190,7 @@ class MatmulAllReduce(MatmulReduce):
     }
     over_nodes = (TwoLevel(2), TwoLevel(4))
     unsupported_fields = {Decomposed: ("pieces",)}
+    batch_invariant_plans = FusedAllReduce, TwoShotPush, TwoShotPull, TwoShotLowLatency, OneShot
     emulator_plan = FusedAllReduce
 
     def default(self, world: World, kind: type[Plan]) -> Plan:

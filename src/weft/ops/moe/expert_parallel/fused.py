@@ -164,6 +164,7 @@ def layer_memory(
         state.done.shape[1],
         state.plan.copy_programs,
         state.epoch,
+        routes.left_out,
         stamps,
         *(router or ()),
     )
