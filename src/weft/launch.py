@@ -14,7 +14,7 @@ from .world import World
 R = TypeVar("R")
 
 
-def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> World:
+def init(group: ProcessGroup | None = None, *, check: bool | None = None, batch_invariant: bool | None = None) -> World:
     """Return the World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU per
     process. With a group over gloo the ranks are CPU processes, which are the reference: every op takes CPU tensors and
     runs by its sequential plan, and every call is compared.
@@ -25,6 +25,13 @@ def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> Wor
     not compared. A CUDA graph's replays are compared by its kernels alone. None: check where the environment has
     WEFT_CHECK=1.
 
+    batch_invariant: with given weights and ranks, the bits of a row of a result depend on that row of the operands
+    alone: not on the other rows or their number, on where the row lies or which rank owns it, on the plan, or on
+    whether a CUDA graph runs. This holds for forward passes of `matmul`, `all_gather_matmul`, `matmul_reduce_scatter`,
+    `matmul_all_reduce`, `all_reduce`, `all_reduce_rms_norm`, `silu_mul` and `rms_norm` with 16-bit rows. A plan that
+    cannot keep this is no candidate of "auto"; asked for by name it raises Unsupported, as every other op does. None:
+    where the environment has WEFT_BATCH_INVARIANT=1.
+
     Initialises torch.distributed with NCCL unless it is initialised. Without a launcher it is a world of one rank, on
     which every op is an ordinary GEMM. Raises RuntimeError without a GPU and without such a group (`spmd(...,
     backend="gloo")` makes one; `spmd(..., backend="emulated")` needs none).
@@ -32,10 +39,11 @@ def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> Wor
     from .backends import gloo
 
     if gloo.serves(group):
-        return World(gloo.GlooBackend(group))
+        return World(gloo.GlooBackend(group), batch_invariant=batch_invariant)
     from .backends.cuda import CudaBackend
 
-    return World(CudaBackend(group, os.environ.get("WEFT_CHECK", "0") == "1" if check is None else check))
+    backend = CudaBackend(group, os.environ.get("WEFT_CHECK", "0") == "1" if check is None else check)
+    return World(backend, batch_invariant=batch_invariant)
 
 
 def init_gloo() -> World:

@@ -24,9 +24,10 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 
 from . import torch_library
-from .backends.residency import UNKNOWN, Residents
 from .chooser import Choice
+from .errors import Unsupported
 from .plans import RENAMED_KINDS, Plan, Sequential, TwoLevel
+from .residency import UNKNOWN, Residents
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
 from .world import Memo, World
@@ -86,6 +87,17 @@ class Call:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+@dataclass(frozen=True)
+class RowsCall(Call):
+    """The arguments of a call for m rows, on this rank or on all."""
+
+    m: int
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+
 C = TypeVar("C", bound=Call)
 
 
@@ -141,6 +153,9 @@ class Op(ABC, Generic[C]):
     over_nodes: ClassVar[Sequence[Plan]] = ()
     # The plan of "auto" on ranks of few programs, as in the emulator, or the class whose name stands for it there.
     emulator_plan: ClassVar[Plan | type[Plan]] = Sequential
+
+    # The plans that keep the promise of `weft.init(batch_invariant=True)`. An op without any is refused there.
+    batch_invariant_plans: ClassVar[tuple[type[Plan], ...]] = ()
 
     keeps_decisions: ClassVar[bool] = False  # decisions are not kept with the World (`decisions`)
     depends_on_addresses: ClassVar[bool] = False  # decisions depend on `operand_addresses`
@@ -214,6 +229,14 @@ class Op(ABC, Generic[C]):
         """Return the reason why the plan cannot serve this call, or None. It must be the same on every rank. Raise
         Unsupported for a plan that can never run on this machine."""
         return None
+
+    def batch_invariance_unsupported(self, world: World, call: C, plan: Plan) -> str | None:
+        """Return why the plan does not keep the promise of `weft.init(batch_invariant=True)` for this call, or None.
+        One rank alone sums nothing over ranks."""
+        plans = self.batch_invariant_plans
+        if isinstance(plan, plans) or (plans and world.size == 1 and isinstance(plan, Sequential)):
+            return None
+        return "the order in which it sums a row may depend on the other rows"
 
     def scaling(self, call: C) -> str:
         """Return how the call's 8-bit operands are scaled, for which the planner has no rates; "" for other
@@ -467,6 +490,8 @@ class Op(ABC, Generic[C]):
         """
         if self.public:
             further["op"] = self.name
+        if world.batch_invariant:
+            further["batch_invariant"] = True
         return (world.post_call if plan.bounded else world.check_same_on_all_ranks)(
             self.title, **call.same_on_all_ranks(), plan=plan, **further
         )
@@ -540,6 +565,8 @@ class Op(ABC, Generic[C]):
         if isinstance(asked, str):
             asked = RENAMED_KINDS.get(asked, asked)
         self.check_plan(asked)
+        if world.batch_invariant:
+            return self._batch_invariant_plan(world, call, asked, capturing)
         if world.multi_node_unsupported is not None and len(self.runs) > 1:
             return self._between_nodes(world, call, asked, capturing)
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
@@ -552,6 +579,31 @@ class Op(ABC, Generic[C]):
         if reason:
             world.log_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
         return Sequential()
+
+    def _batch_invariant_plan(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
+        """Return the Plan to run on a batch-invariant World: the one asked for, or for "auto" its choice, or else the
+        first default plan that can run there. Raise Unsupported if there is none: no other plan stands in for a plan
+        that the caller named."""
+        plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
+        plans = [Sequential()] if world.size == 1 and self.by_library else [plan]
+        if asked == "auto":
+            plans += self._defaults(world)
+        reasons = {candidate: self._reason_against(world, call, candidate, candidate) for candidate in plans}
+        for candidate, reason in reasons.items():
+            if reason is None:
+                return candidate
+        raise Unsupported(f"{self.title}: plan {plan.kind!r} on a batch-invariant World: {reasons[plans[0]]}")
+
+    def _defaults(self, world: World) -> list[Plan]:
+        """Return the default plan of each class that keeps the promise of a batch-invariant World."""
+        return [self.default(world, kind) for kind in self.batch_invariant_plans]
+
+    def _reason_against(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
+        """Return why the plan cannot serve the call on this World, or None; as `unsupported`, which does not know of
+        batch invariance."""
+        if world.batch_invariant and (reason := self.batch_invariance_unsupported(world, call, plan)) is not None:
+            return reason
+        return None if isinstance(plan, Sequential) else self.unsupported(world, call, plan, asked)
 
     def _between_nodes(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """Return the Plan of ranks on several nodes, between which only the library's collectives work: TwoLevel if it
@@ -594,7 +646,7 @@ class Op(ABC, Generic[C]):
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
         """Return the plan that was timed fastest for such calls, if it serves this one."""
         timed: Plan | None = world.choices.remembered(self._key(call), mode)
-        return timed if timed is not None and self.unsupported(world, call, timed, "auto") is None else None
+        return timed if timed is not None and self._reason_against(world, call, timed, "auto") is None else None
 
     def _key(self, call: C) -> Hashable:
         """Return the key of the decision, which calls with the same `trial_key` share."""
@@ -609,8 +661,10 @@ class Op(ABC, Generic[C]):
                 named: Sequence[Plan] = self.over_nodes
             else:
                 named = *self.candidates(world, call), *unmeasured(self, world, call)
+            if world.batch_invariant:
+                named = *named, *self._defaults(world)
             fitted = dict.fromkeys(self._with_operand_tiles(call, plan) for plan in named)
-            fit = [plan for plan in fitted if self.unsupported(world, call, plan, "auto") is None]
+            fit = [plan for plan in fitted if self._reason_against(world, call, plan, "auto") is None]
             return [plan for plan in fit if self.choose(world, call, plan, False) == plan]
 
         @functools.cache

@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import operator
+import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,27 +25,26 @@ import triton.language as tl
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
+from .backends.barrier import barrier
 from .backends.base import (
     Arguments,
     Backend,
     CallRecord,
-    Options,
     Stream,
     SymmetricTensor,
-    check_memory,
-    outlives_call,
     timeout_seconds,
 )
 from .backends.nodes import spread
-from .backends.residency import Launches, Residents
 from .chooser import Chooser
 from .errors import Mismatch, Overflow, Timeout, Unsupported, WeftError
 from .kernel_launch import Launch
 from .lang.channel import STATE_WORDS, BlockChannel
-from .lang.intrinsics import NUMBER_BITS
-from .lang.jit import check_arguments, check_launch
+from .lang.intrinsics import GUARD_WORDS, NUMBER_BITS
+from .lang.jit import Options, check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
+from .residency import Launches, Residents
 from .scale import Scale
+from .symmetric import check_memory, outlives_call
 
 log = logging.getLogger("weft")
 P = ParamSpec("P")
@@ -195,7 +195,8 @@ class World:
 
     _all: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
 
-    def __init__(self, backend: Backend, name: str | None = None) -> None:
+    def __init__(self, backend: Backend, name: str | None = None, *, batch_invariant: bool | None = None) -> None:
+        """batch_invariant: as in `weft.init`."""
         timeout_seconds()  # raises for a wrong WEFT_TIMEOUT even where nothing waits
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
@@ -203,6 +204,10 @@ class World:
         self.multi_node_unsupported = spread(
             backend.nodes
         )  # why only NCCL can move data: several nodes; None with one node
+        asked = os.environ.get("WEFT_BATCH_INVARIANT", "0") == "1" if batch_invariant is None else batch_invariant
+        self.batch_invariant = asked  # whether ops keep the promise of `weft.init(batch_invariant=True)`
+        if asked and (reason := self.multi_node_unsupported or backend.reference and "CPU processes compute by torch"):
+            raise Unsupported(f"batch_invariant: {reason}, whose order of sums depends on the batch")
         # The name is the same in each run, for caches of compiled code. It has the size in it, since torch caches
         # compiled graphs for later processes under the World's name.
         self.name = name or f"{backend.name}:{next(backend.world_numbers)}:{self.rank}/{self.size}"
@@ -218,7 +223,7 @@ class World:
         self._messages = 0  # sent so far; the same on every rank, also where messages were found to differ
         self._numbers: dict[CallRecord, int] = {}  # the number of each call that was the same on all ranks
         self._calls: dict[int, CallRecord] = {0: ("no call", ())}  # by number, the place of the call's message
-        self._left_out = 0  # dropped rows that were already reported
+        self._left_out, self._left_out_by_rank = 0, [0] * (GUARD_WORDS - 4)  # dropped rows that were already reported
         self.number = 0  # the number of the call that this rank makes, or made last
         self._uncompared: list[tuple[CallRecord, Collect]] = []  # posted calls that were not compared yet
         self._logged: set[str] = set()
@@ -262,7 +267,7 @@ class World:
             [rank for rank, rank_color in enumerate(colors) if rank_color == group_color]
             for group_color in dict.fromkeys(colors)
         ]
-        return World(self.backend.split(groups))
+        return World(self.backend.split(groups), batch_invariant=self.batch_invariant)
 
     @property
     def levels(self) -> Levels:
@@ -280,8 +285,11 @@ class World:
         """Return the World of this rank alone, which is kept. Its ops wait for no other rank, so that they may run at
         the same time as an op of this World on another stream; plan FusedMoe, whose programs wait for each other, does
         where both fit on the SMs. Not collective."""
-        world: World = self if self.size == 1 else self.cached("alone", lambda: World(self.backend.alone()))
-        return world
+
+        def make() -> World:
+            return World(self.backend.alone(), batch_invariant=self.batch_invariant)
+
+        return self if self.size == 1 else self.cached("alone", make)
 
     def may_capture(self, rows: int) -> bool:
         """Return whether a CUDA graph may capture calls of so many rows."""
@@ -486,14 +494,24 @@ class World:
         """Return the result of a call that was made, or, once where calls before it dropped rows (`lost`: the number in
         all calls), raise Overflow with that result. A backward pass does not raise, since the other ranks go on with
         it."""
-        if lost != self._left_out and torch._C._current_graph_task_id() == -1:
-            newly_lost, self._left_out = lost - self._left_out, lost
+        if lost > self._left_out and torch._C._current_graph_task_id() == -1:
+            reported, self._left_out_by_rank = self._left_out_by_rank, self.backend.left_out_by_rank()
+            self._left_out = max(lost, sum(self._left_out_by_rank))  # a call under way may have counted more since
+            counts = [current - before for current, before in zip(self._left_out_by_rank, reported, strict=True)]
+            lines = [self._overflow_of(rank, rows) for rank, rows in enumerate(counts) if rows]
             raise Overflow(
-                f"rank {self.rank}: its experts received {newly_lost} rows more than max_rows (or max_m) has room for; "
+                f"rank {self.rank}: {'; '.join(lines)} more than max_rows (or max_m) has room for; "
                 "these were dropped, in a call before this one, which was made: its result is this error's `result`",
                 result,
             )
         return result
+
+    def _overflow_of(self, rank: int, rows: int) -> str:
+        return (
+            f"its experts received {rows} rows"
+            if rank == self.rank
+            else f"rank {rank}'s experts received {rows} rows of this rank's tokens"
+        )
 
     def finish(self, stream: Stream) -> None:
         """Finish results on `stream` that are about to be returned to the caller (`Backend.finish`)."""
@@ -699,7 +717,7 @@ class World:
 
     def order_residents(self, launches: Launches, capturing: bool) -> None:
         """Serialise a call, on the current stream, after those of other streams beside which it might not fit on the
-        SMs (`backends/residency.py`): launches that wait for each other's room never end."""
+        SMs (`residency.py`): launches that wait for each other's room never end."""
         ledgers = self.backend.ledgers
         if ledgers is None:
             return
@@ -757,13 +775,11 @@ class World:
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
         """Make a stream wait for all ranks. Those of one name must come in the same order on every rank. Returns the
         number of barriers of this name so far, int32 [1] on the device, which the next one increments."""
-        barrier, count = self.cached(("barrier", name), lambda: self._barrier(name))
-        barrier(stream or self.current_stream(), number=self.number)
+        launch, count = self.cached(("barrier", name), lambda: self._barrier(name))
+        launch(stream or self.current_stream(), number=self.number)
         return count
 
     def _barrier(self, name: str) -> tuple[Launch, torch.Tensor]:
-        from .transport.barrier import barrier
-
         count = self.zeros((1,), torch.int32)
         return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), epoch=count), count
 

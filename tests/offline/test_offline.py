@@ -39,7 +39,7 @@ from weft.check.ptx import (
     steps_of,
     within,
 )
-from weft.compute.gemm import gemm_tile, matmul
+from weft.compute.gemm import gemm_tile, matmul, whole_matmul
 from weft.compute.scaled_gemm import add_step, scaled_gemm_tile, scaled_matmul
 from weft.compute.signaled_gemm import signaled_gemm
 from weft.lang.channel import end_call
@@ -58,6 +58,7 @@ from weft.ops.all_reduce.kernels import (
     two_shot,
 )
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
+from weft.ops.matmul import INVARIANT_TILES, multiply_with_tile
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
 from weft.ops.moe.routing.route_tables import build_tables, share
 from weft.ops.moe.routing.router import gate
@@ -343,6 +344,42 @@ def rows(world: World) -> None:
             weft.residual_add(x, residual, world=world, remap=remap)
 
 
+def invariant(fn: Callable[[World], Any]) -> Callable[[World], None]:
+    """The launches of `fn` on a batch-invariant World."""
+
+    def on_such_a_world(world: World) -> None:
+        world.batch_invariant = True
+        fn(world)
+
+    return on_such_a_world
+
+
+def products(tile: GemmTile) -> Callable[[World], None]:
+    """Products that are the same with every tile, also of a weight that lies as [K, N]."""
+
+    def fn(world: World) -> None:
+        for n, k in ((1024, 512), (520, 264)):
+            x, w, bias = torch.zeros(40, k, dtype=BF), torch.zeros(n, k, dtype=BF), torch.zeros(n, dtype=BF)
+            for weight in (w, w.t().contiguous().t()):
+                multiply_with_tile(world, tile, x, weight, bias, torch.zeros(40, n, dtype=BF))
+
+    return fn
+
+
+for tile in INVARIANT_TILES:
+    CASES[f"batch-invariant product, {tile}"] = products(tile), 1
+for name, plan in {
+    "one shot": OneShot(),
+    "two shots": TwoShotPush(),
+    "two shots, posted": TwoShotLowLatency(),
+    "two shots, pulled": TwoShotPull(),
+    "decomposed": Decomposed(),
+}.items():
+    CASES[f"batch-invariant norm x4, {name}"] = invariant(norm(plan)), 4
+CASES["batch-invariant norm x8, layer norm"] = invariant(norm(TwoShotPush(), 5, full=True, norm="layer")), 8
+CASES["batch-invariant rows"] = invariant(rows), 1
+
+
 def decoder(
     sms: int, head_dim: int = 128, dtype: torch.dtype = BF, hidden: int = 8192, qwen: bool = False
 ) -> Callable[[World], None]:
@@ -465,7 +502,7 @@ PEERS = {
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
 GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__)
 POSTED = (gather_low_latency, scatter_low_latency, one_shot, two_shot_low_latency)
-ALONE = (matmul.__name__, scaled_matmul.__name__)  # waits for no other rank
+ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # waits for no other rank
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:

@@ -120,6 +120,21 @@ def store_halves(out_desc, left, right, row, col, BM: tl.constexpr, BN: tl.const
         out_desc.store([row, col + HALF], right.to(out_desc.dtype))
 
 
+@jit(do_not_specialize=("M",))
+def whole_matmul(a_desc, b_desc, out_desc, bias, M, N, K, tile):
+    """Compute out_desc [M, N] = a [M, K] @ b [N, K]^T + bias [N] (or None). One program adds all of K, from the first
+    step to the last, so that the bits of an element depend on neither M nor the tile."""
+    a_desc, b_desc, out_desc = tiles_of(a_desc), tiles_of(b_desc), tiles_of(out_desc)
+    BM: tl.constexpr = tile.BM
+    BN: tl.constexpr = tile.BN
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        tm, tn = grouped_tile(t, tiles_m, tiles_n, tile.GROUP_M)
+        acc = gemm_tile(a_desc, b_desc, tm * BM, tn * BN, K, BM, BN, tile.BK, tile.TRANS_B)
+        store_tile(out_desc, acc, bias, tm * BM, tn * BN, N, BM, BN, 0)
+
+
 @jit
 def tile_of_steps(a_desc, b_desc, row, col, first_step, steps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Return the sum over `steps` K steps of `gemm_tile`, from first_step on."""

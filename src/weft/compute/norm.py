@@ -23,6 +23,16 @@ class TileRuns(NamedTuple):
 
 
 @jit
+def sum_in_pairs(x, R: tl.constexpr, P: tl.constexpr):
+    """Return [R], the sums of the rows of x [R, P], for P a power of two. Neighbours are added, then neighbouring sums,
+    and so on: a sum has two addends, so that no layout of x over threads changes the order, nor do zeros behind x."""
+    for _ in tl.static_range(24):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (R, x.shape[1] // 2, 2)), 2)
+    return tl.reshape(x, (R,))
+
+
+@jit
 def run_offset(row, run, tiles_m, N, layout):
     """Return the offset in the tiles of columns run * COLS .. of a row: the inverse of `grouped_tile`."""
     BM: tl.constexpr = layout.BM
@@ -51,9 +61,11 @@ def rms_norm(
     ALIGNED: tl.constexpr,
     R: tl.constexpr,
     RUNS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL h = x + residual, which is stored in `total`;
-    the rounded sum is normalised. R rows are a block, RUNS runs cover N; ALIGNED: N is a multiple of 8."""
+    the rounded sum is normalised. R rows are a block, RUNS runs cover N; ALIGNED: N is a multiple of 8;
+    PAIRS: squares are added by `sum_in_pairs`."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8
@@ -74,7 +86,11 @@ def rms_norm(
             stored = h.to(total.dtype.element_ty)
             tl.store(total + offset, stored, mask=ok)
             h = stored.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(tl.sum(h * h, 2), 1) / N + eps)[:, None, None]
+        if PAIRS:
+            squares = sum_in_pairs(tl.reshape(h * h, (R, RUNS * COLS)), R, RUNS * COLS)
+        else:
+            squares = tl.sum(tl.sum(h * h, 2), 1)
+        scale = tl.rsqrt(squares / N + eps)[:, None, None]
         tl.store(out + offset, (h * scale * w).to(out.dtype.element_ty), mask=ok)
 
 

@@ -8,7 +8,7 @@ TRITON_INTERPRET is not used and must not be set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, overload
 
 import torch
@@ -17,7 +17,7 @@ from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._triton import rewritten_source
-from ..backends.base import SymmetricTensor
+from ..symmetric import SymmetricTensor
 from .guarded_loads import guard_loads, may_wait
 
 
@@ -33,7 +33,10 @@ class Kernel(JITFunction):
         return binder
 
 
-OPTIONS = "num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers"  # `Backend.launch`
+Options = Mapping[str, int]  # the options of a launch, of these names
+OPTIONS = (  # `Backend.launch`
+    *("num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers", "enable_fp_fusion"),
+)
 
 
 def check_launch(kernel: object, grid: object, options: object) -> None:

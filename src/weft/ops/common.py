@@ -33,7 +33,7 @@ from ..scaled_tensor import E4M3, Scaling
 from ..tensor_checks import bulk, bulky
 from ..world import World
 from .recipes import ScaledFactors, scaled_tile, tile_unsupported, with_scaled_tiles
-from .tiles import with_architecture_tiles, with_shape_tiles
+from .tiles import usual_tile, with_architecture_tiles, with_shape_tiles
 
 
 class Factors(NamedTuple):
@@ -124,6 +124,16 @@ class MatmulOp(Op[M]):
         if self.collective == "all_to_all":
             return with_architecture_tiles(plan, world.capability)
         return with_shape_tiles(plan, call.shards, call.n, world.sm_count, world.capability)
+
+    def batch_invariance_unsupported(self, world: World, call: M, plan: Plan) -> str | None:
+        """Return why the plan does not keep the promise, or None. All plans add K in steps of one length, from the
+        first to the last."""
+        if call.scaling is not None:
+            return "libraries multiply 8-bit operands"
+        k_step, tile = usual_tile(world).block_k, getattr(plan, "tile", None)
+        if tile is not None and tile.block_k != k_step:
+            return f"its GEMM adds K in steps of {tile.block_k}, other plans in steps of {k_step}"
+        return super().batch_invariance_unsupported(world, call, plan) or check_16_byte_rows(K=call.k, N=call.n)
 
     def dense_operands(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
         """Return dense operands. A weight stored as [K, N], as a gradient's GEMM has, is not copied if the plan takes

@@ -7,23 +7,22 @@ from dataclasses import dataclass
 
 import torch
 
+from ..backends import library_gemm
+from ..backends.base import Stream
+from ..chooser import Choice, Chooser
 from ..compute.gemm import matmul as kernel
+from ..compute.gemm import whole_matmul
 from ..kernel_launch import Launch, Matrix, prepared
-from ..plans import FusedGather, GemmTile
+from ..plans import GemmTile
 from ..transport.memory import lock
 from ..world import World
-from .common import tile_of
-from .tiles import with_architecture_tiles
+from .common import tile_of, transposed
+from .tiles import usual_tile
 
 # The kernel's arguments for a GEMM without shared tiles.
 ALONE = dict(
     partials=None, epoch=None, ch=None, shared_tiles=0, tiles_per_helper=1, parts=1, first_steps=0, SHARE=False
 )
-
-
-def tile(world: World) -> GemmTile:
-    """Return the shape of the GEMM's tiles."""
-    return with_architecture_tiles(world.scale.plan(FusedGather), world.capability).tile
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def matmul(
     """Compute out [M, N] = x [M, K] @ weight.T [N, K] with `programs` programs, one on each SM, on the current stream;
     with `gated`, out [M, gated] = silu(gate) * up for a weight as in `all_gather_swiglu`. All tensors are contiguous,
     and their rows are whole 16-byte words."""
-    (m, k), n, t = x.shape, weight.shape[0], tile(world)
+    (m, k), n, t = x.shape, weight.shape[0], usual_tile(world)
     if m == 0:
         return
     tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
@@ -78,7 +77,7 @@ def matmul(
 @prepared
 def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, programs: int) -> Launch:
     """Return the launch. columns: those of the output."""
-    t, block = tile(world), world.scale.interleave
+    t, block = usual_tile(world), world.scale.interleave
     tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
     shares = Shares.choose(world, tiles, steps, programs)
     return Launch(
@@ -117,3 +116,76 @@ def share_arguments(world: World, t: GemmTile, shares: Shares, programs: int) ->
     shape = (programs, t.block_m, t.block_n)  # helpers have no more parts than there are programs
     partials = world.cached(("parts of tiles", shape), lambda: world.empty(shape, torch.float32))
     return dict(partials=partials, **world.cached(shares, make))
+
+
+# The tiles that `invariant_matmul` times on a Hopper GPU: narrow ones keep all SMs busy with few rows.
+INVARIANT_TILES = (
+    GemmTile(),
+    GemmTile(block_m=64, warps=4, stages=5),
+    GemmTile(block_n=128, stages=5),
+    GemmTile(block_m=64, block_n=128, warps=4, stages=6),
+    GemmTile(block_m=64, block_n=64, warps=4, stages=8),
+    GemmTile(block_m=64, block_n=32, warps=4, stages=8),
+)
+
+
+def invariant_matmul(
+    world: World,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stream: Stream,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x @ weight.T + bias, in `out` or in a new tensor, by the tile that is the fastest for this size. With all
+    tiles, and in the fused plans, an element has the same bits: K is added in steps of one length, from the first to
+    the last. Operands are dense, or the weight is stored as [K, N]; rows are whole 16-byte words."""
+    out = world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
+    if len(x):
+        with world.on(stream):
+            multiply_with_tile(world, _fastest_tile(world, x, weight, bias, out), x, weight, bias, out)
+    return out
+
+
+def multiply_with_tile(
+    world: World, t: GemmTile, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    launch = _whole_matmul(world, (*out.shape, x.shape[1]), t, transposed(weight))
+    launch(world.current_stream(), a_desc=x, b_desc=weight, out_desc=out, bias=bias)
+
+
+@prepared
+def _whole_matmul(world: World, size: tuple[int, int, int], t: GemmTile, trans_b: bool) -> Launch:
+    """Return the launch. size: M, N and K. trans_b: the weight is stored as [K, N]."""
+    (m, n, k), (bm, bn, bk) = size, (t.block_m, t.block_n, t.block_k)
+    return Launch(
+        world,
+        whole_matmul,
+        min(world.sm_count, -(-m // bm) * -(-n // bn)),
+        dict(num_warps=t.warps, num_stages=t.stages, local=True),
+        a_desc=Matrix(m, k, (bm, bk)),
+        b_desc=Matrix(k, n, (bk, bn)) if trans_b else Matrix(n, k, (bn, bk)),
+        out_desc=Matrix(m, n, (bm, bn // 2)),
+        M=m,
+        N=n,
+        K=k,
+        tile=tile_of(t, t.group_m, trans_b),
+    )
+
+
+def _fastest_tile(
+    world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> GemmTile:
+    """Return the fastest tile for these operands. If the size is not measured yet, this times the tiles, which write
+    `out`."""
+    usual = usual_tile(world)
+    if not x.is_cuda or usual not in INVARIANT_TILES:
+        return usual
+    key = invariant_matmul, library_gemm.stepped(len(x)), *weight.shape, transposed(weight), x.dtype, x.device
+    known = Chooser.alone.trials.get(key)
+    if known is not None:
+        return known.chosen("graph")
+    choice = Choice(
+        key, lambda mode: usual, lambda: INVARIANT_TILES, lambda t: multiply_with_tile(world, t, x, weight, bias, out)
+    )
+    return Chooser.alone.choose(choice)

@@ -123,7 +123,13 @@ def rms_norm(
         r = max(1, world.scale.norm_block // (runs * cols))
         warps = min(32, max(4, r * runs * cols // 1024))
         programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
-        shape, numbers = LaunchSizes(programs, warps, rows, n), (("eps", eps), ("R", r), ("RUNS", runs))
+        shape, numbers = (
+            LaunchSizes(programs, warps, rows, n),
+            (
+                *(("eps", eps), ("R", r), ("RUNS", runs)),
+                ("PAIRS", world.batch_invariant),
+            ),
+        )
         launch = _launch(world, norm_kernel, shape, remap, residual is not None, numbers)
         absent_is_x = x if residual is None else residual
         launch(world.current_stream(), x=x, residual=absent_is_x, weight=weight, out=out, total=total)
@@ -220,7 +226,7 @@ def _launch(
         world,
         kernel,
         shape.programs,
-        dict(num_warps=shape.warps, local=True),
+        dict(num_warps=shape.warps, local=True, enable_fp_fusion=not world.batch_invariant),
         rows=shape.rows,
         N=shape.columns,
         **dict(numbers),

@@ -9,12 +9,14 @@ import torch
 
 from ..backends.base import Stream
 from ..backends.library_gemm import ScaledOperands
-from ..op import Call, Local, registered
+from ..op import Local, RowsCall, registered
 from ..plans import Persistent, Plan, Sequential
 from ..scaled_tensor import ScaledTensor, Scaling
 from ..tensor_checks import bulk, dense
 from ..torch_library import CallOptions
 from ..world import World
+from .common import check_16_byte_rows
+from .matmul import invariant_matmul
 from .recipes import (
     PRODUCT_OPTIONS,
     SCALED_FACTORS,
@@ -31,27 +33,22 @@ _OP = "matmul"
 
 
 @dataclass(frozen=True)
-class ProductCall(Call):
+class ProductCall(RowsCall):
     """A checked call: x [m, k] @ weight [n, k].T + bias. dtype: that of the result."""
 
-    m: int
     n: int
     k: int
     dtype: torch.dtype
     scaling: Scaling | None
     bias: bool
 
-    @property
-    def rows(self) -> int:
-        return self.m
-
 
 def scaled_operands(scaling: Scaling, operands: ScaledFactors) -> ScaledOperands:
     """Return the operands with their scales."""
-    (x, weight, bias, x_scale, weight_scale), recipe = operands, scaling.recipe
+    x, weight, bias, x_scale, weight_scale = operands
     assert x_scale is not None and weight_scale is not None
-    scaled_x, scaled_weight = ScaledTensor(x, x_scale, recipe), ScaledTensor(weight, weight_scale, recipe)
-    return ScaledOperands(scaled_x, scaled_weight, bias, scaling.fast_accum)
+    scaled_x = ScaledTensor(x, x_scale, scaling.recipe)
+    return ScaledOperands(scaled_x, scaled_x._replace(values=weight, scales=weight_scale), bias, scaling.fast_accum)
 
 
 def linear(
@@ -62,8 +59,11 @@ def linear(
     stream: Stream,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute x @ weight.T + bias on a stream with the fastest library, in `out` or in a new tensor of this dtype."""
+    """Compute x @ weight.T + bias on a stream with the fastest library, in `out` or in a new tensor of this dtype; on a
+    batch-invariant World with weft's own GEMM."""
     x, weight, bias, *_ = operands
+    if scaling is None and world.batch_invariant:
+        return invariant_matmul(world, x, weight, bias, stream, out)
     if scaling is None:
         return world.linear(x, weight, bias, stream, out)
     result = world.empty((x.shape[0], weight.shape[0]), dtype) if out is None else out
@@ -90,6 +90,7 @@ class Matmul(Local[ProductCall]):
     operand_type = ScaledFactors
     runs = {Sequential: run_sequential, Persistent: run_persistent}
     by_library = False
+    batch_invariant_plans = (Sequential,)
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ProductCall:
         scaling, dtype = check_product(self.name, world, operands, ProductOptions(*options))
@@ -106,6 +107,11 @@ class Matmul(Local[ProductCall]):
         if call.scaling is None:
             return "weft's own kernel takes 8-bit operands only"
         return tile_unsupported(call.scaling, plan.tile) if isinstance(plan, Persistent) else None
+
+    def batch_invariance_unsupported(self, world: World, call: ProductCall, plan: Plan) -> str | None:
+        if call.scaling is not None:
+            return "libraries multiply 8-bit operands"
+        return super().batch_invariance_unsupported(world, call, plan) or check_16_byte_rows(K=call.k, N=call.n)
 
     def choose(self, world: World, call: ProductCall, asked: str | Plan, capturing: bool) -> Plan:
         if asked == Persistent.kind and call.scaling is not None:

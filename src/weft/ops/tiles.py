@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ..architectures import HOPPER, features
 from ..plans import Fused, FusedGather, FusedGatherByCopies, GemmTile, Plan, Signaled
+from ..world import World
 
 P = TypeVar("P", bound=Plan)
 SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync, three stages, two of them in flight
@@ -40,6 +41,11 @@ def with_architecture_tiles(plan: P, capability: int) -> P:
     if isinstance(plan, Fused) and (not can.tma or can.shared_kib < SMALL_TILES_KIB):
         return replace(plan, tile=replace(tile, block_n=128))
     return replace(plan, tile=replace(tile, block_k=32)) if can.shared_kib < SMALL_TILES_KIB else plan
+
+
+def usual_tile(world: World) -> GemmTile:
+    """Return the tile of a GEMM that nothing else was chosen for."""
+    return with_architecture_tiles(world.scale.plan(FusedGather), world.capability).tile
 
 
 def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:

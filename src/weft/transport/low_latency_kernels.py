@@ -21,8 +21,7 @@ from ..lang.channel import address_of, rank_of
 from ..lang.intrinsics import flush_stores, globaltimer, look_again, peek, post, same_call
 from ..lang.jit import jit
 
-EMPTY = tl.constexpr(-0x7FFF8000)  # 0x80008000: two negative zeros of 16 bits, or a denormal of 32 bits
-TINY = tl.constexpr(2.0**-126)  # the smallest normal number of fp32 and bf16
+EMPTY = tl.constexpr(-1)  # two NaNs of 16 bits, or one of 32 bits, which no arithmetic returns
 
 
 class PostingMemory(NamedTuple):
@@ -37,8 +36,8 @@ class PostingMemory(NamedTuple):
 
 @jit
 def replace_empty(words):
-    """Return the words with another one in place of EMPTY: one of its two zeros of 16 bits becomes positive. Every rank
-    applies this to the same words, so the results are the same on every rank."""
+    """Return the words with another NaN in place of EMPTY; no number changes. Every rank applies this to the same
+    words, so the results are the same on every rank."""
     return tl.where(words == EMPTY, words ^ 0x8000, words)
 
 
@@ -72,10 +71,8 @@ def to_fp32(words, DTYPE: tl.constexpr, P: tl.constexpr):
 
 @jit
 def round_without_empty(y, DTYPE: tl.constexpr):
-    """Return y rounded to DTYPE, with positive zeros in place of elements that are then zero or smaller than TINY, so
-    that no word of it is EMPTY."""
-    rounded = y.to(DTYPE).to(tl.float32)
-    return tl.where(tl.abs(rounded) < TINY, 0.0, rounded).to(DTYPE)
+    """Return y rounded to DTYPE, with one NaN in place of all, so that no word of it is EMPTY."""
+    return tl.where(y == y, y, float("nan")).to(DTYPE)
 
 
 @jit

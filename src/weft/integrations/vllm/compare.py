@@ -25,6 +25,7 @@ import torch
 
 from ...chooser import MIN_SPEEDUP, CallTime, Choice, Chooser
 from ...plans import Plan, Sequential
+from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
 from .twin import STEP, Passes, Switched
@@ -95,6 +96,8 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
     """Return whether passes of all numbers of tokens of a range may run in a form."""
     if isinstance(form, WovenLayers) and span.lows[0][0] < FEWEST_TOKENS:
         return False
+    if isinstance(form, FlashInfer):
+        return span.high <= form.max_tokens
     return span.mode == "eager" or form in IN_GRAPHS
 
 

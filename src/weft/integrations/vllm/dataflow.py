@@ -12,6 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -117,6 +118,28 @@ class Tracer(fx.Tracer):
 def contains(module: nn.Module, reduces: Reduces) -> bool:
     """Return whether the module, which is not a reduction itself, contains one."""
     return not reduces(module) and any(reduces(child) for child in module.modules())
+
+
+def calls_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, set[str]]:
+    """Return, by the name of each class of the model's modules, the names of the functions of these Python modules that
+    its methods call."""
+    calls: dict[str, set[str]] = {}
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        methods = [inspect.unwrap(m) for base in kind.__mro__ for m in vars(base).values() if inspect.isfunction(m)]
+        if names := {name for method in methods for name in functions_called(method, modules)}:
+            calls[kind.__name__] = names
+    return calls
+
+
+def functions_called(method: FunctionType, modules: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names of the functions of these Python modules that a function calls by a global name."""
+    codes = [method.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for function in map(method.__globals__.get, code.co_names):
+            if getattr(function, "__module__", None) in modules:
+                yield getattr(function, "__name__", "")
 
 
 def stacks(model: nn.Module, kinds: Kinds) -> Iterator[nn.Module]:

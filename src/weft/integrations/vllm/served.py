@@ -10,6 +10,7 @@ from ...chooser import Chooser
 from ...op import Known
 from ...plans import Plan
 from ...world import World
+from . import flashinfer
 from .compare import Range
 from .interface import VllmObject
 from .twin import Passes
@@ -48,6 +49,7 @@ class ServedModel:
         if self.passes is not None:
             self.passes.serve(())
             self.passes.remove()
+            flashinfer.drop(self.passes.world)
         self.passes, self.world, self.served, self.started = None, None, [], True
         self.left.append(f"all: {why}")
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import WeftError
-from . import compare
+from ...world import World
+from . import compare, flashinfer
 from .interface import VllmObject, resolve
 from .row_norm_column import WovenLayers
 from .served import ServedModel, counts, models
@@ -112,7 +113,7 @@ def profile(model: ServedModel, runner: VllmObject) -> None:
 
 
 def start(model: ServedModel, runner: VllmObject) -> None:
-    """Decide what weft runs, and run each of its sizes once. Never raises. Collective."""
+    """Decide what weft runs, and run each of its sizes, and padding, once. Never raises. Collective."""
     try:
         raise_errors(model)
         try:
@@ -149,17 +150,23 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)
+        free_cached_memory(passes.world)  # of the comparison; that of the passes below stays, so that requests find it
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")
             return
+        if not any(isinstance(form, flashinfer.FlashInfer) for _, _, form in won):
+            flashinfer.drop(passes.world)
         passes.serve(won)
         if passes.woven is not None and not any(isinstance(form, WovenLayers) for _, _, form in won):
             passes.woven.release()
-        for size in sorted(set(passes.sizes) - {0}, reverse=True):
-            run(size)
+        for tokens in passes.warm_ups():
+            run(tokens)
         passes.world.wait_for_streams()
-    if passes.world.device.type == "cuda":
+
+
+def free_cached_memory(world: World) -> None:
+    if world.device.type == "cuda":
         torch.cuda.empty_cache()
 
 

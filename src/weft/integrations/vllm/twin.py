@@ -13,8 +13,8 @@ The promise is that vLLM is never slower with weft. It holds by construction:
    table, `Passes.sizes`: 0 is vLLM's own pass. vLLM captures after that, so that each captured size has one graph.
 4. The twin knows a finite number of sizes: those that vLLM captures, and multiples of STEP above these, to which a
    pass is padded. GEMMs compute whole tiles of 128 rows anyway, and the padding is in the times that were compared.
-   Every size is called before the first request. So whatever depends on the number of tokens (kernels, plans, channels,
-   tables, workspaces) exists then: requests cannot meet a new one.
+   Every size is called before the first request, and padding. So whatever depends on the number of tokens (kernels,
+   plans, channels, tables, workspaces) exists then: requests cannot meet a new one.
 
 A pass that vLLM's compiler makes for some ranges of tokens only (`compile_ranges_endpoints`) would save the second
 trace. But its ranges are fixed before anything can be timed, and they change vLLM's own graphs and cache keys; it would
@@ -152,6 +152,13 @@ class Passes:
             for tokens in range(low, high + 1):
                 self.sizes[tokens] = size = known[bisect_left(known, tokens)]
                 table[size] = form
+
+    def warm_ups(self) -> list[int]:
+        """Return the numbers of tokens to run before requests: all sizes in descending order, and the least number of
+        each form that is padded, since CUDA loads the kernels that pad at their first launch."""
+        table = forms(self.world)
+        padded_tokens = {table[size]: tokens for tokens, size in reversed(list(enumerate(self.sizes))) if size > tokens}
+        return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
 
     def put(self, kind: type | None = None) -> None:
         """Make the stack look up the number of tokens at each pass. `kind` is the class that does it."""

@@ -26,8 +26,8 @@ from torch import Tensor, fx, nn
 from ...errors import WeftError
 from ...nn.decoder_layer import ReplicatedStates, RMSNorm
 from ...nn.weave import LayerTimes, halves
-from ...ops.matmul import tile
 from ...ops.norm import rms_norm
+from ...ops.tiles import usual_tile
 from ...tensor_checks import DTYPES
 from ...world import World
 from .dataflow import Graph, first_item, module_of, traced
@@ -327,7 +327,7 @@ def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
     of_mlp, of_attention = (stages[i].sizes() if len(stages) > 2 else [] for i in (1, 2))
     if not of_mlp and not of_attention:
         return halves(tokens)
-    t = tile(world)
+    t = usual_tile(world)
 
     def time(tiles: int, k: int) -> float:
         return math.ceil(tiles / world.backend.sm_count) * k

@@ -136,8 +136,9 @@ def run_fused(
 
 
 def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
-    """Return whether a tile's columns hold whole pairs of a gate block and its up block."""
-    return tile.block_n in (2 * world.scale.interleave, 4 * world.scale.interleave)
+    """Return whether the GEMM's epilogue computes the activation: a tile's columns hold whole pairs of a gate block and
+    its up block. On a batch-invariant World every plan rounds gate and up before the activation."""
+    return not world.batch_invariant and tile.block_n in (2 * world.scale.interleave, 4 * world.scale.interleave)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ class SumCall(Call):
     """A checked call of `op`. m, h: M and H. norm: a constant of kernels.py. residual, keep: whether there is a
     residual, and whether the sum is returned: ABSENT, OWN (this rank's rows) or WHOLE. scaled: the result is divided by
     a scale that is an operand. group: elements of a row that share a scale, which is returned; 0: there are no such
-    scales. shape: that of a tensor that is summed as such a matrix; it is compared between ranks, and nothing that is
-    prepared depends on it."""
+    scales. pairs: the norm adds a row by `sum_in_pairs`, and its products are rounded, as on a batch-invariant World.
+    shape: that of a tensor that is summed as such a matrix; it is compared between ranks, and nothing that is prepared
+    depends on it."""
 
     op: str
     m: int
@@ -45,6 +46,7 @@ class SumCall(Call):
     bias: bool
     scaled: bool
     group: int = 0
+    pairs: bool = False
     shape: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -77,6 +79,7 @@ class SumCall(Call):
             RESIDUAL=self.residual,
             KEEP=self.keep,
             GROUP=self.padded if self.group == self.h else self.group,
+            PAIRS=self.pairs,
         )
         return sizes._replace(eps=self.eps)
 
@@ -86,7 +89,8 @@ class SumCall(Call):
         for one more program."""
         row = self.padded * self.dtype.itemsize
         warps = max(1, min(max(warps, row // 8192), row // 512))
-        return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
+        registers = min(255, 65536 // (32 * warps * per_sm))
+        return dict(num_warps=warps, maxnreg=registers, enable_fp_fusion=not self.pairs)
 
 
 class NormOperands(NamedTuple):
@@ -129,9 +133,8 @@ def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
     n = math.prod(shape)
     columns = _columns(world, n, shape[-1] if shape else 1, dtype.itemsize)
     rows, none = n // columns if columns else 0, ABSENT.value
-    return SumCall(
-        PLAIN_SUM, rows, columns, dtype, dtype, PLAIN.value, 0.0, none, none, False, False, shape=tuple(shape)
-    )
+    fields = rows, columns, dtype, dtype, PLAIN.value, 0.0, none, none, False, False
+    return SumCall(PLAIN_SUM, *fields, pairs=world.batch_invariant, shape=tuple(shape))
 
 
 def _columns(world: World, n: int, last: int, itemsize: int) -> int:

@@ -37,6 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...compute.norm import sum_in_pairs
 from ...compute.quantize import divide_by_given_scale, divide_by_scales
 from ...lang.channel import address_of, calls_of, end_call, rank_of, select
 from ...lang.intrinsics import flush_stores, release_fence, wait_until, window_fence, window_store, window_sum
@@ -51,7 +52,8 @@ ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # a resi
 class Norm(NamedTuple):
     """What a call computes. A row has H elements, and P is H rounded up to a power of two. The RESIDUAL is added to the
     sum, which is stored for KEEP. NORM and BIAS are applied to it. With SCALED the result is divided by a scale; with
-    GROUP by a scale of each GROUP elements of the row, which is returned (P: one scale a row; 0: no such scales)."""
+    GROUP by a scale of each GROUP elements of the row, which is returned (P: one scale a row; 0: no such scales).
+    PAIRS: the norm adds a row by `sum_in_pairs`."""
 
     eps: float
     DTYPE: tl.constexpr
@@ -64,6 +66,7 @@ class Norm(NamedTuple):
     RESIDUAL: tl.constexpr
     KEEP: tl.constexpr
     GROUP: tl.constexpr
+    PAIRS: tl.constexpr
 
 
 class Affine(NamedTuple):
@@ -142,6 +145,16 @@ def load_parameters(weights, norm):
 
 
 @jit
+def sum_row(x, norm):
+    """Return the sum of x [P]."""
+    if norm.PAIRS:
+        total = tl.sum(sum_in_pairs(tl.reshape(x, (1, norm.P)), 1, norm.P))
+    else:
+        total = tl.sum(x)
+    return total
+
+
+@jit
 def normalise(h, w, b, divisor, norm):
     """Return w * norm(h) + b over the first H of [P] float32 elements; with SCALED divided by `divisor`, and clamped to
     the range of e4m3."""
@@ -149,11 +162,11 @@ def normalise(h, w, b, divisor, norm):
     P: tl.constexpr = norm.P
     y = h
     if norm.NORM == LAYER:
-        y = h - tl.sum(h) / H
+        y = h - sum_row(h, norm) / H
         if H != P:
             y = tl.where(tl.arange(0, P) < H, y, 0.0)
     if norm.NORM != PLAIN:
-        y = y * tl.rsqrt(tl.sum(y * y) / H + norm.eps) * w.to(tl.float32)
+        y = y * tl.rsqrt(sum_row(y * y, norm) / H + norm.eps) * w.to(tl.float32)
     if norm.BIAS:
         y += b.to(tl.float32)
     if norm.SCALED:
@@ -270,8 +283,8 @@ def sum_rows_ahead(
     w, b, divisor = load_parameters(weights, norm)
     for q in tl.range(0, count, num_stages=STAGES):
         i = start + q
-        acc = load_row(pointer(sources[0], norm.DTYPE) + i.to(tl.int64) * H, H, P).to(tl.float32)
-        for k in tl.static_range(1, SOURCES):
+        acc = tl.zeros((P,), tl.float32)  # so that a sum of negative zeros is positive, as in `sum_rows`
+        for k in tl.static_range(SOURCES):
             acc += load_row(pointer(sources[k], norm.DTYPE) + i.to(tl.int64) * H, H, P).to(tl.float32)
         store_sum(acc, w, b, divisor, outs, sums, me, weights, i, lo, new_residual, norm, TO)
 

@@ -65,6 +65,7 @@ class Reduce(Op[SumCall]):
         TwoLevel: run_sum,
     }
     unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
+    batch_invariant_plans = TwoShotPush, TwoShotPull, TwoShotLowLatency, OneShot, Decomposed
     emulator_plan = TwoShotPush
     over_nodes: ClassVar[Sequence[Plan]] = (TwoLevel(), TwoLevel(4))
     depends_on_addresses = True
@@ -101,6 +102,11 @@ class Reduce(Op[SumCall]):
         if reason is None and isinstance(plan, Multicast):
             reason = lacks(world.capability, "multicast", "multicast addresses")
         return why_no_multicast(world, call) if reason is None and isinstance(plan, Multicast) else reason
+
+    def batch_invariance_unsupported(self, world: World, call: SumCall, plan: Plan) -> str | None:
+        if call.out_dtype == E4M3:
+            return "plans may round rows of 8 bits in different places"
+        return super().batch_invariance_unsupported(world, call, plan)
 
     def execute(
         self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
@@ -472,6 +478,7 @@ def _checked_call(
         bias is not None,
         scale is not None,
         group,
+        world.batch_invariant,
     )
 
 

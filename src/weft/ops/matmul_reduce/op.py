@@ -85,6 +85,11 @@ class MatmulReduce(MatmulOp[ReduceCall]):
                 reason = f"shards {list(call.shards)} must be equal, and whole tiles of {plan.tile.block_m} rows"
         return reason
 
+    def batch_invariance_unsupported(self, world: World, call: ReduceCall, plan: Plan) -> str | None:
+        if call.bias and world.size > 1 and isinstance(plan, OneShot | TwoShot):
+            return "it adds the bias to a sum that is rounded already, other plans before they round it"
+        return super().batch_invariance_unsupported(world, call, plan)
+
     def execute(
         self, world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor | None
     ) -> Returned:
@@ -95,9 +100,18 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         world.finish(world.current_stream())
         return tiles
 
+    def _checked(
+        self, world: World, operands: ScaledFactors, rows: Sequence[int] | None, reorder: bool, options: ProductOptions
+    ) -> ReduceCall:
+        x, weight, bias, *_ = operands
+        scaling, dtype = check_product(self.name, world, operands, options)
+        (n, k), m = weight.shape, x.shape[0]
+        shards = split_rows(world, m) if rows is None else check_rows(self.name, world, rows, x, whole=True)
+        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
+
     def direct(self, world: World, call: ReduceCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.reorder and (self.everywhere or call.even)
-        usual = usual and call.scaling is None
+        usual = usual and call.scaling is None and not world.batch_invariant
         return direct_sequential(world, call) if usual else None
 
 
@@ -123,6 +137,7 @@ class MatmulReduceScatter(MatmulReduce):
         TwoLevel: run_scatter,
     }
     over_nodes = (TwoLevel(), TwoLevel(2))
+    batch_invariant_plans = FusedReduceScatter, Decomposed, OneShot
     emulator_plan = FusedReduceScatter
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
@@ -146,11 +161,8 @@ class MatmulReduceScatter(MatmulReduce):
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
-        (x, weight, bias, *_), (rows, reorder, *rest) = operands, options
-        scaling, dtype = check_product(self.name, world, operands, ProductOptions(*rest))
-        shards = split_rows(world, x.shape[0]) if rows is None else check_rows(self.name, world, rows, x, whole=True)
-        (n, k), m = weight.shape, x.shape[0]
-        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
+        rows, reorder, *rest = options
+        return self._checked(world, operands, rows, reorder, ProductOptions(*rest))
 
 
 class MatmulAllReduce(MatmulReduce):
@@ -178,6 +190,7 @@ class MatmulAllReduce(MatmulReduce):
     }
     over_nodes = (TwoLevel(2), TwoLevel(4))
     unsupported_fields = {Decomposed: ("pieces",)}
+    batch_invariant_plans = FusedAllReduce, TwoShotPush, TwoShotPull, TwoShotLowLatency, OneShot
     emulator_plan = FusedAllReduce
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
@@ -194,11 +207,8 @@ class MatmulAllReduce(MatmulReduce):
         return dx, dw, column_sums(world, dy) if needs[2] else None, None, None
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
-        (x, weight, bias, *_), (reorder, *rest) = operands, options
-        scaling, dtype = check_product(self.name, world, operands, ProductOptions(*rest))
-        shards = split_rows(world, x.shape[0])
-        (n, k), m = weight.shape, x.shape[0]
-        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
+        reorder, *rest = options
+        return self._checked(world, operands, None, reorder, ProductOptions(*rest))
 
 
 MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())

@@ -1,0 +1,253 @@
+"""`weft.init(batch_invariant=True)`: the bits of a row, over batches, owners, plans and schedules; and what breaks them on another
+World."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulated.cases import changed, draw
+from weft.backends import emulated
+from weft.nn import ParallelMLP
+from weft.ops.all_gather_matmul.op import all_gather_swiglu
+from weft.ops.matmul import invariant_matmul, matmul
+from weft.plans import (
+    Decomposed,
+    FusedAllReduce,
+    FusedGather,
+    FusedGatherByCopies,
+    FusedReduceScatter,
+    Multicast,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
+)
+from weft.scale import SMALL
+
+W, K, N = 3, 64, 64
+ODD = 6  # rows that are followed
+BATCHES = ((6, 0), (9, 3), (18, 11))  # rows of a batch, and where the followed ones begin
+TILE = SMALL.plan(FusedGather).tile
+Op = Callable[[weft.World, str | Plan, int, int], torch.Tensor]
+
+
+def rows(seed: int, columns: int) -> torch.Tensor:
+    """Rows with denormals, negative zeros, infinities, outliers that cancel each other, and two ordinary ones."""
+    x = draw(seed, ODD, columns)
+    x[0] *= 1e-39
+    x[1] = -0.0
+    x[2, seed % columns] = float("inf")
+    x[3, ::7], x[3, 1::7] = 1e30, -1e30
+    return x
+
+
+def batch(seed: int, m: int, begin: int, columns: int) -> torch.Tensor:
+    """The followed rows among others, which are different in each batch."""
+    x = draw(1000 * seed + m, m, columns)
+    x[begin : begin + ODD] = rows(seed, columns)
+    return x
+
+
+def shards(m: int) -> list[int]:
+    """Rows of each rank; equal ones if m is a multiple of 6."""
+    return [m // W] * W if m % 6 == 0 else [m - 4, 0, 4] if m % 2 else [1, m - 3, 2]
+
+
+def own_shard(t: torch.Tensor, m: int, world: weft.World) -> torch.Tensor:
+    return t.split(shards(m))[world.rank].contiguous()
+
+
+def from_owners(world: weft.World, y: torch.Tensor, begin: int) -> torch.Tensor:
+    return torch.cat(world.exchange(y.clone()))[begin : begin + ODD]
+
+
+def gather(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tensor:
+    x, w, bias = own_shard(batch(1, m, begin, K), m, world), draw(60 + world.rank, N, K), draw(70, N)
+    y = weft.all_gather_matmul(x, w, bias, world=world, plan=plan, rows=shards(m))
+    return y[begin : begin + ODD].clone()
+
+
+def swiglu(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tensor:
+    x, w = own_shard(batch(1, m, begin, K), m, world), draw(60 + world.rank, N, K) * 0.1
+    return all_gather_swiglu(x, w, N // 2, world, plan, shards(m))[begin : begin + ODD].clone()
+
+
+def scatter(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tensor:
+    x, w = batch(10 + world.rank, m, begin, K), draw(60 + world.rank, N, K)
+    return from_owners(world, weft.matmul_reduce_scatter(x, w, world=world, plan=plan, rows=shards(m)), begin)
+
+
+def reduce(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tensor:
+    x, w = batch(10 + world.rank, m, begin, K), draw(60 + world.rank, N, K)
+    return weft.matmul_all_reduce(x, w, world=world, plan=plan)[begin : begin + ODD].clone()
+
+
+def norm(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tensor:
+    x, residual, w = batch(10 + world.rank, m, begin, N), batch(5, m, begin, N), draw(61, N)
+    y, kept = weft.all_reduce_rms_norm(x, residual, w, world=world, plan=plan, full_residual=True)
+    return torch.cat([y, kept], 1)[begin : begin + ODD].clone()
+
+
+GATHERS = (
+    *("auto", Sequential(), FusedGather(tile=TILE, pull_programs=2, pull_rows=8), Decomposed(), OneShot(warps=4)),
+    *(changed(SMALL.plan(FusedGather), block_n=16), FusedGatherByCopies(tile=TILE)),
+)
+OPS: dict[Op, Sequence[str | Plan]] = {
+    gather: GATHERS,
+    swiglu: ("auto", Sequential(), changed(SMALL.plan(FusedGather), block_n=64)),
+    scatter: ("auto", changed(SMALL.plan(FusedReduceScatter), block_m=32), Decomposed(), OneShot(warps=4)),
+    reduce: ("auto", changed(SMALL.plan(FusedAllReduce), block_n=16), TwoShotPush(warps=4), TwoShotPull(warps=8),
+             TwoShotLowLatency(), OneShot()),
+    norm: ("auto", TwoShotPush(warps=4, stages=2), TwoShotPull(warps=8), TwoShotLowLatency(), OneShot(), Decomposed()),
+}  # fmt: skip
+
+
+def served(plan: str | Plan, m: int) -> bool:
+    """Whether the plan takes the shards of m rows."""
+    copies = isinstance(plan, Decomposed | FusedGatherByCopies)
+    return not (copies and len(set(shards(m))) > 1) and not (isinstance(plan, OneShot) and 0 in shards(m))
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The bits, with one NaN for all: a CPU leaves their sign to chance."""
+    return torch.where(t.isnan(), torch.full_like(t, float("nan")), t).view(torch.int16)
+
+
+def check(op: Op, plans: Sequence[str | Plan], seed: int) -> None:
+    """Assert that all plans in all batches return the same bits for the followed rows."""
+
+    def main(world: weft.World) -> dict[tuple[str, int], torch.Tensor]:
+        calls = [(plan, m, begin) for plan in plans for m, begin in BATCHES if op in (reduce, norm) or served(plan, m)]
+        results = {(str(plan), m): op(world, plan, m, begin) for plan, m, begin in calls}
+        world.synchronize()
+        return results
+
+    for rank, results in enumerate(weft.spmd(main, W, backend="emulated", seed=seed)):
+        (reference, expected), *others = results.items()
+        for key, y in others:
+            assert torch.equal(bits(y), bits(expected)), f"rank {rank}: {key} is not {reference}"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_a_row_keeps_its_bits(op: Op, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
+    check(op, OPS[op], seed)
+
+
+def ring(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of NCCL's ring: each rank's part of the elements begins with another rank, and every step is rounded."""
+    flat = [t.reshape(-1) for t in tensors]
+    part = -(-flat[0].numel() // len(flat))
+    total = torch.empty_like(flat[0])
+    for p, chunk in enumerate(total.split(part)):
+        chunk.copy_(flat[(p + 1) % len(flat)].split(part)[p])
+        for step in range(2, len(flat) + 1):
+            chunk.add_(flat[(p + step) % len(flat)].split(part)[p])
+    return total.view(tensors[0].shape)
+
+
+@pytest.mark.parametrize("op", [reduce, norm], ids=lambda op: op.__name__)
+def test_sums_of_a_ring_break_the_promise(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated, "sum_in_order", ring)
+    with pytest.raises(AssertionError, match="Sequential.* is not"):
+        check(op, [Sequential()], 0)
+
+
+@pytest.mark.parametrize("op", [swiglu, norm], ids=lambda op: op.__name__)
+def test_plans_differ_without_the_promise(op: Op) -> None:
+    """An epilogue keeps gate and up in float32, and a fused norm the sum; sequential plans round them."""
+    with pytest.raises(AssertionError, match="is not"):
+        check(op, [Sequential(), OPS[op][0]], 0)
+
+
+def test_shared_last_tiles_break_the_promise() -> None:
+    """K split over programs, as few tiles are, gives a row other bits than K in one order."""
+
+    def main(world: weft.World) -> None:
+        x, w = draw(1, 96, 640), draw(2, N, 640)
+        x[:, 0], x[:, -1], w[:, 0], w[:, -1] = 1e6, -1e6, 1, 1
+        followed = []
+        for m in (16, 96):
+            out = world.empty((m, N), x.dtype)
+            matmul(x[:m].contiguous(), w, out, world, 6)
+            whole = invariant_matmul(world, x[:m].contiguous(), w, None, world.current_stream())
+            world.synchronize()
+            followed.append((out[:16].clone(), whole[:16].clone()))
+        (shared, whole), (not_shared, whole_again) = followed
+        assert not torch.equal(shared, not_shared) and torch.equal(whole, whole_again)
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+REFUSED: dict[str, tuple[Op, Any]] = {
+    "NCCL's sum": (reduce, "sequential"),
+    "NCCL's sums of groups": (scatter, Signaled(ctas=1, tile=TILE)),
+    "NCCL's sums of parts": (reduce, "decomposed"),
+    "the switch": (norm, Multicast()),
+    "other steps of K": (gather, changed(SMALL.plan(FusedGather), block_k=16)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_that_breaks_the_promise_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
+    op, plan = REFUSED[name]
+
+    def main(world: weft.World) -> None:
+        kind = plan if isinstance(plan, str) else plan.kind
+        with pytest.raises(weft.Unsupported, match=f"plan '{kind}' on a batch-invariant World"):
+            op(world, plan, 6, 0)
+
+    weft.spmd(main, W, backend="emulated")
+
+
+def test_an_op_or_a_world_without_the_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(world: weft.World) -> None:
+        assert world.batch_invariant and world.split(0).batch_invariant and world.alone.batch_invariant
+        q = draw(1, 4, 2, 16)
+        with pytest.raises(weft.Unsupported, match="gathered_attention.*batch-invariant World"):
+            weft.gathered_attention(q, q, q, world=world)
+        x = draw(1, 6, 60)
+        with pytest.raises(weft.Unsupported, match="K 60 must be a multiple of 8"):
+            weft.all_gather_matmul(x, draw(2, N, 60), world=world)
+        with pytest.raises(weft.Unsupported, match="the bias"):
+            weft.matmul_all_reduce(draw(1, 6, N), draw(2, N, N), draw(3, N), world=world, plan=OneShot())
+
+    monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
+    weft.spmd(main, 2, backend="emulated")
+    with pytest.raises(weft.Unsupported, match="batch_invariant: "):
+        weft.spmd(main, 2, backend="emulated", nodes=2)
+
+
+def test_ranks_that_do_not_all_promise_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(world: weft.World) -> None:
+        world.batch_invariant = world.rank == 0
+        with pytest.raises(weft.Mismatch, match="batch_invariant=True"):
+            weft.all_gather_matmul(draw(1, 6, K), draw(2, N, K), world=world, plan="sequential")
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_an_mlp_takes_the_promise_from_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        torch.manual_seed(world.rank)
+        mlp, followed = ParallelMLP(N, 96, world=world), []
+        for m, begin in BATCHES:
+            x = own_shard(batch(1, m, begin, N), m, world)
+            with torch.no_grad():
+                followed.append(from_owners(world, mlp(x, shards(m)), begin))
+        return followed
+
+    for expected, *others in weft.spmd(main, W, backend="emulated"):
+        assert all(torch.equal(bits(y), bits(expected)) for y in others)
