@@ -21,7 +21,8 @@ checked() { # a part's name, then gpu/run.sh's parts; with what earlier calls ha
   for found in "$out"/checks/*.json; do
     [ ! -f "$found" ] || python3 -m tests.gpu.gpu_record "$found" > /dev/null
   done
-  OUT=$out/checks/$name PARTS="$*" RANKS=$ranks MINUTES=$(minutes) FUZZ_SECONDS=$((end - SECONDS - 150)) bash gpu/run.sh > "$log" 2>&1
+  OUT=$out/checks/$name PARTS="$*" RANKS=$ranks MINUTES=$(minutes) FUZZ_SECONDS=$((end - SECONDS - 150)) \
+    timeout -k 5 $((end - SECONDS + 20)) bash gpu/run.sh > "$log" 2>&1
   mv "$out/checks/$name/results.json" "$out/checks/$name-$(date +%s).json" && tail -20 "$log"
   if grep -q 'nothing is left' "$log"; then touch "$out/checks/$name.done"; else left=1; fi
 }

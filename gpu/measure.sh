@@ -79,7 +79,10 @@ signaled() {
   spmd signaled-ops 90 bench.measure.signaled --parts ops --modes graph --out "$out/signaled"
 }
 
-moe() {
+moe() { # with vLLM's experts and quack's, where gpu/vllm.sh and gpu/quack.sh have put them
+  local quack=${AT_QUACK:-/dev/shm/weft-quack/site-packages} vllm=${AT_VLLM:-/dev/shm/weft-vllm}
+  local -x PYTHONPATH=$PYTHONPATH:$quack:$quack/nvidia_cutlass_dsl/dsl_packages:$vllm VLLM_LOGGING_LEVEL=ERROR
+  local -x QUACK_CACHE_DIR=${QUACK_CACHE_DIR:-/dev/shm/weft-quack-cache}
   spmd moe 120 bench.measure.moe --tokens 8192 512 --eager --out "$out/results"
   spmd moe-flashmoe 120 bench.measure.moe --models FlashMoE-ungated-E{8,16,32,64,128} --tokens 4096 8192 16384 --eager --out "$out/results"
   spmd moe-flashinfer 60 bench.measure.moe --models FlashInfer-EP4 --tokens 64 2048 --out "$out/results"

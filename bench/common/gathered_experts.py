@@ -86,7 +86,7 @@ def installed(world: weft.World, seconds: float = 75) -> tuple[dict[str, Callabl
     if version := vllm_version():
         makers["vllm"], versions["vllm"] = vllm_experts, version
     if lacks := library_gemm.lacks():
-        print(f"quack: {lacks}", flush=True)
+        print(f"rank {world.rank}, quack: {lacks}", flush=True)
         return makers, versions
     shared = [usable(seconds) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)

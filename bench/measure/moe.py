@@ -62,7 +62,7 @@ MODELS = {
     "Qwen3-235B": Model(4096, 1536, 128, 8),
     "FlashMoE": Model(2048, 2048, 32, 2),
 }
-# FlashInfer's published size of its expert-parallel layers on 4 Hopper GPUs; 2048 is the inner size of the model with this H and k.
+# FlashInfer's published size of its expert-parallel layers on 4 Hopper GPUs, without the inner size, which is assumed to be 2048.
 PUBLISHED = {"FlashInfer-EP4": Model(4096, 2048, 32, 6)}
 # FlashMoE's experts as its paper has them: GELU of two matrices, and 8 to 128 of them.
 UNGATED = {f"FlashMoE-ungated-E{e}": Model(2048, 2048, e, 2, "gelu") for e in (8, 16, 32, 64, 128)}

@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 console = Console()
 Target = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file that defines main(world).")]
-Machine = Annotated[
+ProfileName = Annotated[
     str | None,
     typer.Option(help="Whose profile: a file, or nvidia-h200-x2 or -x4, which ship with weft. Default: this machine."),
 ]
@@ -280,7 +280,7 @@ def explain_plan(
     m: Annotated[int, typer.Argument(help="Rows of all ranks.")],
     n: Annotated[int, typer.Argument(help="Columns of the GEMM on one rank.")],
     k: Annotated[int, typer.Argument(help="K of the GEMM on one rank.")],
-    machine: Machine = None,
+    machine: ProfileName = None,
     eager: Annotated[bool, typer.Option("--eager", help="Not in a CUDA graph.")] = False,
 ) -> None:
     """Print the plan that "auto" takes for a size, why, and the predicted times of the others."""
@@ -300,7 +300,7 @@ def simulate_layer(
         list[str], typer.Argument(metavar="M,H,I ..", help="Tokens, hidden, intermediate; of an op M,N,K.")
     ],
     gpus: Annotated[int, typer.Option(min=2, help="More than 8 are nodes of 8, with 50 GB/s a GPU between them.")] = 8,
-    machine: Machine = None,
+    machine: ProfileName = None,
 ) -> None:
     """Predict a layer on another number of GPUs than were measured."""
     from .planner.simulate import cluster, nvlink, simulate

@@ -239,5 +239,14 @@ def test_a_profile_in_part_replaces_none(tmp_path: Path) -> None:
         assert (out / "used").read_text() == text and shipped.read_text() == "shipped"
 
 
+def test_only_experts_see_the_libraries_beside_them(tmp_path: Path) -> None:
+    """vLLM's folder holds much besides vLLM."""
+    for part, module in (("moe", "moe_stragglers"), ("norm", "norm")):
+        ends = f'bench.measure.{module} echo "$PYTHONPATH" > "$OUT/{part}"'
+        run(tmp_path / "tree", tmp_path / "out", PARTS=part, ENDS=ends, AT_VLLM="/there/vllm", AT_QUACK="/there/quack")
+    assert "/there/quack/nvidia_cutlass_dsl/dsl_packages:/there/vllm" in (tmp_path / "out/moe").read_text()
+    assert "/there" not in (tmp_path / "out/norm").read_text()
+
+
 def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     assert run(tmp_path / "tree", tmp_path / "out", PARTS="norms")[0] == 1

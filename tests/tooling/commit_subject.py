@@ -16,21 +16,21 @@ def problems(subject: str) -> list[str]:
     if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
         return []
     prefix, colon, rest = subject.partition(": ")
-    found = []
+    faults = []
     if not colon or not re.fullmatch(r"[A-Za-z0-9_./-]+(?:(?:, | and | )[A-Za-z0-9_./-]+){0,2}", prefix):
-        found.append('no area before a colon, such as "vllm: keep stock\'s graph where it is faster"')
+        faults.append('no area before a colon, such as "vllm: keep stock\'s graph where it is faster"')
         rest = subject
-    first = rest.partition(" ")[0]
-    if NOT_IMPERATIVE.fullmatch(first) and first.lower() not in EXCEPTIONS:
-        found.append(f"{first!r} is not an imperative")
+    verb = rest.partition(" ")[0]
+    if NOT_IMPERATIVE.fullmatch(verb) and verb.lower() not in EXCEPTIONS:
+        faults.append(f"{verb!r} is not an imperative")
     if len(subject) > 72:
-        found.append(f"{len(subject)} characters, at most 72")
+        faults.append(f"{len(subject)} characters, at most 72")
     if subject.endswith("."):
-        found.append("a full stop at the end")
-    return found
+        faults.append("a full stop at the end")
+    return faults
 
 
 if __name__ == "__main__":
     subject = next((line for line in Path(sys.argv[1]).read_text().splitlines() if not line.startswith("#")), "")
-    if found := problems(subject):
-        sys.exit("\n".join([f"commit subject {subject!r}:", *(f"  {problem}" for problem in found)]))
+    if faults := problems(subject):
+        sys.exit("\n".join([f"commit subject {subject!r}:", *(f"  {problem}" for problem in faults)]))

@@ -94,10 +94,10 @@ def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
 
 def may_run(form: Plan, span: TokenSpan) -> bool:
     """Return whether passes of all numbers of tokens of a range may run in a form."""
-    if isinstance(form, WovenLayers) and span.lows[0][0] < FEWEST_TOKENS:
-        return False
     if isinstance(form, FlashInfer):
         return span.high <= form.max_tokens
+    if isinstance(form, WovenLayers) and span.lows[0][0] < FEWEST_TOKENS:
+        return False
     return span.mode == "eager" or form in IN_GRAPHS
 
 
