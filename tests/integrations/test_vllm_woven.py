@@ -211,6 +211,53 @@ def test_an_engine_is_left_as_it_was() -> None:
     standin.run(main)
 
 
+class Activation(standin.CustomOp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[str]()
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("native")
+        return torch.nn.functional.silu(x)
+
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("kernel")
+        return torch.nn.functional.silu(x)
+
+
+class WithoutKernel(Activation):
+    forward_cuda = standin.CustomOp.forward_cuda
+
+
+class ActivatedMLP(standin.MLP):
+    def __init__(self, seed: int, kind: type[Activation]) -> None:
+        super().__init__(seed)
+        self.act_fn = kind()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.gate_up_proj(x)
+        x, _ = self.down_proj(self.act_fn(x))
+        return x
+
+
+@pytest.mark.parametrize(("kind", "called"), [(Activation, "kernel"), (WithoutKernel, "native")])
+def test_operators_run_by_kernels_where_nothing_compiles_them(kind: type[Activation], called: str) -> None:
+    """So does a norm that sums nothing. vLLM's own passes have the operators as they were."""
+
+    def main(world: weft.World) -> None:
+        world.backend.reference = True  # type: ignore[attr-defined]
+        model, passes = loaded(
+            lambda: Model(functools.partial(CachedLayer, mlp=functools.partial(ActivatedMLP, kind=kind)))
+        )
+        assert passes is not None
+        builder, activation = attached(passes), model.layers[0].mlp.act_fn
+        model.layers[0].input_layernorm.forward_native = lambda *_: pytest.fail("vLLM's norm")
+        one_pass(model, builder, PROMPT)
+        assert activation.calls == [called] * 2 and activation._forward_method == activation.forward_native
+
+    standin.run(main)
+
+
 def recording() -> nn.Module:
     model = MODELS["dense"]()
     model.recorded = (0,)

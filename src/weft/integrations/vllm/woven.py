@@ -363,7 +363,8 @@ def woven_pass(
         raise WeftError(f"vLLM has no {', '.join(missing)}")
     opaque = getattr(getattr(config, "compilation_config", None), "static_forward_context", {}).values()
     eager = dict(copies)
-    eager.update(kernels(stack, {*copies, *map(id, opaque)}, world, classes, interface.get("custom_op")))
+    if world.symmetric_unsupported is None:  # on other ranks the form is no candidate, and they may have no kernels
+        eager.update(kernels(stack, {*copies, *map(id, opaque)}, world, classes, interface.get("custom_op")))
     stages = stages_of(with_copies(stack, eager))
     return WovenPass(stages, world, config, interface)
 
@@ -376,14 +377,9 @@ def kernels(
     for child in module.children():
         if id(child) in others:
             continue
-        if (
-            type(child) is classes.norm
-            and classes.is_norm(child)
-            and child.weight.dtype in DTYPES
-            and not world.symmetric_unsupported
-        ):
+        if type(child) is classes.norm and classes.is_norm(child) and child.weight.dtype in DTYPES:
             yield id(child), copied(child, OwnNorm, weft=world)
-        elif custom_op is not None and isinstance(child, custom_op) and world.device.type == "cuda":
+        elif custom_op and isinstance(child, custom_op) and type(child).forward_cuda is not custom_op.forward_cuda:
             yield id(child), copied(child, _forward_method=child.forward_cuda)
         else:
             yield from kernels(child, others, world, classes, custom_op)
