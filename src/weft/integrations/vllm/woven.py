@@ -323,7 +323,8 @@ class WovenPass:
 
 def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
     """Return the number of tokens of the first of two parts whose GEMMs take the least time in waves of tiles. The
-    stages alternate between attention and MLP. Without GEMMs the parts are halves."""
+    stages alternate between attention and MLP. Neither part has less than three eighths, since its GEMMs must hide the
+    other's sums. Without GEMMs the parts are halves."""
     of_mlp, of_attention = (stages[i].sizes() if len(stages) > 2 else [] for i in (1, 2))
     if not of_mlp and not of_attention:
         return halves(tokens)
@@ -332,7 +333,8 @@ def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
     def time(tiles: int, k: int) -> float:
         return math.ceil(tiles / world.backend.sm_count) * k
 
-    return LayerTimes.of_tiles(of_attention, of_mlp, tile=(t.block_m, t.block_n), time=time, rows=tokens).split(tokens)
+    times = LayerTimes.of_tiles(of_attention, of_mlp, tile=(t.block_m, t.block_n), time=time, rows=tokens)
+    return times.split(tokens, least=3 * tokens // 8)
 
 
 # -- making them -------------------------------------------------------------------------------------------------------
