@@ -258,15 +258,15 @@ def test_operators_run_by_kernels_where_nothing_compiles_them(kind: type[Activat
     standin.run(main)
 
 
-@pytest.mark.parametrize(("tokens", "first"), [(512, 256), (2432, 1024), (4352, 2048), (8192, 4096)])
-def test_parts_take_the_fewest_waves(monkeypatch: pytest.MonkeyPatch, tokens: int, first: int) -> None:
+@pytest.mark.parametrize(("tokens", "prefix"), [(512, 256), (2432, 1024), (4352, 2048), (8192, 4096)])
+def test_parts_take_the_fewest_waves(monkeypatch: pytest.MonkeyPatch, tokens: int, prefix: int) -> None:
     """Llama-70B's GEMMs on one of four ranks with 132 SMs. Fewest of all at 4,352 tokens are waves of 1,408 and 2,944,
     but the GEMMs of so few tokens would not hide the other part's sums."""
     monkeypatch.setattr(woven, "usual_tile", lambda world: GemmTile(128, 256))
     sizes = [[], [(14336, 8192), (8192, 7168)], [(2560, 8192), (8192, 2048)]]
     stages = [SimpleNamespace(sizes=lambda gemms=gemms: gemms) for gemms in sizes]
     world = SimpleNamespace(backend=SimpleNamespace(sm_count=132))
-    assert woven.smart_split(world, stages, tokens) == first  # type: ignore[arg-type]
+    assert woven.smart_split(world, stages, tokens) == prefix  # type: ignore[arg-type]
 
 
 def recording() -> nn.Module:
