@@ -11,7 +11,9 @@ import torch
 
 import weft
 from tests.emulated.cases import changed, draw
+from tests.emulated.cases_models import TINY
 from weft.backends import emulated
+from weft.models import Llama
 from weft.nn import ParallelMLP
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.matmul import invariant_matmul, matmul
@@ -216,6 +218,8 @@ def test_an_op_or_a_world_without_the_promise_is_refused(monkeypatch: pytest.Mon
         q = draw(1, 4, 2, 16)
         with pytest.raises(weft.Unsupported, match="gathered_attention.*batch-invariant World"):
             weft.gathered_attention(q, q, q, world=world)
+        with pytest.raises(weft.Unsupported, match="Llama on a batch-invariant World"):
+            Llama(TINY, world=world)
         x = draw(1, 6, 60)
         with pytest.raises(weft.Unsupported, match="K 60 must be a multiple of 8"):
             weft.all_gather_matmul(x, draw(2, N, 60), world=world)
