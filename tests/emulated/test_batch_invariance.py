@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 import weft
 from tests.emulated.cases import changed, draw
 from tests.emulated.cases_models import TINY
 from weft.backends import emulated
+from weft.compute.norm import sum_in_pairs
 from weft.models import Llama
 from weft.nn import ParallelMLP
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
@@ -215,6 +217,31 @@ def test_tiles_of_any_size_give_the_same_bits() -> None:
         for bm, bn in ((16, 16), (32, 32), (64, 64), (32, 128)):
             assert torch.equal(product(replace(TILE, block_m=bm, block_n=bn)), expected)
         assert not torch.equal(product(replace(TILE, block_k=16)), expected)
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+@weft.jit
+def pair_sums(x, out, N, P: tl.constexpr):
+    r, c = tl.arange(0, 4), tl.arange(0, P)
+    tile = tl.load(x + r[:, None] * N + c[None, :], mask=c[None, :] < N, other=0.0)
+    tl.store(out + r, sum_in_pairs(tile, 4, P))
+
+
+def test_a_norm_adds_neighbours_and_then_their_sums() -> None:
+    """Whatever zeros are behind a row."""
+
+    def main(world: weft.World) -> None:
+        x = draw(1, 4, 50, dtype=torch.float32) * 1e3
+        expected = torch.nn.functional.pad(x, (0, 14))
+        while expected.shape[1] > 1:
+            expected = expected[:, ::2] + expected[:, 1::2]
+        assert not torch.equal(expected[:, 0], x.cumsum(1)[:, -1]), "another order gives other bits"
+        for width in (64, 256):
+            out, stream = world.zeros((4,), torch.float32), world.current_stream()
+            world.launch(pair_sums, 1, dict(x=x, out=out, N=50, P=width), dict(num_warps=4), stream)
+            world.synchronize()
+            assert torch.equal(out, expected[:, 0])
 
     weft.spmd(main, 1, backend="emulated")
 
