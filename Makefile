@@ -3,6 +3,7 @@
 # make gates  the long tests: every kernel compiled for sm_90a, every mutation, more ranks and schedules
 # make architectures  every kernel compiled for the other GPUs, sm_80 to sm_120, with its date to tests/architectures.json; an hour
 # make lint   ruff, mypy and the structure of the source
+# make hooks  installs a hook of git that checks the subjects of commits
 # make structure  how the source is built, in numbers: imports, long functions, Any, wide lines
 # make newest  installs into .venv-newest with the newest Triton that weft takes, and runs the emulator's tests and a part of
 #              the offline gate
@@ -12,7 +13,7 @@
 # make pages  the pages and plots that are made of bench/results: measurements, predictions, the figures of the design notes
 # make docs   the documents and the API reference as a site, in site/; fails at a link or an anchor that leads nowhere
 # make wheel  builds a source archive and a wheel, checks that an index would take them, and runs the wheel in a fresh environment
-# make measure  a machine's profile, how well it predicts, and measured plans of ops, norms and decoder; about ten minutes
+# make measure  everything that is measured on several GPUs, ten minutes at a time; once more for what is left
 #
 # PYTHON=python3.12 picks an interpreter; SYSTEM_SITE=1 uses the torch that it already has.
 
@@ -35,7 +36,7 @@ BIN_ENGINES := .venv-engines/bin
 READY_ENGINES := .venv-engines/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: demo test gates architectures lint structure newest with-newest engines pages docs wheel gpu fuzz measure install
+.PHONY: demo test gates architectures lint hooks structure newest with-newest engines pages docs wheel gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
@@ -55,7 +56,11 @@ lint: install
 	@$(BIN)/mypy
 	@$(BIN)/python tests/tooling/structure.py
 
-# Needs nothing but Python.
+# These two need nothing but Python.
+hooks:
+	@printf '#!/bin/sh\nexec $(PYTHON) tests/tooling/commit_subject.py "$$1"\n' > "$$(git rev-parse --git-path hooks)/commit-msg"
+	@chmod +x "$$(git rev-parse --git-path hooks)/commit-msg"
+
 structure:
 	@$(PYTHON) tests/tooling/structure.py
 

@@ -131,12 +131,18 @@ class QuackExperts:
         return Routed(tables.offsets, tables.sources[: tokens * self.k], tables.route_rows, weights_all)
 
     def experts(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """[T k, H], the rows in the order of the experts."""
+        """[T k, H], the rows in the order of the experts. Row 0 is finite even where no expert has a row."""
         hidden = gated_gemm(self.gated_form, x, self.w13, routed.starts, routed.tokens)
-        return second_gemm(self.down_form, hidden, self.w2, routed.starts)
+        y = second_gemm(self.down_form, hidden, self.w2, routed.starts)
+        y[:1].nan_to_num_()
+        return y
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        world, routed, (tokens, h) = self.world, self.routed(logits), x.shape
+        return self.sums(x, self.routed(logits))
+
+    def sums(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """[T, H]: every token's weighted sum over its routes."""
+        world, (tokens, h) = self.world, x.shape
         stream, out = world.current_stream(), torch.empty_like(x)
         if x.is_cuda:
             y = self.experts(x, routed)
@@ -147,12 +153,23 @@ class QuackExperts:
         _sum_routes(world, tokens, h, self.k)(stream, **arguments)
         return out
 
-    def tune(self, x: torch.Tensor, logits: torch.Tensor, forms: Sequence[Form], time_of: TimeOf) -> None:
+    def tune(self, x: torch.Tensor, routed: Routed, forms: Sequence[Form], time_of: TimeOf) -> None:
         """Take the fastest of these forms for each GEMM, of this routing. Raises RuntimeError where none runs."""
-        routed = self.routed(logits)
         self.gated_form = fastest({f: lambda f=f: gated_gemm(f, x, self.w13, *routed[:2]) for f in forms}, time_of)
         hidden = gated_gemm(self.gated_form, x, self.w13, *routed[:2])
         self.down_form = fastest({f: lambda f=f: second_gemm(f, hidden, self.w2, routed[0]) for f in forms}, time_of)
+
+
+def local_routes(ids: torch.Tensor, weights: torch.Tensor, first_expert: int, local: int) -> Routed:
+    """Routes to the `local` experts from `first_expert` on, as `QuackExperts.sums` takes them. Rows of routes to other experts come last, behind
+    those of `starts`, so that no GEMM computes them; such a route reads row 0 with weight 0."""
+    expert = ids.flatten().long() - first_expert
+    is_local = (expert >= 0) & (expert < local)
+    in_order, order = torch.where(is_local, expert, local).sort(stable=True)
+    starts = torch.searchsorted(in_order, torch.arange(local + 1, device=ids.device), out_int32=True)
+    rows = torch.where(is_local, order.argsort(), 0).int()
+    kept = torch.where(is_local.view(ids.shape), weights.float(), 0)
+    return Routed(starts, (order // ids.shape[1]).int(), rows, kept[None])
 
 
 def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> Form:

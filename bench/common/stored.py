@@ -33,7 +33,7 @@ OLD = ("x8-2",)  # runs of kernels that have changed since, from which no figure
 @dataclass(frozen=True)
 class Row:
     """One measured call; rows of one `run` and shape were interleaved. gemm, comm: the us of the GEMM and of the collective alone, where the
-    run timed them."""
+    run timed them. date: in ISO form, "" in old rows of tuning runs."""
 
     run: str
     name: str
@@ -41,6 +41,7 @@ class Row:
     call: TimedCall
     gemm: float | None
     comm: float | None
+    date: str = ""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -55,10 +56,10 @@ def plan_of(text: str) -> Plan | None:
         return None
 
 
-def rows(machine: str) -> list[Row]:
+def rows(machine: str, results: Path = RESULTS) -> list[Row]:
     """Return all rows of one machine's folder: those of tuning runs and those of the benchmark."""
     out = []
-    for path in sorted((RESULTS / machine / "tuning").glob("*.jsonl")):
+    for path in sorted((results / machine / "tuning").glob("*.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
             if r["op"] not in OPS:
                 continue
@@ -67,8 +68,8 @@ def rows(machine: str) -> list[Row]:
                 ran = plan_of(plan) if plan.startswith("{") else None
                 if ran:
                     call = TimedCall(r["op"], ran.to_json(), r["M"], r["N"], r["K"], r["mode"], us)
-                    out.append(Row(path.stem, r["name"], r["world"], call, times.get("gemm"), None))
-    for path in sorted((RESULTS / machine).glob("*.jsonl")):
+                    out.append(Row(path.stem, r["name"], r["world"], call, times.get("gemm"), None, r.get("date", "")))
+    for path in sorted((results / machine).glob("*.jsonl")):
         if path.stem not in OPS:
             continue
         for r in map(json.loads, path.read_text().splitlines()):
@@ -77,7 +78,7 @@ def rows(machine: str) -> list[Row]:
             plan = plan_of(r["plan"]) if r.get("plan") else default_plans.get(r["method"])
             if plan:
                 call = TimedCall(r["op"], plan.to_json(), r["M"], r["N"], r["K"], r["mode"], r["us"])
-                out.append(Row("benchmark", r["name"], r["world"], call, r["gemm_us"], r["comm_us"]))
+                out.append(Row("benchmark", r["name"], r["world"], call, r["gemm_us"], r["comm_us"], r.get("date", "")))
     return out
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import runpy
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weft
 from bench.common import peers
+from bench.common.resume import keep, unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.run import capturable, commit
 from weft.op import REGISTRY
@@ -323,26 +323,20 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     start, world = time.time(), weft.init()
     link = peers.link_rate(world)
-    for text in a.shapes:
-        if max(world.exchange(time.time() - start)) > a.seconds:
-            break
+    for text in unfinished(world, a.out, {f"attention {shape}": shape for shape in a.shapes}, a.seconds):
         rows = measure(world, text, a, link)
         torch.cuda.empty_cache()
+        keep(world, a.out / "attention.jsonl", rows)
         if world.rank == 0:
-            with open(a.out / "attention.jsonl", "a") as f:
-                f.writelines(json.dumps(row) + "\n" for row in rows)
             figures = " | ".join(
                 f"{r['method']} {r['us']:.0f}" + (f" ({r['overlap']})" if r.get("overlap") else "") for r in rows
             )
             print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
                   f"error {rows[0]['error']} plan {rows[3]['plan']}: {figures}", flush=True)  # fmt: skip
-    for length in a.decoder:
-        if max(world.exchange(time.time() - start)) > a.seconds:
-            break
+    for length in unfinished(world, a.out, {f"prefill {tokens}": tokens for tokens in a.decoder}, a.seconds):
         rows = decoded(world, length, a)
+        keep(world, a.out / "attention.jsonl", rows)
         if world.rank == 0:
-            with open(a.out / "attention.jsonl", "a") as f:
-                f.writelines(json.dumps(row) + "\n" for row in rows)
             print(rows[0]["name"], {row["method"]: row["us"] for row in rows}, flush=True)
     dist.destroy_process_group()
 

@@ -94,10 +94,10 @@ def pointer_gemm(
     """out [M, N] = a [M, K] @ b [N, K]^T by ordinary loads, one tile of a persistent program after another."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        group_row = t // (GROUP * tiles_n) * GROUP
-        height = min(tiles_m - group_row, GROUP)
+        top = t // (GROUP * tiles_n) * GROUP
+        height = min(tiles_m - top, GROUP)
         r = t % (GROUP * tiles_n)
-        rows = (group_row + r % height) * BM + tl.arange(0, BM)
+        rows = (top + r % height) * BM + tl.arange(0, BM)
         cols = r // height * BN + tl.arange(0, BN)
         a_rows = tl.max_contiguous(tl.multiple_of(tl.where(rows < M, rows, 0), BM), BM).to(tl.int64)
         b_rows = tl.max_contiguous(tl.multiple_of(tl.where(cols < N, cols, 0), BN), BN).to(tl.int64)
@@ -168,7 +168,7 @@ class Method(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised rows, and the new residual, of residual + the sum over ranks of x @ weight.T."""
 
-    def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def rows_of_rank(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows that a rank holds between linears, of those of all ranks."""
         return rows
 
@@ -176,11 +176,11 @@ class Method(ABC):
         return rows
 
     def residual(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.own_rows(rows)
+        return self.rows_of_rank(rows)
 
     def layer(self, batch: Batch, weights: Weights) -> Callable[[], torch.Tensor]:
         """Return a call of the layer."""
-        x, residual = self.own_rows(batch.normed), self.residual(batch.residual)
+        x, residual = self.rows_of_rank(batch.normed), self.residual(batch.residual)
 
         def call() -> torch.Tensor:
             self.column(x, weights.qkv)
@@ -221,7 +221,7 @@ class FusedNorm(Rows):
 class Shards(Method):
     """Each rank holds its own rows between linears."""
 
-    def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def rows_of_rank(self, rows: torch.Tensor) -> torch.Tensor:
         self.rows = balanced_rows(len(rows), self.world.size)
         return rows.split(self.rows)[self.world.rank].contiguous()
 

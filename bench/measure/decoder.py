@@ -46,6 +46,7 @@ import torch.distributed as dist
 
 import weft
 from bench.common import peers
+from bench.common.resume import keep, unfinished
 from bench.common.timing import time_interleaved
 from bench.measure.run import commit
 from weft.models import Batch, Cache, Graphs, Llama, llama
@@ -210,9 +211,6 @@ class Bench:
         if self.world.rank == 0:
             print(f"{time.time() - self.start:4.0f}s", *words, flush=True)
 
-    def late(self) -> bool:
-        return max(self.world.exchange(time.time() - self.start)) > self.a.seconds
-
     def cache(self, slots: int, max_len: int) -> Cache:
         cache = Cache(self.config, world=self.world, slots=slots, max_len=max_len)
         cache.keys.normal_()
@@ -347,9 +345,7 @@ class Bench:
         )
 
     def row(self, **fields: Any) -> None:
-        if self.world.rank == 0:
-            with open(self.a.out / "decoder.jsonl", "a") as f:
-                f.write(json.dumps({**fields, **self.fixed}) + "\n")
+        keep(self.world, self.a.out / "decoder.jsonl", [{**fields, **self.fixed}])
 
     # -- the profile of the layer's GEMMs
     def measure_profile(self, rows: int, step: int = 128) -> None:
@@ -541,14 +537,12 @@ def measure(bench: Bench, a: argparse.Namespace) -> None:
         todo.append(("table", bench.table))
     if "mixes" in a.parts:
         todo += [(m, lambda m=m: bench.mix(m)) for m in a.mixes]  # type: ignore[misc]
-    for name, run in todo:
-        if bench.late():
-            bench.log("out of time before", name)
-            break
+    cases = {f"decoder {model}, {name}": run for name, run in todo}
+    for run in unfinished(world, a.out, cases, a.seconds):
         try:
             run()
         except Exception:
-            bench.log(f"FAILED: {name}")
+            bench.log("FAILED")
             traceback.print_exc()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import multiprocessing
 import time
 import traceback
@@ -29,6 +28,7 @@ import torch.distributed as dist
 import triton
 
 import weft
+from bench.common.resume import keep, unfinished
 from bench.common.timing import time_interleaved
 from bench.measure.run import commit
 from weft.backends import library_gemm
@@ -143,7 +143,7 @@ def sizes() -> Iterator[tuple[str, int, int, int]]:
 
 def libraries(name: str, o: ScaledOperands, out: torch.Tensor) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {
-        product: lambda run=run: run(o, out) for product, run in library_gemm.scaled_products(o.x.recipe).items()
+        product: lambda run=run: run(o, out) for product, run in library_gemm.scaled_products(o.scaling).items()
     }
     if name == "block":
         columns = column_major(o)
@@ -284,7 +284,6 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--processes", type=int, default=12)
     p.add_argument("--recipes", nargs="*", default=["row", "block", "slow", "tensor"], choices=list(RECIPES))
-    p.add_argument("--skip", type=int, default=0, help="sizes that an earlier run has")
     p.add_argument("--only-quantizing", action="store_true", help="time SiLU-mul and norm alone, and compile no GEMM")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
@@ -297,10 +296,9 @@ def main() -> None:
         gpu=torch.cuda.get_device_properties(0).name, commit=commit(), triton=triton.__version__, versions=versions(),
         rounds=a.rounds, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
-    for m, h, inner in QUANTIZED if a.skip == 0 else ():
+    for m, h, inner in unfinished(world, a.out, {f"FP8 quantizing {mhi}": mhi for mhi in QUANTIZED}):
         row = quantizing(m, h, inner, world, a.rounds)
-        with open(a.out / "fp8.jsonl", "a") as f:
-            f.write(json.dumps(row | fixed) + "\n")
+        keep(world, a.out / "fp8.jsonl", [row | fixed])
         us = row["us"]
         ratios = [
             f"{way} {t / us[way.partition(',')[0]]:.2f}x"
@@ -308,12 +306,10 @@ def main() -> None:
             if not way.startswith("q") and "," in way
         ]
         print(f"{time.time() - start:4.0f}s quantizing {m} x {h}, {inner}: {', '.join(ratios)}", flush=True)
-    for size in () if a.only_quantizing else list(sizes())[a.skip :]:
-        if time.time() - start > a.seconds:
-            break
+    cases = {} if a.only_quantizing else {f"FP8 GEMMs {size}": size for size in sizes()}
+    for size in unfinished(world, a.out, cases, a.seconds):
         row = measure(size, a.recipes, world, bad, a.rounds)
-        with open(a.out / "fp8.jsonl", "a") as f:
-            f.write(json.dumps(row | fixed) + "\n")
+        keep(world, a.out / "fp8.jsonl", [row | fixed])
         print(f"{time.time() - start:4.0f}s {summary(row, a.recipes)}", flush=True)
     dist.destroy_process_group()
 

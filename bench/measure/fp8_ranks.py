@@ -1,5 +1,5 @@
 """weft's overlapped operators of 8-bit operands beside torch's:
-torchrun --nproc-per-node N -m bench.measure.fp8_ranks --out DIR [--seconds S] [--recipes row block tensor] [--skip N]
+torchrun --nproc-per-node N -m bench.measure.fp8_ranks --out DIR [--seconds S] [--recipes row block tensor]
 
 The MLP layers of Llama-70B, Qwen2.5-32B and DeepSeek-V3's dense part, split over the ranks: all-gather + GEMM of the
 column-parallel one, GEMM + reduce-scatter and, last, GEMM + all-reduce of the row-parallel one. All methods of a size
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -37,6 +36,7 @@ import triton
 
 import weft
 from bench.common import peers
+from bench.common.resume import keep, unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, RIGHT, ROWS, operands, rows_of, versions
 from bench.measure.run import OPS, capturable, commit
@@ -124,7 +124,7 @@ def products(o: ScaledOperands) -> dict[str, Product]:
     if recipe != "block":
         scale, fast = o.weight.scales.view(1, -1) if recipe == "row" else o.weight.scales, o.fast_accum
         return {"torch": lambda x: torch._scaled_mm(x.values, weight, x.scales, scale, out_dtype=BF, use_fast_accum=fast)}  # fmt: skip
-    return {name: by_block(o, product) for name, product in library_gemm.scaled_products("block").items()}
+    return {name: by_block(o, product) for name, product in library_gemm.scaled_products(o.scaling).items()}
 
 
 def by_block(o: ScaledOperands, product: library_gemm.ScaledProduct) -> Product:
@@ -305,7 +305,6 @@ def main() -> None:
     p.add_argument("--recipes", nargs="*", default=["row", "block", "tensor"], choices=["row", "block", "tensor"])
     p.add_argument("--ops", nargs="*", default=list(OPS), choices=OPS)
     p.add_argument("--modes", nargs="*", default=["graph", "eager"], choices=["graph", "eager"])
-    p.add_argument("--skip", type=int, default=0, help="sizes that an earlier run has")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     start, world = time.time(), weft.init()
@@ -316,16 +315,12 @@ def main() -> None:
         triton=triton.__version__, versions=versions(), rounds=a.rounds,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
-    for i, size in enumerate(sizes(world.size, a.recipes, a.ops)):
-        if i < a.skip:
-            continue
-        if world.exchange(time.time() - start > a.seconds)[0]:  # rank 0 decides for all
-            break
+    cases = {f"FP8 {size}": size for size in sizes(world.size, a.recipes, a.ops)}
+    for size in unfinished(world, a.out, cases, a.seconds):
         for row in measured(size, world, link, a.modes, a.rounds):
+            keep(world, a.out / "fp8_ranks.jsonl", [row | fixed])
             if world.rank == 0:
-                with open(a.out / "fp8_ranks.jsonl", "a") as f:
-                    f.write(json.dumps(row | fixed) + "\n")
-                print(f"{time.time() - start:4.0f}s {i} {summary(row)}", flush=True)
+                print(f"{time.time() - start:4.0f}s {summary(row)}", flush=True)
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 

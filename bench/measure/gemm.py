@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import multiprocessing
 import time
 import traceback
@@ -27,6 +26,7 @@ import triton.language as tl
 
 import weft
 from bench.common import shapes
+from bench.common.resume import keep, unfinished
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from bench.measure.run import commit
 from weft.compute.gemm import FLUSHED, Tile, column_halves, grouped_tile, matmul
@@ -195,20 +195,16 @@ def main() -> None:
         gpu=props.name, commit=commit(), triton=triton.__version__, rounds=a.rounds,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
-    for name, (m, n, k) in all_shapes(a.sets):
-        if time.time() - start > a.seconds:
-            break
+    cases = {f"GEMM {name} {mnk}": (name, mnk) for name, mnk in all_shapes(a.sets)}
+    for name, (m, n, k) in unfinished(world, a.out, cases, a.seconds):
         x, w = torch.randn(m, k, device="cuda", dtype=BF), torch.randn(n, k, device="cuda", dtype=BF) * 0.02
         y = torch.empty(m, n, device="cuda", dtype=BF)
         fns = library(x, w, y)
         fns |= {str(f): f.launch(x, w, y, props.multi_processor_count) for f in todo if f not in bad}
         fns["shared"] = lambda x=x, w=w, y=y: shared(x, w, y, world, world.sm_count)
         times = time_interleaved(right(fns, y, x @ w.t()), mode="graph", calls=3, rounds=a.rounds)
-        with open(a.out / "gemm.jsonl", "a") as f:
-            f.write(
-                json.dumps(dict(name=name, M=m, N=n, K=k, us={q: round(t, 2) for q, t in times.items()}, **fixed))
-                + "\n"
-            )
+        row = dict(name=name, M=m, N=n, K=k, us={q: round(t, 2) for q, t in times.items()}, **fixed)
+        keep(world, a.out / "gemm.jsonl", [row])
         best = sorted(times, key=lambda q: times[q])[:4]
         speedups = " | ".join(f"{q} {times['cuBLAS'] / times[q]:.3f}" for q in best)
         print(f"{time.time() - start:4.0f}s {m}x{n}x{k} cuBLAS {times['cuBLAS']:.0f} us | {speedups}", flush=True)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from bench.common.resume import keep
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from bench.measure.run import commit
 from tests.emulated.cases_guarded_loads import FORMS, PRODUCTS, product, product_launch
@@ -61,9 +62,8 @@ def main() -> None:
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), calls=CALLS, wrong=wrong,
         us={name: round(t, 1) for name, t in us.items()},
     )  # fmt: skip
+    keep(world, a.out / "guarded.jsonl", [row])
     if world.rank == 0:
-        with open(a.out / "guarded.jsonl", "a") as f:
-            f.write(json.dumps(row) + "\n")
         print(json.dumps(row, indent=1), flush=True)
     dist.destroy_process_group()
 

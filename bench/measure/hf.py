@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import json
 import random
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import weft
+from bench.common.resume import keep, unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure import decoder
 from bench.measure.run import commit
@@ -183,10 +183,9 @@ def serve(models: dict[str, Any], a: argparse.Namespace, world: weft.World) -> N
 def note(
     a: argparse.Namespace, world: weft.World, text: str, rows: list[dict[str, object]], file: str = "hf.jsonl"
 ) -> None:
+    keep(world, a.out / file, rows)
     if world.rank == 0:
         print(f"{time.time() - a.start:.0f}s {text}", flush=True)
-        with open(a.out / file, "a") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def note_errors(a: argparse.Namespace, world: weft.World, name: str, errors: dict[str, float]) -> None:
@@ -229,9 +228,8 @@ def main() -> None:
             *(("prefill", n, lambda model, n=n: prefill(model, n)) for n in a.tokens),
             *(("decode", n, lambda model, n=n: decode(model, n, a.length)) for n in a.batches),
         ]
-        for phase, m, make in todo:
-            if max(world.exchange(time.time() - a.start)) > a.seconds:
-                break
+        cases = {f"70B {phase} {m}": (phase, m, make) for phase, m, make in todo}
+        for phase, m, make in unfinished(world, a.out, cases, a.seconds):
             try:
                 fns = ways(models, make, phase == "prefill")
                 expected = make(exact)()
@@ -256,7 +254,7 @@ def main() -> None:
                          method=method, us=round(t, 1), error=round(errors[method], 5), length=a.length, commit=commit())
                     for method, t in us.items()
                 ])  # fmt: skip
-        if a.serve and max(world.exchange(time.time() - a.start)) <= a.seconds:
+        for _ in unfinished(world, a.out, {f"70B serves {a.serve}": a.serve} if a.serve else {}, a.seconds):
             serve(models, a, world)
     dist.destroy_process_group()
 

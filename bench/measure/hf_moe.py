@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import weft
+from bench.common.resume import keep, unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.hf import decode, prefill
 from bench.measure.run import commit
@@ -99,12 +99,11 @@ def measured(name: str, phase: str, m: int, fns: dict[str, Any], world: weft.Wor
             f"{time.time() - a.start:.0f}s {name} {phase} {m} {mode}: {figures} ({ratio:.3f}x), error {error:.4f}",
             flush=True,
         )
-        with open(a.out / "hf_moe.jsonl", "a") as f:
-            for method, us in times.items():
-                row = dict(op="hf_moe", name=f"{name}-{phase}-{m}", M=m, layers=a.layers, world=world.size, mode=mode, method=method,
-                           us=round(us, 1), error=round(error, 5), length=a.length, transformers=transformers.__version__,
-                           commit=commit())  # fmt: skip
-                f.write(json.dumps(row) + "\n")
+        keep(world, a.out / "hf_moe.jsonl", [
+            dict(op="hf_moe", name=f"{name}-{phase}-{m}", M=m, layers=a.layers, world=world.size, mode=mode, method=method,
+                 us=round(us, 1), error=round(error, 5), length=a.length, transformers=transformers.__version__, commit=commit())
+            for method, us in times.items()
+        ])  # fmt: skip
 
 
 def main() -> None:
@@ -134,9 +133,8 @@ def main() -> None:
                 print(f"{time.time() - a.start:.0f}s {name}\n{weft.hf.report(models['weft'])}", flush=True)
             todo = [("prefill", n, functools.partial(prefill, tokens=n)) for n in a.tokens]
             todo += [("decode", n, functools.partial(decode, batch=n, length=a.length)) for n in a.batches]
-            for phase, m, make in todo:
-                if max(world.exchange(time.time() - a.start)) > a.seconds:
-                    break
+            cases = {f"{name} {phase} {m}": (phase, m, make) for phase, m, make in todo}
+            for phase, m, make in unfinished(world, a.out, cases, a.seconds):
                 try:
                     fns = ways(models, make, a.forms and phase == "prefill")
                     measured(name, phase, m, fns, world, a)

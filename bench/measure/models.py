@@ -21,7 +21,6 @@ import argparse
 import datetime
 import functools
 import gc
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch.distributed as dist
 
 import weft
 from bench.common.collectives import Collectives, Elided
+from bench.common.resume import keep, unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.run import commit
 from bench.pages.tables import ALONE
@@ -235,11 +235,10 @@ class Bench:
             f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]})" for method, us in times.items()
         )
         print(f"{time.time() - self.start:.0f}s {name}: {figures} ({taken})", flush=True)
-        with open(self.a.out / "models.jsonl", "a") as f:
-            for method, us in times.items():
-                row = dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=errors[method],
-                           taken=taken, **self.fixed)  # fmt: skip
-                f.write(json.dumps(row) + "\n")
+        keep(self.world, self.a.out / "models.jsonl", [
+            dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=errors[method], taken=taken, **self.fixed)
+            for method, us in times.items()
+        ])  # fmt: skip
 
 
 def main() -> None:
@@ -255,9 +254,7 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     bench = Bench(world, a)
-    for name in a.only:
-        if max(world.exchange(time.time() - bench.start)) > a.seconds:
-            break
+    for name in unfinished(world, a.out, {f"forward pass {name}": name for name in a.only}, a.seconds):
         try:
             bench.run(name)
         except Exception as e:  # a model that cannot be timed leaves the others

@@ -22,7 +22,6 @@ import datetime
 import functools
 import gc
 import itertools
-import json
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weft
 from bench.common.collectives import Collectives, Elided, Gathered, Scattered
+from bench.common.resume import keep, unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.models import experts_here
 from bench.measure.run import commit
@@ -213,13 +213,11 @@ def main() -> None:
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     start, world = time.time(), weft.init()
-    for mode, name in itertools.product(a.modes, a.only):
-        if max(world.exchange(time.time() - start)) > a.seconds:
-            break
+    cases = {f"training {name}, {mode}": (mode, name) for mode, name in itertools.product(a.modes, a.only)}
+    for mode, name in unfinished(world, a.out, cases, a.seconds):
         rows = measure(world, name, mode, a)
+        keep(world, a.out / "models.jsonl", rows)
         if world.rank == 0:
-            with open(a.out / "models.jsonl", "a") as f:
-                f.writelines(json.dumps(row) + "\n" for row in rows)
             base = rows[0]["us"]
             figures = ", ".join(
                 f"{r['method']} {r['us']:.0f} ({base / r['us']:.3f}x, error {r['error']})" for r in rows

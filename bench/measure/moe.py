@@ -8,7 +8,8 @@ torchrun --nproc-per-node N -m bench.measure.moe --out DIR --models FlashMoE-ung
 Appends rows to DIR/moe.jsonl, and with --stamps to DIR/moe_stamps.jsonl where the time of a fused call goes. `us` is a layer, gate
 included, in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the graph.
 "library" is captured with split sizes known in advance and no gate, the strongest that the libraries give; "library, eager" reads
-them back, with the gate, as users write it. limit_us = max(FLOPs at RATE, bytes of weights touched / MEMORY, bytes that dispatch and
+them back, with the gate, as users write it. "vllm" and "quack", where they are installed, of gated experts: theirs between NCCL's
+all-gather and reduce-scatter (bench/common/gathered_experts.py). limit_us = max(FLOPs at RATE, bytes of weights touched / MEMORY, bytes that dispatch and
 combine move each way / the link's measured rate). Of the same run: gemm_us, both grouped GEMMs alone, each by torch or weft, whichever
 is faster; tables_us, the gate and the tables alone; alone_us, what no overlapping saves: max(gemm_us, weights, bytes) + tables_us.
 """
@@ -20,6 +21,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +29,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import weft
-from bench.common import peers
-from bench.common.timing import error_of, time_interleaved
+from bench.common import gathered_experts, peers
+from bench.common.gathered_experts import Experts, layer_by
+from bench.common.resume import BEGAN, keep, unfinished
+from bench.common.timing import capture, error_of, time_interleaved
 from bench.measure import moe_alone
 from bench.measure.run import commit
 from weft import moe
@@ -38,6 +42,7 @@ from weft.plans import NARROW, Dispatched, FusedMoe, GemmTile, LowLatency, Plan
 BF = torch.bfloat16
 RATE = 700.0  # TFLOP/s of the best grouped GEMM known on an H200 (docs/moe.md)
 MEMORY = 4.3  # TB/s of an H200
+Way = Callable[[], torch.Tensor]
 ROUTINGS = 4  # that a graph goes through
 
 
@@ -57,12 +62,15 @@ MODELS = {
     "Qwen3-235B": Model(4096, 1536, 128, 8),
     "FlashMoE": Model(2048, 2048, 32, 2),
 }
+# FlashInfer's published size of its expert-parallel layers on 4 Hopper GPUs, without the inner size, which is assumed to be 2048.
+PUBLISHED = {"FlashInfer-EP4": Model(4096, 2048, 32, 6)}
 # FlashMoE's experts as its paper has them: GELU of two matrices, and 8 to 128 of them.
 UNGATED = {f"FlashMoE-ungated-E{e}": Model(2048, 2048, e, 2, "gelu") for e in (8, 16, 32, 64, 128)}
-KNOWN = MODELS | UNGATED
+KNOWN = MODELS | PUBLISHED | UNGATED
 
 
 # The plans of one launch and of few tokens, and the sizes at which --one-launch times which of them.
+ONE_LAUNCH = FusedMoe(route=True)
 ONE_AN_SM = FusedMoe(tile=GemmTile(), per_sm=1, copy_programs=16, copy_stages=3)
 PLANS: dict[str, Plan] = {
     "weft fused": FusedMoe(),
@@ -72,13 +80,15 @@ PLANS: dict[str, Plan] = {
     "weft fused, 256 columns": ONE_AN_SM,
     "weft fused, 256 columns, 8 copy programs": replace(ONE_AN_SM, copy_programs=8),
     "weft fused, 256 columns, 32 copy programs": replace(ONE_AN_SM, copy_programs=32),
+    "weft fused, router inside": ONE_LAUNCH,
     "weft fused, 64 rows": FusedMoe(tile=replace(NARROW, block_m=64)),
     "weft low latency": LowLatency(),
     "weft low latency, 32 rows": LowLatency(tile=replace(LowLatency.tile, block_m=32)),
 }
-FUSED = ["weft fused", "weft fused, 256 columns"]
-FEW = ["weft low latency", "weft fused, 64 rows"]
-ONE_LAUNCH: list[tuple[str, int, list[str]]] = [
+STAMPED = ["weft fused", "weft fused, 256 columns"]
+FUSED = [*STAMPED, "weft fused, router inside"]
+FEW = ["weft low latency", "weft fused, 64 rows", "weft fused, router inside"]
+TIMED: list[tuple[str, int, list[str]]] = [
     ("Qwen3-30B", 8192, [name for name in PLANS if "fused" in name and "64 rows" not in name]),
     ("Qwen3-30B", 2048, [*FUSED, "weft fused, 128 copy programs"]),
     ("Qwen3-30B", 512, [*FUSED, "weft fused, 64 rows"]),
@@ -116,14 +126,25 @@ class Layer:
         y = F.linear(x, self.router)
         return y if self.even else (y + self.skew).to(BF)
 
+    def next_tokens(self) -> torch.Tensor:
+        self.call_index += 1
+        return self.xs[(self.call_index - 1) % ROUTINGS]
+
     def routed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x, self.call_index = self.xs[self.call_index % ROUTINGS], self.call_index + 1
+        x = self.next_tokens()
         return x, *moe.gate(self.logits(x), self.model.k, world=self.world)
 
     def run(self, plan: str | Plan) -> torch.Tensor:
-        x, ids, weights = self.routed()
-        activation = self.model.activation
-        return moe.moe(x, ids, weights, self.packed, self.w2, activation=activation, world=self.world, plan=plan)
+        return self.layer(self.next_tokens(), plan)
+
+    def layer(self, x: torch.Tensor, plan: str | Plan) -> torch.Tensor:
+        """Return the layer's result by weft; the router of ONE_LAUNCH, which knows no skewed routing, is in its launch."""
+        world, k, options = self.world, self.model.k, dict(activation=self.model.activation)
+        if plan == ONE_LAUNCH:
+            router = moe.TopKRouter(self.router, k)
+            return moe.moe(x, None, None, self.packed, self.w2, router=router, world=world, plan=ONE_LAUNCH, **options)
+        ids, weights = moe.gate(self.logits(x), k, world=world)
+        return moe.moe(x, ids, weights, self.packed, self.w2, world=world, plan=plan, **options)
 
 
 class Library:
@@ -178,6 +199,19 @@ class Library:
         return self.layer_of(x, self.counts(x))
 
 
+def baselines(layer: Layer, installed: Mapping[str, Callable[[Layer], Experts]]) -> dict[str, Way]:
+    """Return the layer by each library's gated experts between NCCL's collectives, for those that run in a CUDA graph."""
+    runs: dict[str, Way] = {}
+    for name, experts_of in installed.items() if layer.gated else ():
+        try:
+            run = layer_by(layer, experts_of(layer))
+            capture(run, 1)
+            runs[name] = run
+        except Exception as error:  # a library may raise anything, on all ranks alike
+            print(f"{name}: {type(error).__name__}: {error}"[:400], flush=True)
+    return runs
+
+
 def limits(layer: Layer, link: float) -> tuple[float, float]:
     """Return the us that the rank with most work needs for its FLOPs, and for the bytes of weights or rows. link: GB/s."""
     model, world, size = layer.model, layer.world, layer.world.size
@@ -205,16 +239,14 @@ def measure(
 ) -> list[dict]:
     layer = Layer(world, KNOWN[name], tokens, a.zipf)
     library, model = Library(layer), KNOWN[name]
-    ways: dict[str, str | Plan] = {"auto": "auto", **plans}
-    fns: dict[str, Callable[[], object]] = {"library": library.known}
-    fns |= {way: lambda plan=plan: layer.run(plan) for way, plan in ways.items()}
-    layer.call_index = 0
-    expected, error = library.known(), 0.0
-    for plan in ways.values():
+    ways: dict[str, Way] = {way: partial(layer.run, plan) for way, plan in {"auto": "auto", **plans}.items()}
+    ways |= baselines(layer, a.installed)
+    expected, errors = library.known(), dict[str, float]()
+    for way, run in ways.items():
         layer.call_index = 0
-        error = max(error, error_of(layer.run(plan), expected))
+        errors[way] = round(error_of(run(), expected), 5)
     gemms = moe_alone.gemms_of(layer, library)
-    fns |= gemms | {"tables": moe_alone.tables(layer)}
+    fns = {"library": library.known, **ways, **gemms, "tables": moe_alone.tables(layer)}
     calls = ROUTINGS if tokens > 2048 else 2 * ROUTINGS
     times = time_interleaved(fns, mode="graph", calls=calls, rounds=5)
     if a.eager:
@@ -224,7 +256,7 @@ def measure(
     )
     shape["activation"] = model.activation
     fixed = dict(
-        world=world.size, mode="graph", zipf=a.zipf, error=round(error, 5), commit=commit(), link_gbs=round(link, 1)
+        world=world.size, mode="graph", zipf=a.zipf, commit=commit(), link_gbs=round(link, 1), versions=a.versions
     )
     by_flops, by_bytes = limits(layer, link)
     alone = {name: times.pop(name) for name in (*gemms, "tables")}
@@ -239,6 +271,7 @@ def measure(
             shape,
             method=way,
             us=round(us, 1),
+            error=errors.get(way),
             limit_us=round(max(by_flops, by_bytes), 1),
             plan=plans[way].to_json() if way in plans else None,
             **fixed,
@@ -264,16 +297,10 @@ def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
     return fixed | dict(us=round(whole / calls / 1e3, 1), in_tasks=round(sum(parts) / whole, 4), **shares)
 
 
-def keep(path: Path, rows: list[dict], world: weft.World) -> None:
-    if world.rank == 0:
-        with open(path, "a") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows)
-
-
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--models", nargs="*", default=list(MODELS))
+    p.add_argument("--models", nargs="*", default=list(MODELS), choices=list(KNOWN))
     p.add_argument("--tokens", nargs="*", type=int, default=[512, 2048, 8192])
     p.add_argument("--zipf", type=float, default=0.0)
     p.add_argument(
@@ -294,32 +321,32 @@ def main() -> None:
     }
     sizes = [(name, tokens, plans_by_name) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
     if a.one_launch:
-        sizes = [(name, tokens, {way: PLANS[way] for way in ways}) for name, tokens, ways in ONE_LAUNCH]
+        sizes = [(name, tokens, {way: PLANS[way] for way in ways}) for name, tokens, ways in TIMED]
     a.out.mkdir(parents=True, exist_ok=True)
-    start, world = time.time(), weft.init()
+    world = weft.init()
+    a.installed, a.versions = gathered_experts.installed(world) if world.size > 1 else ({}, {})
     link = peers.link_rate(world)
     with torch.no_grad():
-        if a.stamps:
-            for name, tokens, _ in sizes:
-                for row in [stamps(world, name, tokens, way) for way in FUSED]:
-                    keep(a.out / "moe_stamps.jsonl", [row], world)
-                    print(row if world.rank == 0 else "", flush=True)
-            sizes = []
-        for name, tokens, plans in sizes:
-            if max(world.exchange(time.time() - start)) > a.seconds:
-                break
+        cases = {f"MoE {name} {tokens}": (name, tokens, plans) for name, tokens, plans in sizes}
+        for name, tokens, plans in unfinished(world, a.out, cases, a.seconds):
+            if a.stamps:
+                rows = [stamps(world, name, tokens, way) for way in STAMPED]
+                keep(world, a.out / "moe_stamps.jsonl", rows)
+                print(*(rows if world.rank == 0 else ()), sep="\n", flush=True)
+                continue
             try:
                 rows = measure(world, name, tokens, plans, a, link)
             except weft.WeftError as e:
                 rows = []
                 print(f"{name} {tokens}: {type(e).__name__}: {e}"[:400], flush=True)
             torch.cuda.empty_cache()
-            keep(a.out / "moe.jsonl", [dict(row, plan=str(row["plan"])) for row in rows], world)
-            if world.rank == 0:
-                figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows)
-                if rows:
-                    print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
-                          f"error {rows[0]['error']}: {figures}", flush=True)  # fmt: skip
+            keep(world, a.out / "moe.jsonl", [dict(row, plan=str(row["plan"])) for row in rows])
+            if world.rank == 0 and rows:
+                figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f} ({r['error']})" for r in rows)
+                print(
+                    f"{time.time() - BEGAN:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']}: {figures}",
+                    flush=True,
+                )
     dist.destroy_process_group()
 
 

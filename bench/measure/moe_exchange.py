@@ -12,7 +12,7 @@ measured rate.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import weft
 from bench.common import peers
+from bench.common.resume import keep
 from bench.common.timing import error_of
 from bench.measure.moe import BF, MODELS, ROUTINGS, Layer, Library
 from bench.measure.run import commit
@@ -126,18 +127,14 @@ def main() -> None:
     world = weft.init()
     link = peers.link_rate(world)
     with torch.no_grad():
-        for tokens in a.tokens:
-            for name in a.models:
-                rows = measure(world, name, tokens, a.zipf, link)
-                torch.cuda.empty_cache()
-                if world.rank == 0:
-                    with open(a.out / "moe_exchange.jsonl", "a") as f:
-                        f.writelines(json.dumps(row) + "\n" for row in rows)
-                    text = " | ".join(f"{r['method']} {r['op'][4:]} {r['us']:.0f}" for r in rows)
-                    print(
-                        f"{rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} error {rows[0]['error']}: {text}",
-                        flush=True,
-                    )
+        for tokens, name in itertools.product(a.tokens, a.models):
+            rows = measure(world, name, tokens, a.zipf, link)
+            torch.cuda.empty_cache()
+            keep(world, a.out / "moe_exchange.jsonl", rows)
+            if world.rank == 0:
+                text = " | ".join(f"{r['method']} {r['op'][4:]} {r['us']:.0f}" for r in rows)
+                fixed = f"{rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} error {rows[0]['error']}"
+                print(f"{fixed}: {text}", flush=True)
     dist.destroy_process_group()
 
 

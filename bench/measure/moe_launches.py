@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 import weft
 from bench.common.quack_moe import usable
+from bench.common.resume import keep
 from bench.common.timing import events_on_gpu
 from bench.measure.moe import Layer, Library
-from bench.measure.moe_one_gpu import KNOWN, append, by_one_launch, by_quack, by_torch, by_vllm, by_weft
+from bench.measure.moe_one_gpu import KNOWN, by_one_launch, by_quack, by_torch, by_vllm, by_weft
 from bench.measure.run import commit
 from weft.plans import Dispatched, FusedMoe, LowLatency, Plan
 
@@ -80,11 +81,9 @@ def main() -> None:
                 print(f"{model}-{tokens} {method}: {type(error).__name__}: {error}"[:300], flush=True)
                 continue
             kernels, copies = split(names)
+            row = dict(shape, method=method, kernels=kernels, copies=copies, names=names)
+            keep(world, a.out / "moe_launches.jsonl", [row])
             if world.rank == 0:
-                append(
-                    a.out / "moe_launches.jsonl",
-                    [dict(shape, method=method, kernels=kernels, copies=copies, names=names)],
-                )
                 print(f"{model}-{tokens} {method}: {kernels} kernels, {copies} copies and fills", flush=True)
     dist.destroy_process_group()
 

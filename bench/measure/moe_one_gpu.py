@@ -31,15 +31,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import weft
+from bench.common.gathered_experts import vllm_version
 from bench.common.quack_moe import QuackExperts, usable
+from bench.common.resume import keep
 from bench.common.timing import capture, error_of, time_interleaved
+from bench.measure import moe
 from bench.measure.moe import MODELS, ROUTINGS, Layer, Model
 from bench.measure.run import commit
-from weft import moe
 from weft.backends import library_gemm
 from weft.backends.library_gemm import Form
 from weft.ops.moe.expert_parallel.op import LOW_LATENCY_32, NARROW_32, NARROW_64
-from weft.plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, TileShape
+from weft.plans import Dispatched, GemmTile, LowLatency, Plan, TileShape
 
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
 TOKENS = [8192, 512, 2048, 64, 16384]  # the most important first
@@ -97,34 +99,19 @@ def by_quack(layer: Layer, forms: Sequence[Form]) -> Method:
     """quack's GEMMs in the forms that are the fastest for these tokens."""
     experts = QuackExperts(layer.world, layer.w13, layer.w2, layer.model.k)
     x = layer.xs[0]
-    experts.tune(x, layer.logits(x), forms, lambda fns: time_interleaved(fns, mode="graph", calls=3, rounds=3))
+    experts.tune(
+        x, experts.routed(layer.logits(x)), forms, lambda fns: time_interleaved(fns, mode="graph", calls=3, rounds=3)
+    )
     print(f"  quack's forms: {experts.gated_form} and {experts.down_form}", flush=True)
     return lambda x: experts(x, layer.logits(x))
 
 
 def by_weft(layer: Layer, plan: str | Plan) -> Method:
-    """`Layer.run` for given tokens."""
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        ids, weights = moe.gate(layer.logits(x), layer.model.k, world=layer.world)
-        return moe.moe(
-            x, ids, weights, layer.packed, layer.w2, activation=layer.model.activation, world=layer.world, plan=plan
-        )
-
-    return run
+    return partial(layer.layer, plan=plan)
 
 
 def by_one_launch(layer: Layer) -> Method:
-    """Return the layer by the plan whose launch includes the router."""
-    router = moe.TopKRouter(layer.router, layer.model.k)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return moe.moe(
-            x, None, None, layer.packed, layer.w2, router=router, activation=layer.model.activation, world=layer.world,
-            plan=FusedMoe(route=True),
-        )  # fmt: skip
-
-    return run
+    return by_weft(layer, moe.ONE_LAUNCH)
 
 
 COMPILED, ONE_LAUNCH = "torch compiled", "weft, one launch"
@@ -180,7 +167,7 @@ class Bench:
         """Write the reason. Raises the error where no further call to the GPU can succeed."""
         reason = f"{type(error).__name__}: {error}"[:500]
         fatal = not isinstance(error, torch.OutOfMemoryError) and is_lost()
-        append(self.failed, [dict(name=size.name, zipf=size.zipf, method=method, reason=reason, fatal=fatal)])
+        keep(None, self.failed, [dict(name=size.name, zipf=size.zipf, method=method, reason=reason, fatal=fatal)])
         print(f"{self.seconds:.0f}s {size.name} {method}: {reason}", flush=True)
         if fatal:
             raise error
@@ -239,18 +226,9 @@ class Bench:
             finally:
                 gc.collect()
                 torch.cuda.empty_cache()
-            append(self.rows, rows)
+            keep(None, self.rows, rows)
             times = " | ".join(f"{r['method']} {r['us']:.0f} ({r['error']:.4f})" for r in rows)
             print(f"{self.seconds:.0f}s {size.name} zipf {size.zipf}: {times}", flush=True)
-
-
-def vllm_version() -> str | None:
-    try:
-        import vllm
-    except Exception as error:  # a library may raise anything if its dependencies do not suit it
-        print(f"vllm: {type(error).__name__}: {error}"[:300], flush=True)
-        return None
-    return str(vllm.__version__)
 
 
 def is_lost() -> bool:
@@ -264,11 +242,6 @@ def is_lost() -> bool:
 
 def stored(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append(path: Path, rows: list[dict]) -> None:
-    with open(path, "a") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def main() -> None:

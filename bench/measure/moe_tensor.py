@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 import weft
 from bench.common import peers
+from bench.common.resume import keep, unfinished
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.run import commit
 from weft import moe
@@ -256,14 +257,12 @@ def main() -> None:
     start, world = time.time(), weft.init()
     link = peers.link_rate(world)
     with torch.no_grad():
-        for name, tokens in itertools.product(a.models, a.tokens):
-            if max(world.exchange(time.time() - start)) > a.seconds:
-                break
+        cases = {f"columns {name} {tokens}": (name, tokens) for name, tokens in itertools.product(a.models, a.tokens)}
+        for name, tokens in unfinished(world, a.out, cases, a.seconds):
             rows = measure(world, name, replace(MODELS[name], tokens=tokens), a, link)
             torch.cuda.empty_cache()
+            keep(world, a.out / "moe_tensor.jsonl", rows)
             if world.rank == 0:
-                with open(a.out / "moe_tensor.jsonl", "a") as f:
-                    f.writelines(json.dumps(row) + "\n" for row in rows)
                 print_rows(rows, time.time() - start)
     dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import weft
+from bench.common.resume import keep
 from bench.common.timing import capture, time_interleaved
 from bench.measure import moe, moe_alone
 from bench.measure.run import commit
@@ -87,7 +88,7 @@ def main() -> None:
         for tokens in a.tokens:
             for name in a.models:
                 rows = measure(world, name, tokens)
-                moe.keep(a.out / "moe_timeline.jsonl", rows, world)
+                keep(world, a.out / "moe_timeline.jsonl", rows)
                 if world.rank == 0:
                     print(rows[0]["name"], " ".join(f"{r['kernel']} {r['us']}" for r in rows), flush=True)
                 torch.cuda.empty_cache()

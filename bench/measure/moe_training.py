@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 
 import weft
 from bench.common.collectives import Collectives, Gathered, Scattered
+from bench.common.resume import keep, unfinished
 from bench.common.timing import error_of, events_on_gpu, time_interleaved
 from bench.measure.moe import MODELS, Layer, Library, Model
 from bench.measure.run import commit
@@ -201,14 +201,13 @@ def main() -> None:
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     start, world = time.time(), weft.init()
-    for parallel, name, tokens in itertools.product(a.parallel, a.models, a.tokens):
-        if max(world.exchange(time.time() - start)) > a.seconds:
-            break
+    sizes = itertools.product(a.parallel, a.models, a.tokens)
+    cases = {f"training {name} {tokens}, {parallel}": (parallel, name, tokens) for parallel, name, tokens in sizes}
+    for parallel, name, tokens in unfinished(world, a.out, cases, a.seconds):
         rows = measure(world, name, tokens, parallel, a)
         torch.cuda.empty_cache()
+        keep(world, a.out / "moe_training.jsonl", rows)
         if world.rank == 0:
-            with open(a.out / "moe_training.jsonl", "a") as f:
-                f.writelines(json.dumps(row) + "\n" for row in rows)
             for r in rows:
                 print(f"{time.time() - start:.0f}s {r['op']} {r['name']} x{r['world']} error {r['error']}: "
                       f"{r['method']} {r['us']:.0f} us, {r['tflops']:.0f} TFLOP/s", flush=True)  # fmt: skip

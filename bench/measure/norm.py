@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch.distributed._symmetric_memory as symm
 
 import weft
 from bench.common import peers
+from bench.common.resume import keep, unfinished
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from bench.measure.run import commit
 from weft.lang.mapping import balanced_rows
@@ -216,19 +216,18 @@ class Bench:
         names = {p.to_json(): brief(p) for p in plans(m, h, world.size)}
         trial = world.choices.last(OP, (m, h, 1))
         seq, auto = times["sequential"], (trial.chosen(mode) if trial else chosen(OP, world, m, h, 1, mode)).to_json()
-        with open(self.out / f"{OP}.jsonl", "a") as f:
-            for method, us in times.items():
-                plan = auto if method == "auto" else method if method.startswith("{") else None
-                row = dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, mode=mode, method=names.get(method, method), us=round(us, 2), gemm_us=0.0,
-                           comm_us=round(nccl, 2), norm_us=round(norm, 2), limit_us=round(limit, 2), plan=plan, **self.fixed)  # fmt: skip
-                f.write(json.dumps(row) + "\n")
-        with open(self.out / "sweep.jsonl", "a") as f:
-            tuned = {n: t for n, t in times.items() if n.startswith("{")}
-            tuned[Sequential().to_json()] = seq
-            f.write(
-                json.dumps(dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, world=world.size, mode=mode, times=tuned))
-                + "\n"
-            )
+        shape = dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, mode=mode)
+        fixed = dict(
+            gemm_us=0.0, comm_us=round(nccl, 2), norm_us=round(norm, 2), limit_us=round(limit, 2), **self.fixed
+        )
+        tuned = {plan: us for plan, us in times.items() if plan.startswith("{")}
+        plans_of = {"auto": auto} | {plan: plan for plan in tuned}
+        keep(world, self.out / f"{OP}.jsonl", [
+            dict(shape, method=names.get(method, method), us=round(us, 2), plan=plans_of.get(method), **fixed)
+            for method, us in times.items()
+        ])  # fmt: skip
+        tuned[Sequential().to_json()] = seq
+        keep(world, self.out / "sweep.jsonl", [dict(shape, world=world.size, times=tuned)])
         self.log(f"{m} tokens, {mode}: sequential {seq:.1f} (nccl {nccl:.1f}, norm {norm:.1f}), limit {limit:.1f}")
         for name in sorted(times, key=lambda n: times[n]):
             us = times[name]
@@ -252,10 +251,7 @@ def main() -> None:
     world = weft.init()
     bench = Bench(world, a.out, a.rounds, a.plans)
     bench.log(f"{world.size} GPUs, link {bench.link:.0f} GB/s")
-    for m in a.tokens:
-        if max(world.exchange(time.time() - bench.start)) > a.seconds:
-            bench.log("out of time at", m)
-            break
+    for m in unfinished(world, a.out, {f"norm {tokens} x {a.hidden}": tokens for tokens in a.tokens}, a.seconds):
         try:
             bench.tokens(m, a.hidden, a.modes)
         except Exception as e:

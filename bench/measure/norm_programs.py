@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ import triton
 import triton.language as tl
 
 import weft
+from bench.common.resume import keep
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from bench.measure.norm import BF, EPS, LINK
 from bench.measure.run import commit
@@ -58,9 +58,7 @@ class Bench:
         return max(self.world.exchange(time.time() - self.start)) > self.seconds
 
     def write(self, **row: Any) -> None:
-        if self.world.rank == 0:
-            with open(self.out / "norm_programs.jsonl", "a") as f:
-                f.write(json.dumps(row | self.fixed) + "\n")
+        keep(self.world, self.out / "norm_programs.jsonl", [row | self.fixed])
 
     def copies(self) -> None:
         """GB/s of copies of 32 MiB, which all ranks make at once."""

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.common.resume import keep, unfinished
 from weft.errors import WeftError
 from weft.planner.auto import profile_for
 from weft.planner.fits import family
@@ -104,16 +105,14 @@ def measure(out: Path, profile: Profile, seconds: float) -> None:
     x, w = (torch.randn(most, device=world.device, dtype=torch.bfloat16) * 0.1 for _ in range(2))
     fixed = {"world": world.size, "profile": profile.digest, "date": datetime.date.today().isoformat()}
     out.mkdir(parents=True, exist_ok=True)
-    cases = [(op, SHAPES[op][i]) for i in range(8) for op in SHAPES]
-    for op, (m, n, k) in cases:
+    cases = {f"predicted {op} {SHAPES[op][i]}": (op, *SHAPES[op][i]) for i in range(8) for op in SHAPES}
+    for op, m, n, k in unfinished(world, out, cases, seconds):
         rows = m // world.size if op == "all_gather_matmul" else m
         a, b = x[: rows * k].view(rows, k), w[: n * k].view(n, k)
         options: dict[str, Any] = {}
         if op == "matmul_all_to_all":
             options["destinations"] = weft.route([i % world.size for i in range(m)], world=world)
         for plan, tags in plans_to_run(profile, planner, op, m, n, k).items():
-            if max(world.exchange(time.monotonic() - start)) > seconds:
-                break
             failure, us = "", 0.0
             try:
                 run = lambda plan=plan: getattr(weft, op)(a, b, world=world, plan=plan, **options)  # noqa: E731, B023
@@ -127,19 +126,9 @@ def measure(out: Path, profile: Profile, seconds: float) -> None:
                     f"left out: {op} {m} x {n} x {k} {brief(plan)}: {failure}", flush=True
                 ) if world.rank == 0 else None
                 continue
-            if world.rank == 0:
-                row = dict(
-                    op=op,
-                    M=m,
-                    N=n,
-                    K=k,
-                    plan=json.loads(plan.to_json()),
-                    us=round(us, 2),
-                    predicted=round(predicted, 2),
-                    tags=tags,
-                )
-                with (out / f"predictions-x{world.size}.jsonl").open("a") as f:
-                    f.write(json.dumps(row | fixed) + "\n")
+            row = dict(op=op, M=m, N=n, K=k, plan=json.loads(plan.to_json()), us=round(us, 2))
+            row |= dict(predicted=round(predicted, 2), tags=tags)
+            keep(world, out / f"predictions-x{world.size}.jsonl", [row | fixed])
         if world.rank == 0:
             print(f"{time.monotonic() - start:4.0f}s {op} {m} x {n} x {k}", flush=True)
     torch.distributed.destroy_process_group()

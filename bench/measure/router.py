@@ -17,6 +17,7 @@ import torch.distributed as dist
 import triton
 
 import weft
+from bench.common.resume import keep
 from bench.common.timing import time_interleaved
 from bench.measure.run import commit
 from tests.emulated.cases_router import torch_balance, torch_capacity, torch_placement, torch_z_loss
@@ -65,8 +66,7 @@ def main() -> None:
             us = time_interleaved(methods(world, tokens), mode=mode)
             row = common | dict(tokens=tokens, mode=mode, us={name: round(t, 2) for name, t in us.items()})
             print(json.dumps(row), flush=True)
-            with (out / "router.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            keep(world, out / "router.jsonl", [row])
     dist.destroy_process_group()
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from rich.console import Console
 
 import weft
 from bench.common import candidates, peers, shapes
+from bench.common.resume import keep, unfinished
 from bench.common.timing import time_interleaved
 from bench.pages import report
 from weft.backends import library_gemm
@@ -87,11 +87,11 @@ class Bench:
             )
             best = min(times, key=lambda q: times[q])
             learn([Measured(op, self.world.size, *mnk, mode, Plan.from_json(best), times[seq] / times[best])])
+            m, n, k = mnk
+            row = dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode, times=times)
+            row |= {key: self.fixed[key] for key in ("world", "commit", "date")}
+            keep(self.world, self.out / "sweep.jsonl", [row])
             if self.world.rank == 0:
-                m, n, k = mnk
-                row = dict(op=op, name=shape.name, M=m, N=n, K=k, world=self.world.size, mode=mode, times=times)
-                with open(self.out / "sweep.jsonl", "a") as f:
-                    f.write(json.dumps(row) + "\n")
                 three = sorted(times, key=lambda q: times[q])[:4]
                 print("   ", mode, " | ".join(f"{times[q]:.0f} {brief(Plan.from_json(q))}" for q in three), flush=True)
 
@@ -184,9 +184,8 @@ class Bench:
                     dict(op=op.name, name=name, mode=mode, method=method, us=round(us, 2), **sizes, **self.fixed)
                     for method, us in times.items()
                 ]
+                keep(self.world, self.out / f"{op.name}.jsonl", rows)
                 if self.world.rank == 0:
-                    with open(self.out / f"{op.name}.jsonl", "a") as f:
-                        f.writelines(json.dumps(row) + "\n" for row in rows)
                     print(op.name, name, mode, " | ".join(f"{way} {us:.1f}" for way, us in times.items()), flush=True)
 
     def measure(
@@ -218,12 +217,12 @@ class Bench:
             limit = max(gemm, received / self.link / 1e3)
             if self.world.rank:
                 continue
-            with open(self.out / f"{op}.jsonl", "a") as f:
-                for method, us in times.items():
-                    plan = taken(mode).to_json() if method == "auto" and taken else None
-                    row = dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode, method=method, us=round(us, 2), gemm_us=round(gemm, 2),
-                               comm_us=round(comm, 2), limit_us=round(limit, 2), plan=plan, **self.fixed)  # fmt: skip
-                    f.write(json.dumps(row) + "\n")
+            plans = {"auto": taken(mode).to_json()} if taken and "auto" in times else {}
+            fixed = dict(gemm_us=round(gemm, 2), comm_us=round(comm, 2), limit_us=round(limit, 2), **self.fixed)
+            keep(self.world, self.out / f"{op}.jsonl", [
+                dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode, method=method, us=round(us, 2), plan=plans.get(method), **fixed)
+                for method, us in times.items()
+            ])  # fmt: skip
             seq = times["sequential"]
             figures = " | ".join(f"{name} {us:.0f} ({seq / us:.2f}x)" for name, us in times.items())
             print(
@@ -286,12 +285,10 @@ def main() -> None:
             bench.time_registered(REGISTRY[name])
         dist.destroy_process_group()
         return
-    for shape in a.sizes:
-        for op in a.ops:
-            if max(world.exchange(time.time() - bench.start)) > a.seconds:
-                break
-            bench.mlp(shape) if op == "parallel_mlp" else bench.op(op, shape, a.tune)
-            torch.cuda.empty_cache()
+    cases = {f"{op} {shape.name}": (op, shape) for shape in a.sizes for op in a.ops}
+    for op, shape in unfinished(world, a.out, cases, a.seconds):
+        bench.mlp(shape) if op == "parallel_mlp" else bench.op(op, shape, a.tune)
+        torch.cuda.empty_cache()
     if world.rank == 0:
         table, plots = report.ending(a.out)
         Console().print(table)

@@ -21,11 +21,11 @@ import json
 import random
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ import triton.language as tl
 
 import weft
 from bench.common import peers, shapes
+from bench.common.resume import keep, unfinished
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from bench.measure.run import commit
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
@@ -49,6 +50,7 @@ PARTS = ("wait", "nccl", "gemm", "norm", "ops")
 CTAS = (4, 8, 16, 24)
 MI = 1 << 20
 Fns = dict[str, Callable[[], object]]
+T = TypeVar("T")
 
 
 @weft.jit
@@ -111,17 +113,17 @@ class Bench:
     def rand(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=BF) * scale
 
-    def late(self) -> bool:
-        return max(self.world.exchange(time.time() - self.start)) > self.a.seconds
+    def unfinished(self, cases: Mapping[str, T]) -> Iterator[T]:
+        return unfinished(
+            self.world, self.a.out, {f"signaled {name}": case for name, case in cases.items()}, self.a.seconds
+        )
 
     def log(self, text: str) -> None:
         if self.world.rank == 0:
             print(f"{time.time() - self.start:4.0f}s {text}", flush=True)
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        if self.world.rank == 0:
-            with open(self.a.out / "signaled.jsonl", "a") as f:
-                f.writelines(json.dumps({**row, **self.fixed}) + "\n" for row in rows)
+        keep(self.world, self.a.out / "signaled.jsonl", [{**row, **self.fixed} for row in rows])
 
     def times(self, fns: Fns, mode: str, calls: int = 10) -> dict[str, float]:
         return {
@@ -194,12 +196,10 @@ class Bench:
     def nccl(self) -> None:
         world = self.world
         sizes = [1 << b for b in range(16, 29)] if not self.a.quick else [1 << b for b in (18, 22, 26)]
-        for ctas in (0, 2, *CTAS):
+        for ctas in self.unfinished({f"NCCL, {ctas} CTAs": ctas for ctas in (0, 2, *CTAS)}):
             on = world.communicator(ctas) if ctas else None
             took = {}
             for op, nbytes in ((o, s) for o in ("all_reduce", "reduce_scatter", "all_to_all") for s in sizes):
-                if self.late():
-                    return
                 fn = self.collective(op, nbytes, on)
                 if nbytes == sizes[-1]:
                     took[op] = self.grid(fn)
@@ -243,9 +243,8 @@ class Bench:
             path.unlink(missing_ok=True)
 
     def gemm(self) -> None:
-        for m, n, k in self.mnk():
-            if not self.late():
-                self.gemm_of(m, n, k)
+        for m, n, k in self.unfinished({f"GEMM {mnk}": mnk for mnk in self.mnk()}):
+            self.gemm_of(m, n, k)
 
     def gemm_of(self, m: int, n: int, k: int) -> None:
         world = self.world
@@ -269,9 +268,9 @@ class Bench:
             self.log(f"gemm {m}x{n}x{k} {mode}: {figures}")
 
     def norm(self) -> None:
-        for m, n in ((1024, 8192), (4096, 4096), (8192, 4096), (8192, 8192), (16384, 8192)):
-            if not self.late():
-                self.norm_of(m, n)
+        sizes = (1024, 8192), (4096, 4096), (8192, 4096), (8192, 8192), (16384, 8192)
+        for m, n in self.unfinished({f"norm {mn}": mn for mn in sizes}):
+            self.norm_of(m, n)
 
     def norm_of(self, m: int, n: int) -> None:
         world, remap = self.world, weft.Remap(m, n, -(-m // 128), 128, 256, 8)
@@ -333,16 +332,13 @@ class Bench:
         return out
 
     def ops(self) -> None:
-        for m, n, k in self.mnk():
-            for op in self.a.ops:
-                if self.late():
-                    return
-                try:
-                    self.op(op, m, n, k)
-                except Exception:
-                    print(f"rank {self.world.rank}: {op} {m}x{n}x{k}: {traceback.format_exc()}", flush=True)
-                    self.world.synchronize()
-                torch.cuda.empty_cache()
+        for op, m, n, k in self.unfinished({f"{op} {mnk}": (op, *mnk) for mnk in self.mnk() for op in self.a.ops}):
+            try:
+                self.op(op, m, n, k)
+            except Exception:
+                print(f"rank {self.world.rank}: {op} {m}x{n}x{k}: {traceback.format_exc()}", flush=True)
+                self.world.synchronize()
+            torch.cuda.empty_cache()
 
     def op(self, op: str, m: int, n: int, k: int) -> None:
         world, size = self.world, self.world.size

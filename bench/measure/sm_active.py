@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 import weft
+from bench.common.resume import keep
 from bench.measure.moe import Layer
-from bench.measure.moe_one_gpu import KNOWN, Method, append, by_one_launch, by_torch, by_vllm, by_weft
+from bench.measure.moe_one_gpu import KNOWN, Method, by_one_launch, by_torch, by_vllm, by_weft
 from bench.measure.run import commit
 
 ACTIVE, DURATION = "sm__cycles_active.avg.pct_of_peak_sustained_elapsed", "gpu__time_duration.sum"  # %, ns
@@ -119,7 +120,7 @@ def main() -> None:
                 except (subprocess.SubprocessError, ValueError) as error:
                     print(model, tokens, method, error, getattr(error, "output", ""), getattr(error, "stderr", ""))
                     continue
-                append(a.out / "sm_active.jsonl", [row])
+                keep(None, a.out / "sm_active.jsonl", [row])
                 print(json.dumps(row), flush=True)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 import weft
 from bench.common import peers
+from bench.common.resume import keep, unfinished
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from bench.measure.run import commit
 from weft.lang.mapping import balanced_rows
@@ -73,16 +73,13 @@ def main() -> None:
     torch.manual_seed(world.rank)
     fixed = dict(world=world.size, gpu=torch.cuda.get_device_name(0), commit=commit(),
                  date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))  # fmt: skip
-    for op in a.ops:
-        for mnk in SHAPES:
-            if max(world.exchange(time.time() - start)) > a.seconds:
-                break
-            row = measure(op, mnk, world, a.rounds)
-            if world.rank == 0:
-                with open(a.out / "tiles.jsonl", "a") as f:
-                    f.write(json.dumps(row | fixed) + "\n")
-                figures = " | ".join(f"{name} {us:.0f}" for name, us in row["us"].items())
-                print(f"{time.time() - start:4.0f}s {op} {mnk} {figures} | {row['chosen']}", flush=True)
+    cases = {f"tiles {op} {mnk}": (op, mnk) for op in a.ops for mnk in SHAPES}
+    for op, mnk in unfinished(world, a.out, cases, a.seconds):
+        row = measure(op, mnk, world, a.rounds)
+        keep(world, a.out / "tiles.jsonl", [row | fixed])
+        if world.rank == 0:
+            figures = " | ".join(f"{name} {us:.0f}" for name, us in row["us"].items())
+            print(f"{time.time() - start:4.0f}s {op} {mnk} {figures} | {row['chosen']}", flush=True)
     dist.destroy_process_group()
 
 

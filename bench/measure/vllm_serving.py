@@ -11,25 +11,27 @@ engine starts within two minutes; CUDA graphs and compiled code as vLLM has them
 A row of DIR/vllm_serving.jsonl is a mix and a method beside stock: `seconds` of each repeat and `baseline_seconds` of the two turns of
 stock around it; `ratio`, the median of stock's mean over the method's; `ratio_range`; `null_range`, of the ratio of stock's two turns;
 `first`, the seconds of the method's first turn of this mix behind its start; [median, 99th percentile] in milliseconds of the time from
-a request's arrival to its first token and between tokens; "fused all-reduce": whether an engine was asked for it, which backend its
-workers have and how many matches of the compiled model it replaces. Rows are written mix by mix. The engines' logs lie beside them.
+a request's arrival to its first token and between tokens; `watched`, of each turn, what may have delayed it and its slowest steps
+(vllm_watch.py); "fused all-reduce": whether an engine was asked for it, which backend its workers have and how many matches of the compiled
+model it replaces. Rows are written mix by mix. The engines' logs lie beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
 import random
 import signal
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.common.resume import keep, unfinished
 from bench.measure import vllm_engine
 from bench.measure.vllm_engine import LAYERS, METHODS, MODELS, Load, Served, Setup
 
@@ -191,6 +193,7 @@ def comparison(results: dict[str, list[Served]], method: str) -> dict[str, Any]:
         "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
         "null_range": [round(min(nulls), 4), round(max(nulls), 4)],
         "latency": {name: latency(results[name]) for name in (STOCK, method)},
+        "watched": {name: [served.watched for served in results[name]] for name in (STOCK, method)},
     }
 
 
@@ -215,12 +218,11 @@ def measure_mix(engines: dict[str, Engine], name: str, args: argparse.Namespace,
             f"{setup.model} {name}: {method} {row['ratio']:.3f}x of {row['ratio_range']}, null {row['null_range']}",
             flush=True,
         )
-        with open(args.out / "vllm_serving.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+        keep(None, args.out / "vllm_serving.jsonl", [row])
 
 
-def measure(model: str, args: argparse.Namespace, end: float) -> None:
-    """Start the engines of a model and measure all mixes, as far as the time reaches."""
+def measure(model: str, args: argparse.Namespace, end: float) -> bool:
+    """Start the engines of a model, measure all mixes, as far as the time reaches, and return whether no engine failed."""
     share = round(MEMORY / len(args.methods), 3)
     engines = {}
     for method in args.methods:
@@ -231,13 +233,13 @@ def measure(model: str, args: argparse.Namespace, end: float) -> None:
     try:
         start_engines(list(engines.values()), end)
         print(f"{model}: {len(engines)} engines started in {time.monotonic() - began:.0f} s", flush=True)
-        for name in args.mixes:
-            if end - time.monotonic() < 10 * REPEAT_SECONDS:
-                print(f"{model} {name}: no time left", flush=True)
-                continue
+        cases = {f"{model} x{len(args.gpus)} {name}": name for name in args.mixes}
+        for name in unfinished(None, args.out, cases, args.seconds - 10 * REPEAT_SECONDS):
             measure_mix(engines, name, args, end)
+        return True
     except Failed as error:
         print(f"{model}: {error}", flush=True)
+        return False
     finally:
         for engine in engines.values():
             if hasattr(engine, "process"):
@@ -271,8 +273,7 @@ def main() -> None:
     end = time.monotonic() + args.seconds
     spawn = multiprocessing.get_context("spawn")
     spawn.Process(target=vllm_engine.compile_fused_all_reduce, args=(args.out / "vllm_serving-nvcc.log",)).start()
-    for model in args.models:
-        measure(model, args, end)
+    sys.exit(not all([measure(model, args, end) for model in args.models]))
 
 
 if __name__ == "__main__":

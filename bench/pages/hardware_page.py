@@ -17,17 +17,15 @@ RECORD = "<!-- made by bench/pages/pages.py from tests/gpu_record.json -->"
 TESTS = Path(__file__).parents[2] / "tests"
 # tests/gpu/gpu_older.py --speed writes this file.
 SPEED = Path(__file__).parents[1] / "results/nvidia-h100-x1/signaled_sm80.json"
-GPUS = {"sm_80": "A100, A800", "sm_86": "A40, A6000, RTX 3090", "sm_89": "L40S, RTX 4090", "sm_100": "B200", "sm_103": "B300",
-        "sm_120": "RTX 5090, RTX PRO 6000"}  # fmt: skip
 
 
 def compiled(record: dict[str, Any]) -> str:
     rows = []
     for triton, targets in sorted(record.items()):
-        for target in (t for t in GPUS if t in targets):
-            facts, kib = targets[target], FEATURES[capability_of(target)].shared_kib
+        for target in sorted(targets, key=capability_of):
+            facts, gpu = targets[target], FEATURES[capability_of(target)]
             broken = ", ".join(sorted(facts["wrong"])) or "none"
-            rows.append([target, GPUS[target], triton, facts["date"], str(facts["launches"]), str(facts["registers"]), f"{facts['shared'] / 1024:.0f} of {kib}", broken])  # fmt: skip
+            rows.append([target, gpu.gpus, triton, facts["date"], str(facts["launches"]), str(facts["registers"]), f"{facts['shared'] / 1024:.0f} of {gpu.shared_kib}", broken])  # fmt: skip
     head = [
         "compiled for",
         "as in",

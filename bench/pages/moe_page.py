@@ -19,6 +19,7 @@ from weft.ops.moe.call import Layer
 from weft.ops.moe.expert_parallel.dispatched import memory
 from weft.plans import FusedMoe
 
+NOT_MEASURED = "Not measured on GPUs yet."
 BEGIN, END = "<!-- made by bench/pages/moe_page.py from bench/results -->", "<!-- end -->"
 MEMORY_BEGIN, MEMORY_END = "<!-- memory: made by bench/pages/moe_page.py -->", "<!-- end of memory -->"
 TRAINING = "<!-- training: made by bench/pages/moe_page.py from bench/results -->"
@@ -114,6 +115,67 @@ def scaling(results: Path) -> str:
     return "\n".join(rows) if len(rows) > 2 else ""
 
 
+def overlap_efficiency(results: Path) -> str:
+    """Return the table of T(2) / T(N), FlashMoE's overlap efficiency: us on 2 GPUs over us on N, of as many tokens a GPU."""
+    us: dict[str, dict[int, float]] = {}
+    for path in sorted(results.glob("*/moe.jsonl")):
+        for r in lines_of(path):
+            if r["method"] == "auto" and r["zipf"] == 0:
+                us.setdefault(r["name"], {})[r["world"]] = r["us"]
+    worlds = sorted({world for by_world in us.values() for world in by_world if world > 2})
+    rows = [
+        "| layer, tokens a GPU | " + " | ".join(f"{w} GPUs" for w in worlds) + " |",
+        "| --- |" + " --- |" * len(worlds),
+    ]
+    for name, by_world in us.items():
+        if 2 in by_world and by_world.keys() & set(worlds):
+            model, _, tokens = name.rpartition("-")
+            shares = [f"{by_world[2] / by_world[w]:.2f}" if w in by_world else "" for w in worlds]
+            rows.append(f"| {model}, {int(tokens):,} | " + " | ".join(shares) + " |")
+    return "\n".join(rows) if len(rows) > 2 else NOT_MEASURED
+
+
+PEERS = ("vllm", "quack", "library, eager")
+
+
+def beside_peers(results: Path) -> str:
+    """Return the table of what people would pick over several GPUs: vLLM's and quack's experts between NCCL's collectives, and eager
+    PyTorch; the ratio is the fastest one's us over weft's."""
+    rows = [f"| GPUs | layer, tokens a GPU | {' | '.join(PEERS)} | weft | ratio | commit |", "| --- |" + " --- |" * 7]
+    for path in sorted(results.glob("*/moe.jsonl")):
+        newest = {(r["name"], r["zipf"], r["method"]): r for r in lines_of(path)}
+        for name, zipf, method in newest:
+            peers = [newest.get((name, zipf, peer)) for peer in PEERS]
+            if method == "auto" and any(peers):
+                auto, (model, _, tokens) = newest[name, zipf, method], name.rpartition("-")
+                cells = [f"{r['us']:.0f}" if r else "" for r in (*peers, auto)]
+                ratio = min(r["us"] for r in peers if r) / auto["us"]
+                layer = f"{model}, {int(tokens):,}{f', Zipf {zipf}' if zipf else ''}"
+                rows.append(
+                    f"| {path.parent.name} | {layer} | {' | '.join(cells)} | **{ratio:.2f}x** | `{auto['commit'][:8]}` |"
+                )
+    return "\n".join(rows) if len(rows) > 2 else NOT_MEASURED
+
+
+def stragglers(results: Path) -> str:
+    """Return the table of layers of which one rank begins late: median and 95th percentile of the time to the last rank's end."""
+    newest: dict[tuple, dict[str, str]] = {}
+    methods: dict[str, None] = {}
+    for path in sorted(results.glob("*/moe_stragglers.jsonl")):
+        for r in lines_of(path):
+            methods[r["method"]] = None
+            newest.setdefault((path.parent.name, r["name"], r["delay"], r["delay_us"]), {})[r["method"]] = (
+                f"{r['us']:.0f} / {r['p95_us']:.0f}"
+            )
+    rows = [
+        "| GPUs | layer | late by, layers | us | " + " | ".join(methods) + " |",
+        "| --- |" + " --- |" * (3 + len(methods)),
+    ]
+    for (machine, name, delay, us), cells in newest.items():
+        rows.append(f"| {machine} | {name} | {delay} | {us:.0f} | {' | '.join(cells.get(m, '') for m in methods)} |")
+    return "\n".join(rows) if newest else NOT_MEASURED
+
+
 UNGATED = "-ungated-"
 PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatched", "low latency": "weft low latency"}
 
@@ -179,7 +241,7 @@ def stamps(results: Path) -> str:
         model, _, tokens = r["name"].rpartition("-")
         shares = " | ".join(f"{100 * r[kind]:.0f}%" for kind in ("in_tasks", *kinds))
         rows.append(f"| {r['world']} | {model}, {int(tokens):,} | {r['method']} | {r['us']:.0f} | {shares} |")
-    return "\n".join(rows) if newest else "Not measured on GPUs yet."
+    return "\n".join(rows) if newest else NOT_MEASURED
 
 
 STEPS = {
@@ -210,7 +272,7 @@ def timeline(results: Path) -> str:
             if "GEMM" in step:
                 cells.append(f"{kernel_rows[0]['alone_weft_us']:.0f} / {kernel_rows[0]['alone_torch_us']:.0f}")
         rows.append("| " + " | ".join([*cells, f"{kernel_rows[0]['whole_us']:.0f}"]) + " |")
-    return "\n".join(rows) if newest else "Not measured on GPUs yet."
+    return "\n".join(rows) if newest else NOT_MEASURED
 
 
 def in_parts(lines: list[dict]) -> str:
@@ -253,7 +315,7 @@ def page_in_parts(results: Path, sizes: bool = True) -> str:
                 parts.append(
                     f"The tables alone, of which the limit knows nothing: {min(alone):.0f} to {max(alone):.0f} us."
                 )
-    return "\n\n".join(parts) or "Not measured on GPUs yet."
+    return "\n\n".join(parts) or NOT_MEASURED
 
 
 def memory_table() -> str:
@@ -330,6 +392,9 @@ def chapter(results: Path) -> str:
         "One GPU: TB/s at which the weights are read, of the sizes that this bounds": reading(results),
         "Plan by plan": of_all_plans(results),
         "Columns of every expert over the ranks": page_in_parts(results),
+        "Over several GPUs, beside vLLM's experts, quack's and eager PyTorch, us": beside_peers(results),
+        "T(2) / T(N), of as many tokens a GPU": overlap_efficiency(results),
+        "One rank late, median / 95th percentile, us": stragglers(results),
         "Training": training(results, backward=True),
         "Where the time goes, step by step, us": timeline(results),
         "Where the time of the one launch goes, of calls that are launched one by one": stamps(results),

@@ -11,6 +11,7 @@ from statistics import fmean
 
 from bench.common import stored
 from bench.measure import models as known
+from bench.pages import ahead
 from bench.pages.predict import TABLES, percent, table
 from weft.planner.auto import profile_for
 from weft.planner.parts import NotMeasured
@@ -46,6 +47,8 @@ result = weft.simulate(cluster(64), "mlp", [(8192, 8192, 28672)], profile="nvidi
 print(result)
 result.plot("mlp.png")
 ```
+
+In a shell: `weft simulate mlp 8192,8192,28672 --gpus 64 --machine nvidia-h200-x4`.
 """
 
 
@@ -254,4 +257,4 @@ def chapter() -> str:
     text += "\n### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above; on another number of GPUs\n"
     text += "than the profile's they are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"
     text += "the predicted speedup over sequential, in the last column, does not depend on that.\n\n"
-    return text + validation()
+    return f"{text}{validation()}\n{ahead.section()}"

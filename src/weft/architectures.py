@@ -19,27 +19,38 @@ class Features:
 
     shared_kib: KiB of shared memory that a program may have. bf16: mma.sync of bfloat16, and cp.async. e4m3: products
     and results in float8_e4m3fn. tma: bulk copies by descriptors of tensors. multicast: addresses that stand for the
-    memory of all ranks. wgmma: Hopper's tensor cores, for which the tiles and plans of "auto" were measured.
+    memory of all ranks. mma: the instruction of the tensor cores. For checks of compiled kernels, gpus: what such GPUs
+    are called; threads: of an SM; nvlink: whether ranks have NVLink, and so atomics in peers' memory.
     """
 
+    gpus: str
     shared_kib: int
+    threads: int = 1536
+    nvlink: bool = False
     bf16: bool = True
     e4m3: bool = False
     tma: bool = False
     multicast: bool = False
-    wgmma: bool = False
+    mma: str = "mma.sync"
+
+    @property
+    def wgmma(self) -> bool:
+        """Return whether these are Hopper's tensor cores, for which the tiles and plans of "auto" were measured."""
+        return self.mma == "wgmma.mma_async"
 
 
-BLACKWELL = Features(227, e4m3=True, tma=True, multicast=True)
+B200 = Features("B200", 227, threads=2048, nvlink=True, e4m3=True, tma=True, multicast=True, mma="tcgen05.mma")
+RTX_5090 = Features("RTX 5090, RTX PRO 6000", 99, e4m3=True, tma=True, multicast=True)
+# CUDA C++ Programming Guide, "Technical specifications per compute capability".
 FEATURES = {
-    80: Features(163),
-    86: Features(99),
-    89: Features(99, e4m3=True),
-    90: replace(BLACKWELL, wgmma=True),
-    100: BLACKWELL,
-    103: BLACKWELL,
-    120: replace(BLACKWELL, shared_kib=99),
-    121: replace(BLACKWELL, shared_kib=99),
+    80: Features("A100, A800", 163, threads=2048, nvlink=True),
+    86: Features("A40, A6000, RTX 3090", 99),  # some have NVLink between two GPUs
+    89: Features("L40S, RTX 4090", 99, e4m3=True),
+    90: replace(B200, gpus="H100, H200", mma="wgmma.mma_async"),
+    100: B200,
+    103: replace(B200, gpus="B300"),
+    120: RTX_5090,
+    121: replace(RTX_5090, gpus="DGX Spark"),
 }
 
 
@@ -50,7 +61,7 @@ def features(capability: int) -> Features:
         return FEATURES[capability]
     least = min(known.shared_kib for known in FEATURES.values())
     older = [known for known in FEATURES if known < capability]
-    return replace(FEATURES[max(older)], shared_kib=least) if older else Features(least, bf16=False)
+    return replace(FEATURES[max(older)], shared_kib=least) if older else Features("", least, bf16=False)
 
 
 def device_capability(device: torch.device | None = None) -> int:

@@ -24,7 +24,7 @@ from .errors import WeftError
 
 if TYPE_CHECKING:
     from .emulator.ran import Ran
-    from .trace.span import Span
+    from .span import Span
     from .world import World
 
 app = typer.Typer(
@@ -35,6 +35,10 @@ app = typer.Typer(
 )
 console = Console()
 Target = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file that defines main(world).")]
+ProfileName = Annotated[
+    str | None,
+    typer.Option(help="Whose profile: a file, or nvidia-h200-x2 or -x4, which ship with weft. Default: this machine."),
+]
 Seeds = Annotated[int, typer.Option(min=1, help="Schedules to try at each world size.")]
 
 
@@ -199,7 +203,8 @@ def trace(
 ) -> None:
     """Show how long the programs of each rank compute and wait in one emulated run, up to the error if it fails; with
     --out the timeline: JSON for ui.perfetto.dev, and a picture."""
-    from .demo import UNIT, layer
+    from .demo import layer
+    from .emulator.tasks import H200
 
     if out is not None:
         check_folder(out)
@@ -213,13 +218,13 @@ def trace(
     if report.timeline and out is not None:
         end = f", up to the {type(failure).__name__}" if failure else ""
         title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}{end}"
-        _write_timeline(report.timeline, out, title, UNIT)
+        _write_timeline(report.timeline, out, title, H200.unit)
     elif report.timeline:
         for rank in range(world):
             spans = [span for span in report.timeline if span.rank == rank]
             compute, wait = (sum(s.end - s.start for s in spans if s.kind == kind) for kind in ("compute", "wait"))
             print_line(f"rank {rank}: its programs compute for {compute:.0f} and wait for {wait:.0f}")
-        print_line(f"in {UNIT}; --out PATH writes the timeline")
+        print_line(f"in {H200.unit}; --out PATH writes the timeline")
     elif failure is None:
         raise fail(f"{target} launches nothing, so there is nothing to draw")
     if failure is not None:
@@ -267,6 +272,48 @@ def tune(
         after = "`weft tune --again` measures anew" if have == wanted else "`weft tune` goes on"
         print_line(f"{path}: {have} of {wanted} measurements; {after}")
         _show_gains(Path(path))
+
+
+@app.command("explain")
+def explain_plan(
+    op: Annotated[str, typer.Argument(help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, ..")],
+    m: Annotated[int, typer.Argument(help="Rows of all ranks.")],
+    n: Annotated[int, typer.Argument(help="Columns of the GEMM on one rank.")],
+    k: Annotated[int, typer.Argument(help="K of the GEMM on one rank.")],
+    machine: ProfileName = None,
+    eager: Annotated[bool, typer.Option("--eager", help="Not in a CUDA graph.")] = False,
+) -> None:
+    """Print the plan that "auto" takes for a size, why, and the predicted times of the others."""
+    from .planner.auto import explain
+
+    try:
+        decision = explain(op, m, n, k, mode="eager" if eager else "graph", profile=machine)
+    except (WeftError, ValueError) as error:
+        raise fail(str(error)) from None
+    print_line(escape(str(decision)))
+
+
+@app.command("simulate")
+def simulate_layer(
+    workload: Annotated[str, typer.Argument(help="mlp, decoder, or an op.")],
+    size: Annotated[
+        list[str], typer.Argument(metavar="M,H,I ..", help="Tokens, hidden, intermediate; of an op M,N,K.")
+    ],
+    gpus: Annotated[int, typer.Option(min=2, help="More than 8 are nodes of 8, with 50 GB/s a GPU between them.")] = 8,
+    machine: ProfileName = None,
+) -> None:
+    """Predict a layer on another number of GPUs than were measured."""
+    from .planner.simulate import cluster, nvlink, simulate
+
+    try:
+        sizes = [(int(a), int(b), int(c)) for a, b, c in (text.split(",") for text in size)]
+    except ValueError:
+        raise fail(f"{' '.join(size)}: a size is three whole numbers, such as 8192,8192,28672") from None
+    try:
+        result = simulate(nvlink(gpus) if gpus <= 8 else cluster(gpus), workload, sizes, profile=machine)
+    except (WeftError, ValueError) as error:
+        raise fail(str(error)) from None
+    print_line(escape(str(result)))
 
 
 def _show_gains(path: Path) -> None:

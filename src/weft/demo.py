@@ -5,7 +5,7 @@
 With two or more GPUs there is one process per GPU and a real shape. It compares sequential (cuBLAS, then NCCL) with
 `auto` and with the computation alone, without communication; the picture has one call of either plan. Otherwise there
 are four emulated ranks and a small shape. Every plan kind runs under several schedules, each checked for races and
-deadlocks; the picture has the last kind.
+deadlocks; the picture has sequential and decomposed on one axis, in times of the shipped profile of four H200s.
 """
 
 from __future__ import annotations
@@ -24,19 +24,27 @@ from rich.table import Table
 
 from .backends.base import Backend
 from .chooser import length, span
+from .emulator.tasks import Costs
 from .launch import spmd
 from .nn import ParallelMLP
+from .planner.parts import PartTimes
+from .planner.profile import Profile, shipped
+from .span import Span
 from .trace.picture import draw
 from .trace.profile import profiled
-from .trace.span import Span
 from .world import World
 
-UNIT = "virtual time (1 = one SM touches 1 kB)"  # the unit of the emulator's spans
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
-EMULATED = (128, 64, 128)  # M, H, I in the emulator
+NAMED = "tensor-parallel MLP, M, H, I = {:,}, {:,}, {:,}".format(*REAL)
+EMULATED = (128, 64, 256)  # M, H, I in the emulator
 EMULATED_RANKS, SCHEDULES = 4, 8
-SHOWN = 1  # the seed whose timeline is drawn
+SHOWN = 0  # the seed whose timeline is drawn; of the tasks that can go on, the one that is behind goes first
 EMULATED_PLANS = ("sequential", "decomposed", "fused")
+EMULATED_DRAWN = {"sequential": "communication after the GEMM", "decomposed": "weft"}  # with their names in the picture
+EMULATED_SMS = 12
+ACTIVATION = "silu_mul"
+KERNELS = {ACTIVATION: "SiLU-mul", "sum_staged": "sum"}  # with their names in the picture
+PROFILE = "nvidia-h200-x4"  # the shipped profile that the picture's times are from
 GPU_PLANS = {"sequential": "sequential (cuBLAS, then NCCL)", "auto": "auto"}  # with their names in the picture
 DRAWN = "CUDA graph"  # how the calls are launched whose timelines are drawn
 SHOWN_RANKS = 4  # the most ranks on GPUs that the picture has
@@ -103,7 +111,6 @@ def layer(world: World, plan: str = EMULATED_PLANS[-1]) -> float:
 
 
 def emulated(picture: Path, bar: Progress) -> DemoResult:
-    from .backends.emulated import spmd as spmd_with_report
     from .check.schedules import explore
 
     table = Table(title=f"tensor-parallel MLP, {EMULATED_RANKS} emulated ranks, M, H, I = {EMULATED}")
@@ -138,11 +145,64 @@ def emulated(picture: Path, bar: Progress) -> DemoResult:
         for seed, error in exploration.findings[:1]:
             result.notes.append(f"[bold red]{plan}, seed {seed}: {type(error).__name__}[/]: {escape(str(error))}")
     if result.ok:
-        _, report = spmd_with_report(lambda b: layer(World(b)), EMULATED_RANKS, seed=SHOWN)
-        draw({f"{EMULATED_PLANS[-1]} plan, {EMULATED_RANKS} emulated ranks": report.timeline}, picture, unit=UNIT)
-        result.notes.append(f"Who waited for whom: {picture}")
-    result.notes.append("No time here is a speed: without a GPU the kernels are emulated.")
+        result.notes += compared(picture)
     return result
+
+
+def compared(picture: Path) -> list[str]:
+    """Draw rank 0 of either plan of `EMULATED_DRAWN` on one axis, and return what the picture shows in words."""
+    from .backends.emulated import spmd as spmd_with_report
+
+    profile, lanes = shipped(PROFILE), {}
+    assert profile is not None
+    for plan, title in EMULATED_DRAWN.items():
+
+        def rank(backend: Backend, plan: str = plan) -> None:
+            layer(World(backend), plan)
+
+        _, report = spmd_with_report(rank, EMULATED_RANKS, seed=SHOWN, sm_count=EMULATED_SMS, costs=costs_of(profile))
+        lanes[title] = on_two_lanes([s for s in report.timeline if s.rank == 0])
+    rates = f"a GEMM, a copy and a collective take their times of {PROFILE}, each alone"
+    draw(lanes, picture, unit="us", heading=f"{NAMED}, {EMULATED_RANKS} emulated ranks: {rates}")
+    before, after = (max(s.end for s in spans) - min(s.start for s in spans) for spans in lanes.values())
+    return [
+        f"Timelines of both: {picture}",
+        f"In it the layer ends {1 - after / before:.0%} earlier with weft: {after:.0f} us in place of {before:.0f}.",
+        f"These times are emulated, not measured: {rates}.",
+    ]
+
+
+def costs_of(profile: Profile) -> Costs:
+    """Return costs with which the emulated GEMMs, copies and collectives take the times that a profile has for those of
+    `REAL`."""
+    parts, (m, h, i) = PartTimes(profile), REAL
+    tokens, hidden, inner = EMULATED
+    ranks, gathered = EMULATED_RANKS, 2 * m * h
+    product, emulated_received = 2 * tokens * hidden * 2 * inner / ranks, 2 * tokens * hidden * (ranks - 1) / ranks
+    gemm, moved = parts.gemm(m, 2 * i // ranks, h), parts.latency("all_gather", gathered)
+    touched = parts.optional("local", gathered) / (2 * 2 * tokens * hidden)  # a local copy reads and writes each byte
+    return Costs(EMULATED_SMS * gemm / product, EMULATED_SMS * touched, moved / emulated_received, "us")
+
+
+def on_two_lanes(spans: Sequence[Span]) -> list[Span]:
+    """Return one rank's work without its waits: GEMMs and kernels on a lane of its SMs, copies and collectives on a
+    lane of its link."""
+    half = min(s.start for s in spans if s.name == ACTIVATION)
+    out: list[Span] = []
+    for s in sorted(spans, key=lambda s: s.start):
+        gather = s.end <= half
+        if s.kind == "copy" and s.name != "barrier":
+            name, kind = ("all-gather", "gather") if gather else ("reduce-scatter", "reduce")
+            out.append(replace(s, track="link", name=name, kind=kind))
+        elif s.kind == "call":
+            out.append(replace(s, track="SMs", name="gate, up GEMM" if gather else "down GEMM", kind="compute"))
+        elif s.kind == "compute" and s.name in KERNELS:
+            name = KERNELS[s.name]
+            if out and out[-1].name == name:  # another program of the launch
+                out[-1] = replace(out[-1], end=max(s.end, out[-1].end))
+            else:
+                out.append(replace(s, track="SMs", name=name, kind="local"))
+    return out
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------

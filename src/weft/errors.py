@@ -20,9 +20,10 @@ class Mismatch(WeftError):
 
 
 class Overflow(WeftError):
-    """A rank's experts received more rows than `max_rows` or `max_m` has room for; the message says how many were
-    dropped. It is raised on that rank alone, by `World.synchronize` or by a later call of an op, after its launch: the
-    other ranks have made that call too, so it must not be repeated.
+    """A rank's experts received more rows than `max_rows` or `max_m` has room for; the message says which ranks'
+    experts, and how many rows were dropped. It is raised on that rank and on those whose tokens' rows these were, by
+    `World.synchronize` or by a later call of an op, after its launch: the other ranks have made that call too, so it
+    must not be repeated.
 
     result: the result of that call; None for `World.synchronize`.
     """

@@ -19,16 +19,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .backends.base import Backend, Options, Stream, outlives_call
-
-if TYPE_CHECKING:
-    from .world import World
+from .lang.jit import Options
+from .symmetric import Stream, outlives_call
 
 Args = ParamSpec("Args")
 Prepared = TypeVar("Prepared")
@@ -75,13 +73,21 @@ class Words:
         return t.view(-1).view(torch.int32)
 
 
+class LaunchTarget(Protocol):
+    """What launches kernels: a World or a backend."""
+
+    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved], /) -> None: ...
+
+    def load(self, kernel: JITFunction, grid: int, args: Mapping[str, object], options: Options, /) -> None: ...
+
+
 class Launch:
     """A launch of a `weft.jit` kernel that is made once and called often. It has `grid` programs, options
     (`Backend.launch`), and arguments that are `fixed` for as long as the World lives. Calling it launches the kernel
     with the other arguments, `moving`, by name."""
 
     def __init__(
-        self, machine: World | Backend, kernel: JITFunction, grid: int, options: Options, **fixed: object
+        self, machine: LaunchTarget, kernel: JITFunction, grid: int, options: Options, **fixed: object
     ) -> None:
         self.kernel, self.grid, self.options, self.fixed = kernel, grid, options, fixed
         names = {p.name for p in kernel.params}
@@ -147,13 +153,22 @@ class Ahead:
             self._loaded.add(aligned)
 
 
-def prepared(make: Callable[Concatenate[World, Args], Prepared]) -> Callable[Concatenate[World, Args], Prepared]:
+class Keeper(Protocol):
+    """What keeps prepared objects: a World."""
+
+    prepared: dict[Hashable, Any]
+
+
+Keeping = TypeVar("Keeping", bound=Keeper)
+
+
+def prepared(make: Callable[Concatenate[Keeping, Args], Prepared]) -> Callable[Concatenate[Keeping, Args], Prepared]:
     """Decorate a function that makes an object for calls of one kind, such as a Launch. The function runs at the first
     call with its arguments, which are hashable; the World caches the object until memory that calls share has to grow.
     Raises TypeError for a tensor among the arguments."""
 
     @functools.wraps(make)
-    def kept(world: World, /, *args: Args.args, **kwargs: Args.kwargs) -> Prepared:
+    def kept(world: Keeping, /, *args: Args.args, **kwargs: Args.kwargs) -> Prepared:
         assert not kwargs, f"{make.__name__} takes positional arguments"
         key = (make, *args)
         result: Prepared | None = world.prepared.get(key)

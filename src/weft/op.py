@@ -24,10 +24,10 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 
 from . import torch_library
-from .backends.residency import UNKNOWN, Residents
 from .chooser import Choice
 from .errors import Unsupported
 from .plans import RENAMED_KINDS, Plan, Sequential, TwoLevel, is_low_latency
+from .residency import UNKNOWN, Residents
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
 from .world import Memo, World
@@ -85,6 +85,17 @@ class Call:
         """Return what must be the same on all ranks, by the names that a Mismatch prints: all fields, unless a class
         overrides this."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class RowsCall(Call):
+    """The arguments of a call for m rows, on this rank or on all."""
+
+    m: int
+
+    @property
+    def rows(self) -> int:
+        return self.m
 
 
 C = TypeVar("C", bound=Call)

@@ -52,6 +52,14 @@ class Scaling:
     fast_accum: bool = False
 
     @property
+    def by_block(self) -> bool:
+        return self.recipe == "block"
+
+    @property
     def promotes(self) -> bool:
         """Return whether every step of K is added in float32."""
-        return self.recipe == "block" or not self.fast_accum
+        return self.by_block or not self.fast_accum
+
+    def scales_in_row(self, k: int) -> int:
+        """Return the number of scales of a row of x with k elements. A scale by tensor is no row's."""
+        return {"tensor": 0, "row": 1, "block": k // SCALE_BLOCK}[self.recipe]

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .backends.residency import UNKNOWN
 from .plans import CLASSES, Plan, TileShape
+from .residency import UNKNOWN
 from .tensor_checks import dims
 from .world import World
 

@@ -25,27 +25,26 @@ import triton.language as tl
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
+from .backends.barrier import barrier
 from .backends.base import (
     Arguments,
     Backend,
     CallRecord,
-    Options,
     Stream,
     SymmetricTensor,
-    check_memory,
-    outlives_call,
     timeout_seconds,
 )
 from .backends.nodes import spread
-from .backends.residency import Launches, Residents
 from .chooser import Chooser
 from .errors import Mismatch, Overflow, Timeout, Unsupported, WeftError
 from .kernel_launch import Launch
 from .lang.channel import STATE_WORDS, BlockChannel
-from .lang.intrinsics import NUMBER_BITS
-from .lang.jit import check_arguments, check_launch
+from .lang.intrinsics import GUARD_WORDS, NUMBER_BITS
+from .lang.jit import Options, check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
+from .residency import Launches, Residents
 from .scale import Scale
+from .symmetric import check_memory, outlives_call
 
 log = logging.getLogger("weft")
 P = ParamSpec("P")
@@ -224,7 +223,7 @@ class World:
         self._messages = 0  # sent so far; the same on every rank, also where messages were found to differ
         self._numbers: dict[CallRecord, int] = {}  # the number of each call that was the same on all ranks
         self._calls: dict[int, CallRecord] = {0: ("no call", ())}  # by number, the place of the call's message
-        self._left_out = 0  # dropped rows that were already reported
+        self._left_out, self._left_out_by_rank = 0, [0] * (GUARD_WORDS - 4)  # dropped rows that were already reported
         self.number = 0  # the number of the call that this rank makes, or made last
         self._uncompared: list[tuple[CallRecord, Collect]] = []  # posted calls that were not compared yet
         self._logged: set[str] = set()
@@ -495,14 +494,24 @@ class World:
         """Return the result of a call that was made, or, once where calls before it dropped rows (`lost`: the number in
         all calls), raise Overflow with that result. A backward pass does not raise, since the other ranks go on with
         it."""
-        if lost != self._left_out and torch._C._current_graph_task_id() == -1:
-            newly_lost, self._left_out = lost - self._left_out, lost
+        if lost > self._left_out and torch._C._current_graph_task_id() == -1:
+            reported, self._left_out_by_rank = self._left_out_by_rank, self.backend.left_out_by_rank()
+            self._left_out = max(lost, sum(self._left_out_by_rank))  # a call under way may have counted more since
+            counts = [current - before for current, before in zip(self._left_out_by_rank, reported, strict=True)]
+            lines = [self._overflow_of(rank, rows) for rank, rows in enumerate(counts) if rows]
             raise Overflow(
-                f"rank {self.rank}: its experts received {newly_lost} rows more than max_rows (or max_m) has room for; "
+                f"rank {self.rank}: {'; '.join(lines)} more than max_rows (or max_m) has room for; "
                 "these were dropped, in a call before this one, which was made: its result is this error's `result`",
                 result,
             )
         return result
+
+    def _overflow_of(self, rank: int, rows: int) -> str:
+        return (
+            f"its experts received {rows} rows"
+            if rank == self.rank
+            else f"rank {rank}'s experts received {rows} rows of this rank's tokens"
+        )
 
     def finish(self, stream: Stream) -> None:
         """Finish results on `stream` that are about to be returned to the caller (`Backend.finish`)."""
@@ -708,7 +717,7 @@ class World:
 
     def order_residents(self, launches: Launches, capturing: bool) -> None:
         """Serialise a call, on the current stream, after those of other streams beside which it might not fit on the
-        SMs (`backends/residency.py`): launches that wait for each other's room never end."""
+        SMs (`residency.py`): launches that wait for each other's room never end."""
         ledgers = self.backend.ledgers
         if ledgers is None:
             return
@@ -766,13 +775,11 @@ class World:
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
         """Make a stream wait for all ranks. Those of one name must come in the same order on every rank. Returns the
         number of barriers of this name so far, int32 [1] on the device, which the next one increments."""
-        barrier, count = self.cached(("barrier", name), lambda: self._barrier(name))
-        barrier(stream or self.current_stream(), number=self.number)
+        launch, count = self.cached(("barrier", name), lambda: self._barrier(name))
+        launch(stream or self.current_stream(), number=self.number)
         return count
 
     def _barrier(self, name: str) -> tuple[Launch, torch.Tensor]:
-        from .transport.barrier import barrier
-
         count = self.zeros((1,), torch.int32)
         return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), epoch=count), count
 

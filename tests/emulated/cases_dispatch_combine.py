@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +121,7 @@ def launch_dispatch(
     plan = op.DISPATCH_OP.choose(world, call, "auto", False)
     rows = world.empty(call.exchange.shape(world), operands.x.dtype)
     handle_tensors = op.run_dispatch(world, call, plan, operands, rows)
-    rows_and_handle: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCH_OP.wrapped(
+    rows_and_handle: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCH_OP.postprocess(
         world, plan, operands, options, (rows, *handle_tensors)
     )
     return rows_and_handle
@@ -145,7 +148,7 @@ class Caller:
     layout: str
     alignment: int
     max_m: int
-    dropped: int = 0
+    dropped: Counter[int] = field(default_factory=Counter)  # by the rank that dropped them
     seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # results, and what they must be
 
     def see(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -166,7 +169,10 @@ class Caller:
         rows, handle = launch_dispatch(world, op.DispatchOperands(*operands), options)
         self.memory.write((place, "ids"), torch.full_like(values["ids"], 99))  # the caller's again
         tables = routes.tables(me)
-        self.dropped += int((tables["received"] - tables["counts"]).sum())
+        for rank in range(world.size):
+            everything = routes.tables(rank)
+            lost = (~everything["kept"]).sum((1, 2))
+            self.dropped[rank] += int(lost.sum() if rank == me else lost[me])
         for name in ("counts", "offsets", "sources"):
             actual = getattr(handle, name)
             self.see(actual, tables[name].flatten()[: actual.numel()].view(actual.shape))
@@ -193,14 +199,24 @@ class Caller:
         self.see(out, expected)
 
 
-def noticed(world: weft.World) -> int:
-    """Waits for everything; how many rows were left out, which it is told once."""
+@contextlib.contextmanager
+def overflows(world: weft.World, reported: Counter[int]) -> Iterator[None]:
+    """Add to `reported` how many rows an Overflow says that each rank left out: all those of this rank's experts, and of others those of this
+    rank's tokens."""
     try:
-        world.synchronize()
+        yield
     except weft.Overflow as e:
+        for rank, rows in re.findall(r"(?:rank (\d+)'s|its) experts received (\d+)", str(e)):
+            reported[int(rank or world.rank)] += int(rows)
+
+
+def noticed(world: weft.World) -> Counter[int]:
+    """Wait for everything, and return what an Overflow says then, once."""
+    reported = Counter[int]()
+    with overflows(world, reported):
         world.synchronize()
-        return int(str(e).split(" experts received ")[1].split()[0])
-    return 0
+    world.synchronize()
+    return reported
 
 
 def overfull(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:

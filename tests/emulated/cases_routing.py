@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft import Overflow, World
-from weft.ops.moe.routing.route_tables import Tables, build_tables, share
+from weft.ops.moe.routing.route_tables import Tables, build_tables, left_out_words, share
 
 Ids = list[list[int]]  # of a rank's tokens
 
@@ -34,10 +34,10 @@ class Layer:
 
 def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
     """The tables of a rank but for `targets`: `touched`, by wave, is what a call adds there. And `lost`, the routes that
-    found no row. ids: by rank, unpadded."""
+    found no row, by the rank of their tokens. ids: by rank, unpadded."""
     w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.max_tokens_per_rank
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
-    listed, lost = [], 0
+    listed, lost = [], [0] * w
     for e in range(el):
         own_routes = [
             (wave, s, t, slot)
@@ -49,7 +49,8 @@ def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
         room = layer.rows - offsets[-1]
         for i, (_, s, t, slot) in enumerate(own_routes):
             slots[(s * c + t) * layer.k + slot] = offsets[-1] + i if i < room else -2
-        lost += len(own_routes[room:])
+        for _, s, *_ in own_routes[room:]:
+            lost[s] += 1
         own_routes = own_routes[:room]
         for tile_start in range(0, len(own_routes), bm):
             waves = [wave for wave, *_ in own_routes[tile_start : tile_start + bm]]
@@ -88,13 +89,20 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             )
             seen.append(copied(world, tables, ids_all, weights_all))
             world.barrier()  # nobody shares again before all have read this
-        lost = sum(reference(layer, world.rank, routed(n))["lost"] for n in range(layer.calls))
+        lost = [[reference(layer, r, routed(n))["lost"] for n in range(layer.calls)] for r in range(layer.ranks)]
+        by_source = torch.tensor(lost).sum(1)  # [full rank, rank of the tokens]
         message = ""
         try:
             world.synchronize()
         except Overflow as e:
             message = str(e)
-        assert message.startswith(f"rank {world.rank}: its experts received {lost} rows more") if lost else not message
+        own_lost = int(by_source[world.rank].sum())
+        start = f"rank {world.rank}: its experts received {own_lost} rows more" if own_lost else ""
+        assert message.startswith(start) and bool(message) == bool(own_lost)
+        by_source.fill_diagonal_(0)
+        assert (
+            left_out_words(world).words.tolist() == by_source[:, world.rank].tolist()
+        )  # no sums follow that would take them
         targets = [0] * layer.ranks
         for n, (ids_all, weights_all, *tables) in enumerate(seen):
             ids = routed(n)

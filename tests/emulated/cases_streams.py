@@ -34,7 +34,7 @@ from weft.plans import (
 )
 from weft.scale import SMALL_TILE
 
-BOUND = 8e-3
+BOUND = 1.2e-2  # the sequential plan of a layer rounds its hidden rows, of which there may be four
 STREAMS = ("", "first", "second")
 Result = tuple[torch.Tensor, torch.Tensor]  # of a call: the actual one and, in float32 or wider, the expected one
 Run = Callable[[World, "Call", Any], Result]

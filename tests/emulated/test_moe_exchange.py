@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.emulated.cases_dispatch_combine import (
     microbatches,
     noticed,
     one_by_one,
+    overflows,
     overfull,
     trained,
     two_under_way,
@@ -96,6 +98,22 @@ def test_what_finds_no_place_is_dropped_and_counted(max_m: int) -> None:
 
 def test_what_is_left_out_of_a_buffer_that_was_full_adds_nothing() -> None:
     assert wrong(2, layout="masked", max_m=13, tokens=(20, 13), ids_of=overfull, calls=3, flight=1) == 0
+
+
+def test_an_expert_that_comes_twice_is_left_out_of_rows_that_are_full() -> None:
+    """Its rows are twice what distinct ids could be: those without a row in the tables add nothing, though others of their tokens came in
+    the call before, and both ranks are told."""
+
+    def rank(world: weft.World) -> None:
+        x, weights, y, reported = draw(world.rank, 8, 32), torch.ones(8, 2), world.empty((8, 32), BF), Counter[int]()
+        for ids in (torch.tensor([[0, 1]] * 8), torch.zeros(8, 2)):
+            rows, handle = moe.dispatch(x, ids.int(), weights, experts=2, world=world, layout="masked")
+            with overflows(world, reported):
+                moe.combine(rows, handle, out=y)
+        reported += noticed(world)
+        assert torch.equal(y, 2 * x if world.rank == 0 else 0 * x) and reported == {0: 16}
+
+    weft.spmd(rank, 2, backend="emulated")
 
 
 def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int = 4) -> tuple[torch.Tensor, ...]:
@@ -319,8 +337,11 @@ def test_a_drop_is_told_once_at_the_next_wait_for_everything() -> None:
                 world.synchronize()
         world.synchronize()
         kept = moe.combine(rows, handle)
+        if world.rank == 1:
+            with pytest.raises(weft.Overflow, match="rank 0's experts received 6 rows of this rank's tokens more"):
+                world.synchronize()
         assert ((kept != 0).any(1).tolist()) == ([True] * 5 + [False] if world.rank == 0 else [False] * 6)
-        assert noticed(world) == 0
+        assert not noticed(world)
 
     weft.spmd(rank, 2, backend="emulated")
 

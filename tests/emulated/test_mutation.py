@@ -24,7 +24,7 @@ from tests.emulated.cases import distance, draw, on_stream
 from tests.emulated.cases_all_reduce import PLANS
 from tests.emulated.cases_attention import Inputs, Shape, attention, attention_case
 from tests.emulated.cases_dispatch_combine import exchange_case, overfull
-from tests.emulated.cases_expert_parallel import no_room_case, steps, whole_experts
+from tests.emulated.cases_expert_parallel import no_room_case, overfull_layers, steps, whole_experts
 from tests.emulated.cases_fp8 import factors, wanted
 from tests.emulated.cases_moe import in_turn, layer_case, training_case
 from tests.emulated.cases_moe_fused_router import MUTATED, router_calls
@@ -40,6 +40,7 @@ from tests.emulated.cases_tensor_parallel import around_layer, both_halves, firs
 from weft import World, check
 from weft import moe as moe_functions
 from weft.architectures import AMPERE
+from weft.backends.barrier import wait_group
 from weft.backends.emulated import spmd
 from weft.check.schedules import kill_rate
 from weft.compute.gemm import matmul as gemm
@@ -65,7 +66,7 @@ from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, 
 from weft.ops.moe.expert_parallel.low_latency_kernels import low_latency_gemm, routes_of_expert
 from weft.ops.moe.expert_parallel.place_rows_kernels import mask_rows, place_rows
 from weft.ops.moe.routing.capacity_kernels import limit_experts
-from weft.ops.moe.routing.kernels import half_start_of
+from weft.ops.moe.routing.kernels import count_told, half_start_of, place_units, take_left_out, tell_sources
 from weft.ops.moe.routing.losses_kernels import balance_loss, square_loss
 from weft.ops.moe.tensor_parallel.kernels import keep_shards, push_shard
 from weft.plans import (  # fmt: skip
@@ -83,7 +84,6 @@ from weft.plans import (  # fmt: skip
     TwoShotLowLatency,
 )
 from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
-from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import load_state, rotate_thirds, sum_low_latency
 
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, next to another worker
@@ -909,9 +909,9 @@ EQUIVALENT = [
         for description in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
     Equivalent(
-        ("MoE in one launch", "MoE in one launch with its router", "moe dispatched"), "remove count_lost(...)", "count_lost(guard",
-        "there is room for all rows here; the routes' own case leaves some out",
-        "place_units",
+        ("MoE in one launch", "MoE in one launch with its router", "moe dispatched", EXCHANGE[0]), "remove flush_stores(...)", "flush_stores(False)",
+        "it orders the threads of one program, of which there is one here: each has loaded the words before one of them clears them",
+        "take_left_out",
     ),
     Equivalent(
         (*GRADIENTS, "moe dispatched", "moe dispatched, two streams"), "drop wait_event",
@@ -981,6 +981,14 @@ def left_out(world: World) -> None:
     assert exchange_case(world, calls=3, flight=1, **case) == 0
 
 
+def overfull_calls(world: World) -> None:
+    overfull_layers(world, "dispatched", calls=3)
+
+
+def overfull_routes(world: World) -> None:
+    routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1))(world)
+
+
 TOKENS = "send_tokens(operands.x, operands.ids, memory, ch, T, max_tokens, s)"
 SHARE = "share_routes(operands.ids, operands.weights, memory, ch, T, max_tokens, s)"
 PLANTED = {
@@ -993,8 +1001,25 @@ PLANTED = {
         instead(routes_of_expert, "begin at 0", ("tl.sum(matches, 0)", "0 * tl.sum(matches, 0)")), many_few_tokens
     ),
     "take a route that was left out for one of others": Planted(
-        instead(mask_rows, "-1 for -2", ("tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -2)", "tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -1)")),
+        instead(mask_rows, "-1 for -2", ("tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, LEFT_OUT)", "tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -1)")),
         left_out,
+    ),
+    "forget what other ranks left out": Planted(
+        instead(count_told, "do not count", ("count_lost(guard, rank, tl.sum(tl.where(ranks == rank, rows, 0), 0))", "None")), overfull_calls
+    ),
+    "count rows that were left out again": Planted(
+        instead(take_left_out, "do not clear", ("tl.zeros_like(ranks)", "tl.load(left_out.words + ranks, mask=ranks < W, other=0)")),
+        overfull_calls,
+    ),
+    "take what was left out before the sums": Planted(
+        instead(sum_ranks, "take first", ("same_call(calls, number)", "(take_left_out(left_out, ch.guard, W), same_call(calls, number))")),
+        overfull_calls,
+    ),
+    "forget what was told before": Planted(
+        instead(tell_sources, "forget those of the call before", ("tl.load(words, mask=mask, other=0) + rows", "rows")), overfull_routes
+    ),
+    "tell another rank of rows that were left out": Planted(
+        instead(place_units, "count in waves", ("(me - tl.arange(0, s.WP) + s.W) % s.W", "(me + tl.arange(0, s.WP)) % s.W")), overfull_calls, ranks=3
     ),
     "leave gradients for the next call": Planted(
         instead(take_gradients, "do not clear", ("tl.zeros((BLOCK,), tl.float32)", "tl.load(dweights_inbox + i, mask=i < num_routes)")),

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import weft
 from weft import moe
 from weft.backends.launcher import NotingLauncher
-from weft.backends.residency import UNKNOWN, Ledger, Noting, ResidentPrograms, SMs
 from weft.nn import weave
 from weft.plans import TwoShotPull
+from weft.residency import UNKNOWN, Ledger, Noting, ResidentPrograms, SMs
 
 Call = Callable[[weft.World], object]
 FEW, ALL = TwoShotPull(warps=4, stages=2, programs=2), TwoShotPull(warps=4, stages=2)

@@ -41,6 +41,20 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.Mo
         assert check.load(str(target))(None) == i
 
 
+def test_a_checked_file_hides_no_module_from_others(tmp_path: Path) -> None:
+    """Its folder is on the path while the file is loaded and run, so that its main may import too, and not longer."""
+    before = list(sys.path)
+    (tmp_path / "imported_late.py").write_text("seen = []\n")
+    (tmp_path / "copy.py").write_text(
+        "def main(world):\n    import imported_late\n\n    imported_late.seen.append(world.rank)\n"
+    )
+    main = check.load(str(tmp_path / "copy.py"))
+    assert sys.path == before
+    assert not check.search(main, 2, range(1)).findings
+    assert sys.path == before
+    assert sys.modules.pop("imported_late").seen == [0, 1]
+
+
 # -- what ran is compiled ----------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from weft.backends.library_gemm import ScaledOperands
 from weft.lang.mapping import balanced_rows
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.plans import Decomposed, FusedGatherByCopies, OneShot, Plan, Sequential, TwoShotLowLatency
-from weft.scaled_tensor import ScaledTensor
+from weft.scaled_tensor import ScaledTensor, Scaling
 
 GATHER = OPS[0]
 BF16, ROUNDED = 5e-3, 5e-3
@@ -66,7 +66,7 @@ def libraries(world: weft.World, scaling: str) -> float:
     then not chosen."""
     x, w, xs, ws = factors(1, 512, 1024, 2048, scaling, world.device)
     expected, errors = wanted(x, w, xs, ws, scaling), [0.0]
-    for name, run in library_gemm.scaled_products(scaling).items():
+    for name, run in library_gemm.scaled_products(Scaling(scaling)).items():
         out = torch.zeros(512, 1024, device=world.device, dtype=torch.bfloat16)
         try:
             run(ScaledOperands(ScaledTensor(x, xs, scaling), ScaledTensor(w, ws, scaling), None, False), out)

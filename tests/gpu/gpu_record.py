@@ -68,6 +68,12 @@ def with_results(results: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]
     )
 
 
+def is_known(results: dict[str, Any], record: dict[str, Any]) -> bool:
+    """Return whether the record has these results already."""
+    run = {key: results[key] for key in ("date", "tree", "machine", "minutes")}
+    return any(run == {key: old.get(key) for key in run} for old in record.get("runs", []))
+
+
 def text(record: dict[str, Any]) -> str:
     """JSON with a line for every check."""
     blocks = []
@@ -88,6 +94,8 @@ def main() -> None:
         sys.exit(__doc__)
     for path in map(Path, sys.argv[1:]):
         results = json.loads(path.read_text())
+        if is_known(results, record):
+            continue
         record = with_results(results, record)
         for part, minutes in results["minutes"].items():
             note(f"gpu/run.sh {part}", minutes, results["tree"], results["date"][:10])

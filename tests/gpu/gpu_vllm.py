@@ -30,7 +30,7 @@ ROUNDING_OF_FP8 = (
 BLOCKS = 24  # of 16 tokens, in the cache: fewer than CROWD takes
 CROWD = [[i, *range(40)] for i in range(8)]
 FURTHER = 1.5  # than vLLM's own probabilities are from float32's
-PASS_FORMS = ("sequential", "own_rows", "sequence_parallel", "woven")
+PASS_FORMS = ("sequential", "own_rows", "sequence_parallel", "woven", "woven_layers")
 MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
 
 
@@ -63,9 +63,28 @@ def forced(form: str) -> Iterator[None]:
     from weft.integrations.vllm import plugin
     from weft.integrations.vllm.row_norm_column import PASS_FORMS
 
-    (plan,) = (compared for compared in PASS_FORMS if compared.kind == form)
+    plan = next(compared for compared in PASS_FORMS if compared.kind == form)
     with mock.patch.object(plugin, "untimed", lambda passes: [(1, passes.max_tokens, plan)]):
         yield
+
+
+@contextmanager
+def woven(llm: Any, form: str) -> Iterator[list[int]]:
+    """The numbers of tokens of passes in two parts over whole layers, with a start that was not timed."""
+    from weft.integrations.vllm.served import models
+    from weft.integrations.vllm.woven import WovenPass
+
+    run, tokens = WovenPass.__call__, list[int]()
+
+    def noted(self: Any, plan: Any, input_ids: Any, positions: Any) -> Any:
+        tokens.append(len(input_ids))
+        return run(self, plan, input_ids, positions)
+
+    if form == "woven_layers":
+        llm.collective_rpc(lambda worker: models[-1].passes.woven.attach(worker.model_runner))
+    with mock.patch.object(WovenPass, "__call__", noted):
+        yield tokens
+    assert bool(tokens) == (form == "woven_layers"), tokens
 
 
 def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
@@ -169,8 +188,9 @@ def main() -> None:
             job = f"{args.kind} {mode}"
             with forced(form):
                 llm = engine(folder, args.ranks, mode)
-                actual, forced_now = answers(llm), forced_logprobs(llm)
-                (crowd, preempted), again = crowded(llm), answers(llm)
+                with woven(llm, form):
+                    actual, forced_now = answers(llm), forced_logprobs(llm)
+                    (crowd, preempted), again = crowded(llm), answers(llm)
             compare(again, actual, rounding)  # prompts whose prefixes are in the cache
             error = distance(forced_now, reference)
             if off:

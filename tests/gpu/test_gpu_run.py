@@ -216,7 +216,7 @@ def test_a_check_is_counted_to_the_part_whose_kernels_it_launches() -> None:
         "ops.moe.kernels": "ops/moe",
         "ops.norm": "ops/norm.py",
         "compute.gemm": "compute",
-        "transport.barrier": "transport",
+        "backends.barrier": "backends",
     }
     assert {module: gpu_queue.part_of(f"weft.{module}") for module in part_of_module} == part_of_module
 
@@ -273,6 +273,9 @@ def test_the_next_run_goes_on_where_one_ended(tmp_path: Path, monkeypatch: pytes
     )
     known = record["checks"]["4 ranks on 1 GPU"]["a"]
     assert (known["tree"], known["date"], known["machine"]) == (this_tree[:12], "2026-11-23", "1 x GPU")
+    assert gpu_record.is_known(run_results(this_tree), record) and not gpu_record.is_known(
+        run_results("d" * 40), record
+    )
     again = gpu_record.with_results(run_results("d" * 40, ran("a", "failed")), record)
     assert again["checks"]["4 ranks on 1 GPU"]["a"]["outcome"] == "failed"
     assert (again["runs"][0]["passed"], again["runs"][0]["failed"], len(again["runs"])) == (0, 1, 4)

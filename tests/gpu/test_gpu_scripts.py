@@ -1,59 +1,158 @@
-"""The scripts in gpu/ with a torchrun that only writes down what it was asked: every part starts, with options that its
-script has."""
+"""The scripts in gpu/ with a torchrun that only writes down what it was asked: every step is started with arguments that its
+program takes, once, and what was cut or failed is taken up by the next call."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import multiprocessing
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 import weft
+from bench.measure import predictions
 from tests.gpu import gpu_main, gpu_run
+from weft import launch
 
 ROOT = Path(__file__).parents[2]
+# Both write down their arguments; a torchrun of a module that $ENDS names says or does what stands there.
 TORCHRUN = """#!/bin/sh
-while [ "${1#--m}" != "$1" ] || [ "${1#--n}" != "$1" ]; do shift 2; done
-echo "$@"
+shift 2
+echo "$@" >> "$ASKED"
 out=$(echo "$@" | sed -n "s/.*--out \\([^ ]*\\).*/\\1/p")
 case "$2" in
   weft.planner.tune) echo '{}' > "$out"; echo "$out: 7 of 7 measurements" ;;
   bench.measure.run) mkdir -p "$out"; echo '{"times": {}}' > "$out/sweep.jsonl"; echo '{}' > "$out/matmul_all_reduce.jsonl" ;;
 esac
+case "$ENDS" in "$2 "*) eval "${ENDS#* }" ;; esac
 """
 PYTHON = """#!/bin/sh
 case "$2" in
-  tests.*) echo "$@" > "$OUT/asked" ;;
+  tests.gpu.gpu_run)
+    echo "$@" >> "$ASKED"
+    out=$(echo "$@" | sed -n "s/.*--out \\([^ ]*\\).*/\\1/p")
+    echo '{}' > "$out/results.json"
+    echo "0 passed, 0 failed, 0 random calls wrong; nothing is left" ;;
+  tests.* | bench.*) echo "$@" >> "$ASKED" ;;
   *) echo 132 ;;
 esac
 """
 
 
-def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a tree of its own, since the script puts the profile into src."""
-    programs = {
-        "nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n",
-        "python3": PYTHON,
-        "torchrun": TORCHRUN,
-    }
+def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> tuple[int, str, list[list[str]]]:
+    """Return the exit status, what the script printed and the command lines that it started, in a tree of its own, since it puts
+    the profile into src."""
+    programs = {"nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n", "python3": PYTHON, "torchrun": TORCHRUN}
     (tree / "bin").mkdir(parents=True, exist_ok=True)
     for name, text in programs.items():
         (tree / "bin" / name).write_text(text)
         (tree / "bin" / name).chmod(0o755)
     (tree / "src/weft/planner/profiles").mkdir(parents=True, exist_ok=True)
     shutil.copytree(ROOT / "gpu", tree / "gpu", dirs_exist_ok=True, ignore=shutil.ignore_patterns("out"))
-    env = os.environ | {"PATH": f"{tree / 'bin'}:{os.environ['PATH']}", "OUT": str(out), "SECONDS_OF": "5"} | variables
-    return subprocess.run(["bash", tree / "gpu" / script], env=env, capture_output=True, text=True)
+    asked = tree / "asked"
+    asked.write_text("")
+    env = os.environ | {
+        "PATH": f"{tree / 'bin'}:{os.environ['PATH']}",
+        "OUT": str(out),
+        "ASKED": str(asked),
+        "ENDS": "",
+    }
+    done = subprocess.run(["bash", tree / "gpu" / script], env=env | variables, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr, [line.split() for line in asked.read_text().splitlines()]
 
 
-def test_every_part_starts_with_options_that_it_has(tmp_path: Path) -> None:
-    done = run(tmp_path / "tree", tmp_path / "out")
-    assert done.returncode == 0, done.stdout + done.stderr
-    logs = {path.stem: path.read_text().splitlines()[0].split() for path in (tmp_path / "out").glob("*.log")}
-    assert set(logs) == {"profile", "predictions", "ops", "norm", "decoder", "signaled-gemm", "signaled-ops"}
-    for words in logs.values():
-        has_options(words)
+class Parsed(Exception):
+    """A program has read its arguments."""
+
+
+def is_parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Return whether the program `-m MODULE ..` takes these arguments, values and all."""
+
+    def parsed(*args: object, **options: object) -> None:
+        raise Parsed
+
+    module = importlib.import_module(words[1])
+    for owner, name in (
+        (weft, "init"),
+        (launch, "init"),
+        (predictions, "profile_for"),
+        (multiprocessing, "get_context"),
+    ):
+        monkeypatch.setattr(owner, name, parsed)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", words[1:])
+    with pytest.raises((Parsed, SystemExit)) as ended:
+        module.main()
+    return ended.type is Parsed
+
+
+def test_every_step_is_taken_by_its_program_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = dict(PARTS="profile ops norm decoder signaled moe attention columns transformers fp8 vllm", MINUTES="30")
+    code, printed, asked = run(tmp_path / "tree", tmp_path / "out", **parts)
+    assert code == 0 and "left" not in printed, printed
+    for words in asked:
+        assert is_parsed(words, monkeypatch), words
+    modules = {words[1].rpartition(".")[2] for words in asked}
+    assert modules >= {
+        "tune",
+        "run",
+        "decoder",
+        "moe",
+        "moe_stragglers",
+        "attention",
+        "hf_moe",
+        "fp8_ranks",
+        "vllm_serving",
+    }
+    assert run(tmp_path / "tree", tmp_path / "out", **parts)[::2] == (0, [])
+
+
+def test_what_was_cut_goes_on_and_what_failed_comes_last(tmp_path: Path) -> None:
+    tree, out, parts = tmp_path / "tree", tmp_path / "out", dict(PARTS="norm columns fp8")
+    assert run(tree, out, **parts, ENDS="bench.measure.norm exit 3")[0] == 1
+    (out / "state/columns").unlink()
+    code, printed, asked = run(tree, out, **parts, ENDS="bench.measure.moe_tensor echo '2 cases left: a, b'")
+    assert [words[1] for words in asked] == [
+        "bench.measure.moe_tensor",
+        "bench.measure.moe_tensor",
+        "bench.measure.norm",
+    ]
+    assert code == 1 and printed.splitlines()[-1] == "left: columns (cut)"
+    code, printed, asked = run(tree, out, **parts)
+    assert code == 0 and [words[1] for words in asked] == ["bench.measure.moe_tensor"]
+
+
+def test_what_is_one_run_begins_again(tmp_path: Path) -> None:
+    """The decoder's table is of sizes that one run has measured."""
+    kept = tmp_path / "out/decoder"
+    kept.mkdir(parents=True)
+    run(tmp_path / "tree", tmp_path / "out", PARTS="decoder")
+    assert not kept.exists()
+
+
+def test_eight_checks_first_and_goes_on(tmp_path: Path) -> None:
+    """Everything of two GPUs, here; the next call has the checks' results in the record, and nothing left."""
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    code, printed, asked = run(tree, out, "eight.sh", MINUTES="30")
+    assert code == 0 and "left:" not in printed, printed
+    checks, *measured, _, fuzz = [words for words in asked if words[1] != "bench.measure.vllm_serving"]
+    assert after(checks, "--parts") == ["checks", "peers", "users"] and after(checks, "--ranks") == ["2"]
+    assert after(fuzz, "--parts") == ["fuzz"] and float(after(fuzz, "--fuzz-seconds")[0]) > 600
+    assert {words[0] for words in measured} == {"-m"} and asked[-1][1] == "bench.measure.vllm_serving"
+    assert run(tree, out, "eight.sh", MINUTES="30")[::2] == (0, [])
+
+
+def test_eight_names_what_it_has_no_time_for(tmp_path: Path) -> None:
+    code, printed, asked = run(tmp_path / "tree", tmp_path / "out", "eight.sh", MINUTES="1")
+    assert (code, asked) == (1, []) and printed.splitlines() == [
+        "left: checks", "left: measure", "left: fuzz", "left: vllm",
+    ]  # fmt: skip
 
 
 def script_of(words: list[str]) -> Path:
@@ -73,10 +172,8 @@ def has_options(words: list[str]) -> None:
 def test_checks_start_with_options_that_they_have(tmp_path: Path) -> None:
     """What run.sh gives to the driver, and that to the rest."""
     asked = dict(RANKS="2 8", ONLY="moe attention", MINUTES="3", FUZZ_SECONDS="5", FUZZ_CALLS="99", SEED="7")
-    done = run(tmp_path / "tree", tmp_path / "out", "run.sh", PARTS="checks bench fuzz", **asked)
-    assert done.returncode == 0, done.stdout + done.stderr
-    has_options((tmp_path / "out/bench.log").read_text().split())
-    words = (tmp_path / "out/asked").read_text().split()
+    code, printed, (words,) = run(tmp_path / "tree", tmp_path / "out", "run.sh", PARTS="checks fuzz", **asked)
+    assert code == 0, printed
     has_options(words)
     assert after(words, "--parts") == ["checks", "fuzz"] and after(words, "--ranks") == ["2", "8"]
     assert after(words, "--only") == ["moe", "attention"] and after(words, "--minutes") == ["3"]
@@ -110,12 +207,46 @@ def names_of_checks(world: weft.World) -> list[str]:
 
 
 def test_what_goes_elsewhere_is_kept_apart(tmp_path: Path) -> None:
-    out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles"
-    run(tmp_path / "tree", out)
+    out = tmp_path / "out"
+    run(tmp_path / "tree", out, PARTS="ops")
     assert [p.name for p in (out / "results").iterdir()] == ["matmul_all_reduce.jsonl"]  # what the report reads
     assert [p.name for p in (out / "tuning").iterdir()] == ["sweep.jsonl"]
-    assert [p.name for p in profiles.iterdir()] == ["132-x2.json"]
+
+
+def test_the_profile_is_used_while_the_rest_is_measured(tmp_path: Path) -> None:
+    """And src is left as it was, since its content names the version that was checked."""
+    out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles"
+    run(
+        tmp_path / "tree",
+        out,
+        PARTS="profile norm",
+        ENDS='bench.measure.norm cp -r src/weft/planner/profiles "$OUT/seen"',
+    )
+    assert [p.name for p in (out / "seen").iterdir()] == ["132-x2.json"] and not list(profiles.iterdir())
+
+
+def test_a_profile_in_part_replaces_none(tmp_path: Path) -> None:
+    tree, out, shipped = tmp_path / "tree", tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles/132-x2.json"
+    for path, text in ((shipped, "shipped"), (out / "profile/132-x2.json", "measured")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    used = 'bench.measure.norm cp src/weft/planner/profiles/132-x2.json "$OUT/used"'
+    for state, text in (("cut", "shipped"), ("done", "measured")):
+        (out / "state").mkdir(exist_ok=True)
+        (out / "state/profile").write_text(state)
+        (out / "state/norm").unlink(missing_ok=True)
+        run(tree, out, PARTS="norm", ENDS=used)
+        assert (out / "used").read_text() == text and shipped.read_text() == "shipped"
+
+
+def test_only_experts_see_the_libraries_beside_them(tmp_path: Path) -> None:
+    """vLLM's folder holds much besides vLLM."""
+    for part, module in (("moe", "moe_stragglers"), ("norm", "norm")):
+        ends = f'bench.measure.{module} echo "$PYTHONPATH" > "$OUT/{part}"'
+        run(tmp_path / "tree", tmp_path / "out", PARTS=part, ENDS=ends, AT_VLLM="/there/vllm", AT_QUACK="/there/quack")
+    assert "/there/quack/nvidia_cutlass_dsl/dsl_packages:/there/vllm" in (tmp_path / "out/moe").read_text()
+    assert "/there" not in (tmp_path / "out/norm").read_text()
 
 
 def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    assert run(tmp_path / "tree", tmp_path / "out", PARTS="norms").returncode == 1
+    assert run(tmp_path / "tree", tmp_path / "out", PARTS="norms")[0] == 1

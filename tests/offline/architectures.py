@@ -45,7 +45,7 @@ from tests.offline.test_offline import (
     to_ranks,
 )  # fmt: skip
 from weft import World
-from weft.architectures import capability_of, features
+from weft.architectures import FEATURES, capability_of, features
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.check.ptx import signals_not_by_thread_zero, signals_outside_first_warp
@@ -53,14 +53,7 @@ from weft.ops.tiles import with_architecture_tiles
 from weft.plans import Decomposed, OneShot, Sequential, Signaled, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 RECORD = Path(__file__).parents[1] / "architectures.json"
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_120")
-# Of an SM: KiB of shared memory and threads. CUDA C++ Programming Guide, "Technical specifications per compute capability".
-SMS = {80: (164, 2048), 86: (100, 1536), 89: (100, 1536), 100: (228, 2048), 103: (228, 2048), 120: (100, 1536)}
-NVLINK = (
-    80,
-    100,
-    103,
-)  # atomics in peers' memory, without which nothing is fused; sm_86 has it between two GPUs of some models
+TARGETS = tuple(f"sm_{capability}" for capability, can in FEATURES.items() if not can.wgmma)
 Fn = Callable[[World], Any]
 
 
@@ -83,12 +76,12 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
             if op != OPS[0]:
                 plans |= {"signaled": fit(Signaled()), "signaled, 16 CTAs": changed(fit(Signaled()), block_n=128)}
                 plans |= {"signaled by copies": replace(fit(Signaled()), ctas=4, copies=True)}
-            if capability in NVLINK:
+            if features(capability).nvlink:
                 plans |= {"fused": fit(FUSED[op]), "fused, second": fit(SECOND[op])}
             for kind, plan in plans.items():
                 if kind != "signaled by copies" or name in ("", ", bias float16"):  # of whole tiles
                     yield f"{op} {kind}{name}", Case(call(op, plan, **options), 8)
-    for op in OPS if capability in NVLINK else ():
+    for op in OPS if features(capability).nvlink else ():
         yield f"{op} fused, transposed weight", Case(call(op, fit(FUSED[op]), transposed=True), 2)
     for n, k, dtype in ((1024, 512, torch.bfloat16), (1032, 520, torch.float16)):
         plan = fit(Signaled())
@@ -109,18 +102,18 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
 
 def outcome(launch: Launch, k: Compiled, capability: int) -> list[str]:
     """What of the rules does not hold."""
-    kib, threads = SMS[capability]
+    gpu = features(capability)
+    kib, threads = gpu.shared_kib + 1, gpu.threads  # CUDA takes a KiB of each program
     programs, warps = -(-launch.grid // 132), launch.options["num_warps"]
     registers = -(-k.registers // 8) * 8
     gemm = (launch.kernel.__name__ in GEMMS and computes(launch)) or launch.kernel.__name__ in ALONE
-    cores = "tcgen05.mma" if capability in (100, 103) else "mma.sync"
     wrong = [f"spills {k.spills} bytes"] * (k.spills > 0) + [*k.warnings]
     if k.shared > features(capability).shared_kib << 10 or (k.shared and programs * (k.shared + 1024) > kib << 10):
         wrong.append(f"{programs} programs of {k.shared} bytes of shared memory")
     if programs * warps * 32 > threads or programs * warps * 32 * registers > 65536:
         wrong.append(f"{programs} programs of {warps * 32} threads with {registers} registers")
-    if (cores in k.ptx) != gemm or "wgmma" in k.ptx:
-        wrong.append(f"{cores}: {cores in k.ptx}, and the kernel is {'a' if gemm else 'no'} GEMM")
+    if (gpu.mma in k.ptx) != gemm or "wgmma" in k.ptx:
+        wrong.append(f"{gpu.mma}: {gpu.mma in k.ptx}, and the kernel is {'a' if gemm else 'no'} GEMM")
     if not features(capability).tma:
         wrong += [f"{text} is Hopper's" for text in ("cp.async.bulk", "fence.proxy.async", "multimem") if text in k.ptx]
         if gemm and "cp.async.cg.shared.global" not in k.ptx:
@@ -147,7 +140,7 @@ def over_sm_limits(kernels: list[tuple[Launch, Compiled]], capability: int) -> l
     pairs = [(a, b) for a in small for b in kernels if b not in small and b[0].kernel is a[0].kernel]
     shared = [a[1].shared + b[1].shared + 2048 for a, b in pairs]
     registers = [sum(-(-k.registers // 8) * 8 * 32 * launch.options["num_warps"] for launch, k in pair) for pair in pairs]  # fmt: skip
-    kib = SMS[capability][0]
+    kib = features(capability).shared_kib + 1
     return [f"{n} bytes beside each other on an SM" for n in shared if n > kib << 10] + [
         f"{n} registers beside each other on an SM" for n in registers if n > 65536
     ]

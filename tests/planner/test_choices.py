@@ -3,6 +3,7 @@ be more than 1% slower. Timings are replayed: a candidate takes what is stored o
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -60,10 +61,15 @@ def sweeps() -> Iterator[Sweep]:
     yield from newest.values()
 
 
+@functools.cache
+def planner_of(size: int) -> Any:
+    known = shipped(f"{GPU}-x{size}")
+    return auto.planner_of(known) if known else None
+
+
 def stub(size: int) -> Any:
     """As much of a World of H200s as the expected plan needs."""
-    known = shipped(f"{GPU}-x{size}")
-    planner = auto.planner_of(known) if known else None
+    planner = planner_of(size)
     backend = SimpleNamespace(name="cuda", limits_ctas=True, shares_gpu=False)
     messages: list[str] = []
     return SimpleNamespace(

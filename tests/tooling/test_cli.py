@@ -199,7 +199,7 @@ def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
 
 
 def test_check_fails_on_what_does_not_fit(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offline, "features", lambda capability: Features(shared_kib=0))
+    monkeypatch.setattr(offline, "features", lambda capability: Features("", shared_kib=0))
     result = weft("check", kernel(), "--seeds", 1, "--world", 2)
     assert result.exit_code == 1 and re.search(r"a program needs \d+ bytes of shared memory, of 0", result.output)
 
@@ -438,3 +438,27 @@ def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.Mo
 def test_doctor_offers_to_share_one_gpu() -> None:
     backend, why = doctor._verdict(1)
     assert backend == "cuda" and 'backend="shared"' in why and "WEFT_SHARE_GPU=1" in why
+
+
+def test_explain_and_simulate() -> None:
+    """A size that was measured with its time; no size, op or machine that there is not."""
+    scatter = ("explain", "matmul_reduce_scatter", "8192", "4096", "3584", "--machine", "nvidia-h200-x4")
+    result = weft(*scatter)
+    assert result.exit_code == 0
+    assert "in a CUDA graph: fused (pull_programs=64)\n  measured: 367.0 us, 1.43x as fast" in result.stdout
+    assert ", eager: " in weft(*scatter, "--eager").stdout
+    layer = ("simulate", "mlp", "8192,8192,28672", "4096,4096,14336", "--machine", "nvidia-h200-x4")
+    result = weft(*layer, "--gpus", "16")
+    assert result.exit_code == 0 and result.stdout.startswith("mlp on 16 GPUs, nodes of 8, 50 GB/s a GPU")
+    assert [line.split("  ")[1].strip() for line in result.stdout.splitlines()[2:]] == list(
+        ("8192 x 8192 x 28672", "4096 x 4096 x 14336")
+    )
+    for arguments, says in (
+        ((*scatter[:2], "0", *scatter[3:]), "M 0"),
+        (("explain", "nothing", *scatter[2:]), "not 'nothing'"),
+        ((*scatter[:-1], "nvidia-h900"), "nvidia-h900 is neither a file nor a profile"),
+        (("simulate", "mlp", "8192,8192", *layer[4:]), "8192,8192: a size is three whole numbers"),
+        ((*layer, "--gpus", "12"), "12 GPUs are not whole nodes of 8"),
+    ):
+        result = weft(*arguments)
+        assert result.exit_code == 1 and says in result.stdout, result.stdout

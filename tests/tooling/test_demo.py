@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
@@ -16,17 +17,17 @@ from rich.progress import Progress
 from torch.profiler import ProfilerActivity
 
 from weft import demo
+from weft.backends.barrier import barrier, wait_group, wait_word
 from weft.compute.elementwise import silu_mul
 from weft.compute.gemm import matmul
 from weft.compute.signaled_gemm import signaled_gemm
 from weft.demo import RankTimes, on_gpus, panels, staged
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm
 from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.span import Span
 from weft.trace import profile
 from weft.trace.picture import render
 from weft.trace.profile import recorded, spans_of
-from weft.trace.span import Span
-from weft.transport.barrier import barrier, wait_group, wait_word
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 from weft.transport.sums import sum_partials, sum_staged
 
@@ -261,3 +262,30 @@ def test_the_demo_on_gpus_writes_its_picture_if_anything_was_recorded(
     assert result.ok and (tmp_path / "demo.png").exists() == seen
     assert ("recorded nothing" in result.notes[0]) != seen
     assert "2487 us with cuBLAS + NCCL, 2231 us with weft, 2000 us without" in result.notes[-1]
+
+
+def test_the_emulated_layer_takes_the_profile_times_and_ends_earlier_with_weft(tmp_path: Path) -> None:
+    """Of sequential every stage takes its time alone; weft's collectives run beside its GEMMs."""
+    drawn: dict[str, list[Span]] = {}
+
+    def draw(panels: dict[str, list[Span]], path: Path, **_: object) -> None:
+        drawn.update(panels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "draw", draw)
+        notes = demo.compared(tmp_path / "picture.png")
+    before, after = drawn.values()
+    machine = demo.shipped(demo.PROFILE)
+    assert machine is not None
+    parts, (m, h, i) = demo.PartTimes(machine), demo.REAL
+    took = {s.name: s.end - s.start for s in before}
+    assert took["all-gather"] == pytest.approx(parts.latency("all_gather", 2 * m * h), rel=1e-6)
+    assert took["gate, up GEMM"] == pytest.approx(parts.gemm(m, 2 * i // 4, h), rel=1e-6)
+    assert took["reduce-scatter"] == pytest.approx(took["all-gather"])
+    lanes = lanes_of(before)
+    assert lanes == {"SMs": ["gate, up GEMM", "SiLU-mul", "down GEMM"], "link": ["all-gather", "reduce-scatter"]}
+    assert len(lanes_of(after)["SMs"]) == 2 * demo.EMULATED_RANKS + 2
+    busy = sum(s.end - s.start for s in after if s.track == "SMs")
+    end = max(s.end for s in after)
+    assert busy < end < 1.05 * busy < max(s.end for s in before), "the SMs hardly wait"
+    assert re.search(rf"{1 - end / max(s.end for s in before):.0%} earlier with weft", notes[1])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from bench.measure.moe_one_gpu import Size, ordered, stored
+from bench.measure.moe_stragglers import figures
 from bench.pages import moe_page, one_gpu_page
 
 SIZES = dict(N=1024, K=2048, E=8, top_k=2, commit="0123456789")  # 12.6 MB of weights an expert
@@ -94,3 +95,23 @@ def test_what_is_important_is_measured_before_the_rest(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert ordered(["a"], [8], [0.0, 1.0], [8])[-1] == Size("a", 8, 0.0, compiled=True)
     assert stored(tmp_path / "none.jsonl") == []
+
+
+def test_over_several_gpus_beside_what_people_would_pick(tmp_path: Path) -> None:
+    """A library that was not there has an empty cell, and the fastest of the others counts."""
+    for world, us in ((2, {"auto": 80.0}), (4, {"auto": 100.0, "vllm": 150.0, "library, eager": 400.0})):
+        (tmp_path / f"a-x{world}").mkdir()
+        rows = [dict(name="Mixtral-512", method=m, us=t, zipf=0.0, world=world, **SIZES) for m, t in us.items()]
+        (tmp_path / f"a-x{world}/moe.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    peers = moe_page.beside_peers(tmp_path)
+    assert peers.splitlines()[2:] == ["| a-x4 | Mixtral, 512 | 150 |  | 400 | 100 | **1.50x** | `01234567` |"]
+    assert moe_page.overlap_efficiency(tmp_path).splitlines()[-1] == "| Mixtral, 512 | 0.80 |"
+
+
+def test_stragglers_by_delay(tmp_path: Path) -> None:
+    """Calls of two ranks, each late in turn: 40 us to the last end, of which the rank in time has 30."""
+    row = dict(name="Mixtral-512", method="auto", delay=1.0, delay_us=20.0, **figures([(40.0, 30.0), (30.0, 40.0)] * 2))
+    assert row["us"] == row["p95_us"] == 40.0 and row["others_us"] == 30.0
+    (tmp_path / "a-x2").mkdir()
+    (tmp_path / "a-x2/moe_stragglers.jsonl").write_text(json.dumps(row))
+    assert "| a-x2 | Mixtral-512 | 1.0 | 20 | 40 / 40 |" in moe_page.stragglers(tmp_path)

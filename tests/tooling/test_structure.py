@@ -108,6 +108,25 @@ def test_circles_are_found(tmp_path: Path) -> None:
     assert structure.circles(modules, {("base", "left"): "why"}) == []
 
 
+def test_arrows_that_go_up_are_found(tmp_path: Path) -> None:
+    """Imports inside functions and for type checking count; a package stands where its highest layer is."""
+    low = "if TYPE_CHECKING:\n    from .mixed import above\ndef f():\n    from . import high\n"
+    inner = {"mixed/above": "from .. import low\n", "mixed/below": "from ..high import x\n"}
+    modules = planted(tmp_path, inner, low=low, high="from .mixed import above, below\n")
+    assert structure.arrows_up(modules, (("mixed.below",), ("low",), ("mixed",), ("high",))) == [
+        "low -> high: low imports high",
+        "low -> mixed: low imports mixed.above",
+        "mixed -> high: mixed.below imports high",
+    ]
+
+
+def test_comparisons_of_capabilities_are_found(tmp_path: Path) -> None:
+    base = "fast = world.capability >= 90\nsame = capability\nslow = x < HOPPER\nbulk = cuda_capability_geq(9)\n"
+    modules = planted(tmp_path, base=base, architectures="known = capability in FEATURES\n")
+    lines = [violation.split(":")[1] for violation in structure.decisions_by_capability(modules)]
+    assert lines == ["1", "3", "4"]
+
+
 def test_packages_are_told_from_what_is_in_them(tmp_path: Path) -> None:
     inner = {"top/__init__": "from . import a\nfrom .a import x\n", "top/a": "from .. import base\n"}
     modules = planted(tmp_path, inner, base="")

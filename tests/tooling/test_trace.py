@@ -15,9 +15,9 @@ import torch
 
 import weft
 from weft.backends.emulated import spmd
+from weft.span import Span
 from weft.trace.perfetto import events, write_json
 from weft.trace.picture import draw, render, stacked, waited
-from weft.trace.span import Span
 from weft.trace.tracks import lanes
 
 COPY = Span(1, "stream:copy", "pull", "copy", 0.0, 4.0)

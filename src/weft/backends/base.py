@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -31,27 +29,25 @@ from triton import JITFunction
 from ..architectures import HOPPER
 from ..chooser import Clock
 from ..errors import Mismatch, Unsupported
+from ..kernel_launch import Launch, Moved
+from ..lang.jit import Options
+from ..residency import Ledgers, Notes
 from ..scale import Scale
+from ..symmetric import Stream as Stream
+from ..symmetric import SymmetricTensor as SymmetricTensor
 from .library_gemm import multiply
 from .nodes import why_no_levels
-from .residency import Ledgers, Notes
-
-if TYPE_CHECKING:
-    from ..kernel_launch import Launch
 
 R = TypeVar("R")
 
 # Types that only the backend itself interprets.
-Stream: TypeAlias = Any  # torch.cuda.Stream, or the emulator's
 Event: TypeAlias = Any  # returned by `record`, for `wait_event`
 Communicator: TypeAlias = Any  # returned by `communicator`; None: the World's own
 
 Arguments = Mapping[str, object]  # the arguments of a launch, by the kernel's names
-Options = Mapping[str, int]  # the options of a launch, lang.jit.OPTIONS
 CallRecord = tuple[str, tuple[tuple[str, Hashable], ...]]  # the title and the fields of a call
 
 BETWEEN_CTAS = 8  # CTAs that a collective between nodes may take; kernels of a node's level leave it as many SMs
-VIEWS = 4096  # cached views of one symmetric tensor
 
 
 def timeout_seconds() -> float:
@@ -67,42 +63,6 @@ def timeout_seconds() -> float:
     return seconds
 
 
-@contextmanager
-def outlives_call() -> Iterator[None]:
-    """Make what a World keeps without the modes of the call that needs it first: torch refuses later writes, outside
-    inference mode, to tensors that were made in it."""
-    if not torch.is_inference_mode_enabled():
-        with torch.no_grad():
-            yield
-        return
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:  # the guard has restored what it found, but emulated ranks enter and leave modes of torch's dispatcher
-        for key in ("Python", "PythonTLSSnapshot"):
-            torch._C._dispatch_tls_set_dispatch_key_included(key, torch._C._len_torch_dispatch_stack() > 0)
-
-
-def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the sizes as a tuple; raise TypeError or ValueError where these are no shape or no dtype."""
-    try:
-        sizes = tuple(operator.index(size) for size in shape)
-    except TypeError:
-        raise TypeError(f"a shape is a sequence of integers, such as (16, 64), not {shape!r}") from None
-    if min(sizes, default=0) < 0:
-        raise ValueError(f"a shape has no negative sizes: {sizes}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"a dtype is one of torch's, such as torch.float32, not {dtype!r}")
-    return sizes
-
-
-def check_tensors(caller: str, *tensors: object) -> None:
-    """Raise TypeError for an object that is no tensor."""
-    for t in tensors:
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{caller}: tensors are needed, not {type(t).__name__}")
-
-
 def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the ranks' tensors, in the order of ranks; floating-point ones are summed in float32, rounded
     once."""
@@ -112,53 +72,6 @@ def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors[1:]:
         total = total + tensor.float()
     return total.to(tensors[0].dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class SymmetricTensor:
-    """Memory of one shape on every rank, addressable by all of them.
-
-    `local` is this rank's copy; `peers[r]` is rank r's copy as a tensor that this rank can read and write
-    (`peers[rank]` is `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for
-    kernels; `multicast` is the address that stands for all copies at once (NVLink multicast), 0 where there is none. It
-    is zero-filled at creation. A reference to any of the tensors keeps the memory alive.
-    """
-
-    local: torch.Tensor
-    peers: tuple[torch.Tensor, ...]
-    addresses: torch.Tensor
-    multicast: int = 0
-    _views: dict[tuple[tuple[int, ...], torch.dtype], SymmetricTensor] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """Return the bytes from byte `offset` on as another shape and dtype on every rank. A view at offset 0 is
-        cached, since eager calls ask for it each time."""
-        key = (tuple(shape), dtype)
-        if offset == 0 and key in self._views:
-            return self._views[key]
-        nbytes = math.prod(shape) * dtype.itemsize
-
-        def cut(t: torch.Tensor) -> torch.Tensor:
-            return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
-
-        multicast = self.multicast + offset if self.multicast else 0
-        with outlives_call():
-            peers = tuple(cut(p) for p in self.peers)
-            addresses = self.table(peers, offset)
-            view = replace(
-                self, local=cut(self.local), peers=peers, addresses=addresses, multicast=multicast, _views={}
-            )
-        if offset == 0:
-            if len(self._views) >= VIEWS:
-                self._views.clear()
-            self._views[key] = view
-        return view
-
-    def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
-        """Return the `addresses` of a view whose `peers` begin `offset` bytes further on."""
-        return self.addresses + offset if offset else self.addresses  # an addition is a launch
 
 
 class Backend(ABC):
@@ -259,6 +172,11 @@ class Backend(ABC):
     @abstractmethod
     def left_out(self) -> int:
         """Return the number of rows dropped for lack of room in all calls so far; as cheap to read as `check`."""
+
+    @abstractmethod
+    def left_out_by_rank(self) -> list[int]:
+        """Return these by the rank that dropped them: all of its own where it is this rank, those of this rank's tokens
+        where it is another."""
 
     def close(self) -> None:
         """Release what the backend holds."""
@@ -383,7 +301,7 @@ class Backend(ABC):
         rounds products before it adds them, however it is compiled."""
 
     @abstractmethod
-    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved]) -> None:
         """Run a prepared launch with the arguments that change from call to call, by name (`kernel_launch.Launch`)."""
 
     def note_launches(self) -> AbstractContextManager[Notes]:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,17 +31,17 @@ from triton import JITFunction
 from .. import architectures
 from ..chooser import cuda_clock
 from ..errors import Mismatch, Timeout, Unsupported
-from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
+from ..kernel_launch import Launch, Moved
+from ..lang.intrinsics import CALL, DIFFERS, GUARD_WORDS, NUMBER_BITS, RECORD_WORDS
+from ..lang.jit import Options
+from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
 from . import nodes, shared_gpu
-from .base import BETWEEN_CTAS, Arguments, Backend, CallRecord, Options, R, SymmetricTensor, timeout_seconds
+from .barrier import wait_word
+from .base import BETWEEN_CTAS, Arguments, Backend, CallRecord, R, SymmetricTensor, timeout_seconds
 from .launcher import Launcher, NotingLauncher, room_of
-from .residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
-
-if TYPE_CHECKING:
-    from ..kernel_launch import Launch
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 NCCL_CTAS = 64  # the most channels of a communicator, each of which has a CTA
@@ -64,9 +64,9 @@ class Record:
     a stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.host = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
+        self.host = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
         self.words = self.host.numpy().data  # reading an item of this buffer takes less host time than one of the array
-        self.guard = torch.zeros(16, dtype=torch.int64, device="cpu")
+        self.guard = torch.zeros(GUARD_WORDS, dtype=torch.int64, device="cpu")
         self.guard[0] = int(timeout_seconds() * 1e9)
         self.guard[2] = self.host.data_ptr()
         self.guard = self.guard.to(device)
@@ -138,6 +138,9 @@ class GpuBackend(Backend):
 
     def left_out(self) -> int:
         return int(self.record_words.words[6])
+
+    def left_out_by_rank(self) -> list[int]:
+        return list(self.record_words.words[7:])
 
     def waits_of_all_ranks(self, own_wait: str) -> list[str]:
         """Return the op that each rank's expired wait was in, by rank; "" where none is known. own_wait: that of this
@@ -221,7 +224,7 @@ class GpuBackend(Backend):
     ) -> None:
         self.launcher.launch(kernel, grid, args, options, stream)
 
-    def run_launch(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
+    def run_launch(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Moved]) -> None:
         self.launcher.run(launch, stream, moving)
 
     def note_launches(self) -> AbstractContextManager[Notes]:
@@ -254,9 +257,6 @@ class GpuBackend(Backend):
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self._wait_word is None:
-            from ..kernel_launch import Launch
-            from ..transport.barrier import wait_word
-
             self._wait_word = Launch(self, wait_word, 1, dict(num_warps=1), guard=self.guard())
         self._wait_word(stream, word=word, value=value)
 

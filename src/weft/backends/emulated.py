@@ -16,36 +16,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from triton import JITFunction
 
 from ..emulator import Machine, Report
 from ..emulator.streams import call_site, fresh
-from ..emulator.tasks import Arrival, EmulatedEvent, EmulatedStream
+from ..emulator.tasks import H200, Arrival, Costs, EmulatedEvent, EmulatedStream
 from ..errors import Mismatch, Unsupported, WeftError
+from ..kernel_launch import Launch, Moved
 from ..lang.host import check_copy
-from ..lang.jit import check_launch
+from ..lang.intrinsics import GUARD_WORDS
+from ..lang.jit import Options, check_launch
+from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
-from ..transport import barrier
+from ..symmetric import check_memory, check_tensors
+from . import barrier
 from .base import (
     Arguments,
     Backend,
     CallRecord,
-    Options,
     R,
     SymmetricTensor,
-    check_memory,
-    check_tensors,
     sum_in_order,
 )
 from .nodes import numbered, placed, spread
-from .residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 
 if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
-    from ..kernel_launch import Launch
 
 B = TypeVar("B", bound=Backend)
 ALIGN = 256
@@ -162,6 +161,9 @@ class EmulatedBackend(Backend):
     def left_out(self) -> int:
         return 0 if self._guard is None else int(self._guard[3])
 
+    def left_out_by_rank(self) -> list[int]:
+        return self.guard()[4:].tolist()
+
     def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
         seconds = self.size * (multiply_adds * MULTIPLY_ADD + math.prod(sizes[:2]) * ELEMENT)
         if self.rank or seconds < ANNOUNCED:
@@ -238,7 +240,7 @@ class EmulatedBackend(Backend):
 
     def guard(self) -> torch.Tensor:
         if self._guard is None:
-            self._guard = self.zeros((16,), torch.int64)
+            self._guard = self.zeros((GUARD_WORDS,), torch.int64)
         return self._guard
 
     # -- streams -----------------------------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ class EmulatedBackend(Backend):
     def note_launches(self) -> AbstractContextManager[Notes]:
         return self._noting.noting()
 
-    def run_launch(self, launch: Launch, stream: EmulatedStream, moving: Mapping[str, Any]) -> None:
+    def run_launch(self, launch: Launch, stream: EmulatedStream, moving: Mapping[str, Moved]) -> None:
         self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:
@@ -504,12 +506,21 @@ def spmd(
     nodes: int | Sequence[int] = 1,
     ahead: bool = False,
     ends_release: bool = False,
+    costs: Costs = H200,
 ) -> tuple[list[R], Report]:
     """Run `fn(backend)` as `size` ranks; return the results by rank, and the run's report. nodes: the number of nodes
     of equal size, or the number of ranks on each node. ahead: operators return before their streams are drained, as on
     a GPU, and torch operations come in the order of the current stream. ends_release: see Machine."""
     machine = Machine(
-        size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record, ahead=ahead
+        size,
+        seed=seed,
+        sm_count=sm_count,
+        races=races,
+        preempt=preempt,
+        mutation=mutation,
+        record=record,
+        ahead=ahead,
+        costs=costs,
     )
     machine.ends_release = ends_release
     machine.nodes = placed(nodes, size)

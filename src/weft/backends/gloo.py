@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,26 +22,25 @@ from torch.distributed.distributed_c10d import _get_default_group
 from triton import JITFunction
 
 from ..errors import Unsupported
+from ..kernel_launch import Launch, Moved
+from ..lang.intrinsics import GUARD_WORDS
+from ..lang.jit import Options
 from ..scale import SMALL, Scale
+from ..symmetric import check_memory
 from .base import (
     Arguments,
     Backend,
     CallRecord,
     Communicator,
     Event,
-    Options,
     R,
     Stream,
     SymmetricTensor,
-    check_memory,
     sum_in_order,
 )
 from .cuda import timeout_seconds
 from .messages import Messages
 from .nodes import host_name, numbered, spread, why_no_levels
-
-if TYPE_CHECKING:
-    from ..kernel_launch import Launch
 
 log = logging.getLogger("weft")
 RESIDENT = 4  # resident programs of a rank in the emulator: each costs a greenlet, and all share one processor
@@ -99,7 +97,7 @@ class GlooBackend(Backend):
         self.device = torch.device("cpu")
         self._messages = Messages(self.group, timeout_seconds())
         self.rank, self.size = self._messages.rank, self._messages.size
-        self._guard = torch.zeros(16, dtype=torch.int64, device="cpu")
+        self._guard = torch.zeros(GUARD_WORDS, dtype=torch.int64, device="cpu")
         self.nodes = numbered(self.exchange(host_name()))
         if self.rank == 0:
             _announce()
@@ -134,6 +132,9 @@ class GlooBackend(Backend):
 
     def left_out(self) -> int:
         return int(self._guard[3])
+
+    def left_out_by_rank(self) -> list[int]:
+        return self._guard[4:].tolist()
 
     def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
         calls = self.exchange(call)
@@ -188,7 +189,7 @@ class GlooBackend(Backend):
         with _emulating:
             emulated.spmd(host, 1, sm_count=RESIDENT, races=False, preempt=0.0)
 
-    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved]) -> None:
         self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:

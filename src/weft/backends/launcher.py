@@ -22,14 +22,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from ..errors import Unsupported
+from ..kernel_launch import Launch
 from ..lang.descriptors import for_gpu
-from .base import Arguments, Options
-from .residency import Noting, ResidentPrograms
+from ..lang.jit import Options
+from ..residency import Noting, ResidentPrograms
+from .base import Arguments
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
-    from ..kernel_launch import Launch
     from .cuda import GpuBackend
 
 

@@ -287,10 +287,10 @@ def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
 
 
 @functools.cache
-def scaled_products(recipe: str) -> dict[str, ScaledProduct]:
-    """Return the libraries' products for a recipe, by name. One that cannot run here is dropped when it is tried
+def scaled_products(scaling: Scaling) -> dict[str, ScaledProduct]:
+    """Return the libraries' products with such scales, by name. One that cannot run here is dropped when it is tried
     (`correct_names`)."""
-    if recipe != "block":
+    if not scaling.by_block:
         return {"torch": torch_scaled}
     products: dict[str, ScaledProduct] = {}
     if hasattr(torch.nn.functional, "scaled_mm") and hasattr(torch.ops.aten._scaled_mm_v2, "out"):

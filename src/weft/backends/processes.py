@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.multiprocessing as mp
@@ -18,14 +18,20 @@ from .shared_gpu import VARIABLE
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
-    from ..world import World
-
 R = TypeVar("R")
+
+
+class RankWorld(Protocol):
+    """What a process of one rank asks of its World."""
+
+    def synchronize(self) -> None: ...
+
+    def exchange(self, value: str, /) -> Sequence[str]: ...
 
 
 def _rank_main(
     rank: int,
-    init: Callable[[], World],
+    init: Callable[[], RankWorld],
     fn: Callable[..., object],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -51,7 +57,7 @@ def leave(queue: Queue[tuple[int, bytes]]) -> None:
     os._exit(0)
 
 
-def packed(result: object, world: World) -> bytes:
+def packed(result: object, world: RankWorld) -> bytes:
     """Return a rank's result as bytes, made here, so that an object that cannot be sent raises here: a queue would send
     handles of this process's memory. Raises Timeout where a wait of the rank has expired."""
     world.synchronize()
@@ -74,7 +80,7 @@ def check_gpus(size: int, share: bool) -> None:
 
 
 def spmd(
-    init: Callable[[], World],
+    init: Callable[[], RankWorld],
     fn: Callable[..., R],
     size: int,
     args: Sequence[Any],

@@ -28,6 +28,7 @@ from .offline import Compiled, compile_kernel, refusal, too_large
 from .ptx import broken_kernel_rules
 from .schedules import Exploration, explore
 
+TARGET = "weft_target_"  # begins the names of modules that are loaded from files
 Main = Callable[..., object]  # of a World, or of a rank and the number of ranks
 
 
@@ -51,17 +52,17 @@ def _load(target: str) -> Main:
     path, function = Path(name), function or "main"
     if not path.is_file():
         raise WeftError(f"{path}: no such file")
-    loaded = sum(module.startswith(f"weft_target_{path.stem}") for module in sys.modules)
+    loaded = sum(module.startswith(f"{TARGET}{path.stem}") for module in sys.modules)
     # A new module name for each load: ranks pickle the objects that a module defines by its name.
-    spec = importlib.util.spec_from_file_location(f"weft_target_{path.stem}{f'_{loaded}' if loaded else ''}", path)
+    spec = importlib.util.spec_from_file_location(f"{TARGET}{path.stem}{f'_{loaded}' if loaded else ''}", path)
     if spec is None or spec.loader is None:
         raise WeftError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
-    sys.path.insert(0, str(path.parent.resolve()))
     arguments, sys.argv = sys.argv, [str(path)]  # a file that parses arguments finds none
     try:
-        spec.loader.exec_module(module)
+        with _importing_beside(module.__name__):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:
         frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(e.__traceback__)]
         if isinstance(e, SyntaxError):  # the file has no frame yet
@@ -78,6 +79,20 @@ def _load(target: str) -> Main:
     return main
 
 
+@contextmanager
+def _importing_beside(module: str) -> Iterator[None]:
+    """Let imports find what lies beside the file of a loaded module, as in a script. The path is restored at the end:
+    other modules of this process, and processes that it starts, would import the folder's files in place of others
+    with their names."""
+    before = sys.path[:]
+    if module.startswith(TARGET):
+        sys.path.insert(0, str(Path(str(sys.modules[module].__file__)).parent.resolve()))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
 def takes_rank(main: Main) -> bool:
     """Return whether the function is called as torchrun would start it, main(rank, world_size), and not main(world)."""
     parameters = inspect.signature(main).parameters.values()
@@ -87,11 +102,12 @@ def takes_rank(main: Main) -> bool:
 @contextmanager
 def ranks_of(main: Main) -> Iterator[tuple[Callable[[EmulatedBackend], object], RunOptions]]:
     """Yield the function of one emulated rank's backend, and how the run simulates GPUs."""
-    if takes_rank(main):
-        with torch_ranks.patched():
-            yield torch_ranks.as_rank(main), RunOptions(sm_count=32, ends_release=True)
-    else:
-        yield _rank(main), RunOptions(sm_count=6, ends_release=False)
+    with _importing_beside(main.__module__):
+        if takes_rank(main):
+            with torch_ranks.patched():
+                yield torch_ranks.as_rank(main), RunOptions(sm_count=32, ends_release=True)
+        else:
+            yield _rank(main), RunOptions(sm_count=6, ends_release=False)
 
 
 def _rank(main: Main) -> Callable[[Backend], object]:

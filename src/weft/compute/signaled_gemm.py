@@ -12,7 +12,7 @@ section 4.2). If a group consists of whole rows of tiles, its rows in ordinary o
 A program adds to a group's counter once, for its last tile of the group, a few K steps into its next tile (gemm.py).
 Only then it reads which group comes next, because a look at a table in every tile is not free where K is short. The
 group is complete when all programs with a tile in it have added to the counter. The release has scope gpu, since only a
-kernel on a stream of this GPU waits for it (transport/barrier.py, wait_group), and the collective comes after that
+kernel on a stream of this GPU waits for it (backends/barrier.py, wait_group), and the collective comes after that
 kernel on the stream. The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
 
 On Hopper and later the kernel is one loop over the K steps of all tiles (FLAT). On older GPUs, which have ordinary

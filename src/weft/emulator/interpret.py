@@ -236,10 +236,11 @@ def to_float8(x: np.ndarray, kind: tl.dtype) -> np.ndarray:
 
 def _f32(h: TensorHandle) -> np.ndarray:
     """Return the numbers of a handle; one of bf16 or an 8-bit float has their bits."""
-    if h.dtype.scalar.is_fp8():
-        return torch.from_numpy(np.array(h.data)).view(_float8(h.dtype.scalar)).float().numpy()
-    if h.dtype.scalar is tl.bfloat16 or h.dtype.scalar == tl.bfloat16:
+    kind = h.dtype.scalar
+    if kind.name == "bf16":
         return (h.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if kind.is_fp8():
+        return torch.from_numpy(np.array(h.data)).view(_float8(kind)).float().numpy()
     return h.data
 
 
@@ -375,9 +376,13 @@ def _fast(name: str, slow: Function) -> Function:
     logic = name in ("__and__", "__or__")
     to_bool = name in _COMPARE or logic
     add = name in ("__add__", "__radd__")
+    sign = -1 if name == "__sub__" else int(add)  # of a pointer's offset
 
     def method(self: tl.tensor, other: object, **_: object) -> object:
         kind = type(other)
+        if kind is tl.constexpr:
+            other = other.value
+            kind = type(other)
         if self.type is tl.int32 and scalar is not None:
             if kind is tl.tensor:
                 if other.type is tl.int32:
@@ -397,13 +402,14 @@ def _fast(name: str, slow: Function) -> Function:
                 offset = other.handle.data.astype(np.uint64)
                 step = max(1, element.element_ty.primitive_bitwidth // 8)
                 return _tensor(self.handle.data + offset * np.uint64(step), element, self, other)
-        elif (
-            kind is int and element is tl.int32 and -(2**31) <= other < 2**31 or kind is float and element is tl.float32
+        elif kind is int and sign and type(element) is tl.pointer_type and -(2**31) < other < 2**31:
+            step = sign * max(1, element.element_ty.primitive_bitwidth // 8)
+            return _tensor(self.handle.data + np.uint64(other * step % 2**64), element, self)
+        elif not logic and (
+            (kind is int and (element is tl.int32 or element is tl.int64) and -(2**31) <= other < 2**31)
+            or (kind is float and element is tl.float32)
         ):
-            if not logic:
-                return _tensor(
-                    block(self.handle.data, _PLAIN[id(element)](other)), tl.int1 if to_bool else element, self
-                )
+            return _tensor(block(self.handle.data, _PLAIN[id(element)](other)), tl.int1 if to_bool else element, self)
         return slow(self, other)
 
     return method
@@ -411,9 +417,10 @@ def _fast(name: str, slow: Function) -> Function:
 
 def _tensor(data: np.ndarray, element: tl.dtype, *operands: tl.tensor) -> tl.tensor:
     """Return a tensor of the operands' broadcast shape."""
-    if all(t.type.is_block() is False for t in operands):
-        return tl.tensor(TensorHandle(data, element), element)
-    return tl.tensor(TensorHandle(data, element), tl.block_type(element, list(data.shape)))
+    for operand in operands:
+        if type(operand.type) is tl.block_type:
+            return tl.tensor(TensorHandle(data, element), _block_type(element, data.shape))
+    return tl.tensor(TensorHandle(data, element), element)
 
 
 # -- the builder -------------------------------------------------------------------------------------------------------
@@ -422,6 +429,7 @@ _ACQUIRE = ("ACQUIRE", "ACQUIRE_RELEASE")
 _RELEASE = ("RELEASE", "ACQUIRE_RELEASE")
 
 
+@functools.cache
 def _enum(x: object) -> str:
     return str(x).rsplit(".", 1)[-1]
 
@@ -698,17 +706,68 @@ def _plain(ptr: TensorHandle) -> TensorHandle:
 class _Semantic(stock.TritonSemantic):
     other_given = False  # whether the load that is being built has an `other`
 
+    # The methods below do what Triton's do; those that call super() do at once what kernels do most.
     def load(self, ptr: tl.tensor, mask: object, other: object, *rest: object) -> tl.tensor:
+        if (element := _pointed(ptr)) and rest[:-1] == _PLAIN_LOAD:
+            if mask is other is None:
+                return _tensor(hooks.load(ptr.handle.data, None, None, _np_dtype(element), rest[-1]), element, ptr)
+            if mask is not None and type(ptr.type) is tl.block_type:
+                ptr, mask = self.broadcast_impl_value(ptr, mask)
+                if other is not None and type(other.type) is tl.block_type:
+                    ptr, other = self.broadcast_impl_value(ptr, other)
+                fill = None if other is None else self.cast(other, element).handle.data
+                data = hooks.load(ptr.handle.data, mask.handle.data, fill, _np_dtype(element), rest[-1])
+                return _tensor(data, element, ptr)
         # Triton tests for an `other` by `if other`, which is false for one of one element that is 0.
         self.other_given = other is not None
         return super().load(ptr, mask, other, *rest)
+
+    def store(self, ptr: tl.tensor, val: tl.tensor, mask: tl.tensor | None, *rest: object) -> tl.tensor:
+        if (element := _pointed(ptr)) and rest == _PLAIN_STORE and not ptr.dtype.const:
+            if mask is not None and mask.dtype is tl.int1 and type(ptr.type) is tl.block_type:
+                mask = self.broadcast_impl_value(ptr, mask)[1]
+            if _fits_in(val, ptr) and (mask is None or mask.shape is ptr.shape):
+                val = self.cast(val, element)
+                hooks.store(ptr.handle.data, val.handle.data, None if mask is None else mask.handle.data)
+                return tl.tensor(None, tl.void)
+        return super().store(ptr, val, mask, *rest)
 
     def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
         # To Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold one.
         return super().to_tensor(plain(x), check_type)
 
+    def broadcast_impl_value(self, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        if lhs.shape is rhs.shape:  # tensors of one shape share it
+            return lhs, rhs
+        a, b = lhs.handle.data, rhs.handle.data
+        if a.ndim == b.ndim or type(lhs.type) is not type(rhs.type):
+            try:
+                shape = np.broadcast(a, b).shape
+                return _broadcast(lhs, shape), _broadcast(rhs, shape)
+            except ValueError:
+                pass  # Triton's own has a message for it
+        return super().broadcast_impl_value(lhs, rhs)
+
+    def broadcast_impl_shape(self, input: tl.tensor, shape: Sequence[int]) -> tl.tensor:
+        if list(input.handle.data.shape) == list(shape) and type(input.type) is tl.block_type:
+            return input
+        return super().broadcast_impl_shape(input, shape)
+
+    def where(self, condition: tl.tensor, x: object, y: object) -> tl.tensor:
+        tensors = [t for t in (x, y) if type(t) is tl.tensor]
+        if condition.dtype is tl.int1 and tensors:
+            kind = tensors[0].dtype
+            a, b = _operand(x, kind), _operand(y, kind)
+            if a is not None and b is not None:
+                return _tensor(np.where(condition.handle.data, a, b), kind, condition, *tensors)
+        return super().where(condition, x, y)
+
     def cast(self, input: tl.tensor, dst_ty: tl.dtype, *rest: object) -> tl.tensor:
-        kind = input.type.scalar
+        kind = input.dtype
+        if kind is dst_ty:
+            return input
+        if id(kind) in _NUMBERS and id(dst_ty) in _NUMBERS and not any(rest):
+            return _tensor(builder.cast_impl(input.handle, dst_ty).data, dst_ty, input)
         if type(dst_ty) is tl.pointer_type and not kind.is_ptr() and kind not in (tl.int64, tl.uint64):
             raise TypeError(
                 f"{kind} is no address of a rank's memory: kernels get those as SymmetricTensor.addresses, "
@@ -717,6 +776,36 @@ class _Semantic(stock.TritonSemantic):
         return super().cast(input, dst_ty, *rest)
 
 
+def _broadcast(tensor: tl.tensor, shape: tuple[int, ...]) -> tl.tensor:
+    handle = tensor.handle
+    if handle.data.shape == shape and type(tensor.type) is tl.block_type:
+        return tensor
+    data = np.broadcast_to(handle.data, shape)
+    return tl.tensor(TensorHandle(data, handle.dtype), _block_type(tensor.dtype, shape))
+
+
+def _pointed(ptr: object) -> tl.dtype | None:
+    """Return the type of the number that a tensor of pointers leads to; None for what Triton's own has to look at."""
+    element = getattr(ptr.dtype, "element_ty", None) if type(ptr) is tl.tensor else None
+    return element if type(element) is tl.dtype and element is not tl.int1 else None
+
+
+def _fits_in(value: tl.tensor, ptr: tl.tensor) -> bool:
+    """Return whether a value is stored to each pointer, or to all of a block."""
+    return value.shape is ptr.shape or (type(ptr.type) is tl.block_type and type(value.type) is not tl.block_type)
+
+
+def _operand(x: object, kind: tl.dtype) -> object:
+    """Return the numbers of an operand whose type is `kind` or, for a constant, becomes it; None for another."""
+    if type(x) is tl.tensor:
+        return x.handle.data if x.dtype is kind else None
+    if (type(x) is int and kind is tl.int32 and -(2**31) <= x < 2**31) or (type(x) is float and kind is tl.float32):
+        return _PLAIN[id(kind)](x)
+    return None
+
+
+_PLAIN_LOAD, _PLAIN_STORE = ((), "", "", ""), ((), "", "")  # no boundary check, padding or cache hints
+_NUMBERS = {id(kind) for kind in (tl.int32, tl.int64, tl.float32, tl.float16, tl.bfloat16)}
 builder = Builder()
 semantic = _Semantic(builder)
 
@@ -879,12 +968,14 @@ def _builtin(member: Function, title: str) -> Function:
     """Return the interpreted form of a function of the language. Where the emulator has none, what is raised names it
     by its title."""
 
+    body = getattr(member, "__wrapped__", member)  # without the check that it is called in a kernel
+
     def call(*args: object, **kwargs: object) -> object:
         if ThreadTensor.exist:
             refuse_thread_values(*args, *kwargs.values())
         kwargs["_semantic"] = semantic
         try:
-            return member(*args, **kwargs)
+            return body(*args, **kwargs)
         except (NotImplementedError, Unsupported) as error:
             if isinstance(error, Unsupported) and not title.startswith("tl.extra."):  # which is inline PTX itself
                 raise
@@ -996,8 +1087,7 @@ _shapes: dict[tuple[int, ...], tuple[tl.core.tuple, tl.constexpr]] = {}
 def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
     self.handle = handle
     self.type = type
-    self.dtype = type.scalar
-    key = tuple(type.shape) if type.is_block() else ()
+    self.dtype, key = (type.element_ty, type.sizes) if type.__class__ is tl.block_type else (type.scalar, ())
     shape_and_numel = _shapes.get(key)
     if shape_and_numel is None:
         shape_and_numel = tl.core.tuple([tl.constexpr(s) for s in key]), tl.constexpr(int(np.prod(key, dtype=np.int64)))
@@ -1005,28 +1095,58 @@ def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
     self.shape, self.numel = shape_and_numel
 
 
-_block_types: dict[tuple[Hashable, tuple[int, ...]], dict[str, object]] = {}
+def _handle_init(self: TensorHandle, data: np.ndarray, dtype: tl.dtype) -> None:
+    """Do what Triton's `__init__` does, without its check of the array's item size."""
+    self.data, self.dtype, self.attr = data, dtype, {}
+
+
+_block_types: dict[tuple[Hashable, tuple[int, ...]], tl.block_type] = {}
+
+
+def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
+    """Return the block type from a cache by element type and shape, with the shape as Python's tuple in `sizes`."""
+    key: tuple[Hashable, tuple[int, ...]] = (id(element), shape)
+    if type(element) is tl.pointer_type:
+        key = ((id(element.element_ty), element.address_space, element.const), shape)
+    known = _block_types.get(key)
+    if known is None:
+        known = object.__new__(tl.block_type)
+        _stock_block_type(known, element, list(shape))
+        known.sizes = shape
+        _block_types[key] = known  # holds the element type, so its id stays its own
+    return known
 
 
 def _block_type_init(self: tl.block_type, element_ty: tl.dtype, shape: Sequence[Scalar]) -> None:
-    """Do what Triton's `__init__` does, with its results cached by element type and shape."""
-    element: Hashable = id(element_ty)
-    if type(element_ty) is tl.pointer_type:
-        element = (id(element_ty.element_ty), element_ty.address_space, element_ty.const)
-    key = (element, tuple([plain(n) for n in shape]))
-    known = _block_types.get(key)
-    if known is None:
-        _stock_block_type(self, element_ty, shape)
-        _block_types[key] = dict(self.__dict__)  # holds the element type, so its id stays its own
-    else:
-        self.__dict__.update(known)
+    self.__dict__.update(_block_type(element_ty, tuple([plain(n) for n in shape])).__dict__)
 
 
 _stock_block_type = tl.block_type.__init__
+_stock_tuple_eq = tl.core.tuple.__eq__
+_SAME = tl.constexpr(True)
+_WHOLE = slice(None)
 
 
-def _post_init(self: TensorHandle) -> None:
-    """Do nothing, in place of Triton's check of every array's item size."""
+def _tuple_eq(self: tl.core.tuple, other: object) -> tl.constexpr:
+    return _SAME if self is other else _stock_tuple_eq(self, other)
+
+
+def _getitem(self: tl.tensor, slices: object) -> tl.tensor:
+    """Return the tensor with new axes, at once for the usual index of a block."""
+    if type(self.type) is tl.block_type and type(slices) is tuple and all(s is None or s == _WHOLE for s in slices):
+        if len(slices) - slices.count(None) <= self.handle.data.ndim:
+            return _tensor(self.handle.data[slices], self.dtype, self)
+    return _stock_getitem(self, slices)
+
+
+def _to(self: tl.tensor, dtype: tl.dtype, *rest: object, **options: object) -> tl.tensor:
+    if rest or options or type(dtype) is not tl.dtype:
+        return _stock_to(self, dtype, *rest, **options)
+    return semantic.cast(self, dtype)
+
+
+_stock_getitem = _builtin(tl.core.tensor.__getitem__, "tl.tensor.__getitem__")
+_stock_to = _builtin(tl.core.tensor.to, "tl.tensor.to")
 
 
 Change = tuple[object, str, object]  # object, attribute, value
@@ -1082,7 +1202,10 @@ def _changes() -> list[Change]:
         scope.set_attr(tl.core.tensor, name, _fast(name, _builtin(vars(tl.core.tensor)[name], f"tl.tensor.{name}")))
     scope.set_attr(tl.core.tensor, "__init__", _tensor_init)
     scope.set_attr(tl.core.block_type, "__init__", _block_type_init)
-    scope.set_attr(TensorHandle, "__post_init__", _post_init)
+    scope.set_attr(tl.core.tensor, "__getitem__", _getitem)
+    scope.set_attr(tl.core.tensor, "to", _to)
+    scope.set_attr(tl.core.tuple, "__eq__", _tuple_eq)
+    scope.set_attr(TensorHandle, "__init__", _handle_init)
     scope.set_attr(stock, "_get_np_dtype", _np_dtype)
     scope.set_attr(JITFunction, "__call__", _call)
     scope.set_attr(JITFunction, "__getitem__", _launch)
@@ -1099,7 +1222,7 @@ def patched(programs: Programs) -> Iterator[None]:
         raise RuntimeError("an emulated run is already going on in this process")
     undo: list[Change] = []
     nothing = SimpleNamespace()
-    hooks = programs
+    hooks, ThreadTensor.exist = programs, False
     try:
         for obj, name, value in _changes():
             undo.append((obj, name, vars(obj).get(name, nothing)))

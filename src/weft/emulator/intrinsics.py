@@ -52,9 +52,10 @@ def _signed(word: int) -> int:
     return (word + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def count_lost(guard: tl.tensor, rows: tl.tensor) -> None:
+def count_lost(guard: tl.tensor, rank: Scalar, rows: tl.tensor) -> None:
     if as_int(rows) > 0:
-        tl.atomic_add(guard + 3, rows.to(tl.int64), sem="relaxed", scope="gpu")
+        for word in (4 + as_int(rank), 3):
+            tl.atomic_add(guard + word, rows.to(tl.int64), sem="relaxed", scope="gpu")
 
 
 def flush_stores(BULK: Constant = True) -> None:

@@ -33,10 +33,10 @@ import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from ..backends.residency import Ledgers
 from ..errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Unsupported
 from ..lang.channel import CALLS, DONE
-from ..trace.span import Span
+from ..residency import Ledgers
+from ..span import Span
 from . import deadlock, interpret
 from .bounds import Extent, PointerBounds
 from .host import HostThread
@@ -56,7 +56,22 @@ from .memory import (
 )
 from .programs import Programs
 from .streams import Streams
-from .tasks import Collective, KernelRun, Owner, Poll, Report, SourceSite, Task, Update, Wait, merged, place, reached
+from .tasks import (
+    H200,
+    Collective,
+    Costs,
+    KernelRun,
+    Owner,
+    Poll,
+    Report,
+    SourceSite,
+    Task,
+    Update,
+    Wait,
+    merged,
+    place,
+    reached,
+)
 from .torch_order import OrderWhileBusy, in_stream_order
 
 if TYPE_CHECKING:
@@ -92,13 +107,13 @@ class Machine:
         mutation: Mutation | None = None,
         record: bool = False,
         ahead: bool = False,
+        costs: Costs = H200,
     ) -> None:
         """Make the machine of a run. ahead: host code runs ahead of its streams, as on a GPU (torch_order.py)."""
         self.nodes: tuple[int, ...] = (0,) * size  # the number of each rank's node, by rank
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
-        self.mutation, self.record, self.ahead = mutation, record, ahead
-        self.rng = random.Random(seed)
-        self.mode = MODES[seed % len(MODES)]
+        self.mutation, self.record, self.ahead, self.costs = mutation, record, ahead, costs
+        self.rng, self.mode = random.Random(seed), MODES[seed % len(MODES)]
         self.memory = Memory(self, races)
         self.bounds = PointerBounds()
         self.races = races
@@ -244,6 +259,7 @@ class Machine:
         self.closing = True
         for task in self.tasks:
             if task.greenlet is not None and task.greenlet and not task.greenlet.dead:
+                self.current = task  # whose host code, as it ends, may make calls: they are its own rank's
                 task.greenlet.throw(GreenletExit)
         self.streams.clear()
         self.report.host_sites = sorted(self.seen_sites)

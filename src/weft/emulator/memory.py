@@ -14,7 +14,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +47,7 @@ def verb(kind: int) -> str:
 Stamp = tuple[int, int, int, int]  # agent, tick, kind of access, site
 
 
-@dataclass(frozen=True)
-class AccessState:
+class AccessState(NamedTuple):
     """The history of an element. `write`: the last ordinary write; `reads`: unordered reads since; `atoms`: unordered
     atomics since."""
 
@@ -235,7 +234,7 @@ class Memory:
         if not self.races:
             return
         first_state = block.item(0)
-        if block.size == 1 or (block == first_state).all():
+        if block.size == 1 or np.count_nonzero(block == first_state) == block.size:
             states = (first_state,)
         else:
             states = np.unique(block).tolist()

@@ -30,7 +30,7 @@ from .memory import (
     extent,
 )
 from .ran import Function
-from .tasks import FLOPS, Poll, Task, merged
+from .tasks import Poll, Task, merged
 from .threads import AccessedBlock, moved
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Programs:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self.before: set[int] = set()  # sites of loads before a wait
         self.bodies: dict[Function, Function] = {}  # keyed by the Python function: a JITFunction hashes its source
 
     @property
@@ -89,8 +90,10 @@ class Programs:
 
     def _not_yet_waited(self) -> None:
         """Note a load that comes before the program's first wait."""
-        if not self.machine.current.acquired:
-            self.machine.report.ran.before.add(tuple(frame[:2] for frame in interpret.where()))
+        machine = self.machine
+        if not machine.current.acquired and (site := machine.site()) not in self.before:
+            self.before.add(site)
+            machine.report.ran.before.add(tuple(frame[:2] for frame in machine.sites[site]))
 
     def load(
         self,
@@ -127,7 +130,7 @@ class Programs:
                     out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls, whole)
                 return out
         size = dtype.itemsize
-        task.time += ptrs.size * size / 1000
+        task.time += ptrs.size * size * self.machine.costs.byte
         block = self._block(ptrs, size, kind)
         if block is None:
             out = np.empty(ptrs.shape, dtype)
@@ -164,7 +167,7 @@ class Programs:
                 if ptrs.size == 0:
                     return
         size = value.dtype.itemsize
-        self.machine.current.time += ptrs.size * size / 1000
+        self.machine.current.time += ptrs.size * size * self.machine.costs.byte
         block = self._block(ptrs, size, kind)
         if block is None:
             self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel(), kind, whole)
@@ -296,7 +299,7 @@ class Programs:
         lo, hi, start = lo - number, hi - number, start - number - region.base
         if self.machine.races:
             self.machine.touch(region, region.shadow(start, tuple(shape), tuple(strides), size), kind)
-        self.machine.current.time += math.prod(shape) * size / 1000
+        self.machine.current.time += math.prod(shape) * size * self.machine.costs.byte
         return tuple(inner), lo, hi, region, np.ndarray(shape, dtype, region.bytes, start, strides)
 
     def bulk_load(self, desc: interpret.Desc, offsets: list[int]) -> np.ndarray:
@@ -340,7 +343,7 @@ class Programs:
         size = dtype.itemsize
         flat = ptrs.ravel() if mask is None else ptrs[np.broadcast_to(mask, ptrs.shape)]
         addresses = [self._address(int(a), ATOMIC_WRITE, size) for a in flat.ravel()]
-        task.time += len(addresses) * size / 1000
+        task.time += len(addresses) * size * self.machine.costs.byte
         how = (BY_MANY_THREADS if ptrs.size > 1 else 0) | SCOPES[scope]
         before = [ctypes.string_at(a, size) for a in addresses]
         result = do()
@@ -425,7 +428,7 @@ class Programs:
         machine, task, near = self.machine, self.machine.current, scope == "CTA"
         machine.pause()
         address = self._address(pointer, ATOMIC_READ if new is None else ATOMIC_WRITE, size)
-        task.time += size / 1000
+        task.time += size * self.machine.costs.byte
         before = int.from_bytes(ctypes.string_at(address, size), "little")
         after = before if new is None else new(before)
         changes = store or after != before
@@ -498,7 +501,7 @@ class Programs:
 
     def worked(self, flops: float) -> None:
         """Add the time of so many FLOPs to the program's virtual time."""
-        self.machine.current.time += flops * FLOPS
+        self.machine.current.time += flops * self.machine.costs.flop
 
     def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
         """Block until the word at a pointer has reached `target`, then acquire; return its value."""
@@ -524,8 +527,9 @@ class Programs:
 def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
     """Return the value of a load where its mask is off: `other`, or without it the poison that a GPU may have left
     there."""
-    value = np.resize(POISON, dtype.itemsize).view(dtype) if value is None else value
-    return np.array(np.broadcast_to(value, shape))
+    out = np.empty(shape, dtype)
+    out[...] = np.resize(POISON, dtype.itemsize).view(dtype) if value is None else value
+    return out
 
 
 def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
@@ -545,7 +549,7 @@ def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
         strides.append(step)
         part = _steps(n, step).reshape(tuple(n if i == axis else 1 for i in range(ptrs.ndim)))
         total = part if total is None else total + part
-    if total is None or not (signed - start == total).all():
+    if total is None or np.count_nonzero(signed - start != total):
         return None
     return tuple(strides)
 
@@ -570,20 +574,16 @@ def _steps(n: int, step: int) -> np.ndarray:
     return offsets
 
 
-def sub_block(ptrs: np.ndarray, mask: Mask) -> Literal[True] | Box | None:
+def sub_block(ptrs: np.ndarray, mask: np.ndarray) -> Literal[True] | Box | None:
     """Return True where the mask is all set, slices where it is a leading box, None otherwise."""
-    mask = np.asarray(mask)
-    if mask.all():
+    if np.count_nonzero(mask) == mask.size:
         return True
     if mask.shape != ptrs.shape:
         mask = np.broadcast_to(mask, ptrs.shape)
     lengths = []
     for axis in range(mask.ndim):
-        other_axes = tuple(i for i in range(mask.ndim) if i != axis)
-        line = mask.any(axis=other_axes) if other_axes else mask
-        n = int(line.sum())
-        lengths.append(n)
-    box = tuple(slice(0, n) for n in lengths)
-    if int(np.prod(lengths)) == int(mask.sum()) and mask[box].all():
-        return box
-    return None
+        other_axes = tuple([i for i in range(mask.ndim) if i != axis])
+        lengths.append(np.count_nonzero(mask.any(axis=other_axes) if other_axes else mask))
+    box = tuple([slice(0, n) for n in lengths])
+    on = math.prod(lengths)
+    return box if on == np.count_nonzero(mask) == np.count_nonzero(mask[box]) else None

@@ -31,8 +31,6 @@ from . import interpret, memory
 from .memory import ATOMIC_WRITE, MAYBE_UNWRITTEN, READ, WRITE, extent
 from .ran import Function
 from .tasks import (
-    FLOPS,
-    LINK,
     Arrival,
     Collective,
     CountedWrites,
@@ -61,6 +59,7 @@ class Streams:
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
         # For each rank, the time since which each free SM has been free.
         self.free = [[0.0] * machine.sm_count for _ in range(size)]
+        self.calls_end = [0.0] * size  # when the last library call of each rank ended
         self.resident: list[list[Task]] = [[] for _ in range(size)]
         self.waiting_for_sm: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free SM
         self.current: list[EmulatedStream | None] = [None] * size  # of each rank; None: the main stream
@@ -413,6 +412,11 @@ class Streams:
             lo, hi, _ = extent(tensor.data_ptr(), tensor.shape, [s * size for s in tensor.stride()], size)
             self.machine.range_changed(lo, hi, self.machine.region(lo, hi, WRITE))
 
+    def _rank_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the rank whose memory has a tensor, or None for memory that is not tracked."""
+        region = self.machine.memory.find(tensor.data_ptr(), tensor.data_ptr() + 1)
+        return None if region is None else region.rank
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:
         """Enqueue a copy, in up to four chunks, between which other tasks may run."""
         self.track("", dst, stream.rank)
@@ -420,8 +424,9 @@ class Streams:
         counted = CountedWrites([dst])
 
         def do() -> None:
-            task = stream.task
-            start = task.time
+            task, costs = stream.task, self.machine.costs
+            start, local = task.time, self._rank_of(dst) == self._rank_of(src)
+            per_byte = costs.product(0, 2, self.machine.sm_count) if local else costs.link
             count = min(4, dst.shape[0]) if dst.ndim else 1
             chunks = [(dst, src)]
             if count > 1:
@@ -432,7 +437,7 @@ class Streams:
                 self.access_all(dst_chunk, WRITE)
                 with counted.kept():
                     dst_chunk.copy_(src_chunk)
-                task.time += dst_chunk.numel() * dst_chunk.element_size() * LINK
+                task.time += nbytes_of(dst_chunk) * per_byte
                 self.changed(dst_chunk)
             self.machine.span(task, "copy", "copy", start)
 
@@ -464,7 +469,8 @@ class Streams:
             for t in writes:
                 self.access_all(t, WRITE)
                 self.changed(t)
-            task.time += _call_time(reads, writes, self.machine.sm_count)
+            start = task.time = max(start, self.calls_end[stream.rank])  # a call has all SMs
+            self.calls_end[stream.rank] = task.time = start + self._call_time(reads, writes)
             self.machine.pause()
             self.machine.span(task, name, "call", start)
 
@@ -498,6 +504,14 @@ class Streams:
             self.machine.await_word(word.data_ptr(), int(value.item()), -1, -1, True)
 
         self.enqueue(stream, "wait", do)
+
+    def _call_time(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> float:
+        """Return the virtual time of a library call: by its bytes, or by its FLOPs where the sizes are those of a
+        matrix product (|A| |B| |C| = (M N K)^2)."""
+        product = len(reads) >= 2 and len(writes) > 0
+        flops = 2 * (reads[0].numel() * reads[1].numel() * writes[0].numel()) ** 0.5 if product else 0.0
+        nbytes = sum(map(nbytes_of, (*reads, *writes)))
+        return self.machine.costs.product(flops, nbytes, self.machine.sm_count)
 
     def collective(
         self,
@@ -568,7 +582,7 @@ class Streams:
             arrival.task.advance()
             for r in arrival.sources:
                 arrival.task.join(clocks[r])
-            end += self._access_tensors(arrival)
+            end = max(end, begun + self._access_tensors(kind, arrival))
         if work is not None:
             with ExitStack() as kept:
                 for arrival in arrivals:
@@ -585,8 +599,9 @@ class Streams:
         for waiting in collective.next:
             self.machine.wake(waiting)
 
-    def _access_tensors(self, arrival: Arrival) -> float:
-        """Record a rank's reads and writes in a collective; return the time that they take."""
+    def _access_tensors(self, collective: str, arrival: Arrival) -> float:
+        """Record a rank's reads and writes in a collective; return the time in which they cross its link, in each
+        direction."""
         previous, self.machine.current = self.machine.current, arrival.task
         try:
             for kind, tensors in ((READ, arrival.reads), (WRITE, arrival.writes)):
@@ -594,7 +609,9 @@ class Streams:
                     self.access_all(t, kind)
         finally:
             self.machine.current = previous
-        return sum(t.numel() * t.element_size() for t in (*arrival.reads, *arrival.writes)) * LINK
+        sent, received = (sum(map(nbytes_of, tensors)) for tensors in (arrival.reads, arrival.writes))
+        others = 1 - 1 / max(1, len(arrival.sources))
+        return (2 if collective == "all_reduce" else 1) * others * max(sent, received) * self.machine.costs.link
 
     def exchange(self, rank: int, obj: R, among: WorldRanks) -> list[R]:
         """All-gather an object on the hosts of the ranks `among`, of which `rank` is one."""
@@ -668,14 +685,8 @@ def call_site() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def _call_time(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], sms: int) -> float:
-    """Return the virtual time of a library call: by its bytes, or by its FLOPs where the sizes are those of a matrix
-    product (|A| |B| |C| = (M N K)^2)."""
-    nbytes = sum(t.numel() * t.element_size() for t in (*reads, *writes))
-    out = nbytes / 1000 / sms
-    if len(reads) >= 2 and writes:
-        out = max(out, 2 * (reads[0].numel() * reads[1].numel() * writes[0].numel()) ** 0.5 * FLOPS / sms)
-    return out
+def nbytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def fresh(nbytes: int, alignment: int, poison: bool) -> tuple[torch.Tensor, int]:

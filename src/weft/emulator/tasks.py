@@ -13,7 +13,7 @@ import torch
 from greenlet import greenlet
 from triton import JITFunction
 
-from ..trace.span import Span
+from ..span import Span
 from .host import HostThread
 from .ran import Function, Ran
 
@@ -22,9 +22,28 @@ if TYPE_CHECKING:
     from .memory import Region
     from .threads import AccessedBlock
 
-# Virtual time: 1 is the time in which one SM touches 1 kB. The other two constants are in proportion to that, for an
-# H200 (690 TFLOP/s on 132 SMs, 330 GB/s a link, about 80 GB/s an SM).
-FLOPS, LINK = 1 / 65_000, 0.25e-3
+
+@dataclass(frozen=True)
+class Costs:
+    """The virtual time that work takes. flop: one floating-point operation of a program; byte: one byte that a program
+    reads or writes; link: one byte that a copy engine or a collective brings to a rank. unit: in words.
+
+    By default 1 is the time in which one SM touches 1 kB, and the rest is in proportion to that, for an H200 (690
+    TFLOP/s on 132 SMs, 330 GB/s a link, about 80 GB/s an SM).
+    """
+
+    flop: float = 1 / 65_000
+    byte: float = 1e-3
+    link: float = 0.25e-3
+    unit: str = "virtual time (1 = one SM touches 1 kB)"
+
+    def product(self, flops: float, nbytes: float, sms: int) -> float:
+        """Return the time of a library call on all SMs."""
+        return max(flops * self.flop, nbytes * self.byte) / sms
+
+
+H200 = Costs()
+
 
 SourceSite = tuple[tuple[str, int, str], ...]
 

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from ..backends.gloo import serves
 from ..launch import init
-from ..nn.scaled import ProductKeywords
+from ..nn.scaled import Activation, ProductKeywords
 from ..ops.all_gather_matmul.op import ALL_GATHER_MATMUL, all_gather_matmul, all_gather_matmul_with_gathered
 from ..ops.matmul_reduce.op import MATMUL_REDUCE_SCATTER, matmul_reduce_scatter
 from ..ops.product import matmul
@@ -107,53 +107,83 @@ class AsyncTP:
         return "\n".join(lines) or "none of torch's fused operators was called"
 
 
-class ScaledWeight(NamedTuple):
-    """A weight [K, N] in e4m3 with its scale, and the bias, dtype and accumulation of its product with x."""
+class Factor(NamedTuple):
+    """A weight [K, N], and the bias of its product with x. A weight in e4m3 has scales, and its product a dtype and a
+    way of accumulation."""
 
     weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype | None
-    fast_accum: bool
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+    dtype: torch.dtype | None = None
+    fast_accum: bool = False
+
+    def arguments(self, x: Activation) -> tuple[Activation, Activation, Tensor | None]:
+        """Return the operands of the product, scaled as x is."""
+        weight = self.weight.t()
+        if self.scales is None or not isinstance(x, ScaledTensor):
+            return x, weight, self.bias
+        return x, x._replace(values=weight, scales=self.scales), self.bias
+
+    @property
+    def options(self) -> ProductKeywords:
+        return ProductKeywords(out_dtype=self.dtype, use_fast_accum=self.fast_accum)
 
 
 # -- the operators -----------------------------------------------------------------------------------------------------
+def rows_of(front: Tensor, scales: Tensor | None) -> Activation:
+    """Return the rows of front [.., K], with their scales if there are any: one for each row, or one for all."""
+    rows = front.flatten(0, -2)
+    if scales is None:
+        return rows
+    return (
+        ScaledTensor(rows, scales.view(1), "tensor")
+        if scales.numel() == 1
+        else ScaledTensor(rows, scales.reshape(-1, 1), "row")
+    )
 
 
 def gather(
-    world: World, x: Tensor, weights: Sequence[Tensor], dim: int, return_gathered: bool, plan: str | Plan = "auto"
+    world: World, x: Tensor, scales: Tensor | None, factors: Sequence[Factor], dim: int, return_gathered: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return all_gather(x) along `dim`, or None without `return_gathered`, and its products with weights [K, N]. The
-    ranks' x [.., K] follow one another along `dim`, which is not the last dimension.
+    """Return all_gather(x) along `dim`, or None without `return_gathered`, and its products with the factors. The
+    ranks' x [.., K] follow one another along `dim`, which is not the last dimension. scales: those of an x in e4m3, one
+    or as many as it has rows.
 
     The widest weight's GEMM overlaps the gather; the others follow. A weight that is the transpose of a contiguous
     matrix, as in `torch.nn.Linear`, is used in place; another one is copied.
     """
-    front = x.movedim(dim, 0)
-    rows, lead = front.flatten(0, -2), (world.size * front.shape[0], *front.shape[1:-1])
+    front, plan, stream = x.movedim(dim, 0), _active[-1].plan, world.current_stream()
+    rows = rows_of(front, scales if scales is None or scales.numel() == 1 else scales.movedim(dim, 0))
 
     def restore_shape(y: Tensor) -> Tensor:
-        return y.view(*lead, y.shape[1]).movedim(0, dim)
+        return y.view(world.size * front.shape[0], *front.shape[1:-1], y.shape[1]).movedim(0, dim)
 
-    widest = max(range(len(weights)), key=lambda i: weights[i].shape[1])
-    if not return_gathered and len(weights) == 1:
-        return None, [restore_shape(all_gather_matmul(rows, weights[0].t(), world=world, plan=plan))]
-    y, gathered = all_gather_matmul_with_gathered(rows, weights[widest].t(), world=world, plan=plan)
-    stream = world.current_stream()
-    products = [
-        y if i == widest else world.linear(gathered, weight.t(), None, stream) for i, weight in enumerate(weights)
-    ]
+    widest = max(factors, key=lambda factor: factor.weight.shape[1])
+    if not return_gathered and len(factors) == 1:
+        y = all_gather_matmul(*widest.arguments(rows), world=world, plan=plan, **widest.options)
+        return None, [restore_shape(y)]
+    y, gathered = all_gather_matmul_with_gathered(*widest.arguments(rows), world=world, plan=plan, **widest.options)
+
+    def product(factor: Factor) -> Tensor:
+        if factor is widest:
+            return y
+        if isinstance(gathered, ScaledTensor):
+            return matmul(*factor.arguments(gathered), world=world, **factor.options)
+        return world.linear(gathered, factor.weight.t(), factor.bias, stream)
+
+    products = [restore_shape(product(factor)) for factor in factors]
     world.finish(stream)
-    return restore_shape(gathered) if return_gathered else None, [restore_shape(product) for product in products]
+    values = gathered.values if isinstance(gathered, ScaledTensor) else gathered
+    return restore_shape(values) if return_gathered else None, products
 
 
-def scatter(world: World, x: Tensor, weight: Tensor, dim: int, plan: str | Plan = "auto") -> Tensor:
-    """Return this rank's part along `dim`, which is not the last, of the sum over ranks of x [.., K] @ weight [K,
-    N]."""
-    front = x.movedim(dim, 0)
-    y = matmul_reduce_scatter(front.flatten(0, -2), weight.t(), world=world, plan=plan)
-    lead = front.shape[0] // world.size, *front.shape[1:-1]
-    return y.view(*lead, weight.shape[1]).movedim(0, dim).contiguous()
+def scatter(world: World, front: Tensor, scales: Tensor | None, factor: Factor, dim: int, reduce_op: str) -> Tensor:
+    """Return this rank's part along `dim`, which is not the last, of the sum or the average over ranks of the product
+    of front [.., K], in which `dim` comes before all others, with the factor."""
+    arguments = factor.arguments(rows_of(front, scales))
+    y = matmul_reduce_scatter(*arguments, world=world, plan=_active[-1].plan, **factor.options)
+    total = y.view(front.shape[0] // world.size, *front.shape[1:-1], y.shape[1]).movedim(0, dim).contiguous()
+    return total.div_(world.size) if reduce_op == "avg" else total
 
 
 def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True) -> object:
@@ -168,7 +198,7 @@ def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *
     world = _world(group_name)
     _count(FUSED_GATHER)
     with torch.no_grad():
-        return gather(world, A, Bs, gather_dim, return_A, _active[-1].plan)
+        return gather(world, A, None, [Factor(B) for B in Bs], gather_dim, return_A)
 
 
 def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> object:
@@ -182,38 +212,7 @@ def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, grou
         return _torchs(FUSED_SCATTER, A)(A, B, reduce_op, scatter_dim, group_name)
     _count(FUSED_SCATTER)
     with torch.no_grad():
-        total = scatter(world, A, B, scatter_dim, _active[-1].plan)
-        return total.div_(world.size) if reduce_op == "avg" else total
-
-
-def gather_scaled(
-    world: World, x: Tensor, x_scale: Tensor, weights: Sequence[ScaledWeight], dim: int, plan: str | Plan = "auto"
-) -> tuple[Tensor, list[Tensor]]:
-    """Return all_gather(x) and its products with `weights`, as `gather` does, for 8-bit operands. `x_scale` has one
-    element, or one for each of this rank's rows."""
-    front = x.movedim(dim, 0)
-    rows, lead = front.flatten(0, -2), (world.size * front.shape[0], *front.shape[1:-1])
-    if x_scale.numel() > 1:
-        operand = ScaledTensor(rows, x_scale.movedim(dim, 0).reshape(-1, 1), "row")
-    else:
-        operand = ScaledTensor(rows, x_scale.view(1), "tensor")
-
-    def restore_shape(y: Tensor) -> Tensor:
-        return y.view(*lead, y.shape[1]).movedim(0, dim)
-
-    def arguments(w: ScaledWeight) -> tuple[ScaledTensor, Tensor | None]:
-        return ScaledTensor(w.weight.t(), w.scale, operand.recipe), w.bias
-
-    def options(w: ScaledWeight) -> ProductKeywords:
-        return ProductKeywords(out_dtype=w.dtype, use_fast_accum=w.fast_accum)
-
-    widest = max(range(len(weights)), key=lambda i: weights[i].weight.shape[1])
-    w = weights[widest]
-    y, gathered = all_gather_matmul_with_gathered(operand, *arguments(w), world=world, plan=plan, **options(w))
-    products = [
-        y if i == widest else matmul(gathered, *arguments(w), world=world, **options(w)) for i, w in enumerate(weights)
-    ]
-    return restore_shape(gathered.values), [restore_shape(product) for product in products]
+        return scatter(world, A.movedim(scatter_dim, 0), None, Factor(B), scatter_dim, reduce_op)
 
 
 def _all_gather_scaled(
@@ -244,9 +243,9 @@ def _all_gather_scaled(
         _count(SCALED_GATHER, why)
         return _torchs(SCALED_GATHER, A)(A, *arguments)
     _count(SCALED_GATHER)
-    weights = [ScaledWeight(*fields) for fields in zip(Bs, B_scales, biases, dtypes, use_fast_accum, strict=True)]
+    factors = [Factor(*fields) for fields in zip(Bs, B_scales, biases, dtypes, use_fast_accum, strict=True)]
     with torch.no_grad():
-        return gather_scaled(world, A, A_scale, weights, gather_dim, _active[-1].plan)
+        return gather(world, A, A_scale, factors, gather_dim, True)
 
 
 def _scaled_reduce_scatter(
@@ -287,19 +286,8 @@ def _scaled_reduce_scatter(
     _count(SCALED_SCATTER)
     with torch.no_grad():
         front = A.reshape(*lead, A.shape[-1]).movedim(dim, 0)
-        rowwise = A_scale.numel() > 1
-        scale = A_scale.reshape(*lead, 1).movedim(dim, 0).reshape(-1, 1) if rowwise else A_scale.view(1)
-        recipe = "row" if rowwise else "tensor"
-        y = matmul_reduce_scatter(
-            ScaledTensor(front.flatten(0, -2), scale, recipe),
-            ScaledTensor(B.t(), B_scale, recipe),
-            out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-            world=world,
-            plan=_active[-1].plan,
-        )
-        total = y.view(front.shape[0] // world.size, *front.shape[1:-1], B.shape[1]).movedim(0, dim).contiguous()
-        return total.div_(world.size) if reduce_op == "avg" else total
+        scales = A_scale if A_scale.numel() == 1 else A_scale.reshape(*lead, 1).movedim(dim, 0)
+        return scatter(world, front, scales, Factor(B, B_scale, None, out_dtype, use_fast_accum), dim, reduce_op)
 
 
 def _unscaled(

@@ -27,7 +27,7 @@ class BlockChannel(NamedTuple):
     counters: torch.Tensor  # int32 [n], this rank's counters
     peers: torch.Tensor  # int64 [world], the address of every rank's counters
     state: torch.Tensor  # int32 [STATE_WORDS], in this rank's own memory
-    guard: torch.Tensor  # int64 [16], which bounds every wait (lang/intrinsics.py)
+    guard: torch.Tensor  # int64 [GUARD_WORDS], which bounds every wait (lang/intrinsics.py)
     mapping: tuple | None  # StaticMapping or TableMapping
     world: tl.constexpr
 

@@ -9,15 +9,30 @@ has one arrival per call. Copies to a peer need no SM, so they proceed while a k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from ..backends.base import Stream, check_tensors
+from ..symmetric import Stream, check_tensors
 from .channel import BlockChannel
 
-if TYPE_CHECKING:
-    from ..world import World
+
+class Host(Protocol):
+    """What these functions need of a World."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def counter(self, ch: BlockChannel, channel: int, rank: int, /) -> torch.Tensor: ...
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream, /) -> None: ...
+
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream, /) -> None: ...
+
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream, /) -> None: ...
 
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -40,14 +55,14 @@ def beyond(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def rank_copy_data(world: World, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+def rank_copy_data(world: Host, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
     """Copy `src` to `dst` (this rank's tensor, or `SymmetricTensor.peers[rank]`) by a copy engine. Both are contiguous
     and of one shape and dtype."""
     check_copy(dst, src)
     world.copy(dst, src, stream)
 
 
-def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: torch.Tensor, stream: Stream) -> None:
+def rank_notify(world: Host, ch: BlockChannel, channel: int, rank: int, call: torch.Tensor, stream: Stream) -> None:
     """Release by a copy engine: store `*call` to `channel` of `rank`, after everything enqueued on `stream` before.
 
     call: int32 [1] on the device, the number of this call from 1 (`calls_of(ch)` in the kernel that waits). It must not
@@ -61,7 +76,7 @@ def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: t
     world.signal(world.counter(ch, channel, rank), call, stream)
 
 
-def rank_wait(world: World, ch: BlockChannel, channel: int, call: torch.Tensor, stream: Stream) -> None:
+def rank_wait(world: Host, ch: BlockChannel, channel: int, call: torch.Tensor, stream: Stream) -> None:
     """Acquire: block `stream` until this rank's `channel` has reached `*call` (int32 [1] on the device)."""
     _check_channel(ch)
     _check_call(call)

@@ -13,27 +13,40 @@ The guard block (int64 words, one block per rank, shared by all waits of a World
     1  aborted: 0, or 1 once any wait of this rank has expired; every later wait falls through
     2  address of the record in pinned host memory, int64 words:
          0 flag, written last: EXPIRED, or DIFFERS (ranks make different calls), 1 address of the awaited word,
-         2 target (0: low-latency words), 3 value seen, 4 tile, 5 peer, 6 the guard's word 3
-    3  rows dropped for lack of room, in all calls so far
+         2 target (0: low-latency words), 3 value seen, 4 tile, 5 peer; from 6 on the guard's words from 3 on
+    3  rows dropped for lack of room, in all calls so far; 4 + r: those that rank r dropped, all of them where r is this
+       rank, of this rank's tokens where it is another
 """
 
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
+from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
+from ..architectures import features
 from .jit import intrinsic
 
 EXPIRED, DIFFERS = 1, 2
+GUARD_WORDS, RECORD_WORDS = 36, 39  # for 32 ranks, the most that a launch waits for
 NUMBER_BITS = 20  # the bits of the call's number in a word of `same_call`; the bits above count its calls
 CALL = -2  # the tile in the record of a wait in `same_call`
 
 
+def _target_features():
+    """Return the features of the GPU that is compiled for, or None where Triton has no target."""
+    target = current_target()
+    return None if target is None else features(target.arch)
+
+
+_target_features.__triton_builtin__ = True  # Python's own, for Triton
+
+
 @constexpr_function
 def bulk_copies():
-    """Return whether the target GPU has bulk (TMA) copies, which use a proxy of their own: Hopper and later. For an
-    older GPU Triton makes ordinary accesses of those through a descriptor, which need neither the wait for bulk stores
-    nor a proxy fence: the next block barrier covers them."""
-    return cuda_capability_geq(9)
+    """Return whether the target GPU has bulk (TMA) copies, which use a proxy of their own. For an older GPU Triton
+    makes ordinary accesses of those through a descriptor, which need neither the wait for bulk stores nor a proxy
+    fence: the next block barrier covers them."""
+    gpu = _target_features()
+    return gpu is not None and gpu.tma
 
 
 @intrinsic
@@ -166,20 +179,24 @@ def same_call(calls, number):
 
 
 @intrinsic
-def count_lost(guard, rows):
-    """Count `rows` (int32) rows dropped for lack of room: the next `World.check` of this rank raises Overflow. One
-    program of a launch calls it."""
+def count_lost(guard, rank, rows):
+    """Count `rows` (int32) rows that `rank` dropped for lack of room: the next call on this rank raises Overflow. One
+    program of a launch calls it. The host, which looks at the number of all ranks' rows, then finds those of the
+    rank."""
     tl.inline_asm_elementwise(
         """{
-        .reg .pred p, q; .reg .b32 tid; .reg .b64 lost, rec;
-        mov.u32 tid, %tid.x; setp.ne.u32 p, tid, 0; setp.le.s32 q, $2, 0; or.pred p, p, q; @p bra KEPT;
-        cvt.s64.s32 lost, $2; atom.relaxed.gpu.global.add.u64 rec, [$1+24], lost; add.s64 lost, lost, rec;
-        ld.global.b64 rec, [$1+16]; st.relaxed.sys.global.b64 [rec+48], lost;
+        .reg .pred p, q; .reg .b32 tid; .reg .b64 lost, sum, rec, off, at;
+        mov.u32 tid, %tid.x; setp.ne.u32 p, tid, 0; setp.le.s32 q, $3, 0; or.pred p, p, q; @p bra KEPT;
+        cvt.s64.s32 lost, $3; mul.wide.u32 off, $2, 8; ld.global.b64 rec, [$1+16];
+        add.s64 at, $1, off; atom.relaxed.gpu.global.add.u64 sum, [at+32], lost; add.s64 sum, sum, lost;
+        add.s64 at, rec, off; st.relaxed.sys.global.b64 [at+56], sum;
+        atom.relaxed.gpu.global.add.u64 sum, [$1+24], lost; add.s64 sum, sum, lost;
+        st.release.sys.global.b64 [rec+48], sum;
         KEPT:
         mov.b32 $0, 0;
         }""",
-        "=r,l,r",
-        [guard.to(tl.int64), rows],
+        "=r,l,r,r",
+        [guard.to(tl.int64), rank, rows],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

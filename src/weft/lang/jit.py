@@ -8,7 +8,7 @@ TRITON_INTERPRET is not used and must not be set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, overload
 
 import torch
@@ -17,7 +17,7 @@ from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._triton import rewritten_source
-from ..backends.base import SymmetricTensor
+from ..symmetric import SymmetricTensor
 from .guarded_loads import guard_loads, may_wait
 
 
@@ -33,6 +33,7 @@ class Kernel(JITFunction):
         return binder
 
 
+Options = Mapping[str, int]  # the options of a launch, of these names
 OPTIONS = (  # `Backend.launch`
     *("num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers", "enable_fp_fusion"),
 )

@@ -53,7 +53,7 @@ from ..ops.norm import rms_norm
 from ..ops.scaled_gemm import multiply
 from ..ops.tiles import usual_tile
 from ..planner.layers import DecoderSizes, predicted
-from ..scaled_tensor import SCALE_BLOCK, ScaledTensor
+from ..scaled_tensor import ScaledTensor
 from ..transport.memory import lock
 from ..world import World
 from .attention import attend, flash_works
@@ -79,6 +79,8 @@ class Attention(ScaledModule):
         "o_proj.weight": 1,
     }
     sharded_parameters = ("qkv", "out", "bias", "norms", "qkv_scale", "out_scale")
+    qkv: nn.Parameter
+    out: nn.Parameter
     qkv_scale: nn.Parameter | None
     out_scale: nn.Parameter | None
 
@@ -88,10 +90,8 @@ class Attention(ScaledModule):
         self.heads, self.head_dim = divide_by_ranks("num_attention_heads", config.num_attention_heads, world), d
         q, kv, device = self.heads * d, self.kv_heads * d, world.device
         rows = q + 2 * kv
-        self.qkv, qkv_scale = self.matrix([q, kv, kv], hidden)
-        self.out, out_scale = self.matrix([hidden], q)
-        self.register_parameter("qkv_scale", qkv_scale)
-        self.register_parameter("out_scale", out_scale)
+        self.add_matrix("qkv", [q, kv, kv], hidden)
+        self.add_matrix("out", [hidden], q)
         self.name_scales("q_proj.", "k_proj.", "v_proj.", "o_proj.")
         bias = torch.zeros(rows, dtype=dtype, device=device) if config.qkv_bias else None
         norms = torch.ones(2, d, dtype=dtype, device=device) if config.qk_norm else None
@@ -101,7 +101,7 @@ class Attention(ScaledModule):
     @property
     def weights(self) -> tuple[Activation, Activation]:
         """Return the weights before and after attention as ops take them."""
-        return self.scaled(self.qkv, self.qkv_scale), self.scaled(self.out, self.out_scale)
+        return self.weight_operand("qkv"), self.weight_operand("out")
 
     def get_shard(self, name: str) -> Tensor | None:
         scaled = name.rpartition(".")[2] in NAMES.values()
@@ -112,10 +112,11 @@ class Attention(ScaledModule):
             return None if self.norms is None else self.norms["qk".index(projection)]
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[projection]
-        if scaled and self.recipe == "block":
-            lo, n = lo // SCALE_BLOCK, n // SCALE_BLOCK
         whole = self.qkv_scale if scaled else self.bias if parameter == "proj.bias" else self.qkv
-        return None if whole is None else whole[lo : lo + n]
+        if whole is None:
+            return None
+        shared = len(self.qkv) // len(whole)  # rows of a block share a scale
+        return whole[lo // shared : (lo + n) // shared]
 
 
 class DecoderLayer(nn.Module):
@@ -454,17 +455,18 @@ class _SublayerOfPass:
 
     def dense(self, mlp: ParallelMLP, x: Tensor, out: Tensor | None) -> Tensor:
         world, sms = self.model.world, self.layout.plan.sms
+        gate_up_weight, down = mlp.weights
         gate_up, inner = (t[: x.shape[0]] for t in self.memory.mlp_buffers[mlp.gate_up.shape[0], mlp.inner])
         hidden: Activation = inner
         if sms:
             matmul(x, mlp.gate_up, inner, world, sms, gated=mlp.inner)
         else:
-            self.linear(x, mlp.scaled(mlp.gate_up, mlp.gate_up_scale), gate_up)
+            self.linear(x, gate_up_weight, gate_up)
             if mlp.recipe is None:
                 launch_silu_mul(gate_up, inner, world, mlp.block)
             else:
                 hidden = silu_mul_quantized(gate_up, mlp.recipe, world=world)
-        return self.linear(hidden, mlp.scaled(mlp.down, mlp.down_scale), out)
+        return self.linear(hidden, down, out)
 
 
 class _AttentionOfPass(_SublayerOfPass):

@@ -52,12 +52,16 @@ class ColumnParallel(Protocol):
         of each rank, None if they are equal."""
 
 
-class Sublayer(Protocol):
-    """A module whose output is summed over the ranks: attention, its output projection alone, an MLP, or experts."""
+class PartialSum(Protocol):
+    """A module whose output is summed over the ranks, for replicated tokens."""
 
     def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
         """Return this rank's partial sum [M, H] for the rows x [M, K] of token part number `part`, in `out` if it is
         not None. No rank waits for another."""
+
+
+class Sublayer(PartialSum, Protocol):
+    """A module whose output is summed over the ranks: attention, its output projection alone, an MLP, or experts."""
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
         """Return this rank's rows [m_r, H] of the sum over the ranks. An MLP and experts take this rank's rows x, an
@@ -123,7 +127,7 @@ class ReplicatedStates:
         self.world.finish(self.world.current_stream())
         return out.view(*self.shape[:-1], -1)
 
-    def add(self, sublayer: Sublayer, x: Tensor, norm: RMSNorm, last: bool = False) -> None:
+    def add(self, sublayer: PartialSum, x: Tensor, norm: RMSNorm, last: bool = False) -> None:
         """Add the sublayer's output for x [.., K], the rows of all tokens, and apply the norm. A token part is reduced
         on the second stream while the caller's stream computes the other. With `last` the result outlives the pass."""
         x, out, partials = x.flatten(0, -2), None if last else self._norm_memory, self._partial_memory

@@ -37,19 +37,18 @@ class _ParallelLinear(ScaledModule):
         super().__init__(world, dtype, recipe)
         self.in_features, self.out_features, self.plan = in_features, out_features, plan
         (n, k), self.bias = weight_shape, None
-        self.weight, scales = self.matrix([n], k)
-        self.register_parameter("weight_scale", scales)
+        self.add_matrix("weight", [n], k)
         self.name_scales("")
         if bias:
             zeros = torch.zeros(bias_shape, dtype=dtype, device=world.device)
-            self.bias = nn.Parameter(zeros, requires_grad=scales is None)
+            self.bias = nn.Parameter(zeros, requires_grad=recipe is None)
         self.fill({"weight": in_features**-0.5})
 
     def get_shard(self, name: str) -> torch.Tensor | None:
         return self.weight_scale if name in NAMES.values() else self.weight if name == "weight" else self.bias
 
     def operands(self, x: Activation) -> tuple[Activation, Activation, ProductKeywords]:
-        weight = self.scaled(self.weight, self.weight_scale)
+        weight = self.weight_operand("weight")
         x, options = product_operands(x, weight, self.dtype, self.world)
         return x, weight, options
 

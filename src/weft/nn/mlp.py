@@ -50,6 +50,8 @@ class ParallelMLP(ScaledModule):
 
     sharded_dim = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
     sharded_parameters = ("gate_up", "down", "gate_up_scale", "down_scale")
+    gate_up: nn.Parameter
+    down: nn.Parameter
     gate_up_scale: nn.Parameter | None
     down_scale: nn.Parameter | None
 
@@ -70,13 +72,16 @@ class ParallelMLP(ScaledModule):
         self.keep_gathered = keep_gathered
         self.inner, self.block = inner, world.scale.interleave if recipe is None else inner
         half = -(-inner // self.block) * self.block
-        self.gate_up, gate_up_scale = self.matrix([half, half], hidden_size)
-        self.down, down_scale = self.matrix([hidden_size], inner)
-        self.register_parameter("gate_up_scale", gate_up_scale)
-        self.register_parameter("down_scale", down_scale)
+        self.add_matrix("gate_up", [half, half], hidden_size)
+        self.add_matrix("down", [hidden_size], inner)
         self.name_scales("gate_proj.", "up_proj.", "down_proj.")
         bound = hidden_size**-0.5
         self.fill({"gate_proj.weight": bound, "up_proj.weight": bound, "down_proj.weight": intermediate_size**-0.5})
+
+    @property
+    def weights(self) -> tuple[Activation, Activation]:
+        """Return the weights before and after the activation as ops take them."""
+        return self.weight_operand("gate_up"), self.weight_operand("down")
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Apply the MLP. rows: rows of every rank's x, if they are not all equal."""
@@ -96,7 +101,7 @@ class ParallelMLP(ScaledModule):
 
     def _in_8_bits(self, x: Activation, rows: Sequence[int] | None, recipe: str) -> torch.Tensor:
         world, plan, dtype = self.world, self.plan, self.dtype
-        gate_up, down = self.scaled(self.gate_up, self.gate_up_scale), self.scaled(self.down, self.down_scale)
+        gate_up, down = self.weights
         x, options = product_operands(x, gate_up, dtype, world)
         y = all_gather_matmul(x, gate_up, world=world, plan=plan, rows=rows, **options)
         hidden, options = product_operands(silu_mul_quantized(y, recipe, world=world), down, dtype, world)
@@ -116,12 +121,10 @@ class ParallelMLP(ScaledModule):
             return self.gate_up_scale.chunk(2)[projection == "up_proj"]
         if name == "down_proj.weight":
             return self.down
-        if self.recipe is not None:
-            return self.gate_up.chunk(2)[projection == "up_proj"]
         return self._half(name).reshape(-1, self.hidden_size)[: self.inner]
 
     def set_shard(self, name: str, value: torch.Tensor) -> None:
-        if self.recipe is not None or name == "down_proj.weight":
+        if name not in ("gate_proj.weight", "up_proj.weight"):
             super().set_shard(name, value)
             return
         half = self._half(name)

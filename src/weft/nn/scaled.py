@@ -69,45 +69,49 @@ class ScaledModule(Sharded):
         self.dtype, self.recipe = dtype, recipe
         if recipe not in (None, *NAMES):
             raise ValueError(f"{type(self).__name__}: recipe {recipe!r} is not one of {sorted(NAMES)}")
+        self.scales_name = None if recipe is None else NAMES[recipe]
 
-    def matrix(self, rows: Sequence[int], k: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Return a weight of zeros, whose parts have these numbers of rows, and k columns; and the scales of a weight
-        in 8 bits, both without gradients. Raises ValueError if blocks do not divide a part."""
-        n, device, name = sum(rows), self.world.device, type(self).__name__
+    def add_matrix(self, name: str, rows: Sequence[int], k: int) -> None:
+        """Add the parameter `name`, a weight of zeros, whose parts have these numbers of rows, and k columns; and
+        `name`_scale, the scales of a weight in 8 bits, or None. In 8 bits neither has a gradient. Raises ValueError if
+        blocks do not divide a part."""
+        n, device, scale_name = sum(rows), self.world.device, f"{name}_scale"
         if self.recipe is None:
-            return nn.Parameter(torch.zeros(n, k, dtype=self.dtype, device=device)), None
+            self.register_parameter(name, nn.Parameter(torch.zeros(n, k, dtype=self.dtype, device=device)))
+            self.register_parameter(scale_name, None)
+            return
         for part in rows:
-            weight = f"{name}: this rank's weight [{part}, {k}]"
+            weight = f"{type(self).__name__}: this rank's weight [{part}, {k}]"
             if self.recipe == "block" and (part % SCALE_BLOCK or k % SCALE_BLOCK):
                 raise ValueError(f"{weight} is not of whole blocks of {SCALE_BLOCK} x {SCALE_BLOCK}")
             if part % 8 or k % 16:
                 raise ValueError(f"{weight} in 8 bits needs N a multiple of 8 and K of 16")
         shape = scales_shape(self.recipe, n, k, SCALE_BLOCK)
-        weight_and_scales = torch.zeros(n, k, device=device).to(E4M3), torch.ones(shape, device=device)
-        values, scales = (nn.Parameter(t, requires_grad=False) for t in weight_and_scales)
-        return values, scales
+        for parameter, t in ((name, torch.zeros(n, k).to(E4M3)), (scale_name, torch.ones(shape))):
+            self.register_parameter(parameter, nn.Parameter(t.to(device), requires_grad=False))
 
     def name_scales(self, *prefixes: str) -> None:
         """Name the scales of the weights with these prefixes in the state dict. They are split as the weights are, but
         those of rows have no columns to split."""
-        if self.recipe is None:
+        if self.scales_name is None:
             return
         for prefix in prefixes:
             dim = self.sharded_dim[f"{prefix}weight"]
             split = None if dim == 1 and self.recipe == "row" else dim
-            self.sharded_dim = self.sharded_dim | {f"{prefix}{NAMES[self.recipe]}": split}
+            self.sharded_dim = self.sharded_dim | {f"{prefix}{self.scales_name}": split}
         self.ignored = tuple(f"{prefix}input_scale" for prefix in prefixes)
 
-    def scaled(self, weight: nn.Parameter, scales: nn.Parameter | None) -> Activation:
-        """Return a weight of this module as ops take it."""
+    def weight_operand(self, name: str) -> Activation:
+        """Return the weight `name` of this module as ops take it."""
+        weight, scales = getattr(self, name), getattr(self, f"{name}_scale")
         return weight if scales is None or self.recipe is None else ScaledTensor(weight, scales, self.recipe)
 
     def scale_name(self, name: str) -> str | None:
         """Return the name of the scales of an 8-bit weight; None for any other tensor."""
         shard = self.get_shard(name)
-        if self.recipe is None or shard is None or shard.dtype != E4M3:
+        if shard is None or shard.dtype != E4M3:
             return None
-        return f"{name.removesuffix('weight')}{NAMES[self.recipe]}"
+        return f"{name.removesuffix('weight')}{self.scales_name}"
 
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:
@@ -138,28 +142,13 @@ class ScaledModule(Sharded):
                 )
         return super().unsharded(name, shard)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, torch.Tensor],
-        prefix: str,
-        local_metadata: dict[str, object],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def stored_as_shards_are(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
         in_8_bits = {**state_dict}
         for name in self.sharded_dim:
             scale_name, value = self.scale_name(name), state_dict.get(prefix + name)
             if scale_name is not None and value is not None and value.dtype != E4M3:
-                try:
-                    in_8_bits |= self._quantized(prefix, name, scale_name, value)
-                except ValueError as error:
-                    error_msgs.append(str(error))
-                    return
-        super()._load_from_state_dict(
-            in_8_bits, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+                in_8_bits |= self._quantized(prefix, name, scale_name, value)
+        return in_8_bits
 
     def _quantized(self, prefix: str, name: str, scale_name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a 16-bit weight of a state dict in 8 bits, and its scales, by name. Raises ValueError for a shard of

@@ -121,6 +121,11 @@ class Sharded(nn.Module):
             value = value if keep_vars else value.detach()
             destination[prefix + name] = self.unsharded(name, value) if _unsharded.get() else value
 
+    def stored_as_shards_are(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
+        """Return the state dict with this module's tensors in the format of their shards. Raises ValueError where they
+        cannot be converted."""
+        return state_dict
+
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, torch.Tensor],
@@ -131,6 +136,11 @@ class Sharded(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        try:
+            state_dict = self.stored_as_shards_are(state_dict, prefix)
+        except ValueError as error:
+            error_msgs.append(str(error))
+            return
         with self._without_sharded():
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -11,31 +11,26 @@ from triton import JITFunction
 from ..compute.elementwise import silu_mul as silu_mul_kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..kernel_launch import Launch, prepared
-from ..op import Call, Direct, Local, check_call, registered
+from ..op import Direct, Local, RowsCall, check_call, registered
 from ..plans import Plan, Sequential
 from ..scaled_tensor import ScaledTensor
 from ..tensor_checks import DTYPES, aligned, check_device, dims
 from ..torch_library import Backward, CallOptions
 from ..world import World
-from .quantize import quantized_blocks
+from .quantize import scaled_rows
 from .removed import unexpected
 
 _OP = "silu_mul"
 
 
 @dataclass(frozen=True)
-class SiluCall(Call):
+class SiluCall(RowsCall):
     """out [m, columns] of x [m, stride], in which blocks of `interleave` gate and up columns alternate."""
 
-    m: int
     columns: int
     stride: int
     interleave: int
     dtype: torch.dtype
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
 
 class SiluOperands(NamedTuple):
@@ -117,7 +112,7 @@ def silu_mul_quantized(
     "tensor" needs a scale. Raises as `weft.quantize`.
     """
     columns = columns_of("silu_mul_quantized", x)
-    return quantized_blocks(x, recipe, scale, columns, columns, world)
+    return scaled_rows(world, x, scale, (recipe, columns, columns, 1, False))
 
 
 def columns_of(op: str, x: torch.Tensor) -> int:

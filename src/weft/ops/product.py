@@ -9,7 +9,7 @@ import torch
 
 from ..backends.base import Stream
 from ..backends.library_gemm import ScaledOperands
-from ..op import Call, Local, registered
+from ..op import Local, RowsCall, registered
 from ..plans import Persistent, Plan, Sequential
 from ..scaled_tensor import ScaledTensor, Scaling
 from ..tensor_checks import bulk, dense
@@ -33,27 +33,22 @@ _OP = "matmul"
 
 
 @dataclass(frozen=True)
-class ProductCall(Call):
+class ProductCall(RowsCall):
     """A checked call: x [m, k] @ weight [n, k].T + bias. dtype: that of the result."""
 
-    m: int
     n: int
     k: int
     dtype: torch.dtype
     scaling: Scaling | None
     bias: bool
 
-    @property
-    def rows(self) -> int:
-        return self.m
-
 
 def scaled_operands(scaling: Scaling, operands: ScaledFactors) -> ScaledOperands:
     """Return the operands with their scales."""
-    (x, weight, bias, x_scale, weight_scale), recipe = operands, scaling.recipe
+    x, weight, bias, x_scale, weight_scale = operands
     assert x_scale is not None and weight_scale is not None
-    scaled_x, scaled_weight = ScaledTensor(x, x_scale, recipe), ScaledTensor(weight, weight_scale, recipe)
-    return ScaledOperands(scaled_x, scaled_weight, bias, scaling.fast_accum)
+    scaled_x = ScaledTensor(x, x_scale, scaling.recipe)
+    return ScaledOperands(scaled_x, scaled_x._replace(values=weight, scales=weight_scale), bias, scaling.fast_accum)
 
 
 def linear(

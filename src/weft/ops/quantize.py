@@ -10,7 +10,7 @@ import torch
 from ..compute.quantize import LARGEST, LEAST, Groups, quantize_rows
 from ..kernel_launch import Launch, prepared
 from ..lang.jit import constants
-from ..op import Call, Local, Returned, check_call, registered
+from ..op import Local, Returned, RowsCall, check_call, registered
 from ..plans import Plan, Sequential
 from ..scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor, scales_shape
 from ..tensor_checks import DTYPES, bulk, check_device, dims
@@ -28,12 +28,11 @@ class QuantizeOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuantizeCall(Call):
+class QuantizeCall(RowsCall):
     """A checked call: out [m, n] of x [m, stride]. interleave: 0, or the size of the blocks of gate and up columns that
     alternate in x. block_rows: rows that share a scale by block. by_columns: the scales by block are laid out column
     after column. static_scale: whether the scale is an operand."""
 
-    m: int
     n: int
     stride: int
     dtype: torch.dtype
@@ -44,10 +43,6 @@ class QuantizeCall(Call):
     static_scale: bool
 
     @property
-    def rows(self) -> int:
-        return self.m
-
-    @property
     def scales(self) -> tuple[int, ...]:
         """Return the shape of the scales."""
         return scales_shape(self.recipe, self.m, self.n, self.block_rows)
@@ -55,10 +50,6 @@ class QuantizeCall(Call):
     @property
     def by_tensor(self) -> bool:
         return self.recipe == "tensor"
-
-    @property
-    def by_row(self) -> bool:
-        return self.recipe == "row"
 
 
 def run_quantize(
@@ -81,8 +72,8 @@ def run_quantize(
 
 
 class Quantize(Local[QuantizeCall]):
-    """The op quantize. The options are the recipe, the columns of the result, interleave, the rows of a block, and
-    by_columns. The results are the rows and the scales."""
+    """The op quantize. The options are those that `QuantizeCall` describes; columns are those of the result. The
+    results are the rows and the scales."""
 
     name = _OP
     signature = (
@@ -131,7 +122,7 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 @prepared
 def _launch(world: World, call: QuantizeCall) -> Launch:
-    block, by_row, shared = world.scale.gate_block, call.by_row, call.block_rows > 1
+    block, by_row, shared = world.scale.gate_block, call.recipe == "row", call.block_rows > 1
     width = 1 << (call.n - 1).bit_length()
     cols = min(width, IN_REGISTERS if by_row else SCALE_BLOCK if shared else max(block, SCALE_BLOCK))
     if not (by_row or shared or call.by_tensor):
@@ -196,17 +187,10 @@ def quantize(
     columns = x.shape[1] if x.dim() == 2 else 0
     by_block = recipe == "block"
     options = recipe, columns, 0, SCALE_BLOCK if weight and by_block else 1, by_columns and by_block
-    return _scaled(world, x, scale, options)
+    return scaled_rows(world, x, scale, options)
 
 
-def quantized_blocks(
-    x: torch.Tensor, recipe: str, scale: torch.Tensor | None, columns: int, interleave: int, world: World
-) -> ScaledTensor:
-    """Return silu(gate) * up [M, columns] in e4m3 with its scales, for x [M, S] in which blocks of `interleave` gate
-    and up columns alternate."""
-    return _scaled(world, x, scale, (recipe, columns, interleave, 1, False))
-
-
-def _scaled(world: World, x: torch.Tensor, scale: torch.Tensor | None, options: CallOptions) -> ScaledTensor:
+def scaled_rows(world: World, x: torch.Tensor, scale: torch.Tensor | None, options: CallOptions) -> ScaledTensor:
+    """Return the result of the op with these options."""
     values, scales = QUANTIZE(world, Sequential(), QuantizeOperands(x, scale), options)
     return ScaledTensor(values, scales, options[0])

@@ -45,6 +45,10 @@ class ProductOptions(NamedTuple):
     out_dtype: torch.dtype | None = None
     fast_accum: bool = False
 
+    @property
+    def scaling(self) -> Scaling | None:
+        return None if self.recipe is None else Scaling(self.recipe, self.fast_accum)
+
 
 UNSCALED = ProductOptions()
 
@@ -82,10 +86,10 @@ def check_quantized(
     elements of a row that share a scale, 0 for a scale by tensor. scale: that of the caller, by tensor. static: there
     is no scale by tensor without it."""
     check_name(op, recipe)
-    if recipe == "block" and columns % SCALE_BLOCK:
-        problem = f"{columns} columns of x {dims(x)} are not a multiple of {SCALE_BLOCK}"
-        raise ValueError(f"{op}: {problem}, for scales by block")
     group = {"tensor": 0, "row": columns, "block": SCALE_BLOCK}[recipe]
+    if group and columns % group:
+        problem = f"{columns} columns of x {dims(x)} are not a multiple of {group}"
+        raise ValueError(f"{op}: {problem}, for scales by block")
     if (recipe != "tensor") if scale is not None else (static and recipe == "tensor"):
         raise ValueError(f"{op}: a scale goes with recipe 'tensor', got {recipe!r} and scale {scale}")
     if scale is not None:
@@ -162,14 +166,14 @@ def check_product(
 ) -> tuple[Scaling | None, torch.dtype]:
     """Check the operands of x @ weight.T + bias. Return how 8-bit operands are multiplied, or None for 16-bit operands,
     and the dtype of the result. Raises the errors of `validate` and of `check_scaled`."""
-    (x, weight, bias, *_), (recipe, out_dtype, fast_accum) = operands, options
-    if recipe is None:
+    (x, weight, bias, *_), scaling, out_dtype = operands, options.scaling, options.out_dtype
+    if scaling is None:
         validate(op, world, x, weight, bias)
         if out_dtype not in (None, x.dtype):
             raise TypeError(f"{op}: out_dtype {out_dtype} goes with x in float8_e4m3fn, and x is {dims(x)}")
         return None, x.dtype
     check_shapes(op, world, x, weight, bias)
-    scaling, dtype = Scaling(recipe, fast_accum), out_dtype or torch.bfloat16
+    dtype = out_dtype or torch.bfloat16
     check_scaled(op, world, operands, scaling)
     if dtype not in DTYPES:
         raise TypeError(f"{op}: out_dtype {dtype}; bfloat16 and float16 are supported")
@@ -183,7 +187,7 @@ P = TypeVar("P", bound=Plan)
 
 def tile_unsupported(scaling: Scaling, tile: TileShape) -> str | None:
     """Return why 8-bit operands do not suit the tiles of a plan, or None if they do."""
-    if scaling.recipe != "block" or (tile.block_k == SCALE_BLOCK and SCALE_BLOCK % tile.block_n == 0):
+    if not scaling.by_block or (tile.block_k == SCALE_BLOCK and SCALE_BLOCK % tile.block_n == 0):
         return None
     return f"scales by block need tiles of block_k {SCALE_BLOCK} and block_n at most {SCALE_BLOCK}, not {tile}"
 
@@ -195,7 +199,7 @@ def with_scaled_tiles(plan: P, scaling: Scaling) -> P:
     if not isinstance(plan, Fused):
         return plan
     tile = plan.tile
-    if tile.block_k == 64 or scaling.recipe == "block":
+    if tile.block_k == 64 or scaling.by_block:
         tile = replace(tile, block_k=SCALE_BLOCK)
     if not scaling.promotes:
         return replace(plan, tile=tile)

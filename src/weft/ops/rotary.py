@@ -10,7 +10,7 @@ import torch
 
 from ..compute.elementwise import ROWS, rotate
 from ..kernel_launch import Launch, prepared
-from ..op import Call, Direct, Local, check_call, registered
+from ..op import Direct, Local, RowsCall, check_call, registered
 from ..plans import Plan, Sequential
 from ..tensor_checks import DTYPES, aligned, check_device, dims
 from ..torch_library import CallOptions
@@ -20,20 +20,15 @@ _OP = "rotary"
 
 
 @dataclass(frozen=True)
-class RotaryCall(Call):
+class RotaryCall(RowsCall):
     """qkv [m, (heads + 2 kv_heads) d]; row r has the angles of row r % period. eps 0: no norms."""
 
-    m: int
     heads: int
     kv_heads: int
     d: int
     period: int
     eps: float
     dtype: torch.dtype
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
 
 class RotaryOperands(NamedTuple):

@@ -80,7 +80,7 @@ def product(world: World, scaling: Scaling, name: str) -> library_gemm.ScaledPro
     """Return the product with this name: weft's own kernel with a plan's tiles, or a library's."""
     if name in PERSISTENT_PLANS:
         return partial(multiply_persistent, world, PERSISTENT_PLANS[name])
-    return library_gemm.scaled_products(scaling.recipe)[name]
+    return library_gemm.scaled_products(scaling)[name]
 
 
 def multiply(world: World, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ def fastest(world: World, operands: ScaledOperands, out: torch.Tensor) -> str:
     if known is not None:
         return known.chosen("graph")
     own_names = [str(plan) for plan in persistent_plans(scaling)]
-    names = [*own_names, *library_gemm.scaled_products(scaling.recipe)]
+    names = [*own_names, *library_gemm.scaled_products(scaling)]
     products = {name: partial(product(world, scaling, name), operands, out) for name in names}
     return Chooser.alone.choose(
         Choice(

@@ -36,7 +36,7 @@ from .parts import ITEM, NotMeasured
 from .predict import Predictor
 from .profile import Profile, ProfileError, find, names, nearest_machine, read, shipped, this_machine
 from .search import Decision, Option, Planner, near
-from .table import exact, gpu_model, gpu_of
+from .table import exact, gpu_model, gpu_of, row
 
 __all__ = ["auto", "explain", "unmeasured"]
 
@@ -257,14 +257,11 @@ def explain(
     if min(m, n, k) < 1:
         raise ValueError(f"{op}: M {m}, N {n} and K {k} must be at least 1")
     if recipe is not None:
-        return _explained_in_8_bits(op, (m, n, k), world, mode, recipe)
-    trial = world.choices.last(op, (m, n, k)) if isinstance(world, World) else None
-    if op not in collectives():
-        if trial is None or not isinstance(world, World):
-            raise ValueError(f"the planner predicts {sorted(collectives())}, not {op!r}, and no such call was timed")
-        timed = _timed(trial, mode)
-        return Decision(op, m, n, k, world.size, mode, trial.chosen(mode), trial.timings(mode), timed)
-    size = world.size if isinstance(world, World) else world
+        check_name(op, recipe)
+    title, size = trial_title(op, recipe or ""), world.size if isinstance(world, World) else world
+    trial = world.choices.last(title, (m, n, k)) if isinstance(world, World) else None
+    if title != op or op not in collectives():
+        return _explained_by_trial(op, (m, n, k), size or 0, mode, title, trial)
     shares = isinstance(world, World) and world.backend.shares_gpu
     used_profile = profile_for(profile, size, shares)
     if size is not None and size != used_profile.machine.world:
@@ -275,8 +272,12 @@ def explain(
     planner, gpus = planner_of(used_profile), used_profile.machine.world
     decision = planner.decide(op, m, n, k, mode, m % gpus == 0, received, limits=limits)
     plan = _stored(used_profile.machine.gpu, op, gpus, m, n, k, mode, limits)
-    why = "measured: a row of exactly this shape is in the table; times are predicted"
-    if plan is None:
+    if plan is not None:
+        measured = row(used_profile.machine.gpu, op, gpus, m, n, k, mode)
+        assert measured is not None
+        time = "" if measured.us is None else f"{measured.us:.1f} us, "
+        why = f"measured: {time}{measured.speedup:.2f}x as fast as cuBLAS + NCCL; the times below are predicted"
+    else:
         plan, planned_m = planner.nearest(op, m, n, k, mode, limits), near(m, gpus)
         why = decision.why + ("" if planned_m == m else f"; as for M {planned_m}, the next that plans are found for")
     if shares:
@@ -296,18 +297,18 @@ def explain(
     return replace(decision, plan=plan, why=why, options=options)
 
 
-def _explained_in_8_bits(
-    op: str, sizes: tuple[int, int, int], world: World | int | None, mode: str, recipe: str
+def _explained_by_trial(
+    op: str, sizes: tuple[int, int, int], size: int, mode: str, title: str, trial: AnyTrial | None
 ) -> Decision:
-    """Return `explain`'s Decision for 8-bit operands, which rests on the trial of an earlier call."""
-    check_name(op, recipe)
-    title, size = trial_title(op, recipe), world.size if isinstance(world, World) else world or 0
-    trial = world.choices.last(title, sizes) if isinstance(world, World) else None
-    if trial is None:
-        why = f"no profile has rates of {title}, and no call of this size was timed: the first one is"
-        return Decision(op, *sizes, size, mode, Sequential(), why, ())
-    why = f"{title}: {trial.timings(mode)}"
-    return Decision(op, *sizes, size, mode, trial.chosen(mode), why, _timed(trial, mode))
+    """Return `explain`'s Decision for calls of which nothing is predicted, such as those of 8-bit operands. It rests on
+    the trial of an earlier call."""
+    if trial is not None:
+        why = trial.timings(mode) if title == op else f"{title}: {trial.timings(mode)}"
+        return Decision(op, *sizes, size, mode, trial.chosen(mode), why, _timed(trial, mode))
+    if title == op:
+        raise ValueError(f"the planner predicts {sorted(collectives())}, not {op!r}, and no such call was timed")
+    why = f"no profile has rates of {title}, and no call of this size was timed: the first one is"
+    return Decision(op, *sizes, size, mode, Sequential(), why, ())
 
 
 def _timed(trial: AnyTrial, mode: str) -> tuple[Option, ...]:

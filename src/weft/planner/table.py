@@ -12,6 +12,7 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,7 @@ class Measured:
     mode: str
     plan: Plan
     speedup: float
+    us: float | None = None
 
 
 @functools.cache
@@ -44,10 +46,9 @@ def load(gpu: str) -> tuple[Measured, ...]:
     if not path.is_file():
         return ()
     return tuple(
-        Measured(
-            r["op"], r["world"], r["M"], r["N"], r["K"], r["mode"], Plan.from_json(json.dumps(r["plan"])), r["speedup"]
-        )
+        Measured(op, world, m, n, k, mode, Plan.from_json(json.dumps(r["plan"])), r["speedup"], r["us"])
         for r in json.loads(path.read_text())
+        for op, world, m, n, k, mode in [itemgetter("op", "world", "M", "N", "K", "mode")(r)]
     )
 
 
@@ -85,11 +86,17 @@ def gpu_model(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def exact(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Plan | None:
-    """Return the plan of the row of exactly this shape, Sequential if nothing won there, None without a row. The rows
-    of an op that was only measured in graphs also count for eager calls: its plan is one launch in place of several."""
+    """Return the plan of the row of exactly this shape, Sequential if nothing won there, None without a row."""
+    measured = row(gpu, op, world, m, n, k, mode)
+    return None if measured is None else measured.plan if measured.speedup >= GAIN else Sequential()
+
+
+def row(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Measured | None:
+    """Return the row of exactly this shape, or None. The rows of an op that was only measured in graphs also count for
+    eager calls: its plan is one launch in place of several."""
     rows = [r for r in (*_learned, *load(gpu)) if r.op == op]
     modes = (mode, *({"graph"} if all(r.mode == "graph" for r in rows) else ()))
     for r in rows:
         if (r.world, r.m, r.n, r.k) == (world, m, n, k) and r.mode in modes:
-            return r.plan if r.speedup >= GAIN else Sequential()
+            return r
     return None

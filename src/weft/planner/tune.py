@@ -125,6 +125,8 @@ def measure(
         measured |= wanted
     for i, probe in enumerate(remaining):
         if max(world.exchange(time.monotonic() - start)) > seconds:
+            if world.rank == 0:
+                report(i, len(remaining), f"left out: {len(remaining) - i} probes, since {seconds:g} s are over")
             break
         if world.rank == 0:
             report(i, len(remaining), probe.name)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .span import Span
+from ..span import Span
 from .tracks import lanes
 
 TraceEvent = dict[str, Any]  # an event as it stands in the JSON

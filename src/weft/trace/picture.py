@@ -23,7 +23,7 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.patches import Patch
 from matplotlib.text import Text
 
-from .span import Span
+from ..span import Span
 from .tracks import lanes
 
 Lane = tuple[int, str]

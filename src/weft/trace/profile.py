@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from ..span import Span
 from ..world import World
 from .perfetto import TraceEvent
-from .span import Span
 
 ACTIVITIES = (ProfilerActivity.CUDA,)
 HEAD_START = 10_000_000  # cycles, about 5 ms, which is more than the hosts are apart

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .span import Span
+from ..span import Span
 
 _FAMILY = {"host": 0, "stream": 1, "all-gather": 3, "copy engine": 4, "reduce": 5}
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..backends.barrier import wait_group
 from ..backends.base import Communicator, Stream
 from ..kernel_launch import Launch
 from ..lang.channel import BlockChannel
 from ..plans import Signaled, partition
 from ..world import World
-from .barrier import wait_group
 
 
 class ProgramGroup(NamedTuple):

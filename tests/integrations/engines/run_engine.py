@@ -1,5 +1,6 @@
-"""Engines of vLLM one after the other in one process, two CPU ranks each: `python run_engine.py OUT JOB..`, a job KIND:eager or
-KIND:compiled. Writes OUT, JSON: by job the tokens with the plugin, without it in the same engine (eager jobs), and its report."""
+"""Engines of vLLM one after the other in one process, two CPU ranks each: `python run_engine.py OUT JOB..`, a job KIND:eager,
+KIND:compiled or KIND:woven (eager, with passes in two parts over whole layers). Writes OUT, JSON: by job the tokens with the
+plugin, without it in the same engine (but for compiled jobs), and its report."""
 
 from __future__ import annotations
 
@@ -34,6 +35,11 @@ QUANTIZED: dict[str, dict[str, Any]] = {  # the kinds whose linears are of 8 bit
     ),
 }  # fmt: skip
 PROMPTS = [[1, 5, 7, 9], list(range(3, 40)), [11] * 9]
+# Prompts come in chunks, the second begins as the first does, and the cache is too small for the requests of all four.
+CROWDED = dict(
+    max_num_batched_tokens=24, enable_chunked_prefill=True, enable_prefix_caching=True, block_size=32, num_gpu_blocks_override=7
+)  # fmt: skip
+CROWD = [list(range(3, 63)), [*range(3, 40), *range(63, 86)], [11] * 9, [*[1, 5, 7, 9] * 14, 1, 5]]
 
 
 def checkpoint(kind: str, folder: str, dtype: str) -> str:
@@ -96,12 +102,37 @@ def undo(worker: Any) -> None:
     models[-1].passes.remove()
 
 
-def tokens(llm: Any) -> list[list[tuple[int, float]]]:
+def weave(worker: Any) -> None:
+    """The passes of this worker are woven, and noted."""
+    from weft.integrations.vllm import woven
+    from weft.integrations.vllm.row_norm_column import WovenLayers
+    from weft.integrations.vllm.served import counts, models
+
+    passes, run, worker.woven = models[-1].passes, woven.WovenPass.__call__, []
+
+    def noted(self: Any, form: Any, input_ids: Any, positions: Any) -> Any:
+        batch = self.attention._batch
+        starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
+        worker.woven.append([batch.num_actual_tokens, batch.num_reqs, self.cut(len(input_ids)) in starts])
+        return run(self, form, input_ids, positions)
+
+    woven.WovenPass.__call__ = noted
+    passes.woven.attach(worker.model_runner)
+    passes.serve([(2, passes.max_tokens, WovenLayers())])
+    models[-1].counts = counts(passes.world)
+
+
+def woven_batches(worker: Any) -> list[Any]:
+    """Of each woven pass its tokens and requests, and whether the cut was between two requests."""
+    return worker.woven
+
+
+def tokens(llm: Any, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
     """Of each prompt the answer's tokens, and how far each one's logit was ahead of the second best."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)
-    answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+    answers = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
     best = [[sorted((candidate.logprob for candidate in step.values()), reverse=True) for step in a.outputs[0].logprobs] for a in answers]  # fmt: skip
     return [
         [
@@ -127,17 +158,24 @@ def run(job: str) -> dict[str, Any]:
             dtype=dtype,
             max_model_len=96,
             max_num_seqs=4,
-            enable_prefix_caching=False,
-            kv_cache_memory_bytes=1 << 27,
-            enforce_eager=mode == "eager",
+            enforce_eager=mode != "compiled",
+            disable_log_stats=mode != "woven",
+            **(CROWDED if mode == "woven" else dict(enable_prefix_caching=False, kv_cache_memory_bytes=1 << 27)),
         )
-        results: dict[str, Any] = dict(tokens=tokens(llm))
+        prompts = CROWD if mode == "woven" else PROMPTS
+        if mode == "woven":
+            llm.collective_rpc(weave)
+        results: dict[str, Any] = dict(tokens=tokens(llm, prompts))
         if os.environ.get("WEFT_VLLM") != "1":
             return results
         results["report"] = weft.vllm.report(llm)
-        if mode == "eager":
+        if mode == "woven":
+            results["batches"] = llm.collective_rpc(woven_batches)
+            results["metrics"] = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+        if mode != "compiled":
             llm.collective_rpc(undo)
-            results["own"] = tokens(llm)
+            llm.reset_prefix_cache()
+            results["own"] = tokens(llm, prompts)
         llm.llm_engine.engine_core.shutdown()
     return results
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,8 @@ import weft  # noqa: E402
 from tests.emulated.cases_fp8 import scaled  # noqa: E402
 from tests.integrations.engines.run_engine import EXPERTS, QUANTIZED, SIZES  # noqa: E402
 from weft.integrations.vllm import fp8  # noqa: E402
-from weft.integrations.vllm.dataflow import Flow, flow_of  # noqa: E402
-from weft.integrations.vllm.interface import FP8_METHODS, TRIED_VLLM, read_interface  # noqa: E402
+from weft.integrations.vllm.dataflow import Flow, calls_of, flow_of  # noqa: E402
+from weft.integrations.vllm.interface import COMMUNICATING, FP8_METHODS, TRIED_VLLM, read_interface  # noqa: E402
 from weft.integrations.vllm.layers import Classes  # noqa: E402
 
 GELU = dict(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=32)
@@ -91,6 +92,22 @@ def test_what_is_seen_in_a_model(architecture: str, sites: int, columns: int, by
     seen = flow(architecture, tmp_path)
     assert (len(seen.sites), sum(site.column is not None for site in seen.sites)) == (sites, columns), seen
     assert seen.by_rows == by_rows and not seen.left, seen.left
+
+
+@pytest.mark.parametrize(
+    ("module", "layer", "function"),
+    [
+        ("deepseek_v32", "DeepseekV32DecoderLayer", "fused_allreduce_rms_norm"),
+        ("deepseek_v4", "DeepseekV4DecoderLayer", "sp_reduce_scatter"),
+        ("kimi_k3", "KimiDecoderLayer", "sp_reduce_scatter"),
+    ],
+)
+def test_layers_that_communicate_by_themselves_are_named(module: str, layer: str, function: str) -> None:
+    """Those of the families below vllm/models/ that can be imported without a GPU."""
+    kind = getattr(importlib.import_module(f"vllm.models.{module}.nvidia.model"), layer)
+    instance = kind.__new__(kind)
+    torch.nn.Module.__init__(instance)
+    assert function in calls_of(instance, COMMUNICATING)[layer]
 
 
 def test_an_fp8_linear_is_read_and_multiplied_as_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

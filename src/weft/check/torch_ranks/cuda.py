@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
+from ...architectures import HOPPER
 from ...emulator.tasks import EmulatedEvent, EmulatedStream
 from ...errors import Unsupported
 from .ranks import current_rank, rank_number
@@ -221,7 +222,7 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         is_current_stream_capturing=lambda: current_rank().capture is not None,
         empty_cache=lambda: None,
         get_device_properties=_properties,
-        get_device_capability=lambda device=None: (9, 0),
+        get_device_capability=lambda device=None: divmod(HOPPER, 10),
         get_device_name=lambda device=None: "emulated",
         can_device_access_peer=lambda device, peer: True,
         manual_seed=_seed,

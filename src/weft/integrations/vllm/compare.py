@@ -25,9 +25,11 @@ import torch
 
 from ...chooser import MIN_SPEEDUP, CallTime, Choice, Chooser
 from ...plans import Plan, Sequential
+from .flashinfer import FlashInfer
 from .interface import VllmObject
-from .row_norm_column import PASS_FORMS, OwnRows
+from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
 from .twin import STEP, Passes, Switched
+from .woven import FEWEST_TOKENS
 
 VLLM = "vLLM"  # the candidate that is vLLM's own pass
 PassWay: TypeAlias = Plan | str
@@ -86,7 +88,17 @@ def spans(passes: Passes) -> Iterator[TokenSpan]:
 
 def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
     """Return the forms that the model and the World allow."""
-    return PASS_FORMS if by_rows and passes.world.symmetric_unsupported is None else PASS_FORMS[:1]
+    forms = PASS_FORMS if by_rows and passes.world.symmetric_unsupported is None else PASS_FORMS[:1]
+    return [form for form in forms if passes.woven is not None or not isinstance(form, WovenLayers)]
+
+
+def may_run(form: Plan, span: TokenSpan) -> bool:
+    """Return whether passes of all numbers of tokens of a range may run in a form."""
+    if isinstance(form, FlashInfer):
+        return span.high <= form.max_tokens
+    if isinstance(form, WovenLayers) and span.lows[0][0] < FEWEST_TOKENS:
+        return False
+    return span.mode == "eager" or form in IN_GRAPHS
 
 
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
@@ -107,7 +119,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
     ranges: list[Range] = []
     for span in spans(passes):
-        forms = [form for form in allowed if span.mode == "eager" or form in IN_GRAPHS]
+        forms = [form for form in allowed if may_run(form, span)]
         high_times, high_gains = timed(span.high, forms, span.mode)
         lost: list[Times] = []
         best, begin = None, span.lows[0][0]

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from types import CodeType, FunctionType
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import fx, nn
+
+Reduces: TypeAlias = Callable[[nn.Module], bool]  # whether a module ends in a reduction
 
 
 class Kinds(Protocol):
@@ -73,22 +76,24 @@ class Symbol(fx.Proxy):
     ndim = property(dim)
 
 
-class TracedForward(nn.Module):
-    """A module's forward with the tracer's arguments: only tensors, by name."""
+EMBEDDED = ("input_ids", "intermediate_tensors")  # the arguments that are None in a pass of embeddings
 
-    constants: Mapping[str, None] = {"input_ids": None, "intermediate_tensors": None}
+
+class TracedForward(nn.Module):
+    """A module's forward with the tracer's arguments: only tensors, by name. Those of `absent` are None."""
+
     optional = ("inputs_embeds", "residual")  # passed although they have defaults
 
-    def __init__(self, module: nn.Module, tracer: fx.Tracer) -> None:
+    def __init__(self, module: nn.Module, tracer: fx.Tracer, absent: Sequence[str]) -> None:
         super().__init__()
-        self.module, self.tracer = module, tracer
+        self.module, self.tracer, self.absent = module, tracer, absent
 
     def forward(self) -> object:
         arguments: dict[str, object] = {}
         for name, parameter in inspect.signature(type(self.module).forward).parameters.items():
             if name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
-            if name in self.constants:
+            if name in self.absent:
                 arguments[name] = None
             elif parameter.default is parameter.empty or name in self.optional:
                 arguments[name] = self.tracer.create_proxy("placeholder", name, (), {})
@@ -99,27 +104,49 @@ class TracedForward(nn.Module):
 class Tracer(fx.Tracer):
     """A tracer that enters only modules with a reduction inside."""
 
-    def __init__(self, kinds: Kinds) -> None:
+    def __init__(self, reduces: Reduces) -> None:
         super().__init__()
-        self.kinds = kinds
+        self.reduces = reduces
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return not contains(module, self.kinds)
+        return not contains(module, self.reduces)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Symbol(node, self)
 
 
-def contains(module: nn.Module, kinds: Kinds) -> bool:
+def contains(module: nn.Module, reduces: Reduces) -> bool:
     """Return whether the module, which is not a reduction itself, contains one."""
-    return not kinds.reduces(module) and any(kinds.reduces(child) for child in module.modules())
+    return not reduces(module) and any(reduces(child) for child in module.modules())
+
+
+def calls_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, set[str]]:
+    """Return, by the name of each class of the model's modules, the names of the functions of these Python modules that
+    its methods call."""
+    calls: dict[str, set[str]] = {}
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        methods = [inspect.unwrap(m) for base in kind.__mro__ for m in vars(base).values() if inspect.isfunction(m)]
+        if names := {name for method in methods for name in functions_called(method, modules)}:
+            calls[kind.__name__] = names
+    return calls
+
+
+def functions_called(method: FunctionType, modules: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names of the functions of these Python modules that a function calls by a global name."""
+    codes = [method.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for function in map(method.__globals__.get, code.co_names):
+            if getattr(function, "__module__", None) in modules:
+                yield getattr(function, "__name__", "")
 
 
 def stacks(model: nn.Module, kinds: Kinds) -> Iterator[nn.Module]:
     """Yield the modules with a list of layers that contain reductions."""
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
-        if any(contains(layer, kinds) for layers in lists for layer in layers):
+        if any(contains(layer, kinds.reduces) for layers in lists for layer in layers):
             yield module
 
 
@@ -128,11 +155,11 @@ class Graph(NamedTuple):
     nodes: list[fx.Node]
 
 
-def traced(module: nn.Module, kinds: Kinds) -> Graph:
-    """Return the graph of the module's forward, traced on symbols. Raises what that forward raises on them. Attributes
-    that it sets on modules are restored."""
-    tracer, saved = Tracer(kinds), [(child, dict(child.__dict__)) for child in module.modules()]
-    root = TracedForward(module, tracer)
+def traced(module: nn.Module, reduces: Reduces, absent: Sequence[str] = EMBEDDED) -> Graph:
+    """Return the graph of the module's forward, traced on symbols, without the arguments `absent`. Raises what that
+    forward raises on symbols. Attributes that it sets on modules are restored."""
+    tracer, saved = Tracer(reduces), [(child, dict(child.__dict__)) for child in module.modules()]
+    root = TracedForward(module, tracer, absent)
     try:
         return Graph(root, list(tracer.trace(root).nodes))
     finally:
@@ -148,14 +175,14 @@ def flow_of(model: nn.Module, kinds: Kinds) -> Flow:
     flow, graphs, names = Flow(), [], {id(module): name for name, module in model.named_modules()}
     for stack in stacks(model, kinds):
         try:
-            graphs.append(traced(stack, kinds))
+            graphs.append(traced(stack, kinds.reduces))
             continue
         except Exception as error:
             flow.left.append(f"{type(stack).__name__}: {first_sentence(error)}")
         for layer in (layer for child in stack.children() if isinstance(child, nn.ModuleList) for layer in child):
-            if contains(layer, kinds):
+            if contains(layer, kinds.reduces):
                 try:
-                    graphs.append(traced(layer, kinds))
+                    graphs.append(traced(layer, kinds.reduces))
                 except Exception as error:
                     flow.left.append(f"{type(layer).__name__}: {first_sentence(error)}")
     flow.left = list(dict.fromkeys(flow.left))

@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any, TypeAlias
 
 VllmObject: TypeAlias = Any  # an object of vLLM, whose attributes the type checker does not know
-TRIED_VLLM = ("0.26", "0.32")  # the versions whose classes the tests have read or run
+TRIED_VLLM = ("0.26", "0.32")  # the versions whose engines the tests have run (the table in docs/vllm.md)
 VLLM_LAYERS = "vllm.model_executor.layers"
 REQUIRED = {  # if one of these is missing, nothing is served
     "load_model": (
@@ -38,8 +38,21 @@ OPTIONAL = {
         "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.__init__",
         ("self", "compile_prefix", "is_encoder"),
     ),
+    "custom_op": ("vllm.model_executor.custom_op:CustomOp.forward_cuda", ("self", "args", "kwargs")),
+    "entered": ("vllm.forward_context:override_forward_context", ("forward_context",)),
+    "split_metadata": (
+        "vllm.v1.worker.ubatch_utils:split_attn_metadata",
+        ("ubatch_slices", "common_attn_metadata"),
+    ),
+    "token_slices": ("vllm.v1.worker.ubatch_utils:UBatchSlice.__init__", ("self", "request_slice", "token_slice")),
     "worker": ("vllm.v1.worker.worker_base:WorkerBase.get_model", ("self",)),
 }
+COMMUNICATING = (  # the modules whose functions communicate for layers that call them; what these do, no module shows
+    "vllm.models.common.ops.fused_allreduce_rms_norm",
+    "vllm.models.common.ops.gemm_rs_ar",
+    "vllm.models.common.ops.sequence_parallel",
+    f"{VLLM_LAYERS}.fused_allreduce_gemma_rms_norm",
+)
 FP8_METHODS = {  # read only if FP8 GEMMs are to be served (fp8.py)
     "fp8": (f"{VLLM_LAYERS}.quantization.fp8:Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
     "compressed_tensors": (
@@ -60,9 +73,7 @@ class Interface:
 
     @property
     def tried(self) -> bool:
-        return (
-            self.version.rsplit(".", 1)[0] in TRIED_VLLM if self.version.count(".") > 1 else self.version in TRIED_VLLM
-        )
+        return ".".join(self.version.split(".")[:2]) in TRIED_VLLM
 
     @property
     def unusable(self) -> str | None:

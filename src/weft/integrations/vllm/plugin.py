@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,16 +25,18 @@ from ...backends.library_gemm import one_trial_per_power_of_two
 from ...launch import init
 from ...plans import Plan
 from ...world import World
-from . import compare, fp8, layers
-from .dataflow import Flow, flow_of, stacks
-from .interface import FP8_METHODS, Interface, VllmObject, read_interface
+from . import compare, flashinfer, fp8, layers
+from .dataflow import Flow, calls_of, first_sentence, flow_of, stacks
+from .interface import COMMUNICATING, FP8_METHODS, Interface, VllmObject, read_interface
 from .layers import Classes
 from .row_norm_column import PASS_FORMS
 from .served import ServedModel, models, text
 from .start import gather_objects, hook_worker
 from .twin import Passes, copied, twin_of
+from .woven import woven_pass
 
 log = logging.getLogger("vllm.weft")  # vLLM shows the loggers below its own name
+SOURCES = Path(__file__).parents[2]  # weft's package
 WEFT_VLLM = "WEFT_VLLM"  # the environment variable that turns the plugin on with 1
 
 _worlds: dict[str, World] = {}  # by the group's name
@@ -58,6 +61,15 @@ def versions(interface: Interface) -> str:
     """Return the versions of weft and vLLM, for the report."""
     tried = "" if interface.tried else ", untried"
     return f"weft {metadata.version('weft')} under vLLM {interface.version}{tried}"
+
+
+@functools.cache
+def hash_of_sources() -> str:
+    """Return a hash of weft's files: a commit changes kernels and tables without a new version. It takes some 10 ms."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+        digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def hook(interface: Interface) -> None:
@@ -156,6 +168,7 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
     report.passes = passes_of(candidates, config, classes, interface, report)
     report.forms = compare.forms_of(candidates.flow.by_rows, report.passes)
     if report.world.backend.clock is not None:
+        add_flashinfer(candidates, config, classes, report)
         one_trial_per_power_of_two()
         hook_worker()
     else:  # times mean nothing, as on CPUs
@@ -169,21 +182,42 @@ def untimed(passes: Passes) -> list[tuple[int, int, Plan]]:
     return [(1, passes.max_tokens, PASS_FORMS[0])]
 
 
+def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes, report: ServedModel) -> None:
+    """Add FlashInfer's kernel to the forms to compare, if vLLM's own passes would use it for the model's norms, and not
+    if stored ranges do without it. Ranges with it are forgotten if it cannot be had. Collective."""
+    world, dtype = report.world, config.model_config.dtype
+    assert world is not None
+    wanted = report.ranges is None or any(isinstance(c.form, flashinfer.FlashInfer) for c in report.ranges)
+    norms: list[VllmObject] = [site.norm for site in candidates.flow.sites]
+    widths = {norm.weight.numel() for norm in norms if type(norm) is classes.norm and norm.weight.dtype == dtype}
+    if wanted and len(widths) == 1 and flashinfer.asked_for(config):
+        (h,) = widths
+        tokens = flashinfer.limit(world, h, dtype, config.scheduler_config.max_num_batched_tokens)
+        error = flashinfer.prepare(world, h, dtype, tokens, lambda errors: gather_objects(errors, report.group))
+        if not error:
+            report.forms = [*report.forms, flashinfer.FlashInfer(tokens)]
+            return
+        report.left.append(f"FlashInfer's all-reduce and norm: {error}")
+    if wanted:
+        report.ranges = None
+
+
 def what_times_depend_on(
     candidates: Candidates, config: VllmObject, group: VllmObject, interface: Interface
 ) -> dict[str, object]:
-    """Return what the times of passes depend on, by name: the model's shape, the GPU, the ranks, the versions, and the
-    engine's options."""
+    """Return what the times of passes depend on, by name: the model's shape, the GPU, the ranks, the versions, weft's
+    sources, and the engine's options."""
     compilation = getattr(config, "compilation_config", None)
     return dict(
         layers=sorted(candidates.shapes().items(), key=repr),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         ranks=group.world_size,
-        versions=(versions(interface), torch.__version__),
+        versions=(versions(interface), torch.__version__, hash_of_sources()),
         tokens=config.scheduler_config.max_num_batched_tokens,
         requests=getattr(config.scheduler_config, "max_num_seqs", None),
         captured=captured_sizes(config),
         passes=repr(getattr(compilation, "pass_config", None)),
+        flashinfer=flashinfer.installed(),
         mode=(str(getattr(compilation, "mode", None)), str(getattr(compilation, "cudagraph_mode", None))),
         fp8=fp8.asked_for(),
     )
@@ -208,6 +242,9 @@ def find_candidates(model: nn.Module, config: VllmObject, classes: Classes) -> C
     try:
         if why := reason_to_skip(config):
             return Candidates(why)
+        if calls := calls_of(model, COMMUNICATING):
+            lines = (f"{kind} calls {', '.join(sorted(names))}" for kind, names in calls.items())
+            return Candidates(f"layers communicate by themselves: {'; '.join(lines)}")
         classes.fp8.find(m for m in model.modules() if isinstance(m, classes.row | classes.column))
         whole = [stack for stack in stacks(model, classes) if "positions" in arguments_of_pass(stack)]
         if len(whole) != 1:
@@ -240,6 +277,7 @@ def reason_to_skip(config: VllmObject) -> str | None:
         is not None,
         "two batches at once (enable_dbo)": getattr(parallel, "enable_dbo", False),
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "data parallelism, whose engines run their passes in step": getattr(parallel, "data_parallel_size", 1) > 1,
         "pipeline parallelism": getattr(parallel, "pipeline_parallel_size", 1) > 1,
         "experts move between ranks (enable_eplb)": getattr(parallel, "enable_eplb", False),
         "only batches that decode are captured": getattr(mode, "name", "") == "FULL_DECODE_ONLY",
@@ -298,15 +336,21 @@ def passes_of(
     for row in candidates.rows:
         copies[id(row)] = copied(row, layers.Row, weft=world)
         counted[f"a row-parallel {classes.gemm_name(row)} and its sum"] += 1
+    served_modules = dict(copies)
     twin = twin_of(candidates.stack, copies, name_of(candidates, world), interface.objects.get("compiler"))
     report.served += [f"{line} ({count} times)" for line, count in counted.items() if count]
     report.left += flow.left + classes.fp8.left()
     max_tokens = config.scheduler_config.max_num_batched_tokens
     context = interface.objects["context"]
-    return Passes(candidates.stack, twin, world, context, max_tokens, captured_sizes(config))
+    passes = Passes(candidates.stack, twin, world, context, max_tokens, captured_sizes(config))
+    try:
+        passes.woven = woven_pass(candidates.stack, served_modules, world, config, classes, interface.objects)
+    except Exception as error:
+        passes.unwoven = first_sentence(error)
+    return passes
 
 
 def name_of(candidates: Candidates, world: World) -> str:
     """Return the name of the twin's compiled code, which has the constants of that code in it."""
-    constants = metadata.version("weft"), world.name.rpartition(":")[0], candidates.fingerprint()
+    constants = hash_of_sources(), world.name.rpartition(":")[0], candidates.fingerprint()
     return f"weft-{hashlib.sha256(repr(constants).encode()).hexdigest()[:12]}"

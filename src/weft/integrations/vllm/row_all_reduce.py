@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...op import Call, Op, registered
+from ...op import Op, RowsCall, registered
 from ...ops.matmul_reduce.op import matmul_all_reduce
 from ...ops.recipes import validate
 from ...plans import Plan, Sequential
@@ -28,16 +28,11 @@ class RowTensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowCall(Call):
-    m: int
+class RowCall(RowsCall):
     n: int
     k: int
     dtype: torch.dtype
     recipe: str | None
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
 
 def run_sequential(world: World, call: RowCall, plan: Plan, operands: RowTensors) -> torch.Tensor:

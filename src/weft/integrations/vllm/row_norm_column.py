@@ -9,10 +9,14 @@ ranks, residual and RMSNorm, and the column-parallel GEMM. Its plans are the for
         caller's   row(0) | row(1)  | column(0) | column(1)
         "weave"             norm(0) | norm(1)
 
+    flashinfer  sequential, with FlashInfer's kernel for the sum and the norm (flashinfer.py)
+
+A pass has one further form, `WovenLayers`: two parts over whole layers, without this operator (woven.py).
+
 It is one operator so that a compiled graph with symbolic shapes contains all of these plans: which one runs depends on
 the number of tokens (`forms`), but no shape in the graph does. The residual is always [M, H]. In all plans but
-sequential only some of its rows are defined on a rank, and only the next call of this operator, which has the same
-plan, reads them.
+sequential and flashinfer only some of its rows are defined on a rank, and only the next call of this operator, which
+has the same plan, reads them.
 """
 
 from __future__ import annotations
@@ -25,16 +29,18 @@ import torch
 from torch import Tensor
 
 from ...nn.weave import Weave, halves
-from ...op import Call, Op, registered
+from ...op import Op, RowsCall, registered
 from ...ops.all_gather_matmul.op import all_gather_matmul
 from ...ops.all_reduce.op import all_reduce_rms_norm
 from ...ops.common import split_rows
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.norm import rms_norm
-from ...plans import Plan, Sequential, TwoShotPull
+from ...plans import Decomposed, Plan, Sequential, TwoShotPull
 from ...tensor_checks import check_operands, dims
 from ...torch_library import CallOptions
 from ...world import World
+from . import flashinfer
+from .flashinfer import FlashInfer
 from .fp8 import operand_specs, product, recipe_of, scaled_operands
 
 
@@ -61,8 +67,30 @@ class TwoParts(Plan):
     programs: int = 16
 
 
+@dataclass(frozen=True)
+class WovenLayers(Plan):
+    """The tokens in two parts over whole layers (woven.py). The sums run on the SMs of so many `programs`; 0: copy
+    engines move the rows."""
+
+    kind: ClassVar[str] = "woven_layers"
+    may_be_0 = ("programs",)
+    programs: int = 0
+
+    @property
+    def norm_plan(self) -> Plan:
+        """Return the plan of `all_reduce_rms_norm`."""
+        return TwoShotPull(programs=self.programs) if self.programs else Decomposed()
+
+
 # In the order in which they are compared. All but the first need a residual that nothing between the layers reads.
-PASS_FORMS: Sequence[Plan] = (Sequential(), OwnRows(), ShardedTokens(), TwoParts())
+PASS_FORMS: Sequence[Plan] = (
+    Sequential(),
+    OwnRows(),
+    ShardedTokens(),
+    TwoParts(),
+    WovenLayers(),
+    WovenLayers(programs=16),
+)
 
 
 def forms(world: World) -> dict[int, Plan]:
@@ -87,11 +115,10 @@ class LayerTensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowNormColumnCall(Call):
+class RowNormColumnCall(RowsCall):
     """m is the number of tokens; k and n are the columns of x and of the result, 0 without that GEMM. `plain_norm` says
     that the norm's weight has the dtype of x. The recipes are those of weights in e4m3."""
 
-    m: int
     h: int
     k: int
     n: int
@@ -102,16 +129,17 @@ class RowNormColumnCall(Call):
     row_recipe: str | None = None
     column_recipe: str | None = None
 
-    @property
-    def rows(self) -> int:
-        return self.m
-
 
 # -- the plans ---------------------------------------------------------------------------------------------------------
 def run_sequential(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
     y, residual = all_reduce_rms_norm(
         row_product(world, t, t.x), t.residual, t.norm, call.eps, full_residual=True, world=world
     )
+    return column_product(world, t, y), residual
+
+
+def run_flashinfer(world: World, call: RowNormColumnCall, plan: FlashInfer, t: LayerTensors) -> tuple[Tensor, Tensor]:
+    y, residual = flashinfer.all_reduce_norm(world, row_product(world, t, t.x), t.residual, t.norm, call.eps)
     return column_product(world, t, y), residual
 
 
@@ -205,6 +233,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         OwnRows: run_own_rows,
         ShardedTokens: run_sequence_parallel,
         TwoParts: run_woven,
+        FlashInfer: run_flashinfer,
     }
 
     def call(
@@ -258,6 +287,9 @@ class RowNormColumn(Op[RowNormColumnCall]):
 
     def unsupported(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
         """Return the reason, which is the same for all calls of a pass."""
+        if isinstance(plan, FlashInfer):
+            prepared = (call.h, call.dtype) in flashinfer.workspaces(world) and call.plain_norm
+            return None if prepared and call.m <= plan.max_tokens else ""  # such passes are not served, only profiled
         return world.symmetric_unsupported or (
             f"{call.m} tokens of {world.size} ranks" if call.m < world.size else None
         )
@@ -306,12 +338,12 @@ def row_norm_column(
         row_scale, column_scale: the scales of weights in e4m3, float32: [N], or [1] for the whole weight, and x and the
             normalised rows are quantised by row; or [N / 128, K / 128], and these are quantised by block.
         world: as in `weft.all_reduce_rms_norm`.
-        plan: "auto", "sequential", "own_rows", "sequence_parallel", "woven", or a Plan. All but sequential need
-            symmetric memory and a token a rank, and are sequential without.
+        plan: "auto", "sequential", "own_rows", "sequence_parallel", "woven", or a Plan. All but sequential and
+            FlashInfer need symmetric memory and a token a rank, and are sequential without.
 
     Returns:
-        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], of which, unless the plan is sequential,
-        a rank has only its own rows, and none if there is no residual.
+        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], of which, unless the plan is sequential or
+        FlashInfer, a rank has only its own rows, and none if there is no residual.
 
     Raises as `weft.all_reduce_rms_norm`.
     """

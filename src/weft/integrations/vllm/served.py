@@ -10,6 +10,7 @@ from ...chooser import Chooser
 from ...op import Known
 from ...plans import Plan
 from ...world import World
+from . import flashinfer
 from .compare import Range
 from .interface import VllmObject
 from .twin import Passes
@@ -48,6 +49,7 @@ class ServedModel:
         if self.passes is not None:
             self.passes.serve(())
             self.passes.remove()
+            flashinfer.drop(self.passes.world)
         self.passes, self.world, self.served, self.started = None, None, [], True
         self.left.append(f"all: {why}")
 
@@ -63,6 +65,8 @@ class ServedModel:
         ranks = "" if self.world is None else f", {self.world.size} ranks ({self.world.backend.name})"
         lines = [f"{self.version}: {self.model}{ranks}"]
         lines += [f"  serves {line}" for line in self.served] + [f"  leaves to vLLM {line}" for line in self.left]
+        if self.passes is not None and self.passes.unwoven is not None:
+            lines.append(f"  runs no pass in two parts over whole layers: {self.passes.unwoven}")
         lines += [f"  compared in {self.seconds:.0f} s"] if self.seconds else []
         lines += [f"  {compared.line()}" for compared in self.ranges or ()]
         lines += [f"  {name}: {count} calls decided, by {plan}" for (name, plan), count in self.decided().items()]

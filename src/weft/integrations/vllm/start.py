@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ...errors import WeftError
-from . import compare
+from ...world import World
+from . import compare, flashinfer
 from .interface import VllmObject, resolve
+from .row_norm_column import WovenLayers
 from .served import ServedModel, counts, models
 
 log = logging.getLogger("vllm.weft")
@@ -111,7 +113,7 @@ def profile(model: ServedModel, runner: VllmObject) -> None:
 
 
 def start(model: ServedModel, runner: VllmObject) -> None:
-    """Decide what weft runs, and run each of its sizes once. Never raises. Collective."""
+    """Decide what weft runs, and run each of its sizes, and padding, once. Never raises. Collective."""
     try:
         raise_errors(model)
         try:
@@ -139,6 +141,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
     passes = model.passes
     assert passes is not None
     run = compare.pass_of(runner, model.config)
+    attach(model, runner)
     passes.put()
     with torch.inference_mode():
         if model.ranges is None:
@@ -147,16 +150,39 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)
+        free_cached_memory(passes.world)  # of the comparison; that of the passes below stays, so that requests find it
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")
             return
+        if not any(isinstance(form, flashinfer.FlashInfer) for _, _, form in won):
+            flashinfer.drop(passes.world)
         passes.serve(won)
-        for size in sorted(set(passes.sizes) - {0}, reverse=True):
-            run(size)
+        if passes.woven is not None and not any(isinstance(form, WovenLayers) for _, _, form in won):
+            passes.woven.release()
+        for tokens in passes.warm_ups():
+            run(tokens)
         passes.world.wait_for_streams()
-    if passes.world.device.type == "cuda":
+
+
+def free_cached_memory(world: World) -> None:
+    if world.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def attach(model: ServedModel, runner: VllmObject) -> None:
+    """Let woven passes learn of the engine's batches, unless stored ranges have none. Do without them if these cannot
+    be split."""
+    passes, ranges = model.passes, model.ranges
+    assert passes is not None
+    stored = ranges is None or any(isinstance(compared.form, WovenLayers) for compared in ranges)
+    if passes.woven is None or not stored:
+        return
+    try:
+        passes.woven.attach(runner)
+    except WeftError as why:
+        passes.woven, passes.unwoven = None, f"{why}"
+        model.forms = [form for form in model.forms if not isinstance(form, WovenLayers)]
 
 
 def store(model: ServedModel) -> None:

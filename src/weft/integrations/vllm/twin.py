@@ -13,8 +13,8 @@ The promise is that vLLM is never slower with weft. It holds by construction:
    table, `Passes.sizes`: 0 is vLLM's own pass. vLLM captures after that, so that each captured size has one graph.
 4. The twin knows a finite number of sizes: those that vLLM captures, and multiples of STEP above these, to which a
    pass is padded. GEMMs compute whole tiles of 128 rows anyway, and the padding is in the times that were compared.
-   Every size is called before the first request. So whatever depends on the number of tokens (kernels, plans, channels,
-   tables, workspaces) exists then: requests cannot meet a new one.
+   Every size is called before the first request, and padding. So whatever depends on the number of tokens (kernels,
+   plans, channels, tables, workspaces) exists then: requests cannot meet a new one.
 
 A pass that vLLM's compiler makes for some ranges of tokens only (`compile_ranges_endpoints`) would save the second
 trace. But its ranges are fixed before anything can be timed, and they change vLLM's own graphs and cache keys; it would
@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -39,7 +40,10 @@ from ...errors import WeftError
 from ...plans import Plan
 from ...world import World
 from .interface import VllmObject
-from .row_norm_column import forms
+from .row_norm_column import WovenLayers, forms
+
+if TYPE_CHECKING:
+    from .woven import WovenPass
 
 STEP = 128  # tokens between the sizes that no graph has
 PADDED = ("input_ids", "positions", "inputs_embeds")  # the arguments of a pass that have a row, or column, for a token
@@ -113,7 +117,8 @@ class Passes:
     """A stack of layers with its twin, for passes of up to `max_tokens` tokens; `captured` are the numbers of tokens
     that vLLM captures, and `context` returns the context of a pass, in which attention finds its slots. `sizes` has,
     for each number of tokens, that with which the twin runs, or 0 for vLLM's own pass. `names` are those of the
-    arguments of a pass, `positions` the place of that one."""
+    arguments of a pass, `positions` the place of that one. `woven` runs passes in two parts over whole layers; if it is
+    None, `unwoven` is the reason."""
 
     stack: VllmObject
     twin: VllmObject
@@ -121,6 +126,8 @@ class Passes:
     context: Callable[[], VllmObject]
     max_tokens: int
     captured: tuple[int, ...] = ()
+    woven: WovenPass | None = None
+    unwoven: str | None = None
 
     def __post_init__(self) -> None:
         self.own_class = type(self.stack)
@@ -146,6 +153,13 @@ class Passes:
                 self.sizes[tokens] = size = known[bisect_left(known, tokens)]
                 table[size] = form
 
+    def warm_ups(self) -> list[int]:
+        """Return the numbers of tokens to run before requests: all sizes in descending order, and the least number of
+        each form that is padded, since CUDA loads the kernels that pad at their first launch."""
+        table = forms(self.world)
+        padded_tokens = {table[size]: tokens for tokens, size in reversed(list(enumerate(self.sizes))) if size > tokens}
+        return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
+
     def put(self, kind: type | None = None) -> None:
         """Make the stack look up the number of tokens at each pass. `kind` is the class that does it."""
         namespace = {"__module__": self.own_class.__module__}
@@ -154,6 +168,8 @@ class Passes:
 
     def remove(self) -> None:
         """Make the stack vLLM's own again, as if weft were not installed."""
+        if self.woven is not None:
+            self.woven.release()
         self.stack.__class__ = self.own_class
         for name in [name for name in self.stack.__dict__ if name.startswith("weft_")]:
             del self.stack.__dict__[name]
@@ -166,12 +182,27 @@ class Passes:
 
     def run(self, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> VllmObject:
         """Run the twin with `size` tokens, of which only the first `tokens` count."""
+        if isinstance(form := forms(self.world).get(size), WovenLayers):
+            return self.run_woven(form, size, tokens, args, kwargs)
         if size == tokens:
             return self.twin(*args, **kwargs)
         rows = [padded(name, value, size - tokens) for name, value in zip(self.names, args, strict=False)]
         named_rows = {name: padded(name, value, size - tokens) for name, value in kwargs.items()}
         with padded_slots(self.context(), size - tokens):
             return first_rows(self.twin(*rows, **named_rows), tokens)
+
+    def run_woven(
+        self, form: WovenLayers, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]
+    ) -> VllmObject:
+        """Run the pass in two parts, `size` tokens together, or vLLM's own pass if this one cannot be split. All ranks
+        do the same, since they have the same batch."""
+        arguments = dict(zip(self.names, args, strict=False)) | dict(kwargs)
+        if self.woven is None or arguments.get("inputs_embeds") is not None or not self.woven.can_run(size):
+            return self.own_class.__call__(self.stack, *args, **kwargs)
+        input_ids, positions = (padded(name, arguments[name], size - tokens) for name in ("input_ids", "positions"))
+        assert input_ids is not None and positions is not None
+        with padded_slots(self.context(), size - tokens):
+            return first_rows(self.woven(form, input_ids, positions), tokens)
 
 
 class Switched:

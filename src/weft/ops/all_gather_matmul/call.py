@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from ...scaled_tensor import SCALE_BLOCK
 from ..common import MatmulCall
 
 GATHER_GEMM = "all_gather_matmul"
@@ -34,8 +33,7 @@ class GatherCall(MatmulCall):
     @property
     def scales_in_row(self) -> int:
         """Return the number of scales that are sent with a row."""
-        by_row = {"tensor": 0, "row": 1, "block": self.k // SCALE_BLOCK}
-        return 0 if self.scaling is None else by_row[self.scaling.recipe]
+        return 0 if self.scaling is None else self.scaling.scales_in_row(self.k)
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
         return super().same_on_all_ranks() | dict(gated=self.gated)

@@ -48,7 +48,7 @@ from .runs import (
 )
 from .two_level import run_gather
 
-Activation = TypeVar("Activation", torch.Tensor, ScaledTensor)
+Rows = TypeVar("Rows", bound=torch.Tensor | ScaledTensor)
 
 
 class AllGatherMatmul(MatmulOp[GatherCall]):
@@ -259,7 +259,7 @@ def all_gather_matmul(
 
 
 def all_gather_matmul_with_gathered(
-    x_shard: Activation,
+    x_shard: Rows,
     weight: torch.Tensor | ScaledTensor,
     bias: torch.Tensor | None = None,
     *,
@@ -269,7 +269,7 @@ def all_gather_matmul_with_gathered(
     rows: Sequence[int] | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> tuple[torch.Tensor, Activation]:
+) -> tuple[torch.Tensor, Rows]:
     """Return `all_gather_matmul` and the gathered activation.
 
     The gathered activation [M, K], a `weft.ScaledTensor` if x_shard is one, has memory of its own. It is

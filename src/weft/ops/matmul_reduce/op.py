@@ -100,6 +100,15 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         world.finish(world.current_stream())
         return tiles
 
+    def _checked(
+        self, world: World, operands: ScaledFactors, rows: Sequence[int] | None, reorder: bool, options: ProductOptions
+    ) -> ReduceCall:
+        x, weight, bias, *_ = operands
+        scaling, dtype = check_product(self.name, world, operands, options)
+        (n, k), m = weight.shape, x.shape[0]
+        shards = split_rows(world, m) if rows is None else check_rows(self.name, world, rows, x, whole=True)
+        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
+
     def direct(self, world: World, call: ReduceCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.reorder and (self.everywhere or call.even)
         usual = usual and call.scaling is None and not world.batch_invariant
@@ -152,11 +161,8 @@ class MatmulReduceScatter(MatmulReduce):
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
-        (x, weight, bias, *_), (rows, reorder, *rest) = operands, options
-        scaling, dtype = check_product(self.name, world, operands, ProductOptions(*rest))
-        shards = split_rows(world, x.shape[0]) if rows is None else check_rows(self.name, world, rows, x, whole=True)
-        (n, k), m = weight.shape, x.shape[0]
-        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
+        rows, reorder, *rest = options
+        return self._checked(world, operands, rows, reorder, ProductOptions(*rest))
 
 
 class MatmulAllReduce(MatmulReduce):
@@ -201,11 +207,8 @@ class MatmulAllReduce(MatmulReduce):
         return dx, dw, column_sums(world, dy) if needs[2] else None, None, None
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
-        (x, weight, bias, *_), (reorder, *rest) = operands, options
-        scaling, dtype = check_product(self.name, world, operands, ProductOptions(*rest))
-        shards = split_rows(world, x.shape[0])
-        (n, k), m = weight.shape, x.shape[0]
-        return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
+        reorder, *rest = options
+        return self._checked(world, operands, None, reorder, ProductOptions(*rest))
 
 
 MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())

@@ -11,8 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....kernel_launch import Launch, prepared
 from ....world import World
-from ..expert_parallel.place_rows_kernels import ExpertOrder
+from ..expert_parallel.place_rows_kernels import ExpertOrder, count_received
+from ..routing.kernels import LEFT_OUT
 from ..tensor_parallel.call import Split
 from ..tensor_parallel.sequential import gathered, tables
 
@@ -78,3 +80,26 @@ def combine(
         out.copy_(result if shared is None else result + shared.float())
 
     world.call(total, [received, *([] if shared is None else [shared])], [out], stream)
+
+
+def tell_sources(world: World, route_rows: Tensor) -> None:
+    """Tell every rank how many rows of its tokens were left out here, and count those of this rank's tokens that others
+    left out. route_rows int32 [W max_tokens k]."""
+    stream = world.current_stream()
+    if world.size == 1:
+        return
+    lost, received = (world.empty((world.size, 1), torch.int32) for _ in range(2))
+
+    def count() -> None:
+        lost.copy_((route_rows.view(world.size, -1) == LEFT_OUT.value).sum(1, keepdim=True))
+        lost[world.rank].zero_()  # this rank has counted all that it left out
+
+    world.call(count, [route_rows], [lost], stream)
+    world.all_to_all(list(received), list(lost), stream)
+    _count_received(world)(stream, words=received)
+
+
+@prepared
+def _count_received(world: World) -> Launch:
+    options = dict(num_warps=1, local=True)
+    return Launch(world, count_received, 1, options, guard=world.guard(), W=world.size)

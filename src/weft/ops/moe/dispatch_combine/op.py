@@ -514,6 +514,7 @@ def prepare(world: World, layer: Layer, alignment: int, plan: Dispatched, common
         dispatch_flags,
         combine_flags,
         calls,
+        route_tables.left_out_words(world, buffer_index),
         zero_counters,
         zero_counters,
     )
@@ -599,8 +600,10 @@ def mask_launch(world: World, state: ExchangeState) -> Launch:
         masked=state.masked,
         rank=rank_word(world),
         guard=world.guard(),
+        left_out=state.dispatched.left_out if isinstance(state, KernelState) else None,
         routes=routes,
         MAX_M=state.exchange.max_m,
+        max_tokens=state.exchange.layer.max_tokens_per_rank,
         EL=state.local_experts,
         BLOCK=block,
         PROGRAMS=programs,
@@ -709,6 +712,8 @@ def launch_combine(world: World, number: int, y: torch.Tensor, shared: torch.Ten
     else:
         assert isinstance(state, CollectiveState)
         collectives.combine(world, state.layer, state.row_order.route_rows, state.weights, y, shared, out)
+        if state.masked is not None:
+            collectives.tell_sources(world, state.masked.route_rows)
     del pending_dispatches(world)[number]
 
 

@@ -29,6 +29,7 @@ from ....world import World
 from ..activations import GELU
 from ..call import ACTIVATIONS, NAME, NONE_KEPT, Kept, Layer, MoeCall, MoeOperands, Weights, layer_rows
 from ..routing import route_tables
+from ..routing.kernels import LeftOut
 from ..routing.route_tables import Tables, power
 from .fused_kernels import LayerSizes
 from .kernels import (
@@ -65,6 +66,7 @@ class DispatchedState:
     dispatch_flags: BlockChannel  # counters of arrived rows, by source step
     combine_flags: BlockChannel  # counters of arrived sums, by rank
     calls: BlockChannel  # the channel of `same_call` in `sum_ranks`
+    left_out: LeftOut | None  # the words that `sum_ranks` takes
     placeholder_ints: torch.Tensor  # int32, in place of tables when kernels are loaded
     placeholder_floats: torch.Tensor
     ahead: Ahead = field(default_factory=Ahead)
@@ -198,7 +200,14 @@ def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
 
 
 def make_state(
-    world: World, layer: Layer, plan: DispatchedGemms, local_experts: int, rows: int, sends: str, sums: str
+    world: World,
+    layer: Layer,
+    plan: DispatchedGemms,
+    local_experts: int,
+    rows: int,
+    sends: str,
+    sums: str,
+    left_out: LeftOut | None = None,
 ) -> DispatchedState:
     """Return the state of a layer and plan. The call is collective. `sends` and `sums` name what the programs of the
     side stream send and sum: states of equal names and numbers of programs share channels."""
@@ -214,6 +223,7 @@ def make_state(
         world.channel(f"{NAME}, {sends} by {dispatch_programs} programs", world.size, None, dispatch_programs),
         world.channel(f"{NAME}, {sums} by {combine_programs} programs", world.size, None, combine_programs),
         world.calls(NAME),
+        left_out,
         world.zeros((16,), torch.int32),
         world.zeros((16,), torch.float32),
     )
@@ -228,7 +238,8 @@ def plan_state(world: World, layer: Layer, plan: Dispatched) -> DispatchedState:
         if layer.max_rows is None:
             mib = memory(world, layer, plan.tile.block_m).scratch / 2**20
             world.log_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
-        return make_state(world, layer, plan, layer.experts // world.size, rows, "rows", "sums")
+        left_out = route_tables.left_out_words(world)
+        return make_state(world, layer, plan, layer.experts // world.size, rows, "rows", "sums", left_out)
 
     return world.cached((NAME, layer, plan), make)
 
@@ -492,6 +503,7 @@ def _final_sum_launch(world: World, state: DispatchedState, half_size: int, sum_
         sum_options.options,
         ch=state.combine_flags,
         calls=state.calls,
+        left_out=state.left_out,
         half_size=half_size,
         max_tokens=layer.max_tokens_per_rank,
         ARRIVALS=state.combine_programs,
@@ -660,7 +672,7 @@ def run_dispatched(
     Raises:
         Unsupported: the plan's programs do not fit on an SM together.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
-        Overflow: there, on a rank whose experts received more rows than `layer_rows`.
+        Overflow: there, on a rank whose experts received more rows than `layer_rows`, and on their tokens' ranks.
     """
     layer, stream, w = call.layer, world.current_stream(), operands.experts
     x, ids, weights, shared = operands.x, operands.ids, operands.weights, operands.shared

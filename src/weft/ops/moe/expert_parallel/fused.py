@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+from ....backends.barrier import compare
 from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ....lang.channel import BlockChannel
 from ....lang.jit import constants
 from ....plans import FusedMoe
-from ....transport.barrier import compare
 from ....transport.memory import lock
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands, RouterOptions
@@ -164,6 +164,7 @@ def layer_memory(
         state.done.shape[1],
         state.plan.copy_programs,
         state.epoch,
+        routes.left_out,
         stamps,
         *(router or ()),
     )

@@ -47,7 +47,7 @@ from ....lang.channel import BlockChannel, address_of, calls_of, end_call, rank_
 from ....lang.intrinsics import flush_stores, globaltimer, wait_until
 from ....lang.jit import jit
 from ....lang.primitives import channel_broadcast, channel_notify
-from ..routing.kernels import clear_sources, count_block, place_units, push_routes
+from ..routing.kernels import LeftOut, clear_sources, count_block, place_units, push_routes, take_left_out
 from ..routing.route_tables import Tables
 from .kernels import (
     ROW_OF_TILES,
@@ -101,6 +101,7 @@ class LayerMemory(NamedTuple):
     rows_of_tiles: int
     copy_programs: int
     epoch: torch.Tensor
+    left_out: LeftOut | None
     stamps: torch.Tensor | None
     logits: torch.Tensor | None = None
     calls: BlockChannel | None = None
@@ -255,7 +256,17 @@ def make_tables(memory, ch, max_tokens, s, table_sizes):
             table_sizes.ELP,
         )
     grid_barrier(memory, ch, 0)
-    place_units(memory.ids, memory.counts, memory.tables, me, ch.guard, routes_per_source, memory.rows, table_sizes)
+    place_units(
+        memory.ids,
+        memory.counts,
+        memory.tables,
+        me,
+        ch.guard,
+        memory.left_out,
+        routes_per_source,
+        memory.rows,
+        table_sizes,
+    )
     grid_barrier(memory, ch, 1)
 
 
@@ -496,4 +507,6 @@ def moe_layer(
     sum_own_tokens(operands.ids, operands.shared, operands.out, memory, ch, T, max_tokens, s)
     add_time(memory, FINAL_SUM_TIME, start)
     add_time(memory, TOTAL_TIME, launch_start)
+    if pid == 0:
+        take_left_out(memory.left_out, ch.guard, W)
     end_call(ch, memory.epoch, tl.num_programs(0))

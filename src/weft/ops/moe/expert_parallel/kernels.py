@@ -45,6 +45,7 @@ from ....lang.intrinsics import flush_stores, same_call, wait_until
 from ....lang.jit import jit
 from ....lang.primitives import channel_notify
 from ..activations import CLAMPED, GELU
+from ..routing.kernels import take_left_out
 
 # What a row of tiles adds to a counter in all, whatever its number of columns, so that waits do not depend on the width
 # of a layer.
@@ -493,7 +494,7 @@ def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr):
 
 @jit(do_not_specialize=("T", "max_tokens", "number"))
 def sum_ranks(
-    routed, outbox, ids, shared, out, counters, ch, calls, number, epoch, half_size, T, max_tokens,
+    routed, outbox, ids, shared, out, counters, ch, calls, left_out, number, epoch, half_size, T, max_tokens,
     ARRIVALS: tl.constexpr, s,
 ):  # fmt: skip
     """out [T, H] = the sum, in the order of the ranks and in fp32, over the ranks that have (columns of) an expert of
@@ -501,7 +502,7 @@ def sum_ranks(
 
     The other ranks' sums are in outbox [W, max_tokens, H] (epoch and half_size as in `half_offset`); this rank sums its
     own weighted rows, `RoutedRows`, which are complete by stream order. ids int32 [T, K]; s: `RankSumSizes`. The kernel
-    waits for all other ranks.
+    waits for all other ranks, and takes the words of left_out (`LeftOut`) unless it is None.
 
     It clears `counters`, those of `grouped_gemm_out`, unless None. That kernel has ended by stream order. This rank's
     `combine_rows`, which reads them, must also have ended: the wait here does not imply it, because that kernel
@@ -526,6 +527,9 @@ def sum_ranks(
             outbox, ids, t, T, max_tokens, cols, own_sum, me, W, s.H, s.K, KP, s.EL, s.TP_SIZE, s.ROWS, s.COLS
         )
         store_sums(acc, shared, out, t, T, cols, s.H)
+    if left_out is not None:
+        if tl.program_id(0) == 0:
+            take_left_out(left_out, ch.guard, W)
     if counters is not None:
         if tl.program_id(0) == 0:
             source_step = tl.arange(0, triton.next_power_of_2(W))

@@ -27,9 +27,9 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 
 from ....architectures import lacks
-from ....backends.base import check_tensors
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
+from ....symmetric import check_tensors
 from ....tensor_checks import bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
@@ -152,7 +152,8 @@ def moe(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
         Mismatch, Timeout: as `all_gather_matmul`.
-        Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out, with their number.
+        Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out and on their tokens'
+            ranks, with their number.
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
     """
     options = plain_rows(NAME, rows), activation, max_tokens, max_rows, keep, received is not None
@@ -309,7 +310,8 @@ class Moe(Op[MoeCall]):
         return call.layer.max_tokens_per_rank * world.size * call.layer.k / call.layer.experts
 
     def trial_key(self, call: MoeCall) -> Hashable:
-        """Return the layer with its number of tokens rounded up to a power of two, and what is saved."""
+        """Return the layer with its number of tokens rounded up to a power of two, and what is saved. There is no
+        router in it: a call with one is of the op `MoeWithRouter`, whose decisions have another name and no trial."""
         return call.keep, replace(
             call.layer, max_tokens_per_rank=1 << (call.layer.max_tokens_per_rank - 1).bit_length()
         )

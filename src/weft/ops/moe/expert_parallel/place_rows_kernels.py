@@ -34,6 +34,9 @@ from ....lang.channel import calls_of, end_call, rank_of
 from ....lang.intrinsics import count_lost, wait_until
 from ....lang.jit import jit
 from ..expert_parallel.kernels import half_offset
+from ..routing.kernels import LEFT_OUT, count_told, tell_sources
+
+RANK_BINS = tl.constexpr(32)  # the most ranks, and bins of a histogram by rank
 
 
 class ExpertOrder(NamedTuple):
@@ -79,24 +82,62 @@ def list_masked(order, masked, expert, MAX_M, BLOCK: tl.constexpr):
         tl.store(masked.sources + expert.to(tl.int64) * MAX_M + i, source, mask=i < MAX_M)
 
 
+@jit
+def rows_by_source(order, max_tokens, MAX_M, EL: tl.constexpr, BLOCK: tl.constexpr):
+    """Return int32 [RANK_BINS]: how many rows beyond MAX_M of an expert have tokens of each rank."""
+    rows = tl.zeros((RANK_BINS,), tl.int32)
+    for expert in range(0, EL):
+        first_row = tl.load(order.offsets + expert)
+        end = first_row + tl.load(order.received + expert)
+        for lo in range(first_row + MAX_M, end, BLOCK):
+            row = lo + tl.arange(0, BLOCK)
+            source = tl.load(order.sources + row, mask=row < end, other=0) // max_tokens
+            rows += tl.histogram(source, RANK_BINS, mask=row < end)
+    return rows
+
+
 @jit(do_not_specialize=("MAX_M",))
-def mask_rows(order, masked, rank, guard, routes, MAX_M, EL: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+def mask_rows(
+    order,
+    masked,
+    rank,
+    guard,
+    left_out,
+    routes,
+    max_tokens,
+    MAX_M,
+    EL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     """Convert the tables of rows in expert order to those of the masked layout. Rows beyond MAX_M of an expert are
-    dropped and counted. rank: int32 [1], this rank. routes: the number of routes of all ranks."""
+    dropped and counted, and told to their tokens' ranks unless left_out is None. rank: int32 [1], this rank. routes:
+    the number of routes of all ranks."""
     for expert in range(tl.program_id(0), EL, PROGRAMS):
         list_masked(order, masked, expert, MAX_M, BLOCK)
     if tl.program_id(0) == 0:
         experts = tl.arange(0, triton.next_power_of_2(EL))
         received = tl.load(order.received + experts, mask=experts < EL, other=0)
-        count_lost(guard, tl.sum(tl.maximum(received - MAX_M, 0), 0))
+        rows_lost = tl.sum(tl.maximum(received - MAX_M, 0), 0)
+        if rows_lost > 0:
+            me = tl.load(rank)
+            count_lost(guard, me, rows_lost)
+            if left_out is not None:
+                tell_sources(left_out, me, tl.arange(0, RANK_BINS), rows_by_source(order, max_tokens, MAX_M, EL, BLOCK))
     first_expert = tl.load(rank) * EL
     for block in range(tl.program_id(0), tl.cdiv(routes, BLOCK), PROGRAMS):
         route = block * BLOCK + tl.arange(0, BLOCK)
         row = tl.load(order.route_rows + route, mask=route < routes, other=-1)
         e = tl.load(order.ids + route, mask=row >= 0, other=0) - first_expert
         row_in_expert = row - tl.load(order.offsets + e, mask=row >= 0, other=0)
-        masked_row = tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, -2)
-        tl.store(masked.route_rows + route, tl.where(row >= 0, masked_row, -1), mask=route < routes)
+        masked_row = tl.where(row_in_expert < MAX_M, e * MAX_M + row_in_expert, LEFT_OUT)
+        tl.store(masked.route_rows + route, tl.where(row >= 0, masked_row, row), mask=route < routes)
+
+
+@jit
+def count_received(words, guard, W: tl.constexpr):
+    """Count the rows [W] of this rank's tokens that other ranks left out, as `take_left_out` does."""
+    count_told(words, guard, W)
 
 
 @jit

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Call, Local, Returned, check_call, registered
+from ....op import Local, Returned, RowsCall, check_call, registered
 from ....plans import Plan, Sequential
 from ....tensor_checks import check_device, dims
 from ....torch_library import CallOptions
@@ -28,18 +28,13 @@ LIST = 1024  # routes of a list that a program takes at a time, at most
 
 
 @dataclass(frozen=True)
-class CapacityCall(Call):
+class CapacityCall(RowsCall):
     """ids [m, k] of so many experts, and how many routes an expert may take of an even share (factor 1)."""
 
-    m: int
     k: int
     experts: int
     factor: float
     drop: str
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
     @property
     def expert_capacity(self) -> int:

@@ -25,6 +25,12 @@ Where HALVES is 2, calls alternate between two halves of the shared memory, and 
 the routes to local memory. A rank shares call n + 2 after its own `count_routes` of call n + 1, which waited for every
 rank's flag of call n + 1; and each rank set that flag after its reads of call n.
 
+Rows for which there is no room are told to the ranks of their tokens. A rank has a word for every other (`LeftOut`),
+which is zero unless that one left out rows of its tokens. `place_routes` (or `mask_rows`) adds to the words on
+other ranks before the rows go back, so the release of these covers the words, and a rank takes its words after it has
+waited for the rows (`take_left_out`). It clears them before it shares the routes of its next call, and no rank adds to
+them in that call before it has waited for those.
+
 A rank has columns of EL experts. TP_SIZE neighbouring ranks have columns of the same experts; with 1 an expert belongs
 to one rank.
 
@@ -37,14 +43,24 @@ Symbols of shapes:
 
 from typing import NamedTuple
 
+import torch
+import triton
 import triton.language as tl
 
 from ....lang.channel import address_of, calls_of, end_call, rank_of
-from ....lang.intrinsics import count_lost, same_call
+from ....lang.intrinsics import count_lost, flush_stores, same_call
 from ....lang.jit import jit
 from ....lang.primitives import channel_broadcast, channel_wait
 
 LEFT_OUT = tl.constexpr(-2)  # the row of a route to an own expert for which there is no room
+
+
+class LeftOut(NamedTuple):
+    """Where ranks are told of rows that were left out. words: int32 [W], how many of this rank's tokens each rank has
+    left out; addresses: int64 [W], those of every rank's words."""
+
+    words: torch.Tensor
+    addresses: torch.Tensor
 
 
 class TableKernelSizes(NamedTuple):
@@ -320,18 +336,51 @@ def rows_with_room(rows_per_step, starts, rows):
 
 
 @jit
-def place_routes(ids, counts, tables, rank, guard, routes_per_source, rows, s):
+def tell_sources(left_out, me, ranks, rows):
+    """Add the numbers of rows that this rank left out to its words on the `ranks` of their tokens, which are distinct.
+    One program of a launch calls it. left_out: `LeftOut`."""
+    mask = (rows > 0) & (ranks != me)
+    words = tl.load(left_out.addresses + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int32)) + me
+    tl.store(words, tl.load(words, mask=mask, other=0) + rows, mask=mask)
+
+
+@jit
+def count_told(words, guard, W: tl.constexpr):
+    """Count the rows [W] that other ranks left out of this rank's tokens (`count_lost`). Return whether there are
+    any."""
+    ranks = tl.arange(0, triton.next_power_of_2(W))
+    rows = tl.load(words + ranks, mask=ranks < W, other=0)
+    any_lost = tl.max(rows, 0) > 0
+    if any_lost:
+        for rank in range(W):
+            count_lost(guard, rank, tl.sum(tl.where(ranks == rank, rows, 0), 0))
+    return any_lost
+
+
+@jit
+def take_left_out(left_out, guard, W: tl.constexpr):
+    """Count the rows of this rank's tokens that others have left out, and clear the words that say so (`tell_sources`).
+    One program of a launch calls it, after it has waited for all ranks' rows."""
+    any_lost = count_told(left_out.words, guard, W)
+    flush_stores(False)  # each thread has loaded the words before one of them clears them
+    if any_lost:
+        ranks = tl.arange(0, triton.next_power_of_2(W))
+        tl.store(left_out.words + ranks, tl.zeros_like(ranks), mask=ranks < W)
+
+
+@jit
+def place_routes(ids, counts, tables, rank, guard, left_out, routes_per_source, rows, s):
     """Fill the tables (`Tables` in route_tables.py) of so many rows, which are whole tiles. s: `TableKernelSizes`.
 
     A unit of work is one block of routes and one expert's tiles (none where TILES is 0); unit 0 also stores the totals.
     Where more rows arrive than there is room for, the last rows of the last experts are left out: their route row is
-    LEFT_OUT and they are in no tile.
+    LEFT_OUT and they are in no tile. They are counted, and told to their tokens' ranks unless left_out is None.
     """
-    place_units(ids, counts, tables, tl.load(rank), guard, routes_per_source, rows, s)
+    place_units(ids, counts, tables, tl.load(rank), guard, left_out, routes_per_source, rows, s)
 
 
 @jit
-def place_units(ids, counts, tables, me, guard, routes_per_source, rows, s):
+def place_units(ids, counts, tables, me, guard, left_out, routes_per_source, rows, s):
     """Do this program's part of `place_routes`."""
     blocks_per_source = tl.cdiv(routes_per_source, s.BLOCK)
     blocks = s.W * blocks_per_source
@@ -349,4 +398,9 @@ def place_units(ids, counts, tables, me, guard, routes_per_source, rows, s):
                 list_tiles(tables.tiles, rows_placed, unit, first_row, s)
         if unit == 0:
             store_totals(tables, rows_placed, tl.minimum(starts, rows), s)
-            count_lost(guard, tl.sum(tl.sum(rows_per_step - rows_placed, 0), 0))
+            rows_lost = tl.sum(rows_per_step - rows_placed, 1)
+            total_lost = tl.sum(rows_lost, 0)
+            if total_lost > 0:
+                count_lost(guard, me, total_lost)
+                if left_out is not None:
+                    tell_sources(left_out, me, (me - tl.arange(0, s.WP) + s.W) % s.W, rows_lost)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Call, Local, Operands, Returned, check_call, registered
+from ....op import Local, Operands, Returned, RowsCall, check_call, registered
 from ....plans import Plan, Sequential
 from ....tensor_checks import check_device, dims
 from ....torch_library import Backward, CallOptions
@@ -23,16 +23,11 @@ BALANCE, Z_LOSS = "load_balancing_loss", "z_loss"
 
 
 @dataclass(frozen=True)
-class LossCall(Call):
+class LossCall(RowsCall):
     """logits [m, e], and ids [m, k] where the loss has them."""
 
-    m: int
     e: int
     k: int
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
 
 class BalanceOperands(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Call, Local, check_call, registered
+from ....op import Local, RowsCall, check_call, registered
 from ....plans import Plan, Sequential
 from ....tensor_checks import check_device, dims
 from ....torch_library import CallOptions
@@ -25,17 +25,12 @@ EXPERT_PLACEMENT = "expert_placement"
 
 
 @dataclass(frozen=True)
-class PlacementCall(Call):
+class PlacementCall(RowsCall):
     """ids [m, k] of so many logical experts, each with at most `replicas` physical ones."""
 
-    m: int
     k: int
     experts: int
     replicas: int
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
 
 class PlacementOperands(NamedTuple):

@@ -22,7 +22,7 @@ from ....op import check_call
 from ....tensor_checks import check_device, dense, dims
 from ....transport.memory import rank_word
 from ....world import World
-from .kernels import TableKernelSizes, count_routes, place_routes
+from .kernels import LeftOut, TableKernelSizes, count_routes, place_routes
 from .kernels import share as share_kernel
 
 SHARE, TABLES = "share", "tables"
@@ -41,6 +41,7 @@ class Routes:
     ids: torch.Tensor  # int32 [W, max_tokens, k], local: the only half, or the copy that `count_routes` makes
     flags: BlockChannel  # one counter for each source
     calls: BlockChannel
+    left_out: LeftOut | None  # None where columns of experts are split
     block: int  # routes that a program of `share` stores at once
     programs: int
 
@@ -211,7 +212,7 @@ def build_tables(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
         Timeout: at a later call or `World.synchronize`, naming a rank whose routes did not arrive.
-        Overflow: there, if this rank left rows out.
+        Overflow: there, if this rank left rows out, and on the ranks of their tokens once `take_left_out` has run.
     """
     check_call(TABLES, world)
     check_device(TABLES, world, "ids_all", ids_all)
@@ -281,9 +282,18 @@ def routes_of(
         local_ids = world.empty(shape, torch.int32) if alternating else ids.local
         # All layers count their calls in one channel.
         calls = world.calls("moe" if buffer_index is None else f"routes, buffer {buffer_index}")
-        return Routes(ids, weights, 1 + alternating, local_ids, flags, calls, block, programs)
+        left_out = None if alternating else left_out_words(world, buffer_index)
+        return Routes(ids, weights, 1 + alternating, local_ids, flags, calls, left_out, block, programs)
 
     return world.cached((SHARE, max_tokens_per_rank, k, buffer_index, alternating), make)
+
+
+def left_out_words(world: World, buffer_index: int | None = None) -> LeftOut:
+    """Return the words of `tell_sources`, of all layers or of a `dispatch` by itself. The call is collective the first
+    time."""
+    owner = "layers" if buffer_index is None else f"buffer {buffer_index}"
+    channel = world.channel(f"rows left out, {owner}", world.size, None)
+    return LeftOut(channel.counters, channel.peers)
 
 
 def _builder_and_tables(
@@ -360,7 +370,7 @@ def make_builder(
     )
     place_programs = min(max(blocks, sizes.local_experts), 2 * world.sm_count)
     options = dict(num_warps=4, maxnreg=168, local=True)
-    arguments = dict(rank=rank_word(world), guard=world.guard(), s=kernel_sizes)
+    arguments = dict(rank=rank_word(world), guard=world.guard(), left_out=routes.left_out, s=kernel_sizes)
     place_launch = Launch(world, place_routes, place_programs, options, **common, **arguments)
     return TableBuilder(routes, rows, kernel_sizes, counts, count_launch, place_launch)
 

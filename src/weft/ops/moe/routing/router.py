@@ -10,7 +10,7 @@ import torch
 
 from ....kernel_launch import Launch, prepared
 from ....lang.jit import constants
-from ....op import Call, Local, Operands, check_call, registered
+from ....op import Local, Operands, RowsCall, check_call, registered
 from ....plans import Plan, Sequential
 from ....tensor_checks import check_device, dims, requires_grad
 from ....torch_library import Backward, CallOptions
@@ -205,17 +205,12 @@ def rows_per_block(columns: int) -> int:
 
 
 @dataclass(frozen=True)
-class RouterCall(Call):
+class RouterCall(RowsCall):
     """The number of tokens and experts, and the options of the router."""
 
-    m: int
     e: int
     dtype: torch.dtype
     options: tuple[Any, ...]
-
-    @property
-    def rows(self) -> int:
-        return self.m
 
 
 class RouterOperands(NamedTuple):

@@ -1,0 +1,98 @@
+"""MoE layers of which one rank begins late, beside NCCL's all-to-all layer and a collective alone.
+
+torchrun --nproc-per-node N -m bench.measure.moe_stragglers --out DIR [--models ...] [--tokens ...] [--delays 0 0.5 1 2] [--seconds S]
+
+Appends rows to DIR/moe_stragglers.jsonl. All ranks begin a call together but one, another in each call, whose GPU sleeps first, for
+`delay` times what a layer of the libraries takes. `us` and `p95_us`: median and 95th percentile over calls of the time from the common
+beginning to the end on the rank that ends last; `others_us`: the median for the ranks that are not late, on average. Methods: "auto";
+"library", NCCL's all-to-all and torch's grouped GEMM (bench/measure/moe.py); "all-reduce", of the rows of a rank. Calls are CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import weft
+from bench.common.resume import keep, unfinished
+from bench.common.timing import capture, time_interleaved
+from bench.measure.moe import KNOWN, Layer, Library
+from bench.measure.run import commit
+
+CALLS = 40  # of each method and delay
+CLOCK = 1_000_000  # cycles by which the GPU's clock is measured
+
+
+def figures(us: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return a row's times from those of all ranks by call, of which rank `call % ranks` is late."""
+    last = sorted(max(call) for call in us)
+    others = [statistics.fmean(t for rank, t in enumerate(call) if rank != i % len(call)) for i, call in enumerate(us)]
+    p95 = last[min(len(last) - 1, int(0.95 * len(last)))]
+    named = dict(us=statistics.median(last), p95_us=p95, others_us=statistics.median(others))
+    return {name: round(value, 1) for name, value in named.items()}
+
+
+def timed(call: Callable[[], object], cycles: int) -> float:
+    """Return the us from a beginning that all ranks have in common to the end of a call before which this GPU sleeps."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.all_reduce(torch.empty(1, device="cuda"))
+    begin.record()
+    if cycles:
+        torch.cuda._sleep(cycles)
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def measure(world: weft.World, name: str, tokens: int, delays: Sequence[float]) -> list[dict]:
+    layer = Layer(world, KNOWN[name], tokens, 0.0)
+    library, rows_of_rank = Library(layer), layer.xs[0].clone()
+    calls: dict[str, Callable[[], object]] = {"auto": partial(layer.run, "auto"), "library": library.known}
+    calls["all-reduce"] = partial(dist.all_reduce, rows_of_rank)
+    layer_us = time_interleaved({"": library.known}, mode="graph", calls=3, rounds=3)[""]
+    cycles_a_us = CLOCK / timed(partial(torch.cuda._sleep, CLOCK), 0)
+    graphs = {method: capture(call, 1) for method, call in calls.items()}
+    fixed = dict(op="moe stragglers", name=f"{name}-{tokens}", M=tokens, world=world.size, commit=commit())
+    rows = []
+    for delay in delays:
+        cycles = int(delay * layer_us * cycles_a_us)
+        for method, graph in graphs.items():
+            rank_us = [timed(graph.replay, cycles * (i % world.size == world.rank)) for i in range(CALLS)]
+            us = list(zip(*world.exchange(rank_us), strict=True))
+            rows.append(dict(fixed, method=method, delay=delay, delay_us=round(delay * layer_us, 1), **figures(us)))
+    return rows
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--models", nargs="*", default=["Qwen3-30B", "FlashMoE"], choices=list(KNOWN))
+    p.add_argument("--tokens", nargs="*", type=int, default=[8192, 512])
+    p.add_argument("--delays", nargs="*", type=float, default=[0.0, 0.5, 1.0, 2.0], help="in layers of the libraries")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    cases = {f"stragglers {name} {tokens}": (name, tokens) for tokens in a.tokens for name in a.models}
+    with torch.no_grad():
+        for name, tokens in unfinished(world, a.out, cases, a.seconds):
+            rows = measure(world, name, tokens, a.delays)
+            keep(world, a.out / "moe_stragglers.jsonl", rows)
+            torch.cuda.empty_cache()
+            for r in rows if world.rank == 0 else ():
+                print(
+                    f"{r['name']} x{world.size}, {r['delay']} layers late: {r['method']} {r['us']} ({r['p95_us']})",
+                    flush=True,
+                )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""FlashInfer's kernel for all-reduce + residual + RMSNorm, as another form of a pass.
+
+vLLM's compiler puts this kernel into vLLM's own passes (`fuse_allreduce_rms`), where sums are no larger than a limit by
+GPU and number of ranks: on Hopper 64 MiB with two ranks, 2 MiB with four. It does not see the sums of the twin. So
+there the kernel is a form of its own (row_norm_column.py), which competes up to another limit: that of the memory for
+its workspace. The kernels are those of its backend "trtllm", in one and two shots, which need no multicast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import ClassVar, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...plans import Plan
+from ...world import World
+from .interface import VllmObject
+
+ROW_BUFFERS = 4  # of the rows of all ranks that a workspace holds: one for two shots, three for one shot
+WORKSPACE_BYTES = 256 << 20  # bytes of a workspace: half of what vLLM's own takes with two ranks
+
+Gather: TypeAlias = Callable[[tuple[str, ...]], Sequence[tuple[str, ...]]]
+WorkspaceKey: TypeAlias = tuple[int, torch.dtype]  # the columns and the dtype of the rows
+
+
+@dataclass(frozen=True)
+class FlashInfer(Plan):
+    """The sequential steps, with FlashInfer's kernel for sum and norm, in passes of up to `max_tokens` tokens."""
+
+    kind: ClassVar[str] = "flashinfer"
+    max_tokens: int = 1
+
+
+class FlashInferWorkspace(NamedTuple):
+    """The module `flashinfer.comm`, and the memory that it needs for a call."""
+
+    comm: VllmObject
+    memory: VllmObject
+
+
+def installed() -> str | None:
+    """Return the version of the installed FlashInfer, or None."""
+    try:
+        return metadata.version("flashinfer-python")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def asked_for(config: VllmObject) -> bool:
+    """Return whether vLLM's own passes use the kernel."""
+    passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
+    return bool(getattr(passes, "fuse_allreduce_rms", False)) and installed() is not None
+
+
+def workspaces(world: World) -> dict[WorkspaceKey, FlashInferWorkspace]:
+    """Return the World's workspaces, which are made at an engine's start."""
+    table: dict[WorkspaceKey, FlashInferWorkspace] = world.cached("FlashInfer's workspaces", dict)
+    return table
+
+
+def limit(world: World, h: int, dtype: torch.dtype, max_tokens: int) -> int:
+    """Return the most tokens of up to `max_tokens` whose rows of h columns a workspace holds."""
+    return min(max_tokens, WORKSPACE_BYTES // (ROW_BUFFERS * world.size * h * dtype.itemsize))
+
+
+def prepare(world: World, h: int, dtype: torch.dtype, tokens: int, gather: Gather) -> str:
+    """Make the workspace for so many tokens, and call the kernel for few and for all of them. Return the first error of
+    any rank, "" if there is none; `gather` returns the value of every rank. Collective."""
+    for step in (make_workspace, call_kernel):  # no rank waits in a kernel for one that has no workspace
+        try:
+            step(world, h, dtype, tokens)
+            error = ""
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        errors = [error for (error,) in gather((error,)) if error]
+        if errors:
+            drop(world)
+            return errors[0]
+    return ""
+
+
+def make_workspace(world: World, h: int, dtype: torch.dtype, tokens: int) -> None:
+    comm: VllmObject = importlib.import_module("flashinfer.comm")
+    memory = comm.create_allreduce_fusion_workspace(
+        backend="trtllm",
+        world_size=world.size,
+        rank=world.rank,
+        max_token_num=tokens,
+        hidden_dim=h,
+        dtype=dtype,
+        group=world.group,
+    )
+    workspaces(world)[h, dtype] = FlashInferWorkspace(comm, memory)
+
+
+def call_kernel(world: World, h: int, dtype: torch.dtype, tokens: int) -> None:
+    weight = torch.ones(h, dtype=dtype, device=world.device)
+    for m in (1, tokens):
+        all_reduce_norm(world, torch.zeros(m, h, dtype=dtype, device=world.device), None, weight, 1e-6)
+    world.synchronize()
+
+
+def drop(world: World) -> None:
+    """Free the World's workspaces."""
+    table = workspaces(world)
+    while table:
+        table.popitem()[1].memory.destroy()
+
+
+def all_reduce_norm(
+    world: World, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return norm(h) and h, [M, H] on all ranks, for h = residual + the sum of x over ranks."""
+    comm, memory = workspaces(world)[x.shape[1], x.dtype]
+
+    def launch() -> tuple[Tensor, Tensor]:
+        rows = x.contiguous()
+        y, new_residual = torch.empty_like(rows), torch.empty_like(rows)
+        comm.allreduce_fusion(
+            input=rows,
+            workspace=memory,
+            pattern=comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            launch_with_pdl=True,
+            residual_in=torch.zeros_like(rows) if residual is None else residual.contiguous(),
+            residual_out=new_residual,
+            norm_out=y,
+            rms_gamma=weight,
+            rms_eps=eps,
+            fp32_acc=True,
+        )
+        return y, new_residual
+
+    reads = [x, weight] + ([] if residual is None else [residual])
+    y, new_residual = world.results(launch, [(x.shape, x.dtype)] * 2, reads, world.current_stream())
+    return y, new_residual

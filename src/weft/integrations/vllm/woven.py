@@ -1,0 +1,389 @@
+"""Passes whose tokens run in two parts over all layers (TokenWeave, section 4): one part's GEMMs and attention run
+under the other part's sums over ranks, on two streams, as nn/weave.py orders them.
+
+The graph of the stack's forward (dataflow.py) is cut at its sums. What is between two of them is a `Stage`: the
+column-parallel GEMM after the norm, vLLM's own modules (rotary embedding, attention, activation, experts), and the
+row-parallel GEMM. A pass is a loop over the stages in Python, without compiled code or graphs.
+
+Attention reads its metadata and slots from vLLM's forward context when it runs. So each part has a context of its own.
+The cut may be inside a request. Both parts compute on the caller's stream, so that part 0 has written its keys to the
+cache before part 1 reads them. `AttentionParts` builds the metadata as vLLM does for its own micro-batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...errors import WeftError
+from ...nn.decoder_layer import ReplicatedStates, RMSNorm
+from ...nn.weave import LayerTimes, halves
+from ...ops.norm import rms_norm
+from ...ops.tiles import usual_tile
+from ...tensor_checks import DTYPES
+from ...world import World
+from .dataflow import Graph, first_item, module_of, traced
+from .fp8 import product, weight_of
+from .interface import VllmObject
+from .layers import SummedNorm
+from .row_norm_column import WovenLayers
+from .twin import copied, with_copies
+
+FEWEST_TOKENS = 512  # passes of fewer are not compared: their GEMMs hide little, and the host launches two parts
+ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec")  # of keys and values a token; others may have states a request
+# What a batch may have that `split_attn_metadata` does not pass on to the parts.
+NOT_SPLIT = ("encoder_seq_lens", "dcp_local_seq_lens", "mm_req_doc_ranges", "num_logits_indices")
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+class Stage(NamedTuple):
+    """What a rank computes from one sum to the next. `column` and `row` are the linears whose GEMMs begin and end it,
+    or None. `body` computes what is between them from rows and positions. `norm` is the one that sums the result."""
+
+    column: VllmObject
+    body: Callable[[Tensor, Tensor], Tensor]
+    row: VllmObject
+    norm: SummedNorm
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return (N, K) of its GEMMs."""
+        shapes = [weight_of(linear).weight.shape for linear in (self.column, self.row) if linear is not None]
+        return [(n, k) for n, k in shapes]
+
+
+class Stages(NamedTuple):
+    """A stack of layers. `embed` computes the rows before the first layer from token ids and positions."""
+
+    embed: Callable[[Tensor, Tensor], Tensor]
+    stages: Sequence[Stage]
+
+
+def stages_of(stack: nn.Module) -> Stages:
+    """Return the stages of a stack with `SummedNorm`s. Raises WeftError if they are not one chain."""
+    graph = traced(stack, is_sum, absent=("inputs_embeds", "intermediate_tensors"))
+    inputs = {node.target: node for node in graph.nodes if node.op == "placeholder"}
+    sums = [node for node in graph.nodes if is_sum(module_of(graph, node))]
+    embedding = residual_of(sums[0]) if sums else None
+    if embedding is None or not {"input_ids", "positions"} <= inputs.keys():
+        raise WeftError(f"{len(sums)} sums before a norm, the first of which adds no residual, or other arguments")
+    stages: list[Stage] = []
+    rows, residual, column = embedding, embedding, None
+    for node in sums:
+        norm = module_of(graph, node)
+        assert isinstance(norm, SummedNorm)
+        if residual is None or residual_of(node) is not residual:
+            raise WeftError(f"the residual of the norm {node.target} is not that of the norm before it")
+        body = between(graph, (rows, inputs["positions"]), node.args[0])
+        stages.append(Stage(column, body, norm.weft.row, norm))
+        rows, residual, column = first_item(node), second_item(node), norm.weft.column
+    if graph.nodes[-1].args[0] is not rows:
+        raise WeftError("its forward returns more than the rows of its last norm")
+    return Stages(between(graph, (inputs["input_ids"], inputs["positions"]), embedding), stages)
+
+
+def is_sum(module: nn.Module | None) -> bool:
+    return isinstance(module, SummedNorm)
+
+
+def residual_of(node: fx.Node) -> fx.Node | None:
+    """Return the residual that a norm adds, or None."""
+    residual = node.args[1] if len(node.args) == 2 else None
+    return residual if isinstance(residual, fx.Node) else None
+
+
+def second_item(node: fx.Node) -> fx.Node | None:
+    """Return the node that takes the second item of the pair `node`, or None."""
+    return next((user for user in node.users if user.args[1:] == (1,)), None)
+
+
+def between(graph: Graph, inputs: Sequence[fx.Node], output: object) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that computes `output` from `inputs`. Raises WeftError if that depends on more than these, or
+    on sizes, which were symbolic."""
+    needed, todo = set[fx.Node](), [output]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, fx.Node) and node not in needed and node not in inputs:
+            needed.add(node)
+            todo += node.all_input_nodes
+    part = fx.Graph()
+    copies = {node: part.placeholder(f"input_{i}") for i, node in enumerate(inputs)}
+    for node in graph.nodes:
+        if node not in needed:
+            continue
+        if node.op == "placeholder" or is_sum(module_of(graph, node)):
+            raise WeftError(f"{output} is computed from {node.target}, not only from {', '.join(map(str, inputs))}")
+        copies[node] = part.node_copy(node, copies.__getitem__)
+    if any(node.meta.get("sized") for node in (*needed, *inputs)):
+        raise WeftError(f"{output} depends on the sizes of tensors")
+    part.output(copies[output])  # type: ignore[index]
+    function: Callable[[Tensor, Tensor], Tensor] = fx.GraphModule(graph.root, part).forward
+    return function
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+class AttentionParts:
+    """The metadata of attention for both parts of a batch. vLLM's builder of metadata has told this object the batch
+    (`_keep`); two further builders of its class build those of the parts, since a builder may have buffers that its
+    metadata share."""
+
+    def __init__(
+        self, builder: VllmObject, config: VllmObject, device: torch.device, interface: Mapping[str, VllmObject]
+    ) -> None:
+        self._builder, self._split, self._slice = builder, interface["split_metadata"], interface["token_slices"]
+        self._batch: VllmObject = None  # the metadata that the builder returned last, and the batch that it got
+        self._metadata: VllmObject = None
+        arguments = builder.kv_cache_spec, builder.layer_names, config, device
+        self._parts = [type(builder)(*arguments) for _ in range(2)]
+        for part in self._parts:
+            if hasattr(part, "set_workspace_buffer"):  # one for all, since attention runs on one stream
+                part.set_workspace_buffer(builder._get_workspace_buffer())
+        build = builder.build
+
+        @functools.wraps(build)
+        def keep(
+            common_prefix_len: int, common_attn_metadata: VllmObject, *args: VllmObject, **others: VllmObject
+        ) -> VllmObject:
+            self._metadata = build(common_prefix_len, common_attn_metadata, *args, **others)
+            self._batch = common_attn_metadata
+            return self._metadata
+
+        builder.build = keep
+
+    def release(self) -> None:
+        """Make the builder vLLM's own again."""
+        del self._builder.build
+
+    def can_split(self, metadata: VllmObject, cut: int) -> bool:
+        """Return whether a pass with this metadata can be cut after so many tokens."""
+        batch = self._batch
+        if not isinstance(metadata, dict) or any(of_layer is not self._metadata for of_layer in metadata.values()):
+            return False
+        starts = batch.query_start_loc_cpu
+        whole = batch.causal is True and int(starts[batch.num_reqs]) == batch.num_actual_tokens
+        return (
+            whole
+            and cut < batch.num_actual_tokens
+            and not any(getattr(batch, name, None) is not None for name in NOT_SPLIT)
+        )
+
+    def split(self, metadata: Mapping[str, VllmObject], cut: int) -> list[dict[str, VllmObject]]:
+        """Return the metadata of the first `cut` tokens and of the others, by layer."""
+        batch = self._batch
+        starts, requests = batch.query_start_loc_cpu[: batch.num_reqs + 1], batch.num_reqs
+        end = int(torch.searchsorted(starts, cut))  # of the requests with tokens before the cut
+        begin = int(torch.searchsorted(starts, cut, right=True)) - 1  # of those with tokens behind it
+        slices = [
+            self._slice(slice(0, end), slice(0, cut)),
+            self._slice(slice(begin, requests), slice(cut, batch.num_actual_tokens)),
+        ]
+        built = [
+            builder.build(common_prefix_len=0, common_attn_metadata=part)
+            for builder, part in zip(self._parts, self._split(slices, batch), strict=True)
+        ]
+        return [dict.fromkeys(metadata, part) for part in built]
+
+
+def unsplit_reason(config: VllmObject, runner: VllmObject) -> str | None:
+    """Return why no batch of an engine can be split, or None."""
+    parallel, model, cache = config.parallel_config, config.model_config, getattr(config, "cache_config", None)
+    groups = [group for groups in getattr(runner, "attn_groups", ()) for group in groups]
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    reasons = {
+        f"{len(groups)} kinds of attention: {', '.join(kinds)}": len(groups) != 1,
+        f"attention by {', '.join(kinds)}": not set(kinds) <= set(ATTENTION),
+        "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
+        "keys and values go to other engines (kv_transfer_config)": getattr(config, "kv_transfer_config", None)
+        is not None,
+        "scales of keys are computed from a pass (calculate_kv_scales)": getattr(cache, "calculate_kv_scales", False),
+        "attention to a window beside the prompt (rswa_window)": getattr(model, "rswa_window", None) is not None,
+        "the experts of tokens are returned": getattr(model, "enable_return_routed_experts", False),
+    }
+    return next((reason for reason, so in reasons.items() if so), None)
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+class PartOfPass(NamedTuple):
+    """A stage in one pass, as `nn.decoder_layer` takes it. `positions` and `contexts` are those of the parts."""
+
+    world: World
+    stage: Stage
+    positions: Sequence[Tensor]
+    contexts: Sequence[VllmObject]
+    entered: Callable[[VllmObject], AbstractContextManager[None]]
+
+    def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
+        world, stage = self.world, self.stage
+        if stage.column is not None:
+            weight, scale = weight_of(stage.column)
+            x = product(world, x, weight, stage.column.bias, scale)
+        world.finish(world.current_stream())
+        with self.entered(self.contexts[part]):
+            y = stage.body(x, self.positions[part])
+        if stage.row is not None:
+            weight, scale = weight_of(stage.row)
+            bias = None if world.rank else stage.row.bias
+            if scale is None and out is not None:
+                return world.linear(y.contiguous(), weight, bias, world.current_stream(), out)
+            y = product(world, y, weight, bias, scale)
+        if out is None:
+            return y
+        world.copy(out, y, world.current_stream())
+        return out
+
+
+@dataclass(eq=False)
+class WovenPass:
+    """Woven passes of a stack of layers, in an engine of this configuration. `interface` has vLLM's functions.
+    `attention` is None until `attach`."""
+
+    stages: Stages
+    world: World
+    config: VllmObject
+    interface: Mapping[str, VllmObject]
+    attention: AttentionParts | None = None
+    _cuts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def context(self) -> VllmObject:
+        """Return the forward context of the current pass."""
+        return self.interface["context"]()
+
+    def attach(self, runner: VllmObject) -> None:
+        """Learn of the batches of an engine. Raises WeftError if they cannot be split."""
+        if why := unsplit_reason(self.config, runner):
+            raise WeftError(why)
+        (group,) = (group for groups in runner.attn_groups for group in groups)
+        self.attention = AttentionParts(group.get_metadata_builder(0), self.config, self.world.device, self.interface)
+
+    def release(self) -> None:
+        """Leave the engine as if it had not been attached."""
+        if self.attention is not None:
+            self.attention.release()
+        self.attention = None
+
+    def cut(self, tokens: int) -> int:
+        """Return the number of tokens of the first part: that with which the GEMMs of both take the fewest waves of
+        tiles (TokenWeave's smart split)."""
+        if tokens not in self._cuts:
+            self._cuts[tokens] = smart_split(self.world, self.stages.stages, tokens)
+        return self._cuts[tokens]
+
+    def can_run(self, tokens: int) -> bool:
+        """Return whether the current pass, of so many tokens with its padding, can be split."""
+        metadata = getattr(self.context, "attn_metadata", None)
+        if metadata is None:  # a pass without attention, in which vLLM measures memory
+            return True
+        return self.attention is not None and self.attention.can_split(metadata, self.cut(tokens))
+
+    def __call__(self, form: WovenLayers, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Run a pass that `can_run`. Return the rows after the last norm."""
+        world, tokens = self.world, positions.shape[-1]
+        cut = self.cut(tokens)
+        rows = (slice(0, cut), slice(cut, tokens))
+        contexts, of_parts = list(self.contexts(rows)), [positions[..., part] for part in rows]
+        norms = [RMSNorm(stage.norm.scale(), stage.norm.variance_epsilon) for stage in self.stages.stages]
+        hidden = self.stages.embed(input_ids, positions)
+        states = ReplicatedStates(world, hidden, hidden, (cut, tokens - cut), plan=form.norm_plan)
+        try:
+            for stage, norm in zip(self.stages.stages, norms, strict=True):
+                part = PartOfPass(world, stage, of_parts, contexts, self.interface["entered"])
+                states.add(part, states.normed, norm, last=norm is norms[-1])
+            out = states.gathered()
+        except BaseException:
+            world.join_side_streams()
+            raise
+        world.finish(world.current_stream())
+        return out
+
+    def contexts(self, rows: Sequence[slice]) -> Iterator[VllmObject]:
+        """Yield the contexts of the parts, which have these rows of the current one."""
+        context = self.context
+        whole, slots = getattr(context, "attn_metadata", None), context.slot_mapping or {}
+        metadata: Sequence[VllmObject] = (None, None)
+        if whole is not None:
+            assert self.attention is not None
+            metadata = self.attention.split(whole, rows[1].start)
+        for of_part, part in zip(metadata, rows, strict=True):
+            part_context = copy(context)
+            tensors = {id(t): t[part] for t in slots.values()}
+            part_context.attn_metadata = of_part
+            part_context.slot_mapping = {name: tensors[id(t)] for name, t in slots.items()}
+            if getattr(context, "is_padding", None) is not None:
+                part_context.is_padding = context.is_padding[part]
+            yield part_context
+
+
+def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
+    """Return the number of tokens of the first of two parts whose GEMMs take the least time in waves of tiles. The
+    stages alternate between attention and MLP. Without GEMMs the parts are halves."""
+    of_mlp, of_attention = (stages[i].sizes() if len(stages) > 2 else [] for i in (1, 2))
+    if not of_mlp and not of_attention:
+        return halves(tokens)
+    t = usual_tile(world)
+
+    def time(tiles: int, k: int) -> float:
+        return math.ceil(tiles / world.backend.sm_count) * k
+
+    return LayerTimes.of_tiles(of_attention, of_mlp, tile=(t.block_m, t.block_n), time=time, rows=tokens).split(tokens)
+
+
+# -- making them -------------------------------------------------------------------------------------------------------
+class OwnNorm:
+    """An RMSNorm of a rank's own rows, by weft's kernel. vLLM's forward is for a compiler that fuses it."""
+
+    weft: World
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return rms_norm(rows, self.weight, self.variance_epsilon, world=self.weft).view(x.shape)
+
+
+def woven_pass(
+    stack: nn.Module,
+    copies: Mapping[int, nn.Module],
+    world: World,
+    config: VllmObject,
+    classes: VllmObject,
+    interface: Mapping[str, VllmObject],
+) -> WovenPass:
+    """Return the woven passes of a stack, with `copies` in place of the modules that weft serves. Raises WeftError if
+    it cannot have any."""
+    missing = [name for name in ("entered", "split_metadata", "token_slices") if name not in interface]
+    if missing:
+        raise WeftError(f"vLLM has no {', '.join(missing)}")
+    opaque = getattr(getattr(config, "compilation_config", None), "static_forward_context", {}).values()
+    eager = dict(copies)
+    eager.update(kernels(stack, {*copies, *map(id, opaque)}, world, classes, interface.get("custom_op")))
+    stages = stages_of(with_copies(stack, eager))
+    return WovenPass(stages, world, config, interface)
+
+
+def kernels(
+    module: nn.Module, others: set[int], world: World, classes: VllmObject, custom_op: VllmObject
+) -> Iterator[tuple[int, VllmObject]]:
+    """Yield copies, by id, of the modules below that vLLM's compiler would have fused. Run as they are, they would be
+    torch operations. Those in `others` are not entered: attention and experts, which find themselves by name."""
+    for child in module.children():
+        if id(child) in others:
+            continue
+        if (
+            type(child) is classes.norm
+            and classes.is_norm(child)
+            and child.weight.dtype in DTYPES
+            and not world.symmetric_unsupported
+        ):
+            yield id(child), copied(child, OwnNorm, weft=world)
+        elif custom_op is not None and isinstance(child, custom_op) and world.device.type == "cuda":
+            yield id(child), copied(child, _forward_method=child.forward_cuda)
+        else:
+            yield from kernels(child, others, world, classes, custom_op)
