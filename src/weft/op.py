@@ -26,7 +26,7 @@ import torch
 from . import torch_library
 from .chooser import Choice
 from .errors import Unsupported
-from .plans import RENAMED_KINDS, Plan, Sequential, TwoLevel
+from .plans import RENAMED_KINDS, Plan, Sequential, TwoLevel, is_low_latency
 from .residency import UNKNOWN, Residents
 from .tensor_checks import bulk, contiguous, output, overlap
 from .torch_library import Backward, CallOptions
@@ -661,8 +661,9 @@ class Op(ABC, Generic[C]):
                 named: Sequence[Plan] = self.over_nodes
             else:
                 named = *self.candidates(world, call), *unmeasured(self, world, call)
-            if world.batch_invariant:
-                named = *named, *self._defaults(world)
+            if world.batch_invariant and len(self.batch_invariant_plans) > 1:
+                # Low-latency rows take several times their memory: an op names them for sizes where that is little.
+                named = *named, *(plan for plan in self._defaults(world) if not is_low_latency(plan))
             fitted = dict.fromkeys(self._with_operand_tiles(call, plan) for plan in named)
             fit = [plan for plan in fitted if self._reason_against(world, call, plan, "auto") is None]
             return [plan for plan in fit if self.choose(world, call, plan, False) == plan]

@@ -4,23 +4,33 @@ World."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 import weft
 from tests.emulated.cases import changed, draw
+from tests.emulated.cases_models import TINY
 from weft.backends import emulated
+from weft.compute.norm import sum_in_pairs
+from weft.models import Llama
 from weft.nn import ParallelMLP
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
-from weft.ops.matmul import invariant_matmul, matmul
+from weft.ops.all_reduce.call import NormOperands, SumCall
+from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM
+from weft.ops.matmul import invariant_matmul, matmul, multiply_with_tile
+from weft.ops.product import MATMUL
+from weft.ops.recipes import UNSCALED, ScaledFactors
 from weft.plans import (
     Decomposed,
     FusedAllReduce,
     FusedGather,
     FusedGatherByCopies,
     FusedReduceScatter,
+    GemmTile,
     Multicast,
     OneShot,
     Plan,
@@ -29,6 +39,7 @@ from weft.plans import (
     TwoShotLowLatency,
     TwoShotPull,
     TwoShotPush,
+    is_low_latency,
 )
 from weft.scale import SMALL
 
@@ -188,6 +199,53 @@ def test_shared_last_tiles_break_the_promise() -> None:
     weft.spmd(main, 1, backend="emulated")
 
 
+def test_tiles_of_any_size_give_the_same_bits() -> None:
+    """Every row of 64 equal ones, by tiles of several sizes; with steps of K of another length they are others."""
+
+    def main(world: weft.World) -> None:
+        x, w = rows(3, 256)[4:].repeat(32, 1), draw(2, N, 256)
+        x[:, 0], x[:, -1], w[:, 0], w[:, -1] = 1e6, -1e6, 1, 1  # roundings between are large
+
+        def product(tile: GemmTile) -> torch.Tensor:
+            out = world.empty((64, N), x.dtype)
+            multiply_with_tile(world, tile, x, w, None, out)
+            world.synchronize()
+            return out
+
+        expected = product(TILE)
+        assert torch.equal(expected, expected[:2].repeat(32, 1))
+        for bm, bn in ((16, 16), (32, 32), (64, 64), (32, 128)):
+            assert torch.equal(product(replace(TILE, block_m=bm, block_n=bn)), expected)
+        assert not torch.equal(product(replace(TILE, block_k=16)), expected)
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+@weft.jit
+def pair_sums(x, out, N, P: tl.constexpr):
+    r, c = tl.arange(0, 4), tl.arange(0, P)
+    tile = tl.load(x + r[:, None] * N + c[None, :], mask=c[None, :] < N, other=0.0)
+    tl.store(out + r, sum_in_pairs(tile, 4, P))
+
+
+def test_a_norm_adds_neighbours_and_then_their_sums() -> None:
+    """Whatever zeros are behind a row."""
+
+    def main(world: weft.World) -> None:
+        x = draw(1, 4, 50, dtype=torch.float32) * 1e3
+        expected = torch.nn.functional.pad(x, (0, 14))
+        while expected.shape[1] > 1:
+            expected = expected[:, ::2] + expected[:, 1::2]
+        assert not torch.equal(expected[:, 0], x.cumsum(1)[:, -1]), "another order gives other bits"
+        for width in (64, 256):
+            out, stream = world.zeros((4,), torch.float32), world.current_stream()
+            world.launch(pair_sums, 1, dict(x=x, out=out, N=50, P=width), dict(num_warps=4), stream)
+            world.synchronize()
+            assert torch.equal(out, expected[:, 0])
+
+    weft.spmd(main, 1, backend="emulated")
+
+
 REFUSED: dict[str, tuple[Op, Any]] = {
     "NCCL's sum": (reduce, "sequential"),
     "NCCL's sums of groups": (scatter, Signaled(ctas=1, tile=TILE)),
@@ -216,6 +274,8 @@ def test_an_op_or_a_world_without_the_promise_is_refused(monkeypatch: pytest.Mon
         q = draw(1, 4, 2, 16)
         with pytest.raises(weft.Unsupported, match="gathered_attention.*batch-invariant World"):
             weft.gathered_attention(q, q, q, world=world)
+        with pytest.raises(weft.Unsupported, match="Llama on a batch-invariant World"):
+            Llama(TINY, world=world)
         x = draw(1, 6, 60)
         with pytest.raises(weft.Unsupported, match="K 60 must be a multiple of 8"):
             weft.all_gather_matmul(x, draw(2, N, 60), world=world)
@@ -226,6 +286,25 @@ def test_an_op_or_a_world_without_the_promise_is_refused(monkeypatch: pytest.Mon
     weft.spmd(main, 2, backend="emulated")
     with pytest.raises(weft.Unsupported, match="batch_invariant: "):
         weft.spmd(main, 2, backend="emulated", nodes=2)
+
+
+def test_auto_times_the_plans_that_keep_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of low-latency rows where they would take much memory; and a product, of which each rank times its tiles, is no
+    choice that ranks make together."""
+    monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
+
+    def main(world: weft.World) -> None:
+        for m, are_few in ((8, True), (1 << 13, False)):
+            x = NormOperands(torch.empty(m, 8192, dtype=torch.bfloat16, device="meta"))
+            call = SumCall("all_reduce", m, 8192, x.x.dtype, x.x.dtype, 0, 0.0, 0, 0, False, False)
+            plans = ALL_REDUCE_RMS_NORM.choice(world, call, x).candidates()
+            assert {TwoShotPush, TwoShotPull, Decomposed} <= {type(plan) for plan in plans}
+            assert any(is_low_latency(plan) for plan in plans) == are_few and Sequential() not in plans
+        operands = ScaledFactors(draw(1, 8, K), draw(2, N, K), None)
+        product = MATMUL.check(world, operands, UNSCALED)
+        assert not MATMUL.choice(world, product, operands).candidates()
+
+    weft.spmd(main, 2, backend="emulated", sm_count=40)
 
 
 def test_ranks_that_do_not_all_promise_disagree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,3 +359,39 @@ def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.
         return masks
 
     assert run(main) == [[True, False, True]] * 2
+
+
+def test_tokens_keep_their_bits_in_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence alone and among others; eager attention computes each by itself. A library splits K
+    where there are few rows."""
+    linear = torch.nn.functional.linear
+
+    def library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.shape[:-1].numel() > 9:
+            return linear(x, weight, bias)
+        (left, right), (upper, lower) = x.chunk(2, -1), weight.chunk(2, -1)
+        return linear(left, upper, bias) + linear(right, lower)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", library)
+    monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
+    batch = torch.randint(1, 90, (3, 9), generator=torch.Generator().manual_seed(1))
+
+    def main(world: weft.World) -> None:
+        model = hf.weave(tiny_model("Llama", attn_implementation="eager"), world)
+        with torch.no_grad():
+            alone, together = (model.base_model(ids).last_hidden_state for ids in (batch[:1], batch))
+        world.synchronize()
+        assert torch.equal(alone[0], together[0])
+
+    run(main)
+
+
+def test_experts_are_refused_where_rows_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
+    model = tiny_model("Mixtral", num_local_experts=4)
+
+    def main(world: weft.World) -> None:
+        with pytest.raises(weft.Unsupported, match="Mixtral.* on a batch-invariant World"):
+            hf.weave(model, world)
+
+    run(main, 1)

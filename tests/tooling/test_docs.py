@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,25 @@ def test_the_code_with_experts_of_ones_own_runs() -> None:
         return names["y"].shape  # type: ignore[attr-defined]
 
     assert weft.spmd(rank, 2, backend="emulated") == [(6, 32)] * 2
+
+
+PRINTING = [(page.name, *example) for page in PAGES for example in re.findall(r"<!-- prints -->\n```python\n(.*?)```\n\n```\n(.*?)```", page.read_text(), re.S)]  # fmt: skip
+
+
+@pytest.mark.parametrize("code, shown", [row[1:] for row in PRINTING], ids=[row[0] for row in PRINTING])
+def test_an_example_prints_what_its_page_shows(code: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On emulated ranks."""
+    exec(code, {"__name__": "example"})
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.gate
+def test_the_example_over_gloo_runs_under_torchrun(tmp_path: Path) -> None:
+    (code,) = re.findall(r"<!-- torchrun -->\n```python\n(.*?)```", (ROOT / "docs/guide.md").read_text(), re.S)
+    (tmp_path / "example.py").write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    run = subprocess.run([*torchrun, str(tmp_path / "example.py")], capture_output=True, text=True, timeout=300)
+    assert re.findall(r"^\d.*", run.stdout, re.M) == ["16.0"] * 2, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -14,7 +14,7 @@ schedules.
     programs    what a running program does to memory and counters
     streams     what host code enqueues on streams: launches, copies, collectives
     host        a rank's host code, on a thread of its own
-    torch_order a rank's torch operations in the order of its stream
+    torch_order a rank's torch operations in the order of its stream; torch_operation: what one reads and writes
     ran         the kernels that ran, for compiling them
     deadlock    the wait-for graph as text
 

@@ -12,54 +12,28 @@ which host code has enqueued by itself (`OrderWhileBusy`); where they do not (`s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tag, Tensor, overrides
+from torch import Tensor, overrides
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .torch_operation import HOST_READS, TorchOperation, tensors_in
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 Mode = TorchDispatchMode | TorchFunctionMode
-aten = torch.ops.aten
-# These take a tensor for its shape, dtype and device alone.
-SHAPE_ONLY = {
-    getattr(aten, name)
-    for name in (
-        "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_empty_strided new_zeros new_ones "
-        "new_full is_same_size"
-    ).split()
-}
-# Methods that read memory without an operation of the dispatcher.
-HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__reduce_ex__, Tensor.__dlpack__}
-
-
-def _tensors(tree: object) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _in_memory(t: Tensor) -> bool:
     return t.numel() > 0 and t.layout is torch.strided and t.device.type == "cpu"
-
-
-def _written(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
-    """Return the tensors among an operation's arguments that its schema says it writes."""
-    arguments = func._schema.arguments
-    named = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return [t for argument, value in named if argument.is_write for t in _tensors(value)]
-
-
-def _returns_numbers(func: OpOverload) -> bool:
-    """Return whether an operation's result depends on values that the host has to know, as `Tensor.item` does."""
-    return Tag.data_dependent_output in func.tags or Tag.dynamic_output_shape in func.tags
 
 
 class StreamOrder(TorchDispatchMode):
@@ -79,22 +53,17 @@ class StreamOrder(TorchDispatchMode):
         kwargs = kwargs or {}
         host = self.machine.hosts[self.rank].host
         assert host is not None
-        if host.in_call or not self._ordered() or func.is_view or func.overloadpacket in SHAPE_ONLY:
+        if host.in_call or not self._ordered() or func.is_view:
             return func(*args, **kwargs)
-        known = [t for t in _tensors((args, kwargs)) if self._known(t)]
-        if not known:
+        operation = TorchOperation.from_call(func, args, kwargs)
+        reads, writes = ([t for t in tensors if self._known(t)] for tensors in operation[:2])
+        if not reads and not writes:
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
         with host.calling():
-            self.order(
-                func.__name__,
-                [t for t in known if all(t is not w for w in written)],
-                [t for t in known if any(t is w for w in written)],
-                _returns_numbers(func),
-            )
+            self.order(func.__name__, reads, writes, operation.returns_numbers)
             result = func(*args, **kwargs)
             self.machine.streams.written_by_torch(
-                self.rank, [t for t in _tensors(result) if _in_memory(t) and not self._known(t)]
+                self.rank, [t for t in tensors_in(result) if _in_memory(t) and not self._known(t)]
             )
         return result
 

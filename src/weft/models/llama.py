@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ..backends.library_gemm import ScaledOperands
 from ..chooser import Choice
 from ..compute.elementwise import rotate_and_keep
+from ..errors import Unsupported
 from ..kernel_launch import Launch, prepared
 from ..nn.decoder_layer import (
     HiddenStates,
@@ -164,6 +165,8 @@ class Llama(nn.Module):
         recipe: str | None = None,
     ) -> None:
         super().__init__()
+        if world.batch_invariant:
+            raise Unsupported("Llama on a batch-invariant World: its attention does not keep the promise")
         c = replace(Config.from_hf(config), recipe=recipe)
         if c.mixture is not None and recipe is not None:
             raise ValueError(f"recipe {recipe!r}: experts have 16-bit weights")

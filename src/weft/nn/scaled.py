@@ -142,7 +142,7 @@ class ScaledModule(Sharded):
                 )
         return super().unsharded(name, shard)
 
-    def stored_as_shards_are(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
+    def converted(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
         in_8_bits = {**state_dict}
         for name in self.sharded_dim:
             scale_name, value = self.scale_name(name), state_dict.get(prefix + name)

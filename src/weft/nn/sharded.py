@@ -121,7 +121,7 @@ class Sharded(nn.Module):
             value = value if keep_vars else value.detach()
             destination[prefix + name] = self.unsharded(name, value) if _unsharded.get() else value
 
-    def stored_as_shards_are(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
+    def converted(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
         """Return the state dict with this module's tensors in the format of their shards. Raises ValueError where they
         cannot be converted."""
         return state_dict
@@ -137,7 +137,7 @@ class Sharded(nn.Module):
         error_msgs: list[str],
     ) -> None:
         try:
-            state_dict = self.stored_as_shards_are(state_dict, prefix)
+            state_dict = self.converted(state_dict, prefix)
         except ValueError as error:
             error_msgs.append(str(error))
             return

@@ -200,11 +200,12 @@ class LayerTimes:
                 total += max(self._time(gemms, computing), norm)
         return total
 
-    def split(self, tokens: int) -> int:
+    def split(self, tokens: int, least: int = 1) -> int:
         """Return the number of tokens of the prefix: among the multiples of `step` within 1% of the least time, the
-        most even split. Fewer than two steps are split in the middle."""
-        splits = range(self.step, tokens, self.step)
-        if len(splits) == 0:
+        most even split. Neither part has fewer tokens than `least`; without such a multiple the split is in the
+        middle."""
+        splits = [s for s in range(self.step, tokens, self.step) if min(s, tokens - s) >= least]
+        if not splits:
             return tokens // 2
         us = {s: self.layer(s, tokens - s) for s in splits}
         best = min(us.values())

@@ -65,6 +65,7 @@ class Rotary(Local[RotaryCall]):
     )
     operand_type = RotaryOperands
     runs = {Sequential: run_rotary}
+    batch_invariant_plans = (Sequential,)
 
     def check(self, world: World, operands: RotaryOperands, options: CallOptions) -> RotaryCall:
         (qkv, cos, sin, *norms), (heads, kv_heads, eps) = operands, options

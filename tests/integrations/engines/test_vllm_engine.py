@@ -1,4 +1,4 @@
-"""The plugin in vLLM itself, on CPU ranks over gloo (`make engines`): five starts of an engine, in four processes."""
+"""The plugin in vLLM itself, on CPU ranks over gloo (`make engines`): seven starts of an engine, in five processes."""
 
 from __future__ import annotations
 
@@ -85,3 +85,16 @@ def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
     unserved, log = engines(tmp_path, "Qwen3:compiled", WEFT_VLLM="0")
     assert alike(served["Qwen3:compiled"]["tokens"], unserved["Qwen3:compiled"]["tokens"], 1e-3), (served, unserved)
     assert "under vLLM" not in log
+
+
+@pytest.mark.timeout(1000)
+def test_passes_in_two_parts_over_whole_layers(tmp_path: Path) -> None:
+    """A dense model and one with experts: prompts in chunks, cached prefixes and a preempted request, in batches of
+    several requests, one of which is cut, and in decodes."""
+    results, _ = engines(tmp_path, "Llama:woven", "Qwen3Moe:woven")
+    for name, rounding in (("Llama:woven", 1e-3), ("Qwen3Moe:woven", 0.1)):
+        job = results[name]
+        assert alike(job["tokens"], job["own"], rounding), job
+        assert job["batches"][0] == job["batches"][1] and len(job["batches"][0]) > 10
+        assert any(requests > 1 and not between for _, requests, between in job["batches"][0]), job["batches"]
+        assert job["metrics"]["vllm:num_preemptions"] > 0 and job["metrics"]["vllm:prefix_cache_hits"] > 0

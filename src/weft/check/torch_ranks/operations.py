@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...emulator.tasks import EmulatedStream
+from ...emulator.torch_operation import HOST_READS, TorchOperation, tensors_in
 from ...errors import Unsupported
 from .ranks import Rank, current_rank, untracked
 
@@ -20,10 +20,6 @@ Operands: TypeAlias = tuple[Operator, ...]
 Keywords: TypeAlias = dict[str, Operator]
 
 CPU = torch.device("cpu")
-# Operations whose result the host reads, or whose shapes depend on values.
-_VALUES = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose"}
-# In-place operations that do not read what they write over.
-_OVERWRITE = {"copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "exponential_", "bernoulli_"}
 _REFUSED = {"set_", "resize_", "resize_as_"}
 
 
@@ -72,7 +68,7 @@ class Devices(TorchFunctionMode):
             return _copied_to_host(args[0])
         if func is torch.Tensor.to and _to_host(args[1:], kwargs):
             return _copied_to_host(*args, **kwargs)
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
+        if func in HOST_READS:
             current_rank().wait_for(current_rank().stream())
             with untracked():
                 return func(*args, **kwargs)
@@ -97,49 +93,45 @@ class Operations(TorchDispatchMode):
         if name in _REFUSED or not func._schema.name.startswith(("aten::", "prims::")):
             raise Unsupported(f"the emulator does not run {func._schema.name}")
         with untracked():
-            if self._views(func, args, kwargs):
+            if func.is_view:
                 out = func(*args, **kwargs)
                 if _shares_memory(out, args, kwargs):
                     return out  # otherwise it was a copy
-            if name in _VALUES:
-                return self._value(func, args, kwargs)
+            operation = TorchOperation.from_call(func, args, kwargs)
+            if operation.returns_numbers:
+                return self._value(func, operation, args, kwargs)
             try:
                 shapes = self._shapes(func, args, kwargs)
             except NotImplementedError:  # torch cannot tell the shapes without the values
-                return self._value(func, args, kwargs)
-            return self._enqueued(func, name, args, kwargs, shapes)
+                return self._value(func, operation, args, kwargs)
+            return self._enqueued(func, operation, args, kwargs, shapes)
 
-    @staticmethod
-    def _views(func: Operator, args: Operands, kwargs: Keywords) -> bool:
-        returns = func._schema.returns
-        return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-    def _value(self, func: Operator, args: Operands, kwargs: Keywords) -> object:
+    def _value(self, func: Operator, operation: TorchOperation, args: Operands, kwargs: Keywords) -> object:
         """Run an operation whose value the host needs, when the stream has come to it."""
         result: list[object] = []
         stream = self.rank.stream()
-        self._run(functools.partial(_keep, result, func, args, kwargs), func, _tensors((args, kwargs)), [], stream)
+        self._run(lambda: result.append(func(*args, **kwargs)), func, operation.reads, [], stream)
         self.rank.wait_for(stream)
         return result[0]
 
-    def _enqueued(self, func: Operator, name: str, args: Operands, kwargs: Keywords, shapes: object) -> object:
+    def _enqueued(
+        self, func: Operator, operation: TorchOperation, args: Operands, kwargs: Keywords, shapes: object
+    ) -> object:
         """Enqueue an operation whose results have these shapes, and return them."""
-        written = _written(func, args, kwargs)
-        ids = {id(t) for t in written}
-        overwrites = name in _OVERWRITE
-        reads = [t for t in _tensors((args, kwargs)) if not (id(t) in ids and (overwrites or "out" in kwargs))]
+        reads, writes, _ = operation
         returned, spec = tree_flatten(shapes)
-        targets = iter(written)
+        targets = iter(writes)
         fresh: list[torch.Tensor] = []
         results: list[object] = []
         for like in returned:
             if not isinstance(like, torch.Tensor):
                 results.append(like)
-            elif written:
+            elif writes:
                 results.append(next(targets))
             else:
                 fresh.append(self._memory(like))
                 results.append(fresh[-1])
+        name = func._schema.name.partition("::")[2]
         if name.startswith(("empty", "new_empty")):
             return tree_unflatten(results, spec)
 
@@ -149,11 +141,11 @@ class Operations(TorchDispatchMode):
             return dst
 
         def run() -> None:
-            values = _tensors(func(*args, **kwargs))
+            values = tensors_in(func(*args, **kwargs))
             for memory, value in zip(fresh, values if fresh else (), strict=True):
                 memory.copy_(value)
 
-        self._run(run, func, reads, [*written, *fresh], self.rank.stream())
+        self._run(run, func, reads, [*writes, *fresh], self.rank.stream())
         return tree_unflatten(results, spec)
 
     def _run(
@@ -199,26 +191,9 @@ class Operations(TorchDispatchMode):
         return word
 
 
-def _keep(result: list[object], func: Operator, args: Operands, kwargs: Keywords) -> None:
-    result[:] = [func(*args, **kwargs)]
-
-
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
-
-
-def _written(func: Operator, args: Operands, kwargs: Keywords) -> list[torch.Tensor]:
-    """Return the arguments that the operation writes, in the order of its results."""
-    out: list[torch.Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            out += _tensors(kwargs[argument.name] if argument.name in kwargs else args[i] if i < len(args) else None)
-    return out
-
-
 def _shares_memory(out: object, args: object, kwargs: object) -> bool:
-    storages = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
-    return all(t.untyped_storage().data_ptr() in storages for t in _tensors(out))
+    storages = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+    return all(t.untyped_storage().data_ptr() in storages for t in tensors_in(out))
 
 
 def all_dense(name: str, tensors: Iterable[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from ...nn.decoder_layer import (
     own_rows,
 )
 from ...nn.weave import halves
+from ...ops.norm import rms_norm
 from ...world import World
 from .generation import without_draws
 from .shards import HeadsShard, Module, RowShard
@@ -108,7 +109,7 @@ class LayerForward:
         if isinstance(hidden_states, Carried):
             states = hidden_states.states
         else:
-            states = first_states(woven, hidden_states, self.layer.input_layernorm(hidden_states))
+            states = first_states(woven, hidden_states, self._first_norm(hidden_states))
         mask = None if woven.causal and attention.has_causal_mask(self.index) else attention_mask
         last = self.index + 1 == woven.depth
         following = self.final_norm if last else self.next_norm
@@ -120,6 +121,14 @@ class LayerForward:
         decoder_layer(states, heads, self.mlp, (norm_of(self.between), norm_of(following)), last)
         residual = states.residual
         return Carried(residual.view(states.shape) if woven.recorded else residual, states)
+
+    def _first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the normalised rows of the embedding."""
+        norm, world = self.layer.input_layernorm, self.woven.world
+        if not world.batch_invariant:
+            normed: torch.Tensor = norm(hidden)
+            return normed
+        return rms_norm(hidden.flatten(0, -2), *norm_of(norm), world=world).view(hidden.shape)
 
 
 def first_states(woven: Woven, hidden: torch.Tensor, normed: torch.Tensor) -> HiddenStates:

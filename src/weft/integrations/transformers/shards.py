@@ -23,6 +23,7 @@ from ...ops.activation import silu_mul
 from ...ops.all_gather_matmul.op import all_gather_matmul, all_gather_matmul_with_gathered
 from ...ops.attention.segmented import AttentionConfig
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
+from ...ops.product import matmul
 from ...ops.rotary import rotary
 from ...transport.collectives import gather
 from ...world import World
@@ -61,7 +62,8 @@ class ColumnShards(Bound):
         if len(self.weights) == 1:
             return _linear(self.world, x, self.weights[0], self.biases[0], out)
         if out is None:
-            return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True)], -1)
+            parts = zip(self.weights, self.biases, strict=True)
+            return torch.cat([_linear(self.world, x, weight, bias, None) for weight, bias in parts], -1)
         for columns, weight, bias in zip(out.split(self.widths, -1), self.weights, self.biases, strict=True):
             _linear(self.world, x, weight, bias, columns)
         return out
@@ -72,7 +74,7 @@ class ColumnShards(Bound):
         if len(self.weights) == 1:
             return all_gather_matmul(*operands, world=world, rows=shards)
         y, full_x = all_gather_matmul_with_gathered(*operands, world=world, rows=shards)
-        others = [F.linear(full_x, w, b) for w, b in zip(self.weights[1:], self.biases[1:], strict=True)]
+        others = [_linear(world, full_x, w, b, None) for w, b in zip(self.weights[1:], self.biases[1:], strict=True)]
         return torch.cat([y, *others], -1)
 
 
@@ -101,6 +103,12 @@ class RowShard(Bound):
 def _linear(
     world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
+    if world.batch_invariant:
+        y = matmul(x.flatten(0, -2), weight, bias, world=world).view(*x.shape[:-1], -1)
+        if out is None:
+            return y
+        world.call(lambda: out.copy_(y), [y], [out], world.current_stream())
+        return out
     if out is None:
         return F.linear(x, weight, bias)
     return world.linear(x, weight, bias, world.current_stream(), out)
@@ -132,7 +140,7 @@ class HeadShard(Bound):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self.eager_forward(x)
-        world, y = self.world, F.linear(x, self.weight)
+        world, y = self.world, _linear(self.world, x, self.weight, None, None)
         rows = y.flatten(0, -2)
         columns = gather(rows, world, [rows.shape[0]] * world.size, world.current_stream())
         return columns.view(world.size, *y.shape).movedim(0, -2).flatten(-2)
@@ -267,7 +275,10 @@ class AttentionShard(HeadsShard):
     def _faster_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor | None:
-        """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None."""
+        """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None. Which one is
+        faster depends on the batch, so that a batch-invariant World has none."""
+        if self.world.batch_invariant:
+            return None
         (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.module.scaling
         if m == 1 and heads != kv and mask is not None and mask.shape[1] == 1:
             # The query heads of one key head are rows of one call, so that keys and values are not repeated.

@@ -53,7 +53,9 @@ def weave(
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
     rounded once. `forward`, `generate`, caches and CUDA graphs work as before. All ranks must make the same calls, and
     where `generate` samples they take the draws of rank 0. `output_hidden_states` gathers the hidden states;
-    `output_attentions` is refused. `unweave` restores the model, `report` says what was replaced.
+    `output_attentions` is refused. `unweave` restores the model, `report` says what was replaced. On a batch-invariant
+    World (`weft.init`) what weft computes keeps the promise; attention, the embedding and an output head that is whole
+    on every rank stay Transformers' own, and experts are refused.
 
     Raises:
         Unsupported, naming the module: another model, quantised or adapted linears, heads that the ranks do not divide,
@@ -74,6 +76,8 @@ def weave(
     called = list(_called_hooks(layers))
     check_modules(layers, called)
     with_experts = [hasattr(layer.mlp, "experts") for layer in layers]
+    if world.batch_invariant and any(with_experts):
+        raise Unsupported(f"{class_of(layers[0].mlp)} on a batch-invariant World: experts do not keep its promise")
     two_parts_from, two_parts_plan = _two_parts(world, layers[0], plan, two_parts)
     woven = Woven(model, world, plan, two_parts_from, two_parts_plan, any(with_experts), all(with_experts))
     try:

@@ -323,7 +323,8 @@ class WovenPass:
 
 def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
     """Return the number of tokens of the first of two parts whose GEMMs take the least time in waves of tiles. The
-    stages alternate between attention and MLP. Without GEMMs the parts are halves."""
+    stages alternate between attention and MLP. Neither part has less than three eighths, since its GEMMs must hide the
+    other's sums. Without GEMMs the parts are halves."""
     of_mlp, of_attention = (stages[i].sizes() if len(stages) > 2 else [] for i in (1, 2))
     if not of_mlp and not of_attention:
         return halves(tokens)
@@ -332,7 +333,8 @@ def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
     def time(tiles: int, k: int) -> float:
         return math.ceil(tiles / world.backend.sm_count) * k
 
-    return LayerTimes.of_tiles(of_attention, of_mlp, tile=(t.block_m, t.block_n), time=time, rows=tokens).split(tokens)
+    times = LayerTimes.of_tiles(of_attention, of_mlp, tile=(t.block_m, t.block_n), time=time, rows=tokens)
+    return times.split(tokens, least=3 * tokens // 8)
 
 
 # -- making them -------------------------------------------------------------------------------------------------------
@@ -363,7 +365,8 @@ def woven_pass(
         raise WeftError(f"vLLM has no {', '.join(missing)}")
     opaque = getattr(getattr(config, "compilation_config", None), "static_forward_context", {}).values()
     eager = dict(copies)
-    eager.update(kernels(stack, {*copies, *map(id, opaque)}, world, classes, interface.get("custom_op")))
+    if world.symmetric_unsupported is None:  # on other ranks the form is no candidate, and they may have no kernels
+        eager.update(kernels(stack, {*copies, *map(id, opaque)}, world, classes, interface.get("custom_op")))
     stages = stages_of(with_copies(stack, eager))
     return WovenPass(stages, world, config, interface)
 
@@ -376,14 +379,9 @@ def kernels(
     for child in module.children():
         if id(child) in others:
             continue
-        if (
-            type(child) is classes.norm
-            and classes.is_norm(child)
-            and child.weight.dtype in DTYPES
-            and not world.symmetric_unsupported
-        ):
+        if type(child) is classes.norm and classes.is_norm(child) and child.weight.dtype in DTYPES:
             yield id(child), copied(child, OwnNorm, weft=world)
-        elif custom_op is not None and isinstance(child, custom_op) and world.device.type == "cuda":
+        elif custom_op and isinstance(child, custom_op) and type(child).forward_cuda is not custom_op.forward_cuda:
             yield id(child), copied(child, _forward_method=child.forward_cuda)
         else:
             yield from kernels(child, others, world, classes, custom_op)

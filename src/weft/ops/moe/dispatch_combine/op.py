@@ -275,7 +275,7 @@ def dispatch(
         max_m: for the layout "masked", the most rows of an expert; None: W max_tokens. If an expert has more, its last
             rows, by source rank (this one, then the one before it, ..), token and top-k slot, are left out: they add
             nothing to the result, and once the device has counted them, the next call of an op or `World.synchronize`
-            raises Overflow.
+            raises Overflow; on the ranks of their tokens once `combine` has run.
         rows: the numbers of tokens of all ranks, where they are not all equal. None: all ranks have as many as this
             one.
         buffer_index: 0 or 1; None: the first that is free. A CUDA graph's replays use the buffers that its capture

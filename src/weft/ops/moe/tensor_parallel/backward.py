@@ -136,13 +136,12 @@ def second_half(
     hidden, routes, _, w2, b2, _ = operands
     state, parts = second_half_state(world, layer, plan).dispatched, route_parts(world, layer, routes)
     stream, tables = world.current_stream(), tables_of(parts)
-    world.order(lock(world, NAME), stream)
     dy_rows = scratch(world, "rows of dy", state.rows, layer.hidden, layer.dtype)
     g = scratch(world, "hidden", state.rows, layer.inner, layer.dtype)
     row_weights = scratch(world, "weights of rows", state.rows, 1, torch.float32)
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
     dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w2, b2))
-    gather_rows(world, state, dy, tables, dy_rows)
+    gather_rows(world, state, dy, tables, dy_rows)  # the first use of scratch memory, behind its lock
     gemm = grouped_gemm(
         world, state, tables, dy_rows, w2, None, g, unused_counters(world), kn_weight=True, with_dispatch=True
     )
