@@ -326,13 +326,6 @@ def trained(method: str) -> list[float]:
     return [times[*call, method] for call in BACKWARD]
 
 
-def trained_layer() -> float:
-    """Return the ms of a layer's step."""
-    lines = (RESULTS / "nvidia-h200-x2/models.jsonl").read_text().splitlines()
-    steps = [r for r in map(json.loads, lines) if (r["name"], r["method"]) == ("Llama-70B training", "auto")]
-    return steps[-1]["us"] / steps[-1]["layers"] / 1000
-
-
 def spread(ours: Sequence[float], others: Sequence[float]) -> str:
     """Return the least and the largest ratio."""
     ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
@@ -402,8 +395,6 @@ def promoted_loop(form: str, recipe: str = "block") -> str:
 
 LOOPS = {
     "tall": "128x128 w8 s4 x1 nested",
-    "short": "64x128 w4 s4 x2 nested",
-    "ahead": "128x128 w8 s3 x1 ahead",
     "halves": "128x128 w4 s3 x2 halves",
     "specialized": "128x128 w4 s2 x1 unrolled specialized",
 }
@@ -435,11 +426,7 @@ def around_router(part: str) -> str:
     return f"{weft_us.removesuffix(' us')} / {torch_us}"
 
 
-GUARD_FORMS = {"": "step_by_step", "-pointers": "step_by_step_with_pointers", "-segments": "by_segments"}
-AROUND_ROUTER = {
-    "position": "capacity by position", "probability": "capacity by probability", "placement": "placement",
-    "balancing": "load balancing", "z": "z-loss",
-}  # fmt: skip
+AROUND_ROUTER = {"position": "capacity by position", "placement": "placement", "balancing": "load balancing"}
 EACH, BY_WAVE = "each tile counted", "counted by wave"  # runs of grouped GEMMs alone
 THREE, TWO = "128x256, 3 stages", "128x128, 2 an SM"
 
@@ -467,8 +454,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "forward-sequential": lambda: us(variants("forwarders-16.jsonl")["seq"]),
     "join": lambda: us(variants("join-and-in-flight.jsonl")["T16"]),
     "join-not": lambda: us(variants("join-and-in-flight.jsonl")["T24j0"]),
-    "blocks-four": lambda: us(variants("join-and-in-flight.jsonl")["B32r64s4"]),
-    "blocks-two": lambda: us(variants("join-and-in-flight.jsonl")["B32r64s2"]),
     "signaled-nccl": partial(signaled, RS, 4, False),
     "signaled-copies": partial(signaled, RS, 4, True),
     "sums-stored": partial(grouped_all_reduce, "store"),
@@ -498,10 +483,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "moe-divided": partial(moe, "auto"),
     "moe-now": moe_now,
     "moe-several": one_launch,
-    "moe-several-narrow": partial(one_launch, block_n=128),
     "moe-movers-half": partial(one_launch, kind="fused", pullers=128, block_n=128),
     "moe-movers-all": partial(one_launch, kind="fused", pullers=264, block_n=128),
-    "moe-wide-half": partial(one_launch, kind="fused", pullers=64),
     "few-steps": partial(few_rows, "low latency", "steps of 64", *(f"{m}-64" for m in FEW_MODELS)),
     "few-32": partial(few_rows, "32 x 128", "64 x 256", "GPT-OSS-120B-512", "DeepSeek-V3-512"),
     "few-64": partial(few_rows, "64 x 128", "64 x 256", "Qwen3-30B-512"),
@@ -512,11 +495,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "grouped-two-first": partial(grouped, "first", EACH, TWO, THREE),
     "grouped-quack-torch": partial(grouped, "second", BY_WAVE, "quack 128x192pp", "torch"),
     "grouped-quack-torch-first": partial(grouped, "first", BY_WAVE, "quack 128x192pp", "torch"),
-    "moe-last-one": partial(layers, "moe-last-sums.jsonl", "4 warps, 16, 4 an SM", "8 warps, 32, 1 an SM"),
     "moe-scheduler": partial(layers, "moe-scheduler.jsonl", "fused, scheduler", "fused, tickets"),
     "parts-own-whole": partial(in_parts, "own sums from the rows", "moe_tp", "own sums through the outbox"),
     "parts-narrow": partial(in_parts, '{"block_n": 128, "stages": 4}'),
-    "parts-few": partial(in_parts, '{"senders": 32, "summers": 32}'),
     "few-norm-nccl": nccl_alone,
     "few-norm-pull": partial(few_programs, "pull ahead"),
     "few-norm-push": partial(few_programs, "push ahead"),
@@ -531,7 +512,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mix-clock-woven": partial(mix, "woven", "clock"),
     "mix-woven": partial(mix, "woven", "speedup"),
     "mix-auto": partial(mix, "auto", "speedup"),
-    "mix-bound": partial(mix, "auto", "bound"),
     "served-woven": partial(serves, "weft"),
     "served": partial(serves, "transformers paged"),
     "served-woven-graphs": partial(serves, "weft", "async"),
@@ -541,12 +521,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "attention-pushed": partial(hidden, "attention-early.jsonl", "Segmented()"),
     "attention-own": own_attention,
     "attention-own-segmented": partial(own_needs, "weft"),
-    "turned-copies": lambda: f"{sum(trained('transposed copy')) / 1000:.1f} ms",
-    "turned-layer": lambda: f"{trained_layer():.0f} ms",
     "turned-ratio": lambda: spread(trained("auto, turned"), trained("auto")),
     **{f"promoted-{name}": partial(promoted_loop, form) for name, form in LOOPS.items()},
     "promoted-halves-slow": partial(promoted_loop, LOOPS["halves"], "slow"),
-    **{f"guarded{form}": partial(guard_time, name) for form, name in GUARD_FORMS.items()},
+    "guarded": partial(guard_time, "step_by_step"),
     "guard-wrong": partial(wrong_calls, "alone"),
     "guarded-wrong": partial(wrong_calls, "guarded"),
     **{f"router-{name}": partial(around_router, part) for name, part in AROUND_ROUTER.items()},
