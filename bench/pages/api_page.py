@@ -30,12 +30,15 @@ def names(name: str) -> str:
 
 
 def sentence(item: object) -> str:
-    """Return the first sentence of the docstring, without "Return", the paper's section, and what follows a semicolon."""
+    """Return the first sentence of the docstring, without "Return", parentheses, and what follows a semicolon, ", or" or,
+    after four words, a colon."""
     paragraph = " ".join((inspect.getdoc(item) or "").partition("\n\n")[0].split())
     sentences = re.split(r"(?<=\.)\s(?=[A-Z`])", paragraph)
     short = len(sentences[0].split()) < 3 and len(sentences) > 1  # "Collective."
-    text = re.sub(r" \([A-Z][^()]*, section [^()]*\)", "", " ".join(sentences[: 1 + short])).partition(";")[0]
-    text = text.removeprefix("Return ")
+    text = re.sub(r" \([^()]*\)", "", " ".join(sentences[: 1 + short])).removeprefix("Return ")
+    text = re.split(r"; |, or ", text)[0]
+    head, colon, _ = text.partition(": ")
+    text = head if colon and len(head.split()) >= 4 else text
     return (
         (text[:1].upper() + text[1:] if re.match(r"the |this |each |how ", text) else text)
         .rstrip(".")

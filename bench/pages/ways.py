@@ -21,14 +21,11 @@ MLP-1 to MLP-6, and in brackets on how many of the six it was the fastest. [What
 METHODS = ("library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot")
 HOST_TEXT = """## Host time of a call
 
-From call to return, us, of a shape that was called before, without waiting for the GPU (`bench/measure/host.py`): the library's two calls
-that an op replaces, and the op by each kind of plan.
+From call to return, us, of a shape that was called before, without waiting for the GPU (`bench/measure/host.py`): the two calls of cuBLAS
+and NCCL that an op replaces, and the op by each kind of plan.
 """
 FIRST_TEXT = """The first call of a number of rows that nobody called before, behind `weft.prepare`, N and K 1,024: median, nine in ten, and the
 slowest, us. It has memory to allocate and is compared with what the other ranks call; the library's own first calls differ by as much.
-"""
-EAGER_TEXT = """Eager calls back to back, `"auto"` against the library, hidden sizes 3,584 to 12,288, 128 to 12,288 rows: geometric mean and least
-ratio, and how many are below 0.98. Where `"auto"` is sequential, what differs is weft's own host time and the run.
 """
 MOE_TEXT = """## Mixture of experts
 
@@ -77,7 +74,7 @@ def ways(results: Path) -> str:
 def host(results: Path) -> str:
     stored = [r for path in sorted(results.glob("*/host.jsonl")) for r in lines_of(path) if r["what"] == "known"]
     methods = list(dict.fromkeys([*METHODS, *(r["method"] for r in stored)]))
-    known, new_sizes, eager = [], [], []
+    known, new_sizes = [], []
     for path in sorted(results.glob("*/host.jsonl")):
         rows = [
             r | {"op": OPS.get(r["op"], r["op"].replace("_", " ")), "world": str(r["world"])} for r in lines_of(path)
@@ -90,19 +87,9 @@ def host(results: Path) -> str:
             new = {r["method"]: r for r in of_op if r["what"] == "new M"}
             cells = [f"{n['us']:.0f}, {n['p90']:.0f}, {n['worst']:.0f}" for n in map(new.get, ("library", "auto")) if n]
             new_sizes += [[op, world, *cells, source]] if cells else []
-            sized: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
-            for r in of_op:
-                if r["what"] == "auto":
-                    sized[r["M"], r["N"], r["K"]][r["method"]] = r["us"]
-            ratios = [times["library"] / times["auto"] for times in sized.values()]
-            low = sum(ratio < 0.98 for ratio in ratios)
-            eager += (
-                [[op, world, _x(mean(ratios)), _x(min(ratios)), f"{low} of {len(ratios)}", source]] if ratios else []
-            )
     chapters = [
         (HOST_TEXT, ["op", "GPUs", *methods, "measured"], known),
         (FIRST_TEXT, ["op", "GPUs", "library", "auto", "measured"], new_sizes),
-        (EAGER_TEXT, ["op", "GPUs", "mean", "least", "below 0.98", "measured"], eager),
     ]
     return "\n".join(text + "\n" + "\n".join(_table(head, lines)) + "\n" for text, head, lines in chapters if lines)
 
