@@ -68,9 +68,9 @@ the plan that was predicted fastest among them.
 """
 TABLES = "bench/results/predictions.md"
 RUNS = {  # by run: which predictor, profile and shapes
-    "predictions-x2-4": "a profile made in the minutes before",
-    "predictions-x4-5": "the same shapes on 4 GPUs, from a profile whose calls of ops were made in the minutes before",
-    "predictions-x4-6": "other shapes, eight of them of at most 512 rows, from the profile of predictions-x4-5, of another machine of that kind",
+    "predictions-x2-4": "a profile made just before",
+    "predictions-x4-5": "the same shapes on 4 GPUs, calls of ops timed just before",
+    "predictions-x4-6": "other shapes, from the same profile, of another machine of that kind",
 }
 
 
